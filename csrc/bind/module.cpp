@@ -1,0 +1,6 @@
+// tensorizer._C: a list of what each binding file registers.
+#include <pybind11/pybind11.h>
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The compiled half of tensorizer. Private: signatures may change between any two releases.";
+}

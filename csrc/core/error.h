@@ -1,0 +1,49 @@
+// The one exception type of the C++ side. Immutable after construction; safe to rethrow in another thread.
+//
+// The kind picks the Python class in one table (csrc/bind/errors.cpp, docs/errors.md). what() names the object
+// and both numbers (wanted, got); it never holds a credential or a signed query.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace tensorizer {
+
+enum class Errc : uint8_t {
+  invalid_argument,  // the caller's mistake                         ValueError
+  malformed,         // the bytes contradict docs/format.md          FormatError
+  unsupported,       // a data version that nobody here knows        InvalidVersionError
+  truncated,         // the source ended before the format said so   TruncatedError
+  hash_mismatch,     // a stored digest disagrees with the data      HashMismatchError
+  crypto,            // MAC, key or nonce rejected                   CryptographyError
+  not_found,         // the source says there is no such thing       StreamNotFoundError
+  io,                // the source or sink could not answer          StreamError
+  out_of_memory,     // the host or device has no room               MemoryError / torch.OutOfMemoryError
+  device,            // the accelerator or its driver failed         DeviceError
+  cancelled,         // somebody asked to stop; users see the reason, not this
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(Errc code, const std::string& what) : std::runtime_error(what), code_(code) {}
+  Error(Errc code, const std::string& what, std::string source_name,
+        std::optional<uint64_t> at = std::nullopt)
+      : std::runtime_error(what), source(std::move(source_name)), offset(at), code_(code) {}
+
+  Errc code() const noexcept { return code_; }
+
+  std::string source;              // redacted: no credentials, no signed query
+  std::optional<uint64_t> offset;  // absolute position in the source, if known
+  int system_errno = 0;            // errno of a failed system call, 0 if there was none
+
+ private:
+  Errc code_;
+};
+
+// "<operation> <object>: <strerror>", with the errno kept for the Python side.
+[[noreturn]] void throw_errno(const std::string& operation, const std::string& object, int err);
+
+}  // namespace tensorizer

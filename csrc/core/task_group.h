@@ -1,0 +1,49 @@
+// Runs related tasks on threads of its own; returns only when none of them can touch the caller's memory any more.
+// Confined to the thread that made it (request_stop may be called from any thread).
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <stop_token>
+#include <thread>
+#include <vector>
+
+#include "core/sync.h"
+
+namespace tensorizer {
+
+class TaskGroup {
+ public:
+  TaskGroup() = default;
+  ~TaskGroup();
+  TaskGroup(const TaskGroup&) = delete;
+  TaskGroup& operator=(const TaskGroup&) = delete;
+
+  // Starts `task` on a new thread. The first failure asks all others to stop.
+  void spawn(std::function<void(std::stop_token)> task);
+
+  // Asks every task to stop; does not wait.
+  void request_stop() noexcept { stop_.request_stop(); }
+  std::stop_token stop_token() const noexcept { return stop_.get_token(); }
+
+  // Waits until all tasks have ended or `timeout` is over; true when all have ended.
+  bool wait_for(std::chrono::milliseconds timeout);
+
+  // Waits for all tasks, joins their threads, and rethrows the first failure (cancellations count last).
+  void join();
+
+ private:
+  void run(const std::function<void(std::stop_token)>& task) noexcept;
+  void join_threads() noexcept;
+
+  std::stop_source stop_;
+  std::vector<std::thread> threads_;
+  Mutex mutex_;
+  CondVar ended_;
+  size_t running_ GUARDED_BY(mutex_) = 0;
+  std::exception_ptr first_error_ GUARDED_BY(mutex_);
+  bool first_error_is_cancellation_ GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace tensorizer

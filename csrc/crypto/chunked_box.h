@@ -1,0 +1,48 @@
+// XSalsa20-Poly1305 (crypto_secretbox, detached), message by message, out of place or in place.
+//
+// A payload is cut into chunks; chunk i is one message under nonce + i. Stateless functions, safe from any thread.
+// The kernel is chosen once per process by CPU feature; TENSORIZER_CRYPTO_KERNEL (read in Python's _config.py, handed
+// down through select_kernel) overrides: "libsodium", "avx2", "avx512".
+// Source: docs/format.md, "Encryption"; Bernstein, "Extending the Salsa20 nonce".
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "crypto/secret_key.h"
+
+namespace tensorizer::crypto {
+
+inline constexpr size_t kNonceNbytes = 24;
+inline constexpr size_t kMacNbytes = 16;
+
+using NonceView = std::span<const std::byte, kNonceNbytes>;
+
+// Encrypts `plain` to `cipher` (same size; equal or disjoint memory) and writes its MAC.
+void seal(std::span<std::byte> cipher, std::span<std::byte, kMacNbytes> mac, std::span<const std::byte> plain,
+          NonceView nonce, const SecretKey& key) noexcept;
+
+// Decrypts `cipher` to `plain` (same size; equal or disjoint memory). False when the MAC does not fit: `plain` is all
+// zeros then where it is disjoint from `cipher`, and never holds unauthenticated plaintext.
+[[nodiscard]] bool open(std::span<std::byte> plain, std::span<const std::byte> cipher,
+                        std::span<const std::byte, kMacNbytes> mac, NonceView nonce, const SecretKey& key) noexcept;
+
+// nonce + n, little-endian modulo 2^192.
+std::array<std::byte, kNonceNbytes> nonce_plus(NonceView nonce, uint64_t n) noexcept;
+
+// Cryptographically random bytes.
+void random_bytes(std::span<std::byte> out) noexcept;
+
+// Overwrites secrets so that the compiler keeps the stores.
+void wipe(std::span<std::byte> bytes) noexcept;
+
+// Kernels usable on this processor, best first; the active one; choosing one (false: unknown or not usable here).
+std::vector<std::string_view> available_kernels();
+std::string_view active_kernel() noexcept;
+bool select_kernel(std::string_view name) noexcept;
+
+}  // namespace tensorizer::crypto

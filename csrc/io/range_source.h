@@ -1,0 +1,59 @@
+// Where bytes come from: a file, an HTTP resource, Redis, memory, a Python file object. One per load.
+//
+// Stateless: reads name an explicit range, there is no cursor. Safe from many threads unless traits() says
+// sequential. Fills exactly what was asked for or throws; a short read is Errc::truncated, never silence.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <stop_token>
+#include <string>
+
+#include "io/slices.h"
+
+namespace tensorizer::io {
+
+// How a source likes to be read. Values, chosen by the source once it is open.
+struct SourceTraits {
+  // Readers that are useful at the same time, 1 or more; a load never starts more.
+  unsigned concurrency = 1;
+  // Bytes per read that amortise the cost of one request.
+  uint64_t unit_nbytes = uint64_t{8} << 20;
+  // Reading this many unwanted bytes is cheaper than starting another request.
+  uint64_t gap_nbytes = uint64_t{64} << 10;
+  // True when reads must come one at a time at growing offsets (an HTTP server without ranges).
+  bool sequential = false;
+};
+
+class RangeSource {
+ public:
+  virtual ~RangeSource() = default;
+
+  // For messages: a path or URL without credentials and without its query.
+  virtual const std::string& name() const noexcept = 0;
+
+  // Bytes from 0 to the end of the source; nullopt while nobody knows (a server that does not say).
+  virtual std::optional<uint64_t> size() const = 0;
+
+  virtual SourceTraits traits() const = 0;
+
+  // Fills `slices`, in order, with the consecutive bytes that start at `offset`.
+  // Throws Error: truncated, io, not_found, cancelled. After an exception the slices' contents are undefined, and
+  // nothing writes to them any more.
+  virtual void read_at(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop) = 0;
+
+  void read_at(uint64_t offset, Slice into, const std::stop_token& stop) {
+    read_at(offset, std::span<const Slice>(&into, 1), stop);
+  }
+
+  // Address of bytes [offset, offset + nbytes) if they are in memory already and stay there as long as this object
+  // lives; nullptr otherwise. Lets the cipher read from where the bytes are.
+  virtual const std::byte* view(uint64_t /*offset*/, uint64_t /*nbytes*/) noexcept { return nullptr; }
+
+  // Payload and header bytes that arrived so far, for the counters of the Python side.
+  virtual uint64_t bytes_read() const noexcept = 0;
+};
+
+}  // namespace tensorizer::io

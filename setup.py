@@ -1,0 +1,135 @@
+"""Builds the one compiled module, ``tensorizer._C``, with torch's extension builder.
+
+The compiled file uses torch's copy of pybind11 but links nothing of torch, so one build serves every torch release.
+System libraries are found with pkg-config, or below ``TENSORIZER_DEPS_PREFIX`` (packages unpacked without root).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from torch.utils.cpp_extension import BuildExtension, include_paths
+
+ROOT = Path(__file__).parent.resolve()
+
+# pkg-config name, a header that proves it, link flag, and the package on Debian, Fedora and Homebrew
+LIBRARIES = [
+    ("libcurl", "curl/curl.h", "curl", "libcurl4-openssl-dev", "libcurl-devel", "curl"),
+    ("libsodium", "sodium.h", "sodium", "libsodium-dev", "libsodium-devel", "libsodium"),
+    ("libcrypto", "openssl/evp.h", "crypto", "libssl-dev", "openssl-devel", "openssl@3"),
+    ("hiredis", "hiredis/hiredis.h", "hiredis", "libhiredis-dev", "hiredis-devel", "hiredis"),
+    ("hiredis_ssl", "hiredis/hiredis_ssl.h", "hiredis_ssl", "libhiredis-dev", "hiredis-devel", "hiredis"),
+    ("libisal", "isa-l.h", "isal", "libisal-dev", "isa-l-devel", "isa-l"),
+]
+
+COMPILE_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-g1",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-fstack-protector-strong",
+    "-fno-plt",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    # what setuptools inherits from the way Python itself was built
+    "-Wno-unused-command-line-argument",
+]
+if sys.platform.startswith("linux"):
+    COMPILE_FLAGS += ["-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2", "-D_GLIBCXX_ASSERTIONS"]
+    LINK_FLAGS = ["-Wl,-z,relro,-z,now", "-Wl,-z,noexecstack", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
+else:
+    LINK_FLAGS = []
+
+
+def deps_prefix() -> Path | None:
+    prefix = os.environ.get("TENSORIZER_DEPS_PREFIX")
+    return Path(prefix).resolve() if prefix else None
+
+
+def library_dirs_below(prefix: Path) -> list[Path]:
+    lib = prefix / "lib"
+    return [d for d in [lib, prefix / "lib64", *sorted(lib.glob("*-linux-gnu"))] if d.is_dir()]
+
+
+def pkg_config(option: str, name: str) -> list[str] | None:
+    """Flags from pkg-config, or None where it does not know the library (or is not installed)."""
+    program = shutil.which(os.environ.get("PKG_CONFIG", "pkg-config"))
+    if program is None:
+        return None
+    result = subprocess.run([program, option, name], capture_output=True, text=True, check=False)
+    return result.stdout.split() if result.returncode == 0 else None
+
+
+def compiler_has_header(header: str, flags: list[str]) -> bool:
+    compiler = os.environ.get("CXX", "c++").split()
+    probe = subprocess.run(
+        [*compiler, "-std=c++20", *flags, "-x", "c++", "-fsyntax-only", "-"],
+        input=f"#include <{header}>\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return probe.returncode == 0
+
+
+def system_flags() -> tuple[list[str], list[str]]:
+    """Compile and link flags of all system libraries; ends the build with one line if one is missing."""
+    prefix = deps_prefix()
+    compile_flags: list[str] = []
+    link_flags: list[str] = []
+    if prefix is not None:
+        compile_flags += [f"-I{d}" for d in [prefix / "include", *sorted((prefix / "include").glob("*-linux-gnu"))]]
+        for folder in library_dirs_below(prefix):
+            link_flags += [f"-L{folder}", f"-Wl,-rpath,{folder}"]
+    missing = []
+    for name, header, link_name, debian, fedora, homebrew in LIBRARIES:
+        own_compile: list[str] = []
+        own_link = [f"-l{link_name}"]
+        if prefix is None:
+            own_compile = pkg_config("--cflags", name) or []
+            own_link = pkg_config("--libs", name) or own_link
+        if not compiler_has_header(header, compile_flags + own_compile):
+            missing.append((link_name, debian, fedora, homebrew))
+            continue
+        compile_flags += own_compile
+        link_flags += own_link
+    if missing:
+        names, debian, fedora, homebrew = (" ".join(dict.fromkeys(column)) for column in zip(*missing))
+        sys.exit(
+            f"tensorizer: missing system libraries ({names}): install them with "
+            f"'apt-get install {debian}', 'dnf install {fedora}' or 'brew install {homebrew}', "
+            "or point TENSORIZER_DEPS_PREFIX at a folder that has include/ and lib/"
+        )
+    return compile_flags, link_flags
+
+
+def sanitizer_flags() -> list[str]:
+    """``TENSORIZER_SANITIZE=address,undefined`` builds the module for a run under sanitizers."""
+    kinds = os.environ.get("TENSORIZER_SANITIZE")
+    return [f"-fsanitize={kinds}", "-fno-omit-frame-pointer"] if kinds else []
+
+
+def make_extension() -> Extension:
+    compile_flags, link_flags = system_flags()
+    return Extension(
+        "tensorizer._C",
+        sources=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cpp")),
+        include_dirs=[str(ROOT / "csrc"), *include_paths()],
+        depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")),
+        extra_compile_args=[*COMPILE_FLAGS, *compile_flags, *sanitizer_flags()],
+        extra_link_args=[*LINK_FLAGS, *link_flags, *sanitizer_flags()],
+        language="c++",
+    )
+
+
+setup(
+    ext_modules=[make_extension()],
+    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True, no_python_abi_suffix=False)},
+)

@@ -1,0 +1,71 @@
+"""Every exception class of the package.
+
+Each class derives from :class:`TensorizerError` *and* from the builtin that callers of the reference already catch.
+``docs/errors.md`` says which situation raises which class and what to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+__all__ = [
+    "CryptographyError",
+    "DeviceError",
+    "FormatError",
+    "HashMismatchError",
+    "InvalidVersionError",
+    "StreamError",
+    "StreamNotFoundError",
+    "TensorizerError",
+    "TruncatedError",
+]
+
+
+class TensorizerError(Exception):
+    """Base of all errors that this package defines.
+
+    Attributes:
+        source: The file, URL or object concerned, without credentials or signed query; ``None`` if there is none.
+        offset: Absolute byte position in the source where the problem was seen; ``None`` if unknown.
+    """
+
+    source: Optional[str] = None
+    offset: Optional[int] = None
+
+
+class FormatError(TensorizerError, ValueError):
+    """The bytes contradict the file format (docs/format.md)."""
+
+
+class InvalidVersionError(FormatError):
+    """The file has a data version that this release cannot read.
+
+    Attributes:
+        version: The data version found in the file.
+    """
+
+    version: int = -1
+
+
+class TruncatedError(FormatError, OSError):
+    """The source ended before the format said it would: a cut file, an incomplete download."""
+
+
+class HashMismatchError(TensorizerError):
+    """A stored digest disagrees with the data it belongs to."""
+
+
+class CryptographyError(TensorizerError):
+    """Anything wrong with encryption or decryption: no key, a wrong key, altered ciphertext."""
+
+
+class StreamError(TensorizerError, OSError):
+    """The source or destination could not answer, after all retries."""
+
+
+class StreamNotFoundError(StreamError, FileNotFoundError):
+    """The source says that there is no such file, object or key."""
+
+
+class DeviceError(TensorizerError, RuntimeError):
+    """The accelerator or its driver failed."""
