@@ -22,8 +22,8 @@ LIBRARIES = [
     ("libcurl", "curl/curl.h", "curl", "libcurl4-openssl-dev", "libcurl-devel", "curl"),
     ("libsodium", "sodium.h", "sodium", "libsodium-dev", "libsodium-devel", "libsodium"),
     ("libcrypto", "openssl/evp.h", "crypto", "libssl-dev", "openssl-devel", "openssl@3"),
+    ("libssl", "openssl/ssl.h", "ssl", "libssl-dev", "openssl-devel", "openssl@3"),
     ("hiredis", "hiredis/hiredis.h", "hiredis", "libhiredis-dev", "hiredis-devel", "hiredis"),
-    ("hiredis_ssl", "hiredis/hiredis_ssl.h", "hiredis_ssl", "libhiredis-dev", "hiredis-devel", "hiredis"),
     ("libisal", "isa-l.h", "isal", "libisal-dev", "isa-l-devel", "isa-l"),
 ]
 
