@@ -38,7 +38,7 @@ COMPILE_FLAGS = [
     "-Wall",
     "-Wextra",
     "-Werror",
-    # what setuptools inherits from the way Python itself was built
+
     "-Wno-unused-command-line-argument",
 ]
 if sys.platform.startswith("linux"):

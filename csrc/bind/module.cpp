@@ -1,6 +1,10 @@
 // tensorizer._C: a list of what each binding file registers.
 #include <pybind11/pybind11.h>
 
+#include "bind/bindings.h"
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled half of tensorizer. Private: signatures may change between any two releases.";
+  tensorizer::bind::register_errors(m);
+  tensorizer::bind::register_io(m);
 }

@@ -1,0 +1,45 @@
+// Sources and sinks as Python sees them: opaque handles, plus plain reads for the stream classes.
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "bind/bindings.h"
+#include "bind/gil.h"
+#include "io/range_sink.h"
+#include "io/range_source.h"
+
+namespace tensorizer::bind {
+namespace {
+
+py::bytes read_bytes(io::RangeSource& source, uint64_t offset, size_t nbytes) {
+  py::bytes result = py::reinterpret_steal<py::bytes>(
+      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes)));
+  if (!result) throw py::error_already_set();
+  io::Slice into(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result.ptr())), nbytes);
+  run_interruptible([&](const std::stop_token& stop) { source.read_at(offset, into, stop); });
+  return result;
+}
+
+void read_into(io::RangeSource& source, uint64_t offset, const py::buffer& buffer) {
+  py::buffer_info info = buffer.request(true);
+  io::Slice into(static_cast<std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize));
+  run_interruptible([&](const std::stop_token& stop) { source.read_at(offset, into, stop); });
+}
+
+}  // namespace
+
+void register_io(py::module_& m) {
+  using io::RangeSink;
+  using io::RangeSource;
+  py::class_<RangeSource, std::shared_ptr<RangeSource>>(m, "RangeSource")
+      .def_property_readonly("name", &RangeSource::name)
+      .def("size", &RangeSource::size)
+      .def_property_readonly("bytes_read", &RangeSource::bytes_read)
+      .def_property_readonly("concurrency", [](const RangeSource& s) { return s.traits().concurrency; })
+      .def("read", &read_bytes, py::arg("offset"), py::arg("nbytes"))
+      .def("readinto", &read_into, py::arg("offset"), py::arg("buffer"));
+  py::class_<RangeSink, std::shared_ptr<RangeSink>>(m, "RangeSink")
+      .def_property_readonly("name", &RangeSink::name);
+}
+
+}  // namespace tensorizer::bind

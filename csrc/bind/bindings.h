@@ -1,0 +1,11 @@
+// One register function per binding file; module.cpp calls them all.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace tensorizer::bind {
+
+void register_errors(pybind11::module_& m);
+void register_io(pybind11::module_& m);
+
+}  // namespace tensorizer::bind

@@ -1,0 +1,77 @@
+// The interpreter lock: how calls wait without it, and how C++ keeps Python objects.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "core/task_group.h"
+
+namespace tensorizer::bind {
+
+namespace py = pybind11;
+
+inline constexpr std::chrono::milliseconds kSignalPollInterval{100};
+
+// True once Py_Finalize has begun: taking the lock would hang or end the thread.
+inline bool interpreter_is_finalizing() noexcept {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Runs fn(stop_token) on a thread of its own while this one waits without the lock and looks for Ctrl-C every 100 ms.
+// On a signal whose handler raises, fn is asked to stop and joined before the exception leaves.
+// REQUIRES: the caller holds the lock. fn must not touch Python objects without taking it.
+template <class Fn>
+auto run_interruptible(Fn&& fn) {
+  using Result = std::invoke_result_t<Fn&, const std::stop_token&>;
+  constexpr bool kVoid = std::is_void_v<Result>;
+  std::optional<std::conditional_t<kVoid, char, Result>> result;
+  TaskGroup group;
+  bool interrupted = false;
+  {
+    py::gil_scoped_release unlocked;
+    group.spawn([&](const std::stop_token& stop) {
+      if constexpr (kVoid) {
+        fn(stop);
+        result.emplace();
+      } else {
+        result.emplace(fn(stop));
+      }
+    });
+    while (!group.wait_for(kSignalPollInterval)) {
+      py::gil_scoped_acquire locked;
+      if (PyErr_CheckSignals() != 0) {
+        interrupted = true;
+        break;
+      }
+    }
+    if (interrupted) group.request_stop();
+    try {
+      group.join();
+    } catch (...) {
+      if (!interrupted) throw;  // the signal's own exception is already set and tells more
+    }
+  }
+  if (interrupted) throw py::error_already_set();
+  if constexpr (!kVoid) return std::move(*result);
+}
+
+// Keeps a Python object alive from C++. Takes the lock to release it, from whichever thread; leaks on purpose once the
+// interpreter is finalizing. Safe to destroy anywhere.
+inline std::shared_ptr<void> keep_alive(py::object object) {
+  return std::shared_ptr<void>(object.release().ptr(), [](PyObject* held) {
+    if (interpreter_is_finalizing()) return;
+    py::gil_scoped_acquire locked;
+    Py_XDECREF(held);
+  });
+}
+
+}  // namespace tensorizer::bind
