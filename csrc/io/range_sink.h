@@ -21,6 +21,9 @@ class RangeSink {
   // For messages, without credentials.
   virtual const std::string& name() const noexcept = 0;
 
+  // Writers that are useful at the same time; 0: as many as there are processors.
+  virtual unsigned concurrency() const noexcept { return 0; }
+
   // A hint, before the first write of a call: the content will reach `end`. May reserve room; may throw Errc::io
   // when it is already certain that the room is missing.
   virtual void reserve(uint64_t /*end*/) {}
@@ -38,6 +41,9 @@ class RangeSink {
 
   // [start, end) is complete and consistent now: make it readable by others (flush, fsync, rename, as the sink does).
   virtual void publish(uint64_t end, const std::stop_token& stop) = 0;
+
+  // What was written behind `end` since the last publish() is void; `end` is 0 if nothing was published.
+  virtual void rollback(uint64_t /*end*/) noexcept {}
 
   // No call follows. Whatever can fail for the user's data happens here, not in the destructor.
   virtual void finish() = 0;

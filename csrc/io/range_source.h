@@ -27,6 +27,10 @@ struct SourceTraits {
   bool sequential = false;
 };
 
+// "<name> ends at byte <size>, but bytes <offset> to <offset+nbytes> are wanted" (Errc::truncated).
+[[noreturn]] void throw_truncated(const std::string& name, uint64_t offset, uint64_t nbytes,
+                                  uint64_t source_nbytes);
+
 class RangeSource {
  public:
   virtual ~RangeSource() = default;

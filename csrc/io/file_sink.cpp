@@ -1,0 +1,322 @@
+#include "io/file_sink.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <sys/vfs.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "core/checked_math.h"
+#include "core/error.h"
+#include "core/stop.h"
+#include "core/threads.h"
+
+namespace tensorizer::io {
+namespace {
+
+constexpr uint64_t kBlockNbytes = 4096;
+constexpr uint64_t kBounceNbytes = uint64_t{4} << 20;
+// Below this a write finishes in the page cache sooner than on the disk.
+constexpr uint64_t kDirectFileNbytes = uint64_t{256} << 20;
+constexpr uint64_t kDirectSliceNbytes = uint64_t{1} << 20;
+constexpr unsigned kDirectWriters = 4;  // requests in flight that keep a disk busy
+constexpr uint64_t kCopyNbytes = uint64_t{8} << 20;
+constexpr size_t kIovMax = 512;
+constexpr long kTmpfsMagic = 0x01021994;
+
+struct FreeDeleter {
+  void operator()(void* p) const noexcept { std::free(p); }
+};
+
+std::byte* bounce_buffer() {
+  static thread_local std::unique_ptr<std::byte, FreeDeleter> buffer;
+  if (!buffer) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, kBlockNbytes, kBounceNbytes) != 0)
+      throw Error(Errc::out_of_memory, "no memory for a write buffer of 4 MiB");
+    buffer.reset(static_cast<std::byte*>(memory));
+  }
+  return buffer.get();
+}
+
+std::string folder_of(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::string base_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
+
+// ".name.0123456789abcdef.tmp" beside the target; the base is cut so that the whole stays a legal file name.
+std::string temporary_name(const std::string& target) {
+  std::random_device device;
+  char suffix[32];
+  std::snprintf(suffix, sizeof suffix, ".%08x%08x.tmp", device(), device());
+  return folder_of(target) + "/." + base_of(target).substr(0, 200) + suffix;
+}
+
+std::string proc_path(int fd) { return "/proc/self/fd/" + std::to_string(fd); }
+
+void write_all(int fd, uint64_t offset, const std::byte* data, uint64_t nbytes, const std::string& name) {
+  while (nbytes > 0) {
+    const ssize_t wrote = pwrite(fd, data, nbytes, static_cast<off_t>(offset));
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0) throw_errno("cannot write", name, errno);
+    if (wrote == 0) throw_errno("cannot write", name, EIO);
+    offset += static_cast<uint64_t>(wrote);
+    data += wrote;
+    nbytes -= static_cast<uint64_t>(wrote);
+  }
+}
+
+void read_all(int fd, uint64_t offset, std::byte* data, uint64_t nbytes, const std::string& name) {
+  while (nbytes > 0) {
+    const ssize_t got = pread(fd, data, nbytes, static_cast<off_t>(offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw_errno("cannot read back", name, errno);
+    if (got == 0) throw Error(Errc::io, name + " was cut short by somebody else", name);
+    offset += static_cast<uint64_t>(got);
+    data += got;
+    nbytes -= static_cast<uint64_t>(got);
+  }
+}
+
+}  // namespace
+
+FileSink::FileSink(std::string name, std::string target, const PathOptions& options)
+    : name_(std::move(name)), target_(std::move(target)), options_(options) {}
+
+std::shared_ptr<FileSink> FileSink::replace(const std::string& target, const PathOptions& options) {
+  std::shared_ptr<FileSink> sink(new FileSink(target, target, options));
+  sink->open_unnamed();
+  return sink;
+}
+
+std::shared_ptr<FileSink> FileSink::overwrite(UniqueFd fd, const std::string& name) {
+  std::shared_ptr<FileSink> sink(new FileSink(name, {}, {}));
+  sink->fd_ = std::move(fd);
+  return sink;
+}
+
+FileSink::~FileSink() {
+  if (!temporary_.empty()) unlink(temporary_.c_str());
+}
+
+// An unnamed file leaves nothing behind, whatever kills this process; a hidden temporary name is the second choice,
+// for file systems without unnamed files.
+void FileSink::open_unnamed() {
+  const std::string folder = folder_of(target_);
+  UniqueFd fd;
+#if defined(O_TMPFILE)
+  fd = UniqueFd(open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, options_.mode));
+  if (!fd && errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL && errno != ENOENT)
+    throw_errno("cannot write", target_, errno);
+#endif
+  std::string temporary;
+  if (!fd) {
+    temporary = temporary_name(target_);
+    fd = UniqueFd(open(temporary.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, options_.mode));
+    if (!fd) throw_errno("cannot write", target_, errno);
+  }
+  if (!temporary_.empty()) unlink(temporary_.c_str());
+  temporary_ = temporary;
+  fd_ = std::move(fd);
+  direct_fd_.reset();
+  named_ = false;
+  extent_ = 0;
+  if (options_.keep_mode && fchmod(fd_.get(), options_.mode) != 0 && errno != EPERM)
+    throw_errno("cannot set the mode of", target_, errno);
+}
+
+unsigned FileSink::concurrency() const noexcept { return direct_fd_ ? std::max(cpu_quota(), kDirectWriters) : 0; }
+
+void FileSink::open_direct(uint64_t nbytes) {
+#if defined(O_DIRECT)
+  // Only where the content has to reach the disk anyway.
+  if (direct_fd_ || target_.empty() || !options_.fsync || nbytes < kDirectFileNbytes) return;
+  struct statfs info {};
+  if (fstatfs(fd_.get(), &info) != 0 || info.f_type == kTmpfsMagic) return;
+  direct_fd_ = UniqueFd(open(proc_path(fd_.get()).c_str(), O_WRONLY | O_CLOEXEC | O_DIRECT));
+#else
+  (void)nbytes;
+#endif
+}
+
+void FileSink::reserve(uint64_t end) {
+  if (end <= extent_) return;
+  open_direct(end - extent_);
+#if defined(__linux__)
+  if (fallocate(fd_.get(), target_.empty() ? FALLOC_FL_KEEP_SIZE : 0, static_cast<off_t>(extent_),
+                static_cast<off_t>(end - extent_)) != 0) {
+    if (errno == ENOSPC || errno == EFBIG || errno == EDQUOT) throw_errno("no room for", name_, errno);
+    direct_fd_.reset();  // direct writes beyond the end of a file are slow
+    return;
+  }
+#endif
+  extent_ = end;
+}
+
+void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices, const std::stop_token& stop) {
+  throw_if_stopped(stop);
+  if (direct_fd_ && slices.size() == 1 && slices[0].size() >= kDirectSliceNbytes && offset % kBlockNbytes == 0) {
+    const uint64_t done = write_direct(offset, slices[0], stop);
+    ConstSlice rest = slices[0].subspan(done);
+    if (!rest.empty()) write_buffered(offset + done, {&rest, 1}, stop);
+    return;
+  }
+  write_buffered(offset, slices, stop);
+}
+
+void FileSink::write_buffered(uint64_t offset, std::span<const ConstSlice> slices, const std::stop_token& stop) {
+  std::array<iovec, kIovMax> vectors;
+  size_t next = 0;
+  uint64_t done_in = 0;
+  while (next < slices.size()) {
+    size_t count = 0;
+    uint64_t wanted = 0;
+    for (size_t i = next; i < slices.size() && count < kIovMax; ++i) {
+      const uint64_t skip = i == next ? done_in : 0;
+      vectors[count++] = {const_cast<std::byte*>(slices[i].data()) + skip, slices[i].size() - skip};
+      wanted += slices[i].size() - skip;
+    }
+    throw_if_stopped(stop);
+    const ssize_t wrote = wanted == 0 ? 0 : pwritev(fd_.get(), vectors.data(), static_cast<int>(count),
+                                                    static_cast<off_t>(offset));
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0) throw_errno("cannot write", name_, errno);
+    if (wrote == 0 && wanted > 0) throw_errno("cannot write", name_, EIO);
+    uint64_t left = static_cast<uint64_t>(wrote);
+    offset += left;
+    while (next < slices.size() && slices[next].size() - done_in <= left) {
+      left -= slices[next].size() - done_in;
+      done_in = 0;
+      ++next;
+    }
+    done_in += left;
+  }
+}
+
+// Whole blocks of the slice, past the page cache; returns how many bytes that was. Memory that is not aligned goes
+// through a buffer.
+uint64_t FileSink::write_direct(uint64_t offset, ConstSlice slice, const std::stop_token& stop) {
+  const uint64_t total = align_down(slice.size(), kBlockNbytes);
+  const bool aligned = reinterpret_cast<uintptr_t>(slice.data()) % kBlockNbytes == 0;
+  for (uint64_t done = 0; done < total;) {
+    throw_if_stopped(stop);
+    const uint64_t n = std::min(total - done, kBounceNbytes);
+    const std::byte* from = slice.data() + done;
+    if (!aligned) from = static_cast<std::byte*>(std::memcpy(bounce_buffer(), from, n));
+    const ssize_t wrote = pwrite(direct_fd_.get(), from, n, static_cast<off_t>(offset + done));
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0 && errno == EINVAL) return done;  // a file system with other rules
+    if (wrote < 0) throw_errno("cannot write", name_, errno);
+    if (static_cast<uint64_t>(wrote) % kBlockNbytes != 0) return done;
+    done += static_cast<uint64_t>(wrote);
+  }
+  return total;
+}
+
+void FileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
+  if (target_.empty()) {
+    relocate_in_place(from, nbytes, to, stop);
+  } else {
+    relocate_to_new_file(from, nbytes, to, stop);
+  }
+}
+
+// Back to front, so that no byte is overwritten before it has moved.
+void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
+  std::vector<std::byte> buffer(std::min(nbytes, kCopyNbytes));
+  for (uint64_t left = nbytes; left > 0;) {
+    throw_if_stopped(stop);
+    const uint64_t n = std::min<uint64_t>(left, buffer.size());
+    left -= n;
+    read_all(fd_.get(), from + left, buffer.data(), n, name_);
+    write_all(fd_.get(), to + left, buffer.data(), n, name_);
+  }
+  extent_ = std::max(extent_, to + nbytes);
+}
+
+// The published file stays as it is; the new one takes its name at the next publish().
+void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
+  UniqueFd old = std::move(fd_);
+  struct stat info {};
+  if (fstat(old.get(), &info) == 0) {
+    options_.mode = info.st_mode & 07777;
+    options_.keep_mode = true;
+  }
+  open_unnamed();
+  auto in = static_cast<off_t>(from);
+  auto out = static_cast<off_t>(to);
+  for (uint64_t left = nbytes; left > 0;) {
+    throw_if_stopped(stop);
+    const ssize_t copied = copy_file_range(old.get(), &in, fd_.get(), &out, std::min(left, kCopyNbytes), 0);
+    if (copied > 0) {
+      left -= static_cast<uint64_t>(copied);
+      continue;
+    }
+    if (copied < 0 && errno == EINTR) continue;
+    if (copied < 0 && (errno == ENOSPC || errno == EFBIG || errno == EDQUOT))
+      throw_errno("no room for", name_, errno);
+    std::vector<std::byte> buffer(std::min(left, kCopyNbytes));  // this file system cannot: read and write
+    read_all(old.get(), static_cast<uint64_t>(in), buffer.data(), buffer.size(), name_);
+    write_all(fd_.get(), static_cast<uint64_t>(out), buffer.data(), buffer.size(), name_);
+    in += static_cast<off_t>(buffer.size());
+    out += static_cast<off_t>(buffer.size());
+    left -= buffer.size();
+  }
+  extent_ = to + nbytes;
+}
+
+void FileSink::publish(uint64_t end, const std::stop_token& stop) {
+  throw_if_stopped(stop);
+  extent_ = std::max(extent_, end);
+  if (target_.empty()) return;
+  if (ftruncate(fd_.get(), static_cast<off_t>(end)) != 0) throw_errno("cannot set the size of", name_, errno);
+  extent_ = end;
+  if (options_.fsync && fsync(fd_.get()) != 0) throw_errno("cannot sync", name_, errno);
+  if (!named_) take_name();
+}
+
+void FileSink::take_name() {
+  if (temporary_.empty()) {
+    std::string temporary = temporary_name(target_);
+    if (linkat(AT_FDCWD, proc_path(fd_.get()).c_str(), AT_FDCWD, temporary.c_str(), AT_SYMLINK_FOLLOW) != 0)
+      throw_errno("cannot name", target_, errno);
+    temporary_ = std::move(temporary);
+  }
+  if (rename(temporary_.c_str(), target_.c_str()) != 0) throw_errno("cannot rename to", target_, errno);
+  temporary_.clear();
+  named_ = true;
+  if (!options_.fsync) return;
+  const UniqueFd folder(open(folder_of(target_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (folder) fsync(folder.get());  // some file systems cannot; the rename stands either way
+}
+
+void FileSink::rollback(uint64_t end) noexcept {
+  if (target_.empty()) return;
+  direct_fd_.reset();
+  extent_ = end;
+  if (ftruncate(fd_.get(), static_cast<off_t>(end)) != 0 || end < 8) return;
+  const std::array<std::byte, 8> end_mark{};  // appended records had overwritten it
+  const ssize_t restored = pwrite(fd_.get(), end_mark.data(), end_mark.size(), static_cast<off_t>(end - 8));
+  (void)restored;  // readers do not need the mark
+}
+
+void FileSink::finish() {
+  direct_fd_.reset();
+  fd_.reset();
+  if (!temporary_.empty()) unlink(temporary_.c_str());
+  temporary_.clear();
+}
+
+}  // namespace tensorizer::io

@@ -1,0 +1,62 @@
+#include "load/open_index.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <vector>
+
+#include "core/error.h"
+
+namespace tensorizer::load {
+namespace {
+
+// An index that claims to be larger than this is read only if the source is known to be that long.
+constexpr uint64_t kUnsizedIndexLimit = uint64_t{64} << 20;
+
+std::vector<std::byte> read_block(io::RangeSource& source, uint64_t offset, uint64_t nbytes,
+                                  uint64_t source_nbytes, bool sized, const std::stop_token& stop) {
+  if (sized && nbytes > source_nbytes - std::min(offset, source_nbytes))
+    throw Error(Errc::truncated, "the index wants " + std::to_string(nbytes) + " bytes at byte " +
+                                     std::to_string(offset) + ", the file ends at byte " +
+                                     std::to_string(source_nbytes));
+  if (!sized && nbytes > kUnsizedIndexLimit)
+    throw Error(Errc::malformed, "the index claims " + std::to_string(nbytes) +
+                                     " bytes in a source of unknown size");
+  std::vector<std::byte> block(nbytes);
+  if (nbytes > 0) source.read_at(offset, io::Slice(block), stop);
+  return block;
+}
+
+[[noreturn]] void rethrow_with_source(Error error, const std::string& name) {
+  if (error.source.empty()) {
+    Error named(error.code(), name + ": " + error.what(), name, error.offset);
+    named.system_errno = error.system_errno;
+    throw named;
+  }
+  throw error;
+}
+
+}  // namespace
+
+std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, uint64_t start,
+                                              format::KeyGiven key, const std::stop_token& stop) {
+  try {
+    const std::optional<uint64_t> size = source.size();
+    const uint64_t source_nbytes = size.value_or(std::numeric_limits<uint64_t>::max());
+    std::array<std::byte, format::kPrologueNbytes> head;
+    const uint64_t available = source_nbytes - std::min(start, source_nbytes);
+    const uint64_t head_nbytes = std::min<uint64_t>(head.size(), available);
+    if (head_nbytes > 0) source.read_at(start, io::Slice(head.data(), head_nbytes), stop);
+    const format::Prologue prologue =
+        format::parse_prologue(std::span(head).first(head_nbytes), start, key);
+    const uint64_t block_at = start + format::kPrologueNbytes;
+    std::vector<std::byte> block = read_block(source, block_at, prologue.metadata_nbytes,
+                                              source_nbytes, size.has_value(), stop);
+    return std::make_shared<const OpenedIndex>(
+        start, prologue, format::Index(prologue, std::move(block), block_at, source_nbytes));
+  } catch (const Error& error) {
+    rethrow_with_source(error, source.name());
+  }
+}
+
+}  // namespace tensorizer::load

@@ -1,0 +1,98 @@
+#include "save/save_plan.h"
+
+#include <algorithm>
+
+#include "core/checked_math.h"
+#include "core/error.h"
+#include "format/tensor_path.h"
+
+namespace tensorizer::save {
+namespace {
+
+constexpr uint64_t kFirstIndexRoom = uint64_t{64} << 10;
+constexpr uint64_t kMaxDtypeNbytes = 255;
+constexpr uint64_t kMaxNameNbytes = 65535;
+constexpr uint64_t kMaxDims = 255;
+
+void check_fields(const TensorToWrite& tensor) {
+  auto refuse = [&](const std::string& problem) {
+    throw Error(Errc::invalid_argument,
+                "tensor " + format::display_name(tensor.name) + ": " + problem);
+  };
+  if (tensor.name.empty()) refuse("a stored name cannot be empty");
+  if (tensor.name.size() > kMaxNameNbytes)
+    refuse("the name takes " + std::to_string(tensor.name.size()) + " bytes, at most 65535 fit");
+  if (tensor.dtype.size() > kMaxDtypeNbytes)
+    refuse("the dtype text takes " + std::to_string(tensor.dtype.size()) + " bytes, at most 255 fit");
+  if (tensor.shape.size() > kMaxDims)
+    refuse("has " + std::to_string(tensor.shape.size()) + " dimensions, at most 255 fit");
+}
+
+bool is_long(const TensorToWrite& tensor) {
+  return std::any_of(tensor.shape.begin(), tensor.shape.end(),
+                     [](uint64_t dim) { return dim > UINT32_MAX; });
+}
+
+}  // namespace
+
+format::Prologue raise_version(format::Prologue prologue, const TensorToWrite& tensor,
+                               bool encrypted) {
+  uint32_t version = encrypted ? format::kVersionEncrypted : format::kVersionPlain;
+  if (tensor.opaque()) version = std::max(version, format::kVersionOpaque);
+  if (tensor.meta) version = std::max(version, format::kVersionMeta);
+  if (is_long(tensor)) version = std::max(version, format::kVersionLong);
+  prologue.version = std::max(prologue.version, version);
+  prologue.flags = 0;
+  if (prologue.version >= format::kVersionMeta && encrypted)
+    prologue.flags |= format::kFlagEncrypted;
+  if (prologue.version >= format::kVersionLong) prologue.flags |= format::kFlagVersionedHeaders;
+  return prologue;
+}
+
+PlannedRecord plan_record(const TensorToWrite& tensor, uint64_t offset, const PlanChoice& choice,
+                          const format::Nonce& nonce) {
+  check_fields(tensor);
+  PlannedRecord record;
+  record.nonce = nonce;
+  record.offset = offset;
+  record.data_nbytes = tensor.data_nbytes;
+  record.encrypted = choice.crypt != nullptr && tensor.data_nbytes > 0;
+  std::vector<std::byte> crypt_info;
+  if (record.encrypted) {
+    const auto& derivation = choice.crypt->derivation;
+    crypt_info = format::serialize_crypt_info(
+        derivation ? &*derivation : nullptr, record.nonce,
+        ceil_div(tensor.data_nbytes, format::kCipherChunkNbytes));
+  } else if (choice.crypt != nullptr) {
+    crypt_info = format::serialize_empty_crypt_info();
+  }
+  const format::HeaderToWrite header{.module_idx = tensor.module_idx,
+                                     .type = tensor.type,
+                                     .name = tensor.name,
+                                     .dtype = tensor.dtype,
+                                     .shape = tensor.shape,
+                                     .wide_dims = is_long(tensor),
+                                     .hashes = choice.hashes,
+                                     .has_crypt_info = choice.crypt != nullptr,
+                                     .crypt_info = crypt_info,
+                                     .data_nbytes = tensor.data_nbytes};
+  const uint64_t bare = format::record_header_nbytes(header);
+  const uint64_t alignment =
+      tensor.data_nbytes >= kLargeTensorNbytes ? kLargeAlignment : kSmallAlignment;
+  const uint64_t padded =
+      tensor.data_nbytes > 0 ? align_up(offset + bare, alignment) - offset : bare;
+  record.header = format::serialize_record_header(header, padded);
+  return record;
+}
+
+std::string index_dtype(const TensorToWrite& tensor) {
+  if (tensor.data_nbytes > 0) return tensor.dtype;
+  return tensor.dtype.substr(0, tensor.dtype.find('\0'));
+}
+
+uint64_t index_room(uint64_t needed, bool growing) noexcept {
+  const uint64_t wanted = growing ? std::max(needed * 4, kFirstIndexRoom) : needed + needed / 8;
+  return align_up(format::kPrologueNbytes + wanted, kLargeAlignment) - format::kPrologueNbytes;
+}
+
+}  // namespace tensorizer::save
