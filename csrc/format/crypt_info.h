@@ -1,5 +1,5 @@
-// The crypt_info block of a record header: how a payload was encrypted and its key derived. Pure; bytes <-> values.
-// Source: docs/format.md, "crypt_info".
+// The crypt_info block of a record header: how a payload was encrypted and its key derived. Pure;
+// bytes <-> values. Source: docs/format.md, "crypt_info".
 #pragma once
 
 #include <array>
@@ -21,19 +21,19 @@ using Nonce = std::array<std::byte, kNonceNbytes>;
 
 // Chunk type 1: Argon2id parameters, as stored; limits and salt are checked where they are used.
 struct KeyDerivation {
-  uint16_t method = 1;      // 1: libsodium pwhash
+  uint16_t method = 1;  // 1: libsodium pwhash
   uint64_t opslimit = 0;
-  uint64_t memlimit = 0;    // bytes
-  int32_t algorithm = 2;    // 2: Argon2id v1.3
+  uint64_t memlimit = 0;  // bytes
+  int32_t algorithm = 2;  // 2: Argon2id v1.3
   std::vector<std::byte> salt;
   bool operator==(const KeyDerivation&) const = default;
 };
 
 // Chunk types 2 (parallel) and 3 (sequential: one message, chunk_nbytes 0).
 struct CipherChunks {
-  uint64_t chunk_nbytes = 0;          // 0: the whole payload is one message
-  Nonce nonce{};                      // of chunk 0; chunk i uses nonce + i
-  std::span<const std::byte> macs;    // kMacNbytes each, in chunk order; borrows the parsed bytes
+  uint64_t chunk_nbytes = 0;        // 0: the whole payload is one message
+  Nonce nonce{};                    // of chunk 0; chunk i uses nonce + i
+  std::span<const std::byte> macs;  // kMacNbytes each, in chunk order; borrows the parsed bytes
   size_t mac_count() const noexcept { return macs.size() / kMacNbytes; }
 };
 
@@ -43,21 +43,23 @@ struct CryptInfo {
   bool has_chunks = false;             // any chunk at all
 };
 
-// Parses the block behind its u64 length prefix. Throws Error: malformed (lengths, unknown chunk or method, chunk
-// size not a multiple of 64 or below 1024), crypto (chunks but no cipher, or several ciphers).
+// Parses the block behind its u64 length prefix. Throws Error: malformed (lengths, unknown chunk or
+// method, chunk size not a multiple of 64 or below 1024), crypto (chunks but no cipher, or several
+// ciphers).
 CryptInfo parse_crypt_info(std::span<const std::byte> block, uint64_t origin);
 
-// Checks the cipher against the payload: mac_count == ceil(data_nbytes / chunk_nbytes) unless mac_count is 1, and
-// the rules of format.md 7.4. Returns the effective chunk size (data_nbytes where one message covers all).
-// Throws Error: crypto, malformed.
+// Checks the cipher against the payload: mac_count == ceil(data_nbytes / chunk_nbytes) unless
+// mac_count is 1, and the rules of format.md 7.4. Returns the effective chunk size (data_nbytes
+// where one message covers all). Throws Error: crypto, malformed.
 uint64_t check_crypt_info(const CryptInfo& info, uint64_t data_nbytes);
 
-// Bytes of a block with its prefix, as the writer makes it: `macs` MACs, with or without a derivation; 10 bytes for
-// a tensor without data.
+// Bytes of a block with its prefix, as the writer makes it: `macs` MACs, with or without a
+// derivation; 10 bytes for a tensor without data.
 uint64_t crypt_info_nbytes(bool encrypted, uint64_t macs, bool derivation) noexcept;
 
 // Serializes with its u64 prefix; macs are zero and filled in later at mac_offset(derivation).
-std::vector<std::byte> serialize_crypt_info(const KeyDerivation* derivation, const Nonce& nonce, uint64_t macs);
+std::vector<std::byte> serialize_crypt_info(const KeyDerivation* derivation, const Nonce& nonce,
+                                            uint64_t macs);
 std::vector<std::byte> serialize_empty_crypt_info();
 uint64_t mac_offset(bool derivation) noexcept;  // from the first byte of the length prefix
 

@@ -1,5 +1,5 @@
-// The metadata block: one entry per tensor. Parsed once to a table that is immutable afterwards and safe to share.
-// Source: docs/format.md, "Index".
+// The metadata block: one entry per tensor. Parsed once to a table that is immutable afterwards and
+// safe to share. Source: docs/format.md, "Index".
 #pragma once
 
 #include <cstddef>
@@ -17,16 +17,16 @@ enum class TensorType : uint8_t { parameter = 0, buffer = 1, state_dict = 2 };
 
 // One entry. Texts and dimensions borrow from the Index that holds it.
 struct IndexEntry {
-  std::string_view name;        // stored bytes: plain, or 0x1E and a JSON array
-  std::string_view dtype;       // stored dtype text
+  std::string_view name;   // stored bytes: plain, or 0x1E and a JSON array
+  std::string_view dtype;  // stored dtype text
   std::span<const uint64_t> shape;
-  uint64_t offset = 0;          // of the record header, absolute in the source
-  uint64_t data_offset = 0;     // of the payload
+  uint64_t offset = 0;       // of the record header, absolute in the source
+  uint64_t data_offset = 0;  // of the payload
   uint64_t data_nbytes = 0;
-  uint32_t entry_version = 1;   // 1 or 5: width of the dimensions in the record header
+  uint32_t entry_version = 1;  // 1 or 5: width of the dimensions in the record header
   TensorType type = TensorType::state_dict;
-  uint32_t itemsize = 0;        // bytes per element, from dtype
-  uint64_t loaded_nbytes = 0;   // bytes the tensor occupies once loaded: itemsize * product(shape)
+  uint32_t itemsize = 0;       // bytes per element, from dtype
+  uint64_t loaded_nbytes = 0;  // bytes the tensor occupies once loaded: itemsize * product(shape)
 
   uint64_t header_nbytes() const noexcept { return data_offset - offset; }
   uint64_t end() const noexcept { return data_offset + data_nbytes; }
@@ -37,13 +37,19 @@ struct IndexEntry {
 
 class Index {
  public:
-  // Parses `prologue.tensor_count` entries from `block` (the metadata block, owned from now on), which starts at
-  // `origin` in the source. `source_nbytes` bounds every extent (UINT64_MAX: unknown). Checks, besides the fields:
-  // name and path rules, tensor type, dtype text, extents inside the source, in file order and not overlapping, and
-  // payloads long enough for their shape (format.md 5.4: surplus bytes are legal, except that a data length of 0
-  // means zeros). Throws Error: malformed, truncated (an extent beyond the source's end).
-  // An index without entries is Error(malformed): no reader of the field accepts it.
-  Index(const Prologue& prologue, std::vector<std::byte> block, uint64_t origin, uint64_t source_nbytes);
+  // Parses `prologue.tensor_count` entries from `block` (the metadata block, owned from now on),
+  // which starts at `origin` in the source. `source_nbytes` bounds every extent (UINT64_MAX:
+  // unknown). Checks, besides the fields: name and path rules, tensor type, dtype text, extents
+  // inside the source, in file order and not overlapping, and payloads long enough for their shape
+  // (format.md 5.4: surplus bytes are legal, except that a data length of 0 means zeros). Throws
+  // Error: malformed, truncated (an extent beyond the source's end). An index without entries is
+  // Error(malformed): no reader of the field accepts it.
+  Index(const Prologue& prologue, std::vector<std::byte> block, uint64_t origin,
+        uint64_t source_nbytes);
+
+  // Movable only: entries borrow from the block.
+  Index(Index&&) noexcept = default;
+  Index& operator=(Index&&) noexcept = default;
 
   const std::vector<IndexEntry>& entries() const noexcept { return entries_; }
   const IndexEntry& operator[](size_t i) const noexcept { return entries_[i]; }

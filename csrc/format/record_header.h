@@ -29,35 +29,38 @@ struct RecordHeader {
   std::string_view name;
   std::string_view dtype;
   std::vector<uint64_t> shape;
-  std::vector<StoredHash> hashes;     // in stored order, duplicates kept
-  std::optional<CryptInfo> crypt;     // set iff the file has crypt_info
-  uint64_t crypt_begin = 0;           // [crypt_begin, crypt_end) of the header: the block with its prefix; equal
-  uint64_t crypt_end = 0;             //   where the file has none. Left out of the hashes.
+  std::vector<StoredHash> hashes;  // in stored order, duplicates kept
+  std::optional<CryptInfo> crypt;  // set iff the file has crypt_info
+  uint64_t crypt_begin =
+      0;  // [crypt_begin, crypt_end) of the header: the block with its prefix; equal
+  uint64_t crypt_end = 0;  //   where the file has none. Left out of the hashes.
   uint64_t data_nbytes = 0;
 };
 
-// Parses a whole record header: `bytes` are all header_nbytes() of it, at `entry.offset`. The result borrows `bytes`.
-// Throws Error: malformed, crypto.
-RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEntry& entry, bool has_crypt_info);
+// Parses a whole record header: `bytes` are all header_nbytes() of it, at `entry.offset`. The
+// result borrows `bytes`. Throws Error: malformed, crypto.
+RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEntry& entry,
+                                 bool has_crypt_info);
 
-// The header against its index entry: header size, name (as a path: the spellings may differ), type-dependent naming,
-// dtype, shape, lengths, with the exceptions of format.md 5.5 (index dtype without torch name, index shape (1,) for a
-// scalar without data). Throws Error(malformed) naming the tensor, wanted and found.
+// The header against its index entry: header size, name (as a path: the spellings may differ),
+// type-dependent naming, dtype, shape, lengths, with the exceptions of format.md 5.5 (index dtype
+// without torch name, index shape (1,) for a scalar without data). Throws Error(malformed) naming
+// the tensor, wanted and found.
 void check_against_index(const RecordHeader& header, const IndexEntry& entry);
 
-// Feeds the header part of the hash input: all bytes with every hash value zeroed, without crypt_info.
-// `sink` is called with consecutive spans.
+// The digests of the header part of the hash input: all bytes with every hash value zeroed, without
+// crypt_info. Both are ready to take the payload.
 struct HeaderDigest {
   uint32_t crc32 = 0;
-  uint64_t nbytes = 0;   // bytes that went in
-  Sha256 sha256;         // ready to take the payload
+  uint64_t nbytes = 0;  // bytes that went in
+  Sha256 sha256;        // ready to take the payload
 };
-HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader& header, bool want_crc32,
-                           bool want_sha256);
+HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader& header,
+                           bool want_crc32, bool want_sha256);
 
-// Compares the stored hashes with the computed ones (nullptr: kind not computed because not stored).
-// Throws Error(hash_mismatch) naming tensor, kind, expected and found value; a CRC32 that is not 4 bytes long or a
-// SHA-256 that is not 32 is a mismatch too.
+// Compares the stored hashes with the computed ones (nullptr: kind not computed because not
+// stored). Throws Error(hash_mismatch) naming tensor, kind, expected and found value; a CRC32 that
+// is not 4 bytes long or a SHA-256 that is not 32 is a mismatch too.
 void check_hashes(const RecordHeader& header, const uint32_t* crc32, const Sha256Digest* sha256);
 
 // --- writing ---
@@ -69,22 +72,22 @@ struct HashChoice {
 
 // A record header to be written; hash values and MACs are zero until filled in through the offsets.
 struct HeaderLayout {
-  std::vector<std::byte> bytes;       // the whole header, padding included
-  uint64_t crc32_at = 0;              // offset of the 4-byte value; 0: not present
-  uint64_t sha256_at = 0;             // offset of the 32-byte value; 0: not present
+  std::vector<std::byte> bytes;             // the whole header, padding included
+  uint64_t crc32_at = 0;                    // offset of the 4-byte value; 0: not present
+  uint64_t sha256_at = 0;                   // offset of the 32-byte value; 0: not present
   uint64_t crypt_begin = 0, crypt_end = 0;  // as in RecordHeader
-  uint64_t macs_at = 0;               // offset of the first MAC; 0: none
+  uint64_t macs_at = 0;                     // offset of the first MAC; 0: none
 };
 
 struct HeaderToWrite {
   uint16_t module_idx;
   TensorType type;
   std::string_view name;
-  std::string_view dtype;             // full string, torch name included
+  std::string_view dtype;  // full string, torch name included
   std::span<const uint64_t> shape;
   bool wide_dims;
   HashChoice hashes;
-  bool has_crypt_info;                // the file is encrypted
+  bool has_crypt_info;                    // the file is encrypted
   std::span<const std::byte> crypt_info;  // serialized with its prefix when has_crypt_info
   uint64_t data_nbytes;
 };

@@ -1,5 +1,5 @@
-// Names of tensors: a path of string and integer components, and its two spellings in the file. Pure.
-// Source: docs/format.md, "Names" (plain UTF-8, or 0x1E and a JSON array) and "Path rules".
+// Names of tensors: a path of string and integer components, and its two spellings in the file.
+// Pure. Source: docs/format.md, "Names" (plain UTF-8, or 0x1E and a JSON array) and "Path rules".
 #pragma once
 
 #include <cstdint>
@@ -27,20 +27,23 @@ inline bool is_structured_name(std::string_view stored) noexcept {
   return !stored.empty() && stored.front() == kStructuredMarker;
 }
 
-// Decodes a stored name. Accepts and refuses what format.md 4.2 tables; booleans are refused. Never recurses with the
-// input's nesting. Throws Error(malformed) that quotes a shortened, escaped form of the name.
+// Decodes a stored name. Accepts and refuses what format.md 4.2 tables; booleans are refused. Never
+// recurses with the input's nesting. Throws Error(malformed) that quotes a shortened, escaped form
+// of the name.
 TensorPath decode_name(std::string_view stored);
 
-// The bytes to store: plain for one string component that is neither empty nor starts with 0x1E, else 0x1E and a
-// compact ASCII JSON array. REQUIRES: path is not empty, strings are valid UTF-8 (lone surrogates as WTF-8 are
-// written as \uXXXX escapes). Throws Error(invalid_argument) beyond 65535 bytes.
+// The bytes to store: plain for one string component that is neither empty nor starts with 0x1E,
+// else 0x1E and a compact ASCII JSON array. REQUIRES: path is not empty, strings are valid UTF-8
+// (lone surrogates as WTF-8 are written as \uXXXX escapes). Throws Error(invalid_argument) beyond
+// 65535 bytes.
 std::string encode_name(const TensorPath& path);
 
 // For messages: printable, quoted, at most ~100 characters.
 std::string display_name(std::string_view stored);
 
-// The tree of all paths of one file: every layer has keys of one kind, no path occurs twice, none is a prefix of
-// another (format.md 4.3). Confined to one thread. Flat string names, the common case, cost one hash each.
+// The tree of all paths of one file: every layer has keys of one kind, no path occurs twice, none
+// is a prefix of another (format.md 4.3). Confined to one thread. Flat string names, the common
+// case, cost one hash each.
 class PathRegistry {
  public:
   PathRegistry();
@@ -50,15 +53,15 @@ class PathRegistry {
 
   void reserve(size_t count);
 
-  // Adds a path, or throws Error(code) that says which rule it breaks: malformed for a file being read,
-  // invalid_argument for one being written. After a throw the registry is unchanged.
+  // Adds a path, or throws Error(code) that says which rule it breaks: malformed for a file being
+  // read, invalid_argument for one being written. After a throw the registry is unchanged.
   void add(const TensorPath& path);
   // The same for a plain name: one string component.
   void add_plain(std::string_view name);
 
   // All-or-nothing for a write call: forgets everything added since the mark.
   size_t mark() const noexcept;
-  void rollback(size_t mark);
+  void rollback(size_t mark) noexcept;
 
   void set_error_is_caller(bool caller) noexcept { caller_ = caller; }
 

@@ -1,0 +1,145 @@
+#define OPENSSL_SUPPRESS_DEPRECATED  // the block function of SHA-256 has no name in the newer
+                                     // interface
+#include "format/digest.h"
+
+#include <isa-l/crc.h>
+#include <openssl/sha.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "format/sha256_blocks.h"
+
+namespace tensorizer::format {
+namespace {
+
+// --- CRC-32
+// -----------------------------------------------------------------------------------------------------
+// Polynomials over GF(2) modulo that of CRC-32, bits reflected: bit 31 is x^0.
+
+constexpr uint32_t kPolynomial = 0xEDB88320;
+constexpr uint32_t kOne = uint32_t{1} << 31;
+
+constexpr uint32_t multiply(uint32_t a, uint32_t b) noexcept {
+  uint32_t product = 0;
+  for (uint32_t bit = kOne; bit != 0; bit >>= 1) {
+    if ((a & bit) != 0) product ^= b;
+    b = (b & 1) != 0 ? b >> 1 ^ kPolynomial : b >> 1;
+  }
+  return product;
+}
+
+// kSquares[k] = x^(8 * 2^k): what 2^k appended bytes do to a CRC.
+constexpr std::array<uint32_t, 64> kSquares = [] {
+  std::array<uint32_t, 64> squares{};
+  squares[0] = kOne >> 8;
+  for (size_t k = 1; k < squares.size(); ++k) squares[k] = multiply(squares[k - 1], squares[k - 1]);
+  return squares;
+}();
+
+// --- SHA-256
+// ----------------------------------------------------------------------------------------------------
+
+constexpr size_t kBlockNbytes = 64;
+constexpr std::array<uint32_t, 8> kInitialState = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                                   0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+
+bool use_sha_ni() noexcept {
+  static const bool supported = sha_ni_supported();
+  return supported;
+}
+
+void absorb_openssl(uint32_t* state, const std::byte* data, size_t nblocks) noexcept {
+  SHA256_CTX context{};
+  context.md_len = SHA256_DIGEST_LENGTH;
+  std::copy_n(state, 8, context.h);
+  SHA256_Update(&context, data, nblocks * kBlockNbytes);  // whole blocks: nothing is buffered
+  std::copy_n(context.h, 8, state);
+}
+
+void absorb(uint32_t* state, const std::byte* data, size_t nblocks) noexcept {
+  if (nblocks == 0) return;
+  if (use_sha_ni()) {
+    sha_ni_absorb(state, data, nblocks);
+  } else {
+    absorb_openssl(state, data, nblocks);
+  }
+}
+
+}  // namespace
+
+uint32_t crc32(uint32_t seed, std::span<const std::byte> bytes) noexcept {
+  return crc32_gzip_refl(seed, reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size());
+}
+
+uint32_t crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t nbytes_b) noexcept {
+  for (size_t k = 0; nbytes_b != 0; nbytes_b >>= 1, ++k) {
+    if ((nbytes_b & 1) != 0) crc_a = multiply(kSquares[k], crc_a);
+  }
+  return crc_a ^ crc_b;
+}
+
+Sha256::Sha256() noexcept : state_(kInitialState) {}
+
+void Sha256::absorb_blocks(const std::byte* data, size_t nblocks) noexcept {
+  absorb(state_.data(), data, nblocks);
+}
+
+// Counts `bytes`, completes a block begun earlier, and returns what is left. Something is left only
+// if no block is begun any more.
+std::span<const std::byte> Sha256::top_up(std::span<const std::byte> bytes) noexcept {
+  const size_t buffered = total_nbytes_ % kBlockNbytes;
+  total_nbytes_ += bytes.size();
+  if (buffered == 0) return bytes;
+  const size_t taken = std::min(bytes.size(), kBlockNbytes - buffered);
+  std::copy_n(bytes.begin(), taken, buffer_.begin() + static_cast<std::ptrdiff_t>(buffered));
+  if (buffered + taken == kBlockNbytes) absorb_blocks(buffer_.data(), 1);
+  return bytes.subspan(taken);
+}
+
+// Absorbs the whole blocks of what top_up() left and keeps the rest.
+void Sha256::absorb_rest(std::span<const std::byte> bytes) noexcept {
+  const size_t nblocks = bytes.size() / kBlockNbytes;
+  absorb_blocks(bytes.data(), nblocks);
+  const auto tail = bytes.subspan(nblocks * kBlockNbytes);
+  std::copy(tail.begin(), tail.end(), buffer_.begin());
+}
+
+void Sha256::update(std::span<const std::byte> bytes) noexcept {
+  const auto rest = top_up(bytes);
+  if (!rest.empty()) absorb_rest(rest);
+}
+
+void Sha256::update_pair(Sha256& a, std::span<const std::byte> x, Sha256& b,
+                         std::span<const std::byte> y) noexcept {
+  x = a.top_up(x);
+  y = b.top_up(y);
+  const size_t both = std::min(x.size(), y.size()) / kBlockNbytes;
+  if (both > 0 && use_sha_ni()) {
+    sha_ni_absorb_pair(a.state_.data(), x.data(), b.state_.data(), y.data(), both);
+    x = x.subspan(both * kBlockNbytes);
+    y = y.subspan(both * kBlockNbytes);
+  }
+  if (!x.empty()) a.absorb_rest(x);
+  if (!y.empty()) b.absorb_rest(y);
+}
+
+Sha256Digest Sha256::finish() noexcept {
+  const uint64_t nbits = total_nbytes_ * 8;
+  // One bit, zeros up to the last 8 bytes of a block, the length in bits.
+  std::array<std::byte, 2 * kBlockNbytes> padding{std::byte{0x80}};
+  const size_t buffered = total_nbytes_ % kBlockNbytes;
+  const size_t zeros_end = (buffered < kBlockNbytes - 8 ? 1 : 2) * kBlockNbytes - 8 - buffered;
+  for (size_t i = 0; i < 8; ++i)
+    padding[zeros_end + i] = static_cast<std::byte>(nbits >> (56 - 8 * i));
+  update(std::span(padding).first(zeros_end + 8));
+
+  Sha256Digest digest;
+  for (size_t i = 0; i < digest.size(); ++i)
+    digest[i] = static_cast<std::byte>(state_[i / 4] >> (24 - 8 * (i % 4)));
+  return digest;
+}
+
+const char* sha256_kernel() noexcept { return use_sha_ni() ? "sha-ni" : "openssl"; }
+
+}  // namespace tensorizer::format

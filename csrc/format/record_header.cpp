@@ -1,0 +1,328 @@
+#include "format/record_header.h"
+
+#include <algorithm>
+
+#include "core/byte_cursor.h"
+#include "format/dtype.h"
+#include "format/tensor_path.h"
+
+namespace tensorizer::format {
+namespace {
+
+constexpr size_t kTrailerNbytes = 8;  // the data length ends the header, whatever stands before it
+
+[[noreturn]] void fail(const IndexEntry& entry, const std::string& problem) {
+  throw Error(Errc::malformed,
+              "record header of tensor " + display_name(entry.name) + ": " + problem, {},
+              entry.offset);
+}
+
+std::string show_shape(std::span<const uint64_t> shape) {
+  constexpr size_t kShown = 16;
+  std::string text = "(";
+  for (size_t i = 0; i < std::min(shape.size(), kShown); ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(shape[i]);
+  }
+  if (shape.size() > kShown) text += ", ...";
+  return text + ")";
+}
+
+std::string show_hex(std::span<const std::byte> bytes) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const std::byte byte : bytes.first(std::min<size_t>(bytes.size(), 32))) {
+    text.push_back(kDigits[std::to_integer<uint8_t>(byte) >> 4]);
+    text.push_back(kDigits[std::to_integer<uint8_t>(byte) & 0xF]);
+  }
+  return text.empty() ? "nothing" : text;
+}
+
+std::vector<uint64_t> parse_shape(ByteCursor& cursor, bool wide) {
+  const auto rank = cursor.read_le<uint8_t>("rank");
+  const auto stored = cursor.take(uint64_t{rank} * (wide ? 8 : 4), "dimensions");
+  std::vector<uint64_t> shape(rank);
+  for (size_t i = 0; i < rank; ++i) {
+    shape[i] = wide ? load_le<uint64_t>(&stored[i * 8]) : load_le<uint32_t>(&stored[i * 4]);
+  }
+  return shape;
+}
+
+std::vector<StoredHash> parse_hashes(ByteCursor& cursor) {
+  const auto nbytes = cursor.read_le<uint16_t>("hash block length");
+  const uint64_t at = cursor.offset();
+  ByteCursor block(cursor.take(nbytes, "hash block"), "hash block", at);
+  const auto count = block.read_le<uint8_t>("hash count");
+  std::vector<StoredHash> hashes;
+  hashes.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    const auto type = block.read_le<uint8_t>("hash type");
+    if (type > 1)
+      block.fail("hash type", "hash type " + std::to_string(type) + " is not known, 0 and 1 are");
+    const auto value = block.take(block.read_le<uint8_t>("hash length"), "hash value");
+    hashes.push_back({static_cast<HashType>(type), value});
+  }
+  return hashes;  // bytes behind the last entry are nobody's
+}
+
+void check_naming(const RecordHeader& header, const IndexEntry& entry) {
+  if (header.type == TensorType::state_dict || !is_structured_name(header.name)) return;
+  const TensorPath path = decode_name(header.name);
+  if (path.size() == 1 && std::holds_alternative<std::string>(path.front()))
+    return;  // a plain name in other clothes
+  fail(entry, "a structured name on a parameter or buffer");
+}
+
+bool same_path(std::string_view a, std::string_view b) {
+  return a == b || decode_name(a) == decode_name(b);
+}
+
+void check_dtype(const RecordHeader& header, const IndexEntry& entry) {
+  if (header.dtype == entry.dtype) return;
+  const StoredDtype found = parse_dtype(header.dtype);
+  const StoredDtype wanted = parse_dtype(entry.dtype, /*allow_bare_void=*/true);
+  // The index may leave the torch name out where there is no data, format.md "Tensors without
+  // data".
+  const bool bare = wanted.opaque() && wanted.torch_name.empty() && entry.data_nbytes == 0;
+  const bool agree =
+      bare ? found.opaque() && found.itemsize == wanted.itemsize : same_dtype(found, wanted);
+  if (!agree) {
+    fail(entry,
+         "dtype " + display_name(header.dtype) + ", the index says " + display_name(entry.dtype));
+  }
+}
+
+void check_shape(const RecordHeader& header, const IndexEntry& entry) {
+  if (std::ranges::equal(header.shape, entry.shape)) return;
+  const bool scalar_without_data = header.shape.empty() && entry.data_nbytes == 0 &&
+                                   entry.shape.size() == 1 && entry.shape[0] == 1;
+  if (!scalar_without_data) {
+    fail(entry,
+         "shape " + show_shape(header.shape) + ", the index says " + show_shape(entry.shape));
+  }
+}
+
+HeaderDigest digest_without_crypt(std::span<const std::byte> bytes, uint64_t crypt_begin,
+                                  uint64_t crypt_end, bool want_crc32, bool want_sha256) {
+  HeaderDigest digest;
+  for (const auto part : {bytes.first(crypt_begin), bytes.subspan(crypt_end)}) {
+    if (want_crc32) digest.crc32 = crc32(digest.crc32, part);
+    if (want_sha256) digest.sha256.update(part);
+    digest.nbytes += part.size();
+  }
+  return digest;
+}
+
+void check_hash(const RecordHeader& header, const StoredHash& hash, const char* kind,
+                size_t wanted_nbytes, const void* computed) {
+  const auto fail_hash = [&](const std::string& problem) {
+    throw Error(Errc::hash_mismatch,
+                "tensor " + display_name(header.name) + ": " + kind + " " + problem);
+  };
+  if (hash.value.size() != wanted_nbytes) {
+    fail_hash("is stored in " + std::to_string(hash.value.size()) + " bytes, not " +
+              std::to_string(wanted_nbytes));
+  }
+  if (computed == nullptr) fail_hash("is stored but was not computed");
+  const std::span found(static_cast<const std::byte*>(computed), wanted_nbytes);
+  if (!std::ranges::equal(found, hash.value)) {
+    fail_hash("does not match: stored " + show_hex(hash.value) + ", computed " + show_hex(found));
+  }
+}
+
+}  // namespace
+
+RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEntry& entry,
+                                 bool has_crypt_info) {
+  if (bytes.size() < kTrailerNbytes) fail(entry, "only " + std::to_string(bytes.size()) + " bytes");
+  const auto front = bytes.first(bytes.size() - kTrailerNbytes);
+  ByteCursor cursor(front, "record header", entry.offset);
+  const auto nbytes = cursor.read_le<uint64_t>("header size");
+  if (nbytes != bytes.size()) {
+    fail(entry, "a size of " + std::to_string(nbytes) + " bytes, the index leaves " +
+                    std::to_string(bytes.size()));
+  }
+  RecordHeader header;
+  header.module_idx = cursor.read_le<uint16_t>("module index");
+  const auto type = cursor.read_le<uint8_t>("tensor type");
+  if (type > 2)
+    fail(entry, "tensor type " + std::to_string(type) + " is not known, 0, 1 and 2 are");
+  header.type = static_cast<TensorType>(type);
+  header.name = cursor.take_text(cursor.read_le<uint16_t>("name length"), "name");
+  header.dtype = cursor.take_text(cursor.read_le<uint8_t>("dtype length"), "dtype");
+  header.shape = parse_shape(cursor, entry.wide_dims());
+  header.hashes = parse_hashes(cursor);
+  header.crypt_begin = header.crypt_end = cursor.position();
+  if (has_crypt_info) {
+    const auto block_nbytes = cursor.read_le<uint64_t>("crypt_info length");
+    const uint64_t at = cursor.offset();
+    header.crypt = parse_crypt_info(cursor.take(block_nbytes, "crypt_info"), at);
+    header.crypt_end = cursor.position();
+  }
+  const auto data_nbytes = load_le<int64_t>(bytes.last(kTrailerNbytes).data());
+  if (data_nbytes < 0) fail(entry, "a negative data length, " + std::to_string(data_nbytes));
+  header.data_nbytes = static_cast<uint64_t>(data_nbytes);
+  if (header.name != entry.name)
+    decode_name(header.name);  // the entry's was checked with the index
+  check_naming(header, entry);
+  if (header.dtype != entry.dtype || entry.data_nbytes == 0) parse_dtype(header.dtype);
+  return header;
+}
+
+void check_against_index(const RecordHeader& header, const IndexEntry& entry) {
+  if (!same_path(header.name, entry.name)) fail(entry, "it is named " + display_name(header.name));
+  check_dtype(header, entry);
+  check_shape(header, entry);
+  if (header.data_nbytes != entry.data_nbytes) {
+    fail(entry, "a data length of " + std::to_string(header.data_nbytes) +
+                    " bytes, the index says " + std::to_string(entry.data_nbytes));
+  }
+}
+
+HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader& header,
+                           bool want_crc32, bool want_sha256) {
+  std::vector<std::byte> zeroed(bytes.begin(), bytes.end());
+  for (const StoredHash& hash : header.hashes) {
+    const auto at = hash.value.data() - bytes.data();
+    std::fill_n(zeroed.begin() + at, hash.value.size(), std::byte{0});
+  }
+  return digest_without_crypt(zeroed, header.crypt_begin, header.crypt_end, want_crc32,
+                              want_sha256);
+}
+
+void check_hashes(const RecordHeader& header, const uint32_t* crc32, const Sha256Digest* sha256) {
+  for (const StoredHash& hash : header.hashes) {
+    if (hash.type == HashType::crc32) {
+      check_hash(header, hash, "CRC32", 4, crc32);
+    } else {
+      check_hash(header, hash, "SHA-256", 32, sha256);
+    }
+  }
+}
+
+// --- writing ---
+
+uint64_t record_header_nbytes(const HeaderToWrite& header) noexcept {
+  const uint64_t hash_nbytes = (header.hashes.crc32 ? 6 : 0) + (header.hashes.sha256 ? 34 : 0);
+  return 8 + 2 + 1 + 2 + header.name.size() + 1 + header.dtype.size() + 1 +
+         (header.wide_dims ? 8 : 4) * header.shape.size() + 2 + 1 + hash_nbytes +
+         (header.has_crypt_info ? header.crypt_info.size() : 0) + kTrailerNbytes;
+}
+
+namespace {
+
+void check_writable(const HeaderToWrite& header, uint64_t padded_nbytes) {
+  const auto refuse = [&](const std::string& problem) {
+    throw Error(Errc::invalid_argument, "tensor " + display_name(header.name) + ": " + problem);
+  };
+  if (header.name.size() > UINT16_MAX) refuse("its name has more than 65535 bytes");
+  if (header.dtype.size() > UINT8_MAX) refuse("its dtype text has more than 255 bytes");
+  if (header.shape.size() > UINT8_MAX) refuse("it has more than 255 dimensions");
+  const bool is_long =
+      std::ranges::any_of(header.shape, [](uint64_t dim) { return dim > UINT32_MAX; });
+  if (is_long && !header.wide_dims) refuse("a dimension of 2^32 or more needs wide dimensions");
+  if (header.data_nbytes > INT64_MAX) refuse("its data has 2^63 bytes or more");
+  if (header.has_crypt_info && header.crypt_info.size() < 10)
+    refuse("its crypt_info block is missing");
+  if (padded_nbytes < record_header_nbytes(header))
+    refuse("its record header does not fit in the planned size");
+}
+
+// Appends the fields in order into a header of its final size.
+class HeaderWriter {
+ public:
+  explicit HeaderWriter(uint64_t nbytes) { layout_.bytes.resize(nbytes); }
+
+  template <class T>
+  void put(T value) {
+    store_le(&layout_.bytes[at_], value);
+    at_ += sizeof value;
+  }
+
+  void put_text(std::string_view text) { put_bytes(std::as_bytes(std::span(text))); }
+
+  void put_bytes(std::span<const std::byte> bytes) {
+    std::ranges::copy(bytes, layout_.bytes.begin() + static_cast<std::ptrdiff_t>(at_));
+    at_ += bytes.size();
+  }
+
+  void put_shape(std::span<const uint64_t> shape, bool wide) {
+    put(static_cast<uint8_t>(shape.size()));
+    for (const uint64_t dim : shape) {
+      if (wide) {
+        put(dim);
+      } else {
+        put(static_cast<uint32_t>(dim));
+      }
+    }
+  }
+
+  void put_hashes(HashChoice hashes) {
+    const int nbytes = 1 + (hashes.crc32 ? 6 : 0) + (hashes.sha256 ? 34 : 0);
+    put(static_cast<uint16_t>(nbytes));
+    put(static_cast<uint8_t>(int{hashes.crc32} + int{hashes.sha256}));
+    if (hashes.crc32) layout_.crc32_at = put_hash(HashType::crc32, 4);
+    if (hashes.sha256) layout_.sha256_at = put_hash(HashType::sha256, 32);
+  }
+
+  void put_crypt_info(const HeaderToWrite& header) {
+    layout_.crypt_begin = at_;
+    if (header.has_crypt_info) {
+      put_bytes(header.crypt_info);
+      const uint64_t macs_from = first_mac(header.crypt_info);
+      layout_.macs_at = macs_from == 0 ? 0 : layout_.crypt_begin + macs_from;
+    }
+    layout_.crypt_end = at_;
+  }
+
+  HeaderLayout finish(uint64_t data_nbytes) && {
+    at_ = layout_.bytes.size() - kTrailerNbytes;  // padding stays zero
+    put(static_cast<int64_t>(data_nbytes));
+    return std::move(layout_);
+  }
+
+ private:
+  uint64_t put_hash(HashType type, uint8_t nbytes) {
+    put(static_cast<uint8_t>(type));
+    put(nbytes);
+    const uint64_t at = at_;
+    at_ += nbytes;
+    return at;
+  }
+
+  // Where the MACs begin in a block with its prefix, 0 where there are none: they end what the
+  // writer serializes.
+  static uint64_t first_mac(std::span<const std::byte> block) {
+    const CryptInfo info = parse_crypt_info(block.subspan(8), 0);
+    if (!info.cipher || info.cipher->macs.empty()) return 0;
+    return static_cast<uint64_t>(info.cipher->macs.data() - block.data());
+  }
+
+  HeaderLayout layout_;
+  size_t at_ = 0;
+};
+
+}  // namespace
+
+HeaderLayout serialize_record_header(const HeaderToWrite& header, uint64_t padded_nbytes) {
+  check_writable(header, padded_nbytes);
+  HeaderWriter out(padded_nbytes);
+  out.put(uint64_t{padded_nbytes});
+  out.put(header.module_idx);
+  out.put(static_cast<uint8_t>(header.type));
+  out.put(static_cast<uint16_t>(header.name.size()));
+  out.put_text(header.name);
+  out.put(static_cast<uint8_t>(header.dtype.size()));
+  out.put_text(header.dtype);
+  out.put_shape(header.shape, header.wide_dims);
+  out.put_hashes(header.hashes);
+  out.put_crypt_info(header);
+  return std::move(out).finish(header.data_nbytes);
+}
+
+HeaderDigest digest_header(const HeaderLayout& layout, HashChoice hashes) {
+  return digest_without_crypt(layout.bytes, layout.crypt_begin, layout.crypt_end, hashes.crc32,
+                              hashes.sha256);
+}
+
+}  // namespace tensorizer::format

@@ -1,0 +1,142 @@
+#include "format/sha256_blocks.h"
+
+#if defined(__x86_64__)
+
+#include <cpuid.h>
+#include <immintrin.h>
+
+#include <utility>
+
+#define TENSORIZER_SHA_NI __attribute__((target("sha,sse4.1"), always_inline)) inline
+
+namespace tensorizer::format {
+namespace {
+
+alignas(16) constexpr uint32_t kRoundConstants[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+// One message: its state in the order the instructions want, and the last sixteen schedule words.
+struct Lane {
+  __m128i abef, cdgh;
+  __m128i words[4];
+};
+
+TENSORIZER_SHA_NI void load_state(Lane& lane, const uint32_t* state) noexcept {
+  const __m128i dcba = _mm_loadu_si128(reinterpret_cast<const __m128i*>(state));
+  const __m128i hgfe = _mm_loadu_si128(reinterpret_cast<const __m128i*>(state + 4));
+  const __m128i cdab = _mm_shuffle_epi32(dcba, 0xB1);
+  const __m128i efgh = _mm_shuffle_epi32(hgfe, 0x1B);
+  lane.abef = _mm_alignr_epi8(cdab, efgh, 8);
+  lane.cdgh = _mm_blend_epi16(efgh, cdab, 0xF0);
+}
+
+TENSORIZER_SHA_NI void store_state(const Lane& lane, uint32_t* state) noexcept {
+  const __m128i feba = _mm_shuffle_epi32(lane.abef, 0x1B);
+  const __m128i dchg = _mm_shuffle_epi32(lane.cdgh, 0xB1);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(state), _mm_blend_epi16(feba, dchg, 0xF0));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(state + 4), _mm_alignr_epi8(dchg, feba, 8));
+}
+
+// Rounds 4 * kGroup ... 4 * kGroup + 3.
+template <size_t kGroup>
+TENSORIZER_SHA_NI void four_rounds(Lane& lane, const std::byte* block) noexcept {
+  __m128i& words = lane.words[kGroup % 4];
+  if constexpr (kGroup < 4) {
+    const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+    words = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block) + kGroup),
+                             big_endian);
+  } else {
+    const __m128i previous = lane.words[(kGroup + 3) % 4];
+    const __m128i sevenths = _mm_alignr_epi8(previous, lane.words[(kGroup + 2) % 4], 4);
+    const __m128i partial =
+        _mm_add_epi32(_mm_sha256msg1_epu32(words, lane.words[(kGroup + 1) % 4]), sevenths);
+    words = _mm_sha256msg2_epu32(partial, previous);
+  }
+  const __m128i constants =
+      _mm_load_si128(reinterpret_cast<const __m128i*>(kRoundConstants) + kGroup);
+  const __m128i sums = _mm_add_epi32(words, constants);
+  lane.cdgh = _mm_sha256rnds2_epu32(lane.cdgh, lane.abef, sums);
+  lane.abef = _mm_sha256rnds2_epu32(lane.abef, lane.cdgh, _mm_shuffle_epi32(sums, 0x0E));
+}
+
+// The instructions of both lanes alternate group by group.
+template <size_t... kGroups>
+TENSORIZER_SHA_NI void all_rounds(Lane& lane, const std::byte* block,
+                                  std::index_sequence<kGroups...>) noexcept {
+  (four_rounds<kGroups>(lane, block), ...);
+}
+
+template <size_t... kGroups>
+TENSORIZER_SHA_NI void all_rounds_pair(Lane& a, const std::byte* block_a, Lane& b,
+                                       const std::byte* block_b,
+                                       std::index_sequence<kGroups...>) noexcept {
+  ((four_rounds<kGroups>(a, block_a), four_rounds<kGroups>(b, block_b)), ...);
+}
+
+using Groups = std::make_index_sequence<16>;
+
+TENSORIZER_SHA_NI void add_state(Lane& lane, __m128i abef, __m128i cdgh) noexcept {
+  lane.abef = _mm_add_epi32(lane.abef, abef);
+  lane.cdgh = _mm_add_epi32(lane.cdgh, cdgh);
+}
+
+}  // namespace
+
+bool sha_ni_supported() noexcept {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kShaBit = 1u << 29;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (ebx & kShaBit) == 0) return false;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_SSE4_1) != 0;
+}
+
+__attribute__((target("sha,sse4.1"))) void sha_ni_absorb(uint32_t* state, const std::byte* data,
+                                                         size_t nblocks) noexcept {
+  Lane lane;
+  load_state(lane, state);
+  for (; nblocks > 0; --nblocks, data += 64) {
+    const __m128i abef = lane.abef, cdgh = lane.cdgh;
+    all_rounds(lane, data, Groups{});
+    add_state(lane, abef, cdgh);
+  }
+  store_state(lane, state);
+}
+
+__attribute__((target("sha,sse4.1"))) void sha_ni_absorb_pair(uint32_t* state_a,
+                                                              const std::byte* data_a,
+                                                              uint32_t* state_b,
+                                                              const std::byte* data_b,
+                                                              size_t nblocks) noexcept {
+  Lane a, b;
+  load_state(a, state_a);
+  load_state(b, state_b);
+  for (; nblocks > 0; --nblocks, data_a += 64, data_b += 64) {
+    const __m128i abef_a = a.abef, cdgh_a = a.cdgh, abef_b = b.abef, cdgh_b = b.cdgh;
+    all_rounds_pair(a, data_a, b, data_b, Groups{});
+    add_state(a, abef_a, cdgh_a);
+    add_state(b, abef_b, cdgh_b);
+  }
+  store_state(a, state_a);
+  store_state(b, state_b);
+}
+
+}  // namespace tensorizer::format
+
+#else  // other processors: OpenSSL has their kernels
+
+namespace tensorizer::format {
+
+bool sha_ni_supported() noexcept { return false; }
+void sha_ni_absorb(uint32_t*, const std::byte*, size_t) noexcept {}
+void sha_ni_absorb_pair(uint32_t*, const std::byte*, uint32_t*, const std::byte*, size_t) noexcept {
+}
+
+}  // namespace tensorizer::format
+
+#endif
