@@ -9,21 +9,37 @@
 
 namespace tensorizer::crypto {
 
-// What a file may make this process spend. Adjustable by the caller, because the parameters come from the file.
+inline constexpr int32_t kArgon2id13 = 2;
+inline constexpr size_t kSaltNbytes = 16;
+
+// What libsodium accepts at all; the named presets are in tensorizer/encryption.py.
+inline constexpr uint64_t kMinOpslimit = 1;
+inline constexpr uint64_t kMaxOpslimit = 4'294'967'295;
+inline constexpr uint64_t kMinMemlimit = 8'192;
+inline constexpr uint64_t kMaxMemlimit = 4'398'046'510'080;
+
+// What a file may make this process spend. Adjustable by the caller, because the parameters come
+// from the file. The defaults allow four times the passes and four times the memory of libsodium's
+// most expensive preset.
 struct DerivationLimits {
   uint64_t max_opslimit = 16;
   uint64_t max_memlimit = uint64_t{4} << 30;  // bytes
 };
 
+// No limit beyond libsodium's own range: for parameters that the caller chose himself.
+inline constexpr DerivationLimits kNoDerivationLimits{kMaxOpslimit, kMaxMemlimit};
+
 struct DerivationParams {
-  uint64_t opslimit;
-  uint64_t memlimit;
-  int32_t algorithm;  // 2
+  uint64_t opslimit;                // passes over the memory
+  uint64_t memlimit;                // bytes
+  int32_t algorithm = kArgon2id13;  // 2, nothing else
   std::span<const std::byte> salt;  // 16 bytes
 };
 
-// Throws Error: crypto (algorithm, above `limits`), invalid_argument (outside libsodium's range, salt length),
-// out_of_memory.
+// Cannot be interrupted: libsodium offers no way. `limits` bounds the time instead.
+// Throws Error: crypto (algorithm, above `limits`, not enough memory for memlimit),
+// invalid_argument (outside libsodium's range, salt length). All checks come before the first byte
+// of memory is taken.
 SecretKey derive_key(std::span<const std::byte> passphrase, const DerivationParams& params,
                      const DerivationLimits& limits);
 
