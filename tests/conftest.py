@@ -1,0 +1,133 @@
+"""What all tests share: devices, reference releases, and the promise that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+REFERENCE_RELEASES = ("2.10.1", "2.11.1", "2.12.1")
+
+
+def pytest_collection_modifyitems(config, items):
+    if torch.cuda.is_available() or os.environ.get("TENSORIZER_REQUIRE_GPU") == "1":
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _gpu_is_there_when_promised(request):
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.fail("TENSORIZER_REQUIRE_GPU=1, but there is no CUDA device")
+
+
+def open_descriptors() -> set:
+    """Descriptors of this process with what they point at; empty where /proc is missing."""
+    found = set()
+    folder = Path("/proc/self/fd")
+    for entry in folder.iterdir() if folder.is_dir() else []:
+        try:
+            found.add((entry.name, os.readlink(entry)))
+        except OSError:
+            continue  # the listing's own descriptor
+    return found
+
+
+def thread_count() -> int:
+    """Threads of this process, native ones included."""
+    folder = Path("/proc/self/task")
+    return len(list(folder.iterdir())) if folder.is_dir() else threading.active_count()
+
+
+@pytest.fixture
+def leaves_no_descriptors():
+    before = open_descriptors()
+    yield
+    left = {item for item in open_descriptors() - before if "/proc/" not in item[1]}
+    assert not left, f"descriptors left open: {sorted(left)}"
+
+
+def _reference_folder(config, release: str) -> Path:
+    named = os.environ.get("TENSORIZER_REFERENCE_VENVS")
+    if named:
+        return Path(named.format(release=release)) if "{release}" in named else Path(named) / release
+    return Path(config.cache.mkdir("reference-venvs")) / release
+
+
+def _release_of(python: Path) -> str:
+    program = "import tensorizer; print(tensorizer.__version__)"
+    result = subprocess.run([str(python), "-I", "-c", program], capture_output=True, text=True, check=False)
+    return result.stdout.strip()
+
+
+def _make_reference_venv(folder: Path, release: str) -> None:
+    """A virtual environment with one release of the reference, which borrows torch from the running interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, capture_output=True)
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1"]
+    subprocess.run([*pip, "--no-deps", f"tensorizer=={release}"], check=True, capture_output=True, timeout=300)
+    needs = ["protobuf", "psutil", "boto3", "redis", "hiredis", "libnacl"]
+    subprocess.run([*pip, *needs], check=True, capture_output=True, timeout=300)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "zz_torch.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+
+
+@pytest.fixture(scope="session")
+def reference_python(request):
+    """From a release to the interpreter that runs it; skips, saying why, where it cannot be had.
+
+    ``TENSORIZER_REFERENCE_VENVS`` names a folder with one virtual environment per release, or a pattern with
+    ``{release}`` in it; without it they are made below pytest's cache folder, once.
+    """
+    known = {}
+
+    def find(release: str) -> Path:
+        if release not in known:
+            known[release] = _find_reference(request.config, release)
+        if isinstance(known[release], str):
+            pytest.skip(known[release])
+        return known[release]
+
+    return find
+
+
+def _find_reference(config, release: str):
+    folder = _reference_folder(config, release)
+    python = folder / "bin" / "python"
+    if python.exists() and _release_of(python) == release:
+        return python
+    if os.environ.get("TENSORIZER_REFERENCE_VENVS"):
+        return f"TENSORIZER_REFERENCE_VENVS has no tensorizer {release} in {folder}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{release}.lock").open("w") as lock:
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want it at the same time
+        if not (python.exists() and _release_of(python) == release):
+            try:
+                _make_reference_venv(folder, release)
+            except (subprocess.SubprocessError, OSError) as error:
+                return f"tensorizer {release} cannot be installed: {error}"
+        if _release_of(python) != release:
+            return f"tensorizer {release} was installed and does not run"
+    return python
+
+
+@pytest.fixture(scope="session")
+def extension_path() -> Path:
+    """The compiled module."""
+    import tensorizer._C as extension
+
+    path = Path(extension.__file__)
+    assert path.name.endswith(sysconfig.get_config_var("EXT_SUFFIX"))
+    return path

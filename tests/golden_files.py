@@ -1,0 +1,68 @@
+"""The golden files of tests/vectors/golden as test parameters; the README there explains the manifest."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import torch
+
+FOLDER = Path(__file__).parent / "vectors" / "golden"
+sys.path.insert(0, str(FOLDER))
+import expected  # noqa: E402
+
+MANIFEST = expected.load_manifest(FOLDER)
+Golden = Dict[str, Any]
+KINDS = {"parameter": 0, "buffer": 1, "state_dict": 2}
+
+
+def select(*, refused: Optional[bool] = None, encrypted: Optional[bool] = None) -> List[Golden]:
+    """Manifest entries; files whose dtypes the running torch lacks are left out."""
+    chosen = []
+    for golden in MANIFEST["files"]:
+        if refused is not None and refused != ("errors" in golden):
+            continue
+        if encrypted is not None and encrypted != (golden["encryption"] is not None):
+            continue
+        if all(hasattr(torch, tensor["dtype"]) for tensor in golden["tensors"]):
+            chosen.append(golden)
+    return chosen
+
+
+def name_of(golden: Golden) -> str:
+    return str(golden["name"])
+
+
+@functools.lru_cache(maxsize=None)
+def _read(file: str, sha256: str) -> bytes:
+    data = gzip.decompress((FOLDER / file).read_bytes())
+    assert hashlib.sha256(data).hexdigest() == sha256, f"{file} does not match the manifest"
+    return data
+
+
+def read(golden: Golden) -> bytes:
+    """The decompressed file."""
+    return _read(golden["file"], golden["sha256"])
+
+
+def content(tensor: Dict[str, Any]) -> bytes:
+    """The bytes that a manifest tensor must have."""
+    data = expected.content_bytes(MANIFEST["seed"], tensor["content"], tensor["nbytes"])
+    assert hashlib.sha256(data).hexdigest() == tensor["sha256"]
+    return data
+
+
+def secret(golden: Golden) -> Optional[Dict[str, bytes]]:
+    """What opens the file: ``key`` or ``passphrase``; None for a plain one."""
+    encryption = golden["encryption"]
+    if encryption is None:
+        return None
+    if encryption["kind"] != "passphrase":
+        return {"key": bytes.fromhex(encryption["key"])}
+    if encryption.get("passphrase") is not None:
+        return {"passphrase": encryption["passphrase"].encode("utf-8")}
+    return {"passphrase": bytes.fromhex(encryption["passphrase_bytes"])}
