@@ -38,7 +38,6 @@ COMPILE_FLAGS = [
     "-Wall",
     "-Wextra",
     "-Werror",
-
     "-Wno-unused-command-line-argument",
 ]
 if sys.platform.startswith("linux"):

@@ -1,0 +1,147 @@
+# One command per thing; `make` alone lists them. Everything a command needs is set up first and kept for the next time:
+# system packages (by apt when root, otherwise the exact command is printed), a virtual environment, the compiled module.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+export PYTHON
+VENV ?= .venv
+# The CPU build, never gigabytes of CUDA libraries; `make TORCH=torch==2.13.0` takes whatever the index offers instead.
+TORCH ?= $(shell cat constraints.txt)+cpu
+JOBS ?= $(shell nproc)
+BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
+CACHE := .cache
+
+NATIVE_SOURCES := $(shell find csrc)
+BUILD_INPUTS := setup.py pyproject.toml tensorizer/_version.py $(NATIVE_SOURCES)
+
+.PHONY: help
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /  make \1\t/' | expand -t 16
+
+# ---- set-up ---------------------------------------------------------------------------------------------------------
+
+.PHONY: system-build system-test system-lint
+system-build system-test system-lint:
+	@scripts/system-packages.sh $(@:system-%=%)
+
+# A package manager may bring in the Python headers and `venv`, so it goes first; order-only, so that it never rebuilds.
+$(VENV)/stamp-torch: constraints.txt | system-build
+	@echo "== virtual environment $(VENV) with $(TORCH)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade pip setuptools wheel ninja
+	@$(PIP) install "$(TORCH)" || { scripts/no-torch.sh "$(TORCH)"; exit 1; }
+	@$(PIP) install --constraint constraints.txt "numpy>=1.22" "psutil>=5.9.4"
+	@touch $@
+
+$(VENV)/stamp-dev: requirements-dev.txt $(VENV)/stamp-torch
+	@echo "== development packages"
+	@$(PIP) install --constraint constraints.txt --requirement requirements-dev.txt
+	@touch $@
+
+# The first build is the editable install; later ones compile in place, where ninja keeps what did not change.
+$(VENV)/stamp-build: $(BUILD_INPUTS) $(VENV)/stamp-torch
+	@echo "== building tensorizer._C"
+	@mkdir -p build
+	@if test -e $@; then MAX_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --inplace >build/build.log 2>&1 \
+	  || { grep -vE '^\[[0-9]+/[0-9]+\]' build/build.log; exit 1; }; \
+	else MAX_JOBS=$(JOBS) $(PIP) install --no-build-isolation --no-deps --editable .; fi
+	@touch $@
+
+.PHONY: build
+build: $(VENV)/stamp-build  ## the virtual environment with the compiled module
+
+# ---- what a visitor types -------------------------------------------------------------------------------------------
+
+MODEL ?=
+.PHONY: demo
+demo: $(VENV)/stamp-build  ## a real network written, loaded back and used (MODEL=path: your own)
+	@$(if $(MODEL),$(PIP) install --constraint constraints.txt safetensors)
+	@$(BIN)/python examples/demo.py --cache $(CACHE)/demo $(if $(MODEL),--model "$(MODEL)")
+
+PYTEST_ARGS ?=
+.PHONY: test test-slow
+test: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the Python tests (PYTEST_ARGS='-k name')
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
+
+test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that take more than a few seconds
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
+
+CASES ?=
+CONTENDERS ?=
+SIZE ?= 2GB
+RUNS ?= 5
+BENCH_ARGS ?=
+$(VENV)/stamp-bench: benchmarks/requirements.txt $(VENV)/stamp-torch
+	@$(PIP) install --constraint constraints.txt --requirement benchmarks/requirements.txt
+	@touch $@
+
+.PHONY: bench
+bench: $(VENV)/stamp-build $(VENV)/stamp-bench  ## measure against the others (CASES='load-hot save-tmpfs' SIZE=2GB RUNS=5)
+	$(BIN)/python -m benchmarks --size $(SIZE) --runs $(RUNS) $(if $(CASES),--cases $(CASES)) \
+	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)
+
+# ---- style and static checks ----------------------------------------------------------------------------------------
+
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/native/*.h' 'tests/native/*.cpp' 'benchmarks/*.cpp')
+
+.PHONY: lint format types
+lint: system-lint $(VENV)/stamp-dev  ## ruff, clang-format, codespell, mypy --strict, clang-tidy (TIDY_ROOMS='core format')
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell $$(git ls-files --cached --others --exclude-standard)
+	$(if $(strip $(CXX_FILES)),clang-format --dry-run -Werror $(CXX_FILES))
+	$(BIN)/mypy --strict
+	@JOBS=$(JOBS) scripts/tidy.sh $(TIDY_ROOMS)
+
+format: system-lint $(VENV)/stamp-dev  ## rewrite Python and C++ in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(strip $(CXX_FILES)),clang-format -i $(CXX_FILES))
+
+# ---- C++ without Python ---------------------------------------------------------------------------------------------
+
+LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+NATIVE_ARGS ?=
+FUZZ_SECONDS ?= 8
+
+.PHONY: native native-plain native-asan native-tsan fuzz
+native: native-asan native-tsan  ## the C++ tests with ASan+UBSan and with TSan (NATIVE_ARGS=--gtest_filter=...)
+
+native-plain: SANITIZE :=
+native-asan: SANITIZE := address,undefined
+native-tsan: SANITIZE := thread
+native-plain native-asan native-tsan: system-test
+	@echo "== C++ tests: $@"
+	cmake -S tests/native -B build/$@ -G Ninja $(LAUNCHER) -DTENSORIZER_SANITIZE=$(SANITIZE) >/dev/null
+	cmake --build build/$@ --parallel $(JOBS) --target native_tests -- --quiet
+	@scripts/sanitized.sh build/$@/native_tests --gtest_brief=1 $(NATIVE_ARGS)
+
+fuzz: system-lint  ## every fuzz target for FUZZ_SECONDS each
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) JOBS=$(JOBS) scripts/fuzz.sh
+
+# ---- documents, cleaning --------------------------------------------------------------------------------------------
+
+ifneq ($(wildcard mkdocs.yml),)
+$(VENV)/stamp-docs: docs/requirements.txt $(VENV)/stamp-torch
+	@$(PIP) install --constraint constraints.txt --requirement docs/requirements.txt
+	@touch $@
+
+.PHONY: docs
+docs: $(VENV)/stamp-build $(VENV)/stamp-docs  ## the documentation site in site/, warnings are errors
+	$(BIN)/python -m mkdocs build --strict
+endif
+
+.PHONY: clean distclean
+clean:  ## remove what was built, keep the virtual environment and downloads
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache benchmarks/out $(VENV)/stamp-build
+	find tensorizer -name '*.so' -delete
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean  ## remove everything that is not in the repository
+	rm -rf $(VENV) .venv-* $(CACHE)

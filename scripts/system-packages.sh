@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Installs the Debian packages that a group of commands needs: as root by apt, otherwise prints the command to type.
+# usage: system-packages.sh build|test|lint
+# Quick when nothing is missing. Systems without dpkg are left alone: the build names what it misses there.
+set -euo pipefail
+
+group=${1:?build, test or lint}
+build=(g++ make pkg-config libcurl4-openssl-dev libsodium-dev libssl-dev libhiredis-dev libisal-dev)
+native=(cmake ninja-build libgtest-dev)
+servers=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl)
+lint=(git clang clang-format clang-tidy libclang-rt-14-dev)
+
+missing_of() {
+  local package
+  for package in "$@"; do
+    case $(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null || true) in
+      installed) ;;
+      *) printf '%s\n' "$package" ;;
+    esac
+  done
+}
+
+# Debian's own python3 comes without the headers and without ensurepip; any other Python brings both.
+python_packages() {
+  local python=${PYTHON:-python3}
+  if ! command -v "$python" >/dev/null; then
+    echo python3 python3-dev python3-venv
+  elif ! "$python" - <<'PY' 2>/dev/null
+import ensurepip, os, sysconfig, venv
+raise SystemExit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))
+PY
+  then
+    echo python3-dev python3-venv
+  fi
+}
+
+# Packages such as redis-server start a service when installed; a policy file for the time of the installation says no.
+forbid_services() {
+  policy=/usr/sbin/policy-rc.d
+  [ -e $policy ] && return
+  printf '#!/bin/sh\nexit 101\n' >$policy
+  chmod +x $policy
+  trap 'rm -f "$policy"' EXIT
+}
+
+install() {
+  if [ "$(id -u)" != 0 ]; then
+    echo "tensorizer: this needs system packages; please type"
+    echo "    sudo apt-get update && sudo apt-get install -y --no-install-recommends $*"
+    echo "and run make again."
+    return 1
+  fi
+  echo "== system packages: $*"
+  forbid_services
+  export DEBIAN_FRONTEND=noninteractive
+  local log
+  log=$(mktemp)
+  apt-get -q update </dev/null >"$log" 2>&1 || echo "apt-get update failed; trying with the lists at hand" >&2
+  if ! apt-get -q install -y --no-install-recommends "$@" </dev/null >>"$log" 2>&1; then
+    tail -n 30 "$log" >&2
+    echo "tensorizer: apt-get could not install: $* (its words are above)" >&2
+    rm -f "$log"
+    return 1
+  fi
+  rm -f "$log"
+}
+
+command -v dpkg-query >/dev/null || exit 0
+case $group in
+  build) wanted=("${build[@]}") ;;
+  test) wanted=("${build[@]}" "${native[@]}" "${servers[@]}") ;;
+  lint) wanted=("${build[@]}" "${native[@]}" "${lint[@]}") ;;
+  *) echo "unknown group: $group" >&2; exit 2 ;;
+esac
+# Libraries may come from a prefix instead of the system (TENSORIZER_DEPS_PREFIX, see setup.py).
+if [ -n "${TENSORIZER_DEPS_PREFIX:-}" ]; then
+  mapfile -t wanted < <(printf '%s\n' "${wanted[@]}" | grep -Ev '^lib(curl4-openssl|sodium|ssl|hiredis|isal)-dev$')
+fi
+mapfile -t missing < <(missing_of "${wanted[@]}")
+read -r -a python < <(python_packages; echo) || true
+missing+=("${python[@]}")
+[ ${#missing[@]} = 0 ] || install "${missing[@]}"

@@ -1,0 +1,203 @@
+"""The build: what the compiled module links, what a missing library says, and every way of installing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tensorizer._C
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULE = Path(tensorizer._C.__file__)
+VERSION = "3.0.0.dev0"
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads ELF sections")
+
+
+def readelf(*options: str) -> str:
+    return subprocess.run(
+        ["readelf", "--wide", *options, str(MODULE)], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def dynamic_symbols() -> Iterator[tuple[str, bool]]:
+    """(name, defined) of every dynamic symbol of the compiled module."""
+    for line in readelf("--dyn-syms").splitlines():
+        fields = line.split()
+        if len(fields) >= 8 and fields[0].rstrip(":").isdigit():
+            yield fields[7].split("@")[0], fields[6] != "UND"
+
+
+class TestDynamicSection:
+    def test_it_needs_neither_libtorch_nor_libpython(self) -> None:
+        needed = re.findall(r"\(NEEDED\).*\[(.+)\]", readelf("--dynamic"))
+        assert any(name.startswith("libstdc++") for name in needed), "the parser found no dependency at all"
+        assert [name for name in needed if re.match(r"lib(torch|c10|python|cuda)", name)] == []
+
+    def test_it_refers_to_no_symbol_of_torch(self) -> None:
+        undefined = [name for name, defined in dynamic_symbols() if not defined]
+        assert "PyErr_CheckSignals" in undefined, "the parser found no symbol of Python"
+        assert [name for name in undefined if re.match(r"_ZNK?(2at|3c10|5torch)|THP|cu[A-Z]", name)] == []
+
+    def test_it_exports_its_init_function_and_nothing_else_of_ours(self) -> None:
+        exported = [name for name, defined in dynamic_symbols() if defined]
+        assert "PyInit__C" in exported
+        assert [name for name in exported if "tensorizer" in name or "pybind11" in name] == []
+
+    def test_it_is_hardened(self) -> None:
+        dynamic, segments = readelf("--dynamic"), readelf("--program-headers")
+        assert "BIND_NOW" in dynamic
+        assert "GNU_RELRO" in segments
+        stack = next(line for line in segments.splitlines() if "GNU_STACK" in line)
+        assert "RWE" not in stack
+
+
+def run_setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in ("TENSORIZER_DEPS_PREFIX", "CXX")}
+    return subprocess.run(
+        [sys.executable, "setup.py", *arguments],
+        cwd=ROOT,
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def compiler_without(header: str, folder: Path) -> str:
+    """A compiler that behaves like the real one except that it cannot find ``header``."""
+    script = folder / "compiler"
+    script.write_text(
+        "#!/bin/sh\nsource=$(cat)\n"
+        f'case "$source" in *"<{header}>"*) echo "fatal error: {header}: No such file" >&2; exit 1 ;; esac\n'
+        'printf "%s\\n" "$source" | c++ "$@"\n'
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+class TestMissingLibraries:
+    @pytest.mark.parametrize(
+        ("header", "debian", "fedora", "homebrew"),
+        [
+            ("sodium.h", "libsodium-dev", "libsodium-devel", "libsodium"),
+            ("curl/curl.h", "libcurl4-openssl-dev", "libcurl-devel", "curl"),
+            ("isa-l.h", "libisal-dev", "isa-l-devel", "isa-l"),
+        ],
+    )
+    def test_one_missing_library_ends_the_build_with_one_line_that_names_its_packages(
+        self, tmp_path: Path, header: str, debian: str, fedora: str, homebrew: str
+    ) -> None:
+        result = run_setup("--version", CXX=compiler_without(header, tmp_path))
+        assert result.returncode != 0
+        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+        assert f"'apt-get install {debian}'" in result.stderr
+        assert f"'dnf install {fedora}'" in result.stderr
+        assert f"'brew install {homebrew}'" in result.stderr
+        assert "TENSORIZER_DEPS_PREFIX" in result.stderr
+
+    def test_all_missing_libraries_are_named_at_once(self) -> None:
+        result = run_setup("--version", CXX="c++ -nostdinc")
+        assert result.returncode != 0
+        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+        for package in ("libcurl4-openssl-dev", "libsodium-dev", "libssl-dev", "libhiredis-dev", "libisal-dev"):
+            assert package in result.stderr
+
+    def test_a_prefix_stands_in_for_packages_of_the_system(self, tmp_path: Path) -> None:
+        (tmp_path / "lib").mkdir()
+        for header in ("curl/curl.h", "sodium.h", "openssl/evp.h", "openssl/ssl.h", "hiredis/hiredis.h", "isa-l.h"):
+            path = tmp_path / "include" / header
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        result = run_setup("--version", CXX="c++ -nostdinc", TENSORIZER_DEPS_PREFIX=str(tmp_path))
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.strip() == VERSION
+
+
+class Sandbox:
+    """A virtual environment that sees the packages around this test (torch, setuptools) but no tensorizer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        venv.create(folder, with_pip=False, symlinks=True)
+        self.python = folder / "bin" / "python"
+        site = next((folder / "lib").glob("python*/site-packages"))
+        (site / "outer.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        self.site = site
+
+    def run(self, *arguments: str, cwd: Path) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        result = subprocess.run(
+            [str(self.python), *arguments],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        return result.stdout.strip()
+
+    def install(self, *what: str, cwd: Path) -> None:
+        options = ["--no-build-isolation", "--no-deps", "--no-index", "--ignore-installed", "--quiet"]
+        self.run("-m", "pip", "install", *options, *what, cwd=cwd)
+
+    def imported_from(self) -> Path:
+        code = (
+            "import importlib.metadata, tensorizer._C, tensorizer._version;"
+            "assert importlib.metadata.version('tensorizer') == tensorizer._version.__version__;"
+            "print(tensorizer._version.__version__); print(tensorizer._C.__file__)"
+        )
+        version, module = self.run("-c", code, cwd=self.folder).splitlines()
+        assert version == VERSION
+        return Path(module)
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    return Sandbox(tmp_path / "venv")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, as a user's checkout has them: no build products, nothing of ours is written over."""
+    target = tmp_path_factory.mktemp("checkout") / "tensorizer"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__", "out", "site")
+    shutil.copytree(ROOT, target, ignore=ignored)
+    return target
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("installs")
+class TestInstalling:
+    def test_pip_install_of_the_tree_works(self, tree: Path, sandbox: Sandbox) -> None:
+        sandbox.install(".", cwd=tree)
+        assert sandbox.imported_from().parent == sandbox.site / "tensorizer"
+
+    def test_an_editable_install_imports_from_the_tree(self, tree: Path, sandbox: Sandbox) -> None:
+        sandbox.install("--editable", ".", cwd=tree)
+        assert sandbox.imported_from().parent == tree / "tensorizer"
+
+    def test_a_source_distribution_is_complete_enough_to_install_from(
+        self, tree: Path, sandbox: Sandbox, tmp_path: Path
+    ) -> None:
+        sandbox.run("setup.py", "-q", "sdist", "--dist-dir", str(tmp_path), cwd=tree)
+        (archive,) = tmp_path.glob("tensorizer-*.tar.gz")
+        with tarfile.open(archive) as content:
+            names = {name.partition("/")[2] for name in content.getnames()}
+        assert {"LICENSE", "README.md", "tensorizer/py.typed", "csrc/bind/module.cpp", "csrc/bind/gil.h"} <= names
+        assert [name for name in names if name.endswith(".so")] == []
+        sandbox.install(str(archive), cwd=tmp_path)
+        assert sandbox.imported_from().parent == sandbox.site / "tensorizer"
