@@ -6,11 +6,13 @@ Each class derives from :class:`TensorizerError` *and* from the builtin that cal
 
 from __future__ import annotations
 
+import struct
 from typing import Optional
 
 __all__ = [
     "CryptographyError",
     "DeviceError",
+    "FieldRangeError",
     "FormatError",
     "HashMismatchError",
     "InvalidVersionError",
@@ -31,6 +33,10 @@ class TensorizerError(Exception):
 
     source: Optional[str] = None
     offset: Optional[int] = None
+
+
+class FieldRangeError(TensorizerError, ValueError, struct.error):
+    """A name, number or shape that its field in the file cannot hold."""
 
 
 class FormatError(TensorizerError, ValueError):

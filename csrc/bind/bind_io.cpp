@@ -1,10 +1,12 @@
 // Sources and sinks as Python sees them: opaque handles, plus plain reads for the stream classes.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
+#include "core/threads.h"
 #include "io/range_sink.h"
 #include "io/range_source.h"
 
@@ -29,6 +31,7 @@ void read_into(io::RangeSource& source, uint64_t offset, const py::buffer& buffe
 }  // namespace
 
 void register_io(py::module_& m) {
+  m.def("cpu_quota", &cpu_quota);
   using io::RangeSink;
   using io::RangeSource;
   py::class_<RangeSource, std::shared_ptr<RangeSource>>(m, "RangeSource")

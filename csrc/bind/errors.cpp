@@ -11,6 +11,7 @@ namespace py = pybind11;
 
 const char* class_name(const Error& error) {
   switch (error.code()) {
+    case Errc::out_of_range: return "FieldRangeError";
     case Errc::malformed: return "FormatError";
     case Errc::unsupported: return "InvalidVersionError";
     case Errc::truncated: return "TruncatedError";
@@ -35,6 +36,7 @@ py::object make_exception(const Error& error) {
   py::object exception = type(error.what());
   if (error.system_errno != 0) exception.attr("errno") = error.system_errno;
   if (!error.source.empty()) exception.attr("source") = error.source;
+  if (error.version) exception.attr("version") = *error.version;
   if (error.offset) exception.attr("offset") = *error.offset;
   return exception;
 }

@@ -28,14 +28,24 @@ inline bool interpreter_is_finalizing() noexcept {
 
 // Runs fn(stop_token) on a thread of its own while this one waits without the lock and looks for Ctrl-C every 100 ms.
 // On a signal whose handler raises, fn is asked to stop and joined before the exception leaves.
+// on_poll() is called with the lock held at every look and once at the end; what it raises ends the work like a signal.
 // REQUIRES: the caller holds the lock. fn must not touch Python objects without taking it.
-template <class Fn>
-auto run_interruptible(Fn&& fn) {
+template <class Fn, class Poll>
+auto run_interruptible(Fn&& fn, Poll&& on_poll) {
   using Result = std::invoke_result_t<Fn&, const std::stop_token&>;
   constexpr bool kVoid = std::is_void_v<Result>;
   std::optional<std::conditional_t<kVoid, char, Result>> result;
   TaskGroup group;
-  bool interrupted = false;
+  std::exception_ptr interruption;  // what Python raised while waiting
+  auto look = [&] {
+    py::gil_scoped_acquire locked;
+    try {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      on_poll();
+    } catch (py::error_already_set&) {
+      interruption = std::current_exception();
+    }
+  };
   {
     py::gil_scoped_release unlocked;
     group.spawn([&](const std::stop_token& stop) {
@@ -46,22 +56,22 @@ auto run_interruptible(Fn&& fn) {
         result.emplace(fn(stop));
       }
     });
-    while (!group.wait_for(kSignalPollInterval)) {
-      py::gil_scoped_acquire locked;
-      if (PyErr_CheckSignals() != 0) {
-        interrupted = true;
-        break;
-      }
-    }
-    if (interrupted) group.request_stop();
+    while (!interruption && !group.wait_for(kSignalPollInterval)) look();
+    if (interruption) group.request_stop();
     try {
       group.join();
+      if (!interruption) look();
     } catch (...) {
-      if (!interrupted) throw;  // the signal's own exception is already set and tells more
+      if (!interruption) throw;  // the interruption is the cause and tells more
     }
   }
-  if (interrupted) throw py::error_already_set();
+  if (interruption) std::rethrow_exception(interruption);
   if constexpr (!kVoid) return std::move(*result);
+}
+
+template <class Fn>
+auto run_interruptible(Fn&& fn) {
+  return run_interruptible(std::forward<Fn>(fn), [] {});
 }
 
 // Keeps a Python object alive from C++. Takes the lock to release it, from whichever thread; leaks on purpose once the

@@ -14,6 +14,7 @@ namespace tensorizer {
 
 enum class Errc : uint8_t {
   invalid_argument,  // the caller's mistake                         ValueError
+  out_of_range,      // a number or name that its field cannot hold      FieldRangeError
   malformed,         // the bytes contradict docs/format.md          FormatError
   unsupported,       // a data version that nobody here knows        InvalidVersionError
   truncated,         // the source ended before the format said so   TruncatedError
@@ -37,6 +38,7 @@ class Error : public std::runtime_error {
 
   std::string source;              // redacted: no credentials, no signed query
   std::optional<uint64_t> offset;  // absolute position in the source, if known
+  std::optional<uint32_t> version;  // the data version found, where it is unsupported
   int system_errno = 0;            // errno of a failed system call, 0 if there was none
 
  private:

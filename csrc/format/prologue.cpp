@@ -58,10 +58,12 @@ Prologue parse_prologue(std::span<const std::byte> bytes, uint64_t origin, KeyGi
   const uint64_t version_at = cursor.offset();
   prologue.version = cursor.read_le<uint32_t>("data version");
   if (prologue.version < kVersionPlain || prologue.version > kVersionLong) {
-    throw Error(Errc::unsupported,
+    Error error(Errc::unsupported,
                 "data version " + std::to_string(prologue.version) +
-                    " is not supported: versions 1 to 5 are",
+                    " is not supported: versions 1, 2, 3, 4 and 5 are",
                 {}, version_at);
+    error.version = prologue.version;
+    throw error;
   }
   const uint64_t flags_at = cursor.offset();
   const auto flags = cursor.take(kFlagsNbytes, "feature flags");

@@ -290,7 +290,7 @@ std::string encode_name(const TensorPath& path) {
       single != nullptr && !single->empty() && !is_structured_name(*single) && is_utf8(*single);
   std::string name = plain ? *single : encode_structured(path);
   if (name.size() > kMaxNameNbytes) {
-    throw Error(Errc::invalid_argument,
+    throw Error(Errc::out_of_range,
                 "tensor name " + display_name(name) + " takes " + std::to_string(name.size()) +
                     " bytes, the format has room for " + std::to_string(kMaxNameNbytes));
   }

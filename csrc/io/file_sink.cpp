@@ -254,12 +254,29 @@ void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
     options_.mode = info.st_mode & 07777;
     options_.keep_mode = true;
   }
-  open_unnamed();
+  const uint64_t old_extent = extent_;
+  const bool was_named = named_;
+  try {
+    open_unnamed();
+    copy_range(old.get(), from, nbytes, to, stop);
+  } catch (...) {
+    if (!temporary_.empty()) unlink(temporary_.c_str());
+    temporary_.clear();
+    fd_ = std::move(old);
+    extent_ = old_extent;
+    named_ = was_named;
+    throw;
+  }
+  extent_ = to + nbytes;
+}
+
+// From another file into this one, inside the kernel where it can.
+void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
   auto in = static_cast<off_t>(from);
   auto out = static_cast<off_t>(to);
   for (uint64_t left = nbytes; left > 0;) {
     throw_if_stopped(stop);
-    const ssize_t copied = copy_file_range(old.get(), &in, fd_.get(), &out, std::min(left, kCopyNbytes), 0);
+    const ssize_t copied = copy_file_range(old, &in, fd_.get(), &out, std::min(left, kCopyNbytes), 0);
     if (copied > 0) {
       left -= static_cast<uint64_t>(copied);
       continue;
@@ -268,13 +285,12 @@ void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
     if (copied < 0 && (errno == ENOSPC || errno == EFBIG || errno == EDQUOT))
       throw_errno("no room for", name_, errno);
     std::vector<std::byte> buffer(std::min(left, kCopyNbytes));  // this file system cannot: read and write
-    read_all(old.get(), static_cast<uint64_t>(in), buffer.data(), buffer.size(), name_);
+    read_all(old, static_cast<uint64_t>(in), buffer.data(), buffer.size(), name_);
     write_all(fd_.get(), static_cast<uint64_t>(out), buffer.data(), buffer.size(), name_);
     in += static_cast<off_t>(buffer.size());
     out += static_cast<off_t>(buffer.size());
     left -= buffer.size();
   }
-  extent_ = to + nbytes;
 }
 
 void FileSink::publish(uint64_t end, const std::stop_token& stop) {
@@ -312,7 +328,9 @@ void FileSink::rollback(uint64_t end) noexcept {
   (void)restored;  // readers do not need the mark
 }
 
-void FileSink::finish() {
+void FileSink::finish() { close_all(); }
+
+void FileSink::close_all() noexcept {
   direct_fd_.reset();
   fd_.reset();
   if (!temporary_.empty()) unlink(temporary_.c_str());

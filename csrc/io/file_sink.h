@@ -2,7 +2,7 @@
 // write_at is safe from many threads; everything else is confined to the session's thread.
 #pragma once
 
-#include <atomic>
+#include <memory>
 #include <string>
 
 #include "core/unique_fd.h"
@@ -36,16 +36,19 @@ class FileSink final : public RangeSink {
   void publish(uint64_t end, const std::stop_token& stop) override;
   void rollback(uint64_t end) noexcept override;
   void finish() override;
+  void abandon() noexcept override { close_all(); }
 
  private:
   FileSink(std::string name, std::string target, const PathOptions& options);
 
+  void close_all() noexcept;
   void open_unnamed();
   void open_direct(uint64_t nbytes);
   void take_name();
   void write_buffered(uint64_t offset, std::span<const ConstSlice> slices, const std::stop_token& stop);
   uint64_t write_direct(uint64_t offset, ConstSlice slice, const std::stop_token& stop);
   void relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop);
+  void copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop);
   void relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop);
 
   std::string name_;

@@ -45,6 +45,9 @@ class RangeSink {
   // What was written behind `end` since the last publish() is void; `end` is 0 if nothing was published.
   virtual void rollback(uint64_t /*end*/) noexcept {}
 
+  // No call follows, and what was not published is void. An upload in progress is aborted.
+  virtual void abandon() noexcept {}
+
   // No call follows. Whatever can fail for the user's data happens here, not in the destructor.
   virtual void finish() = 0;
 };

@@ -88,7 +88,7 @@ class LoadSession::Worker {
     return static_cast<size_t>(&segment - s_.plan_.segments.data());
   }
   io::Slice header_slice(uint32_t target) {
-    auto view = s_.headers_.bytes_of(target);
+    auto view = s_.headers_->bytes_of(target);
     return {const_cast<std::byte*>(view.data()), view.size()};
   }
   bool on_device() const { return s_.options_.engine != nullptr; }
@@ -184,8 +184,8 @@ class LoadSession::Worker {
     const format::IndexEntry& entry = s_.entry_of(target);
     TargetState& state = s_.states_[target];
     with_tensor_name(entry, s_.source_.name(), [&] {
-      auto bytes = s_.headers_.bytes_of(target);
-      format::RecordHeader& header = s_.headers_.headers[target];
+      auto bytes = s_.headers_->bytes_of(target);
+      format::RecordHeader& header = s_.headers_->headers[target];
       header = format::parse_record_header(bytes, entry, s_.has_crypt_info());
       format::check_against_index(header, entry);
       if (s_.has_crypt_info()) accept_cipher(target, header, state);
@@ -247,7 +247,7 @@ class LoadSession::Worker {
 
   void open_chunks(const TargetState& state, uint32_t target, uint64_t offset,
                    std::span<const std::byte> cipher, std::byte* plain) const {
-    const format::CipherChunks& chunks = *s_.headers_.headers[target].crypt->cipher;
+    const format::CipherChunks& chunks = *s_.headers_->headers[target].crypt->cipher;
     const uint64_t first = offset / state.chunk_nbytes;
     const uint64_t total = std::max<uint64_t>(chunks.mac_count(), 1);
     for (uint64_t done = 0, i = first; done < cipher.size(); ++i) {
@@ -440,7 +440,7 @@ class LoadSession::Worker {
     with_tensor_name(s_.entry_of(target), s_.source_.name(), [&] {
       format::Sha256Digest sha256{};
       if (state.want_sha256) sha256 = state.digest.sha256.finish();
-      format::check_hashes(s_.headers_.headers[target],
+      format::check_hashes(s_.headers_->headers[target],
                            state.want_crc32 ? &state.digest.crc32 : nullptr,
                            state.want_sha256 ? &sha256 : nullptr);
     });
@@ -495,14 +495,14 @@ LoadSession::LoadSession(io::RangeSource& source, std::shared_ptr<const OpenedIn
     throw Error(Errc::crypto, source_.name() + " is encrypted, but no key was given", source_.name());
   uint64_t header_nbytes = 0;
   for (uint32_t target = 0; target < targets_.size(); ++target) {
-    headers_.begins.push_back(header_nbytes);
+    headers_->begins.push_back(header_nbytes);
     header_nbytes += entry_of(target).header_nbytes();
   }
   if (!source_.size() && header_nbytes > kUnsizedHeaderLimit)
     throw Error(Errc::malformed, source_.name() + ": record headers claim " +
                                      std::to_string(header_nbytes) + " bytes in a source of unknown size");
-  headers_.bytes.resize(header_nbytes);  // records do not overlap: at most the size of the source
-  headers_.headers.resize(targets_.size());
+  headers_->bytes.resize(header_nbytes);  // records do not overlap: at most the size of the source
+  headers_->headers.resize(targets_.size());
   make_plan();
 }
 

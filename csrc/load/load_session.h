@@ -60,7 +60,7 @@ class LoadSession {
 
   // Payload bytes placed so far; readable while run() works.
   uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }
-  const LoadedHeaders& headers() const noexcept { return headers_; }
+  std::shared_ptr<const LoadedHeaders> headers() const noexcept { return headers_; }
 
  private:
   struct TargetState;
@@ -80,7 +80,7 @@ class LoadSession {
   std::vector<LoadTarget> targets_;
   LoadOptions options_;
   LoadPlan plan_;
-  LoadedHeaders headers_;
+  std::shared_ptr<LoadedHeaders> headers_ = std::make_shared<LoadedHeaders>();
   std::vector<TargetState> states_;
   std::vector<uint32_t> segment_crcs_;     // per segment, when verifying
   std::vector<uint32_t> step_segments_;    // payload steps of all targets -> segment, when verifying

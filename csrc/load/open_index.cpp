@@ -31,6 +31,7 @@ std::vector<std::byte> read_block(io::RangeSource& source, uint64_t offset, uint
   if (error.source.empty()) {
     Error named(error.code(), name + ": " + error.what(), name, error.offset);
     named.system_errno = error.system_errno;
+    named.version = error.version;
     throw named;
   }
   throw error;

@@ -16,7 +16,7 @@ constexpr uint64_t kMaxDims = 255;
 
 void check_fields(const TensorToWrite& tensor) {
   auto refuse = [&](const std::string& problem) {
-    throw Error(Errc::invalid_argument,
+    throw Error(Errc::out_of_range,
                 "tensor " + format::display_name(tensor.name) + ": " + problem);
   };
   if (tensor.name.empty()) refuse("a stored name cannot be empty");

@@ -59,6 +59,12 @@ class SaveSession {
   // Forgets the current call. The content that was last published stays valid.
   void abort_call() noexcept;
 
+  // Closes the sink; no call follows.
+  void finish() { sink_->finish(); }
+
+  // Closes without completing; no call follows.
+  void abandon() noexcept { sink_->abandon(); }
+
   uint64_t tensor_nbytes() const noexcept { return prologue_.tensor_size; }
   uint64_t end() const noexcept { return end_; }  // of the published content
   uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }

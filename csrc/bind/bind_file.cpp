@@ -1,0 +1,62 @@
+// Local files and Python file objects as sources and sinks.
+#include <fcntl.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bind/bindings.h"
+#include "bind/py_file_sink.h"
+#include "bind/py_file_source.h"
+#include "core/error.h"
+#include "io/file_mapping.h"
+#include "io/file_sink.h"
+#include "io/file_source.h"
+
+namespace tensorizer::bind {
+namespace {
+
+namespace py = pybind11;
+
+UniqueFd duplicate(int fd, const std::string& name) {
+  UniqueFd copy(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!copy) throw_errno("cannot use the descriptor of", name, errno);
+  return copy;
+}
+
+}  // namespace
+
+void register_file(py::module_& m) {
+  using io::FileSink;
+  using io::FileSource;
+  py::class_<FileSource, io::RangeSource, std::shared_ptr<FileSource>>(m, "FileSource")
+      .def(py::init([](int fd, std::string name) {
+             UniqueFd own = duplicate(fd, name);
+             return std::make_shared<FileSource>(std::move(own), std::move(name));
+           }),
+           py::arg("fd"), py::arg("name"))
+      .def("map", [](const FileSource& source) {
+        return io::FileMapping::create(source.fd(), *source.size(), source.name());
+      });
+  py::class_<io::FileMapping, std::shared_ptr<io::FileMapping>>(m, "FileMapping")
+      .def_property_readonly("nbytes", [](const io::FileMapping& map) { return map.bytes().size(); });
+  py::class_<PyFileSource, io::RangeSource, std::shared_ptr<PyFileSource>>(m, "PyFileSource")
+      .def(py::init<py::object, std::string>(), py::arg("file"), py::arg("name"));
+
+  py::class_<FileSink, io::RangeSink, std::shared_ptr<FileSink>>(m, "FileSink")
+      .def_static(
+          "replace",
+          [](const std::string& target, bool fsync, std::optional<unsigned> mode) {
+            FileSink::PathOptions options{.fsync = fsync};
+            if (mode) options.mode = *mode;
+            options.keep_mode = mode.has_value();
+            return FileSink::replace(target, options);
+          },
+          py::arg("target"), py::arg("fsync"), py::arg("mode") = py::none())
+      .def_static(
+          "overwrite",
+          [](int fd, const std::string& name) { return FileSink::overwrite(duplicate(fd, name), name); },
+          py::arg("fd"), py::arg("name"));
+  py::class_<PyFileSink, io::RangeSink, std::shared_ptr<PyFileSink>>(m, "PyFileSink")
+      .def(py::init<py::object, std::string>(), py::arg("file"), py::arg("name"));
+}
+
+}  // namespace tensorizer::bind

@@ -1,0 +1,299 @@
+// Opening and loading: the index as columns, a batch of tensors per load.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "bind/bindings.h"
+#include "bind/gil.h"
+#include "bind/names.h"
+#include "bind/torch_bridge.h"
+#include "core/checked_math.h"
+#include "core/error.h"
+#include "device/host_arena.h"
+#include "io/file_mapping.h"
+#include "load/load_session.h"
+#include "load/open_index.h"
+
+namespace tensorizer::bind {
+namespace {
+
+using load::LoadedHeaders;
+using load::LoadTarget;
+using load::OpenedIndex;
+
+// A tensor of at least this size has pages of its own; smaller ones share an arena of at most twice that,
+// so a tensor that stays alive keeps at most 16 MiB beyond its own bytes.
+constexpr uint64_t kOwnPagesNbytes = uint64_t{8} << 20;
+constexpr uint64_t kArenaNbytes = uint64_t{16} << 20;
+constexpr uint64_t kTensorAlignment = 64;
+
+const format::IndexEntry& entry_at(const OpenedIndex& opened, size_t i) {
+  if (i >= opened.index.size()) throw py::index_error("no such entry");
+  return opened.index[i];
+}
+
+py::list names(const OpenedIndex& opened) {
+  py::list result(opened.index.size());
+  for (size_t i = 0; i < opened.index.size(); ++i) {
+    result[i] = name_to_python(opened.index[i].name);
+  }
+  return result;
+}
+
+py::tuple shape_tuple(std::span<const uint64_t> shape) {
+  py::tuple dims(shape.size());
+  for (size_t i = 0; i < shape.size(); ++i) dims[i] = py::int_(shape[i]);
+  return dims;
+}
+
+uint64_t total_loaded(const OpenedIndex& opened, const std::vector<uint32_t>& selection) {
+  uint64_t total = 0;
+  for (uint32_t i : selection) {
+    const auto sum = checked_add(total, entry_at(opened, i).loaded_nbytes);
+    if (!sum) throw Error(Errc::malformed, "the tensors are larger than memory can be");
+    total = *sum;
+  }
+  return total;
+}
+
+// Host memory for the selected tensors, in file order.
+void allocate_on_host(const OpenedIndex& opened, std::vector<LoadTarget>& targets) {
+  auto wanted = [&](const LoadTarget& target) {
+    const format::IndexEntry& entry = opened.index[target.entry];
+    return std::max(entry.data_nbytes, entry.loaded_nbytes);  // surplus bytes of old files included
+  };
+  auto assign = [&](LoadTarget& target, const std::shared_ptr<device::HostArena>& arena, uint64_t at) {
+    target.destination = {arena->bytes().data() + at, wanted(target), device::kHost, arena};
+  };
+  for (size_t i = 0; i < targets.size();) {
+    if (targets[i].in_place || wanted(targets[i]) == 0) {
+      ++i;
+      continue;
+    }
+    if (wanted(targets[i]) >= kOwnPagesNbytes) {
+      assign(targets[i], device::HostArena::create(wanted(targets[i])), 0);
+      ++i;
+      continue;
+    }
+    std::vector<std::pair<size_t, uint64_t>> group;  // target, position in the arena
+    uint64_t used = 0;
+    for (; i < targets.size() && wanted(targets[i]) < kOwnPagesNbytes; ++i) {
+      if (targets[i].in_place || wanted(targets[i]) == 0) continue;
+      const uint64_t at = align_up(used, kTensorAlignment);
+      if (at + wanted(targets[i]) > kArenaNbytes) break;
+      group.emplace_back(i, at);
+      used = at + wanted(targets[i]);
+    }
+    const auto arena = device::HostArena::create(used);
+    for (const auto& [target, at] : group) assign(targets[target], arena, at);
+  }
+}
+
+// One load of selected tensors into memory that belongs to the batch until tensors are made over it.
+class LoadBatch {
+ public:
+  LoadBatch(std::shared_ptr<io::RangeSource> source, std::shared_ptr<OpenedIndex> opened,
+            const std::vector<uint32_t>& selection, bool verify, unsigned max_workers,
+            std::shared_ptr<load::KeyRing> keys, std::shared_ptr<io::FileMapping> mapping,
+            const std::optional<std::vector<uint64_t>>& addresses, int device,
+            std::shared_ptr<device::CopyEngine> engine)
+      : source_(std::move(source)), opened_(std::move(opened)), keys_(std::move(keys)), engine_(std::move(engine)) {
+    targets_.reserve(selection.size());
+    for (uint32_t i : selection) {
+      entry_at(*opened_, i);
+      if (!targets_.empty() && i <= targets_.back().entry)
+        throw Error(Errc::invalid_argument, "entries must be given in file order");
+      targets_.push_back({.entry = i});
+    }
+    if (mapping) map_in_place(mapping);
+    if (addresses) {
+      use_addresses(*addresses, device);
+    } else {
+      allocate_on_host(*opened_, targets_);
+    }
+    const load::LoadOptions options{
+        .verify = verify, .max_workers = max_workers, .keys = keys_.get(), .engine = engine_.get()};
+    session_ = std::make_unique<load::LoadSession>(*source_, opened_, targets_, options);
+  }
+
+  void run(const py::object& progress) {
+    run_interruptible([this](const std::stop_token& stop) { session_->run(stop); },
+                      [&] {
+                        if (!progress.is_none()) progress(session_->nbytes_done());
+                      });
+  }
+
+  std::shared_ptr<const LoadedHeaders> headers() const { return session_->headers(); }
+
+  py::list parameters(TensorFactory& factory) {
+    py::list result(targets_.size());
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      const TensorDtype& dtype = factory.dtype(session_->headers()->headers[i].dtype);
+      result[i] = factory.parameter(host_tensor(factory, dtype, i), dtype.differentiable);
+    }
+    return result;
+  }
+
+  py::list tensors(TensorFactory& factory) {
+    py::list result(targets_.size());
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      result[i] = host_tensor(factory, factory.dtype(session_->headers()->headers[i].dtype), i);
+    }
+    return result;
+  }
+
+ private:
+  py::object host_tensor(TensorFactory& factory, const TensorDtype& dtype, size_t i) {
+    LoadTarget& target = targets_[i];
+    return factory.tensor(dtype, session_->headers()->headers[i].shape, target.destination.data,
+                          target.destination.owner);
+  }
+
+  // Tensors whose payload is aligned for their element become views of the mapping; the others are copied.
+  void map_in_place(const std::shared_ptr<io::FileMapping>& mapping) {
+    if (opened_->prologue.has_crypt_info())
+      throw Error(Errc::invalid_argument, "mmap=True: encrypted tensors cannot be mapped");
+    for (LoadTarget& target : targets_) {
+      const format::IndexEntry& entry = opened_->index[target.entry];
+      if (entry.data_nbytes == 0 || entry.data_offset % std::max(entry.itemsize, 1U) != 0) continue;
+      target.in_place = true;
+      target.destination = {mapping->bytes().data() + entry.data_offset, entry.data_nbytes, device::kHost, mapping};
+    }
+  }
+
+  void use_addresses(const std::vector<uint64_t>& addresses, int device) {
+    if (addresses.size() != targets_.size())
+      throw Error(Errc::invalid_argument, "one address per tensor is wanted");
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      const uint64_t nbytes = opened_->index[targets_[i].entry].loaded_nbytes;
+      targets_[i].destination = {reinterpret_cast<std::byte*>(addresses[i]), nbytes, device, nullptr};
+    }
+  }
+
+  std::shared_ptr<io::RangeSource> source_;
+  std::shared_ptr<OpenedIndex> opened_;
+  std::vector<LoadTarget> targets_;
+  std::shared_ptr<load::KeyRing> keys_;
+  std::shared_ptr<device::CopyEngine> engine_;
+  std::unique_ptr<load::LoadSession> session_;
+};
+
+// (hash type, value) of one record, as stored.
+py::list stored_hashes(const LoadedHeaders& headers, size_t i) {
+  py::list result;
+  for (const format::StoredHash& hash : headers.headers.at(i).hashes) {
+    result.append(py::make_tuple(static_cast<int>(hash.type),
+                                 py::bytes(reinterpret_cast<const char*>(hash.value.data()), hash.value.size())));
+  }
+  return result;
+}
+
+// Whether bytes elsewhere are those the record was written with: its header digests, continued with them.
+bool matches(const LoadedHeaders& headers, size_t i, uint64_t address, uint64_t nbytes) {
+  const format::RecordHeader& header = headers.headers.at(i);
+  const std::span<const std::byte> data(reinterpret_cast<const std::byte*>(address), nbytes);
+  return run_interruptible([&](const std::stop_token&) {
+    format::HeaderDigest digest = format::digest_header(headers.bytes_of(i), header, true, true);
+    const uint32_t crc32 = format::crc32(digest.crc32, data);
+    digest.sha256.update(data);
+    const format::Sha256Digest sha256 = digest.sha256.finish();
+    try {
+      format::check_hashes(header, &crc32, &sha256);
+      return true;
+    } catch (const Error& error) {
+      if (error.code() != Errc::hash_mismatch) throw;
+      return false;
+    }
+  });
+}
+
+void register_index(py::module_& m) {
+  py::class_<OpenedIndex, std::shared_ptr<OpenedIndex>>(m, "Index")
+      .def("__len__", [](const OpenedIndex& o) { return o.index.size(); })
+      .def_readonly("start", &OpenedIndex::start)
+      .def_property_readonly("version", [](const OpenedIndex& o) { return o.prologue.version; })
+      .def_property_readonly("flags", [](const OpenedIndex& o) { return o.prologue.flags; })
+      .def_property_readonly("encrypted", [](const OpenedIndex& o) { return o.prologue.has_crypt_info(); })
+      .def_property_readonly("tensor_size", [](const OpenedIndex& o) { return o.prologue.tensor_size; })
+      .def_property_readonly("metadata_nbytes", [](const OpenedIndex& o) { return o.prologue.metadata_nbytes; })
+      .def("names", &names)
+      .def("total_loaded_nbytes", &total_loaded, py::arg("selection"))
+      .def("stored_name",
+           [](const OpenedIndex& o, size_t i) {
+             const std::string_view name = entry_at(o, i).name;
+             return py::bytes(name.data(), name.size());
+           })
+      .def("dtype",
+           [](const OpenedIndex& o, size_t i) {
+             const std::string_view dtype = entry_at(o, i).dtype;
+             return py::bytes(dtype.data(), dtype.size());
+           })
+      .def("shape", [](const OpenedIndex& o, size_t i) { return shape_tuple(entry_at(o, i).shape); })
+      .def("type", [](const OpenedIndex& o, size_t i) { return static_cast<int>(entry_at(o, i).type); })
+      .def("entry_version", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).entry_version; })
+      .def("offset", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).offset; })
+      .def("data_offset", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).data_offset; })
+      .def("data_nbytes", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).data_nbytes; })
+      .def("loaded_nbytes", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).loaded_nbytes; });
+
+  m.def(
+      "open_index",
+      [](io::RangeSource& source, uint64_t start, bool key_given) {
+        const auto key = key_given ? format::KeyGiven::yes : format::KeyGiven::no;
+        return std::const_pointer_cast<OpenedIndex>(run_interruptible(
+            [&](const std::stop_token& stop) { return load::open_index(source, start, key, stop); }));
+      },
+      py::arg("source"), py::arg("start"), py::arg("key_given"));
+}
+
+void register_batch(py::module_& m) {
+  py::class_<LoadedHeaders, std::shared_ptr<LoadedHeaders>>(m, "LoadedHeaders")
+      .def("dtype",
+           [](const LoadedHeaders& h, size_t i) {
+             const std::string_view dtype = h.headers.at(i).dtype;
+             return py::bytes(dtype.data(), dtype.size());
+           })
+      .def("shape", [](const LoadedHeaders& h, size_t i) { return shape_tuple(h.headers.at(i).shape); })
+      .def("module_idx", [](const LoadedHeaders& h, size_t i) { return h.headers.at(i).module_idx; })
+      .def("hashes", &stored_hashes)
+      .def("matches", &matches, py::arg("i"), py::arg("address"), py::arg("nbytes"));
+  py::class_<LoadBatch>(m, "LoadBatch")
+      .def(py::init<std::shared_ptr<io::RangeSource>, std::shared_ptr<OpenedIndex>, const std::vector<uint32_t>&,
+                    bool, unsigned, std::shared_ptr<load::KeyRing>, std::shared_ptr<io::FileMapping>,
+                    const std::optional<std::vector<uint64_t>>&, int, std::shared_ptr<device::CopyEngine>>(),
+           py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(), py::arg("verify") = false,
+           py::arg("max_workers") = 0, py::arg("keys") = py::none(), py::arg("mapping") = py::none(),
+           py::arg("addresses") = py::none(), py::arg("device") = device::kHost, py::arg("engine") = py::none())
+      .def("run", &LoadBatch::run, py::arg("progress") = py::none())
+      .def_property_readonly("headers",
+                             [](const LoadBatch& batch) {
+                               return std::const_pointer_cast<LoadedHeaders>(batch.headers());
+                             })
+      .def("parameters", &LoadBatch::parameters, py::arg("factory"))
+      .def("tensors", &LoadBatch::tensors, py::arg("factory"));
+  py::class_<TensorFactory>(m, "TensorFactory").def(py::init<py::function>(), py::arg("resolve"));
+}
+
+void register_keys(py::module_& m) {
+  py::class_<load::KeyRing, std::shared_ptr<load::KeyRing>>(m, "KeyRing")
+      .def(py::init([](std::shared_ptr<crypto::SecretKey> key) { return std::make_shared<load::KeyRing>(key); }),
+           py::arg("key"))
+      .def(py::init([](const py::bytes& passphrase, uint64_t max_opslimit, uint64_t max_memlimit) {
+             const std::string_view text = passphrase;
+             return std::make_shared<load::KeyRing>(std::as_bytes(std::span(text)),
+                                                    crypto::DerivationLimits{max_opslimit, max_memlimit});
+           }),
+           py::arg("passphrase"), py::arg("max_opslimit"), py::arg("max_memlimit"));
+}
+
+}  // namespace
+
+void register_load(py::module_& m) {
+  register_index(m);
+  register_keys(m);
+  py::class_<device::CopyEngine, std::shared_ptr<device::CopyEngine>>(m, "CopyEngine");
+  register_batch(m);
+}
+
+}  // namespace tensorizer::bind

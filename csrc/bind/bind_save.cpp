@@ -1,0 +1,99 @@
+// Writing a container call by call.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bind/bindings.h"
+#include "bind/gil.h"
+#include "bind/names.h"
+#include "core/error.h"
+#include "save/save_session.h"
+
+namespace tensorizer::bind {
+namespace {
+
+using save::SaveSession;
+using save::TensorToWrite;
+
+// (path, stored dtype, shape, type, module index, payload bytes, meta) as the serializer describes a tensor.
+TensorToWrite describe(const py::tuple& item, format::TensorPath& path) {
+  TensorToWrite tensor;
+  path = path_from_python(item[0].cast<py::tuple>());
+  tensor.name = format::encode_name(path);
+  tensor.dtype = static_cast<std::string>(item[1].cast<py::bytes>());
+  tensor.shape = item[2].cast<std::vector<uint64_t>>();
+  tensor.type = static_cast<format::TensorType>(item[3].cast<uint8_t>());
+  tensor.module_idx = item[4].cast<uint16_t>();
+  tensor.data_nbytes = item[5].cast<uint64_t>();
+  tensor.meta = item[6].cast<bool>();
+  return tensor;
+}
+
+void begin_call(SaveSession& session, const py::list& items, bool growing) {
+  std::vector<TensorToWrite> tensors;
+  std::vector<format::TensorPath> paths(items.size());
+  tensors.reserve(items.size());
+  for (size_t i = 0; i < items.size(); ++i) tensors.push_back(describe(items[i].cast<py::tuple>(), paths[i]));
+  run_interruptible([&](const std::stop_token& stop) { session.begin_call(std::move(tensors), paths, growing, stop); });
+}
+
+// (record number, address, bytes) per record, zero-sized ones included.
+void write_payloads(SaveSession& session, const py::list& items, int device, device::CopyEngine* engine,
+                    const py::object& progress) {
+  std::vector<save::PayloadToWrite> payloads;
+  payloads.reserve(items.size());
+  for (const py::handle item : items) {
+    const auto [record, address, nbytes] = item.cast<std::tuple<uint32_t, uint64_t, uint64_t>>();
+    payloads.push_back({record, {reinterpret_cast<std::byte*>(address), nbytes, device, nullptr}});
+  }
+  run_interruptible([&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
+                    [&] {
+                      if (!progress.is_none()) progress(session.nbytes_done());
+                    });
+}
+
+std::unique_ptr<SaveSession> make_session(std::shared_ptr<io::RangeSink> sink, uint64_t start, bool crc32,
+                                          bool sha256, unsigned max_workers, std::shared_ptr<crypto::SecretKey> key,
+                                          const std::optional<std::tuple<uint64_t, uint64_t, py::bytes>>& derivation) {
+  save::SaveOptions options{.hashes = {crc32, sha256}, .max_workers = max_workers, .key = std::move(key),
+                            .derivation = std::nullopt};
+  if (derivation) {
+    const auto& [opslimit, memlimit, salt] = *derivation;
+    const std::string_view text = salt;
+    const auto bytes = std::as_bytes(std::span(text));
+    options.derivation = format::KeyDerivation{
+        .opslimit = opslimit, .memlimit = memlimit, .salt = {bytes.begin(), bytes.end()}};
+  }
+  return std::make_unique<SaveSession>(std::move(sink), start, options);
+}
+
+}  // namespace
+
+void register_save(py::module_& m) {
+  py::class_<SaveSession>(m, "SaveSession")
+      .def(py::init(&make_session), py::arg("sink"), py::arg("start"), py::kw_only(), py::arg("crc32"),
+           py::arg("sha256"), py::arg("max_workers") = 0, py::arg("key") = py::none(),
+           py::arg("derivation") = py::none())
+      .def("begin_call", &begin_call, py::arg("tensors"), py::arg("growing"))
+      .def("write_payloads", &write_payloads, py::arg("payloads"), py::kw_only(), py::arg("device") = device::kHost,
+           py::arg("engine") = py::none(), py::arg("progress") = py::none())
+      .def("finish_call",
+           [](SaveSession& session) {
+             run_interruptible([&](const std::stop_token& stop) { session.finish_call(stop); });
+           })
+      .def("abort_call",
+           [](SaveSession& session) {
+             py::gil_scoped_release unlocked;
+             session.abort_call();
+           })
+      .def("finish",
+           [](SaveSession& session) { run_interruptible([&](const std::stop_token&) { session.finish(); }); })
+      .def("abandon",
+           [](SaveSession& session) {
+             py::gil_scoped_release unlocked;
+             session.abandon();
+           })
+      .def_property_readonly("tensor_nbytes", &SaveSession::tensor_nbytes)
+      .def_property_readonly("nbytes_done", &SaveSession::nbytes_done);
+}
+
+}  // namespace tensorizer::bind

@@ -1,0 +1,70 @@
+#include "bind/names.h"
+
+#include <string>
+
+#include "core/error.h"
+
+namespace tensorizer::bind {
+namespace {
+
+namespace py = pybind11;
+
+constexpr size_t kMaxIndexDigits = 4000;
+
+py::object text(std::string_view utf8) {
+  PyObject* decoded = PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(decoded);
+}
+
+py::object component(const format::PathComponent& part) {
+  if (const auto* name = std::get_if<std::string>(&part)) return text(*name);
+  const std::string& digits = std::get<format::PathIndex>(part).digits;
+  // Python refuses to parse longer numbers unless told otherwise.
+  if (digits.size() > kMaxIndexDigits)
+    throw Error(Errc::malformed, "a tensor name has an index of " + std::to_string(digits.size()) + " digits");
+  PyObject* number = PyLong_FromString(digits.c_str(), nullptr, 10);
+  if (number == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(number);
+}
+
+}  // namespace
+
+py::object name_to_python(std::string_view stored) {
+  if (!format::is_structured_name(stored)) return text(stored);
+  const format::TensorPath path = format::decode_name(stored);
+  if (path.size() == 1 && std::holds_alternative<std::string>(path[0])) return component(path[0]);
+  py::tuple result(path.size());
+  for (size_t i = 0; i < path.size(); ++i) result[i] = component(path[i]);
+  return result;
+}
+
+format::TensorPath path_from_python(const py::tuple& components) {
+  format::TensorPath path;
+  path.reserve(components.size());
+  for (const py::handle part : components) {
+    if (py::isinstance<py::str>(part)) {
+      Py_ssize_t nbytes = 0;
+      if (const char* utf8 = PyUnicode_AsUTF8AndSize(part.ptr(), &nbytes)) {
+        path.emplace_back(std::string(utf8, static_cast<size_t>(nbytes)));
+        continue;
+      }
+      PyErr_Clear();  // lone surrogates: stored as escapes of a structured name
+      const auto bytes = py::reinterpret_steal<py::bytes>(
+          PyUnicode_AsEncodedString(part.ptr(), "utf-8", "surrogatepass"));
+      if (!bytes) throw py::error_already_set();
+      path.emplace_back(static_cast<std::string>(bytes));
+    } else if (PyLong_Check(part.ptr()) != 0 && !PyBool_Check(part.ptr())) {
+      if (py::int_(0).attr("__gt__")(part).cast<bool>())
+        throw Error(Errc::invalid_argument, "a tensor path cannot hold a negative index");
+      path.emplace_back(format::PathIndex{py::str(part).cast<std::string>()});
+    } else {
+      throw py::type_error("a tensor path holds str and int, found " +
+                           py::type::of(part).attr("__name__").cast<std::string>());
+    }
+  }
+  if (path.empty()) throw Error(Errc::invalid_argument, "a tensor path cannot be empty");
+  return path;
+}
+
+}  // namespace tensorizer::bind

@@ -1,0 +1,95 @@
+#include "bind/py_file_sink.h"
+
+#include <vector>
+
+#include "bind/gil.h"
+#include "bind/py_file_source.h"
+#include "core/error.h"
+#include "core/stop.h"
+
+namespace tensorizer::bind {
+namespace {
+
+constexpr uint64_t kWriteNbytes = uint64_t{16} << 20;  // per call, so that Ctrl-C is noticed in between
+constexpr uint64_t kJoinNbytes = uint64_t{64} << 10;   // smaller pieces are joined before they are written
+
+}  // namespace
+
+PyFileSink::PyFileSink(py::object file, std::string name) : file_(std::move(file)), name_(std::move(name)) {}
+
+PyFileSink::~PyFileSink() {
+  if (interpreter_is_finalizing()) {
+    file_.release();
+    return;
+  }
+  py::gil_scoped_acquire locked;
+  file_ = py::object();
+}
+
+void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slices, const std::stop_token& stop) {
+  std::vector<std::byte> joined;
+  auto flush = [&] {
+    write_locked(offset, joined);
+    offset += joined.size();
+    joined.clear();
+  };
+  for (io::ConstSlice slice : slices) {
+    if (slice.size() < kJoinNbytes) {
+      joined.insert(joined.end(), slice.begin(), slice.end());
+      if (joined.size() >= kWriteNbytes) flush();
+      continue;
+    }
+    flush();
+    while (!slice.empty()) {
+      throw_if_stopped(stop);
+      const io::ConstSlice now = slice.first(std::min<uint64_t>(slice.size(), kWriteNbytes));
+      write_locked(offset, now);
+      offset += now.size();
+      slice = slice.subspan(now.size());
+    }
+  }
+  flush();
+}
+
+void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from) {
+  if (from.empty()) return;
+  MutexLock lock(mutex_);
+  py::gil_scoped_acquire locked;
+  file_.attr("seek")(offset);
+  while (!from.empty()) {
+    const py::memoryview view =
+        py::memoryview::from_memory(from.data(), static_cast<py::ssize_t>(from.size()));
+    const py::object wrote = file_.attr("write")(view);
+    view.attr("release")();
+    const auto n = wrote.is_none() ? size_t{0} : wrote.cast<size_t>();
+    if (n == 0 || n > from.size())
+      throw Error(Errc::io, name_ + " accepted " + std::to_string(n) + " of " + std::to_string(from.size()) + " bytes",
+                  name_);
+    from = from.subspan(n);
+  }
+}
+
+// Back to front, so that no byte is overwritten before it has moved.
+void PyFileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
+  std::unique_ptr<PyFileSource> source;
+  {
+    py::gil_scoped_acquire locked;
+    source = std::make_unique<PyFileSource>(file_, name_);
+  }
+  std::vector<std::byte> buffer(std::min(nbytes, kWriteNbytes));
+  for (uint64_t left = nbytes; left > 0;) {
+    const uint64_t n = std::min<uint64_t>(left, buffer.size());
+    left -= n;
+    source->read_at(from + left, io::Slice(buffer.data(), n), stop);
+    write_locked(to + left, io::ConstSlice(buffer.data(), n));
+  }
+}
+
+void PyFileSink::publish(uint64_t end, const std::stop_token& /*stop*/) {
+  MutexLock lock(mutex_);
+  py::gil_scoped_acquire locked;
+  file_.attr("seek")(end);
+  if (py::hasattr(file_, "flush")) file_.attr("flush")();
+}
+
+}  // namespace tensorizer::bind

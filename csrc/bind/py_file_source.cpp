@@ -1,0 +1,94 @@
+#include "bind/py_file_source.h"
+
+#include <cstring>
+#include <vector>
+
+#include "bind/gil.h"
+#include "core/error.h"
+#include "core/stop.h"
+
+namespace tensorizer::bind {
+namespace {
+
+constexpr uint64_t kReadNbytes = uint64_t{16} << 20;  // per call, so that Ctrl-C is noticed in between
+
+std::optional<uint64_t> measure(const py::object& file) {
+  try {
+    const py::object here = file.attr("tell")();
+    file.attr("seek")(0, 2);
+    const auto end = file.attr("tell")().cast<uint64_t>();
+    file.attr("seek")(here);
+    return end;
+  } catch (py::error_already_set&) {  // objects that cannot seek to their end have an unknown size
+    return std::nullopt;
+  } catch (py::cast_error&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+PyFileSource::PyFileSource(py::object file, std::string name)
+    : file_(std::move(file)), name_(std::move(name)), nbytes_(measure(file_)),
+      has_readinto_(py::hasattr(file_, "readinto")) {}
+
+PyFileSource::~PyFileSource() {
+  if (interpreter_is_finalizing()) {
+    file_.release();
+    return;
+  }
+  py::gil_scoped_acquire locked;
+  file_ = py::object();
+}
+
+void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices, const std::stop_token& stop) {
+  if (slices.size() == 1) {
+    for (io::Slice left = slices[0]; !left.empty();) {
+      throw_if_stopped(stop);
+      const io::Slice now = left.first(std::min<uint64_t>(left.size(), kReadNbytes));
+      read_locked(offset, now);
+      offset += now.size();
+      left = left.subspan(now.size());
+    }
+    return;
+  }
+  // Many small pieces: one call, then a copy, is cheaper than a call each.
+  throw_if_stopped(stop);
+  std::vector<std::byte> joined(io::total_nbytes(slices));
+  read_at(offset, io::Slice(joined), stop);
+  const std::byte* from = joined.data();
+  for (const io::Slice& slice : slices) {
+    if (!slice.empty()) std::memcpy(slice.data(), from, slice.size());
+    from += slice.size();
+  }
+}
+
+void PyFileSource::read_locked(uint64_t offset, io::Slice into) {
+  MutexLock lock(mutex_);
+  py::gil_scoped_acquire locked;
+  file_.attr("seek")(offset);
+  while (!into.empty()) {
+    const size_t got = read_some(into);
+    if (got == 0) io::throw_truncated(name_, offset, into.size(), offset);
+    if (got > into.size()) throw Error(Errc::io, name_ + " returned more bytes than asked for", name_);
+    offset += got;
+    into = into.subspan(got);
+    bytes_read_.fetch_add(got, std::memory_order_relaxed);
+  }
+}
+
+size_t PyFileSource::read_some(io::Slice into) {
+  if (has_readinto_) {
+    const py::memoryview view =
+        py::memoryview::from_memory(into.data(), static_cast<py::ssize_t>(into.size()));
+    const py::object got = file_.attr("readinto")(view);
+    view.attr("release")();
+    return got.is_none() ? 0 : got.cast<size_t>();
+  }
+  const py::bytes got = file_.attr("read")(into.size()).cast<py::bytes>();
+  const std::string_view bytes = got;
+  std::memcpy(into.data(), bytes.data(), std::min(bytes.size(), into.size()));
+  return bytes.size();
+}
+
+}  // namespace tensorizer::bind

@@ -1,0 +1,39 @@
+// A source over a Python file object: seek and readinto under the interpreter lock, one reader at a time.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+#include <string>
+
+#include "core/sync.h"
+#include "io/range_source.h"
+
+namespace tensorizer::bind {
+
+class PyFileSource final : public io::RangeSource {
+ public:
+  // `file` offers seek and readinto (or read). REQUIRES: the interpreter lock is held.
+  PyFileSource(pybind11::object file, std::string name);
+  ~PyFileSource() override;
+
+  const std::string& name() const noexcept override { return name_; }
+  std::optional<uint64_t> size() const override { return nbytes_; }
+  io::SourceTraits traits() const override { return {.concurrency = 1, .gap_nbytes = 4096}; }
+  using io::RangeSource::read_at;
+  void read_at(uint64_t offset, std::span<const io::Slice> slices, const std::stop_token& stop) override;
+  uint64_t bytes_read() const noexcept override { return bytes_read_.load(std::memory_order_relaxed); }
+
+ private:
+  void read_locked(uint64_t offset, io::Slice into);
+  size_t read_some(io::Slice into);
+
+  pybind11::object file_;
+  std::string name_;
+  std::optional<uint64_t> nbytes_;
+  bool has_readinto_ = false;
+  Mutex mutex_;  // taken before the interpreter lock, never while holding it
+  std::atomic<uint64_t> bytes_read_{0};
+};
+
+}  // namespace tensorizer::bind

@@ -1,0 +1,60 @@
+"""Which device a load goes to."""
+
+from __future__ import annotations
+
+from typing import Optional, Union
+
+import torch
+
+__all__ = ["resolve_cuda_device", "target_device"]
+
+DeviceArgument = Optional[Union[torch.device, str, int]]
+
+
+def target_device(device: DeviceArgument) -> torch.device:
+    """The device that a constructor's ``device`` argument means: CUDA where there is any, else the CPU.
+
+    Surrounding CPU contexts do not count: ``None`` asks for the best device, as it always did.
+
+    Raises:
+        RuntimeError: CUDA was asked for and there is none.
+    """
+    if device is None:
+        from .utils import get_device
+
+        return get_device()
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"device {str(resolved)!r} was asked for, but CUDA is not available")
+    return resolved
+
+
+def resolve_cuda_device(device: torch.device) -> torch.device:
+    """Gives a CUDA device without an index the one that is meant here and now.
+
+    In this order: a ``torch.device("cuda:N")`` context or default device that names an index; the current device,
+    where CUDA is initialised; ``cuda:0``.
+    """
+    if device.type != "cuda" or device.index is not None:
+        return device
+    ambient = _ambient_device()
+    if ambient.type == "cuda" and ambient.index is not None:
+        return ambient
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", 0)
+
+
+def _ambient_device() -> torch.device:
+    """The device that factory functions use here: the innermost device context, or the default device.
+
+    Asked without creating a tensor, since that would initialise CUDA. Contexts of ``torch.device`` and the default
+    device are function modes whose ``device`` attribute says what was asked for, index or not.
+    """
+    from torch.overrides import _get_current_function_mode_stack
+
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, torch.utils._device.DeviceContext):
+            return torch.device(mode.device)
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return torch.device("cpu") if default is None else torch.device(default.device)

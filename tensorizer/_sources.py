@@ -1,0 +1,129 @@
+"""From what callers pass as ``file_obj`` to the extension's source, and who closes what."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Optional, Union
+
+from . import _C
+
+__all__ = ["OpenedSource", "is_path", "open_source", "real_file", "scheme_of"]
+
+PathArgument = Union[str, bytes, "os.PathLike[Any]", int]
+
+
+class OpenedSource(NamedTuple):
+    """A source ready to be read."""
+
+    source: _C.RangeSource
+    start: int  # position of the container in it
+    stream: Any  # the caller's object, or the stream opened for a URI; None for local paths
+    close: Callable[[], None]
+
+
+def is_path(file_obj: object) -> bool:
+    """Whether the argument names something to open, as opposed to being an open object."""
+    return isinstance(file_obj, (str, bytes, os.PathLike)) or (
+        isinstance(file_obj, int) and not isinstance(file_obj, bool)
+    )
+
+
+def scheme_of(file_obj: object) -> Optional[str]:
+    """The URI scheme of a ``str`` in lower case, ``None`` for local paths (PathLike objects are always local)."""
+    if not isinstance(file_obj, str):
+        return None
+    scheme, separator, _ = file_obj.partition("://")
+    return scheme.lower() if separator else None
+
+
+def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSource:
+    """Opens what ``TensorDeserializer`` was given.
+
+    Args:
+        file_obj: A path, URI, descriptor, or open binary file object.
+        stream_options: Further keywords for ``stream_io.open_stream`` where it opens the URI.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ValueError: A text file, or one opened without reading.
+        TypeError: Not something that can be read.
+    """
+    if not is_path(file_obj):
+        return _open_object(file_obj)
+    if scheme_of(file_obj) is not None:
+        from . import stream_io
+
+        stream: Any = stream_io.open_stream(file_obj, "rb", **(stream_options or {}))
+        return _open_object(stream)
+    if isinstance(file_obj, int):
+        source = _C.FileSource(file_obj, f"<descriptor {file_obj}>")
+        return OpenedSource(source, os.lseek(file_obj, 0, os.SEEK_CUR), None, _nothing)
+    path = os.fsdecode(file_obj)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return _open_object(open(path, "rb"))  # directories raise here; devices are read like objects
+        source = _C.FileSource(descriptor, path)
+    finally:
+        os.close(descriptor)
+    return OpenedSource(source, 0, None, _nothing)
+
+
+def _nothing() -> None:
+    """For sources that close with their last reference."""
+
+
+def real_file(file_obj: Any) -> Optional[int]:
+    """The descriptor of a plain file object over a regular file, else ``None``.
+
+    Only Python's own file classes are trusted: other objects may offer the descriptor of something they transform.
+    """
+    if isinstance(file_obj, (tempfile._TemporaryFileWrapper, tempfile.SpooledTemporaryFile)):
+        file_obj = getattr(file_obj, "file", None) or getattr(file_obj, "_file", None)
+    if type(file_obj) not in (io.FileIO, io.BufferedReader, io.BufferedRandom, io.BufferedWriter):
+        return None
+    raw = getattr(file_obj, "raw", file_obj)
+    if type(raw) is not io.FileIO:
+        return None
+    descriptor = raw.fileno()
+    return descriptor if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+
+
+def describe(file_obj: Any) -> str:
+    """A name for messages, without credentials."""
+    name = getattr(file_obj, "name", None)
+    if isinstance(name, (str, bytes)):
+        return os.fsdecode(name)
+    return f"<{type(file_obj).__name__}>"
+
+
+def _open_object(file_obj: Any) -> OpenedSource:
+    _check_readable(file_obj)
+    offered = getattr(file_obj, "_tensorizer_source", None)
+    start = file_obj.tell()
+    if offered is not None:
+        return OpenedSource(offered(), start, file_obj, file_obj.close)
+    descriptor = real_file(file_obj)
+    if descriptor is not None:
+        if getattr(file_obj, "writable", lambda: False)():
+            file_obj.flush()
+        return OpenedSource(_C.FileSource(descriptor, describe(file_obj)), start, file_obj, file_obj.close)
+    return OpenedSource(_C.PyFileSource(file_obj, describe(file_obj)), start, file_obj, file_obj.close)
+
+
+def _check_readable(file_obj: Any) -> None:
+    if isinstance(file_obj, io.TextIOBase):
+        raise ValueError(
+            f"wanted a binary file opened with mode rb, found a text file (mode {getattr(file_obj, 'mode', 'r')!r})"
+        )
+    if not (hasattr(file_obj, "read") or hasattr(file_obj, "readinto")):
+        raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
+    readable = getattr(file_obj, "readable", None)
+    if readable is not None and not readable():
+        raise ValueError(
+            f"wanted a readable file opened with mode rb, found mode {getattr(file_obj, 'mode', 'unknown')!r}"
+        )

@@ -1,0 +1,84 @@
+"""Compatibility door: the names that callers import from here. Everything lives elsewhere."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+
+from . import _C, _perf
+from ._devices import resolve_cuda_device
+from ._entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
+from .deserializer import TensorDeserializer, logger
+from .encryption import DecryptionParams, EncryptionParams
+from .errors import (
+    CryptographyError,
+    FormatError,
+    HashMismatchError,
+    InvalidVersionError,
+    StreamError,
+    TensorizerError,
+    TruncatedError,
+)
+from .serializer import TensorSerializer
+
+__all__ = [
+    "TensorSerializer",
+    "TensorDeserializer",
+    "TensorType",
+    "CryptographyError",
+    "EncryptionParams",
+    "DecryptionParams",
+    "FilterFuncType",
+]
+
+#: The newest data version that can be read, and what first needed each version (docs/format.md, "Data versions").
+TENSORIZER_VERSION = 5
+LONG_TENSOR_TENSORIZER_VERSION = 5
+META_TENSOR_TENSORIZER_VERSION = 4
+ENCRYPTION_TENSORIZER_VERSION = 3
+OPAQUE_TENSORIZER_VERSION = 2
+NON_OPAQUE_TENSORIZER_VERSION = 1
+
+TENSORIZER_MAGIC = b"|TZR|"
+OPAQUE_DTYPE_SEP = "\0"
+
+#: Processors that this process may use: the scheduling mask, cut by a cgroup quota.
+cpu_count: int = _C.cpu_quota()
+lz4 = None
+
+_enable_perf_stats: bool = _perf.enabled
+_get_perf_stats = _perf.totals
+
+
+class _FileFeatureFlags(enum.IntFlag):
+    """Bits of the prologue's flags field."""
+
+    encrypted = 1
+    versioned_headers = 2
+
+
+class _FileHeader:
+    """Where callers look for the version error."""
+
+    InvalidVersionError = InvalidVersionError
+
+
+def _resolve_cuda_device(device: Any = "cuda") -> torch.device:
+    """The CUDA device that one without an index means here and now."""
+    return resolve_cuda_device(torch.device(device))
+
+
+# Reachable from here although not in __all__, as integrators expect.
+_ALSO_HERE = (
+    FormatError,
+    HashMismatchError,
+    HashType,
+    StreamError,
+    TensorEntry,
+    TensorHash,
+    TensorizerError,
+    TruncatedError,
+    logger,
+)

@@ -1,0 +1,373 @@
+"""Writing ``.tensors`` files: :class:`TensorSerializer`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple, Optional, Union
+
+import numpy as np
+import torch
+
+from . import _C, _dtypes, module_tree
+from ._entries import TensorType
+from ._keys import check_encryption, encryption_key
+from ._sinks import open_sink
+from .errors import FieldRangeError
+from .progress import ProgressArgument, progress_reporter
+
+__all__ = ["TensorSerializer"]
+
+logger = logging.getLogger("tensorizer.serialization")
+
+# Bytes of copies (non-contiguous tensors, other devices) that exist at a time.
+_COPY_BUDGET_NBYTES = 256 << 20
+
+_KIND_LETTERS = {TensorType.PARAM: "p", TensorType.BUFFER: "b", TensorType.STATE_DICT: "sd"}
+_HASH_NAMES = ("crc32", "sha256")
+
+
+class _Item(NamedTuple):
+    """One tensor of a write call."""
+
+    path: module_tree.Path
+    tensor: torch.Tensor
+    dtype: str  # as stored
+    type: TensorType
+    module_idx: int
+    owner: Optional[module_tree.ModuleTensor] = None  # where remove_tensors takes it from
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.tensor.is_meta else self.tensor.numel() * self.tensor.element_size()
+
+    def describe(self) -> tuple[module_tree.Path, bytes, tuple[int, ...], int, int, int, bool]:
+        """What the extension plans with."""
+        scalar_meta = self.tensor.is_meta and self.tensor.dim() == 0
+        nbytes = self.tensor.element_size() if scalar_meta else self.nbytes
+        return (
+            self.path,
+            self.dtype.encode(),
+            tuple(self.tensor.shape),
+            int(self.type),
+            self.module_idx,
+            nbytes,
+            self.tensor.is_meta,
+        )
+
+
+class TensorSerializer:
+    """Writes tensors to one ``.tensors`` file.
+
+    After each successful call of a ``write_*`` method the content is complete and can be read by others, before
+    :meth:`close`. A path is written without a name and takes it at the end of the first successful call; until then an
+    existing file is untouched. A later call that fails leaves the last complete content readable.
+
+    As a context manager it closes the file; an exception inside the block abandons what was not complete.
+
+    Args:
+        file_obj: Where to write: a local path (``str``, ``bytes``, ``PathLike``; missing folders are made), a
+            descriptor, an ``s3://`` URI, or an open, readable, writable and seekable binary file object, which is
+            written from its current position on and closed by :meth:`close`.
+        compress_tensors: Accepted, without effect.
+        encryption: Encrypts every tensor with this key.
+        limit_cpu_concurrency: Upper bound for threads; ``None`` uses as many as are useful.
+        hashes: Digests to store per tensor: ``"crc32"``, ``"sha256"``, a collection of these (empty: none). ``None``
+            writes what readers expect: both, or SHA-256 alone in encrypted files.
+        fsync: Syncs a local path before it takes its name, so that a crash of the machine leaves the old file or the
+            new one. ``False`` is faster and gives that up.
+        progress: ``True`` shows a bar; a callable is told about bytes done.
+        stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
+
+    Raises:
+        ValueError: An object in the wrong mode (text, append, not readable, not seekable); a read-only scheme; a
+            ``limit_cpu_concurrency`` below 1; unknown `hashes`.
+        TypeError: An argument of the wrong type.
+        OSError: The target cannot be written.
+    """
+
+    def __init__(
+        self,
+        file_obj: Any,
+        compress_tensors: bool = False,
+        *,
+        encryption: Any = None,
+        limit_cpu_concurrency: Optional[int] = None,
+        hashes: Union[str, Collection[str], None] = None,
+        fsync: bool = True,
+        progress: ProgressArgument = False,
+        stream_options: Optional[Mapping[str, Any]] = None,
+    ) -> None:
+        self._closed = True  # until there is something to close
+        self.cpu_limit = _check_cpu_limit(limit_cpu_concurrency)
+        check_encryption(encryption)
+        chosen = _check_hashes(hashes, encrypted=encryption is not None)
+        key, derivation = encryption_key(encryption)
+        self.compress_tensors = compress_tensors
+        self.lz4_frame = None
+        self.total_compressed_tensor_bytes = 0
+        self._progress = progress
+
+        opened = open_sink(file_obj, fsync, stream_options)
+        self._close_stream = opened.close
+        self._session = _C.SaveSession(
+            opened.sink,
+            opened.start,
+            crc32="crc32" in chosen,
+            sha256="sha256" in chosen,
+            max_workers=limit_cpu_concurrency or 0,
+            key=key,
+            derivation=derivation,
+        )
+        self._name = opened.sink.name
+        self._closed = False
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    @property
+    def total_tensor_bytes(self) -> int:
+        """Bytes of tensor data written so far; tensors without data add nothing."""
+        return int(self._session.tensor_nbytes)
+
+    def close(self) -> None:
+        """Closes the file, also one passed in. A second call does nothing.
+
+        Raises:
+            OSError: What was written could not be completed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._session.finish()
+        finally:
+            self._close_stream()
+        logger.debug("closed %s: %d bytes of tensors", self._name, self.total_tensor_bytes)
+
+    def __enter__(self) -> TensorSerializer:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: Optional[type[BaseException]],
+        exc: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        if exc_type is None:
+            self.close()
+            return
+        with contextlib.suppress(Exception):  # the exception that is on its way tells more
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if not self._closed:
+            self._closed = True
+            try:
+                self._session.abandon()
+            finally:
+                self._close_stream()
+
+    def __del__(self) -> None:
+        # Completed calls left complete content; an upload that nobody closed is not completed by chance.
+        with contextlib.suppress(Exception):
+            self._abandon()
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def write_module(
+        self,
+        m: torch.nn.Module,
+        remove_tensors: bool = False,
+        *,
+        include_non_persistent_buffers: bool = True,
+    ) -> None:
+        """Writes every parameter and buffer of a module, named ``"<module path>.<tensor name>"``.
+
+        Tensors of the root module get names that start with a dot. Tensors shared by different modules are written
+        once per name.
+
+        Args:
+            m: The module; never modified, unless `remove_tensors`.
+            remove_tensors: Sets each parameter and buffer to ``None`` once its data are written, to free memory early.
+            include_non_persistent_buffers: Writes also buffers that are not part of the state dict.
+
+        Raises:
+            ValueError: A name that is in the file already.
+            NotImplementedError: Quantized tensors.
+            OSError: The data could not be written.
+        """
+        items = [
+            _Item(
+                (entry.name,),
+                entry.tensor,
+                _dtypes.stored_for_tensor(entry.tensor.dtype),
+                TensorType.BUFFER if entry.is_buffer else TensorType.PARAM,
+                min(entry.module_idx, 0xFFFF),
+                entry if remove_tensors else None,
+            )
+            for entry in module_tree.walk_module(m, include_non_persistent_buffers)
+        ]
+        self._write(items)
+
+    def write_state_dict(self, state_dict: Any) -> None:
+        """Writes nested mappings (with ``str`` keys) and sequences of tensors; sequences come back as lists.
+
+        Raises:
+            TypeError: A key that is not a ``str``, a leaf that is not a tensor. Nothing was written then.
+            ValueError: A name that is in the file already, or that conflicts with one.
+            OSError: The data could not be written.
+        """
+        self._write(
+            [
+                _Item(path, tensor, _dtypes.stored_for_tensor(tensor.dtype), TensorType.STATE_DICT, 0)
+                for path, tensor in module_tree.flatten(state_dict)
+            ]
+        )
+
+    def write_tensor(
+        self,
+        idx: int,
+        name: Union[str, tuple[Union[str, int], ...]],
+        tensor_type: TensorType,
+        tensor: Union[torch.Tensor, np.ndarray[Any, Any]],
+    ) -> None:
+        """Writes one tensor or array. Slower per tensor than the methods that take many.
+
+        Args:
+            idx: Module index, 0 to 65535.
+            name: The name, or a path as :meth:`TensorDeserializer.read_tensors` yields it.
+            tensor_type: What to call it in the file; paths are legal for ``STATE_DICT`` only.
+            tensor: The data, on any device.
+
+        Raises:
+            TypeError: Arguments of the wrong type; an array that torch cannot adopt.
+            ValueError: A name in use, an index out of range, an array in foreign byte order.
+        """
+        if not isinstance(idx, int):
+            raise TypeError(f"idx: wanted an int, found {type(idx).__name__}")
+        if not 0 <= idx <= 0xFFFF:
+            raise FieldRangeError(f"idx: wanted 0 to 65535, found {idx}")
+        kind = TensorType(tensor_type)
+        self._write([_Item(_check_name(name, kind), *_adopt(tensor), kind, idx)], growing=True)
+
+    def _write(self, items: list[_Item], growing: bool = False) -> None:
+        if self._closed:
+            raise ValueError("the serializer is closed")
+        total = sum(item.nbytes for item in items)
+        self._session.begin_call([item.describe() for item in items], growing)
+        try:
+            with progress_reporter(self._progress, total, "saving") as report:
+                record = 0
+                for batch in _batches(items):
+                    self._write_batch(record, batch, report)
+                    record += len(batch)
+            self._session.finish_call()
+        except BaseException:
+            self._session.abort_call()
+            raise
+        if logger.isEnabledFor(logging.DEBUG):
+            for item in items:
+                _log_written(item)
+
+    def _write_batch(self, first_record: int, batch: list[_Item], report: Any) -> None:
+        hosts = [_host_data(item.tensor) for item in batch]  # kept alive until the call returns
+        payloads = [
+            (first_record + i, host.data_ptr() if host.numel() else 0, host.numel() * host.element_size())
+            for i, host in enumerate(hosts)
+        ]
+        self._session.write_payloads(payloads, progress=report)
+        for item in batch:
+            if item.owner is not None:
+                setattr(item.owner.module, item.owner.attribute, None)
+
+
+def _check_cpu_limit(limit: Optional[int]) -> int:
+    if limit is None:
+        return int(_C.cpu_quota())
+    if not isinstance(limit, int):
+        raise TypeError(f"limit_cpu_concurrency: wanted an int, found {type(limit).__name__}")
+    if limit < 1:
+        raise ValueError(f"limit_cpu_concurrency: wanted 1 or more, found {limit}")
+    return limit
+
+
+def _check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> frozenset[str]:
+    if hashes is None:
+        return frozenset(("sha256",) if encrypted else _HASH_NAMES)
+    chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes)
+    unknown = sorted(map(str, chosen.difference(_HASH_NAMES)))
+    if unknown:
+        raise ValueError(f"hashes: wanted names out of {', '.join(_HASH_NAMES)}, found {', '.join(unknown)}")
+    return chosen
+
+
+def _check_name(name: Any, kind: TensorType) -> module_tree.Path:
+    if isinstance(name, str):
+        return (name,)
+    if not isinstance(name, tuple):
+        raise TypeError(f"name: wanted a str or a tuple of str and int, found {type(name).__name__}")
+    if kind is not TensorType.STATE_DICT and not (len(name) == 1 and isinstance(name[0], str)):
+        raise ValueError(f"name: paths like {name!r} are legal for STATE_DICT tensors only")
+    return name
+
+
+def _adopt(tensor: Any) -> tuple[torch.Tensor, str]:
+    """The tensor to write and its stored dtype."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor, _dtypes.stored_for_tensor(tensor.dtype)
+    if isinstance(tensor, np.ndarray):
+        stored = _dtypes.stored_for_array(tensor.dtype)
+        return _from_array(np.ascontiguousarray(tensor).reshape(tensor.shape)), stored
+    raise TypeError(f"tensor: wanted a torch.Tensor or a numpy.ndarray, found {type(tensor).__name__}")
+
+
+def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    with warnings.catch_warnings():  # about read-only memory: it is only read here
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(array)
+
+
+def _host_data(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous host memory with the tensor's elements; the tensor itself where it is that already."""
+    data = tensor.detach()
+    if data.is_meta:
+        return torch.zeros((), dtype=data.dtype, device="cpu") if data.dim() == 0 else data.new_empty(0, device="cpu")
+    if data.is_conj() or data.is_neg():
+        data = data.resolve_conj().resolve_neg()
+    return data.to("cpu").contiguous()
+
+
+def _needs_copy(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and (
+        tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
+    )
+
+
+def _batches(items: list[_Item]) -> Iterable[list[_Item]]:
+    """Consecutive items whose copies fit the budget together; items that are to be freed early come in pieces too."""
+    batch: list[_Item] = []
+    nbytes = 0
+    for item in items:
+        size = item.nbytes if _needs_copy(item.tensor) or item.owner is not None else 0
+        if batch and nbytes + size > _COPY_BUDGET_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += size
+    if batch:
+        yield batch
+
+
+def _log_written(item: _Item) -> None:
+    logger.debug(
+        "wrote %d:%s:%s dtype %s shape %s, %d bytes",
+        item.module_idx,
+        _KIND_LETTERS[item.type],
+        item.path[0] if len(item.path) == 1 else item.path,
+        item.tensor.dtype,
+        tuple(item.tensor.shape),
+        item.nbytes,
+    )
