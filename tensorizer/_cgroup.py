@@ -1,0 +1,178 @@
+"""What the container allows: memory and processors, from the control groups (v1 and v2) of this process.
+
+A process in a container sees the memory and processors of the whole machine unless it asks its control groups. Every
+function here returns ``None`` where there is no limit, no Linux, or nothing readable: a figure is an aid, not an error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+__all__ = ["cpu_quota", "memory_available"]
+
+# cgroup v1 says "no limit" with a number near 2**63 (rounded down to a page); nothing real comes close to this.
+_UNLIMITED = 1 << 60
+
+_ROOT = Path("/")
+
+
+class _Hierarchy(NamedTuple):
+    """One mounted cgroup hierarchy and the group of this process in it."""
+
+    version: int
+    mount_point: Path
+    group: Path
+
+    def ancestors(self) -> list[Path]:
+        """The process's group and all groups above it, up to the mount point: each may set a limit."""
+        folders = [self.group]
+        while folders[-1] != self.mount_point and self.mount_point in folders[-1].parents:
+            folders.append(folders[-1].parent)
+        return folders
+
+
+def _read_text(path: Path) -> Optional[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _read_int(path: Path) -> Optional[int]:
+    text = _read_text(path)
+    try:
+        return None if text is None else int(text)
+    except ValueError:  # "max"
+        return None
+
+
+def _read_table(path: Path) -> dict[str, int]:
+    """A file of ``name number`` lines."""
+    table = {}
+    for line in (_read_text(path) or "").splitlines():
+        name, _, value = line.partition(" ")
+        if value.strip().isdigit():
+            table[name] = int(value)
+    return table
+
+
+def _group_paths(root: Path) -> dict[str, str]:
+    """Controller to path of our group, from ``/proc/self/cgroup``; the v2 hierarchy goes under the name ``""``."""
+    paths = {}
+    for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
+        parts = line.split(":", 2)
+        if len(parts) == 3:
+            for controller in parts[1].split(","):
+                paths[controller] = parts[2]
+    return paths
+
+
+def _hierarchies(controller: str, root: Path) -> list[_Hierarchy]:
+    """Where the controller's files may be: a v1 hierarchy that carries it, the v2 hierarchy, or (hybrid) both."""
+    paths = _group_paths(root)
+    found = []
+    for line in (_read_text(root / "proc/self/mountinfo") or "").splitlines():
+        before, separator, after = line.partition(" - ")
+        fields, kind = before.split(" "), after.split(" ")
+        if not separator or len(fields) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == "cgroup2":
+            version, path = 2, paths.get("")
+        elif kind[0] == "cgroup" and controller in kind[2].split(","):
+            version, path = 1, paths.get(controller)
+        else:
+            continue
+        if path is None:
+            continue
+        mount_point = root / _unescaped(fields[4]).lstrip("/")
+        found.append(_Hierarchy(version, mount_point, _group_folder(mount_point, _unescaped(fields[3]), path)))
+    return found
+
+
+def _unescaped(field: str) -> str:
+    """A field of ``mountinfo``, where blanks and backslashes are written as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _group_folder(mount_point: Path, mount_root: str, group_path: str) -> Path:
+    """The folder of a group below the mount point.
+
+    A container may see its group under the path it has on the host while only that group is mounted; then, and whenever
+    the folder is not there, the mount point itself is the best answer.
+    """
+    relative = group_path
+    if mount_root != "/" and (group_path == mount_root or group_path.startswith(mount_root + "/")):
+        relative = group_path[len(mount_root) :]
+    if ".." in Path(relative).parts:
+        return mount_point
+    folder = mount_point / relative.lstrip("/")
+    return folder if folder.is_dir() else mount_point
+
+
+def _group_memory_available(version: int, group: Path) -> Optional[int]:
+    """Bytes the group may still allocate, counting its file cache as free, as the kernel does for the whole machine."""
+    if version == 2:
+        limit, usage = _read_int(group / "memory.max"), _read_int(group / "memory.current")
+        reclaimable = ["inactive_file", "active_file", "slab_reclaimable"]
+    else:
+        limit, usage = _read_int(group / "memory.limit_in_bytes"), _read_int(group / "memory.usage_in_bytes")
+        reclaimable = ["total_inactive_file", "total_active_file"]
+    if limit is None or usage is None or limit >= _UNLIMITED:
+        return None
+    table = _read_table(group / "memory.stat")
+    used = max(0, usage - sum(table.get(name, 0) for name in reclaimable))
+    return max(0, limit - used)
+
+
+def memory_available(root: Path = _ROOT) -> Optional[int]:
+    """Bytes this process may still allocate under the memory limits of its control groups.
+
+    Args:
+        root: Folder that stands for ``/`` (tests).
+
+    Returns:
+        The smallest amount over the process's group and its ancestors, file cache counted as free; ``None`` without a
+        limit.
+    """
+    amounts = [
+        amount
+        for hierarchy in _hierarchies("memory", root)
+        for group in hierarchy.ancestors()
+        if (amount := _group_memory_available(hierarchy.version, group)) is not None
+    ]
+    return min(amounts, default=None)
+
+
+def _group_cpu_quota(version: int, group: Path) -> Optional[float]:
+    if version == 2:
+        quota_text, _, period_text = (_read_text(group / "cpu.max") or "").strip().partition(" ")
+        if not (quota_text.isdigit() and period_text.isdigit()):
+            return None
+        quota, period = int(quota_text), int(period_text)
+    else:
+        quota_or_none, period_or_none = _read_int(group / "cpu.cfs_quota_us"), _read_int(group / "cpu.cfs_period_us")
+        if quota_or_none is None or period_or_none is None:
+            return None
+        quota, period = quota_or_none, period_or_none
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def cpu_quota(root: Path = _ROOT) -> Optional[int]:
+    """Processors this process may use by the quota of its control groups, rounded up.
+
+    Args:
+        root: Folder that stands for ``/`` (tests).
+
+    Returns:
+        The smallest quota over the process's group and its ancestors, at least 1; ``None`` without a quota.
+    """
+    quotas = [
+        quota
+        for hierarchy in _hierarchies("cpu", root)
+        for group in hierarchy.ancestors()
+        if (quota := _group_cpu_quota(hierarchy.version, group)) is not None
+    ]
+    return max(1, math.ceil(min(quotas))) if quotas else None

@@ -1,0 +1,319 @@
+"""``torch.save`` and ``torch.load`` with the tensors in a ``.tensors`` file beside the ``.pt`` file.
+
+Inside :func:`tensorizer_saving` and :func:`tensorizer_loading` the pickled structure stays torch's own business, while
+every storage that has data goes to a second file, the *sidecar*. Arbitrary objects, shared storages, views, strides and
+``requires_grad`` survive as with plain torch. ``docs/training-checkpoints.md`` is the guide, ``docs/format.md``
+("Sidecars of torch.save") says what the two files hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, BinaryIO, Callable, NamedTuple, Optional, Union
+
+import torch
+
+from tensorizer._config import env_text
+from tensorizer._sidecar import (
+    LoadSession,
+    PickleForLoading,
+    PickleForSaving,
+    SafeUnpickler,
+    SaveSession,
+    current_load,
+    default_load,
+    default_save,
+)
+
+__all__ = ("tensorizer_loading", "tensorizer_saving")
+
+logger = logging.getLogger(__name__)
+
+_FileLike = Union[str, "os.PathLike[str]", BinaryIO]
+_Location = Union[str, bytes, int, "os.PathLike[str]", BinaryIO]
+_Locator = Callable[[Any], Optional[_Location]]
+SaveFunc = Callable[[Any, list[torch.Tensor], dict[str, Any]], Any]
+LoadFunc = Callable[[Any, dict[str, Any]], Iterable[torch.Tensor]]
+LocationSpec = Union[_Location, _Locator, "Sequence[Union[_Location, _Locator, None]]", None]
+
+# What the wrappers call, whatever other code puts in their place later.
+_torch_save = torch.save
+_torch_load = torch.load
+_LOAD_WRAPPER_DEFAULT_MODULE: Any = inspect.signature(_torch_load).parameters["pickle_module"].default
+
+
+class _Context(NamedTuple):
+    """The arguments of one active ``tensorizer_saving`` or ``tensorizer_loading`` block."""
+
+    locations: _Locations
+    function: Optional[Callable[..., Any]]
+    suppress_weights_only: bool
+    kwargs: dict[str, Any]
+
+
+_saving: ContextVar[Optional[_Context]] = ContextVar("tensorizer_saving", default=None)
+_loading: ContextVar[Optional[_Context]] = ContextVar("tensorizer_loading", default=None)
+
+
+# --- where the sidecar is ------------------------------------------------------------------------------------------
+
+
+def _is_stream(value: object) -> bool:
+    return hasattr(value, "read") or hasattr(value, "write")
+
+
+def _default_location(f: Any) -> Optional[_Location]:
+    """The name of ``f`` with ``.tensors`` behind it; ``None`` (plain torch) for memory."""
+    import io
+
+    if isinstance(f, io.BytesIO):
+        logger.warning(
+            "io.BytesIO has no name to derive the place of a .tensors file from: using plain torch serialization; "
+            "give file_obj to tensorizer_saving and tensorizer_loading to keep tensors apart"
+        )
+        return None
+    name = f if isinstance(f, (str, bytes, os.PathLike)) else getattr(f, "name", None)
+    if not isinstance(name, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"cannot derive the place of a .tensors file from {type(f).__name__} without a file name: "
+            "give file_obj to tensorizer_saving or tensorizer_loading"
+        )
+    return os.fsdecode(name) + ".tensors"
+
+
+class _Locations:
+    """Answers, once per call of torch.save or torch.load, where the sidecar is."""
+
+    def __init__(self, spec: LocationSpec) -> None:
+        self._many: Optional[Iterator[Any]] = None
+        self._count = 0
+        if isinstance(spec, (list, tuple)):
+            self._many, self._count = iter(spec), len(spec)
+        self._one = spec
+        self._used = False
+
+    def next_location(self, f: Any) -> Optional[_Location]:
+        """The sidecar of the file ``f``; ``None`` asks for plain torch."""
+        spec: Any = self._one
+        if self._many is not None:
+            try:
+                spec = next(self._many)
+            except StopIteration:
+                raise ValueError(f"all {self._count} locations of this block have been used already") from None
+        if spec is None:
+            return _default_location(f)
+        if callable(spec) and not _is_stream(spec):
+            location: Optional[_Location] = spec(f)
+            return location
+        return spec  # type: ignore[no-any-return]
+
+    def refuse_second_use(self) -> None:
+        """One fixed place holds the tensors of one torch.save."""
+        fixed = self._many is None and self._one is not None and (not callable(self._one) or _is_stream(self._one))
+        if fixed and self._used:
+            raise ValueError(
+                "the fixed location given to tensorizer_saving already holds the tensors of an earlier torch.save in "
+                "this block, which would be lost: give a function that names a location for each file, or a list"
+            )
+
+    def mark_used(self) -> None:
+        self._used = True
+
+
+# --- the functions that stand in for torch's -----------------------------------------------------------------------
+
+
+def _require_standard_pickle(pickle_module: Any) -> None:
+    if pickle_module is not None and pickle_module is not pickle:
+        name = getattr(pickle_module, "__name__", type(pickle_module).__name__)
+        raise ValueError(f"pickle_module: wanted the standard pickle module within torch_compat, found {name}")
+
+
+@wraps(_torch_save)
+def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **kwargs: Any) -> None:
+    context = _saving.get()
+    if context is None:
+        return _torch_save(obj, f, pickle_module, *args, **kwargs)
+    _require_standard_pickle(pickle_module)
+    save = default_save
+    if context.function is None:
+        context.locations.refuse_second_use()
+    else:
+        save = context.function
+    location = context.locations.next_location(f)
+    if location is None:
+        return _torch_save(obj, f, pickle, *args, **kwargs)
+    session = SaveSession(location, save, context.kwargs, f)
+    _torch_save(obj, f, PickleForSaving(session), *args, **kwargs)
+    if session.storages:
+        context.locations.mark_used()
+    return None
+
+
+def _wants_weights_only(weights_only: Optional[bool], context: _Context) -> bool:
+    forced = (env_text("TORCH_FORCE_WEIGHTS_ONLY_LOAD") or "").lower() in ("1", "y", "yes", "true")
+    return forced or (bool(weights_only) and not context.suppress_weights_only)
+
+
+@wraps(_torch_load)
+def _load_wrapper(
+    f: Any,
+    map_location: Any = None,
+    pickle_module: Any = _LOAD_WRAPPER_DEFAULT_MODULE,
+    *args: Any,
+    weights_only: Optional[bool] = None,
+    **kwargs: Any,
+) -> Any:
+    context = _loading.get()
+    if context is None:
+        asked = {} if weights_only is None else {"weights_only": weights_only}
+        return _torch_load(f, map_location, pickle_module, *args, **asked, **kwargs)
+    _require_standard_pickle(pickle_module)
+    location = context.locations.next_location(f)
+    load = default_load if context.function is None else context.function
+    session = None if location is None else LoadSession(location, load, context.kwargs, map_location)
+    token = current_load.set(session)  # also where it is None: this may be a call from within an outer unpickling
+    try:
+        if session is None:
+            plain = False if context.suppress_weights_only else weights_only
+            asked = {} if plain is None else {"weights_only": plain}
+            return _torch_load(f, map_location, None, *args, **asked, **kwargs)
+        if _wants_weights_only(weights_only, context):
+            return _torch_load(f, map_location, None, *args, weights_only=True, **kwargs)
+        return _torch_load(f, map_location, PickleForLoading(), *args, weights_only=False, **kwargs)
+    finally:
+        current_load.reset(token)
+
+
+def _with_none_for_weights_only(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [
+        parameter.replace(default=None) if parameter.name == "weights_only" else parameter
+        for parameter in signature.parameters.values()
+    ]
+    return signature.replace(parameters=parameters)
+
+
+_save_wrapper.__signature__ = inspect.signature(_torch_save)  # type: ignore[attr-defined]
+_load_wrapper.__signature__ = _with_none_for_weights_only(  # type: ignore[attr-defined]
+    inspect.signature(_torch_load)
+)
+
+
+class _Patch:
+    """Replaces an attribute while at least one block that needs it is active, anywhere in the process."""
+
+    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
+        self._owner, self._name, self._replacement = owner, name, replacement
+        self._lock = threading.Lock()
+        self._users = 0
+        self._original: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._original = getattr(self._owner, self._name)
+                setattr(self._owner, self._name, self._replacement)
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                setattr(self._owner, self._name, self._original)
+                self._original = None
+
+
+_patched_save = _Patch(torch, "save", _save_wrapper)
+_patched_load = _Patch(torch, "load", _load_wrapper)
+_patched_unpickler = _Patch(torch._weights_only_unpickler, "Unpickler", SafeUnpickler)
+
+
+# --- public --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def tensorizer_saving(
+    file_obj: LocationSpec = None, *, save_func: Optional[SaveFunc] = None, **kwargs: Any
+) -> Iterator[None]:
+    """While active, ``torch.save`` writes the tensors to a ``.tensors`` file of their own.
+
+    Works as a context manager and as a decorator, and applies to the current thread and task alone. Blocks nest; the
+    innermost one's arguments apply. References to ``torch.save`` taken before the block (``from torch import save``)
+    are not affected: import the library that takes them inside a block.
+
+    Args:
+        file_obj: Where the tensors go. ``None``: the name of the file given to ``torch.save`` with ``.tensors``
+            appended (``io.BytesIO`` has no name: plain ``torch.save``, with a warning in the log). Anything that
+            :class:`~tensorizer.TensorSerializer` accepts: for the first ``torch.save`` in the block; a second is
+            refused, since it would overwrite the first. A function: called with the file given to ``torch.save``,
+            returns any of these, or ``None`` for plain ``torch.save``. A list or tuple of these: one for each
+            ``torch.save``, in order.
+        save_func: ``save_func(file_obj, tensors, kwargs)`` replaces writing and closing. ``tensors`` is a list of
+            one-dimensional ``uint8`` tensors, one for each distinct storage, sharing its memory on its device; it may
+            be kept and handed to another thread. Called in the calling thread, at the end of pickling.
+        **kwargs: For :class:`~tensorizer.TensorSerializer` (``encryption``, ``limit_cpu_concurrency``, ...).
+
+    Raises:
+        ValueError: At the call of ``torch.save``: a ``pickle_module`` other than ``pickle``, a fixed location used
+            twice, or a list of locations used up.
+        TypeError: At the call of ``torch.save``: its file has no name to derive a location from, or an unknown keyword.
+    """
+    context = _Context(_Locations(file_obj), save_func, False, kwargs)
+    outer = _saving.get()
+    with _patched_save:
+        _saving.set(context)
+        try:
+            yield
+        finally:
+            _saving.set(outer)
+
+
+@contextmanager
+def tensorizer_loading(
+    file_obj: LocationSpec = None,
+    *,
+    load_func: Optional[LoadFunc] = None,
+    suppress_weights_only: bool = False,
+    **kwargs: Any,
+) -> Iterator[None]:
+    """While active, ``torch.load`` reads files that were saved under :func:`tensorizer_saving`.
+
+    Files of plain ``torch.save`` load as ever: the ``.tensors`` file is opened at the first reference to it. All of it
+    is loaded. Works as a context manager and as a decorator; scope and nesting as for :func:`tensorizer_saving`.
+
+    The device is ``device`` if given here, else what ``map_location`` asks of ``torch.load``, else CUDA where
+    available. (The files do not record where a tensor came from: a dictionary or function given as ``map_location``
+    sees that last default as the original location.)
+
+    ``weights_only=True`` works for what torch itself accepts under it. Without it ``torch.load`` unpickles, and so may
+    execute code: load files of people you trust.
+
+    Args:
+        file_obj: Where the tensors are, as for :func:`tensorizer_saving`; one fixed location may be loaded many times.
+        load_func: ``load_func(file_obj, kwargs)`` replaces loading: returns or yields, in order, tensors whose
+            storages hold the bytes.
+        suppress_weights_only: Use ``weights_only=False`` whatever the callers in the block ask for.
+        **kwargs: For :class:`~tensorizer.TensorDeserializer` (``device``, ``num_readers``, ``encryption``,
+            ``verify_hash``, ...), except ``dtype``.
+
+    Raises:
+        FormatError: At the call of ``torch.load``: the ``.tensors`` file does not belong to the other one.
+        ValueError: At the call of ``torch.load``: a ``pickle_module`` other than ``pickle``, or ``dtype`` among the
+            keywords (the file holds the bytes of whole storages, not numbers).
+    """
+    context = _Context(_Locations(file_obj), load_func, suppress_weights_only, kwargs)
+    outer = _loading.get()
+    with _patched_load, _patched_unpickler:
+        _loading.set(context)
+        try:
+            yield
+        finally:
+            _loading.set(outer)

@@ -1,0 +1,343 @@
+"""Small helpers around models and memory: memory in use, readable sizes, building models without allocation."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, Union, overload
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "CPUMemoryUsage",
+    "GlobalGPUMemoryUsage",
+    "MemoryUsage",
+    "TorchGPUMemoryUsage",
+    "convert_bytes",
+    "get_device",
+    "get_gpu_name",
+    "get_mem_usage",
+    "no_init_or_tensor",
+]
+
+Device = Union[torch.device, str, int, None]
+Model = TypeVar("Model")
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{nbytes >> 20:,}MiB"
+
+
+def convert_bytes(num: float, decimal: bool = True) -> str:
+    """A size for people to read.
+
+    Args:
+        num: Number of bytes, whole or not.
+        decimal: ``True`` counts in KB, MB, ... (steps of 1000), ``False`` in KiB, MiB, ... (steps of 1024).
+
+    Returns:
+        One decimal and the first unit in which the value is below one step, for example ``"123.5 MB"``. The largest
+        unit is PB or PiB. Negative values stay in ``bytes``.
+    """
+    step = 1000 if decimal else 1024
+    units = ("KB", "MB", "GB", "TB", "PB") if decimal else ("KiB", "MiB", "GiB", "TiB", "PiB")
+    value, unit = num, "bytes"
+    for unit_name in units:
+        if value < step:
+            break
+        value, unit = value / step, unit_name
+    return f"{value:.1f} {unit}"
+
+
+def get_device() -> torch.device:
+    """``torch.device("cuda")``, without an index, where CUDA is available, else ``torch.device("cpu")``."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def get_gpu_name() -> str:
+    """The name of the current CUDA device, or ``"N/A"`` without one. Initialises CUDA where there is one."""
+    if not torch.cuda.is_available():
+        return "N/A"
+    return torch.cuda.get_device_name(torch.cuda.current_device())
+
+
+class GlobalGPUMemoryUsage(NamedTuple):
+    """Memory of one GPU, over all processes that use it, in bytes."""
+
+    total: int
+    free: int
+    used: int
+
+    @classmethod
+    def now(cls, device: Device = None) -> Optional[GlobalGPUMemoryUsage]:
+        """Take a snapshot.
+
+        Args:
+            device: A CUDA device; ``None`` is the current one.
+
+        Returns:
+            The snapshot, or ``None`` without CUDA or where neither torch nor NVML can tell.
+        """
+        if not torch.cuda.is_available():
+            return None
+        try:
+            free, total = torch.cuda.mem_get_info(device)
+        except RuntimeError:
+            return cls._from_nvml(device)
+        return cls(total, free, total - free)
+
+    @classmethod
+    def _from_nvml(cls, device: Device) -> Optional[GlobalGPUMemoryUsage]:
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+            info = pynvml.nvmlDeviceGetHandleByIndex(_nvml_index(device))
+            memory = pynvml.nvmlDeviceGetMemoryInfo(info)
+        except pynvml.NVMLError:
+            return None
+        return cls(int(memory.total), int(memory.free), int(memory.used))
+
+    def __str__(self) -> str:
+        return f"GPU: (U: {_mebibytes(self.used)} F: {_mebibytes(self.free)} T: {_mebibytes(self.total)})"
+
+
+def _nvml_index(device: Device) -> int:
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+class TorchGPUMemoryUsage(NamedTuple):
+    """Memory that torch's allocator holds on one GPU, in bytes: reserved from the driver, and in use by tensors."""
+
+    reserved: int
+    reserved_max: int
+    used: int
+    used_max: int
+
+    @classmethod
+    def now(cls, device: Device = None) -> Optional[TorchGPUMemoryUsage]:
+        """Take a snapshot.
+
+        Args:
+            device: A CUDA device; ``None`` is the current one.
+
+        Returns:
+            The snapshot, or ``None`` without CUDA.
+        """
+        if not torch.cuda.is_available():
+            return None
+        stats = torch.cuda.memory_stats(device)
+        return cls(
+            stats.get("reserved_bytes.all.current", 0),
+            stats.get("reserved_bytes.all.peak", 0),
+            stats.get("allocated_bytes.all.current", 0),
+            stats.get("allocated_bytes.all.peak", 0),
+        )
+
+    def __str__(self) -> str:
+        reserved = f"{_mebibytes(self.reserved)}/{_mebibytes(self.reserved_max)}"
+        return f"TORCH: (R: {reserved}, A: {_mebibytes(self.used)}/{_mebibytes(self.used_max)})"
+
+
+class CPUMemoryUsage(NamedTuple):
+    """Host memory in bytes: the peak of this process, and what it may still allocate."""
+
+    maxrss: int
+    free: int
+
+    @classmethod
+    def now(cls) -> CPUMemoryUsage:
+        """Take a snapshot.
+
+        Returns:
+            ``maxrss`` is the peak resident memory of this process plus that of its largest child that has ended.
+            ``free`` is what may still be allocated without swapping, file cache included: the machine's figure or what
+            the memory limits of the process's control groups (v1 or v2) leave, whichever is less.
+        """
+        import psutil
+
+        from tensorizer._cgroup import memory_available
+
+        free = int(psutil.virtual_memory().available)
+        allowed = memory_available()
+        return cls(_peak_rss(), free if allowed is None else min(free, allowed))
+
+    def __str__(self) -> str:
+        return f"CPU: (maxrss: {_mebibytes(self.maxrss)} F: {_mebibytes(self.free)})"
+
+
+def _peak_rss() -> int:
+    """Peak resident bytes of this process and its largest ended child; the current ones where no peak is kept."""
+    try:
+        import resource
+    except ImportError:
+        return _current_rss()
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, everyone else KiB
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(resource.getrusage(kind).ru_maxrss for kind in who) * unit
+
+
+def _current_rss() -> int:
+    import psutil
+
+    process = psutil.Process()
+    total = 0
+    for member in (process, *process.children(recursive=True)):
+        try:
+            total += int(member.memory_info().rss)
+        except psutil.NoSuchProcess:  # noqa: PERF203  a child may end while we count
+            continue
+    return total
+
+
+class MemoryUsage(NamedTuple):
+    """Host and GPU memory at one moment; the GPU parts are ``None`` without a GPU."""
+
+    cpu: CPUMemoryUsage
+    gpu: Optional[GlobalGPUMemoryUsage]
+    torch: Optional[TorchGPUMemoryUsage]
+
+    @classmethod
+    def now(cls, device: Device = None) -> MemoryUsage:
+        """Take a snapshot; where CUDA is available this may initialise it.
+
+        Args:
+            device: A CUDA device; ``None`` is the current one.
+        """
+        gpu: Optional[GlobalGPUMemoryUsage] = None
+        torch_usage: Optional[TorchGPUMemoryUsage] = None
+        try:
+            gpu = GlobalGPUMemoryUsage.now(device)
+            torch_usage = TorchGPUMemoryUsage.now(device)
+        except AssertionError:  # torch's answer to a build without CUDA
+            pass
+        return cls(CPUMemoryUsage.now(), gpu, torch_usage)
+
+    def __str__(self) -> str:
+        return " ".join(str(part) for part in self if part is not None)
+
+
+def get_mem_usage() -> str:
+    """One line about host and GPU memory at this moment; where CUDA is available this may initialise it."""
+    return str(MemoryUsage.now())
+
+
+# --- models without allocation and initialisation -----------------------------------------------------------------
+
+_skipping_init: ContextVar[bool] = ContextVar("tensorizer_skipping_init", default=False)
+
+# The functions as they were when this module was imported: what goes back in place when the last context ends.
+_torch_empty: Callable[..., torch.Tensor] = torch.empty
+_QUIET_MODULES: tuple[type[torch.nn.Module], ...] = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
+_reset_methods: dict[type[torch.nn.Module], Callable[..., None]] = {
+    module_class: module_class.__dict__["reset_parameters"] for module_class in _QUIET_MODULES
+}
+
+_patch_lock = threading.Lock()
+_patch_users = 0  # contexts active anywhere in the process; guarded by _patch_lock
+
+
+@wraps(_torch_empty)
+def _empty_on_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
+    if _skipping_init.get() and kwargs.get("out") is None:
+        kwargs["device"] = "meta"
+        kwargs.pop("pin_memory", None)  # only host memory can be pinned
+    return _torch_empty(*args, **kwargs)
+
+
+def _quiet(reset_parameters: Callable[..., None]) -> Callable[..., None]:
+    @wraps(reset_parameters)
+    def reset_unless_skipping(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not _skipping_init.get():
+            reset_parameters(self, *args, **kwargs)
+
+    return reset_unless_skipping
+
+
+_quiet_methods = {module_class: _quiet(method) for module_class, method in _reset_methods.items()}
+
+
+def _put_in_place(
+    empty: Callable[..., torch.Tensor], methods: dict[type[torch.nn.Module], Callable[..., None]]
+) -> None:
+    torch.empty = empty
+    for module_class, method in methods.items():
+        setattr(module_class, "reset_parameters", method)  # noqa: B010  a method of a class, not an attribute of ours
+
+
+@contextmanager
+def _without_init() -> Iterator[None]:
+    global _patch_users
+    if _skipping_init.get():
+        yield
+        return
+    with _patch_lock:
+        _patch_users += 1
+        if _patch_users == 1:
+            _put_in_place(_empty_on_meta, _quiet_methods)
+    _skipping_init.set(True)
+    try:
+        yield
+    finally:
+        _skipping_init.set(False)
+        with _patch_lock:
+            _patch_users -= 1
+            if _patch_users == 0:
+                _put_in_place(_torch_empty, _reset_methods)
+
+
+@overload
+def no_init_or_tensor(loading_code: None = None) -> AbstractContextManager[None]: ...
+
+
+@overload
+def no_init_or_tensor(loading_code: Callable[[], Model]) -> Model: ...
+
+
+def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
+    """Build a model without spending time or memory on parameters that a file is about to supply.
+
+    Two forms::
+
+        with no_init_or_tensor():
+            model = AutoModelForCausalLM.from_config(config)
+
+        model = no_init_or_tensor(lambda: AutoModelForCausalLM.from_config(config))
+
+    While it is active, ``torch.empty`` makes tensors on the meta device (an explicit ``device=`` is overridden) and
+    ``reset_parameters`` of ``Linear``, ``Embedding`` and ``LayerNorm`` does nothing. Everything else is as ever:
+    buffers made by ``torch.zeros``, ``torch.arange`` and the like are real and on the ambient device, so wrap the code
+    in ``torch.device(device)`` as well to have them where the model will run.
+
+    The effect is limited to the current thread and coroutine; an inner use has no effect of its own; the original
+    functions are back when the last active context ends.
+
+    Args:
+        loading_code: Called without arguments inside the context; ``None`` asks for the context manager itself.
+
+    Returns:
+        The result of ``loading_code()``, or the context manager.
+
+    Raises:
+        TypeError: ``loading_code`` is neither ``None`` nor callable.
+    """
+    if loading_code is None:
+        return _without_init()
+    if not callable(loading_code):
+        raise TypeError(
+            "no_init_or_tensor: wanted a callable without arguments or nothing (as a context manager), "
+            f"found {type(loading_code).__name__}"
+        )
+    with _without_init():
+        return loading_code()

@@ -1,0 +1,963 @@
+"""tensorizer.torch_compat: torch.save and torch.load with the tensors in a file of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import inspect
+import io
+import logging
+import pickle
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorizer
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, torch_compat
+from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
+
+torch_save, torch_load = torch.save, torch.load
+
+
+@pytest.fixture(autouse=True)
+def _originals_return():
+    yield
+    assert torch.save is torch_save
+    assert torch.load is torch_load
+
+
+@pytest.fixture
+def pt(tmp_path) -> Path:
+    return tmp_path / "model.pt"
+
+
+def sidecar_of(pt: Path) -> Path:
+    return pt.with_name(pt.name + ".tensors")
+
+
+def sidecar_entries(path) -> list:
+    return TensorDeserializer(str(path), device="cpu").tree()
+
+
+def save(obj, f, *args, **kwargs):
+    with tensorizer_saving(*args, **kwargs):
+        torch.save(obj, f)
+
+
+def load(f, *args, load_kwargs=None, **kwargs):
+    kwargs.setdefault("device", "cpu")
+    with tensorizer_loading(*args, **kwargs):
+        return torch.load(f, **(load_kwargs or {}))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 4)
+        self.head = torch.nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.arange(3))
+
+
+def rich_object():
+    base = torch.randn(6, 4)
+    return {
+        "base": base,
+        "rows": base[2:4],
+        "transposed": base.t(),
+        "bits": base.view(torch.int32),
+        "parameter": torch.nn.Parameter(torch.randn(3, dtype=torch.bfloat16), requires_grad=False),
+        "float8": torch.randn(4).to(torch.float8_e5m2),
+        "bool": torch.tensor(True),
+        "complex": torch.randn(2, dtype=torch.complex64),
+        "uint16": torch.tensor([1, 65535], dtype=torch.int32).to(torch.uint16),
+        "scalar": torch.tensor(4.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "meta": torch.empty(5, device="meta"),
+        "storage": torch.arange(4, dtype=torch.int16).untyped_storage(),
+        "others": [1, "text", None, {"nested": (torch.ones(2), 2.5)}],
+    }
+
+
+def assert_rich_object_survived(loaded, original):
+    def raw(tensor):
+        return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+    for name in ("base", "rows", "transposed", "bits", "parameter", "float8", "bool", "complex", "uint16", "scalar"):
+        assert loaded[name].dtype == original[name].dtype, name
+        assert loaded[name].shape == original[name].shape, name
+        assert loaded[name].stride() == original[name].stride(), name
+        assert torch.equal(raw(loaded[name]), raw(original[name])), name
+    assert isinstance(loaded["parameter"], torch.nn.Parameter)
+    assert not loaded["parameter"].requires_grad
+    assert loaded["empty"].shape == (0, 3)
+    assert loaded["meta"].is_meta
+    assert loaded["meta"].shape == (5,)
+    if "storage" in original:
+        assert loaded["storage"]._untyped_storage.tolist() == original["storage"].tolist()
+    assert loaded["others"][:3] == [1, "text", None]
+    assert torch.equal(loaded["others"][3]["nested"][0], torch.ones(2))
+    assert loaded["others"][3]["nested"][1] == 2.5
+    pointer = loaded["base"].untyped_storage().data_ptr()
+    assert all(loaded[name].untyped_storage().data_ptr() == pointer for name in ("rows", "transposed", "bits"))
+    assert loaded["bits"].view(torch.float32).is_set_to(loaded["base"])
+
+
+# --- round trips ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{}, {"weights_only": True}, {"weights_only": False}, {"mmap": True}], ids=str)
+def test_objects_survive_with_their_views_ties_and_types(pt, arguments):
+    original = rich_object()
+    if arguments.get("weights_only"):
+        del original["storage"]  # torch takes an UntypedStorage under weights_only no more than any other object
+    save(original, pt)
+    assert_rich_object_survived(load(pt, load_kwargs=arguments), original)
+
+
+def test_the_older_file_format_of_torch_works_too(pt):
+    original = rich_object()
+    with tensorizer_saving():
+        torch.save(original, pt, _use_new_zipfile_serialization=False)
+    assert not zipfile.is_zipfile(pt)
+    assert_rich_object_survived(load(pt), original)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_pickle_protocol_works(pt, protocol):
+    tensor = torch.randn(300)
+    with tensorizer_saving():
+        torch.save({"a": tensor, "b": tensor[5:]}, pt, pickle_protocol=protocol)
+    loaded = load(pt)
+    assert torch.equal(loaded["b"], tensor[5:])
+    assert loaded["a"][5:].is_set_to(loaded["b"])
+
+
+def test_a_whole_module_and_its_tied_weights_survive(pt):
+    net = Net()
+    save(net, pt)
+    back = load(pt, load_kwargs={"weights_only": False})
+    assert isinstance(back, Net)
+    assert back.head.weight is back.embed.weight
+    assert torch.equal(back.head.weight, net.head.weight)
+    assert back.steps.tolist() == [0, 1, 2]
+    assert len(sidecar_entries(sidecar_of(pt))) == 2
+
+
+def test_a_state_dict_keeps_ties_by_storage(pt):
+    net = Net()
+    save(net.state_dict(), pt)
+    loaded = load(pt, load_kwargs={"weights_only": True})
+    assert isinstance(loaded, type(net.state_dict()))
+    assert loaded["head.weight"].is_set_to(loaded["embed.weight"])
+    Net().load_state_dict(loaded)
+
+
+def test_the_bytes_are_in_the_sidecar_and_not_in_the_other_file(pt):
+    tensor = torch.randn(100_000)
+    save({"tensor": tensor}, pt)
+    assert pt.stat().st_size < 10_000
+    (stored,) = sidecar_entries(sidecar_of(pt))
+    assert stored.dtype == torch.uint8
+    assert stored.dim() == 1
+    assert torch.equal(stored.view(torch.float32), tensor)
+
+
+def test_a_small_view_brings_its_whole_storage(pt):
+    save(torch.arange(1000)[10:12], pt)
+    (stored,) = sidecar_entries(sidecar_of(pt))
+    assert stored.numel() == 8000
+    assert load(pt).tolist() == [10, 11]
+
+
+def test_the_file_holds_the_published_persistent_ids(pt):
+    tensor = torch.ones(3, dtype=torch.float64)
+    save([tensor, tensor[1:], torch.zeros(2), tensor.untyped_storage()], pt)
+    ids = []
+
+    class Reader(pickle.Unpickler):
+        def persistent_load(self, pid):
+            ids.append(pid)
+            dtype = pid[4] or torch.uint8
+            return torch.storage.TypedStorage(wrap_storage=torch.UntypedStorage(24), dtype=dtype, _internal=True)
+
+    with zipfile.ZipFile(pt) as archive:
+        Reader(archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))).load()
+    assert ids == [
+        ("TensorizerPickler", 0, "storage", 0, torch.float64),
+        ("TensorizerPickler", 0, "storage", 0, torch.float64),
+        ("TensorizerPickler", 0, "storage", 1, torch.float32),
+        ("TensorizerPickler", 0, "storage", 0, None),
+    ]
+
+
+def test_without_tensor_data_there_is_no_sidecar(pt):
+    for obj in ({"a": 1}, torch.empty(3, device="meta"), [torch.empty(0)]):
+        save(obj, pt)
+        assert not sidecar_of(pt).exists()
+        load(pt)
+
+
+def test_files_of_plain_torch_load_inside_the_block(pt):
+    torch.save({"a": torch.ones(3)}, pt)
+    assert torch.equal(load(pt)["a"], torch.ones(3))
+    assert torch.equal(load(pt, load_kwargs={"weights_only": True})["a"], torch.ones(3))
+
+
+def test_addresses_used_again_while_pickling_are_not_taken_for_one_storage(pt):
+    save([Fleeting(i) for i in range(20)], pt)
+    assert load(pt, load_kwargs={"weights_only": False}) == list(range(20))
+
+
+class Fleeting:
+    """Makes its tensor only while it is pickled, so that its memory is free again right afterwards."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __reduce__(self):
+        return (tensor_to_int, (torch.full((1000,), self.number),))
+
+
+def tensor_to_int(tensor):
+    assert (tensor == tensor[0]).all()
+    return int(tensor[0])
+
+
+# --- where the sidecar goes ----------------------------------------------------------------------------------------
+
+
+def test_the_default_name_follows_the_file(tmp_path):
+    tensor = torch.randn(3)
+    for name, f in (
+        ("str", str(tmp_path / "str")),
+        ("path", tmp_path / "path"),
+        ("open", (tmp_path / "open").open("wb+")),
+    ):
+        save(tensor, f)
+        if hasattr(f, "close"):
+            f.close()
+        assert (tmp_path / f"{name}.tensors").exists()
+        with (tmp_path / name).open("rb") as file:
+            assert torch.equal(load(file), tensor)
+        assert torch.equal(load(tmp_path / name), tensor)
+
+
+def test_memory_without_a_location_is_plain_torch_with_a_warning(caplog):
+    buffer = io.BytesIO()
+    with caplog.at_level(logging.WARNING, logger="tensorizer.torch_compat"):
+        save(torch.ones(3), buffer)
+    assert [record.name for record in caplog.records] == ["tensorizer.torch_compat"]
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer), torch.ones(3))
+    buffer.seek(0)
+    caplog.clear()
+    assert torch.equal(load(buffer), torch.ones(3))
+    assert len(caplog.records) == 1
+
+
+def test_a_file_without_a_usable_name_is_refused(tmp_path):
+    class Nameless:
+        def write(self, data):
+            return len(data)
+
+        def read(self, size=-1):
+            return b""
+
+    numbered = open(tmp_path / "file", "wb")  # noqa: SIM115
+    with open(numbered.fileno(), "wb", closefd=False) as file:
+        assert isinstance(file.name, int)
+        for f in (file, Nameless()):
+            with pytest.raises(TypeError, match="file_obj"):
+                save(torch.ones(1), f)
+    numbered.close()
+    with pytest.raises(TypeError, match="file_obj"):
+        load(Nameless())
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_fixed_path_is_used(tmp_path, pt, kind):
+    elsewhere = kind(tmp_path / "deep" / "elsewhere.bin")
+    save(torch.ones(3), pt, elsewhere)
+    assert not sidecar_of(pt).exists()
+    assert torch.equal(load(pt, elsewhere), torch.ones(3))
+    with pytest.raises(FileNotFoundError):
+        load(pt)
+
+
+def test_a_stream_is_used_and_closed(tmp_path, pt):
+    stream = (tmp_path / "stream").open("wb+")
+    save(torch.ones(3), pt, stream)
+    assert stream.closed
+    with (tmp_path / "stream").open("rb") as stream:
+        assert torch.equal(load(pt, stream), torch.ones(3))
+
+
+def test_memory_can_hold_both_halves():
+    class Kept(io.BytesIO):
+        def close(self):
+            self.seek(0)
+
+    half, sidecar = io.BytesIO(), Kept()
+    save(torch.ones(3), half, sidecar)
+    half.seek(0)
+    assert torch.equal(load(half, sidecar), torch.ones(3))
+
+
+def test_a_function_names_the_place_for_each_file(tmp_path):
+    asked = []
+
+    def beside(f):
+        asked.append(f)
+        return tmp_path / (Path(f).stem + ".weights")
+
+    with tensorizer_saving(beside):
+        torch.save(torch.zeros(1), tmp_path / "a.pt")
+        torch.save(torch.ones(1), tmp_path / "b.pt")
+    assert asked == [tmp_path / "a.pt", tmp_path / "b.pt"]
+    assert {file.name for file in tmp_path.iterdir()} == {"a.pt", "a.weights", "b.pt", "b.weights"}
+    with tensorizer_loading(beside, device="cpu"):
+        assert torch.load(tmp_path / "b.pt").item() == 1
+        assert torch.load(tmp_path / "a.pt").item() == 0
+
+
+def test_a_function_that_returns_none_means_plain_torch(pt):
+    save(torch.ones(3), pt, lambda f: None)
+    assert not sidecar_of(pt).exists()
+    assert torch.equal(torch.load(pt), torch.ones(3))
+    assert torch.equal(load(pt, lambda f: None), torch.ones(3))
+    save(torch.ones(3), pt)
+    with pytest.raises((AssertionError, pickle.UnpicklingError)):
+        load(pt, lambda f: None)
+
+
+def test_a_list_gives_each_file_its_own_place_in_order(tmp_path):
+    places = [tmp_path / "one", lambda f: tmp_path / "two", None, (tmp_path / "four").open("wb+")]
+    with tensorizer_saving(places):
+        for i in range(4):
+            torch.save(torch.tensor([i]), tmp_path / f"{i}.pt")
+        with pytest.raises(ValueError, match="all 4 locations"):
+            torch.save(torch.tensor([4]), tmp_path / "4.pt")
+    assert (tmp_path / "2.pt.tensors").exists()
+    with tensorizer_loading([tmp_path / "one", tmp_path / "two", None, tmp_path / "four"], device="cpu"):
+        assert [torch.load(tmp_path / f"{i}.pt").item() for i in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_save_to_a_fixed_place_is_refused_before_anything_is_written(tmp_path, stream):
+    place = tmp_path / "fixed"
+    with tensorizer_saving(place.open("wb+") if stream else place):
+        torch.save(torch.zeros(3), tmp_path / "a.pt")
+        with pytest.raises(ValueError, match="already holds the tensors"):
+            torch.save(torch.ones(3), tmp_path / "b.pt")
+    assert not (tmp_path / "b.pt").exists()
+    assert torch.equal(load(tmp_path / "a.pt", place), torch.zeros(3))
+
+
+def test_a_fixed_place_may_be_used_again_while_it_holds_nothing_and_in_another_block(tmp_path, pt):
+    place = tmp_path / "fixed"
+    with tensorizer_saving(place):
+        torch.save({"no": "tensors"}, pt)
+        torch.save(torch.zeros(3), pt)
+    save(torch.ones(3), pt, place)
+    with tensorizer_loading(place, device="cpu"):
+        assert torch.equal(torch.load(pt), torch.ones(3))
+        assert torch.equal(torch.load(pt), torch.ones(3))
+
+
+def test_a_decorated_function_may_use_its_fixed_place_on_every_call(tmp_path, pt):
+    @tensorizer_saving(tmp_path / "fixed")
+    def checkpoint(value):
+        torch.save(value, pt)
+
+    @tensorizer_loading(tmp_path / "fixed", device="cpu")
+    def resume():
+        return torch.load(pt)
+
+    for value in (torch.zeros(2), torch.ones(2)):
+        checkpoint(value)
+        assert torch.equal(resume(), value)
+
+
+# --- functions that replace writing and reading --------------------------------------------------------------------
+
+
+def test_save_func_gets_the_place_the_storages_and_the_keywords(pt):
+    calls = []
+    tensor = torch.randn(5)
+    save([tensor, tensor[1:], torch.ones(1)], pt, save_func=lambda *arguments: calls.append(arguments), answer=42)
+    ((place, tensors, kwargs),) = calls
+    assert place == str(sidecar_of(pt))
+    assert kwargs == {"answer": 42}
+    assert [(t.dtype, t.dim(), t.numel()) for t in tensors] == [(torch.uint8, 1, 20), (torch.uint8, 1, 4)]
+    assert tensors[0].data_ptr() == tensor.data_ptr()
+
+
+def test_save_func_may_use_one_place_many_times(tmp_path):
+    places = []
+    with tensorizer_saving(tmp_path / "fixed", save_func=lambda place, *_: places.append(place)):
+        torch.save(torch.ones(1), tmp_path / "a.pt")
+        torch.save(torch.ones(1), tmp_path / "b.pt")
+    assert places == [tmp_path / "fixed"] * 2
+
+
+def test_load_func_gets_the_place_and_the_keywords_and_may_be_a_generator(pt):
+    save([torch.ones(2), torch.zeros(3)], pt)
+    calls = []
+
+    def load_func(place, kwargs):
+        calls.append((place, kwargs))
+        yield from TensorDeserializer(place, device="cpu").tree()
+
+    with tensorizer_loading(load_func=load_func, answer=42):
+        loaded = torch.load(pt, weights_only=False)
+    assert calls == [(str(sidecar_of(pt)), {"answer": 42})]
+    assert [t.tolist() for t in loaded] == [[1, 1], [0, 0, 0]]
+
+
+def test_checkpoints_can_be_written_in_the_background(tmp_path):
+    """The pattern of the published guide: copy to the host, write in a thread, go on training."""
+    net = torch.nn.Linear(4, 4)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        futures = []
+
+        def save_in_background(place, tensors, kwargs):
+            copies = [tensor.clone() for tensor in tensors]
+
+            def write():
+                serializer = TensorSerializer(place, **kwargs)
+                serializer.write_state_dict(copies)
+                serializer.close()
+
+            futures.append(pool.submit(write))
+
+        with tensorizer_saving(save_func=save_in_background, limit_cpu_concurrency=1):
+            expected = []
+            for step in range(3):
+                torch.save(net.state_dict(), tmp_path / f"{step}.pt")
+                expected.append({name: value.clone() for name, value in net.state_dict().items()})
+                with torch.no_grad():
+                    net.weight.add_(1)
+        for future in futures:
+            future.result(60)
+    for step in range(3):
+        loaded = load(tmp_path / f"{step}.pt")
+        assert all(torch.equal(loaded[name], expected[step][name]) for name in expected[step])
+
+
+def test_an_error_in_save_func_reaches_the_caller(pt):
+    def fail(*_):
+        raise ConnectionError("no storage today")
+
+    with pytest.raises(ConnectionError, match="no storage today"):
+        save(torch.ones(1), pt, save_func=fail)
+
+
+# --- keywords ------------------------------------------------------------------------------------------------------
+
+
+def test_encryption_passes_through_and_a_wrong_key_leaves_the_block_usable(pt):
+    key = EncryptionParams.random().key
+    save(torch.ones(3), pt, encryption=EncryptionParams(key=key))
+    with pytest.raises(tensorizer.CryptographyError):
+        load(pt)
+    with tensorizer_loading(device="cpu", encryption=DecryptionParams.from_key(bytes(32))):
+        with pytest.raises(tensorizer.CryptographyError):
+            torch.load(pt)
+        torch_save({"plain": torch.zeros(1)}, pt.with_name("plain.pt"))
+        assert torch.load(pt.with_name("plain.pt"))["plain"].item() == 0
+    assert torch.equal(load(pt, encryption=DecryptionParams.from_key(key)), torch.ones(3))
+
+
+@pytest.mark.parametrize("keyword", [{"num_readers": 2}, {"verify_hash": True}, {"lazy_load": True}], ids=str)
+def test_deserializer_keywords_pass_through(pt, keyword):
+    save([torch.randn(50), torch.ones(3)], pt, limit_cpu_concurrency=1)
+    assert torch.equal(load(pt, **keyword)[1], torch.ones(3))
+
+
+def test_unknown_keywords_are_refused_when_used(pt):
+    with pytest.raises(TypeError):
+        save(torch.ones(1), pt, no_such_option=1)
+    save(torch.ones(1), pt)
+    with pytest.raises(TypeError):
+        load(pt, no_such_option=1)
+
+
+def test_a_dtype_is_refused_since_it_would_convert_bytes(pt):
+    save(torch.ones(3), pt)
+    with pytest.raises(ValueError, match="convert the tensors after"):
+        load(pt, dtype=torch.float16)
+    assert torch.equal(load(pt, dtype=None), torch.ones(3))
+
+
+def test_damage_is_found_by_verification(pt):
+    save(torch.ones(1000), pt)
+    data = bytearray(sidecar_of(pt).read_bytes())
+    position = data.rindex(b"\x00\x00\x80\x3f")
+    data[position] ^= 1
+    sidecar_of(pt).write_bytes(data)
+    with pytest.raises(tensorizer.serialization.HashMismatchError):
+        load(pt, verify_hash=True)
+
+
+# --- map_location --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "map_location", ["cpu", torch.device("cpu"), {"cuda:0": "cpu", "cpu": "cpu"}, lambda storage, tag: storage]
+)
+def test_map_location_decides_where_tensors_go(pt, map_location, monkeypatch):
+    save(torch.ones(3), pt)
+    seen = []
+    original = TensorDeserializer.__init__
+
+    def spy(self, *args, **kwargs):
+        seen.append(kwargs.get("device"))
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TensorDeserializer, "__init__", spy)
+    with tensorizer_loading():
+        loaded = torch.load(pt, map_location=map_location)
+    assert loaded.device.type == "cpu"
+    assert torch.equal(loaded, torch.ones(3))
+    assert seen == [torch.device("cpu")]
+
+
+def test_map_location_can_send_everything_to_the_meta_device(pt):
+    save(torch.ones(3, 2), pt)
+    for map_location in ("meta", {"cpu": "meta"}):
+        with tensorizer_loading():
+            loaded = torch.load(pt, map_location=map_location)
+        assert loaded.is_meta
+        assert loaded.shape == (3, 2)
+
+
+def test_a_map_function_sees_each_storage_once_and_its_answer_is_used(pt):
+    save([torch.ones(3), torch.zeros(2)], pt)
+    seen = []
+
+    def move(storage, tag):
+        seen.append((storage.nbytes(), storage.device.type, tag))
+        return None if len(seen) == 1 else torch.UntypedStorage(b"\x05" * 8)
+
+    with tensorizer_loading():
+        first, second = torch.load(pt, map_location=move)
+    assert seen == [(12, "cpu", "cpu"), (8, "cpu", "cpu")]
+    assert torch.equal(first, torch.ones(3))
+    assert bytes(second.view(torch.uint8).numpy()) == b"\x05" * 8
+
+
+def test_an_explicit_device_wins_over_map_location(pt):
+    save(torch.ones(3), pt)
+    assert load(pt, device="cpu", load_kwargs={"map_location": "meta"}).device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_map_location_and_device_reach_the_gpu(pt):
+    save({"a": torch.ones(3, device="cuda")}, pt)
+    with tensorizer_loading():
+        assert torch.load(pt)["a"].is_cuda
+        assert not torch.load(pt, map_location="cpu")["a"].is_cuda
+        assert torch.load(pt, map_location={"cuda:0": "cpu"})["a"].device.type == "cpu"
+    assert load(pt, device="cuda")["a"].sum().item() == 3
+
+
+# --- weights_only --------------------------------------------------------------------------------------------------
+
+
+class Danger:
+    ran = False
+
+    def __reduce__(self):
+        return (set_danger, ())
+
+
+def set_danger():
+    Danger.ran = True
+
+
+def test_weights_only_refuses_what_torch_refuses(pt):
+    save({"tensor": torch.ones(1), "danger": Danger()}, pt)
+    with pytest.raises(pickle.UnpicklingError, match=r"set_danger|Unsupported"):
+        load(pt, load_kwargs={"weights_only": True})
+    assert not Danger.ran
+    load(pt, load_kwargs={"weights_only": True}, suppress_weights_only=True)
+    assert Danger.ran
+    Danger.ran = False
+
+
+def test_weights_only_accepts_what_the_user_declared_safe(pt):
+    save({"tensor": torch.ones(1), "path": Path("x")}, pt)
+    with pytest.raises(pickle.UnpicklingError):
+        load(pt, load_kwargs={"weights_only": True})
+    globals_needed = [type(Path("x")), Path]
+    with torch.serialization.safe_globals(globals_needed):
+        assert load(pt, load_kwargs={"weights_only": True})["path"] == Path("x")
+
+
+def test_the_environment_can_force_weights_only(pt, monkeypatch):
+    save({"tensor": torch.ones(1), "danger": Danger()}, pt)
+    save({"tensor": torch.ones(1)}, pt.with_name("harmless.pt"))
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    assert load(pt.with_name("harmless.pt"))["tensor"].item() == 1
+    for suppress in (False, True):
+        with pytest.raises(pickle.UnpicklingError):
+            load(pt, suppress_weights_only=suppress)
+    assert not Danger.ran
+
+
+def test_data_that_looks_like_a_reference_stays_data(pt):
+    lookalike = ("TensorizerPickler", 0, "storage", 0, torch.float32)
+    save({"lookalike": lookalike, "tensor": torch.ones(2)}, pt)
+    for weights_only in (True, False):
+        loaded = load(pt, load_kwargs={"weights_only": weights_only})
+        assert loaded["lookalike"] == lookalike
+        assert loaded["lookalike"][0] == "TensorizerPickler"
+        assert hash(loaded["lookalike"][0]) == hash("TensorizerPickler")
+
+
+# --- the pair belongs together -------------------------------------------------------------------------------------
+
+
+def test_a_sidecar_of_another_save_is_refused_even_with_equal_shapes(tmp_path):
+    for name, value in (("old", torch.zeros(3)), ("new", torch.ones(3))):
+        save({"w": value, "name": "same"}, tmp_path / f"{name}.pt")
+    (tmp_path / "old.pt.tensors").replace(tmp_path / "new.pt.tensors")
+    for weights_only in (True, False):
+        with pytest.raises(ValueError, match=r"new\.pt\.tensors does not belong to this file"):
+            load(tmp_path / "new.pt", load_kwargs={"weights_only": weights_only})
+
+
+def without_number(path: Path) -> None:
+    """What a sidecar looks like that another release or another tool wrote."""
+    with path.open("r+b") as file:
+        file.seek(49)
+        file.write(bytes(8))
+
+
+def test_without_a_number_count_and_sizes_are_compared(tmp_path):
+    save([torch.zeros(3), torch.zeros(4)], tmp_path / "a.pt")
+    save([torch.zeros(3), torch.zeros(5)], tmp_path / "b.pt")
+    save([torch.zeros(3)], tmp_path / "c.pt")
+    for name in "abc":
+        without_number(tmp_path / f"{name}.pt.tensors")
+    assert load(tmp_path / "a.pt")[1].shape == (4,)
+    with pytest.raises(ValueError, match="storage 1: 16 bytes wanted, 20 found"):
+        load(tmp_path / "a.pt", tmp_path / "b.pt.tensors")
+    with pytest.raises(ValueError, match="2 storages wanted, 1 found"):
+        load(tmp_path / "a.pt", tmp_path / "c.pt.tensors")
+
+
+def test_a_file_of_another_kind_is_no_sidecar(tmp_path, pt):
+    save(torch.ones(3), pt)
+    serializer = TensorSerializer(tmp_path / "named.tensors")
+    serializer.write_state_dict({"weight": torch.ones(3)})
+    serializer.close()
+    with pytest.raises(ValueError, match=r"named\.tensors"):
+        load(pt, tmp_path / "named.tensors")
+
+
+def test_a_reference_beyond_the_sidecar_is_named(tmp_path):
+    save([torch.zeros(1), torch.ones(1)], tmp_path / "two.pt")
+    save([torch.zeros(1)], tmp_path / "one.pt")
+    with (
+        tensorizer_loading(load_func=lambda place, kwargs: [torch.zeros(1)]),
+        pytest.raises(ValueError, match="2 storages"),
+    ):
+        torch.load(tmp_path / "two.pt")
+    strip_note(tmp_path / "two.pt")
+    with pytest.raises(ValueError, match="it holds 1 storages, number 1 is wanted"):
+        load(tmp_path / "two.pt", tmp_path / "one.pt.tensors")
+
+
+def strip_note(pt: Path) -> None:
+    """Cut off what stands behind the pickle: what the file of another release looks like."""
+    with zipfile.ZipFile(pt) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(pt, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in records.items():
+            if name.endswith("data.pkl"):
+                assert data.endswith(b"TZRPAIR1")
+                data = data[: -24 - 8 * int.from_bytes(data[-16:-8], "little")]
+            archive.writestr(name, data)
+
+
+@pytest.mark.parametrize(
+    "pid",
+    [
+        ("TensorizerPickler", 1, "storage", 0, None),
+        ("TensorizerPickler", 0, "tensor", 0, None),
+        ("TensorizerPickler", 0, "storage", "0", None),
+        ("TensorizerPickler", 0, "storage", 0, "float32"),
+        ("TensorizerPickler", 0, "storage"),
+    ],
+    ids=str,
+)
+def test_unknown_references_are_unpickling_errors(pt, pid):
+    save(torch.ones(3), pt)
+
+    class Writer(pickle.Pickler):
+        def persistent_id(self, obj):
+            return pid if isinstance(obj, Danger) else None
+
+    data = io.BytesIO()
+    Writer(data, protocol=2).dump([Danger()])
+    with zipfile.ZipFile(pt) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(pt, "w", zipfile.ZIP_STORED) as archive:
+        for name, record in records.items():
+            archive.writestr(name, data.getvalue() if name.endswith("data.pkl") else record)
+    for weights_only in (False, True):
+        with pytest.raises(pickle.UnpicklingError):
+            load(pt, load_kwargs={"weights_only": weights_only})
+
+
+def test_a_missing_sidecar_is_a_missing_file(pt):
+    save(torch.ones(3), pt)
+    sidecar_of(pt).unlink()
+    with pytest.raises(FileNotFoundError):
+        load(pt)
+
+
+def test_plain_torch_refuses_such_a_file(pt):
+    save(torch.ones(3), pt)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(pt, weights_only=True)
+    with pytest.raises(AssertionError):
+        torch.load(pt, weights_only=False)
+
+
+# --- scope ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_replacements_look_like_the_originals():
+    with tensorizer_saving(), tensorizer_loading():
+        assert torch.save.__name__ == "save"
+        assert torch.load.__name__ == "load"
+        for now, then in ((torch.save, torch_save), (torch.load, torch_load)):
+            assert now is not then
+            ours = inspect.signature(now, follow_wrapped=False).parameters
+            theirs = inspect.signature(then).parameters
+            assert list(ours) == list(theirs)
+            assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
+        assert torch.save.__defaults__ == (pickle,)
+        assert torch.load.__defaults__ == (None, torch_compat._LOAD_WRAPPER_DEFAULT_MODULE)
+        assert torch.load.__kwdefaults__ == {"weights_only": None}
+
+
+def test_other_pickle_modules_are_refused_inside_and_passed_through_outside(pt):
+    class OtherPickle:
+        Pickler, Unpickler, dump, load = pickle.Pickler, pickle.Unpickler, pickle.dump, pickle.load
+
+        def __getattr__(self, name):
+            return getattr(pickle, name)
+
+    other = OtherPickle()
+    other.__name__ = "other"
+    with tensorizer_saving(), tensorizer_loading():
+        with pytest.raises(ValueError, match="other"):
+            torch.save(torch.ones(1), pt, other)
+        with pytest.raises(ValueError, match="other"):
+            torch.load(pt, pickle_module=other)
+        torch.save(torch.ones(1), pt, None)
+        torch.save(torch.ones(1), pt, pickle_module=pickle)
+        torch.load(pt, pickle_module=pickle)
+
+        def elsewhere():
+            torch.save(torch.ones(1), pt, other)
+            return torch.load(pt, pickle_module=other, weights_only=False)
+
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(elsewhere).result(60).item() == 1
+
+
+def test_other_threads_are_unaffected_and_may_have_their_own_blocks(tmp_path):
+    def in_thread(function):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function).result(60)
+
+    with tensorizer_saving(), tensorizer_loading(device="cpu"):
+        in_thread(lambda: torch.save(torch.ones(1), tmp_path / "plain.pt"))
+        assert not (tmp_path / "plain.pt.tensors").exists()
+        in_thread(lambda: save(torch.ones(1), tmp_path / "own.pt", tmp_path / "own.place"))
+        assert (tmp_path / "own.place").exists()
+        torch.save(torch.ones(1), tmp_path / "mine.pt")
+        assert (tmp_path / "mine.pt.tensors").exists()
+        with pytest.raises((pickle.UnpicklingError, AssertionError)):
+            in_thread(lambda: torch.load(tmp_path / "mine.pt"))
+        assert in_thread(lambda: torch.load(tmp_path / "plain.pt", weights_only=True)).item() == 1
+
+
+def test_many_threads_at_once_do_not_mix_up_their_files(tmp_path):
+    start = threading.Barrier(8)
+
+    def work(number):
+        start.wait(60)
+        for turn in range(5):
+            file = tmp_path / f"{number}-{turn}.pt"
+            value = torch.full((100,), float(number * 10 + turn))
+            save({"value": value, "tied": value[3:]}, file)
+            loaded = load(file, load_kwargs={"weights_only": turn % 2 == 0})
+            assert torch.equal(loaded["value"], value)
+            assert loaded["tied"].is_set_to(loaded["value"][3:])
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(work, number) for number in range(8)]:
+            future.result(120)
+
+
+def test_tasks_are_separate(tmp_path):
+    async def inside(ready, go):
+        with tensorizer_saving():
+            ready.set()
+            await go.wait()
+            torch.save(torch.ones(1), tmp_path / "inside.pt")
+
+    async def main():
+        ready, go = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(inside(ready, go))
+        await ready.wait()
+        torch.save(torch.ones(1), tmp_path / "outside.pt")
+        go.set()
+        await task
+
+    asyncio.run(main())
+    assert {file.name for file in tmp_path.iterdir()} == {"outside.pt", "inside.pt", "inside.pt.tensors"}
+
+
+def test_inner_blocks_apply_completely_and_outer_ones_return(tmp_path):
+    def names():
+        return {file.name for file in tmp_path.iterdir()}
+
+    with tensorizer_saving(tmp_path / "outer"):
+        with tensorizer_saving():
+            torch.save(torch.ones(1), tmp_path / "a.pt")
+            assert names() == {"a.pt", "a.pt.tensors"}
+        torch.save(torch.ones(1), tmp_path / "b.pt")
+        assert names() == {"a.pt", "a.pt.tensors", "b.pt", "outer"}
+    with tensorizer_loading(tmp_path / "outer", device="cpu"):
+        with tensorizer_loading(device="cpu"):
+            assert torch.load(tmp_path / "a.pt").item() == 1
+        assert torch.load(tmp_path / "b.pt").item() == 1
+
+
+def test_saving_and_loading_blocks_may_end_in_any_order(pt):
+    saving, loading = tensorizer_saving(), tensorizer_loading(device="cpu")
+    saving.__enter__()
+    loading.__enter__()
+    torch.save(torch.ones(1), pt)
+    saving.__exit__(None, None, None)
+    assert torch.save is torch_save
+    assert torch.load(pt).item() == 1
+    loading.__exit__(None, None, None)
+
+
+def test_a_manager_cannot_be_entered_twice():
+    manager = tensorizer_saving()
+    with manager:
+        pass
+    with pytest.raises((RuntimeError, AttributeError)), manager:
+        pass
+
+
+def test_patches_of_others_are_bypassed_inside_and_back_afterwards(pt, monkeypatch):
+    calls = []
+
+    @functools.wraps(torch_save)
+    def patched(*args, **kwargs):
+        calls.append(args)
+        return torch_save(*args, **kwargs)
+
+    torch.save = patched
+    try:
+        save(torch.ones(1), pt)
+        assert calls == []
+        assert torch.save is patched
+        torch.save(torch.ones(1), pt)
+        assert len(calls) == 1
+    finally:
+        torch.save = torch_save
+
+
+def test_references_taken_earlier_are_not_affected(pt):
+    with tensorizer_saving():
+        torch_save(torch.ones(1), pt)
+    assert not sidecar_of(pt).exists()
+
+
+def test_references_taken_inside_act_like_the_originals_outside(pt):
+    with tensorizer_saving(), tensorizer_loading(device="cpu"):
+        taken_save, taken_load = torch.save, torch.load
+    taken_save(torch.ones(1), pt)
+    assert not sidecar_of(pt).exists()
+    assert taken_load(pt, weights_only=True).item() == 1
+    with tensorizer_saving():
+        taken_save(torch.ones(1), pt)
+    assert sidecar_of(pt).exists()
+
+
+def test_an_exception_in_the_block_restores_everything(pt):
+    def fail():
+        with tensorizer_saving(), tensorizer_loading():
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    torch.save(torch.ones(1), pt)
+    assert not sidecar_of(pt).exists()
+
+
+def test_nothing_is_kept_alive_after_saving(pt):
+    import weakref
+
+    net = torch.nn.Linear(10, 10)
+    alive = weakref.ref(net)
+    save(net, pt)
+    del net
+    gc.collect()
+    assert alive() is None
+
+
+def test_no_descriptor_stays_open(pt, leaves_no_descriptors):
+    save([torch.ones(3), torch.zeros(2)], pt)
+    load(pt)
+    load(pt, load_kwargs={"weights_only": True})
+    with pytest.raises(ValueError):
+        load(pt, dtype=torch.float16)
+    gc.collect()
+
+
+def test_ambient_devices_and_dtypes_do_not_matter(pt):
+    tensor = torch.randn(3)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            save({"tensor": tensor}, pt)
+            loaded = load(pt)
+    finally:
+        torch.set_default_dtype(default)
+    assert loaded["tensor"].device.type == "cpu"
+    assert torch.equal(loaded["tensor"], tensor)
+
+
+@pytest.mark.slow
+def test_a_storage_of_more_than_4_gib_survives(tmp_path):
+    available = tensorizer.utils.CPUMemoryUsage.now().free
+    if available < 11 << 30:
+        pytest.skip(f"needs 11 GiB of memory, {available >> 30} GiB are available")
+    pt = tmp_path / "large.pt"
+    nbytes = (1 << 32) + 16
+    tensor = torch.zeros(nbytes, dtype=torch.uint8)
+    tensor[-3:] = torch.tensor([7, 8, 9], dtype=torch.uint8)
+    save({"large": tensor, "tail": tensor[-3:]}, pt)
+    del tensor
+    loaded = load(pt)
+    assert loaded["large"].numel() == nbytes
+    assert loaded["tail"].tolist() == [7, 8, 9]
+    assert loaded["large"][-3:].is_set_to(loaded["tail"])

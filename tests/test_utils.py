@@ -1,0 +1,436 @@
+"""tensorizer.utils: sizes, memory snapshots that know the container, and models without allocation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tensorizer import _cgroup, utils
+from tensorizer.utils import (
+    CPUMemoryUsage,
+    GlobalGPUMemoryUsage,
+    MemoryUsage,
+    TorchGPUMemoryUsage,
+    convert_bytes,
+    get_device,
+    get_gpu_name,
+    get_mem_usage,
+    no_init_or_tensor,
+)
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def test_the_public_names_are_those_of_the_specification():
+    assert set(utils.__all__) == {
+        "convert_bytes",
+        "get_device",
+        "GlobalGPUMemoryUsage",
+        "TorchGPUMemoryUsage",
+        "CPUMemoryUsage",
+        "MemoryUsage",
+        "get_mem_usage",
+        "get_gpu_name",
+        "no_init_or_tensor",
+    }
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num", "decimal", "binary"),
+    [
+        (0, "0.0 bytes", "0.0 bytes"),
+        (999, "999.0 bytes", "999.0 bytes"),
+        (1000, "1.0 KB", "1000.0 bytes"),
+        (1024, "1.0 KB", "1.0 KiB"),
+        (1536, "1.5 KB", "1.5 KiB"),
+        (1536.5, "1.5 KB", "1.5 KiB"),
+        (123456789, "123.5 MB", "117.7 MiB"),
+        (10**18, "1000.0 PB", "888.2 PiB"),
+        (10**21, "1000000.0 PB", "888178.4 PiB"),
+        (-5000, "-5000.0 bytes", "-5000.0 bytes"),
+    ],
+)
+def test_a_size_is_shown_in_the_first_unit_in_which_it_is_below_one_step(num, decimal, binary):
+    assert convert_bytes(num) == decimal
+    assert convert_bytes(num, decimal=False) == binary
+    assert convert_bytes(num, False) == binary
+
+
+# --- devices and memory --------------------------------------------------------------------------------------------
+
+
+def test_the_default_device_is_cuda_only_where_there_is_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert get_device() == torch.device("cpu")
+    assert get_gpu_name() == "N/A"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert get_device() == torch.device("cuda")
+    assert get_device().index is None
+
+
+def test_snapshots_read_as_whole_mebibytes_with_thousands_separators():
+    gpu = GlobalGPUMemoryUsage(total=3072 * MIB + 1, free=1024 * MIB, used=2048 * MIB + MIB - 1)
+    assert str(gpu) == "GPU: (U: 2,048MiB F: 1,024MiB T: 3,072MiB)"
+    held = TorchGPUMemoryUsage(reserved=MIB, reserved_max=2048 * MIB, used=3 * MIB, used_max=4 * MIB)
+    assert str(held) == "TORCH: (R: 1MiB/2,048MiB, A: 3MiB/4MiB)"
+    cpu = CPUMemoryUsage(maxrss=529 * MIB, free=19335 * MIB)
+    assert str(cpu) == "CPU: (maxrss: 529MiB F: 19,335MiB)"
+    assert str(MemoryUsage(cpu, None, None)) == str(cpu)
+    assert str(MemoryUsage(cpu, gpu, held)) == f"{cpu} {gpu} {held}"
+    assert MemoryUsage._fields == ("cpu", "gpu", "torch")
+
+
+def test_without_cuda_there_are_no_gpu_snapshots(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert GlobalGPUMemoryUsage.now() is None
+    assert TorchGPUMemoryUsage.now() is None
+    usage = MemoryUsage.now()
+    assert usage.gpu is None
+    assert usage.torch is None
+    assert get_mem_usage().startswith("CPU: (maxrss: ")
+
+
+def test_with_cuda_the_snapshot_is_the_drivers(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: asked.append(device) or (3 * GIB, 10 * GIB))
+    assert GlobalGPUMemoryUsage.now("cuda:1") == (10 * GIB, 3 * GIB, 7 * GIB)
+    assert asked == ["cuda:1"]
+
+
+def test_torchs_complaint_about_a_build_without_cuda_is_no_error(monkeypatch):
+    def complain(device=None):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", complain)
+    assert MemoryUsage.now().gpu is None
+
+
+def test_peak_memory_covers_this_process_and_free_memory_is_what_is_available():
+    usage = CPUMemoryUsage.now()
+    rss = psutil.Process().memory_info().rss
+    assert usage.maxrss >= rss * 0.9
+    assert 0 <= usage.free <= psutil.virtual_memory().total
+
+
+def test_free_memory_is_bounded_by_what_the_container_leaves(monkeypatch):
+    monkeypatch.setattr(_cgroup, "memory_available", lambda: 123 * MIB)
+    assert CPUMemoryUsage.now().free == 123 * MIB
+    monkeypatch.setattr(_cgroup, "memory_available", lambda: None)
+    assert CPUMemoryUsage.now().free > 123 * MIB
+
+
+# --- control groups ------------------------------------------------------------------------------------------------
+
+V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1_MOUNTS = (
+    "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+    "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+)
+
+
+class FakeMachine:
+    """A folder with the files of ``/proc`` and ``/sys`` that matter."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def in_group(self, cgroup: str, mountinfo: str) -> None:
+        self.write("proc/self/cgroup", cgroup)
+        self.write("proc/self/mountinfo", mountinfo)
+
+    def memory(self):
+        return _cgroup.memory_available(self.root)
+
+    def cpus(self):
+        return _cgroup.cpu_quota(self.root)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return FakeMachine(tmp_path)
+
+
+def test_a_v2_memory_limit_counts_and_file_cache_counts_as_free(machine):
+    machine.in_group("0::/app\n", V2_MOUNT)
+    machine.write("sys/fs/cgroup/app/memory.max", f"{4 * GIB}\n")
+    machine.write("sys/fs/cgroup/app/memory.current", f"{3 * GIB}\n")
+    machine.write(
+        "sys/fs/cgroup/app/memory.stat", f"anon {GIB}\ninactive_file {GIB}\nactive_file {MIB}\nslab_reclaimable 5\n"
+    )
+    assert machine.memory() == 4 * GIB - (3 * GIB - GIB - MIB - 5)
+
+
+def test_a_v2_limit_of_max_is_no_limit(machine):
+    machine.in_group("0::/\n", V2_MOUNT)
+    machine.write("sys/fs/cgroup/memory.max", "max\n")
+    machine.write("sys/fs/cgroup/memory.current", "1000\n")
+    assert machine.memory() is None
+
+
+def test_the_tightest_group_above_counts(machine):
+    machine.in_group("0::/outer/inner\n", V2_MOUNT)
+    for folder, limit, usage in (("outer", 2 * GIB, 1 * GIB + 7), ("outer/inner", 8 * GIB, 100)):
+        machine.write(f"sys/fs/cgroup/{folder}/memory.max", f"{limit}\n")
+        machine.write(f"sys/fs/cgroup/{folder}/memory.current", f"{usage}\n")
+    assert machine.memory() == GIB - 7
+
+
+def test_a_v1_memory_limit_counts(machine):
+    machine.in_group("4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n", V1_MOUNTS)
+    folder = "sys/fs/cgroup/memory/docker/abc"
+    machine.write(f"{folder}/memory.limit_in_bytes", f"{GIB}\n")
+    machine.write(f"{folder}/memory.usage_in_bytes", f"{GIB // 2}\n")
+    machine.write(f"{folder}/memory.stat", f"inactive_file 99\ntotal_inactive_file {MIB}\ntotal_active_file {MIB}\n")
+    assert machine.memory() == GIB // 2 + 2 * MIB
+
+
+def test_the_v1_number_for_no_limit_is_no_limit(machine):
+    machine.in_group("4:memory:/\n", V1_MOUNTS)
+    machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    machine.write("sys/fs/cgroup/memory/memory.usage_in_bytes", "1\n")
+    assert machine.memory() is None
+
+
+def test_a_container_that_sees_its_host_path_finds_its_own_files(machine):
+    mount = "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+    machine.in_group("4:memory:/docker/abc\n", mount)
+    machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", f"{GIB}\n")
+    machine.write("sys/fs/cgroup/memory/memory.usage_in_bytes", "0\n")
+    assert machine.memory() == GIB
+
+
+@pytest.mark.parametrize("path", ["/../elsewhere", "/not/mounted/here"])
+def test_a_group_outside_the_mount_falls_back_to_the_mount_point(machine, path):
+    machine.in_group(f"0::{path}\n", V2_MOUNT)
+    machine.write("sys/fs/cgroup/memory.max", f"{GIB}\n")
+    machine.write("sys/fs/cgroup/memory.current", "0\n")
+    assert machine.memory() == GIB
+
+
+def test_a_mount_point_with_a_blank_is_found(machine):
+    machine.in_group("0::/\n", V2_MOUNT.replace("/sys/fs/cgroup", "/sys/fs/c\\040g"))
+    machine.write("sys/fs/c g/memory.max", "5\n")
+    machine.write("sys/fs/c g/memory.current", "0\n")
+    assert machine.memory() == 5
+
+
+def test_usage_over_the_limit_leaves_nothing_not_less(machine):
+    machine.in_group("0::/\n", V2_MOUNT)
+    machine.write("sys/fs/cgroup/memory.max", "1000\n")
+    machine.write("sys/fs/cgroup/memory.current", "2000\n")
+    assert machine.memory() == 0
+
+
+@pytest.mark.parametrize("quota", ["250000 100000", "201000 100000", "300000 100000"])
+def test_a_v2_cpu_quota_is_rounded_up(machine, quota):
+    machine.in_group("0::/app\n", V2_MOUNT)
+    machine.write("sys/fs/cgroup/app/cpu.max", f"{quota}\n")
+    assert machine.cpus() == 3
+
+
+def test_a_v1_cpu_quota_counts_and_a_tiny_one_is_one_processor(machine):
+    machine.in_group("2:cpu,cpuacct:/job\n", V1_MOUNTS)
+    machine.write("sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "5000\n")
+    machine.write("sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", "100000\n")
+    assert machine.cpus() == 1
+
+
+@pytest.mark.parametrize("text", ["max 100000\n", "garbage\n", "", "0 0\n"])
+def test_no_readable_quota_is_no_quota(machine, text):
+    machine.in_group("0::/\n", V2_MOUNT)
+    machine.write("sys/fs/cgroup/cpu.max", text)
+    assert machine.cpus() is None
+
+
+def test_a_system_without_control_groups_has_no_limits(machine):
+    assert machine.memory() is None
+    assert machine.cpus() is None
+    machine.in_group("no colons\n0::/x\n", "short line\n1 2 3 - \n")
+    assert machine.memory() is None
+
+
+def test_the_real_system_gives_plausible_figures():
+    memory = _cgroup.memory_available()
+    assert memory is None or memory >= 0
+    cpus = _cgroup.cpu_quota()
+    assert cpus is None or cpus >= 1
+
+
+# --- no_init_or_tensor ---------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 8)
+        self.linear = torch.nn.Linear(8, 8)
+        self.conv = torch.nn.Conv2d(3, 4, 2)
+        self.norm = torch.nn.LayerNorm(8)
+        self.register_buffer("table", torch.arange(5))
+
+
+def test_parameters_are_meta_and_buffers_are_real_inside_the_context():
+    with no_init_or_tensor():
+        net = Net()
+    assert all(parameter.is_meta for parameter in net.parameters())
+    assert net.table.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_callable_form_returns_what_the_callable_made():
+    net = no_init_or_tensor(Net)
+    assert isinstance(net, Net)
+    assert net.linear.weight.is_meta
+    assert not Net().linear.weight.is_meta
+
+
+@pytest.mark.parametrize("wrong", [5, "text", Net()], ids=["int", "str", "module"])
+def test_anything_that_is_not_callable_is_refused(wrong):
+    if isinstance(wrong, torch.nn.Module):
+        wrong = [wrong]
+    with pytest.raises(TypeError, match="callable"):
+        no_init_or_tensor(wrong)
+
+
+def test_an_explicit_device_and_an_ambient_one_are_overridden_in_either_nesting_order():
+    with no_init_or_tensor():
+        assert torch.empty(3, device="cpu").is_meta
+        assert torch.empty((2, 3), dtype=torch.int8).dtype == torch.int8
+        with torch.device("cpu"):
+            assert torch.empty(3).is_meta
+            assert torch.zeros(2).device.type == "cpu"
+    with torch.device("cpu"), no_init_or_tensor():
+        assert torch.nn.Linear(2, 2).weight.is_meta
+        assert torch.ones(2).device.type == "cpu"
+
+
+def test_memory_given_by_the_caller_is_still_used():
+    out = torch.zeros(3)
+    with no_init_or_tensor():
+        assert torch.empty(3, out=out) is out
+
+
+def test_pinning_is_dropped_with_the_memory():
+    with no_init_or_tensor():
+        assert torch.empty(3, pin_memory=True).is_meta
+
+
+def test_other_factories_stay_as_they_are():
+    with no_init_or_tensor():
+        assert not torch.zeros(2).is_meta
+        assert not torch.arange(2).is_meta
+        assert not torch.empty_like(torch.zeros(2)).is_meta
+        assert not torch.Tensor(2).is_meta
+
+
+def current_originals():
+    quiet = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
+    return [torch.empty, *(module_class.__dict__["reset_parameters"] for module_class in quiet)]
+
+
+def test_the_originals_are_back_afterwards_also_after_an_exception():
+    before = current_originals()
+
+    def fail():
+        assert all(now is not then for now, then in zip(current_originals(), before))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        no_init_or_tensor(fail)
+    assert current_originals() == before
+
+
+def test_an_inner_use_has_no_effect_of_its_own():
+    empty = torch.empty
+    with no_init_or_tensor():
+        with no_init_or_tensor():
+            assert torch.empty(1).is_meta
+        assert no_init_or_tensor(lambda: torch.empty(1)).is_meta
+        assert torch.empty(1).is_meta
+    assert torch.empty is empty
+
+
+def test_initialisation_is_skipped_for_real_parameters_too():
+    linear = torch.nn.Linear(3, 3)
+    before = linear.weight.clone()
+    with no_init_or_tensor():
+        linear.reset_parameters()
+    assert torch.equal(linear.weight, before)
+    linear.reset_parameters()
+    assert not torch.equal(linear.weight, before)
+
+
+def test_other_threads_see_normal_behaviour():
+    seen = []
+    with no_init_or_tensor():
+        thread = threading.Thread(target=lambda: seen.extend([torch.empty(2).is_meta, torch.nn.Linear(2, 2).weight]))
+        thread.start()
+        thread.join(30)
+        assert torch.empty(2).is_meta
+    assert seen[0] is False
+    assert not seen[1].is_meta
+    assert seen[1].abs().sum() > 0
+
+
+def test_overlapping_contexts_of_two_threads_restore_once_both_are_over():
+    empty = torch.empty
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay_inside():
+        with no_init_or_tensor():
+            entered.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=stay_inside)
+    with no_init_or_tensor():
+        thread.start()
+        assert entered.wait(30)
+    try:
+        assert torch.empty is not empty
+        assert not torch.empty(1).is_meta
+    finally:
+        leave.set()
+        thread.join(30)
+    assert torch.empty is empty
+
+
+def test_tasks_are_separate():
+    async def inside(started, may_end):
+        with no_init_or_tensor():
+            started.set()
+            await may_end.wait()
+            return torch.empty(1).is_meta
+
+    async def main():
+        started, may_end = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(inside(started, may_end))
+        await started.wait()
+        outside = torch.empty(1).is_meta
+        may_end.set()
+        return outside, await task
+
+    assert asyncio.run(main()) == (False, True)
+
+
+def test_it_works_as_a_decorator():
+    @no_init_or_tensor()
+    def build():
+        return torch.nn.Linear(2, 2)
+
+    assert build().weight.is_meta
+    assert build().weight.is_meta
