@@ -44,8 +44,9 @@ def key_ring(params: Any) -> Optional[_C.KeyRing]:
     """The keys of a load."""
     if params is None:
         return None
-    if params.key is not None:
-        return _C.KeyRing(_C.SecretKey(params.key))
+    secret = params._secret()
+    if secret is not None:
+        return _C.KeyRing(secret)
     return _C.KeyRing(params.source, params.max_opslimit, params.max_memlimit)
 
 
@@ -53,4 +54,4 @@ def encryption_key(params: Any) -> tuple[Optional[_C.SecretKey], Optional[tuple[
     """The key of a save, and (opslimit, memlimit, salt) where it came from a passphrase."""
     if params is None:
         return None, None
-    return _C.SecretKey(params.key), params.derivation
+    return params._secret(), params.derivation

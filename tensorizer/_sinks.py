@@ -52,14 +52,14 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
         from . import stream_io
 
         return _open_object(stream_io.open_stream(file_obj, "wb+", **(stream_options or {})))
-    return _open_path(os.fsdecode(file_obj))
+    return _open_path(os.fsdecode(file_obj), fsync)
 
 
 def _nothing() -> None:
     """For sinks that finish by themselves."""
 
 
-def _open_path(path: str) -> OpenedSink:
+def _open_path(path: str, fsync: bool) -> OpenedSink:
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     try:

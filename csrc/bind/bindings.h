@@ -8,6 +8,7 @@ namespace tensorizer::bind {
 void register_errors(pybind11::module_& m);
 void register_io(pybind11::module_& m);
 void register_file(pybind11::module_& m);
+void register_crypto(pybind11::module_& m);
 void register_load(pybind11::module_& m);
 void register_save(pybind11::module_& m);
 

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, m) {
   tensorizer::bind::register_errors(m);
   tensorizer::bind::register_io(m);
   tensorizer::bind::register_file(m);
+  tensorizer::bind::register_crypto(m);
   tensorizer::bind::register_load(m);
   tensorizer::bind::register_save(m);
 }

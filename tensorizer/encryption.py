@@ -1,0 +1,485 @@
+"""The keys with which tensors are encrypted and decrypted.
+
+What encryption protects, and what it does not, is in ``docs/encryption.md`` and ``docs/security.md``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Optional, Union
+
+from . import _C, _crypt
+
+__all__ = ["DecryptionParams", "EncryptionParams"]
+
+_KEY_NBYTES = 32
+_SALT_NBYTES = 16
+_ARGON2ID13 = 2
+_MAX_OPSLIMIT = 4_294_967_295
+_MAX_MEMLIMIT = 4_398_046_510_080
+
+_BytesLike = Union[bytes, bytearray, memoryview]
+
+
+class _OpsLimit(IntEnum):
+    """How often a passphrase is worked through its memory."""
+
+    MIN = 1
+    INTERACTIVE = 2
+    MODERATE = 3
+    SENSITIVE = 4
+
+
+class _MemLimit(IntEnum):
+    """How much memory, in bytes, one guess of a passphrase has to use."""
+
+    MIN = 8_192
+    INTERACTIVE = 67_108_864
+    MODERATE = 268_435_456
+    SENSITIVE = 1_073_741_824
+
+
+for _enum, _name in ((_OpsLimit, "OpsLimit"), (_MemLimit, "MemLimit")):
+    _enum.__name__, _enum.__qualname__ = _name, f"EncryptionParams.{_name}"  # as they are reached, also by pickle
+del _enum, _name
+
+
+class _Provided:
+    """A key that somebody else hands out: asked for when first needed, once, whatever thread needs it."""
+
+    __slots__ = ("_lock", "_secret", "provider")
+
+    def __init__(self, provider: Callable[[], _BytesLike]) -> None:
+        if not callable(provider):
+            raise TypeError(f"provider: wanted a callable without arguments, found {type(provider).__name__}")
+        self.provider = provider
+        self._secret: Optional[_C.SecretKey] = None
+        self._lock = threading.Lock()
+
+    def secret(self) -> _C.SecretKey:
+        with self._lock:
+            if self._secret is None:
+                self._secret = _secret_from_bytes(self.provider(), "the key that the provider returned")
+            return self._secret
+
+
+class EncryptionParams:
+    """A key for :class:`~tensorizer.TensorSerializer` to encrypt with.
+
+    Instances are immutable, compare by value (in constant time) and never show the key in their ``repr``. The key is
+    kept in memory that is locked, where the system allows it, and left out of core dumps.
+
+    Args:
+        key: 32 secret bytes from a cryptographically secure source. For a text that people chose use
+            :meth:`from_string`.
+
+    Raises:
+        TypeError: ``key`` is not bytes-like.
+        ValueError: ``key`` does not have 32 bytes.
+        RuntimeError: libsodium is unusable.
+    """
+
+    __slots__ = ("_derivation", "_key")
+
+    OpsLimit = _OpsLimit
+    MemLimit = _MemLimit
+
+    _key: Union[_C.SecretKey, _Provided]
+    _derivation: Optional[tuple[int, int, bytes]]
+
+    def __init__(self, key: bytes) -> None:
+        _crypt.require_crypto()
+        self._set(_secret_from_bytes(key, "encryption key"), None)
+
+    @classmethod
+    def random(cls) -> EncryptionParams:
+        """A new random key. Keep :attr:`key`: without it nothing that is encrypted with it can be read again."""
+        _crypt.require_crypto()
+        return cls._of(_C.random_key(), None)
+
+    @classmethod
+    def from_string(
+        cls,
+        source: Union[str, bytes],
+        opslimit: Union[EncryptionParams.OpsLimit, int, None] = None,
+        memlimit: Union[EncryptionParams.MemLimit, int, None] = None,
+        salt: Union[str, bytes, None] = None,
+        *,
+        encoding: str = "utf-8",
+    ) -> EncryptionParams:
+        """A key derived from a passphrase with Argon2id.
+
+        Everything but the passphrase is stored in the file, so reading needs the passphrase alone. Takes about half a
+        second and 256 MiB with the defaults, and cannot be interrupted meanwhile.
+
+        Args:
+            source: The passphrase; used as it is, without trimming.
+            opslimit: Passes over the memory, 1 to 4294967295; default ``OpsLimit.MODERATE`` (3).
+            memlimit: Memory in bytes, 8192 to 4398046510080; default ``MemLimit.MODERATE`` (256 MiB).
+            salt: 16 bytes, or a text that encodes to 16 bytes; default random, which is right unless two files must
+                share a key.
+            encoding: How ``source`` and ``salt`` become bytes where they are ``str``.
+
+        Raises:
+            TypeError: An argument of the wrong type; the presets of ``opslimit`` and ``memlimit`` exchanged.
+            ValueError: An empty passphrase, a limit out of range, a salt of another length.
+            CryptographyError: Not enough memory for ``memlimit``.
+            RuntimeError: libsodium is unusable.
+        """
+        _crypt.require_crypto()
+        passphrase = _passphrase(source, encoding)
+        ops = _limit("opslimit", opslimit, cls.OpsLimit, cls.MemLimit, 1, _MAX_OPSLIMIT)
+        mem = _limit("memlimit", memlimit, cls.MemLimit, cls.OpsLimit, 8_192, _MAX_MEMLIMIT)
+        salted = _salt(salt, encoding)
+        return cls._of(_C.derive_key(passphrase, ops, mem, _ARGON2ID13, salted), (ops, mem, salted))
+
+    @classmethod
+    def from_file(cls, path: Union[str, os.PathLike[str]]) -> EncryptionParams:
+        """The key that a local file of exactly 32 bytes holds.
+
+        Raises:
+            ValueError: The file has another size.
+            OSError: The file cannot be read.
+        """
+        _crypt.require_crypto()
+        return cls._of(_secret_from_file(path), None)
+
+    @classmethod
+    def from_provider(cls, provider: Callable[[], _BytesLike]) -> EncryptionParams:
+        """A key that comes from elsewhere, such as a key management service.
+
+        Args:
+            provider: Called without arguments when the key is first needed, and once only for this object; its 32
+                bytes are kept from then on. What it raises reaches whoever needed the key, and it is asked again the
+                next time.
+
+        Raises:
+            TypeError: ``provider`` is not callable.
+        """
+        _crypt.require_crypto()
+        return cls._of(_Provided(provider), None)
+
+    @property
+    def key(self) -> bytes:
+        """The 32 bytes of the key: a copy in ordinary memory."""
+        return self._secret().export()
+
+    @property
+    def salt(self) -> bytes:
+        """The salt of a key from :meth:`from_string`.
+
+        Raises:
+            ValueError: The key was not derived from a passphrase.
+        """
+        if self._derivation is None:
+            raise ValueError("this key was not derived from a string, so there is no salt")
+        return self._derivation[2]
+
+    @property
+    def derivation(self) -> Optional[tuple[int, int, bytes]]:
+        """``(opslimit, memlimit, salt)`` of a key from :meth:`from_string`, else ``None``."""
+        return self._derivation
+
+    def _secret(self) -> _C.SecretKey:
+        return _secret_of(self._key)
+
+    @classmethod
+    def _of(
+        cls, key: Union[_C.SecretKey, _Provided], derivation: Optional[tuple[int, int, bytes]]
+    ) -> EncryptionParams:
+        params = cls.__new__(cls)
+        params._set(key, derivation)
+        return params
+
+    def _set(self, key: Union[_C.SecretKey, _Provided], derivation: Optional[tuple[int, int, bytes]]) -> None:
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_derivation", derivation)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"EncryptionParams are immutable: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"EncryptionParams are immutable: cannot delete {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EncryptionParams):
+            return NotImplemented
+        return self._derivation == other._derivation and _same_key(self._key, other._key)
+
+    __hash__ = None  # type: ignore[assignment]  # equal objects would hash alike, and a hash would tell about the key
+
+    def __repr__(self) -> str:
+        if self._derivation is None:
+            return "EncryptionParams(key=<hidden>)"
+        opslimit, memlimit, _ = self._derivation
+        return f"EncryptionParams(key=<hidden>, opslimit={opslimit}, memlimit={memlimit})"
+
+    def __copy__(self) -> EncryptionParams:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> EncryptionParams:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickle holds the key in clear: whoever pickles a key wants it to arrive.
+        if isinstance(self._key, _Provided):
+            return (EncryptionParams.from_provider, (self._key.provider,))
+        return (_unpickle_encryption, (self.key, self._derivation))
+
+
+class DecryptionParams:
+    """What :class:`~tensorizer.TensorDeserializer` decrypts with: a key, or the passphrase that gives it.
+
+    Made by :meth:`from_key`, :meth:`from_string`, :meth:`from_file` or :meth:`from_provider`; the constructor makes an
+    empty object, which is of no use. Instances are immutable, compare by value (in constant time) and never show
+    secrets in their ``repr``.
+    """
+
+    __slots__ = ("_key", "_source", "max_memlimit", "max_opslimit")
+
+    _key: Union[_C.SecretKey, _Provided, None]
+    _source: Optional[bytes]
+    max_opslimit: int
+    """Most passes that a file may ask for; above it reading fails with ``CryptographyError``. Default 16."""
+    max_memlimit: int
+    """Most bytes of memory that a file may ask for. Default 4 GiB."""
+
+    def __init__(self) -> None:
+        self._set(None, None)
+
+    @classmethod
+    def from_string(
+        cls,
+        source: Union[str, bytes],
+        *,
+        encoding: str = "utf-8",
+        max_opslimit: Optional[int] = None,
+        max_memlimit: Optional[int] = None,
+    ) -> DecryptionParams:
+        """The passphrase with which a file was encrypted.
+
+        The cost of deriving the key is written in the file, where somebody may have put gigabytes of memory or
+        billions of passes; a file that asks for more than these limits is refused.
+
+        Args:
+            source: The passphrase.
+            encoding: How ``source`` becomes bytes where it is ``str``.
+            max_opslimit: Most passes allowed; default 16, four times ``OpsLimit.SENSITIVE``.
+            max_memlimit: Most memory allowed, in bytes; default 4 GiB, four times ``MemLimit.SENSITIVE``.
+
+        Raises:
+            TypeError: ``source`` is neither ``str`` nor ``bytes``; a limit is no integer.
+            ValueError: ``source`` is empty; a limit is below 1.
+            RuntimeError: libsodium is unusable.
+        """
+        _crypt.require_crypto()
+        ops = _ceiling("max_opslimit", max_opslimit, _C.DEFAULT_MAX_OPSLIMIT)
+        mem = _ceiling("max_memlimit", max_memlimit, _C.DEFAULT_MAX_MEMLIMIT)
+        return cls._of(None, _passphrase(source, encoding), ops, mem)
+
+    @classmethod
+    def from_key(cls, key: bytes) -> DecryptionParams:
+        """The 32 bytes of the key; also of one that was derived from a passphrase.
+
+        Raises:
+            TypeError: ``key`` is not bytes-like.
+            ValueError: ``key`` is empty or does not have 32 bytes.
+            RuntimeError: libsodium is unusable.
+        """
+        _crypt.require_crypto()
+        if key is None or (not isinstance(key, memoryview) and not key):
+            raise ValueError("decryption key: it is empty")
+        return cls._of(_secret_from_bytes(key, "decryption key"), None)
+
+    @classmethod
+    def from_file(cls, path: Union[str, os.PathLike[str]]) -> DecryptionParams:
+        """The key that a local file of exactly 32 bytes holds. Errors as :meth:`EncryptionParams.from_file`."""
+        _crypt.require_crypto()
+        return cls._of(_secret_from_file(path), None)
+
+    @classmethod
+    def from_provider(cls, provider: Callable[[], _BytesLike]) -> DecryptionParams:
+        """A key that comes from elsewhere; rules as :meth:`EncryptionParams.from_provider`."""
+        _crypt.require_crypto()
+        return cls._of(_Provided(provider), None)
+
+    @property
+    def key(self) -> Optional[bytes]:
+        """The 32 bytes of the key (a copy in ordinary memory); ``None`` with a passphrase."""
+        return None if self._key is None else _secret_of(self._key).export()
+
+    @property
+    def source(self) -> Optional[bytes]:
+        """The passphrase as bytes; ``None`` with a key."""
+        return self._source
+
+    def _secret(self) -> Optional[_C.SecretKey]:
+        return None if self._key is None else _secret_of(self._key)
+
+    @classmethod
+    def _of(
+        cls,
+        key: Union[_C.SecretKey, _Provided, None],
+        source: Optional[bytes],
+        max_opslimit: int = _C.DEFAULT_MAX_OPSLIMIT,
+        max_memlimit: int = _C.DEFAULT_MAX_MEMLIMIT,
+    ) -> DecryptionParams:
+        params = cls.__new__(cls)
+        params._set(key, source, max_opslimit, max_memlimit)
+        return params
+
+    def _set(
+        self,
+        key: Union[_C.SecretKey, _Provided, None],
+        source: Optional[bytes],
+        max_opslimit: int = _C.DEFAULT_MAX_OPSLIMIT,
+        max_memlimit: int = _C.DEFAULT_MAX_MEMLIMIT,
+    ) -> None:
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_source", source)
+        object.__setattr__(self, "max_opslimit", max_opslimit)
+        object.__setattr__(self, "max_memlimit", max_memlimit)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"DecryptionParams are immutable: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"DecryptionParams are immutable: cannot delete {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DecryptionParams):
+            return NotImplemented
+        limits = (self.max_opslimit, self.max_memlimit) == (other.max_opslimit, other.max_memlimit)
+        return limits and _same_bytes(self._source, other._source) and _same_key(self._key, other._key)
+
+    __hash__ = None  # type: ignore[assignment]  # as for EncryptionParams
+
+    def __repr__(self) -> str:
+        if self._source is not None:
+            return "DecryptionParams(source=<hidden>)"
+        return f"DecryptionParams({'' if self._key is None else 'key=<hidden>'})"
+
+    def __copy__(self) -> DecryptionParams:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> DecryptionParams:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._key, _Provided):
+            return (DecryptionParams.from_provider, (self._key.provider,))
+        return (_unpickle_decryption, (self.key, self._source, self.max_opslimit, self.max_memlimit))
+
+
+def _unpickle_encryption(key: bytes, derivation: Optional[tuple[int, int, bytes]]) -> EncryptionParams:
+    _crypt.require_crypto()
+    return EncryptionParams._of(_C.SecretKey(key), derivation)
+
+
+def _unpickle_decryption(
+    key: Optional[bytes], source: Optional[bytes], max_opslimit: int, max_memlimit: int
+) -> DecryptionParams:
+    _crypt.require_crypto()
+    return DecryptionParams._of(None if key is None else _C.SecretKey(key), source, max_opslimit, max_memlimit)
+
+
+def _secret_of(key: Union[_C.SecretKey, _Provided]) -> _C.SecretKey:
+    return key.secret() if isinstance(key, _Provided) else key
+
+
+def _same_key(a: Union[_C.SecretKey, _Provided, None], b: Union[_C.SecretKey, _Provided, None]) -> bool:
+    if a is None or b is None:
+        return a is b
+    if isinstance(a, _Provided) or isinstance(b, _Provided):
+        # Comparing must not ask a key service for anything.
+        return isinstance(a, _Provided) and isinstance(b, _Provided) and a.provider is b.provider
+    return _C.same_secret(a, b)
+
+
+def _same_bytes(a: Optional[bytes], b: Optional[bytes]) -> bool:
+    if a is None or b is None:
+        return a is b
+    return _C.same_secret(a, b)
+
+
+def _secret_from_bytes(key: Any, what: str) -> _C.SecretKey:
+    if not isinstance(key, (bytes, bytearray, memoryview)):
+        raise TypeError(
+            f"{what}: wanted {_KEY_NBYTES} bytes from a secure source of randomness, found {type(key).__name__} "
+            "(from_string() derives a key from a passphrase)"
+        )
+    nbytes = key.nbytes if isinstance(key, memoryview) else len(key)
+    if nbytes != _KEY_NBYTES:
+        raise ValueError(f"{what}: wanted {_KEY_NBYTES} bytes, found {nbytes}")
+    if isinstance(key, memoryview) and not key.contiguous:
+        key = key.tobytes()
+    return _C.SecretKey(key)
+
+
+def _secret_from_file(path: Union[str, os.PathLike[str]]) -> _C.SecretKey:
+    with open(path, "rb", buffering=0) as file:  # unbuffered, so that no other copy stays behind
+        key = bytearray(_KEY_NBYTES + 1)
+        nbytes = 0
+        while nbytes < len(key):
+            got = file.readinto(memoryview(key)[nbytes:])
+            if not got:
+                break
+            nbytes += got
+    try:
+        if nbytes != _KEY_NBYTES:
+            found = "more" if nbytes > _KEY_NBYTES else nbytes
+            raise ValueError(f"key file {os.fspath(path)!r}: wanted {_KEY_NBYTES} bytes, found {found}")
+        with memoryview(key) as view:
+            return _C.SecretKey(view[:_KEY_NBYTES])
+    finally:
+        key[:] = bytes(len(key))
+
+
+def _passphrase(source: Any, encoding: str) -> bytes:
+    if not source:
+        raise ValueError("passphrase: it is empty")
+    if isinstance(source, str):
+        return source.encode(encoding)
+    if not isinstance(source, bytes):
+        raise TypeError(f"passphrase: wanted str or bytes, found {type(source).__name__}")
+    return source
+
+
+def _limit(
+    name: str, value: Any, preset: type[IntEnum], wrong_preset: type[IntEnum], minimum: int, maximum: int
+) -> int:
+    if value is None:
+        return int(preset["MODERATE"])
+    if not isinstance(value, int) or isinstance(value, wrong_preset):
+        raise TypeError(
+            f"{name}: wanted an EncryptionParams.{preset.__name__}, an int or None, found {type(value).__name__}"
+        )
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{name}: wanted {minimum} to {maximum}, found {int(value)}")
+    return int(value)
+
+
+def _ceiling(name: str, value: Any, default: int) -> int:
+    if value is None:
+        return default
+    if not isinstance(value, int):
+        raise TypeError(f"{name}: wanted an int or None, found {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}: wanted at least 1, found {int(value)}")
+    return min(int(value), 2**64 - 1)
+
+
+def _salt(salt: Any, encoding: str) -> bytes:
+    if salt is None:
+        return _C.random_bytes(_SALT_NBYTES)
+    if isinstance(salt, str):
+        salt = salt.encode(encoding)
+    if not isinstance(salt, (bytes, bytearray, memoryview)):
+        raise TypeError(f"salt: wanted bytes-like or None, found {type(salt).__name__}")
+    salted = bytes(salt)
+    if len(salted) != _SALT_NBYTES:
+        raise ValueError(f"salt: wanted {_SALT_NBYTES} bytes, found {len(salted)}")
+    return salted
