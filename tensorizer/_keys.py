@@ -22,7 +22,7 @@ def check_decryption(params: Any) -> None:
 
     if not isinstance(params, DecryptionParams):
         raise TypeError(f"encryption: wanted DecryptionParams, found {type(params).__name__}")
-    if params.key is None and params.source is None:
+    if params._secret() is None and params.source is None:
         raise ValueError("encryption: these DecryptionParams hold neither a key nor a passphrase")
 
 

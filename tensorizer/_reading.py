@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 
-from . import _C, _dtypes
+from . import _C, _dtypes, _perf
 from ._devices import resolve_cuda_device
 from .errors import FormatError
 
-__all__ = ["BATCH_NBYTES", "Loaded", "TensorReader"]
+__all__ = ["BATCH_NBYTES", "LoadedBatch", "TensorReader"]
 
 # Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
 BATCH_NBYTES = 256 << 20
@@ -21,13 +24,12 @@ CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float6
 Progress = Optional[Callable[[int], object]]
 
 
-class Loaded(NamedTuple):
-    """One loaded tensor and where its record header is kept."""
+class LoadedBatch(NamedTuple):
+    """Tensors that were loaded together; the same position in all three is the same tensor."""
 
-    entry: int
-    tensor: torch.Tensor  # a Parameter, or a plain tensor where raw ones were asked for
+    entries: Sequence[int]
+    tensors: Sequence[torch.Tensor]  # Parameters, or plain tensors where raw ones were asked for
     headers: _C.LoadedHeaders
-    position: int  # in headers
 
 
 class TensorReader:
@@ -53,27 +55,30 @@ class TensorReader:
         self._mapping = mapping
         self._factory = _C.TensorFactory(_dtypes.resolve)
 
-    def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[Loaded]:
+    def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
         """Loads `entries` (ascending) to the target device and dtype, as Parameters, in order.
 
-        On the CPU without a cast all of them are loaded at once; otherwise in batches of at most 256 MiB.
+        On the CPU without a cast all of them are one batch; otherwise batches hold at most 256 MiB.
         """
         device = resolve_cuda_device(self.device)
         if device.type == "cpu" and not self._casts_any(entries):
-            yield from self._read_batch(entries, verify, progress)
+            batch = self._run(entries, verify, progress)
+            with _no_collections():
+                parameters = batch.parameters(self._factory)
+            yield LoadedBatch(entries, parameters, batch.headers)
             return
         done = 0
-        for batch in self.batches(entries, BATCH_NBYTES):
-            report = None if progress is None else (lambda n, before=done: progress(before + n))
-            for loaded in self.read_raw(batch, verify, report):
-                yield loaded._replace(tensor=self._deliver(loaded.tensor, device))
-                done += self.index.data_nbytes(loaded.entry)
+        for part in self.batches(entries, BATCH_NBYTES):
+            report = None if progress is None else functools.partial(_report_from, progress, done)
+            raw = self.read_raw(part, verify, report)
+            done += sum(map(self.index.data_nbytes, part))
+            with _perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
+                yield raw._replace(tensors=[self._deliver(tensor, device) for tensor in raw.tensors])
 
-    def read_raw(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[Loaded]:
+    def read_raw(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> LoadedBatch:
         """Loads `entries` as plain host tensors of their stored dtype."""
         batch = self._run(entries, verify, progress)
-        tensors = batch.tensors(self._factory)
-        yield from self._pair(entries, tensors, batch.headers)
+        return LoadedBatch(entries, batch.tensors(self._factory), batch.headers)
 
     def batches(self, entries: Sequence[int], limit: int) -> Iterator[Sequence[int]]:
         """Cuts `entries` into runs of at most `limit` bytes, or one entry where that alone is larger."""
@@ -111,20 +116,29 @@ class TensorReader:
             keys=self.keys,
             mapping=self._mapping,
         )
-        batch.run(progress)
+        with _perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if _perf.enabled else 0):
+            batch.run(progress)
         return batch
-
-    def _read_batch(self, entries: Sequence[int], verify: bool, progress: Progress) -> Iterator[Loaded]:
-        batch = self._run(entries, verify, progress)
-        return self._pair(entries, batch.parameters(self._factory), batch.headers)
-
-    @staticmethod
-    def _pair(entries: Sequence[int], tensors: Sequence[Any], headers: _C.LoadedHeaders) -> Iterator[Loaded]:
-        for position, entry in enumerate(entries):
-            yield Loaded(entry, tensors[position], headers, position)
 
     def _deliver(self, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
         differentiable = tensor.is_floating_point() or tensor.is_complex()
         dtype = self.dtype if self.casts(tensor.dtype) else None
         moved = tensor.to(device=device, dtype=dtype)
         return torch.nn.Parameter(moved, requires_grad=differentiable)
+
+
+def _report_from(progress: Callable[[int], object], before: int, done: int) -> None:
+    progress(before + done)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Holds back the cyclic garbage collector, which thousands of new objects would set off again and again."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
 import types
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Union, cast
+from typing import Any, Optional, Union, cast
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from . import _C, _dtypes, module_tree
 from ._devices import DeviceArgument, target_device
 from ._entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from ._keys import check_decryption, key_ring
-from ._reading import Loaded, TensorReader
+from ._reading import LoadedBatch, TensorReader
 from ._sources import OpenedSource, open_source
 from .progress import ProgressArgument, progress_reporter
 
@@ -32,11 +33,8 @@ Key = Union[str, int]
 _READ_AHEAD_NBYTES = 64 << 20
 
 
-class _Header(NamedTuple):
-    """The record header of a tensor that was read."""
-
-    headers: _C.LoadedHeaders
-    position: int
+# The record header of a tensor that was read: where it is kept, and its position there.
+_Header = tuple[_C.LoadedHeaders, int]
 
 
 class TensorDeserializer(
@@ -223,8 +221,11 @@ class TensorDeserializer(
 
     def _entry(self, i: int) -> TensorEntry:
         index, header = self._index, self._headers.get(i)
-        dtype = index.dtype(i) if header is None else header.headers.dtype(header.position)
-        shape = index.shape(i) if header is None else header.headers.shape(header.position)
+        dtype, shape, hashes = index.dtype(i), index.shape(i), None
+        if header is not None:
+            headers, position = header
+            dtype, shape = headers.dtype(position), headers.shape(position)
+            hashes = [TensorHash(HashType(kind), value) for kind, value in headers.hashes(position)]
         return TensorEntry(
             metadata_version=index.entry_version(i),
             name=self._names[i],
@@ -234,7 +235,7 @@ class TensorDeserializer(
             offset=index.offset(i),
             data_offset=index.data_offset(i),
             data_length=index.data_nbytes(i),
-            hashes=None if header is None else _hashes(header),
+            hashes=hashes,
             header_hashes=None,
         )
 
@@ -314,8 +315,8 @@ class TensorDeserializer(
             ValueError: `num_tensors` below -1.
         """
         for i, tensor in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=False):
-            header = self._header_of(i)
-            yield header.headers.module_idx(header.position), TensorType(self._index.type(i)), self._names[i], tensor
+            headers, position = self._headers[i]
+            yield headers.module_idx(position), TensorType(self._index.type(i)), self._names[i], tensor
 
     def read_numpy_arrays(
         self,
@@ -345,7 +346,7 @@ class TensorDeserializer(
         if self._device.type != "cpu":
             raise RuntimeError(f"numpy arrays live on the CPU; this deserializer was opened for device {self._device}")
         for i, tensor in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=True):
-            header = self._header_of(i)
+            headers, position = self._headers[i]
             dtype = tensor.dtype
             numpy_dtype, opaque = _dtypes.numpy_storage(dtype)
             if opaque and not allow_raw_data:
@@ -354,7 +355,7 @@ class TensorDeserializer(
                     "allow_raw_data=True yields its elements as integers"
                 )
             yield (
-                header.headers.module_idx(header.position),
+                headers.module_idx(position),
                 TensorType(self._index.type(i)),
                 self._names[i],
                 _as_array(tensor.detach(), numpy_dtype, opaque),
@@ -401,14 +402,17 @@ class TensorDeserializer(
     def _read_batch(self, entries: list[int], verify: bool, cache: bool, raw: bool) -> dict[int, Any]:
         """The tensors of `entries`, from the cache where they are there."""
         if raw and self._dtype is not None and any(self._is_cast(i) for i in entries):
-            return {loaded.entry: loaded.tensor for loaded in self._noted(self._reader_or_raise().read_raw(entries, verify))}
+            batch = self._reader_or_raise().read_raw(entries, verify)
+            self._note(batch)
+            return dict(zip(entries, batch.tensors))
         if cache:
             return dict(zip(entries, self._load(entries, verify)))
-        result = {i: self._cache[i] for i in entries if i in self._cache}
+        result: dict[int, Any] = {i: self._cache[i] for i in entries if i in self._cache}
         missing = [i for i in entries if i not in result]
         if missing:
-            for loaded in self._noted(self._reader_or_raise().read(missing, verify)):
-                result[loaded.entry] = cast(torch.nn.Parameter, loaded.tensor)
+            for batch in self._reader_or_raise().read(missing, verify):
+                self._note(batch)
+                result.update(zip(batch.entries, batch.tensors))
         return result
 
     def _is_cast(self, i: int) -> bool:
@@ -500,8 +504,8 @@ class TensorDeserializer(
         if self._index.data_nbytes(i) == 0 and self._index.loaded_nbytes(i) > 0:  # written without data: zeros
             flat = data.reshape(-1).view(torch.uint8)
             return nbytes == self._index.loaded_nbytes(i) and not bool(flat.any())
-        header = self._headers[i]
-        return bool(header.headers.matches(header.position, data.data_ptr() if nbytes else 0, nbytes))
+        headers, position = self._headers[i]
+        return bool(headers.matches(position, data.data_ptr() if nbytes else 0, nbytes))
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
         """Stores the file in Redis, so that ``redis://host/key_prefix`` reads it; bytes are copied as they are.
@@ -536,22 +540,19 @@ class TensorDeserializer(
             reader = self._reader_or_raise()
             total = sum(map(reader.index.data_nbytes, missing)) if self._progress else 0
             with progress_reporter(self._progress, total, "loading") as report:
-                for loaded in reader.read(missing, verify, report):
-                    self._note(loaded)
+                for batch in reader.read(missing, verify, report):
+                    self._note(batch)
                     with self._lock:
-                        self._cache.setdefault(loaded.entry, cast(torch.nn.Parameter, loaded.tensor))
+                        if self._cache.keys().isdisjoint(batch.entries):
+                            self._cache.update(zip(batch.entries, cast("Sequence[torch.nn.Parameter]", batch.tensors)))
+                        else:  # another thread read some of them meanwhile: everybody gets the first
+                            for i, tensor in zip(batch.entries, batch.tensors):
+                                self._cache.setdefault(i, cast(torch.nn.Parameter, tensor))
         return [self._cache[i] for i in entries]
 
-    def _note(self, loaded: Loaded) -> None:
-        self._headers.setdefault(loaded.entry, _Header(loaded.headers, loaded.position))
-
-    def _noted(self, tensors: Iterable[Loaded]) -> Iterator[Loaded]:
-        for loaded in tensors:
-            self._note(loaded)
-            yield loaded
-
-    def _header_of(self, i: int) -> _Header:
-        return self._headers[i]
+    def _note(self, batch: LoadedBatch) -> None:
+        with self._lock:
+            self._headers.update(zip(batch.entries, zip(itertools.repeat(batch.headers), itertools.count())))
 
 
 def _check_num_readers(num_readers: Optional[int]) -> int:
@@ -621,11 +622,6 @@ def _proxy(node: _Node, tensors: Mapping[int, torch.nn.Parameter]) -> types.Mapp
             }
         )
     return finished[id(node)]
-
-
-def _hashes(header: _Header) -> list[TensorHash]:
-    stored = header.headers.hashes(header.position)
-    return [TensorHash(HashType(kind), value) for kind, value in stored]
 
 
 def _as_array(tensor: torch.Tensor, dtype: np.dtype[Any], opaque: bool) -> np.ndarray[Any, Any]:
