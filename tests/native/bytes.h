@@ -1,0 +1,90 @@
+// Making and showing bytes in tests.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/endian.h"
+#include "core/error.h"
+
+namespace tensorizer::testing {
+
+using Bytes = std::vector<std::byte>;
+
+// "01 00 ff" and "0100ff" alike.
+inline Bytes from_hex(std::string_view text) {
+  Bytes bytes;
+  std::string digits;
+  for (const char c : text) {
+    if (c == ' ' || c == '\n') continue;
+    digits.push_back(c);
+    if (digits.size() < 2) continue;
+    bytes.push_back(static_cast<std::byte>(std::stoul(digits, nullptr, 16)));
+    digits.clear();
+  }
+  if (!digits.empty()) throw std::invalid_argument("half a byte in hex");
+  return bytes;
+}
+
+inline std::string to_hex(std::span<const std::byte> bytes) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const std::byte byte : bytes) {
+    text.push_back(kDigits[std::to_integer<unsigned>(byte) >> 4]);
+    text.push_back(kDigits[std::to_integer<unsigned>(byte) & 0xF]);
+  }
+  return text;
+}
+
+inline Bytes from_text(std::string_view text) {
+  const auto bytes = std::as_bytes(std::span(text));
+  return {bytes.begin(), bytes.end()};
+}
+
+// Builds a structure field by field.
+class Build {
+ public:
+  template <class T>
+  Build& le(T value) {
+    const size_t at = bytes_.size();
+    bytes_.resize(at + sizeof value);
+    store_le(&bytes_[at], value);
+    return *this;
+  }
+  Build& text(std::string_view text) { return raw(std::as_bytes(std::span(text))); }
+  Build& raw(std::span<const std::byte> bytes) {
+    bytes_.insert(bytes_.end(), bytes.begin(), bytes.end());
+    return *this;
+  }
+  Build& zeros(size_t count) {
+    bytes_.resize(bytes_.size() + count);
+    return *this;
+  }
+  const Bytes& bytes() const { return bytes_; }
+  operator const Bytes&() const { return bytes_; }
+
+ private:
+  Bytes bytes_;
+};
+
+// Runs `action`; expects Error(code) and returns its text.
+template <class Action>
+std::string expect_error(Errc code, Action&& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    EXPECT_EQ(static_cast<int>(error.code()), static_cast<int>(code)) << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "no error";
+  return {};
+}
+
+}  // namespace tensorizer::testing

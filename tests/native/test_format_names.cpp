@@ -1,0 +1,328 @@
+// Stored names: what is accepted, what is refused, how paths are spelled, and the tree that all of
+// a file make.
+#include <random>
+
+#include "bytes.h"
+#include "format/tensor_path.h"
+#include "format/utf8.h"
+
+namespace tensorizer::format {
+namespace {
+
+using testing::expect_error;
+using namespace std::string_literals;
+
+PathComponent key(std::string text) { return text; }
+PathComponent at(std::string digits) { return PathIndex{std::move(digits)}; }
+
+struct Accepted {
+  std::string stored;
+  TensorPath path;
+};
+
+const std::vector<Accepted> kAccepted = {
+    {"w", {key("w")}},
+    {".weight", {key(".weight")}},
+    {"a.b\0c\n"s, {key("a.b\0c\n"s)}},
+    {"[1]", {key("[1]")}},
+    {"\xE5\x90\x8D", {key("\xE5\x90\x8D")}},
+    {"\x1e[3]", {at("3")}},
+    {"\x1e[0]", {at("0")}},
+    {"\x1e[-0]", {at("0")}},
+    {"\x1e[\"m\",\"l\",0,\"w\"]", {key("m"), key("l"), at("0"), key("w")}},
+    {"\x1e[\"x\"]", {key("x")}},
+    {"\x1e[\"\"]", {key("")}},
+    {"\x1e[ \"sp\" \t, 1\t]", {key("sp"), at("1")}},
+    {"\x1e[\"\\u001eabc\"]", {key("\x1e"s + "abc")}},
+    {"\x1e[\"\xE5\x90\x8D\"]", {key("\xE5\x90\x8D")}},
+    {"\x1e[\"\\\"\\\\\\/\\b\\f\\n\\r\\t\"]", {key("\"\\/\b\f\n\r\t")}},
+    {"\x1e[\"\\u00e9\\u540D\"]", {key("\xC3\xA9\xE5\x90\x8D")}},
+    {"\x1e[\"\\ud83d\\ude00\"]", {key("\xF0\x9F\x98\x80")}},
+    {"\x1e[\"\\ud83d\"]", {key("\xED\xA0\xBD")}},  // a lone surrogate stays one
+    {"\x1e[\"\\ud83d\\u0041\"]",
+     {key("\xED\xA0\xBD"
+          "A")}},
+    {"\x1e[\"\\ude00\\ud83d\"]", {key("\xED\xB8\x80\xED\xA0\xBD")}},
+    {"\x1e[\"\\u0000\"]", {key("\0"s)}},
+    {"\x1e[\"\x7f\"]", {key("\x7f")}},
+    {"\x1e[123456789012345678901234567890]", {at("123456789012345678901234567890")}},
+    {"\x1e[\"[\",\"]\"]", {key("["), key("]")}},
+};
+
+const std::vector<std::string> kRefused = {
+    "",
+    "\xff",
+    "\xC0\x80",          // overlong
+    "\xED\xA0\x80",      // surrogate
+    "\xF4\x90\x80\x80",  // beyond U+10FFFF
+    "ab\xE5\x90",
+    "\x1e",
+    "\x1e[",
+    "\x1e]",
+    "\x1e[]",
+    "\x1e[ ]",
+    "\x1e{}",
+    "\x1e[1",
+    "\x1e"
+    "1]",
+    "\x1e [1]",
+    "\x1e[1] ",
+    "\x1e[1]]",
+    "\x1e[1][2]",
+    "\x1e[1 2]",
+    "\x1e[,1]",
+    "\x1e[1,]",
+    "\x1e[1,,2]",
+    "\x1e[01]",
+    "\x1e[+1]",
+    "\x1e[-1]",
+    "\x1e[-]",
+    "\x1e[--1]",
+    "\x1e[1.0]",
+    "\x1e[1e2]",
+    "\x1e[1E2]",
+    "\x1e[.5]",
+    "\x1e[0x1]",
+    "\x1e[NaN]",
+    "\x1e[Infinity]",
+    "\x1e[-Infinity]",
+    "\x1e[null]",
+    "\x1e[true]",
+    "\x1e[false]",
+    "\x1e[[1]]",
+    "\x1e[[[[[[[[[[[[]",
+    "\x1e[{\"a\":1}]",
+    "\x1e[\"a\":1]",
+    "\x1e['a']",
+    "\x1e[a]",
+    "\x1e[\"a]",
+    "\x1e[\"a\"b]",
+    "\x1e[\"\\x41\"]",
+    "\x1e[\"\\u12\"]",
+    "\x1e[\"\\u12g4\"]",
+    "\x1e[\"\\u+123\"]",
+    "\x1e[\"\\ud83d\\u12\"]",
+    "\x1e[\"\\]",
+    "\x1e[\"a\x01\"]",
+    "\x1e[\"a\tb\"]",
+    "\x1e[\"a\",\n1]",
+    "\x1e[\"a\",\r1]",
+    "\x1e[\"a\nb\"]",
+    "\x1e[\"\xff\"]",
+    "\x1e[\0]"s,
+    "\x1e[1,\0]"s,
+    "\x1e[1]\0]"s,
+    "\x1e[" + std::string(4301, '7') + "]",
+};
+
+TEST(StoredName, every_spelling_of_the_table_is_accepted) {
+  for (const Accepted& c : kAccepted) {
+    SCOPED_TRACE(display_name(c.stored));
+    EXPECT_EQ(decode_name(c.stored), c.path);
+  }
+}
+
+TEST(StoredName, every_row_that_the_rules_refuse_is_malformed) {
+  for (const std::string& stored : kRefused) {
+    SCOPED_TRACE(display_name(stored));
+    expect_error(Errc::malformed, [&] { decode_name(stored); });
+  }
+}
+
+TEST(StoredName, what_is_accepted_encodes_to_a_name_of_the_same_path) {
+  for (const Accepted& c : kAccepted) {
+    SCOPED_TRACE(display_name(c.stored));
+    EXPECT_EQ(decode_name(encode_name(c.path)), c.path);
+  }
+}
+
+TEST(StoredName, structured_names_are_written_as_the_reference_writes_them) {
+  EXPECT_EQ(encode_name({key("m"), key("l"), at("0"), key("w")}), "\x1e[\"m\",\"l\",0,\"w\"]");
+  EXPECT_EQ(encode_name({at("3")}), "\x1e[3]");
+  EXPECT_EQ(encode_name({key("k/\"\\\n\x7f\xF0\x9F\x98\x80"), at("0")}),
+            "\x1e[\"k/\\\"\\\\\\n\\u007f\\ud83d\\ude00\",0]");
+  EXPECT_EQ(encode_name({key("\b\t\f\r\x01"), at("0")}), "\x1e[\"\\b\\t\\f\\r\\u0001\",0]");
+}
+
+TEST(StoredName, one_string_is_stored_plainly_unless_the_plain_form_is_unreadable) {
+  EXPECT_EQ(encode_name({key("a.b\n")}), "a.b\n");
+  EXPECT_EQ(encode_name({key("")}), "\x1e[\"\"]");
+  EXPECT_EQ(encode_name({key("\x1e"
+                             "abc")}),
+            "\x1e[\"\\u001eabc\"]");
+  EXPECT_EQ(encode_name({key("\xED\xA0\xBD")}), "\x1e[\"\\ud83d\"]");
+}
+
+TEST(StoredName, the_longest_name_fits_and_one_byte_more_is_the_callers_mistake) {
+  EXPECT_EQ(encode_name({key(std::string(65535, 'x'))}).size(), 65535u);
+  expect_error(Errc::invalid_argument, [] { encode_name({key(std::string(65536, 'x'))}); });
+  expect_error(Errc::invalid_argument, [] { encode_name({key("\xff"), at("0")}); });
+}
+
+TEST(StoredName, nesting_of_any_depth_is_refused_without_recursion) {
+  expect_error(Errc::malformed,
+               [] { decode_name("\x1e" + std::string(32767, '[') + std::string(32767, ']')); });
+}
+
+TEST(DisplayName, is_short_printable_and_tells_names_apart) {
+  EXPECT_EQ(display_name("w"), "'w'");
+  EXPECT_EQ(display_name("a\n\x1b[31m"), "'a\\x0a\\x1b[31m'");
+  EXPECT_EQ(display_name("\xff\xE5\x90\x8D"), "'\\xff\xE5\x90\x8D'");
+  EXPECT_EQ(display_name("\xE2\x80\xAE"
+                         "x"),
+            "'\\xe2\\x80\\xaex'");  // turns the direction of text around
+  EXPECT_EQ(display_name("\x1e[\"a\",0]"), "[\"a\",0]");
+  const std::string a = std::string(5000, 'a') + "weight", b = std::string(5000, 'a') + "bias";
+  EXPECT_LE(display_name(a).size(), 110u);
+  EXPECT_NE(display_name(a), display_name(b));
+  EXPECT_LE(display_name(std::string(60000, '\x01')).size(), 180u);
+  for (size_t n = 0; n < 200; ++n) {
+    std::string wide;
+    for (size_t i = 0; i < n; ++i) wide += "\xE5\x90\x8D";
+    EXPECT_TRUE(is_utf8(display_name(wide))) << n;
+    EXPECT_TRUE(is_utf8(display_name("x" + wide))) << n;
+  }
+}
+
+TEST(Utf8, accepts_every_code_point_and_nothing_else) {
+  for (uint32_t c = 0; c <= 0x10FFFF; c += (c < 0x3000 ? 1 : 37)) {
+    std::string text = "........";  // the fast path looks at eight bytes
+    append_utf8(text, c);
+    ASSERT_EQ(is_utf8(text), !is_surrogate(c)) << c;
+    const Utf8Step step = decode_utf8(std::string_view(text).substr(8), true);
+    ASSERT_EQ(step.code_point, c);
+    ASSERT_EQ(step.nbytes, text.size() - 8);
+  }
+}
+
+// --- the tree ---
+
+TEST(PathRegistry, paths_that_share_layers_of_one_kind_are_accepted) {
+  PathRegistry paths;
+  paths.add({key("a"), at("0"), key("w")});
+  paths.add({key("a"), at("0"), key("b")});
+  paths.add({key("a"), at("1")});
+  paths.add({key("b")});
+  paths.add_plain("a.b");
+  paths.add_plain("");
+}
+
+TEST(PathRegistry, a_path_that_occurs_twice_is_refused_in_any_spelling) {
+  PathRegistry paths;
+  paths.add_plain("x");
+  paths.add({key("y"), at("2")});
+  EXPECT_NE(expect_error(Errc::malformed, [&] { paths.add_plain("x"); }).find("'x' occurs twice"),
+            std::string::npos);
+  expect_error(Errc::malformed, [&] { paths.add(decode_name("\x1e[\"x\"]")); });
+  expect_error(Errc::malformed, [&] { paths.add({key("y"), at("2")}); });
+}
+
+TEST(PathRegistry, a_tensor_cannot_be_a_layer_too) {
+  PathRegistry paths;
+  paths.add({key("a"), key("b")});
+  expect_error(Errc::malformed, [&] { paths.add_plain("a"); });
+  expect_error(Errc::malformed, [&] { paths.add({key("a")}); });
+  expect_error(Errc::malformed, [&] { paths.add({key("a"), key("b"), key("c")}); });
+  paths.add_plain("leaf");
+  expect_error(Errc::malformed, [&] { paths.add({key("leaf"), at("0")}); });
+}
+
+TEST(PathRegistry, a_layer_has_keys_of_one_kind) {
+  PathRegistry dict;
+  dict.add_plain("0");
+  expect_error(Errc::malformed, [&] { dict.add({at("0")}); });
+  PathRegistry list;
+  list.add({at("1")});
+  expect_error(Errc::malformed, [&] { list.add_plain("a"); });
+  expect_error(Errc::malformed, [&] { list.add({key("a"), at("0")}); });
+  list.add({at("2"), key("k")});
+  expect_error(Errc::malformed, [&] { list.add({at("2"), at("0")}); });
+}
+
+TEST(PathRegistry, blames_the_caller_when_told_so) {
+  PathRegistry paths;
+  paths.set_error_is_caller(true);
+  paths.add_plain("x");
+  expect_error(Errc::invalid_argument, [&] { paths.add_plain("x"); });
+  expect_error(Errc::invalid_argument, [&] { paths.add({}); });
+}
+
+TEST(PathRegistry, is_unchanged_after_a_refusal) {
+  PathRegistry paths;
+  paths.add({key("a"), at("0")});
+  const size_t mark = paths.mark();
+  expect_error(Errc::malformed, [&] { paths.add({key("a"), key("b"), key("c")}); });
+  EXPECT_EQ(paths.mark(), mark);
+  paths.add({key("a"), at("1")});
+}
+
+TEST(PathRegistry, a_rollback_forgets_paths_and_the_kinds_of_their_layers) {
+  PathRegistry paths;
+  const size_t empty = paths.mark();
+  paths.add({at("0"), key("x")});
+  paths.rollback(empty);
+  paths.add({key("a"), at("0")});  // the root takes strings now
+  const size_t mark = paths.mark();
+  paths.add_plain("b");
+  paths.add({key("a"), at("1"), key("deep"), key("er")});
+  paths.rollback(mark);
+  paths.add_plain("b");
+  paths.add({key("a"), at("1"), at("0")});  // another kind below a[1] than before
+  expect_error(Errc::malformed, [&] { paths.add({key("a"), at("0")}); });
+}
+
+TEST(PathRegistry, survives_growth_between_marks) {
+  PathRegistry paths;
+  const auto name = [](int i) { return "layer." + std::to_string(i) + ".weight"; };
+  for (int i = 0; i < 100; ++i) paths.add_plain(name(i));
+  const size_t mark = paths.mark();
+  for (int i = 100; i < 5000; ++i) paths.add_plain(name(i));
+  paths.rollback(mark);
+  for (int i = 0; i < 100; ++i) expect_error(Errc::malformed, [&] { paths.add_plain(name(i)); });
+  for (int i = 100; i < 5000; ++i) paths.add_plain(name(i));
+  for (int i = 0; i < 5000; ++i) expect_error(Errc::malformed, [&] { paths.add_plain(name(i)); });
+}
+
+TEST(PathRegistry, agrees_with_a_plain_list_of_paths) {
+  // The oracle compares each new path with all earlier ones.
+  const auto fits = [](const std::vector<TensorPath>& all, const TensorPath& path) {
+    for (const TensorPath& other : all) {
+      size_t i = 0;
+      while (i < path.size() && i < other.size() && path[i] == other[i]) ++i;
+      if (i == path.size() || i == other.size()) return false;
+      if (path[i].index() != other[i].index()) return false;
+    }
+    return true;
+  };
+  std::mt19937 generator(3);
+  for (int round = 0; round < 300; ++round) {
+    PathRegistry paths;
+    std::vector<TensorPath> all;
+    std::vector<size_t> marks;  // marks[n]: registry mark when n paths were in
+    for (int step = 0; step < 40; ++step) {
+      if (generator() % 10 == 0 && !marks.empty()) {
+        const size_t keep = generator() % marks.size();
+        paths.rollback(marks[keep]);
+        all.resize(keep);
+        marks.resize(keep);
+      }
+      TensorPath path;
+      for (size_t depth = 1 + generator() % 3; depth > 0; --depth) {
+        const std::string text(1, static_cast<char>('0' + generator() % 3));
+        path.push_back(generator() % 4 == 0 ? at(text) : key(text));
+      }
+      const size_t mark = paths.mark();
+      if (fits(all, path)) {
+        ASSERT_NO_THROW(paths.add(path));
+        all.push_back(path);
+        marks.push_back(mark);
+      } else {
+        ASSERT_THROW(paths.add(path), Error);
+        ASSERT_EQ(paths.mark(), mark);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tensorizer::format
