@@ -39,6 +39,4 @@ def _choose_kernel() -> None:
     name = env_text("TENSORIZER_CRYPTO_KERNEL")
     if name is not None and not _C.select_kernel(name):
         usable = ", ".join(_C.available_kernels())
-        raise ValueError(
-            f"environment variable TENSORIZER_CRYPTO_KERNEL: found {name!r}, usable here: {usable}"
-        )
+        raise ValueError(f"environment variable TENSORIZER_CRYPTO_KERNEL: found {name!r}, usable here: {usable}")

@@ -6,64 +6,18 @@ What encryption protects, and what it does not, is in ``docs/encryption.md`` and
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Optional, Union
 
-from . import _C, _crypt
+from . import _C, _crypt, _secrets
+from ._secrets import BytesLike, Key, Provided
 
 __all__ = ["DecryptionParams", "EncryptionParams"]
 
-_KEY_NBYTES = 32
-_SALT_NBYTES = 16
 _ARGON2ID13 = 2
 _MAX_OPSLIMIT = 4_294_967_295
 _MAX_MEMLIMIT = 4_398_046_510_080
-
-_BytesLike = Union[bytes, bytearray, memoryview]
-
-
-class _OpsLimit(IntEnum):
-    """How often a passphrase is worked through its memory."""
-
-    MIN = 1
-    INTERACTIVE = 2
-    MODERATE = 3
-    SENSITIVE = 4
-
-
-class _MemLimit(IntEnum):
-    """How much memory, in bytes, one guess of a passphrase has to use."""
-
-    MIN = 8_192
-    INTERACTIVE = 67_108_864
-    MODERATE = 268_435_456
-    SENSITIVE = 1_073_741_824
-
-
-for _enum, _name in ((_OpsLimit, "OpsLimit"), (_MemLimit, "MemLimit")):
-    _enum.__name__, _enum.__qualname__ = _name, f"EncryptionParams.{_name}"  # as they are reached, also by pickle
-del _enum, _name
-
-
-class _Provided:
-    """A key that somebody else hands out: asked for when first needed, once, whatever thread needs it."""
-
-    __slots__ = ("_lock", "_secret", "provider")
-
-    def __init__(self, provider: Callable[[], _BytesLike]) -> None:
-        if not callable(provider):
-            raise TypeError(f"provider: wanted a callable without arguments, found {type(provider).__name__}")
-        self.provider = provider
-        self._secret: Optional[_C.SecretKey] = None
-        self._lock = threading.Lock()
-
-    def secret(self) -> _C.SecretKey:
-        with self._lock:
-            if self._secret is None:
-                self._secret = _secret_from_bytes(self.provider(), "the key that the provider returned")
-            return self._secret
 
 
 class EncryptionParams:
@@ -84,15 +38,28 @@ class EncryptionParams:
 
     __slots__ = ("_derivation", "_key")
 
-    OpsLimit = _OpsLimit
-    MemLimit = _MemLimit
+    class OpsLimit(IntEnum):
+        """How often a passphrase is worked through its memory."""
 
-    _key: Union[_C.SecretKey, _Provided]
+        MIN = 1
+        INTERACTIVE = 2
+        MODERATE = 3
+        SENSITIVE = 4
+
+    class MemLimit(IntEnum):
+        """How much memory, in bytes, one guess of a passphrase has to use."""
+
+        MIN = 8_192
+        INTERACTIVE = 67_108_864
+        MODERATE = 268_435_456
+        SENSITIVE = 1_073_741_824
+
+    _key: Key
     _derivation: Optional[tuple[int, int, bytes]]
 
     def __init__(self, key: bytes) -> None:
         _crypt.require_crypto()
-        self._set(_secret_from_bytes(key, "encryption key"), None)
+        self._set(_secrets.secret_from_bytes(key, "encryption key"), None)
 
     @classmethod
     def random(cls) -> EncryptionParams:
@@ -130,10 +97,10 @@ class EncryptionParams:
             RuntimeError: libsodium is unusable.
         """
         _crypt.require_crypto()
-        passphrase = _passphrase(source, encoding)
+        passphrase = _secrets.passphrase_bytes(source, encoding)
         ops = _limit("opslimit", opslimit, cls.OpsLimit, cls.MemLimit, 1, _MAX_OPSLIMIT)
         mem = _limit("memlimit", memlimit, cls.MemLimit, cls.OpsLimit, 8_192, _MAX_MEMLIMIT)
-        salted = _salt(salt, encoding)
+        salted = _secrets.salt_bytes(salt, encoding)
         return cls._of(_C.derive_key(passphrase, ops, mem, _ARGON2ID13, salted), (ops, mem, salted))
 
     @classmethod
@@ -145,10 +112,10 @@ class EncryptionParams:
             OSError: The file cannot be read.
         """
         _crypt.require_crypto()
-        return cls._of(_secret_from_file(path), None)
+        return cls._of(_secrets.secret_from_file(path), None)
 
     @classmethod
-    def from_provider(cls, provider: Callable[[], _BytesLike]) -> EncryptionParams:
+    def from_provider(cls, provider: Callable[[], BytesLike]) -> EncryptionParams:
         """A key that comes from elsewhere, such as a key management service.
 
         Args:
@@ -160,7 +127,7 @@ class EncryptionParams:
             TypeError: ``provider`` is not callable.
         """
         _crypt.require_crypto()
-        return cls._of(_Provided(provider), None)
+        return cls._of(Provided(provider), None)
 
     @property
     def key(self) -> bytes:
@@ -184,17 +151,15 @@ class EncryptionParams:
         return self._derivation
 
     def _secret(self) -> _C.SecretKey:
-        return _secret_of(self._key)
+        return _secrets.secret_of(self._key)
 
     @classmethod
-    def _of(
-        cls, key: Union[_C.SecretKey, _Provided], derivation: Optional[tuple[int, int, bytes]]
-    ) -> EncryptionParams:
+    def _of(cls, key: Key, derivation: Optional[tuple[int, int, bytes]]) -> EncryptionParams:
         params = cls.__new__(cls)
         params._set(key, derivation)
         return params
 
-    def _set(self, key: Union[_C.SecretKey, _Provided], derivation: Optional[tuple[int, int, bytes]]) -> None:
+    def _set(self, key: Key, derivation: Optional[tuple[int, int, bytes]]) -> None:
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_derivation", derivation)
 
@@ -207,7 +172,7 @@ class EncryptionParams:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, EncryptionParams):
             return NotImplemented
-        return self._derivation == other._derivation and _same_key(self._key, other._key)
+        return self._derivation == other._derivation and _secrets.same_key(self._key, other._key)
 
     __hash__ = None  # type: ignore[assignment]  # equal objects would hash alike, and a hash would tell about the key
 
@@ -225,7 +190,7 @@ class EncryptionParams:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle holds the key in clear: whoever pickles a key wants it to arrive.
-        if isinstance(self._key, _Provided):
+        if isinstance(self._key, Provided):
             return (EncryptionParams.from_provider, (self._key.provider,))
         return (_unpickle_encryption, (self.key, self._derivation))
 
@@ -240,7 +205,7 @@ class DecryptionParams:
 
     __slots__ = ("_key", "_source", "max_memlimit", "max_opslimit")
 
-    _key: Union[_C.SecretKey, _Provided, None]
+    _key: Optional[Key]
     _source: Optional[bytes]
     max_opslimit: int
     """Most passes that a file may ask for; above it reading fails with ``CryptographyError``. Default 16."""
@@ -278,7 +243,7 @@ class DecryptionParams:
         _crypt.require_crypto()
         ops = _ceiling("max_opslimit", max_opslimit, _C.DEFAULT_MAX_OPSLIMIT)
         mem = _ceiling("max_memlimit", max_memlimit, _C.DEFAULT_MAX_MEMLIMIT)
-        return cls._of(None, _passphrase(source, encoding), ops, mem)
+        return cls._of(None, _secrets.passphrase_bytes(source, encoding), ops, mem)
 
     @classmethod
     def from_key(cls, key: bytes) -> DecryptionParams:
@@ -290,26 +255,26 @@ class DecryptionParams:
             RuntimeError: libsodium is unusable.
         """
         _crypt.require_crypto()
-        if key is None or (not isinstance(key, memoryview) and not key):
+        if not key:
             raise ValueError("decryption key: it is empty")
-        return cls._of(_secret_from_bytes(key, "decryption key"), None)
+        return cls._of(_secrets.secret_from_bytes(key, "decryption key"), None)
 
     @classmethod
     def from_file(cls, path: Union[str, os.PathLike[str]]) -> DecryptionParams:
         """The key that a local file of exactly 32 bytes holds. Errors as :meth:`EncryptionParams.from_file`."""
         _crypt.require_crypto()
-        return cls._of(_secret_from_file(path), None)
+        return cls._of(_secrets.secret_from_file(path), None)
 
     @classmethod
-    def from_provider(cls, provider: Callable[[], _BytesLike]) -> DecryptionParams:
+    def from_provider(cls, provider: Callable[[], BytesLike]) -> DecryptionParams:
         """A key that comes from elsewhere; rules as :meth:`EncryptionParams.from_provider`."""
         _crypt.require_crypto()
-        return cls._of(_Provided(provider), None)
+        return cls._of(Provided(provider), None)
 
     @property
     def key(self) -> Optional[bytes]:
         """The 32 bytes of the key (a copy in ordinary memory); ``None`` with a passphrase."""
-        return None if self._key is None else _secret_of(self._key).export()
+        return None if self._key is None else _secrets.secret_of(self._key).export()
 
     @property
     def source(self) -> Optional[bytes]:
@@ -317,12 +282,12 @@ class DecryptionParams:
         return self._source
 
     def _secret(self) -> Optional[_C.SecretKey]:
-        return None if self._key is None else _secret_of(self._key)
+        return None if self._key is None else _secrets.secret_of(self._key)
 
     @classmethod
     def _of(
         cls,
-        key: Union[_C.SecretKey, _Provided, None],
+        key: Optional[Key],
         source: Optional[bytes],
         max_opslimit: int = _C.DEFAULT_MAX_OPSLIMIT,
         max_memlimit: int = _C.DEFAULT_MAX_MEMLIMIT,
@@ -333,7 +298,7 @@ class DecryptionParams:
 
     def _set(
         self,
-        key: Union[_C.SecretKey, _Provided, None],
+        key: Optional[Key],
         source: Optional[bytes],
         max_opslimit: int = _C.DEFAULT_MAX_OPSLIMIT,
         max_memlimit: int = _C.DEFAULT_MAX_MEMLIMIT,
@@ -353,7 +318,7 @@ class DecryptionParams:
         if not isinstance(other, DecryptionParams):
             return NotImplemented
         limits = (self.max_opslimit, self.max_memlimit) == (other.max_opslimit, other.max_memlimit)
-        return limits and _same_bytes(self._source, other._source) and _same_key(self._key, other._key)
+        return limits and _secrets.same_bytes(self._source, other._source) and _secrets.same_key(self._key, other._key)
 
     __hash__ = None  # type: ignore[assignment]  # as for EncryptionParams
 
@@ -369,7 +334,7 @@ class DecryptionParams:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if isinstance(self._key, _Provided):
+        if isinstance(self._key, Provided):
             return (DecryptionParams.from_provider, (self._key.provider,))
         return (_unpickle_decryption, (self.key, self._source, self.max_opslimit, self.max_memlimit))
 
@@ -384,68 +349,6 @@ def _unpickle_decryption(
 ) -> DecryptionParams:
     _crypt.require_crypto()
     return DecryptionParams._of(None if key is None else _C.SecretKey(key), source, max_opslimit, max_memlimit)
-
-
-def _secret_of(key: Union[_C.SecretKey, _Provided]) -> _C.SecretKey:
-    return key.secret() if isinstance(key, _Provided) else key
-
-
-def _same_key(a: Union[_C.SecretKey, _Provided, None], b: Union[_C.SecretKey, _Provided, None]) -> bool:
-    if a is None or b is None:
-        return a is b
-    if isinstance(a, _Provided) or isinstance(b, _Provided):
-        # Comparing must not ask a key service for anything.
-        return isinstance(a, _Provided) and isinstance(b, _Provided) and a.provider is b.provider
-    return _C.same_secret(a, b)
-
-
-def _same_bytes(a: Optional[bytes], b: Optional[bytes]) -> bool:
-    if a is None or b is None:
-        return a is b
-    return _C.same_secret(a, b)
-
-
-def _secret_from_bytes(key: Any, what: str) -> _C.SecretKey:
-    if not isinstance(key, (bytes, bytearray, memoryview)):
-        raise TypeError(
-            f"{what}: wanted {_KEY_NBYTES} bytes from a secure source of randomness, found {type(key).__name__} "
-            "(from_string() derives a key from a passphrase)"
-        )
-    nbytes = key.nbytes if isinstance(key, memoryview) else len(key)
-    if nbytes != _KEY_NBYTES:
-        raise ValueError(f"{what}: wanted {_KEY_NBYTES} bytes, found {nbytes}")
-    if isinstance(key, memoryview) and not key.contiguous:
-        key = key.tobytes()
-    return _C.SecretKey(key)
-
-
-def _secret_from_file(path: Union[str, os.PathLike[str]]) -> _C.SecretKey:
-    with open(path, "rb", buffering=0) as file:  # unbuffered, so that no other copy stays behind
-        key = bytearray(_KEY_NBYTES + 1)
-        nbytes = 0
-        while nbytes < len(key):
-            got = file.readinto(memoryview(key)[nbytes:])
-            if not got:
-                break
-            nbytes += got
-    try:
-        if nbytes != _KEY_NBYTES:
-            found = "more" if nbytes > _KEY_NBYTES else nbytes
-            raise ValueError(f"key file {os.fspath(path)!r}: wanted {_KEY_NBYTES} bytes, found {found}")
-        with memoryview(key) as view:
-            return _C.SecretKey(view[:_KEY_NBYTES])
-    finally:
-        key[:] = bytes(len(key))
-
-
-def _passphrase(source: Any, encoding: str) -> bytes:
-    if not source:
-        raise ValueError("passphrase: it is empty")
-    if isinstance(source, str):
-        return source.encode(encoding)
-    if not isinstance(source, bytes):
-        raise TypeError(f"passphrase: wanted str or bytes, found {type(source).__name__}")
-    return source
 
 
 def _limit(
@@ -470,16 +373,3 @@ def _ceiling(name: str, value: Any, default: int) -> int:
     if value < 1:
         raise ValueError(f"{name}: wanted at least 1, found {int(value)}")
     return min(int(value), 2**64 - 1)
-
-
-def _salt(salt: Any, encoding: str) -> bytes:
-    if salt is None:
-        return _C.random_bytes(_SALT_NBYTES)
-    if isinstance(salt, str):
-        salt = salt.encode(encoding)
-    if not isinstance(salt, (bytes, bytearray, memoryview)):
-        raise TypeError(f"salt: wanted bytes-like or None, found {type(salt).__name__}")
-    salted = bytes(salt)
-    if len(salted) != _SALT_NBYTES:
-        raise ValueError(f"salt: wanted {_SALT_NBYTES} bytes, found {len(salted)}")
-    return salted
