@@ -32,14 +32,9 @@ def _gpu_is_there_when_promised(request):
 
 def open_descriptors() -> set:
     """Descriptors of this process with what they point at; empty where /proc is missing."""
-    found = set()
     folder = Path("/proc/self/fd")
-    for entry in folder.iterdir() if folder.is_dir() else []:
-        try:
-            found.add((entry.name, os.readlink(entry)))
-        except OSError:
-            continue  # the listing's own descriptor
-    return found
+    names = os.listdir(folder) if folder.is_dir() else []  # the listing's own descriptor is among them
+    return {(name, os.readlink(folder / name)) for name in names if os.path.lexists(folder / name)}
 
 
 def thread_count() -> int:
@@ -131,3 +126,8 @@ def extension_path() -> Path:
     path = Path(extension.__file__)
     assert path.name.endswith(sysconfig.get_config_var("EXT_SUFFIX"))
     return path
+
+
+def pytest_configure(config):
+    # torch says so, once per process, wherever a complex32 tensor is made
+    config.addinivalue_line("filterwarnings", "ignore:ComplexHalf support is experimental:UserWarning")

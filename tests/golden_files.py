@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Optional
 
 import torch
 
@@ -16,11 +16,11 @@ sys.path.insert(0, str(FOLDER))
 import expected  # noqa: E402
 
 MANIFEST = expected.load_manifest(FOLDER)
-Golden = Dict[str, Any]
+Golden = dict[str, Any]
 KINDS = {"parameter": 0, "buffer": 1, "state_dict": 2}
 
 
-def select(*, refused: Optional[bool] = None, encrypted: Optional[bool] = None) -> List[Golden]:
+def select(*, refused: Optional[bool] = None, encrypted: Optional[bool] = None) -> list[Golden]:
     """Manifest entries; files whose dtypes the running torch lacks are left out."""
     chosen = []
     for golden in MANIFEST["files"]:
@@ -37,7 +37,7 @@ def name_of(golden: Golden) -> str:
     return str(golden["name"])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _read(file: str, sha256: str) -> bytes:
     data = gzip.decompress((FOLDER / file).read_bytes())
     assert hashlib.sha256(data).hexdigest() == sha256, f"{file} does not match the manifest"
@@ -49,14 +49,14 @@ def read(golden: Golden) -> bytes:
     return _read(golden["file"], golden["sha256"])
 
 
-def content(tensor: Dict[str, Any]) -> bytes:
+def content(tensor: dict[str, Any]) -> bytes:
     """The bytes that a manifest tensor must have."""
     data = expected.content_bytes(MANIFEST["seed"], tensor["content"], tensor["nbytes"])
     assert hashlib.sha256(data).hexdigest() == tensor["sha256"]
     return data
 
 
-def secret(golden: Golden) -> Optional[Dict[str, bytes]]:
+def secret(golden: Golden) -> Optional[dict[str, bytes]]:
     """What opens the file: ``key`` or ``passphrase``; None for a plain one."""
     encryption = golden["encryption"]
     if encryption is None:

@@ -9,7 +9,7 @@ import ctypes
 import ctypes.util
 import dataclasses
 import struct
-from typing import List, Optional, Tuple
+from typing import Optional
 
 from reference_format import BadFile, Cursor, File, Record
 
@@ -54,10 +54,10 @@ class Cipher:
 
     chunk_nbytes: Optional[int]
     nonce: bytes
-    macs: List[bytes]
+    macs: list[bytes]
 
 
-def parse_crypt_info(block: bytes) -> Tuple[List[Derivation], List[Cipher]]:
+def parse_crypt_info(block: bytes) -> tuple[list[Derivation], list[Cipher]]:
     """The chunks of a block, which is given without its length prefix."""
     derivations, ciphers = [], []
     cursor = Cursor(block)
@@ -85,7 +85,7 @@ def parse_crypt_info(block: bytes) -> Tuple[List[Derivation], List[Cipher]]:
     return derivations, ciphers
 
 
-def split(data: bytes, nbytes: int) -> List[bytes]:
+def split(data: bytes, nbytes: int) -> list[bytes]:
     return [data[at : at + nbytes] for at in range(0, len(data), nbytes)]
 
 
@@ -120,7 +120,7 @@ def open_box(ciphertext: bytes, mac: bytes, nonce: bytes, key: bytes) -> bytes:
     return message.raw[: len(ciphertext)]
 
 
-def seal_box(message: bytes, nonce: bytes, key: bytes) -> Tuple[bytes, bytes]:
+def seal_box(message: bytes, nonce: bytes, key: bytes) -> tuple[bytes, bytes]:
     """Ciphertext and MAC."""
     ciphertext, mac = ctypes.create_string_buffer(max(1, len(message))), ctypes.create_string_buffer(16)
     _sodium.crypto_secretbox_detached(ciphertext, mac, message, ctypes.c_ulonglong(len(message)), nonce, key)
@@ -157,7 +157,7 @@ def encrypt(
     nonce: bytes,
     chunk_nbytes: int = WRITER_CHUNK_NBYTES,
     derivation: Optional[Derivation] = None,
-) -> Tuple[bytes, bytes]:
+) -> tuple[bytes, bytes]:
     """Ciphertext of ``data`` and the crypt_info block (without prefix) that belongs to it."""
     if not data:
         return b"", struct.pack("<H", 0)

@@ -17,7 +17,8 @@ import json
 import math
 import struct
 import zlib
-from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+from collections.abc import Sequence
+from typing import Callable, Optional, Union
 
 MAGIC = b"|TZR|"
 PROLOGUE_NBYTES = 73
@@ -27,7 +28,7 @@ PARAMETER, BUFFER, STATE_DICT = 0, 1, 2
 CRC32, SHA256 = 0, 1
 BOTH_HASHES = ("crc32", "sha256")
 
-Path = Tuple[Union[str, int], ...]
+Path = tuple[Union[str, int], ...]
 
 
 class BadFile(ValueError):
@@ -45,7 +46,7 @@ class Entry:
     name: bytes
     kind: int
     dtype: str
-    shape: Tuple[int, ...]
+    shape: tuple[int, ...]
     offset: int
     data_offset: int
     data_nbytes: int
@@ -68,9 +69,9 @@ class Header:
     kind: int
     name: bytes
     dtype: str
-    shape: Tuple[int, ...]
-    hashes: List[Tuple[int, bytes]]
-    hash_values_at: List[int]
+    shape: tuple[int, ...]
+    hashes: list[tuple[int, bytes]]
+    hash_values_at: list[int]
     hash_block_slack: bytes
     crypt_begin: int  # [crypt_begin, crypt_end): the crypt_info block with its length prefix
     crypt_end: int
@@ -131,13 +132,13 @@ class File:
     tensor_count: int
     index_nbytes: int
     index_slack: bytes
-    records: List[Record]
+    records: list[Record]
 
     @property
     def has_crypt_info(self) -> bool:
         return has_crypt_info(self.version, self.flags)
 
-    def contents(self) -> Dict[Path, bytes]:
+    def contents(self) -> dict[Path, bytes]:
         return {record.path: record.content for record in self.records}
 
 
@@ -154,7 +155,7 @@ def digest(kind: int, data: bytes) -> bytes:
 # --- dtypes and names -----------------------------------------------------------------------------------------------
 
 
-def split_dtype(stored: str) -> Tuple[str, Optional[str]]:
+def split_dtype(stored: str) -> tuple[str, Optional[str]]:
     """The numpy part, and the torch name behind the separator if there is one."""
     parts = stored.split("\0")
     if len(parts) > 2 or not parts[0]:
@@ -319,7 +320,7 @@ def read_kind(cursor: Cursor) -> int:
     return kind
 
 
-def read_shape(cursor: Cursor, wide: bool) -> Tuple[int, ...]:
+def read_shape(cursor: Cursor, wide: bool) -> tuple[int, ...]:
     ndim = cursor.number("B", "ndim")
     return tuple(cursor.number("Q" if wide else "I", "dimension") for _ in range(ndim))
 
@@ -400,7 +401,7 @@ class Tensor:
 
     path: Path
     dtype: str
-    shape: Tuple[int, ...]
+    shape: tuple[int, ...]
     data: Optional[bytes]
     kind: int = STATE_DICT
     module_idx: int = 0
@@ -417,7 +418,7 @@ class Tensor:
         return any(dimension >= LONG for dimension in self.shape)
 
 
-def choose_version(tensors: Sequence[Tensor]) -> Tuple[int, int]:
+def choose_version(tensors: Sequence[Tensor]) -> tuple[int, int]:
     """The lowest data version that holds the tensors, without encryption, and its flags."""
     if any(tensor.long for tensor in tensors):
         return 5, 2
@@ -501,7 +502,7 @@ def encode_header(tensor: Tensor, padding: int = 0, crypt_info: Optional[bytes] 
     crypt = b"" if crypt_info is None else struct.pack("<Q", len(crypt_info)) + crypt_info
     tail = bytes(padding) + struct.pack("<q", len(tensor.payload))
 
-    def hash_block(values: List[bytes]) -> bytes:
+    def hash_block(values: list[bytes]) -> bytes:
         block = struct.pack("<B", len(values))
         for kind, value in zip(kinds, values):
             block += struct.pack("<BB", kind, len(value)) + value

@@ -1,4 +1,4 @@
-"""The oracle itself: it makes the reference's files again, reads every golden file, and refuses what must be refused."""
+"""The oracle itself: it makes the reference's files again, reads the golden files, refuses what must be refused."""
 
 from __future__ import annotations
 

@@ -1,0 +1,171 @@
+"""Tensors, modules and small helpers that many tests need."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tensorizer import TensorDeserializer, TensorSerializer
+
+NUMPY_DTYPES = [
+    "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128", "bool",
+]  # fmt: skip
+OPAQUE_DTYPES = [
+    "bfloat16", "complex32", "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
+    *[f"{sign}int{bits}" for sign in ("u", "") for bits in range(1, 8)],
+]  # fmt: skip
+NUMPY_DTYPES = [getattr(torch, name) for name in NUMPY_DTYPES if hasattr(torch, name)]
+OPAQUE_DTYPES = [getattr(torch, name) for name in OPAQUE_DTYPES if hasattr(torch, name)]
+ALL_DTYPES = NUMPY_DTYPES + OPAQUE_DTYPES
+
+
+def stream(nbytes: int, seed: object) -> bytes:
+    """Bytes that look random and depend on ``seed`` alone."""
+    return hashlib.shake_128(repr(seed).encode()).digest(nbytes)
+
+
+def tensor(shape=(3, 4), dtype=torch.float32, seed=0) -> torch.Tensor:
+    """A contiguous tensor of arbitrary bits (of 0 and 1 for bool): NaNs of every kind included."""
+    result = torch.empty(shape, dtype=dtype)
+    data = stream(result.numel() * result.element_size(), (seed, tuple(shape), str(dtype)))
+    if dtype == torch.bool:
+        data = bytes(byte & 1 for byte in data)
+    if data:
+        ctypes.memmove(result.data_ptr(), data, len(data))
+    return result
+
+
+def raw(value: torch.Tensor) -> bytes:
+    """The tensor's bytes in C order."""
+    value = value.detach()
+    if not value.is_contiguous():
+        value = value.contiguous()
+    nbytes = value.numel() * value.element_size()
+    return ctypes.string_at(value.data_ptr(), nbytes) if nbytes else b""
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Equal dtype, shape and bytes: stricter than ``torch.equal``, and NaNs equal themselves."""
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and raw(found) == raw(wanted)
+
+
+def assert_same(found, wanted) -> None:
+    """Two mappings, sequences or tensors are equal to the bit; containers are compared as dicts and lists."""
+    if isinstance(wanted, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        assert raw(found) == raw(wanted)
+    elif hasattr(wanted, "keys"):
+        assert list(found.keys()) == list(wanted.keys())
+        for key in wanted:
+            assert_same(found[key], wanted[key])
+    else:
+        assert isinstance(found, list)
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted):
+            assert_same(one, other)
+
+
+def write_state_dict(target, state_dict, **options):
+    """One call, closed; returns the target."""
+    serializer = TensorSerializer(target, **options)
+    serializer.write_state_dict(state_dict)
+    serializer.close()
+    return target
+
+
+def write_module(target, module, *, options=None, **flags):
+    serializer = TensorSerializer(target, **(options or {}))
+    serializer.write_module(module, **flags)
+    serializer.close()
+    return target
+
+
+def state_dict_bytes(state_dict, **options) -> bytes:
+    """The file that a state dict makes, through memory."""
+    stream = KeptBytesIO()
+    write_state_dict(stream, state_dict, **options)
+    return stream.getvalue()
+
+
+def load(source, **options) -> dict:
+    """Everything in a file, as ``tree()`` gives it."""
+    options.setdefault("device", "cpu")
+    with TensorDeserializer(source, **options) as deserializer:
+        return deserializer.tree()
+
+
+class KeptBytesIO(io.BytesIO):
+    """Keeps its buffer when the serializer closes it, as callers do who want the bytes."""
+
+    def close(self) -> None:
+        pass
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("scratch", torch.full((2,), 7.0), persistent=False)
+        self.register_buffer("absent", None)
+        self.register_parameter("missing", None)
+
+
+class Net(nn.Module):
+    """A root parameter, root buffers of both kinds, nested modules, tied weights, one module under two names."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("steps", torch.tensor(5))
+        self.register_buffer("cache", torch.arange(3.0), persistent=False)
+        self.embed = nn.Embedding(6, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.again = self.blocks[0]
+
+
+def net(seed: int = 0, width: int = 4) -> Net:
+    """A ``Net`` of arbitrary finite values."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Net(width)
+    with torch.no_grad():
+        for value in [*model.parameters(), *model.buffers()]:
+            if value.is_floating_point():
+                value.copy_(torch.rand(value.shape, generator=generator))
+    return model
+
+
+def module_names(module: nn.Module, persistent_only: bool = False) -> list:
+    """Stored names in file order, by the rules of docs/format.md: dotted, and a leading dot on the root."""
+    names = []
+    for path, child in module.named_modules():
+        for store in (child._parameters, child._buffers):
+            seen = set()
+            for name, value in store.items():
+                if value is None or id(value) in seen:
+                    continue
+                if persistent_only and store is child._buffers and name in child._non_persistent_buffers_set:
+                    continue
+                seen.add(id(value))
+                names.append(f"{path}.{name}")
+    return names
+
+
+def named_tensor(module: nn.Module, stored_name: str) -> torch.Tensor:
+    path, attribute = stored_name.rsplit(".", 1)
+    return getattr(module.get_submodule(path), attribute)
+
+
+def temporary_leftovers(folder: Path, *expected: str) -> list:
+    """Names in a folder besides the expected ones."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name not in expected)

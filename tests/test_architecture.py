@@ -1,0 +1,337 @@
+"""The shape of the house: includes and imports point one way, the extension stands alone, importing stays light."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tensorizer
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(tensorizer.__file__).resolve().parent
+CSRC = ROOT / "csrc"
+
+# From a room of csrc/ to the rooms that it may include, itself left out.
+ROOMS = {
+    "core": set(),
+    "format": {"core"},
+    "crypto": {"core"},
+    "io": {"core"},
+    "device": {"core"},
+    "load": {"core", "format", "crypto", "io", "device"},
+    "save": {"core", "format", "crypto", "io", "device"},
+    "bind": {"core", "format", "crypto", "io", "device", "load", "save"},
+}
+PYTHON_HEADERS = re.compile(r"^(Python\.h|pybind11/|torch/|ATen/|c10/|numpy/)")
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+sources = pytest.mark.skipif(not CSRC.is_dir(), reason="the sources are not here")
+
+
+def native_files():
+    return sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh", ".inc"))
+
+
+@sources
+def test_every_native_file_lies_in_a_known_room():
+    assert {path.relative_to(CSRC).parts[0] for path in native_files()} <= set(ROOMS)
+
+
+@sources
+def test_includes_between_rooms_point_one_way():
+    wrong = []
+    for path in native_files():
+        room = path.relative_to(CSRC).parts[0]
+        for bracket, name in INCLUDE.findall(path.read_text(encoding="utf-8")):
+            target = name.split("/")[0] if "/" in name else None
+            if target in ROOMS and target != room and target not in ROOMS[room]:
+                wrong.append(f"{path.relative_to(ROOT)} includes {name}")
+            if bracket == '"' and target not in ROOMS:
+                wrong.append(f"{path.relative_to(ROOT)} includes {name} without its room")
+    assert not wrong, "\n".join(wrong)
+
+
+@sources
+def test_only_bind_knows_python_and_torch():
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {name}"
+        for path in native_files()
+        for _, name in INCLUDE.findall(path.read_text(encoding="utf-8"))
+        if PYTHON_HEADERS.match(name) and path.relative_to(CSRC).parts[0] != "bind"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@sources
+def test_native_code_never_prints_or_aborts():
+    forbidden = re.compile(r"\b(std::cout|std::cerr|printf\s*\(|puts\s*\(|std::abort|std::terminate|exit\s*\()")
+    allowed = re.compile(r"\bsn?printf\s*\(|\bvsnprintf\s*\(|\b_exit\s*\(")
+    wrong = []
+    for path in native_files():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            code = allowed.sub("", line.split("//")[0])
+            if forbidden.search(code):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not wrong, "\n".join(wrong)
+
+
+# --- Python ---------------------------------------------------------------------------------------------------------
+
+
+def modules():
+    return sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__") or "__init__"
+
+
+def package_of(path: Path) -> list:
+    return list(path.relative_to(PACKAGE).parent.parts)
+
+
+def imports(path: Path, top_level_only: bool):
+    """Names below ``tensorizer`` that a module imports, and foreign top-level packages."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    own, foreign = set(), set()
+
+    def visit(node, inside_function):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            inside = inside_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            if isinstance(child, (ast.Import, ast.ImportFrom)) and not (top_level_only and inside_function):
+                note(child)
+            visit(child, inside)
+
+    def note(node):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                (own if parts[0] == "tensorizer" else foreign).add(".".join(parts[1:]) or alias.name)
+            return
+        if node.level:
+            base = package_of(path)[: len(package_of(path)) - node.level + 1]
+        elif (node.module or "").split(".")[0] == "tensorizer":
+            base = []
+        else:
+            foreign.add(node.module.split(".")[0])
+            return
+        module = (node.module or "").split(".") if node.module else []
+        if not node.level:
+            module = module[1:]
+        for alias in node.names:
+            full = [*base, *module]
+            target = PACKAGE.joinpath(*full, alias.name)
+            is_module = target.is_dir() or target.with_suffix(".py").exists() or alias.name == "_C"
+            own.add(".".join([*full, alias.name] if is_module or not full else full))
+
+    visit(tree, False)
+    return own, foreign
+
+
+def test_foundations_import_nothing_of_the_package():
+    for name in ("errors", "_config", "_version"):
+        own, _ = imports(PACKAGE / f"{name}.py", top_level_only=False)
+        assert own == set(), name
+
+
+def test_the_core_does_not_import_what_is_built_on_it():
+    above = ("cli", "integrations", "torch_compat", "protobuf", "tensors_pb2", "serialization")
+    for name in ("serializer", "deserializer", "module_tree", "errors", "encryption"):
+        path = PACKAGE / f"{name}.py"
+        if path.exists():
+            own, _ = imports(path, top_level_only=False)
+            assert not [target for target in own if target.split(".")[0] in above], name
+
+
+def test_nothing_imports_the_integrations_or_the_commands_but_themselves():
+    for path in modules():
+        if package_of(path)[:1] not in (["integrations"], ["cli"]):
+            own, _ = imports(path, top_level_only=False)
+            assert not [t for t in own if t.split(".")[0] in ("integrations", "cli")], name_of(path)
+
+
+LIGHT = {
+    "boto3",
+    "botocore",
+    "redis",
+    "transformers",
+    "diffusers",
+    "safetensors",
+    "fsspec",
+    "google",
+    "lightning",
+    "psutil",
+}
+LIGHT |= {"pynvml", "requests", "urllib3", "tqdm", "accelerate", "huggingface_hub", "yaml"}
+
+
+def test_optional_packages_are_imported_when_first_needed():
+    for path in modules():
+        if package_of(path)[:1] in (["integrations"], ["cli"]) or path.name == "tensors_pb2.py":
+            continue
+        _, foreign = imports(path, top_level_only=True)
+        if path.name != "protobuf.py":
+            assert not foreign & LIGHT, name_of(path)
+
+
+def test_environment_variables_are_read_in_one_place():
+    wrong = []
+    for path in modules():
+        text = path.read_text(encoding="utf-8")
+        if path.name != "_config.py" and re.search(r"os\.environ|os\.getenv|\bgetenv\(|\benviron\b", text):
+            wrong.append(name_of(path))
+    assert not wrong
+    if CSRC.is_dir():
+        native = [path for path in native_files() if re.search(r"\bgetenv\s*\(", path.read_text(encoding="utf-8"))]
+        assert not native
+
+
+def test_the_package_prints_nothing_outside_of_its_commands():
+    printing = ("print", "sys.stdout.write", "sys.stderr.write")
+    wrong = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in modules()
+        if package_of(path)[:1] != ["cli"]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
+    ]
+    assert not wrong
+
+
+def run(program: str) -> str:
+    result = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_the_package_stays_light_quiet_and_free_of_side_effects():
+    program = """
+import json, os, sys, threading
+import torch, numpy
+before, tasks = set(sys.modules), len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
+import logging
+import tensorizer
+from tensorizer import TensorSerializer, TensorDeserializer, stream_io, utils, serialization, torch_compat
+after = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
+new = sorted(set(sys.modules) - before)
+handlers = [n for n, l in logging.Logger.manager.loggerDict.items()
+            if n.startswith("tensorizer") and isinstance(l, logging.Logger) and (l.handlers or l.level)]
+print(json.dumps([new, after - tasks, torch.cuda.is_initialized(), handlers]))
+"""
+    new, threads, cuda, handlers = json.loads(run(program))
+    assert not {name.split(".")[0] for name in new} & (LIGHT - {"google"})
+    assert "google.protobuf" not in new
+    assert threads == 0
+    assert cuda is False
+    assert handlers == []
+
+
+def test_the_public_names_are_those_of_the_api():
+    assert tensorizer.__all__[:12] == [
+        "TensorSerializer", "TensorDeserializer", "TensorType", "CryptographyError", "EncryptionParams",
+        "DecryptionParams", "FilterFuncType", "stream_io", "torch_compat", "utils", "protobuf", "tensors_pb2",
+    ]  # fmt: skip
+    program = """
+import tensorizer
+assert tensorizer.serialization and tensorizer.stream_io and tensorizer.utils and tensorizer.torch_compat
+from tensorizer import (TensorSerializer, TensorDeserializer, TensorType, EncryptionParams, DecryptionParams,
+                        CryptographyError, FilterFuncType)
+from tensorizer.serialization import HashMismatchError, TensorHash, HashType, TensorEntry
+assert tensorizer.__version__ == tensorizer._version.__version__
+"""
+    run(program)
+
+
+def test_the_constants_of_serialization_are_those_of_the_api():
+    from tensorizer import serialization
+
+    wanted = {
+        "TENSORIZER_VERSION": 5,
+        "LONG_TENSOR_TENSORIZER_VERSION": 5,
+        "META_TENSOR_TENSORIZER_VERSION": 4,
+        "ENCRYPTION_TENSORIZER_VERSION": 3,
+        "OPAQUE_TENSORIZER_VERSION": 2,
+        "NON_OPAQUE_TENSORIZER_VERSION": 1,
+        "TENSORIZER_MAGIC": b"|TZR|",
+        "OPAQUE_DTYPE_SEP": "\0",
+    }
+    assert {name: getattr(serialization, name) for name in wanted} == wanted
+    assert [(kind.name, int(kind)) for kind in serialization.TensorType] == [
+        ("PARAM", 0),
+        ("BUFFER", 1),
+        ("STATE_DICT", 2),
+    ]
+    assert [(kind.name, int(kind)) for kind in serialization.HashType] == [("CRC32", 0), ("SHA256", 1)]
+    assert serialization.logger.name == "tensorizer.serialization"
+    assert serialization.__all__ == tensorizer.__all__[:7]
+
+
+# --- the compiled module --------------------------------------------------------------------------------------------
+
+
+class Elf:
+    """The needed libraries and the undefined symbols of a 64-bit little-endian ELF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.data = path.read_bytes()
+        assert self.data[:6] == b"\x7fELF\2\1", "not a 64-bit little-endian ELF file"
+        (at,) = struct.unpack_from("<Q", self.data, 40)
+        size, count = struct.unpack_from("<HH", self.data, 58)
+        self.sections = [struct.unpack_from("<IIQQQQIIQQ", self.data, at + i * size) for i in range(count)]
+
+    def _text(self, strings, at: int) -> str:
+        begin = strings[4] + at
+        return self.data[begin : self.data.index(b"\0", begin)].decode()
+
+    def needed(self) -> list:
+        names = []
+        for section in (s for s in self.sections if s[1] == 6):  # SHT_DYNAMIC
+            strings = self.sections[section[6]]
+            for tag, value in struct.iter_unpack("<QQ", self.data[section[4] : section[4] + section[5]]):
+                if tag == 1:  # DT_NEEDED
+                    names.append(self._text(strings, value))
+        return names
+
+    def symbols(self, defined: bool) -> list:
+        names = []
+        for section in (s for s in self.sections if s[1] == 11):  # SHT_DYNSYM
+            strings = self.sections[section[6]]
+            entries = struct.iter_unpack("<IBBHQQ", self.data[section[4] : section[4] + section[5]])
+            names += [self._text(strings, name) for name, _, _, index, _, _ in entries if (index != 0) is defined]
+        return names
+
+
+elf = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads an ELF file")
+
+
+@elf
+def test_the_extension_needs_no_torch_and_no_python_library(extension_path):
+    needed = Elf(extension_path).needed()
+    assert needed, "no dynamic section was found"
+    assert not [name for name in needed if re.search(r"torch|c10|python|cuda|nvidia", name)], needed
+
+
+@elf
+def test_the_extension_uses_no_symbol_of_torch_or_cuda(extension_path):
+    undefined = Elf(extension_path).symbols(defined=False)
+    assert "PyErr_SetObject" in undefined or any(name.startswith("Py") for name in undefined)
+    wrong = [n for n in undefined if re.search(r"^_ZN?K?(2at|3c10|5torch)|^THP|^aoti_|^cu[A-Z]|^cuda[A-Z]", n)]
+    assert not wrong, wrong
+
+
+@elf
+def test_the_extension_exports_its_init_function_alone(extension_path):
+    exported = [name for name in Elf(extension_path).symbols(defined=True) if name]
+    ours = [name for name in exported if "tensorizer" in name]
+    assert "PyInit__C" in exported
+    assert not ours, ours[:10]

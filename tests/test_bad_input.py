@@ -1,0 +1,504 @@
+"""Damaged and hostile files: the right error, quickly, in little memory; no crash, no hang, no wrong tensor."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+import time
+
+import golden_files
+import memory
+import pytest
+import reference_format as fmt
+import samples
+import torch
+from samples import assert_same, load, tensor
+
+from tensorizer import TensorDeserializer, errors
+
+FAMILY = (errors.TensorizerError, OSError)
+NEVER = (MemoryError, AssertionError, OverflowError, RecursionError, struct.error)
+SECONDS = 1.0
+
+VALUES = {
+    "first": tensor((2, 3), seed=1),
+    "half": tensor((5,), torch.bfloat16, seed=2),
+    "last": tensor((7,), torch.uint8, seed=3),
+}
+
+
+def as_reference(values):
+    stored = {torch.float32: "<f4", torch.bfloat16: "<V2\0torch.bfloat16", torch.uint8: "|u1"}
+    return [
+        fmt.Tensor((name,), stored[value.dtype], tuple(value.shape), samples.raw(value), padding=5)
+        for name, value in values.items()
+    ]
+
+
+SMALL = fmt.write_file(as_reference(VALUES), index_nbytes=150)
+FILE = fmt.read_file(SMALL)
+PAYLOADS = [range(r.entry.data_offset, r.entry.data_offset + len(r.payload)) for r in FILE.records]
+
+WAYS = {
+    "eager": {},
+    "eager, verified": {"verify_hash": True},
+    "lazy": {"lazy_load": True},
+    "three readers": {"num_readers": 3},
+}
+
+
+def read_all(source, **options):
+    with TensorDeserializer(source, device="cpu", **options) as deserializer:
+        return {name: value for _, _, name, value in deserializer.read_tensors()}
+
+
+def attempt(data, tmp_path=None, **options):
+    """Loads, or gives the error, which must be of the right family and quick."""
+    source = io.BytesIO(data)
+    if tmp_path is not None:
+        (tmp_path / "bad.tensors").write_bytes(data)
+        source = tmp_path / "bad.tensors"
+    begin = time.monotonic()
+    try:
+        return read_all(source, **options)
+    except NEVER as error:
+        pytest.fail(f"{type(error).__name__}: {error}")
+    except FAMILY as error:
+        return error
+    finally:
+        assert time.monotonic() - begin < SECONDS
+
+
+def assert_refused(data, tmp_path=None, **options):
+    result = attempt(data, tmp_path, **options)
+    assert isinstance(result, FAMILY), f"was read: {list(result)}"
+    assert str(result)
+    return result
+
+
+# --- truncation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_truncated_file_raises_wherever_it_is_cut(way):
+    last_needed = PAYLOADS[-1].stop
+    for length in range(len(SMALL)):
+        result = attempt(SMALL[:length], **WAYS[way])
+        if length >= last_needed:
+            assert_same(result, VALUES)  # only the end marker is missing: nothing is lost
+        else:
+            assert isinstance(result, FAMILY), f"cut at {length}: read {list(result)}"
+            assert isinstance(result, (ValueError, OSError))
+
+
+def test_a_truncated_path_names_the_file_and_maps_or_loads_alike(tmp_path):
+    for length in range(0, PAYLOADS[-1].stop, 13):
+        for options in ({}, {"mmap": True}, {"lazy_load": True, "mmap": True}):
+            error = assert_refused(SMALL[:length], tmp_path, **options)
+            assert "bad.tensors" in f"{error} {getattr(error, 'source', '')}"
+
+
+def test_a_file_that_is_cut_while_it_is_open_raises(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(SMALL)
+    with TensorDeserializer(path, device="cpu", lazy_load=True) as deserializer:
+        with path.open("rb+") as stream:
+            stream.truncate(PAYLOADS[1].start + 1)
+        assert samples.same(deserializer["first"], VALUES["first"])
+        with pytest.raises(FAMILY):
+            deserializer["half"]
+        with pytest.raises(FAMILY):
+            deserializer["last"]
+
+
+def test_a_cut_in_a_large_file_names_the_tensor(tmp_path):
+    path = samples.write_state_dict(
+        tmp_path / "f", {"fine": tensor(), "broken": torch.zeros(30 << 20, dtype=torch.uint8)}
+    )
+    with path.open("rb+") as stream:
+        stream.truncate(20 << 20)
+    with pytest.raises(errors.TruncatedError, match="broken"):
+        load(path)
+    with pytest.raises(errors.TruncatedError, match="broken"):
+        load(path, filter_func=lambda name: name == "broken", lazy_load=True)
+
+
+# --- flipped bytes --------------------------------------------------------------------------------------------------
+
+
+def is_payload(at):
+    return any(at in payload for payload in PAYLOADS)
+
+
+def check_flip(result, what):
+    """An error, or tensors of the file: as many as a smaller count leaves, and each of them the original."""
+    if isinstance(result, FAMILY):
+        return
+    assert list(result) == list(VALUES)[: len(result)], what
+    for name, value in result.items():
+        assert samples.same(value, VALUES[name]), what
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF, 0x02, 0x1E])
+def test_a_flipped_byte_outside_of_the_payloads_is_an_error_or_changes_nothing(way, mask):
+    for at in range(len(SMALL)):
+        if is_payload(at):
+            continue
+        data = bytearray(SMALL)
+        data[at] ^= mask
+        check_flip(attempt(bytes(data), **WAYS[way]), f"byte {at} ^ {mask:#x}")
+
+
+@pytest.mark.parametrize("value", [0x00, 0xFF])
+def test_eight_bytes_overwritten_anywhere_are_an_error_or_change_nothing(value):
+    for at in range(PAYLOADS[-1].start - 8):
+        if any(is_payload(at + i) for i in range(8)):
+            continue
+        data = SMALL[:at] + bytes([value]) * 8 + SMALL[at + 8 :]
+        check_flip(attempt(data), f"bytes {at}..{at + 8} = {value:#x}")
+
+
+def test_a_byte_inserted_or_removed_anywhere_is_never_read_as_other_tensors():
+    for at in range(PAYLOADS[-1].start):
+        for data in (SMALL[:at] + b"\1" + SMALL[at:], SMALL[:at] + SMALL[at + 1 :]):
+            check_flip(attempt(data, verify_hash=True), f"at {at}")
+
+
+# --- hostile fields -------------------------------------------------------------------------------------------------
+
+
+def patched(at: int, code: str, *values) -> bytes:
+    data = bytearray(SMALL)
+    struct.pack_into("<" + code, data, at, *values)
+    return bytes(data)
+
+
+HUGE = [1 << 16, 1 << 20, 1 << 31, 1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
+ENTRY_AT = []
+_at = fmt.PROLOGUE_NBYTES
+for _tensor, _record in zip(as_reference(VALUES), FILE.records):
+    _nbytes = len(fmt.encode_entry(_tensor, 0, 0))
+    ENTRY_AT.append((_at, _nbytes))
+    _at += _nbytes
+
+
+def hostile():
+    """(what, bytes) of files that must be refused."""
+    for huge in HUGE:
+        yield f"count {huge}", patched(57, "Q", huge)
+        yield f"metadata length {huge}", patched(65, "Q", huge)
+        yield f"both {huge}", patched(57, "QQ", huge, huge)
+        for index, (at, nbytes) in enumerate(ENTRY_AT):
+            end = at + nbytes
+            yield f"offset {huge} of {index}", patched(end - 24, "Q", huge)
+            yield f"data_offset {huge} of {index}", patched(end - 16, "Q", huge)
+            yield f"data_length {huge} of {index}", patched(end - 8, "Q", huge)
+            yield f"all three {huge} of {index}", patched(end - 24, "QQQ", huge, huge, huge)
+        for index, record in enumerate(FILE.records):
+            yield f"header size {huge} of {index}", patched(record.entry.offset, "Q", huge)
+            yield f"header data_length {huge} of {index}", patched(record.entry.data_offset - 8, "Q", huge)
+            both = bytearray(patched(record.entry.data_offset - 8, "Q", huge))
+            struct.pack_into("<Q", both, sum(ENTRY_AT[index]) - 8, huge)
+            yield f"data_length {huge} in both of {index}", bytes(both)
+    for small in range(17):
+        yield f"header size {small}", patched(FILE.records[0].entry.offset, "Q", small)
+    first, second, _ = (record.entry for record in FILE.records)
+    at = sum(ENTRY_AT[1]) - 24
+    yield "second record lies on the first", patched(at, "QQQ", first.offset, first.data_offset, second.data_nbytes)
+    yield "record in the prologue", patched(at, "Q", 0)
+    yield "record in the index", patched(at, "QQ", 80, 80 + second.data_offset - second.offset)
+    yield "payload before its header", patched(at, "QQ", second.data_offset, second.offset)
+    yield "payload over the next record", patched(at + 16, "Q", second.data_nbytes + 1)
+    yield "record at the end of the file", patched(at, "QQ", len(SMALL), len(SMALL))
+    yield "record in the last bytes", patched(at, "QQ", len(SMALL) - 4, len(SMALL))
+    swapped = fmt.write_file(as_reference(VALUES), index_nbytes=150)
+    one, other = ENTRY_AT[0], ENTRY_AT[1]
+    entries = swapped[one[0] : sum(one)], swapped[other[0] : sum(other)]
+    yield "index out of file order", swapped[: one[0]] + entries[1] + entries[0] + swapped[sum(other) :]
+    yield "count 0", patched(57, "Q", 0)
+    yield "metadata length 0", patched(65, "Q", 0)
+    for length in (1, 20, 60):
+        yield f"metadata length {length}", patched(65, "Q", length)
+
+
+HOSTILE = dict(hostile())
+
+
+@pytest.mark.parametrize("way", ["eager", "lazy"])
+def test_hostile_lengths_counts_and_offsets_are_refused_in_little_time_and_memory(way):
+    with memory.peak_growth() if memory.can_measure() else memory.contextlib.nullcontext(memory.Growth()) as growth:
+        for what, data in HOSTILE.items():
+            result = attempt(data, **WAYS[way])
+            assert isinstance(result, FAMILY), f"{what}: was read: {list(result)}"
+    assert growth.peak < 64 * memory.MIB + 100 * len(SMALL)
+
+
+def test_hostile_files_are_refused_as_mappings_too(tmp_path):
+    for index, (what, data) in enumerate(HOSTILE.items()):
+        if index % 3 == 0:
+            result = attempt(data, tmp_path, mmap=True)
+            assert isinstance(result, FAMILY), f"{what}: was read: {list(result)}"
+
+
+def disagreeing(**changes):
+    """A file whose index describes other tensors than its headers do."""
+    honest = fmt.Tensor(("a",), "<f4", (2, 3), bytes(range(24)))
+    header_tensor = fmt.dataclasses.replace(honest, **{k[7:]: v for k, v in changes.items() if k.startswith("header_")})
+    index_tensor = fmt.dataclasses.replace(honest, **{k[6:]: v for k, v in changes.items() if k.startswith("index_")})
+    at = fmt.PROLOGUE_NBYTES + 100
+    header = fmt.encode_header(header_tensor)
+    entry = fmt.encode_entry(index_tensor, at, at + len(header)).ljust(100, b"\0")
+    return fmt.encode_prologue(1, 0, 24, 1, 100) + entry + header + header_tensor.payload + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"index_shape": (3, 2)},
+        {"index_shape": (6,)},
+        {"index_shape": (2, 3, 1)},
+        {"index_shape": (2, 2)},
+        {"index_shape": ()},
+        {"index_shape": (0,)},
+        {"index_dtype": "<i4"},
+        {"index_dtype": "<f2"},
+        {"index_dtype": "<V4\0torch.float32x"},
+        {"index_path": ("b",)},
+        {"index_path": ("a", 0)},
+        {"index_data": bytes(23)},
+        {"index_data": bytes(20)},
+        {"index_data": None},
+        {"header_data": None},
+        {"header_shape": (2, 4)},
+        {"header_shape": (1 << 20, 3)},
+        {"header_dtype": "<f8"},
+    ],
+    ids=repr,
+)
+def test_an_index_that_disagrees_with_the_header_is_refused(changes):
+    data = disagreeing(**changes)
+    for options in WAYS.values():
+        error = assert_refused(data, **options)
+        assert isinstance(error, errors.FormatError)
+        if "index_path" not in changes:
+            assert "a" in str(error)
+
+
+def test_the_honest_twin_of_the_disagreeing_files_loads():
+    assert samples.raw(load(io.BytesIO(disagreeing()), verify_hash=True)["a"]) == bytes(range(24))
+
+
+@pytest.mark.parametrize(
+    "tensor_",
+    [
+        fmt.Tensor(("a",), "<f4", ((1 << 32) - 1,) * 8, bytes(16)),
+        fmt.Tensor(("a",), "<f8", (1 << 31, 1 << 31), bytes(16)),
+        fmt.Tensor(("a",), "<f4", ((1 << 32) - 1,) * 255, bytes(16)),
+        fmt.Tensor(("a",), "|u1", (17,), bytes(16)),
+        fmt.Tensor(("a",), "|u1", (1 << 62,), bytes(16)),
+        fmt.Tensor(("a",), "|u1", ((1 << 64) - 1,), bytes(16)),
+        fmt.Tensor(("a",), "|u1", (1 << 63,), bytes(16)),
+        fmt.Tensor(("a",), "|u1", (1 << 32, 1 << 32), bytes(16)),
+        fmt.Tensor(("a",), "<f4", ((1 << 32) - 1,) * 8, None),
+        fmt.Tensor(("a",), "|u1", (1 << 62,), None),
+        fmt.Tensor(("a",), "|u1", ((1 << 64) - 1,), None),
+        fmt.Tensor(("a",), "|u1", ((1 << 63), 2), None),
+        fmt.Tensor(("a",), "<c16", (1 << 40, 1 << 19), None),
+    ],
+    ids=lambda t: f"{t.dtype}{t.shape[:3]}{'meta' if t.data is None else ''}",
+)
+def test_a_shape_that_no_payload_and_no_memory_can_hold_is_refused(tensor_):
+    data = fmt.write_file([tensor_], index_nbytes=None)
+    for options in WAYS.values():
+        assert_refused(data, **options)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1,) * 65, (1,) * 255, (0,) * 200, (1 << 63, 0), ((1 << 64) - 1, 0)], ids=lambda s: str(s[:2])
+)
+def test_a_shape_that_torch_cannot_have_is_refused_or_read_but_no_crash(shape):
+    count = 1
+    for dimension in shape:
+        count *= dimension
+    data = fmt.write_file([fmt.Tensor(("a",), "|u1", shape, bytes(count))], index_nbytes=None)
+    for options in WAYS.values():
+        result = attempt(data, **options)
+        if not isinstance(result, FAMILY):
+            assert tuple(result["a"].shape) == shape
+
+
+def damaged_header(change) -> bytes:
+    """A file with one tensor whose header went through ``change`` and has its size fields put right again."""
+    honest = fmt.Tensor(("a",), "<f4", (2, 3), bytes(range(24)))
+    header = bytearray(fmt.encode_header(honest))
+    change(header)
+    header[:8] = struct.pack("<Q", len(header))
+    at = fmt.PROLOGUE_NBYTES + 100
+    entry = fmt.encode_entry(honest, at, at + len(header)).ljust(100, b"\0")
+    return fmt.encode_prologue(1, 0, 24, 1, 100) + entry + bytes(header) + honest.payload + bytes(8)
+
+
+HASH_BLOCK_AT = 8 + 2 + 1 + 2 + 1 + 1 + 3 + 1 + 8
+
+
+@pytest.mark.parametrize(
+    ("at", "values"),
+    [
+        (HASH_BLOCK_AT, [0, 1, 40, 42, 60, 255, 256, 65_535]),
+        (HASH_BLOCK_AT + 2, [3, 7, 255]),
+        (HASH_BLOCK_AT + 3, [2, 9, 255]),
+        (HASH_BLOCK_AT + 4, [38, 60, 255]),
+        (11, [0, 2, 3, 30, 255]),
+        (14, [0, 1, 2, 4, 30, 255]),
+        (18, [0, 1, 3, 30, 255]),
+        (10, [3, 9, 255]),
+    ],
+)
+def test_a_header_whose_inner_lengths_lie_is_refused(at, values):
+    for value in values:
+
+        def change(header, value=value):
+            width = 2 if at == HASH_BLOCK_AT else 1
+            header[at : at + width] = value.to_bytes(width, "little")
+
+        assert_refused(damaged_header(change))
+
+
+def test_the_honest_twin_of_the_damaged_headers_loads():
+    assert samples.raw(load(io.BytesIO(damaged_header(lambda header: None)))["a"]) == bytes(range(24))
+    with pytest.raises(FAMILY):
+        load(io.BytesIO(damaged_header(lambda header: header.__delitem__(slice(20, 24)))))
+
+
+# --- whole files ----------------------------------------------------------------------------------------------------
+
+
+def not_tensors():
+    yield "empty", b""
+    yield "one byte", b"|"
+    yield "magic alone", fmt.MAGIC
+    yield "zeros", bytes(100_000)
+    yield "text", b"hello world\n" * 1000
+    yield "random", samples.stream(100_000, "noise")
+    yield "random behind the magic", fmt.MAGIC + samples.stream(100_000, "noise")
+    yield "random behind a version", SMALL[:41] + samples.stream(100_000, "noise")
+    yield "compressed", gzip.compress(SMALL, mtime=0)
+    yield "shifted", b"\0" + SMALL
+    yield "pickle", b"\x80\x02}q\x00."
+    yield "zip", b"PK\x03\x04" + bytes(1000)
+    yield "prologue of zeros", fmt.MAGIC + bytes(1000)
+
+
+@pytest.mark.parametrize(("what", "data"), list(not_tensors()), ids=[what for what, _ in not_tensors()])
+def test_what_is_no_tensors_file_is_a_value_error_that_names_it(tmp_path, what, data):
+    for options in ({}, {"lazy_load": True}, {"mmap": True}):
+        error = assert_refused(data, tmp_path, **options)
+        assert isinstance(error, ValueError)
+        assert "bad.tensors" in f"{error} {getattr(error, 'source', '')}"
+
+
+def test_devices_are_refused_without_a_hang():
+    for name in ("/dev/null", "/dev/zero"):
+        begin = time.monotonic()
+        with pytest.raises((errors.TensorizerError, OSError)):
+            TensorDeserializer(name, device="cpu")
+        assert time.monotonic() - begin < SECONDS
+
+
+@pytest.mark.parametrize("version", [0, 6, 7, 255, 1 << 31, (1 << 32) - 1])
+def test_an_unknown_version_says_which_one_it_is(version):
+    error = assert_refused(patched(5, "I", version))
+    assert isinstance(error, errors.InvalidVersionError)
+    assert isinstance(error, ValueError)
+    assert error.version == version
+    assert str(version) in str(error)
+
+
+@pytest.mark.parametrize("bit", [1, 2, 3, 7, 8, 31, 64, 128, 255])
+def test_an_unknown_feature_flag_is_refused_in_every_version(bit):
+    for version in (1, 2, 4, 5):
+        if bit == 1 and version == 5:
+            continue
+        data = SMALL[:5] + struct.pack("<I", version) + (1 << bit).to_bytes(32, "little") + SMALL[41:]
+        assert isinstance(assert_refused(data), errors.FormatError)
+
+
+def test_a_count_larger_than_the_entries_of_a_zero_padded_index_is_refused():
+    data = fmt.write_file(as_reference(VALUES))
+    for count in (4, 5, 1000, 262_144 // 29, 262_144):
+        assert_refused(data[:57] + struct.pack("<Q", count) + data[65:])
+
+
+def test_many_entries_that_share_one_name_or_payload_are_refused_quickly():
+    tensors = [fmt.Tensor((f"n{i % 20_000}",), "|u1", (1,), b"x", hashes=()) for i in range(20_001)]
+    pieces = [fmt.encode_entry(t, 2_000_000 + 50 * i, 2_000_030 + 50 * i) for i, t in enumerate(tensors)]
+    index = b"".join(pieces)
+    data = fmt.encode_prologue(1, 0, 1, len(tensors), len(index)) + index
+    assert_refused(data.ljust(4_000_000, b"\0"))
+    same_place = b"".join(fmt.encode_entry(t, 2_000_000, 2_000_030) for t in tensors[:-1])
+    data = fmt.encode_prologue(1, 0, 1, len(tensors) - 1, len(same_place)) + same_place
+    assert_refused(data.ljust(4_000_000, b"\0"))
+
+
+def test_the_deepest_possible_name_is_read_without_recursion():
+    path = (0,) * 32_000
+    data = fmt.write_file([fmt.Tensor(path, "|u1", (1,), b"x")], index_nbytes=None)
+    begin = time.monotonic()
+    with TensorDeserializer(io.BytesIO(data), device="cpu") as deserializer:
+        ((_, _, name, value),) = deserializer.read_tensors()
+        assert name == path
+        found = deserializer.tree()
+        for _ in path:
+            (found,) = found
+        assert found is value
+        found = deserializer
+        for _ in path:
+            found = found[0]
+        assert found is value
+        assert deserializer.tree(path) is value
+    assert time.monotonic() - begin < 2 * SECONDS
+
+
+def test_hostile_sizes_need_little_memory(tmp_path):
+    if not memory.can_measure():
+        pytest.skip("the peak of the resident set cannot be measured here")
+    claims = fmt.Tensor(("a",), "|u1", (1 << 36,), bytes(16))
+    entry = fmt.encode_entry(claims, 600, 700)
+    entry = entry[:-8] + struct.pack("<Q", 1 << 36)
+    data = fmt.encode_prologue(1, 0, 0, 1, 500) + entry.ljust(500, b"\0") + fmt.encode_header(claims) + bytes(300)
+    with memory.peak_growth() as growth:
+        for options in WAYS.values():
+            assert_refused(data, tmp_path, **options)
+    assert growth.peak < 64 * memory.MIB
+
+
+@pytest.mark.parametrize(
+    "golden",
+    [g for g in golden_files.select(refused=False, encrypted=False) if g["name"].startswith("c-")],
+    ids=golden_files.name_of,
+)
+def test_a_constructed_golden_file_survives_no_single_bit_of_damage_silently(golden):
+    data = golden_files.read(golden)
+    start = golden.get("start", 0)
+    wanted = {tuple(t["path"]): golden_files.content(t) for t in golden["tensors"]}
+    ends = [r.entry.data_offset + len(r.payload) for r in fmt.read_file(data, start).records]
+    positions = range(start, max(ends))
+    step = max(1, len(positions) // 150)
+    for at in list(positions)[::step]:
+        changed = bytearray(data)
+        changed[at] ^= 1 << (at % 8)
+        source = io.BytesIO(changed)
+        source.seek(start)
+        try:
+            found = read_all(source, verify_hash=True)
+        except NEVER as error:
+            pytest.fail(f"byte {at}: {error!r}")
+        except FAMILY:
+            continue
+        unhashed = {r.path for r in fmt.read_file(data, start).records if not r.header.hashes}
+        for name, value in found.items():
+            path = (name,) if isinstance(name, str) else name
+            if path not in unhashed and path in wanted:
+                assert samples.raw(value) == wanted[path], f"byte {at}"

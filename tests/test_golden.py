@@ -1,0 +1,187 @@
+"""Every golden file through the public API, in every way of loading: the manifest's tensors, or the right refusal."""
+
+from __future__ import annotations
+
+import io
+
+import golden_files
+import pytest
+import samples
+import torch
+
+import tensorizer
+from tensorizer import TensorDeserializer, TensorType, errors
+
+LOADED = golden_files.select(refused=False)
+REFUSED = golden_files.select(refused=True)
+encryption = pytest.mark.skipif(
+    not hasattr(tensorizer, "DecryptionParams"), reason="this build of the package cannot decrypt"
+)
+
+
+def parameters(goldens):
+    return [
+        pytest.param(golden, id=golden["name"], marks=[encryption] if golden["encryption"] else [])
+        for golden in goldens
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("golden")
+
+
+def unpack(golden, folder):
+    path = folder / f"{golden['name']}.tensors"
+    if not path.exists():
+        path.write_bytes(golden_files.read(golden))
+    return path
+
+
+def decryption(golden):
+    secret = golden_files.secret(golden)
+    if secret is None:
+        return None
+    if "key" in secret:
+        return tensorizer.DecryptionParams.from_key(secret["key"])
+    return tensorizer.DecryptionParams.from_string(secret["passphrase"])
+
+
+def open_golden(golden, source, **options):
+    return TensorDeserializer(source, device="cpu", encryption=decryption(golden), **options)
+
+
+def positioned(golden, source):
+    source.seek(golden.get("start", 0))
+    return source
+
+
+def path_of(name):
+    return [name] if isinstance(name, str) else list(name)
+
+
+def check_tensor(tensor, found):
+    assert isinstance(found, torch.nn.Parameter)
+    assert found.dtype == getattr(torch, tensor["dtype"])
+    assert list(found.shape) == tensor["shape"]
+    assert found.device.type == "cpu"
+    assert found.is_contiguous()
+    assert found.requires_grad == (found.is_floating_point() or found.is_complex())
+    assert samples.raw(found) == golden_files.content(tensor)
+    assert found.untyped_storage().nbytes() == tensor["nbytes"]
+    assert found.storage_offset() == 0
+
+
+def check(golden, deserializer):
+    with deserializer:
+        read = list(deserializer.read_tensors())
+        assert [path_of(name) for _, _, name, _ in read] == [tensor["path"] for tensor in golden["tensors"]]
+        for (module_idx, kind, _, found), tensor in zip(read, golden["tensors"]):
+            assert module_idx == tensor["module_idx"]
+            assert kind is TensorType(golden_files.KINDS[tensor["kind"]])
+            check_tensor(tensor, found)
+        assert deserializer.total_tensor_bytes == sum(tensor["nbytes"] for tensor in golden["tensors"])
+
+
+WAYS = {
+    "eager": {},
+    "eager, one reader": {"num_readers": 1},
+    "eager, three readers": {"num_readers": 3},
+    "lazy": {"lazy_load": True},
+    "verified": {"verify_hash": True},
+    "lazy, verified": {"lazy_load": True, "verify_hash": True},
+    "not verified": {"verify_hash": None, "plaid_mode": True, "plaid_mode_buffers": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("golden", parameters(LOADED))
+def test_a_golden_file_holds_what_the_manifest_says(golden, way, folder):
+    options = dict(WAYS[way])
+    if golden.get("unverifiable"):
+        options.pop("verify_hash", None)
+    source = unpack(golden, folder)
+    if golden.get("start"):
+        source = positioned(golden, source.open("rb"))
+    check(golden, open_golden(golden, source, **options))
+
+
+@pytest.mark.parametrize("golden", parameters(LOADED))
+def test_a_golden_file_loads_from_memory_and_from_open_files(golden, folder):
+    path = unpack(golden, folder)
+    check(golden, open_golden(golden, positioned(golden, io.BytesIO(golden_files.read(golden)))))
+    check(golden, open_golden(golden, positioned(golden, path.open("rb")), num_readers=2))
+    check(golden, open_golden(golden, positioned(golden, path.open("rb", buffering=0)), lazy_load=True))
+
+
+@pytest.mark.parametrize("golden", parameters(g for g in LOADED if not g["encryption"]))
+def test_a_golden_file_loads_as_a_mapping_of_the_file(golden, folder):
+    source = unpack(golden, folder)
+    if golden.get("start"):
+        source = positioned(golden, source.open("rb"))
+    check(golden, open_golden(golden, source, mmap=True))
+
+
+@pytest.mark.parametrize("golden", parameters(LOADED))
+def test_tensors_of_a_golden_file_come_out_in_any_order(golden, folder):
+    source = unpack(golden, folder)
+    if golden.get("start"):
+        source = positioned(golden, source.open("rb"))
+    with open_golden(golden, source, lazy_load=True) as deserializer:
+        for tensor in reversed(golden["tensors"]):
+            found = deserializer
+            for component in tensor["path"]:
+                found = found[component]
+            check_tensor(tensor, found)
+
+
+@pytest.mark.parametrize("golden", parameters(g for g in LOADED if golden_files.secret(g)))
+def test_a_passphrase_file_opens_with_the_derived_key_too(golden, folder):
+    key = golden["encryption"]["key"]
+    if key is None:
+        assert golden["name"] == "c-v3-two-salts"
+        return
+    params = tensorizer.DecryptionParams.from_key(bytes.fromhex(key))
+    check(golden, TensorDeserializer(unpack(golden, folder), device="cpu", encryption=params))
+
+
+def read_everything(golden, source, **options):
+    with open_golden(golden, source, **options) as deserializer:
+        return list(deserializer.read_tensors())
+
+
+def error_classes(golden):
+    named = {
+        "CryptographyError": errors.CryptographyError,
+        "HashMismatchError": errors.HashMismatchError,
+        "Exception": Exception,
+        "TypeError": TypeError,
+        "ValueError": ValueError,
+    }
+    return tuple(named[name] for name in golden["errors"])
+
+
+def assert_refused(golden, source, **options):
+    with pytest.raises(Exception) as caught:
+        read_everything(golden, source, **options)
+    assert isinstance(caught.value, error_classes(golden)), repr(caught.value)
+    assert isinstance(caught.value, (errors.TensorizerError, OSError)), repr(caught.value)
+    assert str(caught.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("golden", parameters(REFUSED))
+def test_a_golden_file_that_must_be_refused_is_refused(golden, way, folder, leaves_no_descriptors):
+    path = unpack(golden, folder)
+    if golden.get("only_verifying") and not WAYS[way].get("verify_hash"):
+        assert len(read_everything(golden, path, **WAYS[way])) > 0
+        return
+    assert_refused(golden, path, **WAYS[way])
+
+
+@pytest.mark.parametrize("golden", parameters(REFUSED))
+def test_a_golden_file_is_refused_from_memory_and_as_a_mapping_too(golden, folder, leaves_no_descriptors):
+    verify = {"verify_hash": True} if golden.get("only_verifying") else {}
+    assert_refused(golden, io.BytesIO(golden_files.read(golden)), **verify)
+    if not golden["encryption"]:
+        assert_refused(golden, unpack(golden, folder), mmap=True, **verify)

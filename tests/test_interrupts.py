@@ -1,0 +1,354 @@
+"""Ctrl-C, failing sources, fork and interpreter exit: calls end soon, and nothing goes on in the background."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import reference_format as fmt
+import samples
+import torch
+from samples import tensor
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs POSIX signals and /proc")
+
+# Seconds from the signal to the exception. The promise is 0.2 on a machine that has nothing else to do; tests share
+# theirs, so the best of three tries counts.
+PROMISE = 0.2
+
+PRELUDE = """
+import gc, io, os, signal, sys, threading, time
+import torch
+from tensorizer import TensorDeserializer, TensorSerializer
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+class Trickle(io.BytesIO):
+    'A source that takes its time: one small piece per call.'
+    started = threading.Event()
+    def readinto(self, buffer):
+        if self.tell() > 100_000:
+            Trickle.started.set()
+            time.sleep(0.02)
+        return super().readinto(memoryview(buffer).cast("B")[:50_000])
+    def read(self, size=-1):
+        view = bytearray(max(0, min(size, 50_000)) if size >= 0 else 50_000)
+        return bytes(view[:self.readinto(view)])
+
+class Drip(io.BytesIO):
+    'A target that takes its time.'
+    started = threading.Event()
+    def write(self, data):
+        if self.tell() > 300_000:
+            Drip.started.set()
+            time.sleep(0.02)
+        return super().write(bytes(memoryview(data).cast("B")[:50_000]))
+
+def interrupt_when(event, delay):
+    sent = []
+    def send():
+        if event is not None:
+            event.wait(20)
+        time.sleep(delay)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread, sent
+
+def measure(call, event=None, delay=0.1):
+    before = tasks()
+    thread, sent = interrupt_when(event, delay)
+    try:
+        call()
+    except KeyboardInterrupt:
+        caught = time.monotonic()
+        thread.join()
+        for _ in range(50):
+            if tasks() <= before:
+                break
+            time.sleep(0.01)
+        print(f"{caught - sent[0]:.3f} {tasks() - before}")
+    else:
+        try:
+            thread.join()
+            time.sleep(1)
+        except KeyboardInterrupt:
+            pass
+        print("finished before the signal")
+"""
+
+
+def run(program: str, *arguments: str, timeout: float = 60):
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def assert_interrupted(program: str, *arguments) -> None:
+    """Within the promise in the best of three tries, and without a thread left in any."""
+    delays = []
+    for _ in range(3):
+        result = run(program, *arguments)
+        assert result.returncode == 0, result.stderr
+        assert "finished" not in result.stdout, "the call was over before the signal came"
+        delay, threads = result.stdout.split()
+        assert int(threads) <= 0, "threads were left"
+        delays.append(float(delay))
+        if delays[-1] < PROMISE:
+            return
+    pytest.fail(f"took {delays} s")
+
+
+@pytest.fixture(scope="module")
+def slow_file(tmp_path_factory):
+    """6 MiB, which the slow source needs more than two seconds for."""
+    values = {str(i): tensor((1 << 20,), torch.uint8, seed=i) for i in range(6)}
+    return samples.write_state_dict(tmp_path_factory.mktemp("slow") / "f.tensors", values)
+
+
+@pytest.fixture(scope="module")
+def large_file(tmp_path_factory):
+    """768 MiB of zeros in a sparse file: long enough to verify that a signal falls into it."""
+    path = tmp_path_factory.mktemp("large") / "f.tensors"
+    nbytes = 768 << 20
+    honest = fmt.Tensor(("zeros",), "|u1", (nbytes,), b"")
+    header = bytearray(fmt.encode_header(honest))
+    header[-8:] = nbytes.to_bytes(8, "little")
+    entry = fmt.encode_entry(honest, 4096 - len(header), 4096)[:-8] + nbytes.to_bytes(8, "little")
+    index_nbytes = 4096 - len(header) - fmt.PROLOGUE_NBYTES
+    with path.open("wb") as stream:
+        stream.write(fmt.encode_prologue(1, 0, nbytes, 1, index_nbytes) + entry)
+        stream.seek(4096 - len(header))
+        stream.write(header)
+        stream.truncate(4096 + nbytes + 8)
+    return path
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "TensorDeserializer(source, device='cpu')",
+        "TensorDeserializer(source, device='cpu', num_readers=1, verify_hash=True)",
+        "list(TensorDeserializer(source, device='cpu', lazy_load=True).read_tensors())",
+        "TensorDeserializer(source, device='cpu', lazy_load=True).tree()",
+    ],
+    ids=["eager", "verified", "read_tensors", "tree"],
+)
+def test_ctrl_c_ends_a_load_from_a_slow_object(slow_file, use):
+    program = f"""
+    source = Trickle(open(sys.argv[1], "rb").read())
+    measure(lambda: {use}, Trickle.started)
+    """
+    assert_interrupted(program, slow_file)
+
+
+@pytest.mark.parametrize("options", ["num_readers=2", "mmap=True"])
+def test_ctrl_c_ends_a_load_from_a_file(large_file, options):
+    program = f"""
+    measure(lambda: TensorDeserializer(sys.argv[1], device="cpu", verify_hash=True, {options}), delay=0.08)
+    """
+    assert_interrupted(program, large_file)
+
+
+def test_the_deserializer_works_again_after_an_interrupted_read(slow_file):
+    program = """
+    source = Trickle(open(sys.argv[1], "rb").read())
+    deserializer = TensorDeserializer(source, device="cpu", lazy_load=True)
+    thread, _ = interrupt_when(Trickle.started, 0.05)
+    try:
+        deserializer.tree()
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise SystemExit("no interrupt")
+    thread.join()
+    time.sleep = lambda seconds: None
+    print({name: len(value) for name, value in deserializer.items()} == {str(i): 1 << 20 for i in range(6)})
+    """
+    result = run(program, slow_file)
+    assert result.stdout == "True\n", result.stdout + result.stderr
+
+
+def test_a_signal_handler_that_does_not_raise_does_not_end_the_load(slow_file):
+    program = """
+    calls = []
+    signal.signal(signal.SIGINT, lambda *_: calls.append(1))
+    thread, _ = interrupt_when(Trickle.started, 0.05)
+    source = Trickle(open(sys.argv[1], "rb").read())
+    with TensorDeserializer(source, device="cpu") as deserializer:
+        print(len(deserializer), calls)
+    thread.join()
+    """
+    assert run(program, slow_file).stdout == "6 [1]\n"
+
+
+def test_the_exception_of_a_signal_handler_is_the_one_that_surfaces(slow_file):
+    program = """
+    class Alarm(Exception):
+        pass
+    def handler(*_):
+        raise Alarm("time is up")
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        TensorDeserializer(Trickle(open(sys.argv[1], "rb").read()), device="cpu")
+    except Alarm as error:
+        print(error)
+    """
+    assert run(program, slow_file).stdout == "time is up\n"
+
+
+def test_ctrl_c_ends_a_save_to_a_slow_object():
+    program = """
+    values = {str(i): torch.zeros(1 << 20, dtype=torch.uint8) for i in range(6)}
+    measure(lambda: TensorSerializer(Drip()).write_state_dict(values), Drip.started)
+    """
+    assert_interrupted(program)
+
+
+def test_ctrl_c_during_a_save_leaves_the_old_file_and_no_temporary_one(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"old content")
+    program = """
+    values = {"zeros": torch.zeros(1 << 30, dtype=torch.uint8)}
+    measure(lambda: TensorSerializer(sys.argv[1], fsync=False).write_state_dict(values), delay=0.08)
+    gc.collect()
+    """
+    assert_interrupted(program, path)
+    assert path.read_bytes() == b"old content"
+    assert samples.temporary_leftovers(tmp_path, "f") == []
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_source_ends_the_load_with_its_error_and_no_thread_left(slow_file):
+    program = """
+    class Fails(Trickle):
+        def readinto(self, buffer):
+            if self.tell() > 1_000_000:
+                raise ZeroDivisionError("gone")
+            return super().readinto(buffer)
+    before = tasks()
+    begin = time.monotonic()
+    try:
+        TensorDeserializer(Fails(open(sys.argv[1], "rb").read()), device="cpu", num_readers=4)
+    except ZeroDivisionError as error:
+        print(error, tasks() - before, time.monotonic() - begin < 2)
+    """
+    assert run(program, slow_file).stdout == "gone 0 True\n"
+
+
+def test_loads_and_saves_leave_no_threads_behind(slow_file, tmp_path):
+    program = """
+    TensorDeserializer(sys.argv[1], device="cpu").close()
+    torch.zeros(1 << 22).add_(1)
+    before = tasks()
+    for i in range(20):
+        with TensorDeserializer(sys.argv[1], device="cpu", verify_hash=bool(i % 2), num_readers=4) as deserializer:
+            serializer = TensorSerializer(sys.argv[2], fsync=False)
+            serializer.write_state_dict(deserializer)
+            serializer.close()
+    print(tasks() <= before)
+    """
+    assert run(program, slow_file, tmp_path / "g").stdout == "True\n"
+
+
+# --- exit and fork --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "raise SystemExit(3)", "os._exit(3)"])
+def test_the_interpreter_ends_in_the_middle_of_a_load_on_another_thread(slow_file, ending):
+    program = f"""
+    def work():
+        TensorDeserializer(Trickle(open(sys.argv[1], "rb").read()), device="cpu")
+    threading.Thread(target=work, daemon=True).start()
+    Trickle.started.wait(20)
+    {ending}
+    """
+    result = run(program, slow_file, timeout=20)
+    assert result.returncode == 3, result.stderr
+    assert "Fatal" not in result.stderr
+
+
+def test_the_interpreter_ends_in_the_middle_of_a_generator_and_with_everything_open(slow_file, tmp_path):
+    program = """
+    deserializer = TensorDeserializer(sys.argv[1], device="cpu", lazy_load=True)
+    generator = deserializer.read_tensors()
+    kept = [next(generator), next(generator)]
+    mapped = TensorDeserializer(sys.argv[1], device="cpu", mmap=True)
+    value = mapped["3"]
+    serializer = TensorSerializer(sys.argv[2])
+    serializer.write_state_dict({"a": value})
+    other = TensorSerializer(sys.argv[2] + "2")
+    """
+    result = run(program, slow_file, tmp_path / "g")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert samples.temporary_leftovers(tmp_path, "g") == []
+
+
+@pytest.mark.parametrize("moment", ["after a load", "during a load"])
+def test_a_forked_child_can_load_and_save(slow_file, tmp_path, moment):
+    program = """
+    import warnings
+    warnings.simplefilter("ignore")
+    TensorDeserializer(sys.argv[1], device="cpu", num_readers=2).close()
+    if sys.argv[3] == "during a load":
+        busy = threading.Thread(
+            target=lambda: TensorDeserializer(Trickle(open(sys.argv[1], "rb").read()), device="cpu"), daemon=True)
+        busy.start()
+        Trickle.started.wait(20)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            with TensorDeserializer(sys.argv[1], device="cpu", verify_hash=True, num_readers=2) as deserializer:
+                serializer = TensorSerializer(sys.argv[2])
+                serializer.write_state_dict(deserializer)
+                serializer.close()
+            with TensorDeserializer(sys.argv[2], device="cpu") as deserializer:
+                status = 0 if len(deserializer) == 6 else 2
+        finally:
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    result = run(program, slow_file, tmp_path / "g", moment)
+    assert result.stdout == "0\n", result.stderr
+
+
+def test_a_lazy_object_opened_before_a_fork_serves_parent_and_child(slow_file):
+    program = """
+    import warnings
+    warnings.simplefilter("ignore")
+    deserializer = TensorDeserializer(sys.argv[1], device="cpu", lazy_load=True)
+    child = os.fork()
+    total = sum(int(value.sum()) for value in deserializer.values())
+    if child == 0:
+        os._exit(total % 251)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == total % 251)
+    """
+    result = run(program, slow_file)
+    assert result.stdout == "True\n", result.stderr
+
+
+def test_a_killed_process_leaves_what_it_loaded_intact(slow_file):
+    before = slow_file.read_bytes()
+    program = """
+    found = TensorDeserializer(sys.argv[1], device="cpu", mmap=True)["0"]
+    found.zero_()
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert run(program, slow_file).returncode == -signal.SIGKILL
+    assert slow_file.read_bytes() == before
+    assert os.path.getsize(slow_file) > 6 << 20

@@ -1,0 +1,260 @@
+"""How much memory loads and saves take, what a surviving tensor keeps alive, and that nothing leaks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import memory
+import pytest
+import samples
+import torch
+from samples import tensor
+
+pytestmark = pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here")
+
+MIB = memory.MIB
+
+PRELUDE = """
+import gc, io, os, pickle, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import memory
+from memory import MIB, peak_growth, resident
+from tensorizer import TensorDeserializer, TensorSerializer
+path = sys.argv[2]
+TensorSerializer(io.BytesIO()).write_state_dict({"a": torch.ones(3)})  # what the first use costs is not measured
+TensorDeserializer(sys.argv[3], device="cpu").close()
+torch.set_num_threads(1)
+gc.collect()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("memory")
+
+
+@pytest.fixture(scope="module")
+def measure(folder):
+    """Runs a program in a process of its own, in which ``path`` is its file; gives what it printed, as numbers."""
+    small = samples.write_state_dict(folder / "small", {"a": torch.ones(3)})
+
+    def run(path, program):
+        result = subprocess.run(
+            [sys.executable, "-c", PRELUDE + textwrap.dedent(program), samples.__file__.rsplit("/", 1)[0], path, small],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        return [float(word) for word in result.stdout.split()]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def large(folder):
+    """256 MiB in tensors of many sizes, one of them of 100 MiB."""
+    values = {f"small.{i}": torch.zeros(1000 + i) for i in range(2000)}
+    values |= {f"middle.{i}": torch.zeros((4 + i % 3) * MIB, dtype=torch.uint8) for i in range(30)}
+    values["large"] = torch.zeros(100 * MIB, dtype=torch.uint8)
+    return samples.write_state_dict(folder / "large", values, fsync=False)
+
+
+@pytest.mark.parametrize("options", ["", "verify_hash=True", "lazy_load=True", "num_readers=4"])
+def test_a_load_needs_the_payload_and_at_most_64_mib(measure, large, options):
+    program = f"""
+    with peak_growth() as growth:
+        deserializer = TensorDeserializer(path, device="cpu", {options})
+        values = list(deserializer.values())
+    print(growth.peak / MIB, deserializer.total_tensor_bytes / MIB)
+    """
+    peak, payload = measure(large, program)
+    assert payload <= peak + 1
+    assert peak <= payload + 64
+
+
+def test_a_load_from_memory_needs_the_payload_and_at_most_64_mib(measure, large):
+    program = """
+    data = io.BytesIO(open(path, "rb").read())
+    with peak_growth() as growth:
+        deserializer = TensorDeserializer(data, device="cpu")
+    print(growth.peak / MIB, deserializer.total_tensor_bytes / MIB)
+    """
+    peak, payload = measure(large, program)
+    assert peak <= payload + 64
+
+
+def test_a_mapped_load_needs_next_to_nothing(measure, large):
+    program = """
+    with peak_growth() as growth:
+        deserializer = TensorDeserializer(path, device="cpu", mmap=True)
+        values = list(deserializer.values())
+    print(growth.peak / MIB)
+    """
+    (peak,) = measure(large, program)
+    assert peak < 32
+
+
+def test_lazy_opening_needs_next_to_nothing(measure, large):
+    program = """
+    with peak_growth() as growth:
+        deserializer = TensorDeserializer(path, device="cpu", lazy_load=True)
+        assert "large" in deserializer
+    print(growth.peak / MIB)
+    """
+    (peak,) = measure(large, program)
+    assert peak < 32
+
+
+@pytest.mark.parametrize("survivor", ["large", "middle.7", "small.3"])
+@pytest.mark.parametrize("lazy_load", [False, True], ids=["eager", "lazy"])
+def test_a_tensor_that_stays_alive_keeps_at_most_16_mib_besides_itself(measure, large, survivor, lazy_load):
+    program = f"""
+    before = resident()
+    with TensorDeserializer(path, device="cpu", lazy_load={lazy_load}) as deserializer:
+        values = dict(deserializer.items())
+    kept = values["{survivor}"]
+    del values, deserializer
+    gc.collect()
+    print((resident() - before) / MIB, kept.nbytes / MIB)
+    """
+    growth, own = measure(large, program)
+    assert growth <= own + 16 + 8  # the allocator of Python and C++ may keep a little
+
+
+def test_several_survivors_keep_at_most_16_mib_each(measure, large):
+    program = """
+    before = resident()
+    with TensorDeserializer(path, device="cpu") as deserializer:
+        values = dict(deserializer.items())
+    kept = [values["small.0"], values["small.1999"], values["middle.0"]]
+    del values, deserializer
+    gc.collect()
+    print((resident() - before) / MIB)
+    """
+    (growth,) = measure(large, program)
+    assert growth <= 3 * 16 + 4 + 8
+
+
+def test_streaming_without_the_cache_needs_a_bounded_amount(measure, folder):
+    path = folder / "long"
+    block = torch.zeros(8 * MIB, dtype=torch.uint8)
+    samples.write_state_dict(path, {str(i): block for i in range(96)}, fsync=False, hashes=())
+    program = """
+    with peak_growth() as growth:
+        deserializer = TensorDeserializer(path, device="cpu", lazy_load=True)
+        for _, _, _, value in deserializer.read_tensors(cache=False):
+            value.sum()
+    print(growth.peak / MIB)
+    """
+    (peak,) = measure(path, program)
+    path.unlink()
+    assert peak < 384  # of 768
+
+
+@pytest.mark.parametrize("target", ["path", "object"])
+def test_a_save_needs_at_most_300_mib_above_the_model(measure, folder, target):
+    program = f"""
+    class Null(io.RawIOBase):
+        at = 0
+        def write(self, data):
+            self.at += len(memoryview(data).cast("B"))
+            return len(memoryview(data).cast("B"))
+        def seek(self, position, whence=0):
+            self.at = position
+            return position
+        def tell(self):
+            return self.at
+        def readable(self):
+            return True
+        def writable(self):
+            return True
+        def seekable(self):
+            return True
+    wide = torch.zeros(1).expand(8 * MIB // 4)  # no memory of its own: each is copied to be written
+    values = {{str(i): wide for i in range(80)}}
+    with peak_growth() as growth:
+        serializer = TensorSerializer(path if "{target}" == "path" else Null(), fsync=False, hashes="crc32")
+        serializer.write_state_dict(values)
+        serializer.close()
+    print(growth.peak / MIB)
+    """
+    (peak,) = measure(folder / "saved", program)
+    (folder / "saved").unlink(missing_ok=True)
+    assert peak < 300
+
+
+def test_saving_a_contiguous_model_needs_no_copy_of_it(measure, folder):
+    program = """
+    values = {str(i): torch.ones(16 * MIB, dtype=torch.uint8) for i in range(25)}
+    with peak_growth() as growth:
+        serializer = TensorSerializer(path, fsync=False)
+        serializer.write_state_dict(values)
+        serializer.close()
+    print(growth.peak / MIB)
+    """
+    (peak,) = measure(folder / "saved", program)
+    (folder / "saved").unlink()
+    assert peak < 300
+
+
+def test_repeated_loads_and_saves_do_not_grow(measure, folder):
+    values = {f"t{i}": torch.zeros(1000) for i in range(500)} | {"large": torch.zeros(8 * MIB, dtype=torch.uint8)}
+    path = samples.write_state_dict(folder / "again", values, fsync=False)
+    program = """
+    def once():
+        with TensorDeserializer(path, device="cpu") as deserializer:
+            deserializer.tree()
+            list(deserializer.read_tensors())
+            TensorSerializer(path + ".copy", fsync=False).write_state_dict(deserializer)
+        with TensorDeserializer(path, device="cpu", mmap=True) as deserializer:
+            dict(deserializer)
+        try:
+            TensorDeserializer(io.BytesIO(b"|TZR|" + bytes(200)), device="cpu")
+        except ValueError:
+            pass
+    for _ in range(5):
+        once()
+    gc.collect()
+    before = resident()
+    for _ in range(30):
+        once()
+    gc.collect()
+    print((resident() - before) / MIB)
+    """
+    (growth,) = measure(path, program)
+    assert growth < 20
+
+
+def test_one_tensor_of_a_large_file_is_small_in_torch_save_and_pickle(measure, large):
+    program = """
+    with TensorDeserializer(path, device="cpu") as deserializer:
+        value = deserializer["small.5"]
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    print(len(buffer.getvalue()), value.nbytes)
+    """
+    saved, own = measure(large, program)
+    assert saved < own + 4096
+
+
+def test_twenty_thousand_small_tensors_stay_small(measure, folder):
+    values = {f"model.layers.{i}.weight": torch.ones(4) for i in range(20_000)}
+    path = samples.write_state_dict(folder / "many", values, fsync=False)
+    program = """
+    with peak_growth() as growth:
+        values = list(TensorDeserializer(path, device="cpu").values())
+    print(growth.peak / MIB)
+    """
+    (peak,) = measure(path, program)
+    assert peak < 64
+
+
+def test_the_memory_of_a_loaded_tensor_is_aligned_for_vector_code():
+    data = samples.state_dict_bytes({str(i): tensor((i,), torch.uint8) for i in range(1, 40)})
+    for value in samples.load(samples.io.BytesIO(data)).values():
+        assert value.data_ptr() % 16 == 0

@@ -1,0 +1,425 @@
+"""write_module, load_into_module and verify_module: names, order, sharing, replacement, buffers, errors."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import reference_format as fmt
+import samples
+import torch
+from samples import assert_same, named_tensor, tensor
+from torch import nn
+
+from tensorizer import TensorDeserializer, TensorSerializer, TensorType
+
+
+def module_bytes(module, **flags) -> bytes:
+    return samples.write_module(samples.KeptBytesIO(), module, **flags).getvalue()
+
+
+def open_bytes(data, **options):
+    return TensorDeserializer(io.BytesIO(data), device="cpu", **options)
+
+
+def load_into(module, data, **options):
+    with open_bytes(data, **options) as deserializer:
+        return deserializer.load_into_module(module)
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def test_names_order_types_and_indices_are_those_of_the_module_walk():
+    model = samples.net()
+    modules = [path for path, _ in model.named_modules()]
+    with open_bytes(module_bytes(model)) as deserializer:
+        found = list(deserializer.read_tensors())
+    assert [name for _, _, name, _ in found] == samples.module_names(model)
+    for idx, kind, name, value in found:
+        path, attribute = name.rsplit(".", 1)
+        assert idx == modules.index(path)
+        is_parameter = attribute in model.get_submodule(path)._parameters
+        assert kind is (TensorType.PARAM if is_parameter else TensorType.BUFFER)
+        assert samples.same(value, named_tensor(model, name))
+
+
+def test_tensors_of_the_root_have_a_leading_dot():
+    with open_bytes(module_bytes(nn.Linear(3, 2))) as deserializer:
+        assert list(deserializer) == [".weight", ".bias"]
+
+
+def test_the_file_equals_the_oracles_to_the_byte():
+    model = samples.net()
+    file = fmt.read_file(module_bytes(model))
+    assert fmt.rewrite(file) == module_bytes(model)
+
+
+def test_a_module_under_two_names_is_written_once_and_tied_weights_once_per_name():
+    names = [record.path[0] for record in fmt.read_file(module_bytes(samples.net())).records]
+    assert "blocks.0.linear.weight" in names
+    assert not [name for name in names if name.startswith("again.")]
+    assert "embed.weight" in names
+    assert "head.weight" in names
+
+
+def test_one_parameter_twice_in_one_module_is_written_once():
+    module = nn.Module()
+    module.first = nn.Parameter(tensor())
+    module.second = module.first
+    assert [record.path for record in fmt.read_file(module_bytes(module)).records] == [(".first",)]
+
+
+@pytest.mark.parametrize("persistent_only", [False, True])
+def test_non_persistent_buffers_are_written_unless_told_otherwise(persistent_only):
+    model = samples.net()
+    data = module_bytes(model, include_non_persistent_buffers=not persistent_only)
+    names = [record.path[0] for record in fmt.read_file(data).records]
+    assert names == samples.module_names(model, persistent_only=persistent_only)
+    # persistent buffers of the root stay, whatever the flag says
+    assert ".steps" in names
+    assert (".cache" in names) is not persistent_only
+
+
+def test_remove_tensors_strips_the_module_and_changes_nothing_in_the_file():
+    model = samples.net()
+    wanted = module_bytes(model)
+    names = samples.module_names(model)
+    assert module_bytes(model, remove_tensors=True) == wanted
+    for name in names:
+        path, attribute = name.rsplit(".", 1)
+        module = model.get_submodule(path)
+        assert getattr(module, attribute) is None
+        assert attribute in module._parameters or attribute in module._buffers
+    assert samples.module_names(model) == []
+
+
+def test_remove_tensors_frees_the_memory():
+    import weakref
+
+    model = samples.net()
+    alive = [weakref.ref(value) for value in model.parameters()]
+    module_bytes(model, remove_tensors=True)
+    assert [ref() for ref in alive] == [None] * len(alive)
+
+
+def test_a_failed_write_leaves_a_module_whole_that_was_to_be_stripped():
+    model = samples.net()
+    serializer = TensorSerializer(io.BytesIO())
+    serializer.write_tensor(0, "head.weight", TensorType.PARAM, tensor())
+    with pytest.raises(ValueError):
+        serializer.write_module(model, remove_tensors=True)
+    serializer.close()
+    assert len(samples.module_names(model)) > 10
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, torch.ones(2), None, nn.Linear])
+def test_what_is_no_module_is_a_type_error(value):
+    serializer = TensorSerializer(io.BytesIO())
+    with pytest.raises(TypeError):
+        serializer.write_module(value)
+    serializer.close()
+
+
+def test_more_than_65536_modules_saturate_the_stored_index():
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            empty = [nn.Module() for _ in range(65_540)]
+            last = nn.Module()
+            last.w = nn.Parameter(torch.ones(1))
+            self._modules = {str(i): child for i, child in enumerate([*empty, last])}
+
+    (record,) = fmt.read_file(module_bytes(Many())).records
+    assert record.header.module_idx == 65_535
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy_load", [False, True], ids=["eager", "lazy"])
+def test_a_module_comes_back_to_the_bit(lazy_load):
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    assert load_into(target, module_bytes(model), lazy_load=lazy_load) == len(samples.module_names(model))
+    for name in samples.module_names(model):
+        assert samples.same(named_tensor(target, name), named_tensor(model, name)), name
+
+
+def test_parameters_are_replaced_and_not_copied_into():
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    old = target.scale
+    old_bytes = samples.raw(old)
+    target.head = nn.Linear(5, 5)  # of another shape: no matter
+    target.head.bias = None
+    load_into(target, module_bytes(model))
+    assert target.scale is not old
+    assert samples.raw(old) == old_bytes
+    assert isinstance(target.scale, nn.Parameter)
+    assert target.head.weight.shape == model.head.weight.shape
+    assert target.head.weight is not target.embed.weight  # ties do not survive
+
+
+def test_buffers_stay_plain_tensors_and_keep_their_persistence():
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    load_into(target, module_bytes(model))
+    for name, value in target.named_buffers():
+        assert type(value) is torch.Tensor, name
+        assert not value.requires_grad, name
+    assert "cache" in target._non_persistent_buffers_set
+    assert "steps" not in target._non_persistent_buffers_set
+    assert "scratch" in target.blocks[1]._non_persistent_buffers_set
+    assert list(target.state_dict()) == list(model.state_dict())
+
+
+def test_a_meta_module_is_filled_completely():
+    model = samples.net(seed=1)
+    with torch.device("meta"):
+        target = samples.Net()
+    load_into(target, module_bytes(model))
+    assert not [name for name, value in target.state_dict().items() if value.is_meta]
+    assert target.cache.device.type == "cpu"
+    assert_same(dict(target.state_dict()), dict(model.state_dict()))
+
+
+def test_the_loaded_module_computes_what_the_original_computes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    with torch.device("meta"):
+        target = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    load_into(target, module_bytes(model))
+    x = torch.rand(5, 8)
+    assert torch.equal(model(x), target(x))
+
+
+def test_a_loaded_module_can_be_trained():
+    model = nn.Linear(4, 2)
+    target = nn.Linear(4, 2)
+    load_into(target, module_bytes(model))
+    optimizer = torch.optim.SGD(target.parameters(), lr=0.1)
+    target(torch.rand(3, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(target.weight, model.weight)
+
+
+def test_integer_parameters_and_buffers_load():
+    model = nn.Module()
+    model.ints = nn.Parameter(tensor((3,), torch.int64), requires_grad=False)
+    model.half = nn.Parameter(tensor((3,), torch.bfloat16))
+    model.register_buffer("mask", tensor((4,), torch.bool))
+    target = nn.Module()
+    load_into(target, module_bytes(model))
+    assert samples.same(target.ints, model.ints)
+    assert samples.same(target.half, model.half)
+    assert samples.same(target.mask, model.mask)
+    assert not target.ints.requires_grad
+    assert target.half.requires_grad
+    assert list(target.state_dict()) == ["ints", "half", "mask"]
+
+
+def test_a_marker_parameter_on_the_meta_device_is_found_loaded_and_deletable():
+    model = samples.net()
+    model.register_parameter(
+        "marker", nn.Parameter(torch.tensor((1,), device="meta", dtype=torch.int64), requires_grad=False)
+    )
+    data = module_bytes(model)
+    with open_bytes(data, lazy_load=True) as deserializer:
+        assert ".marker" in deserializer
+    target = samples.net(seed=3)
+    load_into(target, data)
+    assert target.marker.tolist() == [0]
+    del target.marker
+
+
+def test_tensors_absent_from_the_file_stay_untouched():
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    before = samples.raw(target.cache)
+    load_into(target, module_bytes(model, include_non_persistent_buffers=False))
+    assert samples.raw(target.cache) == before
+    assert samples.same(target.steps, model.steps)
+
+
+def test_a_filter_limits_what_is_loaded_and_counted():
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    before = samples.raw(target.scale)
+    with open_bytes(module_bytes(model), lazy_load=True) as deserializer:
+        seen = []
+        count = deserializer.load_into_module(
+            target, filter_func=lambda name: seen.append(name) or name.endswith(".weight")
+        )
+    assert seen == samples.module_names(model)
+    assert count == sum(name.endswith(".weight") for name in seen)
+    assert samples.raw(target.scale) == before
+    assert samples.same(target.embed.weight, model.embed.weight)
+
+
+def test_the_positional_order_of_load_into_module_is_kept():
+    model, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    with open_bytes(module_bytes(model), lazy_load=True) as deserializer:
+        assert deserializer.load_into_module(target, lambda name: name == ".bias", True) == 1
+    assert samples.same(target.bias, model.bias)
+
+
+def test_an_eager_object_loads_several_modules_that_share_the_parameters():
+    model, one, two = samples.net(seed=1), samples.net(seed=2), samples.net(seed=3)
+    with open_bytes(module_bytes(model)) as deserializer:
+        deserializer.load_into_module(one)
+        deserializer.load_into_module(two)
+        assert one.scale is two.scale
+        assert one.scale is deserializer[".scale"]
+    assert_same(dict(one.state_dict()), dict(model.state_dict()))
+
+
+def test_load_into_module_closes_the_file_and_what_was_read_before_is_used(tmp_path):
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    path = tmp_path / "f"
+    path.write_bytes(module_bytes(model))
+    stream = path.open("rb")
+    deserializer = TensorDeserializer(stream, device="cpu", lazy_load=True)
+    scale = deserializer[".scale"]
+    deserializer.load_into_module(target)
+    assert stream.closed
+    assert target.scale is scale
+    assert deserializer["embed.weight"] is target.embed.weight
+    deserializer.close()
+    assert deserializer.total_tensor_bytes == sum(
+        named_tensor(model, name).nbytes for name in samples.module_names(model)
+    )
+
+
+def test_an_uncached_tensor_is_an_error_after_a_partial_load():
+    with open_bytes(module_bytes(nn.Linear(2, 2)), lazy_load=True) as deserializer:
+        deserializer.load_into_module(nn.Linear(2, 2), filter_func=lambda name: name == ".bias")
+        with pytest.raises((RuntimeError, ValueError)):
+            deserializer[".weight"]
+
+
+def one_tensor_file(name, kind):
+    stream = samples.KeptBytesIO()
+    serializer = TensorSerializer(stream)
+    serializer.write_tensor(0, name, kind, torch.ones(2))
+    serializer.close()
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "error"),
+    [
+        ("absent.weight", TensorType.PARAM, KeyError),
+        ("absent.weight", TensorType.BUFFER, KeyError),
+        ("linear.weight", TensorType.BUFFER, KeyError),  # a parameter has the name already
+        ("norm.running_mean", TensorType.PARAM, KeyError),
+        ("linear.weight", TensorType.STATE_DICT, NotImplementedError),
+        (".", TensorType.PARAM, KeyError),  # torch refuses an empty attribute name
+    ],
+)
+def test_what_does_not_fit_the_module_is_refused(name, kind, error):
+    with pytest.raises(error):
+        load_into(samples.Block(), one_tensor_file(name, kind))
+
+
+def test_structured_names_cannot_go_into_a_module():
+    data = samples.state_dict_bytes({"linear": {"weight": tensor()}})
+    with pytest.raises(NotImplementedError):
+        load_into(samples.Block(), data)
+
+
+def test_dtype_converts_floating_point_parameters_only():
+    model = nn.Module()
+    model.w = nn.Parameter(torch.rand(4))
+    model.ints = nn.Parameter(torch.arange(4), requires_grad=False)
+    model.register_buffer("mask", torch.tensor([True, False]))
+    model.register_buffer("rotary", torch.view_as_complex(torch.rand(3, 2)))
+    target = nn.Module()
+    load_into(target, module_bytes(model), dtype=torch.float16)
+    assert samples.same(target.w, model.w.half())
+    assert samples.same(target.ints, model.ints)
+    assert samples.same(target.mask, model.mask)
+    assert samples.same(target.rotary, model.rotary)
+
+
+# --- verify_module --------------------------------------------------------------------------------------------------
+
+
+def test_an_intact_module_verifies_tensor_by_tensor():
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    with open_bytes(module_bytes(model)) as deserializer:
+        deserializer.load_into_module(target)
+        intact, results = deserializer.verify_module(target)
+    assert intact is True
+    assert [name for name, _ in results] == samples.module_names(model)
+    assert all(result is True for _, result in results)
+
+
+def test_a_changed_tensor_is_found_and_named():
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    with open_bytes(module_bytes(model)) as deserializer:
+        deserializer.load_into_module(target)
+        with torch.no_grad():
+            target.blocks[1].linear.bias[0] += 1
+            target.scale.mul_(2)
+        intact, results = deserializer.verify_module(target)
+    assert intact is False
+    assert {name for name, result in results if not result} == {"blocks.1.linear.bias", ".scale"}
+
+
+def test_names_missing_from_the_module_fail_once_and_surplus_names_are_ignored():
+    model = samples.net(seed=1)
+    deserializer = open_bytes(module_bytes(model))
+    deserializer.close()
+    partial = nn.Module()
+    partial.scale = model.scale
+    partial.surplus = nn.Parameter(torch.ones(1))
+    intact, results = deserializer.verify_module(partial)
+    assert intact is False
+    assert sorted(name for name, _ in results) == sorted(samples.module_names(model))
+    assert [name for name, result in results if result] == [".scale"]
+
+
+def test_verification_compares_bytes_of_any_layout_and_dtype():
+    model = nn.Module()
+    model.w = nn.Parameter(tensor((4, 6), seed=5))
+    with open_bytes(module_bytes(model)) as deserializer:
+        other = nn.Module()
+        other.w = nn.Parameter(model.w.detach().t().contiguous().t())
+        assert not other.w.is_contiguous()
+        assert deserializer.verify_module(other)[0] is True
+        other.w = nn.Parameter(model.w.detach().reshape(24))
+        assert deserializer.verify_module(other)[0] is True
+        other.w = nn.Parameter(model.w.detach().view(torch.int32), requires_grad=False)
+        assert deserializer.verify_module(other)[0] is True
+        other.w = nn.Parameter(model.w.detach().double())
+        assert deserializer.verify_module(other)[0] is False
+
+
+def test_verification_of_a_lazy_object_needs_the_tensors_to_be_read_first():
+    model = samples.net()
+    with open_bytes(module_bytes(model), lazy_load=True) as deserializer:
+        with pytest.raises(RuntimeError):
+            deserializer.verify_module(model)
+        deserializer.load_into_module(samples.net(seed=2))
+        assert deserializer.verify_module(model)[0] is True
+
+
+def test_verification_of_a_converted_module_fails():
+    model, target = nn.Linear(3, 3), nn.Linear(3, 3)
+    with open_bytes(module_bytes(model), dtype=torch.float16) as deserializer:
+        deserializer.load_into_module(target)
+        assert deserializer.verify_module(target)[0] is False
+        assert deserializer.verify_module(model)[0] is True
+
+
+def test_verification_covers_tied_weights_under_each_name(tmp_path):
+    model = samples.net()
+    path = tmp_path / "f"
+    path.write_bytes(module_bytes(model))
+    deserializer = TensorDeserializer(path, device="cpu", num_readers=4)
+    deserializer.close()
+    results = dict(deserializer.verify_module(model)[1])
+    assert results["embed.weight"]
+    assert results["head.weight"]
+
+
+def test_a_meta_tensor_in_the_module_cannot_be_verified():
+    model = nn.Linear(2, 2)
+    with open_bytes(module_bytes(model)) as deserializer, pytest.raises(NotImplementedError):
+        deserializer.verify_module(nn.Linear(2, 2, device="meta"))

@@ -1,0 +1,349 @@
+"""What a deserializer reads from: paths, descriptors, open files, objects with ``readinto``; and open_stream."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import samples
+import torch
+from samples import assert_same, load, state_dict_bytes, tensor
+
+from tensorizer import TensorDeserializer, stream_io
+
+VALUES = {"a": tensor((5, 3), seed=1), "b": tensor((700_000,), torch.uint8), "c": tensor((), torch.int64)}
+DATA = state_dict_bytes(VALUES)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "ünï code.tensors"
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.mark.parametrize("form", [str, lambda p: p, os.fsencode], ids=["str", "PathLike", "bytes"])
+def test_a_path_may_be_given_in_any_form(path, form, leaves_no_descriptors):
+    assert_same(load(form(path), verify_hash=True), VALUES)
+
+
+def test_a_descriptor_is_read_and_closed(path, leaves_no_descriptors):
+    descriptor = os.open(path, os.O_RDONLY)
+    assert_same(load(descriptor), VALUES)
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("lazy_load", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: p.open("rb"),
+        lambda p: p.open("rb", buffering=0),
+        lambda p: p.open("rb+"),
+        lambda p: io.BytesIO(p.read_bytes()),
+        lambda p: io.BufferedReader(io.BytesIO(p.read_bytes())),
+        lambda p: stream_io.open_stream(p),
+        lambda p: stream_io.open_stream(str(p), "rb", buffer_size=0),
+    ],
+    ids=["file", "raw file", "read-write file", "BytesIO", "BufferedReader", "open_stream", "raw open_stream"],
+)
+def test_an_open_object_is_read(path, make, lazy_load, leaves_no_descriptors):
+    stream = make(path)
+    assert_same(load(stream, lazy_load=lazy_load, verify_hash=True), VALUES)
+    assert stream.closed
+
+
+def test_temporary_files_are_read():
+    with tempfile.TemporaryFile() as stream:
+        stream.write(DATA)
+        stream.seek(0)
+        assert_same(load(stream), VALUES)
+    with tempfile.NamedTemporaryFile() as stream:
+        stream.write(DATA)
+        stream.seek(0)
+        assert_same(load(stream), VALUES)
+
+
+class Minimal:
+    """The smallest object that a deserializer must accept."""
+
+    def __init__(self, data: bytes) -> None:
+        self.stream = io.BytesIO(data)
+
+    @property
+    def closed(self) -> bool:
+        return self.stream.closed
+
+    def read(self, size: int = -1) -> bytes:
+        return self.stream.read(size)
+
+    def readinto(self, buffer) -> int:
+        return self.stream.readinto(buffer)
+
+    def seek(self, position: int) -> int:
+        return self.stream.seek(position)
+
+    def tell(self) -> int:
+        return self.stream.tell()
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+@pytest.mark.parametrize("lazy_load", [False, True], ids=["eager", "lazy"])
+def test_an_object_needs_read_readinto_seek_tell_and_close_only(lazy_load):
+    assert_same(load(Minimal(DATA), lazy_load=lazy_load, verify_hash=True), VALUES)
+
+
+class Stingy(Minimal):
+    """Gives a few bytes at a time, as ``readinto`` of a raw file may."""
+
+    def readinto(self, buffer) -> int:
+        return self.stream.readinto(memoryview(buffer).cast("B")[:4099])
+
+    def read(self, size: int = -1) -> bytes:
+        return self.stream.read(min(size, 4099) if size > 0 else size)
+
+
+def test_short_reads_of_an_object_are_continued():
+    assert_same(load(Stingy(DATA), verify_hash=True), VALUES)
+
+
+class Broken(Minimal):
+    def readinto(self, buffer) -> int:
+        if self.stream.tell() > 100_000:
+            raise ZeroDivisionError("broken object")
+        return self.stream.readinto(memoryview(buffer).cast("B")[:50_000])
+
+    read = None
+
+
+@pytest.mark.parametrize("lazy_load", [False, True], ids=["eager", "lazy"])
+def test_an_exception_of_the_object_reaches_the_caller(lazy_load):
+    stream = Broken(DATA)
+    with pytest.raises(ZeroDivisionError, match="broken object"):
+        load(stream, lazy_load=lazy_load)
+    assert stream.closed
+
+
+class Liar(Minimal):
+    """Claims more bytes than it was asked for."""
+
+    def readinto(self, buffer) -> int:
+        return len(memoryview(buffer).cast("B")) + 10
+
+    def read(self, size: int = -1) -> bytes:
+        return bytes(size + 10)
+
+
+def test_an_object_that_claims_too_many_bytes_is_an_error_and_not_a_crash():
+    with pytest.raises((OSError, ValueError)):
+        load(Liar(DATA))
+
+
+def test_reading_starts_at_the_position_of_the_object_and_offsets_are_absolute(tmp_path):
+    stream = samples.KeptBytesIO(bytes(1000))
+    stream.seek(1000)
+    samples.write_state_dict(stream, VALUES)
+    (tmp_path / "f").write_bytes(stream.getvalue())
+    for source in (
+        io.BytesIO(stream.getvalue()),
+        (tmp_path / "f").open("rb"),
+        (tmp_path / "f").open("rb", buffering=0),
+    ):
+        source.seek(1000)
+        assert_same(load(source, verify_hash=True, num_readers=2 if hasattr(source, "name") else None), VALUES)
+    assert_same(load(stream_io.open_stream(tmp_path / "f", begin=1000)), VALUES)
+    with (tmp_path / "f").open("rb") as source:
+        source.seek(1000)
+        assert_same(load(source, mmap=True), VALUES)
+    with pytest.raises(ValueError):
+        load(tmp_path / "f")
+
+
+def test_the_position_of_a_buffered_file_is_respected_after_reads(tmp_path):
+    (tmp_path / "f").write_bytes(b"some text\n" + bytes(90))
+    with (tmp_path / "f").open("rb+") as stream:
+        stream.seek(100)
+        samples.write_state_dict(stream, VALUES)
+    with (tmp_path / "f").open("rb") as stream:
+        assert stream.readline() == b"some text\n"
+        stream.read(90)
+        assert_same(load(stream), VALUES)
+
+
+def test_an_open_file_that_was_removed_or_replaced_is_still_read(tmp_path):
+    (tmp_path / "f").write_bytes(DATA)
+    with (tmp_path / "f").open("rb") as stream:
+        os.replace(samples.write_state_dict(tmp_path / "g", {"other": tensor()}), tmp_path / "f")
+        assert_same(load(stream, num_readers=2), VALUES)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: p.open("r"), lambda p: p.open("ab"), lambda p: io.StringIO("text")],
+    ids=["text", "ab", "StringIO"],
+)
+def test_an_object_in_the_wrong_mode_is_a_value_error_that_names_the_right_one(path, make):
+    with pytest.raises(ValueError, match="rb"):
+        TensorDeserializer(make(path), device="cpu")
+
+
+def test_a_closed_object_is_refused(path):
+    stream = path.open("rb")
+    stream.close()
+    with pytest.raises(ValueError):
+        TensorDeserializer(stream, device="cpu")
+
+
+def test_a_pipe_is_refused():
+    reader, writer = os.pipe()
+    os.write(writer, DATA[:1000])
+    os.close(writer)
+    with open(reader, "rb") as stream, pytest.raises((OSError, ValueError)):
+        TensorDeserializer(stream, device="cpu")
+
+
+def test_a_missing_file_and_a_directory_are_the_errors_of_open(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent"):
+        TensorDeserializer(tmp_path / "absent", device="cpu")
+    with pytest.raises(IsADirectoryError):
+        TensorDeserializer(tmp_path, device="cpu")
+    with pytest.raises(OSError):
+        TensorDeserializer(999_999, device="cpu")
+
+
+@pytest.mark.parametrize("source", [None, 3.5, object(), ["f"]], ids=repr)
+def test_what_is_no_source_is_a_type_error(source):
+    with pytest.raises(TypeError):
+        TensorDeserializer(source, device="cpu")
+
+
+def test_a_failed_constructor_closes_the_callers_file_from_the_opening_on(path):
+    stream = io.BytesIO(b"not a tensors file at all" * 10)
+    with pytest.raises(ValueError):
+        TensorDeserializer(stream, device="cpu")
+    assert stream.closed
+    stream = io.BytesIO(DATA)
+    with pytest.raises(TypeError):
+        TensorDeserializer(stream, device="cpu", encryption="no such thing")
+    assert not stream.closed
+    with pytest.raises(RuntimeError):
+        TensorDeserializer(stream, device="no such device")
+    assert not stream.closed
+
+
+def test_the_name_of_the_file_is_in_the_error(tmp_path):
+    path = tmp_path / "broken.tensors"
+    path.write_bytes(DATA[:-100_000])
+    with pytest.raises(ValueError, match=r"broken\.tensors"):
+        load(path)
+    with pytest.raises(ValueError, match="b"):
+        load(path)
+
+
+def test_real_files_are_read_with_positional_reads_on_their_own_descriptor(path):
+    class Watched(io.FileIO):
+        reads = 0
+
+        def readinto(self, buffer):
+            Watched.reads += 1
+            return super().readinto(buffer)
+
+        def read(self, size=-1):
+            Watched.reads += 1
+            return super().read(size)
+
+    stream = Watched(path, "rb")
+    assert_same(load(stream), VALUES)
+    assert Watched.reads == 0
+
+
+# --- open_stream for local paths ------------------------------------------------------------------------------------
+
+
+def test_open_stream_opens_local_files_like_open(tmp_path):
+    path = tmp_path / "new" / "folder" / "f"
+    with stream_io.open_stream(path, "wb+") as stream:
+        stream.write(b"0123456789")
+    with stream_io.open_stream(str(path)) as stream:
+        assert stream.read() == b"0123456789"
+        assert stream.name == str(path)
+    with stream_io.open_stream(path, "br", begin=4) as stream:
+        assert stream.tell() == 4
+        assert stream.read(3) == b"456"
+    with stream_io.open_stream(path, mode="rb+", buffer_size=0) as stream:
+        assert isinstance(stream, io.FileIO)
+    with stream_io.open_stream(path, "ab", end=3) as stream:
+        stream.write(b"x")
+    assert path.read_bytes() == b"0123456789x"
+
+
+def test_open_stream_ignores_what_does_not_concern_local_files(path):
+    options = {
+        "s3_access_key_id": "k",
+        "s3_secret_access_key": "s",
+        "s3_endpoint": "e",
+        "s3_region_name": "r",
+        "s3_signature_version": "s3v4",
+        "force_http": True,
+        "end": 5,
+    }
+    with stream_io.open_stream(path, **options) as stream:
+        assert stream.read() == DATA
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "rt", "w+"])
+def test_open_stream_wants_a_binary_mode(path, mode):
+    with pytest.raises(ValueError):
+        stream_io.open_stream(path, mode)
+
+
+def test_open_stream_raises_the_errors_of_open(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        stream_io.open_stream(tmp_path / "absent")
+    with pytest.raises(IsADirectoryError):
+        stream_io.open_stream(tmp_path)
+    (tmp_path / "f").write_bytes(b"")
+    with pytest.raises(FileExistsError):
+        stream_io.open_stream(tmp_path / "f", "xb")
+    with pytest.raises((OSError, ValueError)):
+        stream_io.open_stream(tmp_path / "f", begin=-1)
+
+
+def test_a_write_without_close_inside_an_open_stream_block_is_complete(tmp_path):
+    from tensorizer import TensorSerializer
+
+    with stream_io.open_stream(tmp_path / "f", "wb+") as stream:
+        TensorSerializer(stream).write_module(torch.nn.Linear(2, 2))
+    assert list(load(tmp_path / "f")) == [".weight", ".bias"]
+    with stream_io.open_stream(tmp_path / "g", mode="wb+") as stream:
+        serializer = TensorSerializer(stream)
+        serializer.write_module(torch.nn.Linear(2, 2))
+        serializer.close()
+    assert list(load(tmp_path / "g")) == [".weight", ".bias"]
+
+
+def test_a_lazy_source_over_a_stream_that_is_closed_by_its_block_is_an_error_later(path):
+    with stream_io.open_stream(path) as stream:
+        deserializer = TensorDeserializer(stream, device="cpu", lazy_load=True)
+        first = deserializer["a"]
+    assert deserializer["a"] is first
+    deserializer.close()
+
+
+def test_stdin_that_is_a_file_is_read(path):
+    program = (
+        "import sys; from tensorizer import TensorDeserializer;"
+        "print(list(TensorDeserializer(sys.stdin.buffer, device='cpu')))"
+    )
+    with path.open("rb") as stream:
+        result = subprocess.run(
+            [sys.executable, "-c", program], stdin=stream, capture_output=True, text=True, check=False, timeout=60
+        )
+    assert result.stdout.strip() == str(list(VALUES)), result.stderr
