@@ -1,0 +1,122 @@
+"""What a case is: one row of the table, measured on every contender that can do it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, Optional
+
+from benchmarks import memory, models
+from benchmarks.contender import Contender, State
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the project wants of itself in a case.
+
+    Attributes:
+        versus: A contender's name for a ratio of speeds, or ``None`` for an absolute bound.
+        at_least: Lowest ratio ``time(versus) / time(ours)`` that meets the goal.
+        at_most: Highest own value that meets the goal, in the case's unit.
+    """
+
+    versus: Optional[str] = None
+    at_least: float = 0.0
+    at_most: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row.
+
+    Attributes:
+        name: For the command line and JSON.
+        title: For the table.
+        needs: What of :class:`~benchmarks.contender.Contender` the case calls; who lacks it does not take part.
+        measure: Runs in the contender's process; returns seconds, or bytes where ``unit`` is ``"MB"``.
+        model: Which data set, of ``models.SHAPES``.
+        unit: ``"GB/s"`` (from seconds and payload), ``"ms"`` or ``"MB"``.
+        limit: Name of the contender that is the limit: ``"machine"`` (the measurement calls its own ``limits.cpp``
+            then) or another without files; empty where there is none.
+        goals: What the project wants here.
+        service: Starts what the case needs beside the contenders (a server), yields settings for the workers.
+    """
+
+    name: str
+    title: str
+    needs: str
+    measure: Callable[[Bench], float]
+    model: str = "llm"
+    unit: str = "GB/s"
+    limit: str = ""
+    goals: tuple[Goal, ...] = ()
+    service: Callable[[], AbstractContextManager[dict[str, str]]] = lambda: nullcontext({})
+
+    def takes(self, contender: Contender) -> bool:
+        """Whether the contender takes part."""
+        return contender.name == self.limit if contender.role == "limit" else contender.can(self.needs)
+
+
+@dataclass
+class Bench:
+    """Everything a measurement may use, inside the contender's process."""
+
+    contender: Contender
+    case: Case
+    folder: Path
+    tiny: Path
+    scratch: Path
+    threads: int
+    settings: dict[str, str]
+    manifest: models.Manifest = field(init=False)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.manifest = models.read_manifest(self.folder)
+
+    @property
+    def path(self) -> Path:
+        """The contender's own file of the case's model."""
+        return self.folder / f"{self.contender.name}{self.contender.suffix}"
+
+    @property
+    def target(self) -> Path:
+        """Where a save case writes."""
+        return self.scratch / f"bench-save-{self.contender.name}{self.contender.suffix}"
+
+    def wake_up(self) -> None:
+        """Import, and do the case's own call once on a tiny file, so that nothing is measured the first time."""
+        self.contender.import_library()
+        path = self.tiny / f"{self.contender.name}{self.contender.suffix}"
+        if self.case.needs.startswith("load") and path.exists():
+            arguments = (models.read_manifest(self.tiny).one,) if self.case.needs == "load_one" else ()
+            getattr(self.contender, self.case.needs)(path, *arguments)
+        elif self.case.needs.startswith("save"):
+            target = self.target.with_name(self.target.name + "-tiny")
+            getattr(self.contender, self.case.needs)(models.read_base(self.tiny), target)
+            target.unlink()
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """Measure the block, with memory ready for it."""
+        gc.collect()
+        memory.fault_in_and_free(self.manifest.nbytes + self.manifest.nbytes // 10 + (64 << 20))
+        begin = time.perf_counter()
+        yield
+        self.seconds = time.perf_counter() - begin
+
+    def check(self, state: State) -> None:
+        """Make sure that the bytes are those that were written.
+
+        Raises:
+            RuntimeError: They are not; no figure is reported then.
+        """
+        found = models.checksum(state)
+        if found != self.manifest.checksum:
+            raise RuntimeError(
+                f"{self.contender.label}: wrong bytes: checksum {found}, wanted {self.manifest.checksum}"
+            )

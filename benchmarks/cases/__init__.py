@@ -1,0 +1,16 @@
+"""All cases in the order of the report. Another subject (remote sources, encryption) is another module."""
+
+from __future__ import annotations
+
+from benchmarks.case import Case
+from benchmarks.cases import local
+
+CASES: tuple[Case, ...] = (*local.CASES,)
+
+
+def case(name: str) -> Case:
+    """The case of that name; ``KeyError`` lists those there are."""
+    for candidate in CASES:
+        if candidate.name == name:
+            return candidate
+    raise KeyError(f"no case {name!r}; there are: {', '.join(c.name for c in CASES)}")

@@ -1,0 +1,83 @@
+"""What a contender is: a library that can do some of the things that the cases measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+State = Mapping[str, "torch.Tensor"]
+
+
+class Contender:
+    """One library under measurement.
+
+    Subclasses define the methods they can do; a case runs on every contender that has the method it needs. Nothing
+    but the standard library is imported at module level: the runner reads these classes in its own environment, the
+    methods run in the contender's.
+
+    Attributes:
+        name: Short and unique, for the command line and JSON.
+        label: For tables and charts.
+        suffix: File name suffix of its format.
+        packages: Requirements of its own virtual environment; empty where the project's environment serves.
+        role: ``"ours"``, ``"reference"``, ``"other"`` or ``"limit"``.
+    """
+
+    name: str
+    label: str
+    suffix: str = ""
+    packages: tuple[str, ...] = ()
+    role: str = "other"
+
+    def import_library(self) -> None:
+        """Import everything that a measurement should not pay for."""
+        raise NotImplementedError
+
+    def version(self) -> str:
+        """The version that is measured."""
+        raise NotImplementedError
+
+    # What cases may ask for; each contender defines what it can do.
+
+    import_time: bool = False
+    """True where the import itself is worth a measurement."""
+
+    def prepare(self, state: State, path: Path) -> None:
+        """Write the file that the load cases read."""
+        raise NotImplementedError
+
+    def load(self, path: Path) -> State:
+        """All tensors, in memory of their own."""
+        raise NotImplementedError
+
+    def load_mapped(self, path: Path) -> State:
+        """All tensors, as views of the file."""
+        raise NotImplementedError
+
+    def load_verified(self, path: Path) -> State:
+        """As :meth:`load`, checking every stored digest."""
+        raise NotImplementedError
+
+    def load_one(self, path: Path, name: str) -> State:
+        """A single tensor out of the file."""
+        raise NotImplementedError
+
+    def save(self, state: State, path: Path, *, sync: bool = False) -> None:
+        """As users call it by default; with ``sync`` the bytes are on the device when it returns."""
+        raise NotImplementedError
+
+    def save_crc32(self, state: State, path: Path, *, sync: bool = False) -> None:
+        """With CRC32 alone; for those who know no digest, without any."""
+        raise NotImplementedError
+
+    def can(self, what: str) -> bool:
+        """Whether this contender offers the method or fact ``what``."""
+        own = getattr(type(self), what)
+        return own is True or own is not getattr(Contender, what)
+
+
+__all__ = ["Contender", "State"]

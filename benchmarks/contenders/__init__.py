@@ -1,0 +1,30 @@
+"""Everybody who takes part, in the order of the tables. A new contender is one file here and one line below."""
+
+from __future__ import annotations
+
+from benchmarks.contender import Contender
+from benchmarks.contenders.bare_python import BarePython
+from benchmarks.contenders.machine import Machine
+from benchmarks.contenders.ours import Ours
+from benchmarks.contenders.reference import Reference
+from benchmarks.contenders.runai_streamer import RunaiStreamer
+from benchmarks.contenders.safetensors_file import Safetensors
+from benchmarks.contenders.torch_file import Torch
+
+CONTENDERS: tuple[Contender, ...] = (
+    Ours(),
+    Reference(),
+    Safetensors(),
+    Torch(),
+    RunaiStreamer(),
+    BarePython(),
+    Machine(),
+)
+
+
+def contender(name: str) -> Contender:
+    """The contender of that name; ``KeyError`` lists those there are."""
+    for candidate in CONTENDERS:
+        if candidate.name == name:
+            return candidate
+    raise KeyError(f"no contender {name!r}; there are: {', '.join(c.name for c in CONTENDERS)}")

@@ -1,0 +1,60 @@
+"""This project, as installed in the environment that runs the benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.contender import Contender, State
+
+
+class Ours(Contender):
+    name = "ours"
+    label = "this project"
+    suffix = ".tensors"
+    role = "ours"
+    import_time = True
+
+    def import_library(self) -> None:
+        import tensorizer._C  # noqa: F401  (its absence means another project of the same name)
+
+    def version(self) -> str:
+        import tensorizer
+
+        return str(tensorizer.__version__)
+
+    def prepare(self, state: State, path: Path) -> None:
+        self.save(state, path)
+
+    def load(self, path: Path) -> State:
+        from tensorizer import TensorDeserializer
+
+        return TensorDeserializer(path, device="cpu")
+
+    def load_mapped(self, path: Path) -> State:
+        from tensorizer import TensorDeserializer
+
+        return TensorDeserializer(path, device="cpu", mmap=True)
+
+    def load_verified(self, path: Path) -> State:
+        from tensorizer import TensorDeserializer
+
+        return TensorDeserializer(path, device="cpu", verify_hash=True)
+
+    def load_one(self, path: Path, name: str) -> State:
+        from tensorizer import TensorDeserializer
+
+        with TensorDeserializer(path, device="cpu", lazy_load=True) as tensors:
+            return {name: tensors[name]}
+
+    def save(self, state: State, path: Path, *, sync: bool = False) -> None:
+        self._save(state, path, ("crc32", "sha256"), sync)
+
+    def save_crc32(self, state: State, path: Path, *, sync: bool = False) -> None:
+        self._save(state, path, "crc32", sync)
+
+    def _save(self, state: State, path: Path, hashes: object, sync: bool) -> None:
+        from tensorizer import TensorSerializer
+
+        serializer = TensorSerializer(path, hashes=hashes, fsync=sync)
+        serializer.write_state_dict(state)
+        serializer.close()

@@ -1,0 +1,64 @@
+"""The virtual environments of contenders that cannot share the project's own."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from benchmarks.contender import Contender
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def torch_requirement() -> str:
+    """The very build of torch that this environment has, so that all contenders run on one."""
+    import torch
+
+    return f"torch=={torch.__version__}"
+
+
+def python_of(contender: Contender, folder: Path, given: dict[str, Path]) -> Path:
+    """The interpreter that runs this contender; its environment is made on first use.
+
+    Args:
+        contender: Who.
+        folder: Where environments are kept.
+        given: Interpreters that the user named (``--env reference=/path/to/python``).
+
+    Raises:
+        subprocess.CalledProcessError: pip cannot install the contender (no network, no build for this Python).
+    """
+    if contender.name in given:
+        return given[contender.name]
+    if not contender.packages:
+        return Path(sys.executable)
+    requirements = [torch_requirement(), *contender.packages]
+    key = hashlib.sha256(" ".join(requirements).encode()).hexdigest()[:10]
+    place = folder / f"venv-{contender.name}-{key}"
+    python = place / "bin" / "python"
+    if not (place / "complete").exists():
+        print(f"installing {', '.join(contender.packages)} in an environment of its own", file=sys.stderr)
+        venv.create(place, with_pip=True, clear=True)
+        subprocess.run(
+            [python, "-m", "pip", "-qq", "install", "-c", ROOT / "constraints.txt", *requirements], check=True
+        )
+        (place / "complete").touch()
+    return python
+
+
+def limits_program(folder: Path) -> Path:
+    """The compiled ``limits.cpp``; compiled anew when the source changes.
+
+    Raises:
+        subprocess.CalledProcessError: The compiler's words are on standard error.
+    """
+    source = Path(__file__).with_name("limits.cpp")
+    program = folder / f"limits-{hashlib.sha256(source.read_bytes()).hexdigest()[:10]}"
+    if not program.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = ["-std=c++20", "-O3", "-march=native", "-pthread"]
+        subprocess.run(["c++", *flags, source, "-lcrypto", "-o", program], check=True)
+    return program
