@@ -11,4 +11,5 @@ PYBIND11_MODULE(_C, m) {
   tensorizer::bind::register_crypto(m);
   tensorizer::bind::register_load(m);
   tensorizer::bind::register_save(m);
+  tensorizer::bind::register_cuda(m);
 }

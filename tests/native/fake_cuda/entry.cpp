@@ -1,0 +1,640 @@
+// The entry points of the driver, and the lookup that hands them out by name and version.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "device/cuda/kernels/scatter.h"
+#include "host_memory.h"
+#include "model.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace fake_cuda {
+namespace {
+
+using CUresult = int;
+using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUcontext = ContextTag*;
+using CUstream = StreamTag*;
+using CUevent = EventTag*;
+using Lock = std::unique_lock<std::mutex>;
+
+constexpr CUresult kInvalidValue = 1;
+constexpr CUresult kNotInitialised = 3;
+constexpr CUresult kInvalidDevice = 101;
+constexpr CUresult kInvalidImage = 200;
+constexpr CUresult kInvalidContext = 201;
+constexpr CUresult kInvalidHandle = 400;
+constexpr CUresult kNotFound = 500;
+constexpr CUresult kNotReady = 600;
+constexpr CUresult kAlreadyRegistered = 712;
+constexpr CUresult kNotRegistered = 713;
+constexpr CUresult kNotSupported = 801;
+constexpr unsigned char kPoison = 0xdb;  // what a destination holds until its copy has run
+
+// The contexts that this thread has pushed; it must pop them all before it ends.
+struct ContextStack {
+  std::vector<CUcontext> contexts;
+  ~ContextStack() {
+    if (!contexts.empty()) violation("a thread ended with a context still pushed");
+  }
+};
+thread_local ContextStack context_stack;
+
+CUcontext current_context() {
+  return context_stack.contexts.empty() ? nullptr : context_stack.contexts.back();
+}
+
+// The beginning of every call: the lock, and the code to return at once if it is not 0.
+struct Call {
+  explicit Call(const char* name, bool needs_context = true, bool works_when_lost = false)
+      : lock(model().mutex) {
+    Model& m = model();
+    if (m.initialised_by != 0 && m.initialised_by != ::getpid())
+      violation(std::string(name) + " was called in a forked child");
+    code = m.fault(name);
+    if (works_when_lost && code == m.lost) code = 0;
+    if (code == 0 && m.initialised_by == 0 && std::strcmp(name, "cuInit") != 0)
+      code = kNotInitialised;
+    if (code == 0 && needs_context && !current_context()) code = kInvalidContext;
+  }
+  Lock lock;
+  CUresult code;
+};
+
+// The stream behind a handle. Default streams are good for events alone, and for nothing that the
+// program enqueues.
+std::shared_ptr<StreamTag> stream_of(CUstream handle, bool default_allowed) {
+  Model& m = model();
+  const auto number = reinterpret_cast<uintptr_t>(handle);
+  if (number <= 2) {
+    if (!default_allowed) violation("work was put on the default stream");
+    if (number == 2) violation("the per-thread default stream was used");
+    return m.default_streams[static_cast<size_t>(current_context()->device)];
+  }
+  const auto found = m.streams.find(handle);
+  if (found == m.streams.end()) violation("a stream was used that does not exist any more");
+  return found->second;
+}
+
+EventTag& event_of(CUevent handle) {
+  if (model().events.count(handle) == 0)
+    violation("an event was used that does not exist any more");
+  return *handle;
+}
+
+bool execution_fails() {
+  const Lock lock(model().mutex);
+  return model().fault("execute") != 0;
+}
+
+uint64_t checksum(const std::byte* bytes, uint64_t nbytes) {
+  uint64_t sum = nbytes;
+  uint64_t word = 0;
+  uint64_t at = 0;
+  for (; at + sizeof word <= nbytes; at += sizeof word) {
+    std::memcpy(&word, bytes + at, sizeof word);
+    sum = (sum ^ word) * 0x9e3779b97f4a7c15ULL;
+    sum ^= sum >> 29;
+  }
+  for (; at < nbytes; ++at) sum = (sum ^ static_cast<uint64_t>(bytes[at])) * 0x100000001b3ULL;
+  return sum;
+}
+
+// Where the bytes of a range are; notes the access. Ends the process where the range is no live
+// memory of the kind.
+std::byte* locate(const void* address, uint64_t nbytes, StreamTag& stream, bool on_device,
+                  bool writes) {
+  Model& m = model();
+  Block* block = m.find(on_device ? m.device_blocks : m.host_blocks, address, nbytes);
+  if (!block) {
+    if (on_device && m.any_address)
+      return const_cast<std::byte*>(static_cast<const std::byte*>(address));
+    violation(on_device ? "a copy touches device memory that is not allocated"
+                        : "an asynchronous copy uses host memory that is not pinned");
+  }
+  if (on_device && block->device != stream.device)
+    violation("a copy runs on a stream of another device than its memory");
+  m.note_access(*block, address, nbytes, stream, writes);
+  return block->bytes + (static_cast<const std::byte*>(address) - block->address);
+}
+
+// One copy that will run on a stream.
+struct PlannedCopy {
+  std::byte* to;
+  const std::byte* from;
+  uint64_t nbytes;
+  uint64_t source_sum;  // of host sources: what the copy must find when it runs
+  bool to_device;
+
+  void run() const {
+    if (to_device && checksum(from, nbytes) != source_sum)
+      violation("a slot was changed before the copies from it had run");
+    std::memcpy(to, from, nbytes);
+  }
+};
+
+PlannedCopy plan_to_device(CUdeviceptr to, const void* from, size_t nbytes, StreamTag& stream) {
+  const std::byte* source = locate(from, nbytes, stream, false, false);
+  std::byte* target = locate(reinterpret_cast<void*>(to), nbytes, stream, true, true);
+  return {target, source, nbytes, checksum(source, nbytes), true};
+}
+
+PlannedCopy plan_to_host(void* to, CUdeviceptr from, size_t nbytes, StreamTag& stream) {
+  const std::byte* source = locate(reinterpret_cast<void*>(from), nbytes, stream, true, false);
+  std::byte* target = locate(to, nbytes, stream, false, true);
+  std::memset(target, kPoison, nbytes);
+  return {target, source, nbytes, 0, false};
+}
+
+CUresult enqueue_copies(std::vector<PlannedCopy> copies, const std::shared_ptr<StreamTag>& stream) {
+  model().enqueue(stream, {[copies = std::move(copies)] {
+                             for (const PlannedCopy& copy : copies) {
+                               if (execution_fails()) return;
+                               copy.run();
+                             }
+                           },
+                           {}});
+  return 0;
+}
+
+bool is_valid_device(CUdevice device) { return device >= 0 && device < model().devices; }
+
+}  // namespace
+
+API CUresult cuInit(unsigned flags) {
+  const Call call("cuInit", false);
+  if (call.code) return call.code;
+  if (flags != 0) return kInvalidValue;
+  if (model().devices == 0) return 100;
+  model().initialised_by = ::getpid();
+  return 0;
+}
+
+API CUresult cuDriverGetVersion(int* version) {
+  *version = model().version;
+  return 0;
+}
+
+API CUresult cuGetErrorName(CUresult error, const char** name) {
+  switch (error) {
+    case 0:
+      *name = "CUDA_SUCCESS";
+      return 0;
+    case 1:
+      *name = "CUDA_ERROR_INVALID_VALUE";
+      return 0;
+    case 2:
+      *name = "CUDA_ERROR_OUT_OF_MEMORY";
+      return 0;
+    case 700:
+      *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
+      return 0;
+    case 719:
+      *name = "CUDA_ERROR_LAUNCH_FAILED";
+      return 0;
+    case 999:
+      *name = "CUDA_ERROR_UNKNOWN";
+      return 0;
+    default:
+      *name = nullptr;
+      return kInvalidValue;
+  }
+}
+
+API CUresult cuGetErrorString(CUresult, const char** text) {
+  *text = "an error of the fake driver";
+  return 0;
+}
+
+API CUresult cuDeviceGetCount(int* count) {
+  const Call call("cuDeviceGetCount", false);
+  if (call.code) return call.code;
+  *count = model().devices;
+  return 0;
+}
+
+API CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  const Call call("cuDeviceGet", false);
+  if (call.code) return call.code;
+  if (!is_valid_device(ordinal)) return kInvalidDevice;
+  *device = ordinal;
+  return 0;
+}
+
+API CUresult cuDeviceGetName(char* name, int nbytes, CUdevice device) {
+  const Call call("cuDeviceGetName", false);
+  if (call.code) return call.code;
+  if (!is_valid_device(device)) return kInvalidDevice;
+  std::snprintf(name, static_cast<size_t>(nbytes), "Fake device %d", device);
+  return 0;
+}
+
+API CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
+  const Call call("cuDeviceGetAttribute", false);
+  if (call.code) return call.code;
+  if (!is_valid_device(device)) return kInvalidDevice;
+  constexpr int kHostRegisterSupported = 99;
+  *value = attribute == kHostRegisterSupported && model().can_register ? 1 : 0;
+  return 0;
+}
+
+API CUresult cuDeviceGetPCIBusId(char* text, int nbytes, CUdevice device) {
+  const Call call("cuDeviceGetPCIBusId", false);
+  if (call.code) return call.code;
+  std::snprintf(text, static_cast<size_t>(nbytes), "FFFF:%02X:00.0", device);
+  return 0;
+}
+
+API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  const Call call("cuDevicePrimaryCtxRetain", false);
+  if (call.code) return call.code;
+  if (!is_valid_device(device)) return kInvalidDevice;
+  *context = model().contexts[static_cast<size_t>(device)].get();
+  ++(*context)->retained;
+  return 0;
+}
+
+API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
+  const Call call("cuDevicePrimaryCtxRelease", false, true);
+  if (call.code) return call.code;
+  ContextTag& context = *model().contexts[static_cast<size_t>(device)];
+  if (context.retained == 0) violation("a context was released more often than retained");
+  --context.retained;
+  return 0;
+}
+
+API CUresult cuCtxPushCurrent_v2(CUcontext context) {
+  const Call call("cuCtxPushCurrent", false, true);
+  if (call.code) return call.code;
+  if (context->retained == 0) violation("a context was used that nobody retains");
+  context_stack.contexts.push_back(context);
+  return 0;
+}
+
+API CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+  const Call call("cuCtxPopCurrent", false, true);
+  if (!current_context()) return kInvalidContext;
+  *context = current_context();
+  context_stack.contexts.pop_back();
+  return 0;
+}
+
+API CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
+  const Call call("cuThreadExchangeStreamCaptureMode", false, true);
+  if (call.code) return call.code;
+  static thread_local int current = 0;
+  std::swap(*mode, current);
+  return 0;
+}
+
+API CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
+  const Call call("cuStreamCreate");
+  if (call.code) return call.code;
+  if (flags != 1) violation("a stream was created that synchronises with the default stream");
+  *stream = model().make_stream(current_context()->device, false).get();
+  return 0;
+}
+
+API CUresult cuStreamDestroy_v2(CUstream stream) {
+  Call call("cuStreamDestroy", false);
+  const auto kept = stream_of(stream, false);  // even a lost device lets go of its streams
+  model().close_stream(call.lock, kept);
+  return call.code;
+}
+
+API CUresult cuStreamSynchronize(CUstream stream) {
+  Call call("cuStreamSynchronize");
+  if (call.code) return call.code;
+  const auto kept = stream_of(stream, false);
+  EventTag now;
+  model().record(now, kept);
+  model().wait_for_record(call.lock, now.record);
+  return model().lost;
+}
+
+API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
+  const Call call("cuStreamWaitEvent");
+  if (call.code) return call.code;
+  if (flags != 0) return kInvalidValue;
+  const auto kept = stream_of(stream, true);
+  const auto record = event_of(event).record;
+  if (!record) return 0;
+  kept->clock.merge(record->clock);
+  model().enqueue(kept, {{}, [record] { return record->stream->completed >= record->number; }});
+  return 0;
+}
+
+API CUresult cuStreamIsCapturing(CUstream stream, int* status) {
+  const Call call("cuStreamIsCapturing");
+  if (call.code) return call.code;
+  *status = stream_of(stream, true)->capturing ? 1 : 0;
+  return 0;
+}
+
+API CUresult cuEventCreate(CUevent* event, unsigned) {
+  const Call call("cuEventCreate");
+  if (call.code) return call.code;
+  *event = new EventTag{current_context()->device, nullptr};
+  model().events.insert(*event);
+  return 0;
+}
+
+API CUresult cuEventDestroy_v2(CUevent event) {
+  const Call call("cuEventDestroy", false);
+  static_cast<void>(event_of(event));
+  model().events.erase(event);
+  delete event;
+  return call.code;
+}
+
+API CUresult cuEventRecord(CUevent event, CUstream stream) {
+  const Call call("cuEventRecord");
+  if (call.code) return call.code;
+  const auto kept = stream_of(stream, true);
+  if (kept->capturing) violation("an event was recorded on a stream that captures a graph");
+  if (kept->device != event_of(event).device) return kInvalidHandle;
+  model().record(event_of(event), kept);
+  return 0;
+}
+
+API CUresult cuEventQuery(CUevent event) {
+  const Call call("cuEventQuery");
+  if (call.code) return call.code;
+  const auto record = event_of(event).record;
+  if (!record) return 0;
+  if (record->stream->completed < record->number) return kNotReady;
+  model().host.merge(record->clock);
+  return 0;
+}
+
+API CUresult cuEventSynchronize(CUevent event) {
+  Call call("cuEventSynchronize");
+  if (call.code) return call.code;
+  const auto record = event_of(event).record;
+  if (record) model().wait_for_record(call.lock, record);
+  return model().lost;
+}
+
+API CUresult cuMemHostRegister_v2(void* address, size_t nbytes, unsigned) {
+  const Call call("cuMemHostRegister");
+  if (call.code) return call.code;
+  if (!model().can_register) return kNotSupported;
+  if (!address || nbytes == 0) return kInvalidValue;
+  if (model().find(model().host_blocks, address, 1)) return kAlreadyRegistered;
+  auto block = std::make_unique<Block>();
+  block->address = block->bytes = static_cast<std::byte*>(address);
+  block->nbytes = nbytes;
+  model().host_blocks[block->address] = std::move(block);
+  return 0;
+}
+
+API CUresult cuMemHostUnregister(void* address) {
+  const Call call("cuMemHostUnregister");
+  const auto found = model().host_blocks.find(static_cast<std::byte*>(address));
+  if (found == model().host_blocks.end() || found->second->allocated) return kNotRegistered;
+  if (model().lost == 0)
+    model().require_rest(*found->second, {}, "pinned memory was unregistered under a copy");
+  model().host_blocks.erase(found);
+  return call.code;
+}
+
+API CUresult cuMemHostAlloc(void** address, size_t nbytes, unsigned) {
+  const Call call("cuMemHostAlloc");
+  if (call.code) return call.code;
+  auto block = std::make_unique<Block>();
+  block->allocated = true;
+  block->address = block->bytes = map_host(nbytes);
+  block->nbytes = nbytes;
+  *address = block->address;
+  model().host_blocks[block->address] = std::move(block);
+  return 0;
+}
+
+API CUresult cuMemFreeHost(void* address) {
+  const Call call("cuMemFreeHost");
+  const auto found = model().host_blocks.find(static_cast<std::byte*>(address));
+  if (found == model().host_blocks.end() || !found->second->allocated) return kInvalidValue;
+  if (model().lost == 0)
+    model().require_rest(*found->second, {}, "pinned memory was freed under a copy");
+  unmap(found->second->bytes, found->second->nbytes);
+  model().host_blocks.erase(found);
+  return call.code;
+}
+
+API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* pointer, void* address, unsigned flags) {
+  const Call call("cuMemHostGetDevicePointer");
+  if (call.code) return call.code;
+  if (flags != 0 || !model().find(model().host_blocks, address, 1)) return kInvalidValue;
+  *pointer = reinterpret_cast<CUdeviceptr>(address);
+  return 0;
+}
+
+API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t nbytes,
+                                  CUstream stream) {
+  const Call call("cuMemcpyHtoDAsync");
+  if (call.code) return call.code;
+  const auto kept = stream_of(stream, false);
+  return enqueue_copies({plan_to_device(to, from, nbytes, *kept)}, kept);
+}
+
+API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t nbytes, CUstream stream) {
+  const Call call("cuMemcpyDtoHAsync");
+  if (call.code) return call.code;
+  const auto kept = stream_of(stream, false);
+  return enqueue_copies({plan_to_host(to, from, nbytes, *kept)}, kept);
+}
+
+namespace {
+
+// As the driver declares it: how a source is read, two hints, flags.
+struct BatchAttributes {
+  int source_access_order;
+  int hints[4];
+  unsigned flags;
+};
+
+CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
+                    BatchAttributes* attributes, size_t* starts, size_t attribute_count,
+                    CUstream stream) {
+  const Call call("cuMemcpyBatchAsync");
+  if (call.code) return call.code;
+  if (count == 0 || attribute_count == 0 || attribute_count > count || starts[0] != 0)
+    return kInvalidValue;
+  for (size_t i = 0; i < attribute_count; ++i)
+    if (attributes[i].source_access_order < 1 || attributes[i].source_access_order > 3)
+      return kInvalidValue;
+  const auto kept = stream_of(stream, false);
+  std::vector<PlannedCopy> copies;
+  for (size_t i = 0; i < count; ++i) {
+    if (sizes[i] == 0) return kInvalidValue;
+    auto* source = reinterpret_cast<void*>(from[i]);
+    const bool to_device = model().find(model().host_blocks, source, sizes[i]) != nullptr;
+    copies.push_back(to_device
+                         ? plan_to_device(to[i], source, sizes[i], *kept)
+                         : plan_to_host(reinterpret_cast<void*>(to[i]), from[i], sizes[i], *kept));
+  }
+  std::shuffle(copies.begin(), copies.end(), model().random);  // a batch has no order inside
+  return enqueue_copies(std::move(copies), kept);
+}
+
+}  // namespace
+
+API CUresult cuMemcpyBatchAsync_v12080(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes,
+                                       size_t count, BatchAttributes* attributes, size_t* starts,
+                                       size_t attribute_count, size_t* failed, CUstream stream) {
+  *failed = SIZE_MAX;
+  return copy_batch(to, from, sizes, count, attributes, starts, attribute_count, stream);
+}
+
+API CUresult cuMemcpyBatchAsync_v13000(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes,
+                                       size_t count, BatchAttributes* attributes, size_t* starts,
+                                       size_t attribute_count, CUstream stream) {
+  return copy_batch(to, from, sizes, count, attributes, starts, attribute_count, stream);
+}
+
+API CUresult cuModuleLoadData(void** module, const void* image) {
+  const Call call("cuModuleLoadData");
+  if (call.code) return call.code;
+  static constexpr unsigned char kFatBinary[] = {0x50, 0xed, 0x55, 0xba};
+  if (std::memcmp(image, kFatBinary, sizeof kFatBinary) != 0) return kInvalidImage;
+  *module = new int(0);
+  model().modules.insert(*module);
+  return 0;
+}
+
+API CUresult cuModuleUnload(void* module) {
+  const Call call("cuModuleUnload", false);
+  if (model().modules.erase(module) == 0) violation("a module was unloaded twice");
+  delete static_cast<int*>(module);
+  return call.code;
+}
+
+API CUresult cuModuleGetFunction(void** function, void* module, const char* name) {
+  const Call call("cuModuleGetFunction");
+  if (call.code) return call.code;
+  if (model().modules.count(module) == 0) violation("a module was used after its end");
+  if (std::strcmp(name, tensorizer::device::cuda::kScatterKernelName) != 0) return kNotFound;
+  *function = module;
+  return 0;
+}
+
+// The one kernel there is: the twin on the host, over the places where the bytes are.
+API CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                            unsigned block_x, unsigned block_y, unsigned block_z,
+                            unsigned shared_nbytes, CUstream stream, void** parameters, void**) {
+  using tensorizer::device::cuda::ScatterPiece;
+  const Call call("cuLaunchKernel");
+  if (call.code) return call.code;
+  if (model().modules.count(function) == 0)
+    violation("a kernel of an unloaded module was launched");
+  if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x == 0 || block_x > 1024 || block_y != 1 ||
+      block_z != 1 || shared_nbytes != 0)
+    return kInvalidValue;
+  const auto kept = stream_of(stream, false);
+  const auto table_address = *static_cast<CUdeviceptr*>(parameters[0]);
+  const auto count = *static_cast<uint32_t*>(parameters[1]);
+  const auto slot = *static_cast<CUdeviceptr*>(parameters[2]);
+  const auto* table = reinterpret_cast<const ScatterPiece*>(locate(
+      reinterpret_cast<void*>(table_address), count * sizeof(ScatterPiece), *kept, false, false));
+  std::vector<PlannedCopy> copies;
+  for (uint32_t i = 0; i < count; ++i)
+    copies.push_back(plan_to_device(table[i].destination,
+                                    reinterpret_cast<void*>(slot + table[i].source_offset),
+                                    table[i].nbytes, *kept));
+  std::shuffle(copies.begin(), copies.end(), model().random);
+  return enqueue_copies(std::move(copies), kept);
+}
+
+namespace {
+
+CUresult asked_for_an_old_signature() { violation("a function was called by an old signature"); }
+
+struct Symbol {
+  const char* name;
+  int version;
+  void* function;
+};
+
+#define FAKE_SYMBOL(name, version, function) \
+  { #name, version, reinterpret_cast < void*>(&function) }
+#define FAKE_OLD(name, version) FAKE_SYMBOL(name, version, asked_for_an_old_signature)
+
+const Symbol kSymbols[] = {
+    FAKE_SYMBOL(cuInit, 2000, cuInit),
+    FAKE_SYMBOL(cuGetErrorName, 6000, cuGetErrorName),
+    FAKE_SYMBOL(cuGetErrorString, 6000, cuGetErrorString),
+    FAKE_SYMBOL(cuDeviceGetCount, 2000, cuDeviceGetCount),
+    FAKE_SYMBOL(cuDeviceGet, 2000, cuDeviceGet),
+    FAKE_SYMBOL(cuDeviceGetName, 2000, cuDeviceGetName),
+    FAKE_SYMBOL(cuDeviceGetAttribute, 2000, cuDeviceGetAttribute),
+    FAKE_SYMBOL(cuDeviceGetPCIBusId, 4010, cuDeviceGetPCIBusId),
+    FAKE_SYMBOL(cuDevicePrimaryCtxRetain, 7000, cuDevicePrimaryCtxRetain),
+    FAKE_OLD(cuDevicePrimaryCtxRelease, 7000),
+    FAKE_SYMBOL(cuDevicePrimaryCtxRelease, 11000, cuDevicePrimaryCtxRelease_v2),
+    FAKE_OLD(cuCtxPushCurrent, 2000),
+    FAKE_SYMBOL(cuCtxPushCurrent, 4000, cuCtxPushCurrent_v2),
+    FAKE_OLD(cuCtxPopCurrent, 2000),
+    FAKE_SYMBOL(cuCtxPopCurrent, 4000, cuCtxPopCurrent_v2),
+    FAKE_SYMBOL(cuThreadExchangeStreamCaptureMode, 10010, cuThreadExchangeStreamCaptureMode),
+    FAKE_SYMBOL(cuStreamCreate, 2000, cuStreamCreate),
+    FAKE_OLD(cuStreamDestroy, 2000),
+    FAKE_SYMBOL(cuStreamDestroy, 4000, cuStreamDestroy_v2),
+    FAKE_SYMBOL(cuStreamSynchronize, 2000, cuStreamSynchronize),
+    FAKE_SYMBOL(cuStreamWaitEvent, 3020, cuStreamWaitEvent),
+    FAKE_SYMBOL(cuStreamIsCapturing, 10000, cuStreamIsCapturing),
+    FAKE_SYMBOL(cuEventCreate, 2000, cuEventCreate),
+    FAKE_OLD(cuEventDestroy, 2000),
+    FAKE_SYMBOL(cuEventDestroy, 4000, cuEventDestroy_v2),
+    FAKE_SYMBOL(cuEventRecord, 2000, cuEventRecord),
+    FAKE_SYMBOL(cuEventQuery, 2000, cuEventQuery),
+    FAKE_SYMBOL(cuEventSynchronize, 2000, cuEventSynchronize),
+    FAKE_OLD(cuMemHostRegister, 4000),
+    FAKE_SYMBOL(cuMemHostRegister, 6050, cuMemHostRegister_v2),
+    FAKE_SYMBOL(cuMemHostUnregister, 4000, cuMemHostUnregister),
+    FAKE_SYMBOL(cuMemHostAlloc, 2020, cuMemHostAlloc),
+    FAKE_SYMBOL(cuMemFreeHost, 2000, cuMemFreeHost),
+    FAKE_OLD(cuMemHostGetDevicePointer, 2020),
+    FAKE_SYMBOL(cuMemHostGetDevicePointer, 3020, cuMemHostGetDevicePointer_v2),
+    FAKE_OLD(cuMemcpyHtoDAsync, 2000),
+    FAKE_SYMBOL(cuMemcpyHtoDAsync, 3020, cuMemcpyHtoDAsync_v2),
+    FAKE_OLD(cuMemcpyDtoHAsync, 2000),
+    FAKE_SYMBOL(cuMemcpyDtoHAsync, 3020, cuMemcpyDtoHAsync_v2),
+    FAKE_SYMBOL(cuMemcpyBatchAsync, 12080, cuMemcpyBatchAsync_v12080),
+    FAKE_SYMBOL(cuMemcpyBatchAsync, 13000, cuMemcpyBatchAsync_v13000),
+    FAKE_SYMBOL(cuModuleLoadData, 2000, cuModuleLoadData),
+    FAKE_SYMBOL(cuModuleUnload, 2000, cuModuleUnload),
+    FAKE_SYMBOL(cuModuleGetFunction, 2000, cuModuleGetFunction),
+    FAKE_SYMBOL(cuLaunchKernel, 4000, cuLaunchKernel),
+};
+
+// The newest function of that name which is no newer than the version asked for.
+CUresult look_up(const char* name, void** function, int version) {
+  *function = nullptr;
+  if (version > model().version) return kInvalidValue;
+  for (const Symbol& symbol : kSymbols)
+    if (std::strcmp(symbol.name, name) == 0 && symbol.version <= version)
+      *function = symbol.function;
+  return 0;
+}
+
+}  // namespace
+
+API CUresult cuGetProcAddress(const char* name, void** function, int version, uint64_t) {
+  const CUresult result = look_up(name, function, version);
+  return result == 0 && !*function ? kNotFound : result;
+}
+
+#ifndef FAKE_CUDA_BEFORE_12
+API CUresult cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t,
+                                 int* status) {
+  const CUresult result = look_up(name, function, version);
+  if (status) *status = *function ? 0 : 1;
+  return result;
+}
+#endif
+
+}  // namespace fake_cuda

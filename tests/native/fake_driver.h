@@ -1,0 +1,104 @@
+// The fake CUDA driver as native tests use it: chosen, opened, and asked through its control
+// functions.
+#pragma once
+
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "device/cuda/cuda_copy.h"
+#include "device/cuda/driver.h"
+#include "fake_cuda/fake_cuda.h"
+
+namespace tensorizer::device::cuda::tests {
+
+// FAKE_CUDA_LIBRARY in the environment picks another build of the fake driver.
+inline std::string fake_library() {
+  const char* chosen = std::getenv("FAKE_CUDA_LIBRARY");
+  return chosen && *chosen ? chosen : FAKE_CUDA_LIBRARY;
+}
+
+struct FakeDriver {
+#define FAKE_CONTROL(name) \
+  decltype(&fake_cuda_##name) name = find<decltype(&fake_cuda_##name)>("fake_cuda_" #name)
+  FAKE_CONTROL(fail);
+  FAKE_CONTROL(set_delay);
+  FAKE_CONTROL(reset);
+  FAKE_CONTROL(calls);
+  FAKE_CONTROL(leaks);
+  FAKE_CONTROL(forget_leaks);
+  FAKE_CONTROL(allocate);
+  FAKE_CONTROL(free);
+  FAKE_CONTROL(make_stream);
+  FAKE_CONTROL(destroy_stream);
+  FAKE_CONTROL(compute);
+  FAKE_CONTROL(wait);
+  FAKE_CONTROL(write);
+  FAKE_CONTROL(read);
+  FAKE_CONTROL(set_capturing);
+#undef FAKE_CONTROL
+
+ private:
+  template <class FunctionPointer>
+  static FunctionPointer find(const char* name) {
+    static void* const library = ::dlopen(fake_library().c_str(), RTLD_NOW | RTLD_LOCAL);
+    void* function = library ? ::dlsym(library, name) : nullptr;
+    if (!function) {
+      ADD_FAILURE() << "the fake CUDA driver has no " << name;
+      std::abort();
+    }
+    return reinterpret_cast<FunctionPointer>(function);
+  }
+};
+
+inline const FakeDriver& fake() {
+  static const FakeDriver driver;
+  return driver;
+}
+
+// Device memory of a caller, at rest when it is made and when it goes.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(size_t nbytes, int device = 0, void* stream = nullptr)
+      : stream_(stream),
+        nbytes_(nbytes),
+        data_(static_cast<std::byte*>(fake().allocate(device, nbytes))) {}
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  ~DeviceMemory() { fake().free(data_, stream_); }
+
+  std::byte* data() const { return data_; }
+  size_t size() const { return nbytes_; }
+  void fill(const std::vector<std::byte>& bytes) {
+    fake().write(data_, bytes.data(), bytes.size());
+  }
+  std::vector<std::byte> bytes() const {
+    std::vector<std::byte> copy(nbytes_);
+    fake().read(data_, copy.data(), nbytes_);
+    return copy;
+  }
+
+ private:
+  void* stream_;
+  size_t nbytes_;
+  std::byte* data_;
+};
+
+// Every test ends with nothing left in the driver.
+class FakeDriverTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    set_driver_library(fake_library());
+    fake().reset();
+    fake().set_delay(0, 50);
+  }
+  void TearDown() override {
+    for (int device = 0; device < 2; ++device) EXPECT_TRUE(release_ring(device));
+    EXPECT_STREQ(fake().leaks(), "");
+  }
+};
+
+}  // namespace tensorizer::device::cuda::tests
