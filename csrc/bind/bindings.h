@@ -12,5 +12,6 @@ void register_file(pybind11::module_& m);
 void register_crypto(pybind11::module_& m);
 void register_load(pybind11::module_& m);
 void register_save(pybind11::module_& m);
+void register_http(pybind11::module_& m);
 
 }  // namespace tensorizer::bind

@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, m) {
   tensorizer::bind::register_load(m);
   tensorizer::bind::register_save(m);
   tensorizer::bind::register_cuda(m);
+  tensorizer::bind::register_http(m);
 }

@@ -1,0 +1,211 @@
+// HTTP sources and uploads, and their settings.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "bind/bindings.h"
+#include "bind/gil.h"
+#include "io/http_put.h"
+#include "io/http_source.h"
+#include "io/parallel_read.h"
+
+namespace tensorizer::bind {
+namespace {
+
+using io::HttpOptions;
+using io::HttpSource;
+
+// Seconds in Python, milliseconds here.
+template <std::chrono::milliseconds HttpOptions::*Member>
+void seconds_property(py::class_<HttpOptions>& c, const char* name) {
+  c.def_property(
+      name, [](const HttpOptions& o) { return std::chrono::duration<double>(o.*Member).count(); },
+      [](HttpOptions& o, double s) {
+        o.*Member = std::chrono::milliseconds(std::llround(s * 1e3));
+      });
+}
+
+template <std::chrono::milliseconds io::RetryPolicy::*Member>
+void retry_seconds_property(py::class_<HttpOptions>& c, const char* name) {
+  c.def_property(
+      name,
+      [](const HttpOptions& o) { return std::chrono::duration<double>(o.retry.*Member).count(); },
+      [](HttpOptions& o, double s) {
+        o.retry.*Member = std::chrono::milliseconds(std::llround(s * 1e3));
+      });
+}
+
+// Header bytes are not always UTF-8.
+py::str latin1(const std::string& text) {
+  PyObject* result =
+      PyUnicode_DecodeLatin1(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr);
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(result);
+}
+
+void register_options(py::module_& m) {
+  using io::HttpVersion;
+  py::enum_<HttpVersion>(m, "HttpVersion")
+      .value("automatic", HttpVersion::automatic)
+      .value("http1", HttpVersion::http1)
+      .value("http2", HttpVersion::http2);
+  py::class_<HttpOptions> c(m, "HttpOptions");
+  c.def(py::init<>())
+      .def_readwrite("headers", &HttpOptions::headers)
+      .def_readwrite("user_agent", &HttpOptions::user_agent)
+      .def_readwrite("min_bytes_per_second", &HttpOptions::min_bytes_per_second)
+      .def_readwrite("max_redirects", &HttpOptions::max_redirects)
+      .def_readwrite("connections", &HttpOptions::connections)
+      .def_readwrite("max_connections", &HttpOptions::max_connections)
+      .def_readwrite("head_nbytes", &HttpOptions::head_nbytes)
+      .def_readwrite("unit_nbytes", &HttpOptions::unit_nbytes)
+      .def_readwrite("version", &HttpOptions::version)
+      .def_readwrite("ca_file", &HttpOptions::ca_file)
+      .def_readwrite("ca_path", &HttpOptions::ca_path)
+      .def_readwrite("verify_peer", &HttpOptions::verify_peer)
+      .def_readwrite("proxy", &HttpOptions::proxy)
+      .def_readwrite("no_proxy", &HttpOptions::no_proxy)
+      .def_property(
+          "retries", [](const HttpOptions& o) { return o.retry.retries; },
+          [](HttpOptions& o, int n) { o.retry.retries = n; });
+  seconds_property<&HttpOptions::connect_timeout>(c, "connect_timeout");
+  seconds_property<&HttpOptions::stall_timeout>(c, "stall_timeout");
+  seconds_property<&HttpOptions::total_timeout>(c, "total_timeout");
+  seconds_property<&HttpOptions::hedge_after>(c, "hedge_after");
+  retry_seconds_property<&io::RetryPolicy::window>(c, "retry_seconds");
+  retry_seconds_property<&io::RetryPolicy::first_delay>(c, "first_retry_delay");
+  retry_seconds_property<&io::RetryPolicy::max_delay>(c, "max_retry_delay");
+}
+
+// A Python callable that C++ may call from any thread; None gives an empty function.
+std::function<std::string()> text_function(const py::object& callable) {
+  if (callable.is_none()) return {};
+  return [held = keep_alive(callable)]() -> std::string {
+    py::gil_scoped_acquire locked;
+    return py::handle(static_cast<PyObject*>(held.get()))().cast<std::string>();
+  };
+}
+
+std::shared_ptr<HttpSource> open_source(const std::string& url, const HttpOptions& options,
+                                        uint64_t begin, std::optional<uint64_t> end,
+                                        const py::object& url_provider, double url_lifetime,
+                                        const std::string& display_name) {
+  io::HttpAddress address{url, text_function(url_provider),
+                          std::chrono::seconds(std::llround(url_lifetime)), display_name};
+  return run_interruptible([&](const std::stop_token& stop) {
+    return HttpSource::open(std::move(address), options, begin, end, stop);
+  });
+}
+
+io::Slice writable_bytes(const py::buffer_info& info) {
+  return {static_cast<std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)};
+}
+
+uint64_t read_up_to(HttpSource& source, uint64_t offset, const py::buffer& buffer) {
+  py::buffer_info info = buffer.request(true);
+  const io::Slice into = writable_bytes(info);
+  if (const std::byte* at = source.view(offset, into.size())) {
+    std::copy_n(at, into.size(), into.data());
+    return into.size();
+  }
+  return run_interruptible(
+      [&](const std::stop_token& stop) { return source.read_up_to(offset, into, stop); });
+}
+
+void read_into_parallel(HttpSource& source, uint64_t offset, const py::buffer& buffer) {
+  py::buffer_info info = buffer.request(true);
+  run_interruptible([&](const std::stop_token& stop) {
+    io::read_parallel(source, offset, writable_bytes(info), stop);
+  });
+}
+
+py::bytes read_parallel(HttpSource& source, uint64_t offset, size_t nbytes) {
+  PyObject* object = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes));
+  if (object == nullptr) throw py::error_already_set();
+  py::bytes result = py::reinterpret_steal<py::bytes>(object);
+  const io::Slice into(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(object)), nbytes);
+  if (const std::byte* at = source.view(offset, nbytes)) {
+    std::copy_n(at, nbytes, into.data());
+    return result;
+  }
+  run_interruptible(
+      [&](const std::stop_token& stop) { io::read_parallel(source, offset, into, stop); });
+  return result;
+}
+
+void register_source(py::module_& m) {
+  py::class_<HttpSource, io::RangeSource, std::shared_ptr<HttpSource>>(m, "HttpSource")
+      .def_static("open", &open_source, py::arg("url"), py::arg("options"), py::kw_only(),
+                  py::arg("begin") = 0, py::arg("end") = py::none(),
+                  py::arg("url_provider") = py::none(), py::arg("url_lifetime") = 0.0,
+                  py::arg("display_name") = "")
+      .def("read_up_to", &read_up_to, py::arg("offset"), py::arg("buffer"))
+      .def("readinto_parallel", &read_into_parallel, py::arg("offset"), py::arg("buffer"))
+      .def("read_parallel", &read_parallel, py::arg("offset"), py::arg("nbytes"))
+      .def("fix_connections", &HttpSource::fix_connections, py::arg("connections"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("close_connections", &HttpSource::close_connections,
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("response_status_line",
+                             [](const HttpSource& s) { return s.response_head().status_line; })
+      .def_property_readonly("response_headers",
+                             [](const HttpSource& s) {
+                               py::list fields;
+                               for (const auto& [name, value] : s.response_head().headers.fields())
+                                 fields.append(py::make_tuple(latin1(name), latin1(value)));
+                               return fields;
+                             })
+      .def_property_readonly("sequential",
+                             [](const HttpSource& s) { return s.traits().sequential; })
+      .def_property_readonly("seconds_to_connect", &HttpSource::seconds_to_connect)
+      .def_property_readonly("seconds_to_response", &HttpSource::seconds_to_response)
+      .def_property_readonly("requests", &HttpSource::requests)
+      .def_property_readonly("connections", &HttpSource::connections);
+}
+
+py::dict put_bytes(io::HttpUploader& uploader, const py::object& url, const py::buffer& body,
+                   std::vector<std::string> header_lines, const std::string& display_name) {
+  py::buffer_info info = body.request();
+  const io::ConstSlice bytes(static_cast<const std::byte*>(info.ptr),
+                             static_cast<size_t>(info.size * info.itemsize));
+  io::HttpPut put;
+  if (py::isinstance<py::str>(url)) {
+    put.url = [text = url.cast<std::string>()] { return text; };
+  } else {
+    put.url = text_function(url);
+  }
+  put.display_name = display_name;
+  put.header_lines = std::move(header_lines);
+  put.body = std::span<const io::ConstSlice>(&bytes, 1);
+  const io::ResponseHead head = run_interruptible(
+      [&](const std::stop_token& stop) { return io::http_put(uploader, put, stop); });
+  py::dict result;
+  for (const auto& [name, value] : head.headers.fields()) result[latin1(name)] = latin1(value);
+  return result;
+}
+
+void register_uploader(py::module_& m) {
+  py::class_<io::HttpUploader, std::shared_ptr<io::HttpUploader>>(m, "HttpUploader")
+      .def(py::init<HttpOptions>(), py::arg("options"))
+      .def("put", &put_bytes, py::arg("url"), py::arg("body"), py::kw_only(),
+           py::arg("header_lines") = std::vector<std::string>(), py::arg("display_name") = "")
+      .def(
+          "close_connections", [](io::HttpUploader& u) { u.lanes.close(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("requests",
+                             [](const io::HttpUploader& u) { return u.counters.requests.load(); });
+}
+
+}  // namespace
+
+void register_http(py::module_& m) {
+  register_options(m);
+  register_source(m);
+  register_uploader(m);
+}
+
+}  // namespace tensorizer::bind

@@ -1,0 +1,86 @@
+#include "io/connection_gate.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace tensorizer::io {
+namespace {
+
+constexpr unsigned kFirstPlaces = 8;
+// Long enough for new connections to reach their speed, short against the load of a model.
+constexpr std::chrono::milliseconds kWindow{150};
+constexpr double kWorthIt = 1.1;
+
+}  // namespace
+
+ConnectionGate::ConnectionGate(unsigned fixed, unsigned most,
+                               const std::atomic<uint64_t>& bytes) noexcept
+    : cap_(std::max(1u, most)),
+      bytes_(bytes),
+      growing_(fixed == 0),
+      places_(std::min(cap_, fixed == 0 ? kFirstPlaces : fixed)) {}
+
+ConnectionGate::Ticket ConnectionGate::enter(const std::stop_token& stop) {
+  MutexLock lock(mutex_);
+  ++waiting_;
+  consider_growth(Clock::now());
+  const bool entered =
+      changed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) { return taken_ < places_; });
+  --waiting_;
+  if (!entered) throw Error(Errc::cancelled, "cancelled");
+  ++taken_;
+  return Ticket(this);
+}
+
+void ConnectionGate::leave() {
+  MutexLock lock(mutex_);
+  consider_growth(Clock::now());
+  --taken_;
+  changed_.notify_one();
+}
+
+void ConnectionGate::consider_growth(Clock::time_point now) {
+  if (!growing_ || places_ == cap_) return;
+  const uint64_t bytes = bytes_.load(std::memory_order_relaxed);
+  const bool wanted = taken_ >= places_ && waiting_ > 0;
+  if (!wanted || !measuring_) {
+    measuring_ = wanted;
+    window_start_ = now;
+    window_bytes_ = bytes;
+    return;
+  }
+  if (now - window_start_ < kWindow) return;
+  const double seconds = std::chrono::duration<double>(now - window_start_).count();
+  const double rate = static_cast<double>(bytes - window_bytes_) / seconds;
+  window_start_ = now;
+  window_bytes_ = bytes;
+  if (rate < best_rate_ * kWorthIt) {
+    places_ = places_before_;
+    growing_ = false;
+    return;
+  }
+  best_rate_ = rate;
+  places_before_ = places_;
+  places_ = std::min(cap_, places_ * 2);
+  changed_.notify_all();
+}
+
+void ConnectionGate::fix(unsigned places) {
+  MutexLock lock(mutex_);
+  growing_ = false;
+  places_ = std::clamp(places, 1u, cap_);
+  changed_.notify_all();
+}
+
+unsigned ConnectionGate::most() const {
+  MutexLock lock(mutex_);
+  return growing_ ? cap_ : places_;
+}
+
+bool ConnectionGate::has_idle_place() const {
+  MutexLock lock(mutex_);
+  return taken_ < places_ && waiting_ == 0;
+}
+
+}  // namespace tensorizer::io

@@ -1,0 +1,127 @@
+// libcurl's handles with owners, and lanes: one lane is a set of connections that one thread drives
+// at a time.
+//
+// libcurl is initialised at the first use in a process and never torn down. A lane belongs to the
+// process that made it: after fork the child leaves the parent's connections alone and makes its
+// own.
+#pragma once
+
+#include <curl/curl.h>
+#include <sys/types.h>
+
+#include <chrono>
+#include <memory>
+#include <stop_token>
+#include <string>
+#include <vector>
+
+#include "core/sync.h"
+
+namespace tensorizer::io {
+
+struct FreeCurlEasy {
+  void operator()(CURL* easy) const noexcept { curl_easy_cleanup(easy); }
+};
+struct FreeCurlMulti {
+  void operator()(CURLM* multi) const noexcept { curl_multi_cleanup(multi); }
+};
+struct FreeCurlList {
+  void operator()(curl_slist* list) const noexcept { curl_slist_free_all(list); }
+};
+using UniqueCurlEasy = std::unique_ptr<CURL, FreeCurlEasy>;
+using UniqueCurlMulti = std::unique_ptr<CURLM, FreeCurlMulti>;
+using UniqueCurlList = std::unique_ptr<curl_slist, FreeCurlList>;
+
+// Appends `line` to a list of header lines.
+void append_line(UniqueCurlList& list, const std::string& line);
+
+// While it lives, a write to a closed connection gives an error and no SIGPIPE, whatever the
+// program did with that signal: libcurl's TLS library writes without MSG_NOSIGNAL.
+class SigpipeGuard {
+ public:
+  SigpipeGuard() noexcept;
+  ~SigpipeGuard();
+  SigpipeGuard(const SigpipeGuard&) = delete;
+  SigpipeGuard& operator=(const SigpipeGuard&) = delete;
+
+ private:
+  bool blocked_ = false;
+};
+
+// Confined to one thread at a time.
+class CurlLane {
+ public:
+  CurlLane();
+  ~CurlLane();
+  CurlLane(const CurlLane&) = delete;
+  CurlLane& operator=(const CurlLane&) = delete;
+
+  // A handle in its first state, for one request; give it back with give_easy.
+  UniqueCurlEasy take_easy();
+  void give_easy(UniqueCurlEasy easy) noexcept;
+
+  // `easy` starts to move with perform().
+  void add(CURL* easy);
+  void remove(CURL* easy) noexcept;
+
+  // Moves whatever can be moved without waiting. Requests find their end in the CURLcode that their
+  // CURLOPT_PRIVATE pointer, a CurlCompletion, receives. REQUIRES: the caller holds a SigpipeGuard.
+  void perform();
+  // Waits until there is something to move, `timeout` is over, or wake() was called.
+  void wait(std::chrono::milliseconds timeout);
+  // The one call that is allowed from another thread.
+  void wake() noexcept { curl_multi_wakeup(multi_.get()); }
+
+  bool belongs_to_this_process() const noexcept;
+
+ private:
+  UniqueCurlMulti multi_;
+  std::vector<UniqueCurlEasy> spare_;
+  const pid_t process_;
+};
+
+// Where CurlLane::perform notes the end of a request.
+struct CurlCompletion {
+  bool done = false;
+  CURLcode code = CURLE_OK;
+};
+
+// Lanes that wait with their connections open. Internally locked.
+class CurlLanePool {
+ public:
+  // Gives the lane back, or ends its connections if the pool was closed meanwhile.
+  class Lease {
+   public:
+    Lease() = default;
+    Lease(CurlLanePool* pool, std::unique_ptr<CurlLane> lane) noexcept
+        : pool_(pool), lane_(std::move(lane)) {}
+    Lease(Lease&&) = default;
+    Lease& operator=(Lease&& other) noexcept {
+      std::swap(pool_, other.pool_);
+      std::swap(lane_, other.lane_);
+      return *this;
+    }
+    ~Lease() {
+      if (lane_) pool_->give_back(std::move(lane_));
+    }
+    CurlLane& operator*() const noexcept { return *lane_; }
+    explicit operator bool() const noexcept { return lane_ != nullptr; }
+
+   private:
+    CurlLanePool* pool_ = nullptr;
+    std::unique_ptr<CurlLane> lane_;
+  };
+
+  Lease take();
+  // Ends the connections of idle lanes, and those of busy ones when they come back.
+  void close() noexcept;
+
+ private:
+  void give_back(std::unique_ptr<CurlLane> lane) noexcept;
+
+  Mutex mutex_;
+  std::vector<std::unique_ptr<CurlLane>> idle_ GUARDED_BY(mutex_);
+  bool closed_ GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace tensorizer::io

@@ -1,0 +1,35 @@
+#include "io/parallel_read.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "core/checked_math.h"
+#include "core/error.h"
+#include "core/task_group.h"
+
+namespace tensorizer::io {
+
+void read_parallel(RangeSource& source, uint64_t offset, Slice into, const std::stop_token& stop) {
+  const SourceTraits traits = source.traits();
+  const uint64_t unit = std::max<uint64_t>(1, traits.unit_nbytes);
+  const uint64_t units = ceil_div(into.size(), unit);
+  const uint64_t workers = traits.sequential ? 1 : std::min<uint64_t>(traits.concurrency, units);
+  if (workers <= 1) return source.read_at(offset, into, stop);
+  std::atomic<uint64_t> next{0};
+  TaskGroup group;
+  const std::stop_callback forward(stop, [&group] { group.request_stop(); });
+  for (uint64_t i = 0; i < workers; ++i) {
+    group.spawn([&](const std::stop_token& stop_all) {
+      for (uint64_t k = next.fetch_add(1); k < units && !stop_all.stop_requested();
+           k = next.fetch_add(1)) {
+        const uint64_t begin = k * unit;
+        const size_t nbytes = static_cast<size_t>(std::min<uint64_t>(unit, into.size() - begin));
+        source.read_at(offset + begin, into.subspan(static_cast<size_t>(begin), nbytes), stop_all);
+      }
+    });
+  }
+  group.join();
+  if (stop.stop_requested()) throw Error(Errc::cancelled, "cancelled");
+}
+
+}  // namespace tensorizer::io

@@ -1,0 +1,59 @@
+// A place within a scatter list, to which bytes are appended. Borrows the list and its memory.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+
+#include "io/slices.h"
+
+namespace tensorizer::io {
+
+class ScatterCursor {
+ public:
+  ScatterCursor() = default;
+  // Starts `skip` bytes into the list.
+  explicit ScatterCursor(std::span<const Slice> slices, uint64_t skip = 0) noexcept
+      : slices_(slices), room_(total_nbytes(slices)) {
+    while (skip > 0 && !slices_.empty()) {
+      const uint64_t step = std::min<uint64_t>(skip, slices_.front().size() - used_);
+      advance(static_cast<size_t>(step));
+      skip -= step;
+    }
+  }
+
+  // Copies as much as there is room for; returns how much that was.
+  size_t put(std::span<const std::byte> bytes) noexcept {
+    size_t done = 0;
+    while (done < bytes.size() && room_ > 0) {
+      drop_full();
+      const Slice& slice = slices_.front();
+      const size_t step = std::min(bytes.size() - done, slice.size() - used_);
+      std::memcpy(slice.data() + used_, bytes.data() + done, step);
+      advance(step);
+      done += step;
+    }
+    return done;
+  }
+
+  uint64_t room() const noexcept { return room_; }
+
+ private:
+  void advance(size_t step) noexcept {
+    used_ += step;
+    room_ -= step;
+    drop_full();
+  }
+  void drop_full() noexcept {
+    while (!slices_.empty() && used_ == slices_.front().size()) {
+      slices_ = slices_.subspan(1);
+      used_ = 0;
+    }
+  }
+
+  std::span<const Slice> slices_;
+  size_t used_ = 0;  // of the first slice
+  uint64_t room_ = 0;
+};
+
+}  // namespace tensorizer::io
