@@ -1,5 +1,6 @@
 // Sources and sinks as Python sees them: opaque handles, plus plain reads for the stream classes.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 

@@ -7,5 +7,6 @@ namespace tensorizer::bind {
 
 void register_errors(pybind11::module_& m);
 void register_io(pybind11::module_& m);
+void register_redis(pybind11::module_& m);
 
 }  // namespace tensorizer::bind

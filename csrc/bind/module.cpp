@@ -7,4 +7,5 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled half of tensorizer. Private: signatures may change between any two releases.";
   tensorizer::bind::register_errors(m);
   tensorizer::bind::register_io(m);
+  tensorizer::bind::register_redis(m);
 }
