@@ -13,4 +13,5 @@ PYBIND11_MODULE(_C, m) {
   tensorizer::bind::register_save(m);
   tensorizer::bind::register_cuda(m);
   tensorizer::bind::register_http(m);
+  tensorizer::bind::register_redis(m);
 }
