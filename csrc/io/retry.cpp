@@ -20,12 +20,8 @@ std::optional<milliseconds> RetryState::after_failure(
   milliseconds delay = std::min(policy_.first_delay, policy_.max_delay);
   for (int i = 1; i < failures_in_a_row_ && delay < policy_.max_delay; ++i)
     delay = std::min(delay * 2, policy_.max_delay);
-<<<<<<< HEAD
   delay =
       milliseconds(static_cast<int64_t>(static_cast<double>(delay.count()) * (0.5 + 0.5 * chance)));
-=======
-  delay = milliseconds(static_cast<int64_t>(static_cast<double>(delay.count()) * (0.5 + 0.5 * chance)));
->>>>>>> stores
   if (retry_after) delay = std::max(delay, *retry_after);
   if (delay > policy_.window || now + delay > first_failure_ + policy_.window) return std::nullopt;
   return delay;

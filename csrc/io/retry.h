@@ -1,19 +1,11 @@
 // When a failed request is tried again, and after how long. Pure: time and chance are arguments.
 //
-<<<<<<< HEAD
 // What is worth a retry is decided where the failure is understood (http_check.h). Here: a first
 // try and up to `retries` more, as long as they begin within `window` of the first failure. A try
 // that moved at least `progress_nbytes` forward starts the count anew, so a long transfer over a
 // bad line ends, and one that stands still gives up. Delays double from `first_delay` to
 // `max_delay`, half of each chosen by chance so that many clients that failed together do not come
 // back together; a server's Retry-After is obeyed when it is longer.
-=======
-// What is worth a retry is decided where the failure is understood (http_check.h). Here: a first try and up to
-// `retries` more, as long as they begin within `window` of the first failure. A try that moved at least
-// `progress_nbytes` forward starts the count anew, so a long transfer over a bad line ends, and one that stands still
-// gives up. Delays double from `first_delay` to `max_delay`, half of each chosen by chance so that many clients that
-// failed together do not come back together; a server's Retry-After is obeyed when it is longer.
->>>>>>> stores
 #pragma once
 
 #include <chrono>
@@ -38,13 +30,8 @@ class RetryState {
 
   explicit RetryState(const RetryPolicy& policy) noexcept : policy_(policy) {}
 
-<<<<<<< HEAD
   // A try failed at `now` after `progress_nbytes` new bytes; `chance` is uniform in [0, 1). Returns
   // the time to wait before the next try, or nullopt when there is none.
-=======
-  // A try failed at `now` after `progress_nbytes` new bytes; `chance` is uniform in [0, 1). Returns the time to wait
-  // before the next try, or nullopt when there is none.
->>>>>>> stores
   std::optional<std::chrono::milliseconds> after_failure(
       TimePoint now, uint64_t progress_nbytes, double chance,
       std::optional<std::chrono::milliseconds> retry_after) noexcept;
