@@ -292,7 +292,6 @@ void register_keys(py::module_& m) {
 void register_load(py::module_& m) {
   register_index(m);
   register_keys(m);
-  py::class_<device::CopyEngine, std::shared_ptr<device::CopyEngine>>(m, "CopyEngine");
   register_batch(m);
 }
 
