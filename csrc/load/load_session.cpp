@@ -112,6 +112,7 @@ class LoadSession::Worker {
   // Plain payloads go where they belong: the destination, or the slot. Ciphertext goes to the cipher buffer.
   void read(const Unit& unit, const device::SlotLease& slot) {
     slices_.clear();
+    make_trash(unit);
     cipher_ = nullptr;
     uint64_t from = unit.offset;
     if (s_.has_crypt_info() && unit.payload_nbytes > 0) {
@@ -140,11 +141,17 @@ class LoadSession::Worker {
     flush();
   }
 
+  // Room for the longest gap, before any slice points to it.
+  void make_trash(const Unit& unit) {
+    for (const Segment& segment : segments_of(unit)) {
+      if (segment.kind == Segment::Kind::skip && segment.nbytes > trash_.size()) trash_.resize(segment.nbytes);
+    }
+  }
+
   io::Slice place_for(const Segment& segment, const Unit& unit, const device::SlotLease& slot) {
     switch (segment.kind) {
       case Segment::Kind::header: return header_slice(segment.target);
       case Segment::Kind::skip:
-        trash_.resize(std::max<size_t>(trash_.size(), segment.nbytes));
         return {trash_.data(), segment.nbytes};
       case Segment::Kind::payload: break;
     }
