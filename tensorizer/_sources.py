@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import stat
@@ -61,7 +62,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         return _open_object(stream)
     if isinstance(file_obj, int):
         source = _C.FileSource(file_obj, f"<descriptor {file_obj}>")
-        return OpenedSource(source, os.lseek(file_obj, 0, os.SEEK_CUR), None, _nothing)
+        return OpenedSource(source, os.lseek(file_obj, 0, os.SEEK_CUR), None, source.close)
     path = os.fsdecode(file_obj)
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
@@ -70,11 +71,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         source = _C.FileSource(descriptor, path)
     finally:
         os.close(descriptor)
-    return OpenedSource(source, 0, None, _nothing)
-
-
-def _nothing() -> None:
-    """For sources that close with their last reference."""
+    return OpenedSource(source, 0, None, source.close)
 
 
 def real_file(file_obj: Any) -> Optional[int]:
@@ -111,8 +108,14 @@ def _open_object(file_obj: Any) -> OpenedSource:
     if descriptor is not None:
         if getattr(file_obj, "writable", lambda: False)():
             file_obj.flush()
-        return OpenedSource(_C.FileSource(descriptor, describe(file_obj)), start, file_obj, file_obj.close)
+        source = _C.FileSource(descriptor, describe(file_obj))
+        return OpenedSource(source, start, file_obj, functools.partial(_close_both, source, file_obj))
     return OpenedSource(_C.PyFileSource(file_obj, describe(file_obj)), start, file_obj, file_obj.close)
+
+
+def _close_both(source: _C.RangeSource, file_obj: Any) -> None:
+    source.close()
+    file_obj.close()
 
 
 def _check_readable(file_obj: Any) -> None:

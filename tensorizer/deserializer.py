@@ -149,6 +149,7 @@ class TensorDeserializer(
             mapping=_map_source(opened.source) if mmap else None,
         )
         self._dtype = dtype
+        self._mapped = mmap
         self.total_file_bytes: int = index.tensor_size
         self.total_tensor_bytes: int = index.total_loaded_nbytes(list(self._selection))
         self.read_bytes = 0
@@ -174,7 +175,6 @@ class TensorDeserializer(
         self._closed = True
         opened, self._opened, self._reader = self._opened, None, None
         if opened is not None:
-            self._final_bytes_read = opened.source.bytes_read
             opened.close()
 
     def __enter__(self) -> TensorDeserializer:
@@ -202,9 +202,10 @@ class TensorDeserializer(
         counter = getattr(self._stream, "bytes_read", None)
         if isinstance(counter, int):
             return counter
-        if self._opened is not None:
-            return cast(int, self._opened.source.bytes_read)
-        return self.total_tensor_bytes
+        if self._opened is None:
+            return self.total_tensor_bytes
+        mapped = sum(map(self._index.data_nbytes, self._cache)) if self._mapped else 0
+        return int(self._opened.source.bytes_read) + mapped
 
     @property
     def cache_status(self) -> Optional[str]:
@@ -314,9 +315,10 @@ class TensorDeserializer(
         Raises:
             ValueError: `num_tensors` below -1.
         """
-        for i, tensor in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=False):
+        for i, box in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=False):
             headers, position = self._headers[i]
-            yield headers.module_idx(position), TensorType(self._index.type(i)), self._names[i], tensor
+            # Out of its box, so that this suspended generator does not keep it alive.
+            yield headers.module_idx(position), TensorType(self._index.type(i)), self._names[i], box.pop()
 
     def read_numpy_arrays(
         self,
@@ -340,28 +342,33 @@ class TensorDeserializer(
             cache: As in :meth:`read_tensors`.
 
         Raises:
-            RuntimeError: The target device is not the CPU.
+            RuntimeError: The target device is not the CPU; the file is closed (as after an eager load) and the tensor
+                was converted by the constructor's ``dtype``, so that its stored form is gone.
             ValueError: A dtype that numpy lacks, without `allow_raw_data`; `num_tensors` below -1.
         """
         if self._device.type != "cpu":
             raise RuntimeError(f"numpy arrays live on the CPU; this deserializer was opened for device {self._device}")
-        for i, tensor in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=True):
-            headers, position = self._headers[i]
-            dtype = tensor.dtype
-            numpy_dtype, opaque = _dtypes.numpy_storage(dtype)
-            if opaque and not allow_raw_data:
-                raise ValueError(
-                    f"tensor {self._names[i]!r} has dtype {dtype}, which numpy lacks; "
-                    "allow_raw_data=True yields its elements as integers"
-                )
-            yield (
-                headers.module_idx(position),
-                TensorType(self._index.type(i)),
-                self._names[i],
-                _as_array(tensor.detach(), numpy_dtype, opaque),
-                opaque,
-                str(dtype) if opaque else None,
+        for i, box in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=True):
+            yield self._as_numpy_item(i, box.pop(), allow_raw_data)
+
+    def _as_numpy_item(
+        self, i: int, tensor: torch.Tensor, allow_raw_data: bool
+    ) -> tuple[int, TensorType, Name, np.ndarray[Any, Any], bool, Optional[str]]:
+        headers, position = self._headers[i]
+        numpy_dtype, opaque = _dtypes.numpy_storage(tensor.dtype)
+        if opaque and not allow_raw_data:
+            raise ValueError(
+                f"tensor {self._names[i]!r} has dtype {tensor.dtype}, which numpy lacks; "
+                "allow_raw_data=True yields its elements as integers"
             )
+        return (
+            headers.module_idx(position),
+            TensorType(self._index.type(i)),
+            self._names[i],
+            _as_array(tensor.detach(), numpy_dtype, opaque),
+            opaque,
+            str(tensor.dtype) if opaque else None,
+        )
 
     def _read_on(
         self,
@@ -370,7 +377,7 @@ class TensorDeserializer(
         verify_hash: Optional[bool],
         cache: bool,
         raw: bool,
-    ) -> Iterator[tuple[int, Any]]:
+    ) -> Iterator[tuple[int, list[Any]]]:
         if num_tensors < -1:
             raise ValueError(f"num_tensors: wanted -1 (all) or more, found {num_tensors}")
         verify = self._verify_hash if verify_hash is None else bool(verify_hash)
@@ -383,7 +390,7 @@ class TensorDeserializer(
             for position, i in batch:
                 self._cursor = position + 1
                 left -= 1
-                yield i, tensors.pop(i)
+                yield i, [tensors.pop(i)]
 
     def _next_batch(self, filter_func: Optional[FilterFuncType], left: float) -> list[tuple[int, int]]:
         """(position in the selection, entry) of the next tensors that the filter accepts."""
@@ -416,8 +423,13 @@ class TensorDeserializer(
         return result
 
     def _is_cast(self, i: int) -> bool:
-        reader = self._reader
-        return reader is None or reader.casts(reader.stored_dtype(i))
+        """Whether the cached form of a tensor is, or would be, another one than the stored one."""
+        cached = self._cache.get(i)
+        if cached is not None and i in self._headers:
+            headers, position = self._headers[i]
+            return cached.dtype != _dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
+        reader = self._reader_or_raise()
+        return reader.casts(reader.stored_dtype(i))
 
     # ---- modules ----------------------------------------------------------------------------------------------------
 
@@ -445,6 +457,7 @@ class TensorDeserializer(
             NotImplementedError: The file holds a state dict; use ``m.load_state_dict(deserializer)``.
         """
         try:
+            module_tree.check_module(m)
             chosen = [i for i in self._selection if filter_func is None or filter_func(self._names[i])]
             modules = dict(m.named_modules())
             for i in chosen:
@@ -478,6 +491,7 @@ class TensorDeserializer(
             RuntimeError: A tensor of the file was not read yet, so that its hashes are unknown.
             NotImplementedError: A tensor of `m` is on the meta device.
         """
+        module_tree.check_module(m)
         unread = [self._names[i] for i in self._selection if i not in self._headers]
         if unread:
             raise RuntimeError(

@@ -11,6 +11,7 @@ __all__ = [
     "ModuleTensor",
     "Path",
     "branch",
+    "check_module",
     "flatten",
     "insert_into_module",
     "live_tensors",
@@ -29,6 +30,16 @@ class ModuleTensor(NamedTuple):
     name: str  # "<module path>.<attribute>"; a tensor of the root starts with a dot
     is_buffer: bool
     tensor: torch.Tensor
+
+
+def check_module(module: object) -> None:
+    """Refuses what is no module.
+
+    Raises:
+        TypeError: Another type.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"wanted a torch.nn.Module, found {type(module).__name__}")
 
 
 def walk_module(root: torch.nn.Module, include_non_persistent_buffers: bool) -> Iterator[ModuleTensor]:

@@ -75,8 +75,9 @@ class TensorSerializer:
         compress_tensors: Accepted, without effect.
         encryption: Encrypts every tensor with this key.
         limit_cpu_concurrency: Upper bound for threads; ``None`` uses as many as are useful.
-        hashes: Digests to store per tensor: ``"crc32"``, ``"sha256"``, a collection of these (empty: none). ``None``
-            writes what readers expect: both, or SHA-256 alone in encrypted files.
+        hashes: Digests to store per tensor: ``"crc32"``, ``"sha256"``, a collection of these; ``None`` or an empty
+            collection stores none. The default is both, as readers expect. Encrypted tensors never get a CRC32, whose
+            four bytes would say too much about short plaintexts.
         fsync: Syncs a local path before it takes its name, so that a crash of the machine leaves the old file or the
             new one. ``False`` is faster and gives that up.
         progress: ``True`` shows a bar; a callable is told about bytes done.
@@ -96,7 +97,7 @@ class TensorSerializer:
         *,
         encryption: Any = None,
         limit_cpu_concurrency: Optional[int] = None,
-        hashes: Union[str, Collection[str], None] = None,
+        hashes: Union[str, Collection[str], None] = _HASH_NAMES,
         fsync: bool = True,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
@@ -199,6 +200,7 @@ class TensorSerializer:
             NotImplementedError: Quantized tensors.
             OSError: The data could not be written.
         """
+        module_tree.check_module(m)
         items = [
             _Item(
                 (entry.name,),
@@ -295,13 +297,11 @@ def _check_cpu_limit(limit: Optional[int]) -> int:
 
 
 def _check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> frozenset[str]:
-    if hashes is None:
-        return frozenset(("sha256",) if encrypted else _HASH_NAMES)
-    chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes)
+    chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes or ())
     unknown = sorted(map(str, chosen.difference(_HASH_NAMES)))
     if unknown:
         raise ValueError(f"hashes: wanted names out of {', '.join(_HASH_NAMES)}, found {', '.join(unknown)}")
-    return chosen
+    return chosen - {"crc32"} if encrypted else chosen
 
 
 def _check_name(name: Any, kind: TensorType) -> module_tree.Path:

@@ -33,9 +33,7 @@ void register_file(py::module_& m) {
              return std::make_shared<FileSource>(std::move(own), std::move(name));
            }),
            py::arg("fd"), py::arg("name"))
-      .def("map", [](const FileSource& source) {
-        return io::FileMapping::create(source.fd(), *source.size(), source.name());
-      });
+      .def("map", &FileSource::map);
   py::class_<io::FileMapping, std::shared_ptr<io::FileMapping>>(m, "FileMapping")
       .def_property_readonly("nbytes", [](const io::FileMapping& map) { return map.bytes().size(); });
   py::class_<PyFileSource, io::RangeSource, std::shared_ptr<PyFileSource>>(m, "PyFileSource")

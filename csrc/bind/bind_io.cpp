@@ -37,6 +37,7 @@ void register_io(py::module_& m) {
   py::class_<RangeSource, std::shared_ptr<RangeSource>>(m, "RangeSource")
       .def_property_readonly("name", &RangeSource::name)
       .def("size", &RangeSource::size)
+      .def("close", &RangeSource::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("bytes_read", &RangeSource::bytes_read)
       .def_property_readonly("concurrency", [](const RangeSource& s) { return s.traits().concurrency; })
       .def("read", &read_bytes, py::arg("offset"), py::arg("nbytes"))

@@ -8,7 +8,9 @@
 #include <memory>
 #include <string>
 
+#include "core/sync.h"
 #include "core/unique_fd.h"
+#include "io/file_mapping.h"
 #include "io/range_source.h"
 
 namespace tensorizer::io {
@@ -26,21 +28,20 @@ class FileSource final : public RangeSource {
   void read_at(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop) override;
   uint64_t bytes_read() const noexcept override { return bytes_read_.load(std::memory_order_relaxed); }
 
-  int fd() const noexcept { return fd_.get(); }
+  void close() noexcept override;
+
+  // A private mapping of the whole file. Throws Error(io).
+  std::shared_ptr<FileMapping> map() const;
 
  private:
-  bool is_cached(uint64_t offset, uint64_t nbytes) const noexcept;
-  void read_cached(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop);
-  void read_direct(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop);
-  void direct_into(uint64_t offset, Slice into);
-  void direct_bounced(uint64_t offset, Slice into);
+  struct Handles;
+  // What reads use: they keep it alive, so that close() never pulls a descriptor from under one of them.
+  std::shared_ptr<const Handles> handles() const;
 
-  UniqueFd fd_;
-  UniqueFd direct_fd_;  // the same file opened with O_DIRECT; empty where the file system has none
   std::string name_;
   uint64_t nbytes_ = 0;
-  // An untouched mapping, only ever handed to mincore(): it cannot fault.
-  std::byte* probe_ = nullptr;
+  mutable Mutex mutex_;
+  std::shared_ptr<const Handles> handles_ GUARDED_BY(mutex_);  // null once closed
   std::atomic<uint64_t> bytes_read_{0};
 };
 
