@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import io
 import os
 import stat
@@ -80,7 +81,7 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
 def _open_descriptor(descriptor: int) -> OpenedSink:
     _refuse_append(descriptor)
     start = os.lseek(descriptor, 0, os.SEEK_CUR)
-    return OpenedSink(_C.FileSink.overwrite(descriptor, f"<descriptor {descriptor}>"), start, None, _nothing)
+    return OpenedSink(_C.FileSink.overwrite(descriptor, f"<descriptor {descriptor}>"), start, None, functools.partial(os.close, descriptor))
 
 
 def _open_object(file_obj: Any) -> OpenedSink:

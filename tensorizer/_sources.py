@@ -62,7 +62,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         return _open_object(stream)
     if isinstance(file_obj, int):
         source = _C.FileSource(file_obj, f"<descriptor {file_obj}>")
-        return OpenedSource(source, os.lseek(file_obj, 0, os.SEEK_CUR), None, source.close)
+        return OpenedSource(source, os.lseek(file_obj, 0, os.SEEK_CUR), None, functools.partial(_close_descriptor, source, file_obj))
     path = os.fsdecode(file_obj)
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
@@ -81,10 +81,10 @@ def real_file(file_obj: Any) -> Optional[int]:
     """
     if isinstance(file_obj, (tempfile._TemporaryFileWrapper, tempfile.SpooledTemporaryFile)):
         file_obj = getattr(file_obj, "file", None) or getattr(file_obj, "_file", None)
-    if type(file_obj) not in (io.FileIO, io.BufferedReader, io.BufferedRandom, io.BufferedWriter):
+    if not isinstance(file_obj, (io.FileIO, io.BufferedReader, io.BufferedRandom, io.BufferedWriter)):
         return None
     raw = getattr(file_obj, "raw", file_obj)
-    if type(raw) is not io.FileIO:
+    if not isinstance(raw, io.FileIO):
         return None
     descriptor = raw.fileno()
     return descriptor if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
@@ -99,7 +99,11 @@ def describe(file_obj: Any) -> str:
 
 
 def _open_object(file_obj: Any) -> OpenedSource:
-    _check_readable(file_obj)
+    try:
+        _check_readable(file_obj)
+    except ValueError:
+        file_obj.close()  # a failed constructor closes the file, from its opening on
+        raise
     offered = getattr(file_obj, "_tensorizer_source", None)
     start = file_obj.tell()
     if offered is not None:
@@ -111,6 +115,11 @@ def _open_object(file_obj: Any) -> OpenedSource:
         source = _C.FileSource(descriptor, describe(file_obj))
         return OpenedSource(source, start, file_obj, functools.partial(_close_both, source, file_obj))
     return OpenedSource(_C.PyFileSource(file_obj, describe(file_obj)), start, file_obj, file_obj.close)
+
+
+def _close_descriptor(source: _C.RangeSource, descriptor: int) -> None:
+    source.close()
+    os.close(descriptor)
 
 
 def _close_both(source: _C.RangeSource, file_obj: Any) -> None:

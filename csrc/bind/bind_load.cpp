@@ -63,6 +63,16 @@ void allocate_on_host(const OpenedIndex& opened, std::vector<LoadTarget>& target
     const format::IndexEntry& entry = opened.index[target.entry];
     return std::max(entry.data_nbytes, entry.loaded_nbytes);  // surplus bytes of old files included
   };
+  auto own_arena = [&](const LoadTarget& target) {
+    try {
+      return device::HostArena::create(wanted(target));
+    } catch (const Error& error) {
+      const format::IndexEntry& entry = opened.index[target.entry];
+      if (error.code() != Errc::out_of_memory || !entry.zero_filled()) throw;
+      throw Error(Errc::malformed, "tensor " + format::display_name(entry.name) + " claims " +
+                                       std::to_string(entry.loaded_nbytes) + " bytes of zeros, more than memory can be");
+    }
+  };
   auto assign = [&](LoadTarget& target, const std::shared_ptr<device::HostArena>& arena, uint64_t at) {
     target.destination = {arena->bytes().data() + at, wanted(target), device::kHost, arena};
   };
@@ -72,7 +82,7 @@ void allocate_on_host(const OpenedIndex& opened, std::vector<LoadTarget>& target
       continue;
     }
     if (wanted(targets[i]) >= kOwnPagesNbytes) {
-      assign(targets[i], device::HostArena::create(wanted(targets[i])), 0);
+      assign(targets[i], own_arena(targets[i]), 0);
       ++i;
       continue;
     }

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <set>
 #include <type_traits>
 #include <utility>
 
@@ -15,7 +16,7 @@ namespace tensorizer::bind {
 
 namespace py = pybind11;
 
-inline constexpr std::chrono::milliseconds kSignalPollInterval{100};
+inline constexpr std::chrono::milliseconds kSignalPollInterval{50};
 
 // True once Py_Finalize has begun: taking the lock would hang or end the thread.
 inline bool interpreter_is_finalizing() noexcept {
@@ -26,7 +27,38 @@ inline bool interpreter_is_finalizing() noexcept {
 #endif
 }
 
-// Runs fn(stop_token) on a thread of its own while this one waits without the lock and looks for Ctrl-C every 100 ms.
+// Every wait that runs right now, so that the interpreter can end them before it takes itself apart. Internally locked.
+class ActiveWork {
+ public:
+  static ActiveWork& instance();
+
+  // From construction to destruction of a Scope its group is stopped when the interpreter exits.
+  // Throws Error(cancelled) once that has begun. REQUIRES: the lock is held at both ends.
+  class Scope {
+   public:
+    explicit Scope(TaskGroup& group) : group_(group) { instance().enter(group); }
+    ~Scope() { instance().leave(group_); }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    TaskGroup& group_;
+  };
+
+  // Stops everything and waits until nothing runs, or `timeout` is over. Called without the lock.
+  void shut_down(std::chrono::milliseconds timeout);
+
+ private:
+  void enter(TaskGroup& group);
+  void leave(TaskGroup& group) noexcept;
+
+  Mutex mutex_;
+  CondVar changed_;
+  std::set<TaskGroup*> groups_ GUARDED_BY(mutex_);
+  bool shutting_down_ GUARDED_BY(mutex_) = false;
+};
+
+// Runs fn(stop_token) on a thread of its own while this one waits without the lock and looks for Ctrl-C every 50 ms.
 // On a signal whose handler raises, fn is asked to stop and joined before the exception leaves.
 // on_poll() is called with the lock held at every look and once at the end; what it raises ends the work like a signal.
 // REQUIRES: the caller holds the lock. fn must not touch Python objects without taking it.
@@ -46,6 +78,7 @@ auto run_interruptible(Fn&& fn, Poll&& on_poll) {
       interruption = std::current_exception();
     }
   };
+  const ActiveWork::Scope active(group);
   {
     py::gil_scoped_release unlocked;
     group.spawn([&](const std::stop_token& stop) {

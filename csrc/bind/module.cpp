@@ -2,9 +2,23 @@
 #include <pybind11/pybind11.h>
 
 #include "bind/bindings.h"
+#include "bind/gil.h"
+
+namespace {
+
+// Loads of other threads must have ended before the interpreter frees what they use.
+void end_work_at_exit() {
+  namespace py = pybind11;
+  py::module_::import("atexit").attr("register")(py::cpp_function(
+      [] { tensorizer::bind::ActiveWork::instance().shut_down(std::chrono::seconds(10)); },
+      py::call_guard<py::gil_scoped_release>()));
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled half of tensorizer. Private: signatures may change between any two releases.";
+  end_work_at_exit();
   tensorizer::bind::register_errors(m);
   tensorizer::bind::register_io(m);
   tensorizer::bind::register_file(m);

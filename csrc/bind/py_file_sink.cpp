@@ -29,7 +29,7 @@ PyFileSink::~PyFileSink() {
 void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slices, const std::stop_token& stop) {
   std::vector<std::byte> joined;
   auto flush = [&] {
-    write_locked(offset, joined);
+    write_locked(offset, joined, stop);
     offset += joined.size();
     joined.clear();
   };
@@ -43,7 +43,7 @@ void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slice
     while (!slice.empty()) {
       throw_if_stopped(stop);
       const io::ConstSlice now = slice.first(std::min<uint64_t>(slice.size(), kWriteNbytes));
-      write_locked(offset, now);
+      write_locked(offset, now, stop);
       offset += now.size();
       slice = slice.subspan(now.size());
     }
@@ -51,12 +51,13 @@ void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slice
   flush();
 }
 
-void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from) {
+void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from, const std::stop_token& stop) {
   if (from.empty()) return;
   MutexLock lock(mutex_);
   py::gil_scoped_acquire locked;
   file_.attr("seek")(offset);
   while (!from.empty()) {
+    throw_if_stopped(stop);
     const py::memoryview view =
         py::memoryview::from_memory(from.data(), static_cast<py::ssize_t>(from.size()));
     const py::object wrote = file_.attr("write")(view);
@@ -81,7 +82,7 @@ void PyFileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std
     const uint64_t n = std::min<uint64_t>(left, buffer.size());
     left -= n;
     source->read_at(from + left, io::Slice(buffer.data(), n), stop);
-    write_locked(to + left, io::ConstSlice(buffer.data(), n));
+    write_locked(to + left, io::ConstSlice(buffer.data(), n), stop);
   }
 }
 

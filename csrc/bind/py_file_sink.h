@@ -24,7 +24,7 @@ class PyFileSink final : public io::RangeSink {
   void finish() override {}
 
  private:
-  void write_locked(uint64_t offset, io::ConstSlice from);
+  void write_locked(uint64_t offset, io::ConstSlice from, const std::stop_token& stop);
 
   pybind11::object file_;
   std::string name_;

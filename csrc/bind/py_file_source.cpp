@@ -46,7 +46,7 @@ void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices, c
     for (io::Slice left = slices[0]; !left.empty();) {
       throw_if_stopped(stop);
       const io::Slice now = left.first(std::min<uint64_t>(left.size(), kReadNbytes));
-      read_locked(offset, now);
+      read_locked(offset, now, stop);
       offset += now.size();
       left = left.subspan(now.size());
     }
@@ -63,11 +63,12 @@ void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices, c
   }
 }
 
-void PyFileSource::read_locked(uint64_t offset, io::Slice into) {
+void PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop) {
   MutexLock lock(mutex_);
   py::gil_scoped_acquire locked;
   file_.attr("seek")(offset);
   while (!into.empty()) {
+    throw_if_stopped(stop);
     const size_t got = read_some(into);
     if (got == 0) io::throw_truncated(name_, offset, into.size(), offset);
     if (got > into.size()) throw Error(Errc::io, name_ + " returned more bytes than asked for", name_);

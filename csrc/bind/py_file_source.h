@@ -25,7 +25,7 @@ class PyFileSource final : public io::RangeSource {
   uint64_t bytes_read() const noexcept override { return bytes_read_.load(std::memory_order_relaxed); }
 
  private:
-  void read_locked(uint64_t offset, io::Slice into);
+  void read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop);
   size_t read_some(io::Slice into);
 
   pybind11::object file_;

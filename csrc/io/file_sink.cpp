@@ -152,6 +152,7 @@ void FileSink::open_direct(uint64_t nbytes) {
 }
 
 void FileSink::reserve(uint64_t end) {
+  if (!fd_ && !target_.empty()) open_unnamed();
   if (end <= extent_) return;
   open_direct(end - extent_);
 #if defined(__linux__)
@@ -322,6 +323,10 @@ void FileSink::rollback(uint64_t end) noexcept {
   if (target_.empty()) return;
   direct_fd_.reset();
   extent_ = end;
+  if (!named_) {  // nothing of it may stay, on disk or open; reserve() starts anew
+    close_all();
+    return;
+  }
   if (ftruncate(fd_.get(), static_cast<off_t>(end)) != 0 || end < 8) return;
   const std::array<std::byte, 8> end_mark{};  // appended records had overwritten it
   const ssize_t restored = pwrite(fd_.get(), end_mark.data(), end_mark.size(), static_cast<off_t>(end - 8));

@@ -102,7 +102,7 @@ FileSource::~FileSource() = default;
 
 std::shared_ptr<const FileSource::Handles> FileSource::handles() const {
   MutexLock lock(mutex_);
-  if (!handles_) throw Error(Errc::io, name_ + " is closed", name_);
+  if (!handles_) throw Error(Errc::invalid_argument, name_ + " is closed", name_);
   return handles_;
 }
 

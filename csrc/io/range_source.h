@@ -56,7 +56,7 @@ class RangeSource {
   // lives; nullptr otherwise. Lets the cipher read from where the bytes are.
   virtual const std::byte* view(uint64_t /*offset*/, uint64_t /*nbytes*/) noexcept { return nullptr; }
 
-  // Gives back descriptors and connections, once no read is running; later reads fail with Errc::io. Called again, or
+  // Gives back descriptors and connections, once no read is running; later reads are Errc::invalid_argument. Called again, or
   // never, it does no harm: the destructor does the same.
   virtual void close() noexcept {}
 

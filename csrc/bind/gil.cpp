@@ -1,0 +1,32 @@
+#include "bind/gil.h"
+
+#include "core/error.h"
+
+namespace tensorizer::bind {
+
+ActiveWork& ActiveWork::instance() {
+  static auto* const work = new ActiveWork;  // never destroyed: threads may outlive static objects
+  return *work;
+}
+
+void ActiveWork::enter(TaskGroup& group) {
+  MutexLock lock(mutex_);
+  if (shutting_down_) throw Error(Errc::cancelled, "the interpreter is shutting down");
+  groups_.insert(&group);
+}
+
+void ActiveWork::leave(TaskGroup& group) noexcept {
+  MutexLock lock(mutex_);
+  groups_.erase(&group);
+  changed_.notify_all();
+}
+
+void ActiveWork::shut_down(std::chrono::milliseconds timeout) {
+  MutexLock lock(mutex_);
+  shutting_down_ = true;
+  for (TaskGroup* group : groups_) group->request_stop();
+  changed_.wait_until(mutex_, std::stop_token(), std::chrono::steady_clock::now() + timeout,
+                      [this]() REQUIRES_LOCK(mutex_) { return groups_.empty(); });
+}
+
+}  // namespace tensorizer::bind
