@@ -368,7 +368,7 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
     place_records(*call);
     sink_->reserve(call->records_end + kEndMarkNbytes);
   } catch (...) {
-    paths_.rollback(call->path_mark);
+    forget(*call);
     throw;
   }
   call_ = std::move(call);
@@ -502,14 +502,18 @@ void SaveSession::write_end_and_publish(const std::stop_token& stop) {
 
 void SaveSession::abort_call() noexcept {
   if (!call_) return;
-  paths_.rollback(call_->path_mark);
+  forget(*call_);
+  call_.reset();
+}
+
+void SaveSession::forget(const Call& call) noexcept {
+  paths_.rollback(call.path_mark);
   if (published_nbytes_ == 0) {
     index_room_ = 0;
     index_used_ = 0;
     end_ = start_;
   }
   sink_->rollback(published_nbytes_ == 0 ? 0 : start_ + published_nbytes_);
-  call_.reset();
 }
 
 }  // namespace tensorizer::save

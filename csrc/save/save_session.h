@@ -80,6 +80,7 @@ class SaveSession {
   void relayout(uint64_t room, const std::stop_token& stop);
   void place_records(Call& call);
   void write_index(size_t first, const format::Prologue& prologue, const std::stop_token& stop);
+  void forget(const Call& call) noexcept;
   void write_end_and_publish(const std::stop_token& stop);
 
   std::shared_ptr<io::RangeSink> sink_;
