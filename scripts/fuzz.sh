@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the libFuzzer targets of tests/native and runs each for FUZZ_SECONDS (default 8). What a run finds interesting is
-# kept in build/fuzz/corpus/TARGET for the next one; seeds come from tests/native/seeds/TARGET where there are any.
+# kept in build/fuzz/corpus/TARGET for the next one; seeds are cut from the golden files by tests/native/make_seeds.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${FUZZ_SECONDS:-8} build=build/fuzz
@@ -9,6 +9,10 @@ command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 cmake -S tests/native -B $build -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DTENSORIZER_FUZZ=ON "${launcher[@]}" >/dev/null
 cmake --build $build --parallel "${JOBS:-2}" -- --quiet
 
+python=.venv/bin/python
+[ -x $python ] || python=${PYTHON:-python3}
+[ ! -e tests/native/make_seeds.py ] || $python tests/native/make_seeds.py tests/vectors/golden $build/seeds
+
 ran=0
 for source in tests/native/fuzz_*.cpp; do
   [ -e "$source" ] || break
@@ -16,7 +20,7 @@ for source in tests/native/fuzz_*.cpp; do
   corpus=$build/corpus/$target
   mkdir -p "$corpus"
   folders=("$corpus")
-  [ -d "tests/native/seeds/$target" ] && folders+=("tests/native/seeds/$target")
+  [ -d "$build/seeds/$target" ] && folders+=("$build/seeds/$target")
   echo "== $target for $seconds s"
   if ! scripts/sanitized.sh "$build/$target" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
     -print_final_stats=1 -artifact_prefix="$build/$target-" "${folders[@]}" >"$build/$target.log" 2>&1; then
