@@ -1,0 +1,59 @@
+"""What the HTTP tests share: short timeouts, content, and the promise that neither thread nor socket is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tensorizer.stream_io import HTTPOptions
+
+
+def quick(**changes: object) -> HTTPOptions:
+    """Options under which every failure shows within about a second."""
+    settings: dict[str, object] = {
+        "connect_timeout": 5.0,
+        "stall_timeout": 0.4,
+        "retries": 3,
+        "retry_seconds": 5.0,
+        "first_retry_delay": 0.01,
+        "max_retry_delay": 0.05,
+        "head_nbytes": 4096,
+        "unit_nbytes": 64 << 10,
+        "proxy": "",
+    }
+    return HTTPOptions(**{**settings, **changes})
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> bytes:
+    """The same bytes for the same seed."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def _threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+def _sockets() -> set[str]:
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(entry)
+            if target.startswith("socket:"):
+                found.add(target)
+    return found
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Fails if threads or sockets that began inside are still there a little later."""
+    threads, sockets = _threads(), _sockets()
+    yield
+    deadline = time.monotonic() + 5
+    while (_threads() - threads or _sockets() - sockets) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _threads() - threads, "threads are left"
+    assert not _sockets() - sockets, "sockets are left"

@@ -1,0 +1,250 @@
+// Heads, header values, URLs and the judgement over responses: pure, so tested without a network.
+#include <gtest/gtest.h>
+
+#include "io/http_check.h"
+#include "io/http_exchange.h"
+#include "io/http_message.h"
+#include "io/http_url.h"
+#include "io/scatter_cursor.h"
+
+namespace tensorizer::io {
+namespace {
+
+ResponseHead head(int status, std::vector<HttpHeaders::Field> fields) {
+  ResponseHead result{status, "HTTP/1.1 " + std::to_string(status) + " Text", {}};
+  for (auto& [name, value] : fields) result.headers.add(name, value);
+  return result;
+}
+
+RangeRequest bytes_100_to_199(const ResourceIdentity* known = nullptr) {
+  return {100, 100, known, false};
+}
+
+// The failure with which check_response refuses; an empty reason if it accepts.
+HttpFailure refusal(const RangeRequest& request, const ResponseHead& response) {
+  try {
+    check_response(request, response);
+  } catch (const HttpFailure& failure) {
+    return failure;
+  }
+  return {};
+}
+
+TEST(HttpMessage, content_range_is_read_exactly) {
+  const auto range = parse_content_range("bytes 0-99/1000");
+  ASSERT_TRUE(range);
+  EXPECT_EQ(range->first, 0u);
+  EXPECT_EQ(range->last, 99u);
+  EXPECT_EQ(range->total, 1000u);
+  EXPECT_FALSE(parse_content_range("bytes 0-99/*")->total);
+  EXPECT_FALSE(parse_content_range("bytes */1000")->satisfied);
+  EXPECT_TRUE(parse_content_range(" BYTES  5-5/6 "));
+}
+
+TEST(HttpMessage, content_range_that_contradicts_itself_is_refused) {
+  for (const char* text :
+       {"", "bytes", "bytes 0-99", "bytes 99-0/1000", "bytes 0-1000/1000", "bytes -5/10",
+        "bytes 0-/10", "bytes 0-99/x", "items 0-99/1000", "bytes 0-99/-1", "bytes +1-2/9",
+        "bytes 0-18446744073709551616/*", "bytes 0x1-2/9"})
+    EXPECT_FALSE(parse_content_range(text)) << text;
+}
+
+TEST(HttpMessage, retry_after_is_seconds_or_a_date) {
+  using std::chrono::seconds;
+  EXPECT_EQ(parse_retry_after("120", 0), seconds(120));
+  EXPECT_EQ(parse_retry_after("Thu, 01 Jan 1970 00:01:40 GMT", 40), seconds(60));
+  EXPECT_EQ(parse_retry_after("Thu, 01 Jan 1970 00:00:10 GMT", 40), seconds(0));
+  EXPECT_EQ(parse_retry_after("99999999999999999", 0), seconds(86400));
+  EXPECT_FALSE(parse_retry_after("soon", 0));
+}
+
+TEST(HttpMessage, header_names_match_in_any_case) {
+  const auto response = head(200, {{"ETag", "\"a\""}});
+  EXPECT_EQ(response.headers.find("etag"), "\"a\"");
+  EXPECT_FALSE(response.headers.find("eta"));
+}
+
+TEST(HttpMessage, weak_etags_prove_nothing) {
+  ResourceIdentity identity;
+  identity.etag = "W/\"a\"";
+  EXPECT_FALSE(identity.proves_content());
+  identity.etag = "\"a\"";
+  EXPECT_TRUE(identity.proves_content());
+  identity = {std::nullopt, "Thu, 01 Jan 1970 00:00:10 GMT", std::nullopt};
+  EXPECT_FALSE(identity.proves_content());
+  identity.size = 5;
+  EXPECT_TRUE(identity.proves_content());
+}
+
+TEST(HttpMessage, messages_are_printable_ascii) {
+  EXPECT_EQ(printable("a\x1b[31mb\r\nc\xff"), "a?[31mb??c?");
+  EXPECT_EQ(printable("12345", 3), "123...");
+}
+
+TEST(HttpCheck, the_range_that_was_asked_for_is_accepted) {
+  const auto checked = check_response(
+      bytes_100_to_199(),
+      head(206, {{"Content-Range", "bytes 100-199/1000"}, {"Content-Length", "100"}}));
+  EXPECT_TRUE(checked.partial);
+  EXPECT_EQ(checked.body_nbytes, 100u);
+  EXPECT_EQ(checked.identity.size, 1000u);
+}
+
+TEST(HttpCheck, the_last_range_may_be_cut_by_the_end_and_by_nothing_else) {
+  EXPECT_EQ(check_response(bytes_100_to_199(), head(206, {{"Content-Range", "bytes 100-149/150"}}))
+                .body_nbytes,
+            50u);
+  for (const char* range :
+       {"bytes 100-148/150", "bytes 100-199/*x", "bytes 99-199/1000", "bytes 101-199/1000",
+        "bytes 100-198/1000", "bytes 100-200/1000", "bytes */1000", "garbage"})
+    EXPECT_EQ(refusal(bytes_100_to_199(), head(206, {{"Content-Range", range}})).status, 206)
+        << range;
+  EXPECT_NE(refusal(bytes_100_to_199(), head(206, {})).reason.find("no Content-Range"),
+            std::string::npos);
+}
+
+TEST(HttpCheck, a_content_length_that_contradicts_the_range_is_refused) {
+  for (const char* length : {"99", "101", "-1", "1e2", ""})
+    EXPECT_EQ(refusal(bytes_100_to_199(), head(206, {{"Content-Range", "bytes 100-199/1000"},
+                                                     {"Content-Length", length}}))
+                  .status,
+              206)
+        << length;
+}
+
+TEST(HttpCheck, a_200_means_a_server_without_ranges_only_when_it_opens_the_object) {
+  EXPECT_FALSE(check_response(bytes_100_to_199(), head(200, {{"Content-Length", "7"}})).partial);
+  const ResourceIdentity known;
+  EXPECT_EQ(refusal(bytes_100_to_199(&known), head(200, {})).status, 200);
+  EXPECT_FALSE(refusal(bytes_100_to_199(&known), head(200, {})).transient);
+}
+
+TEST(HttpCheck, another_size_etag_or_date_is_a_changed_object) {
+  const ResourceIdentity known{"\"a\"", "Thu, 01 Jan 1970 00:00:10 GMT", 1000};
+  const HttpHeaders::Field range{"Content-Range", "bytes 100-199/1000"};
+  EXPECT_EQ(refusal(bytes_100_to_199(&known), head(206, {range, {"ETag", "\"a\""}})).reason, "");
+  for (const auto& response :
+       {head(206, {range, {"ETag", "\"b\""}}), head(206, {{"Content-Range", "bytes 100-199/999"}}),
+        head(206, {range, {"Last-Modified", "Thu, 01 Jan 1970 00:00:11 GMT"}})})
+    EXPECT_NE(refusal(bytes_100_to_199(&known), response).reason.find("changed"),
+              std::string::npos);
+}
+
+TEST(HttpCheck, an_empty_object_may_answer_416) {
+  const RangeRequest first{0, 100, nullptr, false};
+  EXPECT_EQ(check_response(first, head(416, {{"Content-Range", "bytes */0"}})).identity.size, 0u);
+  EXPECT_EQ(refusal(first, head(416, {{"Content-Range", "bytes */5"}})).status, 416);
+  EXPECT_EQ(refusal(first, head(416, {})).status, 416);
+}
+
+TEST(HttpCheck, passing_trouble_is_told_from_lasting_trouble) {
+  for (const int status : {408, 429, 500, 502, 503, 504, 599})
+    EXPECT_TRUE(failure_of_status(head(status, {}), "").transient) << status;
+  for (const int status : {400, 401, 403, 404, 410, 412, 416, 501, 505})
+    EXPECT_FALSE(failure_of_status(head(status, {}), "").transient) << status;
+  EXPECT_EQ(failure_of_status(head(404, {}), "").code, Errc::not_found);
+  EXPECT_EQ(failure_of_status(head(403, {}), "").code, Errc::io);
+  EXPECT_EQ(failure_of_status(head(503, {{"Retry-After", "3"}}), "").retry_after,
+            std::chrono::seconds(3));
+}
+
+TEST(HttpCheck, of_an_error_body_only_the_s3_code_is_used) {
+  const std::string body =
+      "<Error><Code>SignatureDoesNotMatch</Code><StringToSign>secret</StringToSign></Error>";
+  const HttpFailure failure = failure_of_status(head(403, {}), body);
+  EXPECT_NE(failure.reason.find("SignatureDoesNotMatch"), std::string::npos);
+  EXPECT_EQ(failure.reason.find("secret"), std::string::npos);
+  EXPECT_EQ(failure_of_status(head(403, {}), "<Code>a b</Code>").reason, "HTTP/1.1 403 Text");
+}
+
+TEST(HttpUrl, what_is_shown_has_neither_credentials_nor_query) {
+  const HttpUrl url =
+      HttpUrl::parse("https://user:p%40ss@host.example:8443/a/b?X-Amz-Signature=secret#part");
+  EXPECT_EQ(url.shown(), "https://host.example:8443/a/b");
+  EXPECT_EQ(url.text(), "https://host.example:8443/a/b?X-Amz-Signature=secret");
+  EXPECT_EQ(url.origin(), "https://host.example:8443");
+  EXPECT_EQ(url.user(), "user");
+  EXPECT_EQ(url.password(), "p@ss");
+}
+
+TEST(HttpUrl, the_default_port_is_part_of_the_origin) {
+  EXPECT_EQ(HttpUrl::parse("http://h/x").origin(), HttpUrl::parse("http://h:80/y").origin());
+  EXPECT_NE(HttpUrl::parse("http://h/x").origin(), HttpUrl::parse("https://h/x").origin());
+}
+
+TEST(HttpUrl, what_is_no_http_url_is_refused_without_being_quoted) {
+  for (const std::string text : {"", "h/x", "ftp://secret/x", "http://", "http://a b/secret",
+                                 "file:///etc/secret", "http://h/x\nsecret"}) {
+    try {
+      HttpUrl::parse(text);
+      FAIL() << text;
+    } catch (const Error& error) {
+      EXPECT_EQ(std::string(error.what()).find("secret"), std::string::npos);
+    }
+  }
+}
+
+TEST(HttpUrl, redirects_keep_credentials_for_their_origin_alone) {
+  const HttpUrl url = HttpUrl::parse("http://u:p@h:81/a/b?q=1");
+  const auto same = url.resolve("../c?d=2");
+  ASSERT_TRUE(same);
+  EXPECT_EQ(same->text(), "http://h:81/c?d=2");
+  EXPECT_TRUE(same->has_credentials());
+  const auto other_port = url.resolve("http://h:82/c");
+  ASSERT_TRUE(other_port);
+  EXPECT_FALSE(other_port->has_credentials());
+  const auto with_own = url.resolve("http://x:y@elsewhere/c");
+  ASSERT_TRUE(with_own);
+  EXPECT_FALSE(with_own->has_credentials());
+  EXPECT_EQ(with_own->text(), "http://elsewhere/c");
+}
+
+TEST(HttpUrl, redirects_leave_neither_https_nor_http) {
+  EXPECT_FALSE(HttpUrl::parse("https://h/a").resolve("http://h/a"));
+  EXPECT_TRUE(HttpUrl::parse("http://h/a").resolve("https://h/a"));
+  EXPECT_FALSE(HttpUrl::parse("http://h/a").resolve("file:///etc/passwd"));
+  EXPECT_FALSE(HttpUrl::parse("http://h/a").resolve("ftp://h/a"));
+}
+
+TEST(ScatterCursor, bytes_land_across_slices_and_never_beyond_them) {
+  std::vector<std::byte> memory(10, std::byte{0xee});
+  const std::vector<Slice> slices{Slice(memory).subspan(1, 2), Slice(memory).subspan(3, 0),
+                                  Slice(memory).subspan(5, 3)};
+  const std::vector<std::byte> input{std::byte{1}, std::byte{2}, std::byte{3},
+                                     std::byte{4}, std::byte{5}, std::byte{6}};
+  ScatterCursor cursor(slices, 1);
+  EXPECT_EQ(cursor.room(), 4u);
+  EXPECT_EQ(cursor.put(std::span(input).first(2)), 2u);
+  EXPECT_EQ(cursor.put(std::span(input).subspan(2)), 2u);
+  EXPECT_EQ(cursor.room(), 0u);
+  const std::vector<int> expected{0xee, 0xee, 1, 0xee, 0xee, 2, 3, 4, 0xee, 0xee};
+  for (size_t i = 0; i < 10; ++i) EXPECT_EQ(static_cast<int>(memory[i]), expected[i]) << i;
+}
+
+TEST(GatherCursor, bytes_are_read_again_after_a_seek) {
+  const std::vector<std::byte> a{std::byte{1}, std::byte{2}};
+  const std::vector<std::byte> b{std::byte{3}};
+  const std::vector<ConstSlice> slices{a, {}, b};
+  std::vector<std::byte> out(5);
+  GatherCursor cursor(slices);
+  EXPECT_EQ(cursor.take(out), 3u);
+  EXPECT_EQ(cursor.take(out), 0u);
+  for (const uint64_t position : {0u, 1u, 2u, 3u}) {
+    cursor.seek(position);
+    EXPECT_EQ(cursor.take(out), 3 - position);
+  }
+}
+
+TEST(CurlErrors, broken_connections_are_tried_again_and_distrust_is_not) {
+  EXPECT_TRUE(failure_of_curl(CURLE_RECV_ERROR, "x").transient);
+  EXPECT_TRUE(failure_of_curl(CURLE_COULDNT_CONNECT, "x").transient);
+  EXPECT_TRUE(failure_of_curl(CURLE_PARTIAL_FILE, "x").transient);
+  EXPECT_TRUE(failure_of_curl(CURLE_SSL_CONNECT_ERROR, "Connection reset by peer").transient);
+  EXPECT_FALSE(failure_of_curl(CURLE_SSL_CONNECT_ERROR, "wrong version number").transient);
+  EXPECT_FALSE(failure_of_curl(CURLE_PEER_FAILED_VERIFICATION, "x").transient);
+  EXPECT_NE(failure_of_curl(CURLE_PEER_FAILED_VERIFICATION, "x").reason.find("cURL exit code 60"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace tensorizer::io

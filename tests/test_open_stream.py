@@ -1,0 +1,238 @@
+"""open_stream: which kind of stream for which path, and local files."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorizer import stream_io
+from tensorizer.stream_io import CAInfo, CURLStreamFile, HTTPOptions, open_stream
+
+from http_tools import quick, random_bytes
+from servers.http_faults import FaultyServer
+
+
+@pytest.mark.parametrize("as_type", [str, Path])
+def test_a_local_path_is_written_and_read_back(tmp_path, as_type):
+    path = as_type(tmp_path / "new" / "folders" / "file.bin")
+    with open_stream(path, "wb+") as stream:
+        stream.write(b"0123456789")
+    with open_stream(path) as stream:
+        assert stream.read() == b"0123456789"
+    with open_stream(path, begin=4, end=6) as stream:
+        assert stream.read() == b"456789"
+
+
+def test_mode_letters_come_in_any_order(tmp_path):
+    with open_stream(str(tmp_path / "x"), "bw") as stream:
+        stream.write(b"1")
+    with open_stream(str(tmp_path / "x"), "br") as stream:
+        assert stream.read() == b"1"
+
+
+def test_buffer_size_zero_gives_a_raw_file(tmp_path):
+    with open_stream(str(tmp_path / "x"), "wb", buffer_size=0) as stream:
+        assert isinstance(stream, io.FileIO)
+
+
+def test_s3_arguments_are_ignored_for_local_and_http_paths(tmp_path):
+    extra = dict(
+        s3_access_key_id="a", s3_secret_access_key="b", s3_endpoint="c", s3_config_path="d", force_http=True,
+        s3_region_name="e", s3_signature_version="f", s3_session_token="g", s3_profile="h",
+    )  # fmt: skip
+    (tmp_path / "x").write_bytes(b"1")
+    with open_stream(str(tmp_path / "x"), "rb", certificate_handling=CAInfo(allow_untrusted=True), **extra) as stream:
+        assert stream.read() == b"1"
+    with FaultyServer(b"2") as server, open_stream(server.url, "rb", http_options=quick(), **extra) as stream:
+        assert stream.read() == b"2"
+
+
+def test_text_modes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="binary"):
+        open_stream(str(tmp_path / "x"), "w")
+    assert not (tmp_path / "x").exists()
+
+
+def test_local_errors_are_those_of_open(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        open_stream(str(tmp_path / "missing"))
+    with pytest.raises(IsADirectoryError):
+        open_stream(str(tmp_path))
+    (tmp_path / "there").write_bytes(b"")
+    with pytest.raises(FileExistsError):
+        open_stream(tmp_path / "there", "xb")
+    with pytest.raises(OSError):
+        open_stream(tmp_path / "there", begin=-1)
+
+
+def test_a_begin_in_a_writing_mode_leaves_a_hole(tmp_path):
+    with open_stream(str(tmp_path / "x"), "wb", begin=3) as stream:
+        stream.write(b"1")
+    assert (tmp_path / "x").read_bytes() == b"\0\0\0001"
+
+
+def test_a_pipe_cannot_be_opened_because_it_cannot_be_positioned(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(io.UnsupportedOperation):
+        open_stream(str(tmp_path / "pipe"), "rb+")
+
+
+def test_a_path_object_is_local_whatever_it_looks_like(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with open_stream(Path("http://127.0.0.1/x"), "wb") as stream:
+        stream.write(b"1")
+    assert (tmp_path / "http:" / "127.0.0.1" / "x").read_bytes() == b"1"
+
+
+def test_text_that_is_no_scheme_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with open_stream("./a b://c", "wb") as stream:
+        stream.write(b"1")
+    assert (tmp_path / "a b:" / "c").read_bytes() == b"1"
+
+
+def test_a_file_uri_is_its_path(tmp_path):
+    with open_stream(f"file://{tmp_path}/with%20blank", "wb") as stream:
+        stream.write(b"1")
+    assert (tmp_path / "with blank").read_bytes() == b"1"
+    with open_stream(f"FILE://localhost{tmp_path}/with%20blank") as stream:
+        assert stream.read() == b"1"
+    with pytest.raises(ValueError, match="elsewhere"):
+        open_stream("file://elsewhere/x")
+
+
+@pytest.mark.parametrize("path", [b"bytes", 3, None, 1.5])
+def test_other_types_are_refused(path):
+    with pytest.raises(TypeError, match="path_uri"):
+        open_stream(path)
+
+
+def test_paths_of_bytes_in_a_path_object_are_refused():
+    class BytesPath:
+        def __fspath__(self):
+            return b"x"
+
+    with pytest.raises(TypeError, match="bytes"):
+        open_stream(BytesPath())
+
+
+@pytest.mark.parametrize("scheme", ["http", "HTTPS", "redis"])
+@pytest.mark.parametrize("mode", ["wb", "rb+", "ab", "r", "rbb", ""])
+def test_streams_of_servers_are_read_only(scheme, mode):
+    with pytest.raises(ValueError, match="must be one of rb"):
+        open_stream(f"{scheme}://127.0.0.1:1/x", mode)
+
+
+@pytest.mark.parametrize("mode", ["rb+", "xb", "w", "rwb"])
+def test_objects_of_s3_are_read_or_written_whole(mode):
+    with pytest.raises(ValueError, match="must be one of"):
+        open_stream("s3://bucket/key", mode)
+
+
+def test_an_unknown_scheme_is_refused_and_makes_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError):
+        open_stream("gopher9://bucket/key", "wb")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_scheme_of_a_url_is_known_in_any_case():
+    with FaultyServer(b"1") as server, open_stream(server.url.replace("http", "HtTp"), http_options=quick()) as stream:
+        assert isinstance(stream, CURLStreamFile)
+        assert stream.read() == b"1"
+
+
+def test_the_range_of_a_url_is_passed_on():
+    content = random_bytes(1000)
+    with FaultyServer(content) as server:
+        with open_stream(server.url, begin=10, end=20, http_options=quick()) as stream:
+            assert stream.tell() == 10
+            assert stream.read() == content[10:20]
+        assert [request.range for request in server.requests] == [(10, 19)]
+
+
+def test_importing_the_package_imports_no_optional_package():
+    program = (
+        "import sys, tensorizer.stream_io\n"
+        "assert not {'boto3', 'botocore', 'redis', 'fsspec', 'requests'} & set(sys.modules), sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_defaults_and_helpers_are_found_where_callers_look():
+    assert stream_io.default_s3_read_endpoint == "accel-object.ord1.coreweave.com"
+    assert stream_io.default_s3_write_endpoint == "object.ord1.coreweave.com"
+    assert all(os.path.isabs(path) for path in stream_io._s3_default_config_paths)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = stream_io.no_such_name
+
+
+def test_ca_info_wants_exactly_one_choice(tmp_path):
+    (tmp_path / "ca.pem").write_bytes(b"")
+    file, folder = str(tmp_path / "ca.pem"), str(tmp_path)
+    for arguments in ({}, {"cacert": file, "capath": folder}, {"cacert": file, "allow_untrusted": True},
+                      {"cacert": folder}, {"capath": file}, {"cacert": file + "x"}):  # fmt: skip
+        with pytest.raises(ValueError, match="CAInfo"):
+            CAInfo(**arguments)
+    assert CAInfo(cacert=file).curl_flags == ("--cacert", file)
+    assert CAInfo(capath=folder).curl_flags == ("--capath", folder)
+    assert CAInfo(allow_untrusted=True).curl_flags == ("--insecure",)
+    assert CAInfo(cacert=file) == CAInfo(cacert=file) != CAInfo(capath=folder)
+    assert len({CAInfo(cacert=file), CAInfo(cacert=file)}) == 1
+    with pytest.raises(TypeError):
+        CAInfo(file)
+
+
+def test_options_take_their_defaults_from_the_environment(monkeypatch):
+    defaults = HTTPOptions()
+    assert (defaults.connect_timeout, defaults.stall_timeout, defaults.retries, defaults.retry_seconds) == (
+        10, 30, 4, 120,
+    )  # fmt: skip
+    monkeypatch.setenv("TENSORIZER_HTTP_CONNECT_TIMEOUT", "1.5")
+    monkeypatch.setenv("TENSORIZER_HTTP_STALL_TIMEOUT", "2.5")
+    monkeypatch.setenv("TENSORIZER_HTTP_RETRIES", "0")
+    monkeypatch.setenv("TENSORIZER_HTTP_RETRY_SECONDS", "7")
+    monkeypatch.setenv("TENSORIZER_MAX_CONNECTIONS", "3")
+    changed = HTTPOptions()
+    assert (changed.connect_timeout, changed.stall_timeout, changed.retries, changed.retry_seconds) == (1.5, 2.5, 0, 7)
+    assert changed.max_connections == 3
+    assert HTTPOptions(max_connections=20).max_connections == 3
+    assert HTTPOptions(connect_timeout=4).connect_timeout == 4
+
+
+@pytest.mark.parametrize("name", ["TENSORIZER_HTTP_CONNECT_TIMEOUT", "TENSORIZER_HTTP_RETRIES", "TENSORIZER_MAX_CONNECTIONS"])
+def test_a_bad_variable_is_named(monkeypatch, name):
+    monkeypatch.setenv(name, "many")
+    with pytest.raises(ValueError, match=name):
+        HTTPOptions()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"connect_timeout": 0}, {"stall_timeout": -1}, {"retries": -1}, {"retry_seconds": -0.1}, {"max_redirects": -1},
+        {"total_timeout": 0}, {"connections": 0}, {"max_connections": 0}, {"head_nbytes": 0}, {"unit_nbytes": 0},
+        {"http_version": "3"}, {"min_bytes_per_second": -1}, {"hedge_after": -1}, {"headers": {"a b": "c"}},
+        {"headers": {"a": "b\r\nc: d"}}, {"headers": {"Range": "bytes=0-1"}}, {"headers": {"if-match": "x"}},
+    ],
+)  # fmt: skip
+def test_options_out_of_range_are_refused(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        HTTPOptions(**arguments)
+
+
+def test_options_show_neither_headers_nor_proxy():
+    options = HTTPOptions(headers={"Authorization": "Bearer secret"}, proxy="http://user:secret@proxy:1")
+    assert "secret" not in repr(options)
+
+
+def test_certificate_handling_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="certificate_handling"):
+        HTTPOptions(certificate_handling="ca.pem")
+    with pytest.raises(TypeError, match="certificate_handling"):
+        open_stream("https://127.0.0.1:1/x", certificate_handling="ca.pem")
