@@ -4,8 +4,8 @@
     python hf_serialization.py ./my-stable-diffusion ./out --model-type diffusers
 
 INPUT is a model name or a local folder. A transformers model becomes model.tensors and model-config.json, in half
-precision; a Stable Diffusion pipeline becomes pairs named encoder, vae and unet, and the zipped tokenizer and scheduler.
-Credentials for S3 come from S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY and S3_ENDPOINT_URL, or else from where
+precision; a Stable Diffusion pipeline becomes pairs named encoder, vae and unet, and the zipped tokenizer and
+scheduler. Credentials for S3 come from S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY and S3_ENDPOINT_URL, or else from where
 tensorizer.stream_io finds them.
 
 The functions here can be imported: load_model and load_pretrained read from local folders, S3 and HTTP(S).

@@ -18,16 +18,24 @@ from .serialization import (
 )
 
 __all__ = [
-    "TensorSerializer",
-    "TensorDeserializer",
-    "TensorType",
     "CryptographyError",
-    "EncryptionParams",
     "DecryptionParams",
+    "EncryptionParams",
     "FilterFuncType",
+    "TensorDeserializer",
+    "TensorSerializer",
+    "TensorType",
+    "protobuf",
     "stream_io",
+    "tensors_pb2",
     "torch_compat",
     "utils",
-    "protobuf",
-    "tensors_pb2",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("load_model", "serialize_model"):  # the names of releases before 1.0
+        from . import legacy
+
+        return getattr(legacy, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

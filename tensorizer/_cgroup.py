@@ -1,17 +1,16 @@
-"""What the container allows: memory and processors, from the control groups (v1 and v2) of this process.
+"""What memory the container leaves, from the control groups (v1 and v2) of this process.
 
-A process in a container sees the memory and processors of the whole machine unless it asks its control groups. Every
-function here returns ``None`` where there is no limit, no Linux, or nothing readable: a figure is an aid, not an error.
+A process in a container sees the memory of the whole machine unless it asks its control groups. Where there is no
+limit, no Linux, or nothing readable, the answer is ``None``: a figure is an aid, not an error.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-__all__ = ["cpu_quota", "memory_available"]
+__all__ = ["memory_available"]
 
 # cgroup v1 says "no limit" with a number near 2**63 (rounded down to a page); nothing real comes close to this.
 _UNLIMITED = 1 << 60
@@ -144,35 +143,3 @@ def memory_available(root: Path = _ROOT) -> Optional[int]:
         if (amount := _group_memory_available(hierarchy.version, group)) is not None
     ]
     return min(amounts, default=None)
-
-
-def _group_cpu_quota(version: int, group: Path) -> Optional[float]:
-    if version == 2:
-        quota_text, _, period_text = (_read_text(group / "cpu.max") or "").strip().partition(" ")
-        if not (quota_text.isdigit() and period_text.isdigit()):
-            return None
-        quota, period = int(quota_text), int(period_text)
-    else:
-        quota_or_none, period_or_none = _read_int(group / "cpu.cfs_quota_us"), _read_int(group / "cpu.cfs_period_us")
-        if quota_or_none is None or period_or_none is None:
-            return None
-        quota, period = quota_or_none, period_or_none
-    return quota / period if quota > 0 and period > 0 else None
-
-
-def cpu_quota(root: Path = _ROOT) -> Optional[int]:
-    """Processors this process may use by the quota of its control groups, rounded up.
-
-    Args:
-        root: Folder that stands for ``/`` (tests).
-
-    Returns:
-        The smallest quota over the process's group and its ancestors, at least 1; ``None`` without a quota.
-    """
-    quotas = [
-        quota
-        for hierarchy in _hierarchies("cpu", root)
-        for group in hierarchy.ancestors()
-        if (quota := _group_cpu_quota(hierarchy.version, group)) is not None
-    ]
-    return max(1, math.ceil(min(quotas))) if quotas else None

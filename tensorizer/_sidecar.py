@@ -128,9 +128,8 @@ def default_save(file_obj: Any, tensors: list[torch.Tensor], kwargs: dict[str, A
     """Write the storages as a list, the way every release reads them."""
     from tensorizer import serialization
 
-    serializer = serialization.TensorSerializer(file_obj, **kwargs)
-    serializer.write_state_dict(tensors)
-    serializer.close()
+    with serialization.TensorSerializer(file_obj, **kwargs) as serializer:
+        serializer.write_state_dict(tensors)
 
 
 class SaveSession:

@@ -64,10 +64,8 @@ def serialize_model(
     options = dict(stream_options or {})
     text = None if config is None else config_to_json(config)
     tensors_uri = _inside(model_directory, f"{model_prefix}.tensors")
-    with stream_io.open_stream(tensors_uri, "wb+", **options) as stream:
-        serializer = TensorSerializer(stream, **serializer_options)
+    with TensorSerializer(tensors_uri, stream_options=options, **serializer_options) as serializer:
         serializer.write_module(model, include_non_persistent_buffers=False)
-        serializer.close()
     if text is not None:
         with stream_io.open_stream(_inside(model_directory, f"{model_prefix}-config.json"), "wb+", **options) as stream:
             stream.write(text.encode("utf-8"))
@@ -110,8 +108,9 @@ def load_model(
     with torch.device(device), no_init_or_tensor():
         model = _build(model_class, config)
     tensors_uri = _inside(path_uri, f"{model_prefix}.tensors")
-    with stream_io.open_stream(tensors_uri, "rb", **options) as stream:
-        deserializer = TensorDeserializer(stream, device=device, dtype=dtype, **deserializer_options)
+    with TensorDeserializer(
+        tensors_uri, device=device, dtype=dtype, stream_options=options, **deserializer_options
+    ) as deserializer:
         deserializer.load_into_module(model)
     if hasattr(model, "tie_weights"):
         model.tie_weights()

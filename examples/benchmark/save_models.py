@@ -1,0 +1,26 @@
+"""Write one model in the three forms that deserialize_benchmark.py loads. See README.md for the variables."""
+
+from __future__ import annotations
+
+import argparse
+
+import settings
+from safetensors.torch import save_model
+from transformers import AutoModelForCausalLM
+
+from tensorizer import TensorSerializer
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    model = AutoModelForCausalLM.from_pretrained(settings.MODEL_ID, dtype=settings.DTYPE)
+    settings.MODEL_FOLDER.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(settings.HF_FOLDER)
+    save_model(model, str(settings.SAFETENSORS_FILE))
+    with TensorSerializer(settings.TENSORS_FILE) as serializer:
+        serializer.write_module(model)
+    print(f"Wrote {settings.MODEL_FOLDER}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Real architectures of a few kilobytes, made from their configurations: nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+VOCABULARY = 64
+
+
+def llama_config(**changes):
+    values = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return transformers.LlamaConfig(**{**values, **changes})
+
+
+def llama(**changes):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(llama_config(**changes)).eval()
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=32, bos_token_id=1, eos_token_id=2
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def t5():
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def tokenizer():
+    """One token for each of the first letters and digits."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+    )
+
+
+def save_language_model(folder: Path, model=None) -> Path:
+    """A local model folder as from_pretrained reads it, with a tokenizer."""
+    (llama() if model is None else model).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_stable_diffusion(folder: Path) -> Path:
+    """A Stable Diffusion pipeline folder of the first kind."""
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    torch.manual_seed(0)
+    vocabulary = folder / "vocabulary"
+    vocabulary.mkdir(parents=True)
+    tokens = ["<|startoftext|>", "<|endoftext|>", *"abc", *(f"{letter}</w>" for letter in "abc")]
+    (vocabulary / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (vocabulary / "merges.txt").write_text("#version: 0.2\na b\n")
+    text_config = transformers.CLIPTextConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8,
+        max_position_embeddings=8, projection_dim=8, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    pipeline = diffusers.StableDiffusionPipeline(
+        vae=diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, sample_size=8),
+        text_encoder=transformers.CLIPTextModel(text_config),
+        tokenizer=transformers.CLIPTokenizer.from_pretrained(vocabulary, model_max_length=8),
+        unet=diffusers.UNet2DConditionModel(
+            sample_size=8, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=16, norm_num_groups=4,
+            attention_head_dim=4, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        ),
+        scheduler=diffusers.DDIMScheduler(num_train_timesteps=50),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )  # fmt: skip
+    pipeline.save_pretrained(folder / "pipeline")
+    return folder / "pipeline"
