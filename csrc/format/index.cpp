@@ -188,7 +188,7 @@ uint64_t index_entry_nbytes(const EntryToWrite& entry, bool tagged) noexcept {
 void append_index_entry(std::vector<std::byte>& out, const EntryToWrite& entry, bool tagged) {
   const bool wide = tagged && entry.is_long();
   const auto refuse = [&](const std::string& problem) {
-    throw Error(Errc::invalid_argument, "tensor " + display_name(entry.name) + ": " + problem);
+    throw Error(Errc::out_of_range, "tensor " + display_name(entry.name) + ": " + problem);
   };
   if (entry.name.size() > UINT16_MAX) refuse("its name has more than 65535 bytes");
   if (entry.dtype.size() > UINT8_MAX) refuse("its dtype text has more than 255 bytes");

@@ -212,8 +212,8 @@ uint64_t record_header_nbytes(const HeaderToWrite& header) noexcept {
 namespace {
 
 void check_writable(const HeaderToWrite& header, uint64_t padded_nbytes) {
-  const auto refuse = [&](const std::string& problem) {
-    throw Error(Errc::invalid_argument, "tensor " + display_name(header.name) + ": " + problem);
+  const auto refuse = [&](const std::string& problem, Errc code = Errc::out_of_range) {
+    throw Error(code, "tensor " + display_name(header.name) + ": " + problem);
   };
   if (header.name.size() > UINT16_MAX) refuse("its name has more than 65535 bytes");
   if (header.dtype.size() > UINT8_MAX) refuse("its dtype text has more than 255 bytes");
@@ -223,9 +223,9 @@ void check_writable(const HeaderToWrite& header, uint64_t padded_nbytes) {
   if (is_long && !header.wide_dims) refuse("a dimension of 2^32 or more needs wide dimensions");
   if (header.data_nbytes > INT64_MAX) refuse("its data has 2^63 bytes or more");
   if (header.has_crypt_info && header.crypt_info.size() < 10)
-    refuse("its crypt_info block is missing");
+    refuse("its crypt_info block is missing", Errc::invalid_argument);
   if (padded_nbytes < record_header_nbytes(header))
-    refuse("its record header does not fit in the planned size");
+    refuse("its record header does not fit in the planned size", Errc::invalid_argument);
 }
 
 // Appends the fields in order into a header of its final size.

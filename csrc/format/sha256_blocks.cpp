@@ -87,6 +87,15 @@ TENSORIZER_SHA_NI void add_state(Lane& lane, __m128i abef, __m128i cdgh) noexcep
   lane.cdgh = _mm_add_epi32(lane.cdgh, cdgh);
 }
 
+__attribute__((target("avx"))) void zero_upper_halves() noexcept { _mm256_zeroupper(); }
+
+// The SHA instructions know no AVX encoding. With upper halves in use each of them takes thousands
+// of cycles on some processors, so it is not left to whoever ran before to have cleared them.
+void leave_avx_state() noexcept {
+  static const bool has_avx = __builtin_cpu_supports("avx") != 0;
+  if (has_avx) zero_upper_halves();
+}
+
 }  // namespace
 
 bool sha_ni_supported() noexcept {
@@ -98,6 +107,7 @@ bool sha_ni_supported() noexcept {
 
 __attribute__((target("sha,sse4.1"))) void sha_ni_absorb(uint32_t* state, const std::byte* data,
                                                          size_t nblocks) noexcept {
+  leave_avx_state();
   Lane lane;
   load_state(lane, state);
   for (; nblocks > 0; --nblocks, data += 64) {
@@ -113,6 +123,7 @@ __attribute__((target("sha,sse4.1"))) void sha_ni_absorb_pair(uint32_t* state_a,
                                                               uint32_t* state_b,
                                                               const std::byte* data_b,
                                                               size_t nblocks) noexcept {
+  leave_avx_state();
   Lane a, b;
   load_state(a, state_a);
   load_state(b, state_b);

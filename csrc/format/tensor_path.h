@@ -34,8 +34,8 @@ TensorPath decode_name(std::string_view stored);
 
 // The bytes to store: plain for one string component that is neither empty nor starts with 0x1E,
 // else 0x1E and a compact ASCII JSON array. REQUIRES: path is not empty, strings are valid UTF-8
-// (lone surrogates as WTF-8 are written as \uXXXX escapes). Throws Error(invalid_argument) beyond
-// 65535 bytes.
+// (lone surrogates as WTF-8 are written as \uXXXX escapes). Throws Error: out_of_range beyond 65535
+// bytes, invalid_argument for strings that are not UTF-8.
 std::string encode_name(const TensorPath& path);
 
 // For messages: printable, quoted, at most ~100 characters.

@@ -1,7 +1,6 @@
 // The worked examples of docs/format.md, written field by field and compared byte for byte.
-#include <openssl/evp.h>
-
 #include "bytes.h"
+#include "core/checked_math.h"
 #include "format_reading.h"
 
 namespace tensorizer::format {
@@ -11,7 +10,7 @@ using testing::Bytes;
 using testing::from_hex;
 using testing::to_hex;
 
-constexpr uint64_t kReserved = 262144;  // the index block of the files that the examples show
+constexpr uint64_t kReserved = 262144;  // the index that earlier releases reserve
 
 std::string sha256_hex(std::span<const std::byte> bytes) {
   Sha256 sha;
@@ -27,16 +26,19 @@ struct Tensor {
   std::span<const std::byte> stored_payload = {};
 };
 
-// A file laid out like the examples: a reserved index, records without padding, a terminator.
-Bytes write_file(Prologue prologue, const std::vector<Tensor>& tensors) {
+// A file laid out like the examples: an index with slack, records whose payloads are aligned by
+// their headers, a terminator.
+Bytes write_file(Prologue prologue, const std::vector<Tensor>& tensors,
+                 uint64_t reserved = kReserved, uint64_t alignment = 1) {
   prologue.tensor_count = tensors.size();
-  prologue.metadata_nbytes = kReserved;
+  prologue.metadata_nbytes = reserved;
   Bytes index, records;
   for (const Tensor& tensor : tensors) {
     prologue.tensor_size += tensor.header.data_nbytes;
-    const uint64_t offset = kPrologueNbytes + kReserved + records.size();
+    const uint64_t offset = kPrologueNbytes + reserved + records.size();
+    const uint64_t bare_end = offset + record_header_nbytes(tensor.header);
     HeaderLayout layout =
-        serialize_record_header(tensor.header, record_header_nbytes(tensor.header));
+        serialize_record_header(tensor.header, align_up(bare_end, alignment) - offset);
     HeaderDigest digest = digest_header(layout, tensor.header.hashes);
     if (layout.crc32_at != 0)
       store_le(&layout.bytes[layout.crc32_at], crc32(digest.crc32, tensor.payload));
@@ -60,7 +62,7 @@ Bytes write_file(Prologue prologue, const std::vector<Tensor>& tensors) {
     const auto stored = tensor.stored_payload.empty() ? tensor.payload : tensor.stored_payload;
     records.insert(records.end(), stored.begin(), stored.end());
   }
-  index.resize(kReserved);
+  index.resize(reserved);
   const auto front = serialize_prologue(prologue);
   Bytes file(front.begin(), front.end());
   file.insert(file.end(), index.begin(), index.end());
@@ -76,7 +78,13 @@ Tensor w() {
   return {{0, TensorType::state_dict, "w", "<f4", kTwo, false, {}, false, {}, 8}, kPayload};
 }
 
-TEST(WorkedExample, a_plain_file_with_one_tensor) {
+TEST(WorkedExample, a_plain_file_with_an_aligned_payload) {
+  const Bytes file = write_file({}, {w()}, /*reserved=*/4023, /*alignment=*/64);
+  ASSERT_EQ(file.size(), 4240u);
+  EXPECT_EQ(sha256_hex(file), "1dff45bb4a0b542f78e44335550153ed27e7534ba84c335cb5915208b7198a47");
+}
+
+TEST(WorkedExample, a_plain_file_without_padding) {
   const Bytes file = write_file({}, {w()});
   ASSERT_EQ(file.size(), 262307u);
   EXPECT_EQ(to_hex(std::span(file).first(110)),

@@ -321,10 +321,10 @@ TEST(IndexEntryToWrite, fields_that_do_not_fit_are_the_callers_mistake) {
     Bytes out;
     append_index_entry(out, {name, dtype, shape, TensorType::buffer, 0, 0, 0}, false);
   };
-  expect_error(Errc::invalid_argument, [&] { append(std::string(65536, 'a'), "<f4", {}); });
-  expect_error(Errc::invalid_argument, [&] { append("a", std::string(256, 'a'), {}); });
-  expect_error(Errc::invalid_argument, [&] { append("a", "<f4", std::vector<uint64_t>(256, 1)); });
-  expect_error(Errc::invalid_argument, [&] { append("a", "<f4", {uint64_t{1} << 32}); });
+  expect_error(Errc::out_of_range, [&] { append(std::string(65536, 'a'), "<f4", {}); });
+  expect_error(Errc::out_of_range, [&] { append("a", std::string(256, 'a'), {}); });
+  expect_error(Errc::out_of_range, [&] { append("a", "<f4", std::vector<uint64_t>(256, 1)); });
+  expect_error(Errc::out_of_range, [&] { append("a", "<f4", {uint64_t{1} << 32}); });
 }
 
 }  // namespace

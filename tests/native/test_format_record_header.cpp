@@ -359,7 +359,7 @@ TEST(RecordHeaderToWrite, fields_that_do_not_fit_are_the_callers_mistake) {
   const auto refused = [](auto change) {
     HeaderToWrite to_write = header_to_write();
     change(to_write);
-    expect_error(Errc::invalid_argument, [&] { written(to_write); });
+    expect_error(Errc::out_of_range, [&] { written(to_write); });
   };
   const std::string long_name(65536, 'n'), long_dtype(256, 'd');
   const std::vector<uint64_t> high(256, 1), is_long = {uint64_t{1} << 32};
