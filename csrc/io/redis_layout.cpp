@@ -79,7 +79,8 @@ std::optional<size_t> RedisLayout::find(uint64_t offset) const {
 }
 
 uint64_t RedisLayout::contiguous_end(uint64_t offset) const {
-  for (auto i = find(offset); i; i = find(offset)) offset = values_[*i].offset + values_[*i].nbytes;
+  for (auto i = find(offset); i && !disputed_[*i]; i = find(offset))
+    offset = values_[*i].offset + values_[*i].nbytes;
   return offset;
 }
 
@@ -98,10 +99,11 @@ std::vector<RedisPiece> RedisLayout::plan(const std::string& name, uint64_t offs
                   name, offset);
     const RedisValue& value = values_[*i];
     if (disputed_[*i])
-      throw Error(Errc::malformed,
-                  name + ": key " + value.key + " overlaps another key that ends in a position " +
-                      "inside it: two models under one prefix, or left-overs of an older one",
-                  name, offset);
+      throw Error(
+          Errc::malformed,
+          name + ": key " + value.key + " overlaps another key, whose position lies " +
+              "inside it or before it: two models under one prefix, or left-overs of an older one",
+          name, offset);
     const uint64_t from = offset - value.offset;
     const uint64_t n = std::min({value.nbytes - from, *end - offset, max_piece_nbytes});
     pieces.push_back({*i, from, n});

@@ -46,7 +46,8 @@ class RedisLayout {
   const std::vector<RedisValue>& values() const noexcept { return values_; }
   uint64_t end() const noexcept { return end_; }
 
-  // End of the bytes that follow `offset` without a hole; `offset` itself where there is none.
+  // End of the bytes that follow `offset` without a hole or a dispute; `offset` itself where there
+  // is none.
   uint64_t contiguous_end(uint64_t offset) const;
 
   // The pieces that make up [offset, offset + nbytes), none longer than `max_piece_nbytes`.

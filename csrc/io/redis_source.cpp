@@ -128,6 +128,11 @@ void RedisSource::read_at(uint64_t offset, std::span<const Slice> slices,
                           const std::stop_token& stop) {
   const uint64_t wanted = total_nbytes(slices);
   uint64_t received = 0;
+  struct Counter {  // what arrived counts, also when the read fails
+    ~Counter() { total.fetch_add(received, std::memory_order_relaxed); }
+    std::atomic<uint64_t>& total;
+    const uint64_t& received;
+  } counter{bytes_read_, received};
   with_connection(
       pool_, stop, [&] { return received; },
       [&](RedisHandle& redis) {
@@ -151,10 +156,8 @@ void RedisSource::fetch(RedisHandle& redis, std::span<const RedisPiece> pieces,
         request(redis, pieces[asked]);
       redis.flush(stop);
     }
-    const uint64_t before = received;
     const std::vector<Slice> into = cursor.take(pieces[i].nbytes);
     redis.read_value(into, layout_->values()[pieces[i].value].key, received, stop);
-    bytes_read_.fetch_add(received - before, std::memory_order_relaxed);
   }
 }
 

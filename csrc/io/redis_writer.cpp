@@ -12,10 +12,6 @@ namespace {
 // Records up to this size are stored with one MSET, larger ones piece by piece.
 constexpr uint64_t kSmallNbytes = uint64_t{1} << 20;
 constexpr uint64_t kReadNbytes = uint64_t{4} << 20;
-// The server takes values of up to 512 MiB (proto-max-bulk-len); longer payloads become several
-// values, which readers of the layout join again.
-constexpr uint64_t kMaxValueNbytes = uint64_t{512} << 20;
-constexpr uint64_t kSplitNbytes = uint64_t{256} << 20;
 constexpr size_t kPipelined = 1024;
 
 std::string_view as_text(ConstSlice bytes) {
@@ -135,7 +131,7 @@ void RedisWriter::write_large(RedisHandle& redis, RangeSource& source, const Red
   redis.append({"DEL", header_key});
   size_t replies = 1;
   const uint64_t value_nbytes =
-      record.data_nbytes > kMaxValueNbytes ? kSplitNbytes : kMaxValueNbytes;
+      record.data_nbytes > limits_.max_nbytes ? limits_.split_nbytes : limits_.max_nbytes;
   std::vector<std::byte> header(record.data_offset - record.header_offset);
   std::vector<std::byte> buffer(std::min(kReadNbytes, record.data_nbytes));
   if (record.data_nbytes == 0) source.read_at(record.header_offset, header, stop);

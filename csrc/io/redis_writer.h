@@ -35,9 +35,17 @@ struct RedisWriteJob {
 // Pure. Throws Errc::invalid_argument for a record whose positions are not in order.
 std::vector<RedisWriteJob> plan_redis_jobs(const std::vector<RedisRecord>& records);
 
+// A payload above `max_nbytes` becomes several values of `split_nbytes`, which readers of the
+// layout join again. The server's default limit is 512 MiB (proto-max-bulk-len).
+struct RedisValueLimits {
+  uint64_t max_nbytes = uint64_t{512} << 20;
+  uint64_t split_nbytes = uint64_t{256} << 20;
+};
+
 class RedisWriter {
  public:
-  explicit RedisWriter(RedisOptions options) : pool_(std::move(options)) {}
+  explicit RedisWriter(RedisOptions options, RedisValueLimits limits = {})
+      : limits_(limits), pool_(std::move(options)) {}
 
   // Which keys exist on the server, in order.
   std::vector<bool> exist(const std::vector<std::string>& keys, const std::stop_token& stop);
@@ -60,6 +68,7 @@ class RedisWriter {
   void write_large(RedisHandle& redis, RangeSource& source, const RedisRecord& record,
                    const std::stop_token& stop);
 
+  const RedisValueLimits limits_;
   RedisPool pool_;
 };
 

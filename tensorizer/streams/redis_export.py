@@ -98,7 +98,7 @@ def export_to_redis(
 
 def _writer_for(client: Any) -> _Writer:
     settings = _writer_settings(client)
-    return _ClientWriter(client) if settings is None else _C.RedisWriter(settings)
+    return _ClientWriter(client) if settings is None else _C.RedisWriter(settings, MAX_VALUE_NBYTES, SPLIT_NBYTES)
 
 
 def _writer_settings(client: Any) -> Optional[dict[str, Any]]:
@@ -170,14 +170,14 @@ class _ClientWriter:
     def write(self, source: _C.RangeSource, records: list[tuple[bytes, int, int, int]]) -> None:
         for stem, header_offset, data_offset, data_nbytes in records:
             self._client.delete(b"%s%d" % (stem, header_offset))
-            first_nbytes = min(PIECE_NBYTES, data_nbytes)
+            first_nbytes = min(PIECE_NBYTES, _value_nbytes(data_nbytes), data_nbytes)
             both = source.read(header_offset, data_offset - header_offset + first_nbytes)
             header, piece = both[: data_offset - header_offset], both[data_offset - header_offset :]
             self._write_payload(source, stem, data_offset, data_nbytes, piece)
             self._client.set(b"%s%d" % (stem, header_offset), header)
 
     def _write_payload(self, source: _C.RangeSource, stem: bytes, start: int, nbytes: int, piece: bytes) -> None:
-        value_nbytes = SPLIT_NBYTES if nbytes > MAX_VALUE_NBYTES else MAX_VALUE_NBYTES
+        value_nbytes = _value_nbytes(nbytes)
         at = 0
         while at < nbytes:
             value_start = at // value_nbytes * value_nbytes
@@ -187,4 +187,10 @@ class _ClientWriter:
             else:
                 self._client.append(key, piece)
             at += len(piece)
-            piece = source.read(start + at, min(PIECE_NBYTES, nbytes - at)) if at < nbytes else b""
+            value_end = min(nbytes, (at // value_nbytes + 1) * value_nbytes)
+            piece = source.read(start + at, min(PIECE_NBYTES, value_end - at)) if at < nbytes else b""
+
+
+def _value_nbytes(payload_nbytes: int) -> int:
+    """Size of the values that a payload is divided into."""
+    return SPLIT_NBYTES if payload_nbytes > MAX_VALUE_NBYTES else MAX_VALUE_NBYTES
