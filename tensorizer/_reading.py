@@ -6,11 +6,11 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
-from . import _C, _dtypes, _perf
+from . import _C, _cuda, _dtypes, _perf
 from ._devices import resolve_cuda_device
 from .errors import FormatError
 
@@ -22,6 +22,8 @@ BATCH_NBYTES = 256 << 20
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 Progress = Optional[Callable[[int], object]]
+#: One device, or the device of each entry.
+DeviceChoice = Union[torch.device, Callable[[int], torch.device]]
 
 
 class LoadedBatch(NamedTuple):
@@ -40,7 +42,7 @@ class TensorReader:
         source: _C.RangeSource,
         index: _C.Index,
         *,
-        device: torch.device,
+        device: DeviceChoice,
         dtype: Optional[torch.dtype],
         max_workers: int,
         keys: Optional[_C.KeyRing],
@@ -60,20 +62,58 @@ class TensorReader:
 
         On the CPU without a cast all of them are one batch; otherwise batches hold at most 256 MiB.
         """
-        device = resolve_cuda_device(self.device)
-        if device.type == "cpu" and not self._casts_any(entries):
+        for device, part in self._by_device(entries):
+            yield from self._read_to(device, part, verify, progress)
+
+    def _by_device(self, entries: Sequence[int]) -> Iterator[tuple[torch.device, Sequence[int]]]:
+        """The entries of each device; more than one only where the caller spread them."""
+        if isinstance(self.device, torch.device):
+            yield resolve_cuda_device(self.device), entries
+            return
+        groups: dict[torch.device, list[int]] = {}
+        for entry in entries:
+            groups.setdefault(resolve_cuda_device(self.device(entry)), []).append(entry)
+        yield from groups.items()
+
+    def _read_to(
+        self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress
+    ) -> Iterator[LoadedBatch]:
+        casts = self._casts_any(entries)
+        if device.type == "cpu" and not casts:
             batch = self._run(entries, verify, progress)
             with _no_collections():
                 parameters = batch.parameters(self._factory)
             yield LoadedBatch(entries, parameters, batch.headers)
             return
+        fast = _cuda.is_fast_device(device)
         done = 0
-        for part in self.batches(entries, BATCH_NBYTES):
+        for part in [entries] if fast and not casts else self.batches(entries, BATCH_NBYTES):
             report = None if progress is None else functools.partial(_report_from, progress, done)
-            raw = self.read_raw(part, verify, report)
+            raw = self._read_fast(device, part, verify, report) if fast else self.read_raw(part, verify, report)
             done += sum(map(self.index.data_nbytes, part))
             with _perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
                 yield raw._replace(tensors=[self._deliver(tensor, device) for tensor in raw.tensors])
+
+    def _read_fast(
+        self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress
+    ) -> LoadedBatch:
+        """Loads `entries` to a CUDA device through its ring of pinned slots, straight to their final addresses."""
+        engine = _cuda.engine_for(device)
+        sizes = [self.index.loaded_nbytes(entry) for entry in entries]
+        flat = _cuda.allocate(sizes, device)
+        for entry, tensor in zip(entries, flat):
+            if self.index.data_nbytes(entry) == 0:  # written without data: zeros
+                tensor.zero_()
+        engine.order_after_caller()
+        batch = self._run(
+            entries, verify, progress, addresses=[t.data_ptr() for t in flat], device=device.index, engine=engine
+        )
+        headers = batch.headers
+        tensors = [
+            tensor.view(_dtypes.torch_dtype(headers.dtype(i).decode("utf-8", "replace"))).view(headers.shape(i))
+            for i, tensor in enumerate(flat)
+        ]
+        return LoadedBatch(entries, tensors, headers)
 
     def read_raw(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> LoadedBatch:
         """Loads `entries` as plain host tensors of their stored dtype."""
@@ -106,7 +146,7 @@ class TensorReader:
     def _casts_any(self, entries: Sequence[int]) -> bool:
         return self.dtype is not None and any(self.casts(self.stored_dtype(entry)) for entry in entries)
 
-    def _run(self, entries: Sequence[int], verify: bool, progress: Progress) -> _C.LoadBatch:
+    def _run(self, entries: Sequence[int], verify: bool, progress: Progress, **to: Any) -> _C.LoadBatch:
         batch = _C.LoadBatch(
             self.source,
             self.index,
@@ -114,7 +154,8 @@ class TensorReader:
             verify=verify,
             max_workers=self._max_workers,
             keys=self.keys,
-            mapping=self._mapping,
+            mapping=None if to else self._mapping,
+            **to,
         )
         with _perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if _perf.enabled else 0):
             batch.run(progress)
@@ -123,7 +164,8 @@ class TensorReader:
     def _deliver(self, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
         differentiable = tensor.is_floating_point() or tensor.is_complex()
         dtype = self.dtype if self.casts(tensor.dtype) else None
-        moved = tensor.to(device=device, dtype=dtype)
+        # Off the CPU a cast happens on the target: less to transfer, or the same.
+        moved = tensor.to(device=device).to(dtype=dtype) if dtype is not None else tensor.to(device=device)
         return torch.nn.Parameter(moved, requires_grad=differentiable)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from . import _C, _dtypes, module_tree
-from ._devices import DeviceArgument, target_device
+from ._devices import DeviceArgument, DeviceChooser, target_device
 from ._entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from ._keys import check_decryption, key_ring
 from ._reading import LoadedBatch, TensorReader
@@ -51,7 +51,9 @@ class TensorDeserializer(
         file_obj: What to read: a local path (``str``, ``bytes``, ``PathLike``), a descriptor, an ``http(s)://``,
             ``s3://`` or ``redis://`` URI, or an open binary file object, read from its current position on. Objects are
             closed by this one.
-        device: Target device; ``None`` is CUDA where available, else the CPU (surrounding CPU contexts do not count).
+        device: Target device; ``None`` is CUDA where available, else the CPU (surrounding CPU contexts do not count). A
+            mapping from (prefixes of) names to devices, like a ``device_map``, or a callable that is given each name,
+            spreads one file over several devices.
         filter_func: Loads only the tensors whose name it accepts; the others do not exist for this object. It gets a
             ``str`` for names on a flat top level, else the full path as a tuple.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype. Integers, bool,
@@ -142,7 +144,7 @@ class TensorDeserializer(
         self._reader: Optional[TensorReader] = TensorReader(
             opened.source,
             index,
-            device=self._device,
+            device=self._device if isinstance(self._device, torch.device) else self._device_of,
             dtype=dtype,
             max_workers=max_workers,
             keys=key_ring(encryption) if index.encrypted else None,
@@ -160,11 +162,15 @@ class TensorDeserializer(
             len(self._selection),
             self.total_tensor_bytes,
             index.version,
-            self._device,
+            self._device_text(),
             dtype,
             index.encrypted,
             self._verify_hash,
         )
+
+    def _device_of(self, i: int) -> torch.device:
+        """Where one tensor goes, for a mapping or callable as ``device``."""
+        return cast(DeviceChooser, self._device)(self._names[i])
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -191,8 +197,11 @@ class TensorDeserializer(
         state = "closed" if self._closed else "open"
         return (
             f"<{type(self).__name__}: {len(self._selection)} tensors, {self.total_tensor_bytes:,} bytes, "
-            f"data version {self._index.version}, device {self._device}, {len(self._cache)} loaded, {state}>"
+            f"data version {self._index.version}, device {self._device_text()}, {len(self._cache)} loaded, {state}>"
         )
+
+    def _device_text(self) -> str:
+        return str(self._device) if isinstance(self._device, torch.device) else "per tensor"
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
@@ -346,7 +355,7 @@ class TensorDeserializer(
                 was converted by the constructor's ``dtype``, so that its stored form is gone.
             ValueError: A dtype that numpy lacks, without `allow_raw_data`; `num_tensors` below -1.
         """
-        if self._device.type != "cpu":
+        if not isinstance(self._device, torch.device) or self._device.type != "cpu":
             raise RuntimeError(f"numpy arrays live on the CPU; this deserializer was opened for device {self._device}")
         for i, box in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=True):
             yield self._as_numpy_item(i, box.pop(), allow_raw_data)

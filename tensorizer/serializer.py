@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
 import torch
 
-from . import _C, _dtypes, module_tree
+from . import _C, _cuda, _dtypes, module_tree
 from ._entries import TensorType
 from ._keys import check_encryption, encryption_key
 from ._sinks import open_sink
@@ -274,13 +274,20 @@ class TensorSerializer:
             for item in items:
                 _log_written(item)
 
-    def _write_batch(self, first_record: int, batch: list[_Item], report: Any) -> None:
-        hosts = [_host_data(item.tensor) for item in batch]  # kept alive until the call returns
+    def _write_batch(self, first_record: int, batch: list[_Item], report: Optional[Callable[[int], None]]) -> None:
+        device = batch[0].tensor.device
+        fast = not batch[0].tensor.is_meta and _cuda.is_fast_device(device)
+        data = [_contiguous(item.tensor, on_device=fast) for item in batch]  # kept alive until the call returns
         payloads = [
-            (first_record + i, host.data_ptr() if host.numel() else 0, host.numel() * host.element_size())
-            for i, host in enumerate(hosts)
+            (first_record + i, tensor.data_ptr() if tensor.numel() else 0, tensor.numel() * tensor.element_size())
+            for i, tensor in enumerate(data)
         ]
-        self._session.write_payloads(payloads, progress=report)
+        if fast:
+            engine = _cuda.engine_for(device)
+            engine.order_after_caller()
+            self._session.write_payloads(payloads, device=device.index, engine=engine, progress=report)
+        else:
+            self._session.write_payloads(payloads, progress=report)
         for item in batch:
             if item.owner is not None:
                 setattr(item.owner.module, item.owner.attribute, None)
@@ -330,29 +337,38 @@ def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def _host_data(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous host memory with the tensor's elements; the tensor itself where it is that already."""
+def _contiguous(tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
+    """Contiguous memory with the tensor's elements, in C order; the tensor itself where it is that already.
+
+    On the host, unless `on_device`: then where the tensor is.
+    """
     data = tensor.detach()
-    if data.is_meta:
-        return torch.zeros((), dtype=data.dtype, device="cpu") if data.dim() == 0 else data.new_empty(0, device="cpu")
+    if data.is_meta:  # a scalar is stored as a real zero, everything else without data (docs/format.md)
+        return torch.zeros((), dtype=data.dtype, device="cpu") if data.dim() == 0 else torch.empty(0, device="cpu")
     if data.is_conj() or data.is_neg():
         data = data.resolve_conj().resolve_neg()
-    return data.to("cpu").contiguous()
+    if not on_device:
+        data = data.to("cpu")
+    return data.contiguous()
 
 
-def _needs_copy(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and (
-        tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
-    )
+def _copied_nbytes(item: _Item) -> int:
+    """Bytes that writing the item takes beyond the item itself, or sets free."""
+    tensor = item.tensor
+    if tensor.is_meta:
+        return 0
+    in_place = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    direct = tensor.device.type == "cpu" or _cuda.is_fast_device(tensor.device)
+    return 0 if in_place and direct and item.owner is None else item.nbytes
 
 
-def _batches(items: list[_Item]) -> Iterable[list[_Item]]:
-    """Consecutive items whose copies fit the budget together; items that are to be freed early come in pieces too."""
+def _batches(items: list[_Item]) -> Iterator[list[_Item]]:
+    """Consecutive items of one device whose copies fit the budget together."""
     batch: list[_Item] = []
     nbytes = 0
     for item in items:
-        size = item.nbytes if _needs_copy(item.tensor) or item.owner is not None else 0
-        if batch and nbytes + size > _COPY_BUDGET_NBYTES:
+        size = _copied_nbytes(item)
+        if batch and (nbytes + size > _COPY_BUDGET_NBYTES or item.tensor.device != batch[0].tensor.device):
             yield batch
             batch, nbytes = [], 0
         batch.append(item)

@@ -53,7 +53,8 @@ def test_includes_between_rooms_point_one_way():
             target = name.split("/")[0] if "/" in name else None
             if target in ROOMS and target != room and target not in ROOMS[room]:
                 wrong.append(f"{path.relative_to(ROOT)} includes {name}")
-            if bracket == '"' and target not in ROOMS:
+            generated = name.endswith(".inc")  # written by the build
+            if bracket == '"' and target not in ROOMS and not generated:
                 wrong.append(f"{path.relative_to(ROOT)} includes {name} without its room")
     assert not wrong, "\n".join(wrong)
 
@@ -153,9 +154,9 @@ def test_the_core_does_not_import_what_is_built_on_it():
             assert not [target for target in own if target.split(".")[0] in above], name
 
 
-def test_nothing_imports_the_integrations_or_the_commands_but_themselves():
+def test_nothing_imports_the_integrations_or_the_commands_but_themselves_and_the_old_names():
     for path in modules():
-        if package_of(path)[:1] not in (["integrations"], ["cli"]):
+        if package_of(path)[:1] not in (["integrations"], ["cli"]) and path.name != "legacy.py":
             own, _ = imports(path, top_level_only=False)
             assert not [t for t in own if t.split(".")[0] in ("integrations", "cli")], name_of(path)
 

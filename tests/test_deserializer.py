@@ -440,10 +440,20 @@ def test_dtype_converts_among_the_four_float_types_and_leaves_all_others(mode, d
             found = deserializer[name]
             assert samples.same(found, wanted), name
             assert found.requires_grad == (values[name].is_floating_point() or values[name].is_complex()), name
+
+
+@pytest.mark.parametrize("dtype", CONVERTED, ids=str)
+def test_numpy_arrays_have_the_stored_dtype_whatever_the_constructor_converts_to(dtype):
+    values = {str(d): tensor((4,), d) for d in CONVERTED}
+    data = state_dict_bytes(values)
+    with TensorDeserializer(io.BytesIO(data), device="cpu", dtype=dtype, lazy_load=True) as deserializer:
+        assert deserializer[str(torch.float32)].dtype == dtype  # cached in its converted form
         arrays = {name: array for _, _, name, array, _, _ in deserializer.read_numpy_arrays(allow_raw_data=True)}
-        # the numpy view is that of the file, converted or not
-        assert arrays[str(torch.float32)].dtype == np.float32
-        assert arrays[str(torch.float16)].dtype == np.float16
+    for name, value in values.items():
+        assert arrays[name].tobytes() == samples.raw(value), name
+    eager = TensorDeserializer(io.BytesIO(data), device="cpu", dtype=dtype)
+    with pytest.raises(RuntimeError, match="closed"):  # the stored form is gone with the file
+        list(eager.read_numpy_arrays(allow_raw_data=True))
 
 
 def test_converted_tensors_keep_nothing_of_the_stored_form():

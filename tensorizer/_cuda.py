@@ -1,0 +1,53 @@
+"""The fast path to and from CUDA devices: which tensors take it, and the engine that moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+
+from . import _C
+from ._config import env_int, env_text
+
+__all__ = ["allocate", "engine_for", "is_fast_device", "use_driver_library"]
+
+_MEBIBYTE = 1 << 20
+
+
+def is_fast_device(device: torch.device) -> bool:
+    """Whether copies to this device go through the pinned ring: CUDA itself, with a driver; not ROCm."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    use_driver_library()
+    return bool(_C.cuda_driver_is_present())
+
+
+def use_driver_library() -> None:
+    """Hands ``TENSORIZER_CUDA_LIBRARY`` (default: ``libcuda.so.1``) to the extension; it counts until first use."""
+    library = env_text("TENSORIZER_CUDA_LIBRARY")
+    if library is not None:
+        _C.cuda_set_driver_library(library)
+
+
+def engine_for(
+    device: torch.device, ring_slots: Optional[int] = None, ring_slot_nbytes: Optional[int] = None
+) -> _C.CudaCopyEngine:
+    """An engine for one load or save, ordered against the caller's current stream on `device`.
+
+    Args:
+        device: A CUDA device with an index.
+        ring_slots: Pinned slots of the process's ring for this device; default 16, or ``TENSORIZER_RING_SLOTS``.
+        ring_slot_nbytes: Bytes of one slot; default 8 MiB, or ``TENSORIZER_RING_SLOT_MIB``.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream
+    slots = ring_slots if ring_slots is not None else env_int("TENSORIZER_RING_SLOTS", 2)
+    slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 1)
+    slot_nbytes = ring_slot_nbytes if ring_slot_nbytes is not None else slot_mib and slot_mib * _MEBIBYTE
+    sizes = {name: value for name, value in (("slots", slots), ("slot_nbytes", slot_nbytes)) if value is not None}
+    return _C.CudaCopyEngine(device.index, stream, **sizes)
+
+
+def allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """One flat byte tensor per size, on `device`, in order of the caller's current stream."""
+    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
