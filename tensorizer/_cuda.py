@@ -13,6 +13,9 @@ from ._config import env_int, env_text
 __all__ = ["allocate", "engine_for", "is_fast_device", "use_driver_library"]
 
 _MEBIBYTE = 1 << 20
+# 16 slots of 8 MiB keep a PCIe link busy while workers fill the others; more gains nothing.
+DEFAULT_RING_SLOTS = 16
+DEFAULT_RING_SLOT_NBYTES = 8 * _MEBIBYTE
 
 
 def is_fast_device(device: torch.device) -> bool:
@@ -44,8 +47,12 @@ def engine_for(
     slots = ring_slots if ring_slots is not None else env_int("TENSORIZER_RING_SLOTS", 2)
     slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 1)
     slot_nbytes = ring_slot_nbytes if ring_slot_nbytes is not None else slot_mib and slot_mib * _MEBIBYTE
-    sizes = {name: value for name, value in (("slots", slots), ("slot_nbytes", slot_nbytes)) if value is not None}
-    return _C.CudaCopyEngine(device.index, stream, **sizes)
+    return _C.CudaCopyEngine(
+        device.index,
+        stream,
+        slots=DEFAULT_RING_SLOTS if slots is None else slots,
+        slot_nbytes=DEFAULT_RING_SLOT_NBYTES if slot_nbytes is None else slot_nbytes,
+    )
 
 
 def allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:

@@ -85,7 +85,7 @@ def _ambient_device() -> torch.device:
     """
     from torch.overrides import _get_current_function_mode_stack
 
-    for mode in reversed(_get_current_function_mode_stack()):
+    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
         if isinstance(mode, torch.utils._device.DeviceContext):
             return torch.device(mode.device)
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

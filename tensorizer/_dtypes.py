@@ -31,7 +31,7 @@ _NUMPY_NAMES = {
     "<c16": "complex128",
     "|b1": "bool",
 }
-_STORED_TO_TORCH = {
+_STORED_TO_TORCH: dict[str, torch.dtype] = {
     stored: getattr(torch, name) for stored, name in _NUMPY_NAMES.items() if hasattr(torch, name)
 }  # uint16/32/64 came with torch 2.3
 _TORCH_TO_STORED = {dtype: stored for stored, dtype in _STORED_TO_TORCH.items()}
@@ -77,10 +77,7 @@ def torch_dtype(stored: str) -> torch.dtype:
     """
     numpy_part, _, name = stored.partition(OPAQUE_SEPARATOR)
     if "V" not in numpy_part:
-        known = _STORED_TO_TORCH.get(numpy_part)
-        if known is None:
-            known = _normalized(numpy_part)
-        return known
+        return _STORED_TO_TORCH.get(numpy_part) or _normalized(numpy_part)
     match = _TORCH_NAME.match(name)
     found = getattr(torch, match.group(1), None) if match else None
     if not isinstance(found, torch.dtype):

@@ -29,6 +29,8 @@ logger = logging.getLogger("tensorizer.serialization")
 Name = Union[str, "tuple[Union[str, int], ...]"]
 Key = Union[str, int]
 
+# Magic to metadata length (docs/format.md, "Prologue").
+_PROLOGUE_NBYTES = 73
 # Bytes that a generator reads ahead of its consumer.
 _READ_AHEAD_NBYTES = 64 << 20
 
@@ -543,9 +545,16 @@ class TensorDeserializer(
         """
         if self._opened is None:
             raise ValueError("to_redis needs the file open: use lazy_load=True")
-        from .streams.redis import export_to_redis
+        if self._index.start != 0:
+            raise ValueError("to_redis stores files, and this container starts in the middle of one")
+        from .streams.redis_export import export_to_redis
 
-        export_to_redis(self._opened.source, self._index, self._selection, redis_client, key_prefix, force)
+        index = self._index
+        header = self._opened.source.read(0, _PROLOGUE_NBYTES + index.metadata_nbytes)
+        records = [
+            (index.stored_name(i), index.offset(i), index.data_offset(i), index.data_nbytes(i)) for i in self._selection
+        ]
+        export_to_redis(self._opened.source, header, records, redis_client, key_prefix, force)
 
     # ---- loading ----------------------------------------------------------------------------------------------------
 

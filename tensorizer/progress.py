@@ -43,7 +43,11 @@ def progress_reporter(
         from tqdm.auto import tqdm
 
         with tqdm(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1024) as bar:
-            yield lambda done: bar.update(done - bar.n)
+
+            def advance(done: int) -> None:
+                bar.update(done - bar.n)
+
+            yield advance
         return
     if not callable(progress):
         raise TypeError(f"progress: wanted a bool or a callable, found {type(progress).__name__}")
