@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorizer import CryptographyError, DecryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer import CryptographyError, DecryptionParams, TensorDeserializer, TensorSerializer, TensorType
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SALT = "000102030405060708090a0b0c0d0e0f"
@@ -210,6 +210,29 @@ def test_the_tool_runs_as_a_program(work: Work) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert_holds_the_model(work.secret, DecryptionParams.from_key(work.key.read_bytes()))
+
+
+def test_the_tool_never_holds_the_whole_model(work: Work) -> None:
+    nbytes, count = 16 << 20, 24
+    with TensorSerializer(work.plain) as serializer:
+        for i in range(count):
+            serializer.write_tensor(0, f"t{i}", TensorType.STATE_DICT, torch.full((nbytes // 4,), float(i)))
+    code = (
+        "import resource, runpy, sys\n"
+        "tool = runpy.run_path(sys.argv[1])\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak()\n"
+        "assert tool['main'](sys.argv[2:]) == 0\n"
+        "print(peak() - before)\n"
+    )
+    tool = str(EXAMPLES / "encrypt_existing.py")
+    command = ["add", "exact", "--keyfile", work.key, "--infile", work.plain, "--outfile", work.secret, "-q"]
+    result = subprocess.run(
+        [sys.executable, "-c", code, tool, *map(str, command)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < nbytes * count / 2
 
 
 def test_the_model_example_restores_the_same_model(tmp_path: Path) -> None:
