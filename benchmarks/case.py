@@ -91,6 +91,8 @@ class Bench:
     def wake_up(self) -> None:
         """Import, and do the case's own call once on a tiny file, so that nothing is measured the first time."""
         self.contender.import_library()
+        if not self.contender.can(self.case.needs):
+            return
         path = self.tiny / f"{self.contender.name}{self.contender.suffix}"
         if self.case.needs.startswith("load") and path.exists():
             arguments = (models.read_manifest(self.tiny).one,) if self.case.needs == "load_one" else ()

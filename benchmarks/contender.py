@@ -25,6 +25,7 @@ class Contender:
         suffix: File name suffix of its format.
         packages: Requirements of its own virtual environment; empty where the project's environment serves.
         role: ``"ours"``, ``"reference"``, ``"other"`` or ``"limit"``.
+        cannot_write: Data sets that its own writer refuses; it reads the file that this project writes then.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Contender:
     suffix: str = ""
     packages: tuple[str, ...] = ()
     role: str = "other"
+    cannot_write: tuple[str, ...] = ()
 
     def import_library(self) -> None:
         """Import everything that a measurement should not pay for."""

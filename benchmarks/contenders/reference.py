@@ -17,6 +17,7 @@ class Reference(Contender):
     packages = (f"tensorizer=={VERSION}", "numpy")
     role = "reference"
     import_time = True
+    cannot_write = ("many",)  # its index has room for about 3,500 tensors
 
     def import_library(self) -> None:
         import tensorizer

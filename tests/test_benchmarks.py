@@ -1,0 +1,162 @@
+"""The benchmark measures what it says: data, memory figures, ratios, and one run from end to end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from benchmarks import memory, models, report  # noqa: E402
+from benchmarks.__main__ import size  # noqa: E402
+from benchmarks.case import Case, Goal  # noqa: E402
+from benchmarks.cases import CASES  # noqa: E402
+from benchmarks.contenders import CONTENDERS, contender  # noqa: E402
+from benchmarks.markdown import document  # noqa: E402
+from benchmarks.runner import CaseResult, Result  # noqa: E402
+
+MIB = 1 << 20
+
+
+class TestData:
+    @pytest.mark.parametrize(("text", "nbytes"), [("2GB", 2 * 10**9), ("64MiB", 64 << 20), ("1.5kb", 1500), ("7", 7)])
+    def test_a_size_is_read_with_its_unit(self, text: str, nbytes: int) -> None:
+        assert size(text) == nbytes
+
+    @pytest.mark.parametrize("text", ["", "GB", "2 apples", "-1MB"])
+    def test_what_is_no_size_is_refused(self, text: str) -> None:
+        with pytest.raises(argparse.ArgumentTypeError, match="wanted a size"):
+            size(text)
+
+    @pytest.mark.parametrize("nbytes", [64 * 10**6, 2 * 10**9, 8 * 10**9])
+    def test_the_large_model_is_as_large_as_asked_for(self, nbytes: int) -> None:
+        total = sum(2 * torch.Size(shape).numel() for _, shape in models.llm_shapes(nbytes))
+        assert total == pytest.approx(nbytes, rel=0.05)
+
+    def test_the_large_model_has_a_matrix_of_23_megabytes(self) -> None:
+        shapes = dict(models.llm_shapes(2 * 10**9))
+        assert 2 * torch.Size(shapes["model.layers.3.mlp.up_proj.weight"]).numel() == pytest.approx(23e6, rel=0.01)
+
+    def test_the_many_tensors_are_18867_and_200_megabytes(self) -> None:
+        shapes = dict(models.many_shapes(200 * 10**6))
+        assert len(shapes) == 18_867
+        assert sum(2 * torch.Size(shape).numel() for shape in shapes.values()) == pytest.approx(200e6, rel=0.01)
+
+    def test_data_are_made_once_and_their_manifest_is_true(self, tmp_path: Path) -> None:
+        manifest = models.make("tiny", MIB, tmp_path)
+        state = models.read_base(tmp_path)
+        assert manifest.checksum == models.checksum(state) != 0
+        assert (manifest.tensors, manifest.nbytes) == (len(state), sum(t.nbytes for t in state.values()))
+        written = (tmp_path / "base.pt").stat().st_mtime_ns
+        assert models.make("tiny", MIB, tmp_path) == manifest
+        assert (tmp_path / "base.pt").stat().st_mtime_ns == written
+
+    def test_the_checksum_notices_one_changed_bit(self) -> None:
+        state = {"a": torch.zeros(8, dtype=torch.float16)}
+        before = models.checksum(state)
+        state["a"].view(torch.int16)[3] ^= 1
+        assert models.checksum(state) != before
+
+
+class TestMemory:
+    def test_the_page_cache_is_warmed_and_dropped(self) -> None:
+        path = ROOT / "build" / "page-cache-test"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(range(256)) * (4 * MIB // 256))
+        try:
+            memory.drop_page_cache(path)
+            assert memory.cached_share(path) <= 0.01
+            memory.warm_page_cache(path)
+            assert memory.cached_share(path) == 1.0
+        finally:
+            path.unlink()
+
+    def test_the_sampler_sees_memory_that_is_gone_again(self) -> None:
+        sampler = memory.PeakSampler()
+        before = sampler.start()
+        for _ in range(3):
+            block = torch.ones(64 * MIB, dtype=torch.uint8)
+            assert int(block[::4096].sum()) == 64 * MIB // 4096
+            del block
+        peak = sampler.stop()
+        assert 60 * MIB < peak.owned - before.owned < 100 * MIB
+
+
+def outcome(unit: str, goal: Goal, **medians: float) -> CaseResult:
+    case = Case("x", "a case", "load", lambda bench: 0.0, unit=unit, limit="machine", goals=(goal,))
+    return CaseResult(case, 10**9, [Result(contender(name), [value]) for name, value in medians.items()])
+
+
+class TestReport:
+    def test_ratios_compare_medians_so_that_above_one_is_better(self) -> None:
+        found = outcome("GB/s", Goal("reference", at_least=4), ours=0.1, reference=0.5, machine=0.08)
+        ours = found.of("ours")
+        assert ours is not None
+        assert report.ratio(found, ours, "reference") == pytest.approx(5.0)
+        assert report.ratio(found, ours, "machine") == pytest.approx(0.8)
+        assert report.shown(found.case, 0.1, found.nbytes) == pytest.approx(10.0)
+
+    @pytest.mark.parametrize(
+        ("unit", "goal", "ours", "met"),
+        [
+            ("GB/s", Goal("reference", at_least=4), 0.1, True),
+            ("GB/s", Goal("reference", at_least=6), 0.1, False),
+            ("ms", Goal(at_most=100), 0.1, True),
+            ("ms", Goal(at_most=99), 0.1, False),
+            ("MB", Goal(at_most=5), 5e6, True),
+            ("MB", Goal(at_most=4.9), 5e6, False),
+        ],
+    )
+    def test_a_goal_is_met_or_missed(self, unit: str, goal: Goal, ours: float, met: bool) -> None:
+        found = outcome(unit, goal, ours=ours, reference=0.5)
+        judged = report.verdict(found, goal)
+        assert judged is not None
+        assert judged[1] is met
+        assert ("met" if met else "MISSED") in report.table(found)
+
+    def test_a_contender_that_failed_has_words_and_no_figure(self) -> None:
+        found = outcome("GB/s", Goal("reference", at_least=4), ours=0.1, reference=0.5)
+        found.results[1].error = "could not be installed"
+        assert found.of("reference") is None
+        assert report.verdict(found, found.case.goals[0]) is None
+        assert "could not be installed" in report.table(found)
+
+    def test_markdown_holds_every_case_and_figure(self) -> None:
+        found = outcome("ms", Goal(at_most=120), ours=0.1, reference=0.5, machine=0.08)
+        text = document(json.loads(json.dumps(report.as_json([found], 10**9, 1))))
+        assert "| a case, ms | **100** | 500 | 80 | 5.0 x | 80% |" in text
+        assert "| a case | 100 ms, goal <= 120 | met |" in text
+
+
+def test_every_case_is_measured_on_us_and_against_somebody() -> None:
+    for case in CASES:
+        names = [c.name for c in CONTENDERS if case.takes(c)]
+        assert "ours" in names
+        assert len(names) > 1, case.name
+        assert all(goal.versus is None or goal.versus in names for goal in case.goals), case.name
+
+
+@pytest.mark.slow
+def test_a_run_from_end_to_end_measures_and_writes_json_and_chart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cases = ["load-hot", "map-touch", "load-many", "load-one", "save-tmpfs", "memory-load"]
+    command = [sys.executable, "-m", "benchmarks", "--size", "20MB", "--runs", "1", "--cases", *cases]
+    command += ["--contenders", "ours", "torch", "machine", "bare-python"]
+    command += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (written,) = (tmp_path / "out").glob("*.json")
+    facts = json.loads(written.read_text())
+    assert [case["name"] for case in facts["cases"]] == cases
+    for case in facts["cases"]:
+        assert [r["error"] for r in case["results"]] == [""] * len(case["results"])
+        assert all(r["median"] >= 0 for r in case["results"])
+    assert written.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "cache" / "scratch").iterdir()) == []
