@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -88,12 +89,19 @@ def make_trainer(folder: Path, **arguments):
     return Trainer(model=model, args=settings, train_dataset=data)
 
 
-def test_the_trainer_of_transformers_resumes_bit_by_bit(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of six steps that was saved after three."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
+    folder = tmp_path_factory.mktemp("trained")
     with tensorizer_saving():
-        whole = make_trainer(tmp_path)
-        whole.train()
-    checkpoint = tmp_path / "checkpoint-3"
+        trainer = make_trainer(folder)
+        trainer.train()
+    return trainer, folder / "checkpoint-3"
+
+
+def test_the_trainer_of_transformers_resumes_bit_by_bit(trained, tmp_path):
+    whole, checkpoint = trained
     assert (checkpoint / "optimizer.pt.tensors").exists()
     assert (checkpoint / "optimizer.pt").stat().st_size < (checkpoint / "optimizer.pt.tensors").stat().st_size
     assert (checkpoint / "rng_state.pth").exists()
@@ -110,14 +118,13 @@ def test_the_trainer_of_transformers_resumes_bit_by_bit(tmp_path):
         assert_same_bits(slots, right["state"][index])
 
 
-def test_the_trainer_cannot_resume_without_its_sidecar(tmp_path):
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    with tensorizer_saving():
-        make_trainer(tmp_path).train()
-    (tmp_path / "checkpoint-3" / "optimizer.pt.tensors").unlink()
+def test_the_trainer_cannot_resume_without_its_sidecar(trained, tmp_path):
+    _, checkpoint = trained
+    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint-3")
+    (copy / "optimizer.pt.tensors").unlink()
     resumed = make_trainer(tmp_path / "again")
     with tensorizer_loading(device="cpu"), pytest.raises(FileNotFoundError, match=r"optimizer\.pt\.tensors"):
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        resumed.train(resume_from_checkpoint=str(copy))
 
 
 # --- accelerate ----------------------------------------------------------------------------------------------------

@@ -213,6 +213,7 @@ def test_one_file_per_rank(tmp_path):
         assert_loaded(model, shard)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_lora_adapters(tmp_path):
     adapter = {f"base_model.model.layers.{i}.lora_{side}.weight": torch.randn(2, 4) for i in range(2) for side in "AB"}
     with open_stream(str(tmp_path / "adapter_config.json"), mode="wb+", **S3_ARGUMENTS) as stream:
