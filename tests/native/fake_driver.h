@@ -87,6 +87,12 @@ class DeviceMemory {
   std::byte* data_;
 };
 
+// The end of a program that used CUDA: the thread that watches for idle rings ends too.
+class FakeDriverProcess : public ::testing::Environment {
+ public:
+  void TearDown() override { shut_down(); }
+};
+
 // Every test ends with nothing left in the driver.
 class FakeDriverTest : public ::testing::Test {
  protected:

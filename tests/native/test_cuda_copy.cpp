@@ -8,6 +8,9 @@ namespace {
 
 using CudaCopy = FakeDriverTest;
 
+[[maybe_unused]] const auto* const process =
+    ::testing::AddGlobalTestEnvironment(new FakeDriverProcess);
+
 TEST_F(CudaCopy, BytesOfEverySizeArriveAtTheirAddresses) {
   for (const uint64_t nbytes : {1ULL, 4095ULL, 65'536ULL, 65'537ULL, 1'000'003ULL}) {
     const Bytes source = random_bytes(nbytes, 1);

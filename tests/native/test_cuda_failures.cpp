@@ -123,14 +123,15 @@ TEST_F(CudaFailure, AFailingSaveEndsWithTheDriversErrorAndGivesItsSlotsBack) {
 }
 
 TEST_F(CudaFailure, WhenNobodyCanTellWhetherACopyEndedItsRingIsNeverUsedAgain) {
-  const auto* memory = new DeviceMemory(kSource.size());  // never freed: it may still be written to
+  // Never freed: it may still be written to.
+  static const auto* const memory = new DeviceMemory(kSource.size());
   auto bystander = std::make_unique<CudaCopyEngine>(options());
   {
     CudaCopyEngine engine(options());
     fake().fail("cuEventSynchronize:1:999,cuStreamSynchronize:1:999");
     EXPECT_EQ(code_of([&] { load(engine, kSource, units(*memory, engine), 1); }), Errc::device);
-    EXPECT_EQ(code_of([&] { static_cast<void>(bystander->acquire({})); }), Errc::device);
   }
+  EXPECT_EQ(code_of([&] { static_cast<void>(bystander->acquire({})); }), Errc::device);
   bystander.reset();
   fake().reset();
   fake().set_delay(0, 0);

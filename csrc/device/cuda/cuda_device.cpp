@@ -41,6 +41,18 @@ struct Registry {
   std::vector<std::unique_ptr<Device>> devices GUARDED_BY(mutex);
 };
 
+// Rings that the device may still write to: kept for good.
+struct CondemnedRings {
+  Mutex mutex;
+  std::vector<std::unique_ptr<PinnedRing>> rings GUARDED_BY(mutex);
+};
+
+void keep_for_good(std::unique_ptr<PinnedRing> ring) {
+  static CondemnedRings* const condemned = new CondemnedRings;
+  MutexLock lock(condemned->mutex);
+  condemned->rings.push_back(std::move(ring));
+}
+
 Registry& registry() {
   static Registry* const instance = new Registry;
   return *instance;
@@ -263,7 +275,7 @@ void Device::condemn_ring(const PinnedRing& ring) {
   MutexLock lock(mutex_);
   if (ring_.get() != &ring) return;
   ring_->slots().close();
-  static_cast<void>(ring_.release());
+  keep_for_good(std::move(ring_));
   context_ = nullptr;  // stays retained: the old ring's users still work in it
   kernels_ = nullptr;
   users_ = 0;

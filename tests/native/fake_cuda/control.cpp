@@ -1,5 +1,7 @@
 // What tests ask of the fake driver, and what a caller of the library does with its own memory and
 // streams.
+#include <unistd.h>
+
 #include <cstring>
 #include <map>
 #include <string>
@@ -37,6 +39,19 @@ void count(std::string& text, size_t number, const char* what) {
   if (number == 0) return;
   if (!text.empty()) text += ", ";
   text += std::to_string(number) + " " + what + (number > 1 ? "s" : "");
+}
+
+// The end of the process that started the threads: every call fails from here on, as with the real
+// driver.
+__attribute__((destructor)) void deinitialise() {
+  Model& m = model();
+  if (m.started_by != ::getpid()) return;
+  constexpr int kDeinitialised = 4;
+  Lock lock(m.mutex);
+  m.lost = kDeinitialised;
+  m.changed.notify_all();
+  for (const auto& stream : m.default_streams) m.close_stream(lock, stream);
+  m.default_streams.clear();
 }
 
 }  // namespace
@@ -116,9 +131,14 @@ CONTROL void fake_cuda_free(void* address, void* stream) {
   }
   const auto freeing = callers_stream(stream, block.device);
   model().require_rest(block, freeing->clock, "device memory was freed under a copy");
-  unmap(block.address, block.nbytes);
-  unmap(block.bytes, block.nbytes);
+  const std::shared_ptr<Block> gone = std::move(found->second);
   model().device_blocks.erase(found);
+  model().enqueue(freeing,
+                  {[gone] {  // work on this stream may still use it: the bytes go after that
+                     unmap(gone->address, gone->nbytes);
+                     unmap(gone->bytes, gone->nbytes);
+                   },
+                   {}});
 }
 
 CONTROL void* fake_cuda_make_stream(int device) {

@@ -145,8 +145,10 @@ PlannedCopy plan_to_device(CUdeviceptr to, const void* from, size_t nbytes, Stre
 
 PlannedCopy plan_to_host(void* to, CUdeviceptr from, size_t nbytes, StreamTag& stream) {
   const std::byte* source = locate(reinterpret_cast<void*>(from), nbytes, stream, true, false);
+  const Block* block = model().find(model().host_blocks, to, nbytes);
+  const bool at_rest = block && model().is_at_rest(*block, to, nbytes);
   std::byte* target = locate(to, nbytes, stream, false, true);
-  std::memset(target, kPoison, nbytes);
+  if (at_rest) std::memset(target, kPoison, nbytes);
   return {target, source, nbytes, 0, false};
 }
 
@@ -535,18 +537,32 @@ API CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, un
       block_z != 1 || shared_nbytes != 0)
     return kInvalidValue;
   const auto kept = stream_of(stream, false);
-  const auto table_address = *static_cast<CUdeviceptr*>(parameters[0]);
+  auto* const table_address = *static_cast<std::byte**>(parameters[0]);
   const auto count = *static_cast<uint32_t*>(parameters[1]);
-  const auto slot = *static_cast<CUdeviceptr*>(parameters[2]);
-  const auto* table = reinterpret_cast<const ScatterPiece*>(locate(
-      reinterpret_cast<void*>(table_address), count * sizeof(ScatterPiece), *kept, false, false));
-  std::vector<PlannedCopy> copies;
-  for (uint32_t i = 0; i < count; ++i)
-    copies.push_back(plan_to_device(table[i].destination,
-                                    reinterpret_cast<void*>(slot + table[i].source_offset),
-                                    table[i].nbytes, *kept));
-  std::shuffle(copies.begin(), copies.end(), model().random);
-  return enqueue_copies(std::move(copies), kept);
+  auto* const slot = *static_cast<std::byte**>(parameters[2]);
+  const uint64_t table_nbytes = count * sizeof(ScatterPiece);
+  const std::byte* table = locate(table_address, table_nbytes, *kept, false, false);
+  std::vector<ScatterPiece> pieces(count);
+  std::memcpy(pieces.data(), table, table_nbytes);
+  uint64_t source_sum = checksum(table, table_nbytes);
+  for (ScatterPiece& piece : pieces) {
+    const std::byte* from = locate(slot + piece.source_offset, piece.nbytes, *kept, false, false);
+    source_sum += checksum(from, piece.nbytes);
+    piece.destination = reinterpret_cast<uint64_t>(
+        locate(reinterpret_cast<void*>(piece.destination), piece.nbytes, *kept, true, true));
+  }
+  model().enqueue(kept, {[=, pieces = std::move(pieces)] {
+                           if (execution_fails()) return;
+                           uint64_t sum = checksum(table, table_nbytes);
+                           for (const ScatterPiece& piece : pieces)
+                             sum += checksum(slot + piece.source_offset, piece.nbytes);
+                           if (sum != source_sum)
+                             violation("a slot was changed before the kernel over it had run");
+                           tensorizer::device::cuda::scatter_on_host(
+                               pieces.data(), static_cast<uint32_t>(pieces.size()), slot);
+                         },
+                         {}});
+  return 0;
 }
 
 namespace {

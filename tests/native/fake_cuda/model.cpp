@@ -1,5 +1,7 @@
 #include "model.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -33,6 +35,7 @@ Model& model() {
 }
 
 Model::Model() {
+  started_by = ::getpid();
   version = static_cast<int>(env_number("FAKE_CUDA_VERSION", 13000));
   devices = static_cast<int>(env_number("FAKE_CUDA_DEVICES", 2));
   can_register = env_number("FAKE_CUDA_NO_REGISTER", 0) == 0;
@@ -71,11 +74,13 @@ void Model::run_stream(StreamTag& stream) {
     const unsigned delay =
         std::uniform_int_distribution<unsigned>(min_delay_us, max_delay_us)(random);
     const bool runs = lost == 0 && operation.run;
+    stream.running = runs;
     lock.unlock();
     if (runs && delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
     if (runs) operation.run();
     operation = {};
     lock.lock();
+    stream.running = false;
     ++stream.completed;
     changed.notify_all();
   }
@@ -83,7 +88,9 @@ void Model::run_stream(StreamTag& stream) {
 
 void Model::close_stream(std::unique_lock<std::mutex>& lock,
                          const std::shared_ptr<StreamTag>& stream) {
-  if (!stream->of_caller && stream->completed < stream->enqueued && lost == 0)
+  const bool works = stream->running || std::any_of(stream->queue.begin(), stream->queue.end(),
+                                                    [](const Operation& o) { return !!o.run; });
+  if (!stream->of_caller && works && lost == 0)
     violation("a stream was destroyed while it still had work");
   stream->closing = true;
   streams.erase(stream.get());
@@ -146,6 +153,14 @@ void Model::note_access(Block& block, const void* address, uint64_t nbytes, Stre
     }
     recent.push_back(access);
   }
+}
+
+bool Model::is_at_rest(const Block& block, const void* address, uint64_t nbytes) const {
+  const auto begin = static_cast<uint64_t>(static_cast<const std::byte*>(address) - block.address);
+  for (const auto& [page, recent] : block.recent)
+    for (const Access& a : recent)
+      if (a.begin < begin + nbytes && begin < a.end && !ordered_before(a, host)) return false;
+  return true;
 }
 
 void Model::require_rest(const Block& block, const Clock& clock, const char* what) const {

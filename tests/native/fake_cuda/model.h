@@ -74,6 +74,7 @@ struct StreamTag {
   bool of_caller = false;
   bool capturing = false;
   bool closing = false;
+  bool running = false;  // something that touches memory, not a wait
   uint64_t enqueued = 0;
   uint64_t completed = 0;
   Clock clock;
@@ -119,6 +120,7 @@ struct Model {
   std::vector<Fault> faults;
   std::map<std::string, unsigned> calls;
 
+  int started_by = 0;      // pid
   int initialised_by = 0;  // pid
   std::vector<std::unique_ptr<ContextTag>> contexts;
   std::map<StreamTag*, std::shared_ptr<StreamTag>> streams;
@@ -144,6 +146,8 @@ struct Model {
   // The operation that will be enqueued next on `stream` touches the range.
   void note_access(Block& block, const void* address, uint64_t nbytes, StreamTag& stream,
                    bool writes);
+  // Nothing that the host has not waited for touches the range.
+  bool is_at_rest(const Block& block, const void* address, uint64_t nbytes) const;
   // Ends the process unless every access to the block is ordered before `clock` or known to the
   // host.
   void require_rest(const Block& block, const Clock& clock, const char* what) const;
