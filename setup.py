@@ -42,7 +42,12 @@ COMPILE_FLAGS = [
 ]
 if sys.platform.startswith("linux"):
     COMPILE_FLAGS += ["-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2", "-D_GLIBCXX_ASSERTIONS"]
-    LINK_FLAGS = ["-Wl,-z,relro,-z,now", "-Wl,-z,noexecstack", "-Wl,--as-needed", f"-Wl,--version-script={ROOT / 'csrc' / 'bind' / 'exports.map'}"]
+    LINK_FLAGS = [
+        "-Wl,-z,relro,-z,now",
+        "-Wl,-z,noexecstack",
+        "-Wl,--as-needed",
+        f"-Wl,--version-script={ROOT / 'csrc' / 'bind' / 'exports.map'}",
+    ]
 else:
     LINK_FLAGS = []
 

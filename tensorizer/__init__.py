@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import serialization, stream_io, torch_compat, utils
-from ._version import __version__
-from .errors import HashMismatchError
+from . import serialization as serialization
+from . import stream_io, torch_compat, utils
+from ._version import __version__ as __version__
+from .errors import HashMismatchError as HashMismatchError
 from .serialization import (
     CryptographyError,
     DecryptionParams,

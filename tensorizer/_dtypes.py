@@ -126,10 +126,12 @@ def stored_for_tensor(dtype: torch.dtype) -> str:
     if stored is not None:
         return stored
     if dtype in _QUANTIZED:
-        raise NotImplementedError(f"tensors of dtype {dtype} cannot be stored: the format has no place for their scales")
+        raise NotImplementedError(f"tensors of dtype {dtype} cannot be stored: the format holds no scales")
     void = _VOID.get(dtype.itemsize)
     if void is None:
-        raise ValueError(f"tensors of dtype {dtype} cannot be stored: elements of {dtype.itemsize} bytes are not 1, 2, 4 or 8")
+        raise ValueError(
+            f"tensors of dtype {dtype} cannot be stored: wanted elements of 1, 2, 4 or 8 bytes, found {dtype.itemsize}"
+        )
     return f"{void}{OPAQUE_SEPARATOR}{dtype}"
 
 

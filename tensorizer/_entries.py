@@ -87,4 +87,3 @@ class TensorEntry:
         if not digits.isdigit():
             raise FormatError(f"tensor {self.name!r}: stored dtype {self.dtype!r} has no size")
         return int(digits)
-

@@ -44,6 +44,6 @@ def totals() -> dict[str, float]:
         RuntimeError: Counting is off.
     """
     if not enabled:
-        raise RuntimeError("performance counters are off: set TENSORIZER_ENABLE_PERF_STATS=1 before importing tensorizer")
+        raise RuntimeError("performance counters are off: set TENSORIZER_ENABLE_PERF_STATS before importing tensorizer")
     with _lock:
         return dict(_totals)

@@ -94,9 +94,7 @@ class TensorReader:
             with _perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
                 yield raw._replace(tensors=[self._deliver(tensor, device) for tensor in raw.tensors])
 
-    def _read_fast(
-        self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress
-    ) -> LoadedBatch:
+    def _read_fast(self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress) -> LoadedBatch:
         """Loads `entries` to a CUDA device through its ring of pinned slots, straight to their final addresses."""
         engine = _cuda.engine_for(device)
         sizes = [self.index.loaded_nbytes(entry) for entry in entries]

@@ -81,7 +81,12 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
 def _open_descriptor(descriptor: int) -> OpenedSink:
     _refuse_append(descriptor)
     start = os.lseek(descriptor, 0, os.SEEK_CUR)
-    return OpenedSink(_C.FileSink.overwrite(descriptor, f"<descriptor {descriptor}>"), start, None, functools.partial(os.close, descriptor))
+    return OpenedSink(
+        _C.FileSink.overwrite(descriptor, f"<descriptor {descriptor}>"),
+        start,
+        None,
+        functools.partial(os.close, descriptor),
+    )
 
 
 def _open_object(file_obj: Any) -> OpenedSink:
@@ -113,7 +118,9 @@ def _check_object(file_obj: Any) -> None:
     for ability in ("readable", "writable"):
         check = getattr(file_obj, ability, None)
         if check is not None and not check():
-            raise ValueError(f"wanted a file opened with mode {_MODE_WANTED}, found mode {mode!r}, which is not {ability}")
+            raise ValueError(
+                f"wanted a file opened with mode {_MODE_WANTED}, found mode {mode!r}, which is not {ability}"
+            )
     seekable = getattr(file_obj, "seekable", None)
     if seekable is not None and not seekable():
         raise ValueError(f"wanted a seekable file opened with mode {_MODE_WANTED}, found one that cannot seek")

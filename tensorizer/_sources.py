@@ -62,7 +62,9 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         return _open_object(stream)
     if isinstance(file_obj, int):
         source = _C.FileSource(file_obj, f"<descriptor {file_obj}>")
-        return OpenedSource(source, os.lseek(file_obj, 0, os.SEEK_CUR), None, functools.partial(_close_descriptor, source, file_obj))
+        return OpenedSource(
+            source, os.lseek(file_obj, 0, os.SEEK_CUR), None, functools.partial(_close_descriptor, source, file_obj)
+        )
     path = os.fsdecode(file_obj)
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:

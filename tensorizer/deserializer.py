@@ -296,8 +296,7 @@ class TensorDeserializer(
         chosen = [
             i
             for i in self._selection
-            if _path(self._names[i])[: len(wanted)] == wanted
-            and (filter_func is None or filter_func(self._names[i]))
+            if _path(self._names[i])[: len(wanted)] == wanted and (filter_func is None or filter_func(self._names[i]))
         ]
         if not chosen:
             return default
@@ -648,10 +647,7 @@ def _proxy(node: _Node, tensors: Mapping[int, torch.nn.Parameter]) -> types.Mapp
     finished: dict[int, types.MappingProxyType[Key, Any]] = {}
     for current in reversed(order):
         finished[id(current)] = types.MappingProxyType(
-            {
-                key: tensors[child] if isinstance(child, int) else finished[id(child)]
-                for key, child in current.items()
-            }
+            {key: tensors[child] if isinstance(child, int) else finished[id(child)] for key, child in current.items()}
         )
     return finished[id(node)]
 
@@ -661,5 +657,3 @@ def _as_array(tensor: torch.Tensor, dtype: np.dtype[Any], opaque: bool) -> np.nd
         width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
         tensor = tensor.view(width)
     return tensor.numpy()
-
-
