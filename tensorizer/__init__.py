@@ -19,18 +19,18 @@ from .serialization import (
 )
 
 __all__ = [
-    "CryptographyError",
-    "DecryptionParams",
-    "EncryptionParams",
-    "FilterFuncType",
-    "TensorDeserializer",
     "TensorSerializer",
+    "TensorDeserializer",
     "TensorType",
-    "protobuf",
+    "CryptographyError",
+    "EncryptionParams",
+    "DecryptionParams",
+    "FilterFuncType",
     "stream_io",
-    "tensors_pb2",
     "torch_compat",
     "utils",
+    "protobuf",
+    "tensors_pb2",
 ]
 
 

@@ -35,7 +35,8 @@ void register_file(py::module_& m) {
            py::arg("fd"), py::arg("name"))
       .def("map", &FileSource::map);
   py::class_<io::FileMapping, std::shared_ptr<io::FileMapping>>(m, "FileMapping")
-      .def_property_readonly("nbytes", [](const io::FileMapping& map) { return map.bytes().size(); });
+      .def_property_readonly("nbytes",
+                             [](const io::FileMapping& map) { return map.bytes().size(); });
   py::class_<PyFileSource, io::RangeSource, std::shared_ptr<PyFileSource>>(m, "PyFileSource")
       .def(py::init<py::object, std::string>(), py::arg("file"), py::arg("name"));
 
@@ -51,7 +52,9 @@ void register_file(py::module_& m) {
           py::arg("target"), py::arg("fsync"), py::arg("mode") = py::none())
       .def_static(
           "overwrite",
-          [](int fd, const std::string& name) { return FileSink::overwrite(duplicate(fd, name), name); },
+          [](int fd, const std::string& name) {
+            return FileSink::overwrite(duplicate(fd, name), name);
+          },
           py::arg("fd"), py::arg("name"));
   py::class_<PyFileSink, io::RangeSink, std::shared_ptr<PyFileSink>>(m, "PyFileSink")
       .def(py::init<py::object, std::string>(), py::arg("file"), py::arg("name"));

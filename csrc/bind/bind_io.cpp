@@ -39,7 +39,8 @@ void register_io(py::module_& m) {
       .def("size", &RangeSource::size)
       .def("close", &RangeSource::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("bytes_read", &RangeSource::bytes_read)
-      .def_property_readonly("concurrency", [](const RangeSource& s) { return s.traits().concurrency; })
+      .def_property_readonly("concurrency",
+                             [](const RangeSource& s) { return s.traits().concurrency; })
       .def("read", &read_bytes, py::arg("offset"), py::arg("nbytes"))
       .def("readinto", &read_into, py::arg("offset"), py::arg("buffer"));
   py::class_<RangeSink, std::shared_ptr<RangeSink>>(m, "RangeSink")

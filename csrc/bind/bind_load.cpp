@@ -22,8 +22,8 @@ using load::LoadedHeaders;
 using load::LoadTarget;
 using load::OpenedIndex;
 
-// A tensor of at least this size has pages of its own; smaller ones share an arena of at most twice that,
-// so a tensor that stays alive keeps at most 16 MiB beyond its own bytes.
+// A tensor of at least this size has pages of its own; smaller ones share an arena of at most twice
+// that, so a tensor that stays alive keeps at most 16 MiB beyond its own bytes.
 constexpr uint64_t kOwnPagesNbytes = uint64_t{8} << 20;
 constexpr uint64_t kArenaNbytes = uint64_t{16} << 20;
 constexpr uint64_t kTensorAlignment = 64;
@@ -70,10 +70,12 @@ void allocate_on_host(const OpenedIndex& opened, std::vector<LoadTarget>& target
       const format::IndexEntry& entry = opened.index[target.entry];
       if (error.code() != Errc::out_of_memory || !entry.zero_filled()) throw;
       throw Error(Errc::malformed, "tensor " + format::display_name(entry.name) + " claims " +
-                                       std::to_string(entry.loaded_nbytes) + " bytes of zeros, more than memory can be");
+                                       std::to_string(entry.loaded_nbytes) +
+                                       " bytes of zeros, more than memory can be");
     }
   };
-  auto assign = [&](LoadTarget& target, const std::shared_ptr<device::HostArena>& arena, uint64_t at) {
+  auto assign = [&](LoadTarget& target, const std::shared_ptr<device::HostArena>& arena,
+                    uint64_t at) {
     target.destination = {arena->bytes().data() + at, wanted(target), device::kHost, arena};
   };
   for (size_t i = 0; i < targets.size();) {
@@ -100,7 +102,8 @@ void allocate_on_host(const OpenedIndex& opened, std::vector<LoadTarget>& target
   }
 }
 
-// One load of selected tensors into memory that belongs to the batch until tensors are made over it.
+// One load of selected tensors into memory that belongs to the batch until tensors are made over
+// it.
 class LoadBatch {
  public:
   LoadBatch(std::shared_ptr<io::RangeSource> source, std::shared_ptr<OpenedIndex> opened,
@@ -108,7 +111,10 @@ class LoadBatch {
             std::shared_ptr<load::KeyRing> keys, std::shared_ptr<io::FileMapping> mapping,
             const std::optional<std::vector<uint64_t>>& addresses, int device,
             std::shared_ptr<device::CopyEngine> engine)
-      : source_(std::move(source)), opened_(std::move(opened)), keys_(std::move(keys)), engine_(std::move(engine)) {
+      : source_(std::move(source)),
+        opened_(std::move(opened)),
+        keys_(std::move(keys)),
+        engine_(std::move(engine)) {
     targets_.reserve(selection.size());
     for (uint32_t i : selection) {
       entry_at(*opened_, i);
@@ -160,7 +166,8 @@ class LoadBatch {
                           target.destination.owner);
   }
 
-  // Tensors whose payload is aligned for their element become views of the mapping; the others are copied.
+  // Tensors whose payload is aligned for their element become views of the mapping; the others are
+  // copied.
   void map_in_place(const std::shared_ptr<io::FileMapping>& mapping) {
     if (opened_->prologue.has_crypt_info())
       throw Error(Errc::invalid_argument, "mmap=True: encrypted tensors cannot be mapped");
@@ -168,7 +175,8 @@ class LoadBatch {
       const format::IndexEntry& entry = opened_->index[target.entry];
       if (entry.data_nbytes == 0 || entry.data_offset % std::max(entry.itemsize, 1U) != 0) continue;
       target.in_place = true;
-      target.destination = {mapping->bytes().data() + entry.data_offset, entry.data_nbytes, device::kHost, mapping};
+      target.destination = {mapping->bytes().data() + entry.data_offset, entry.data_nbytes,
+                            device::kHost, mapping};
     }
   }
 
@@ -177,7 +185,8 @@ class LoadBatch {
       throw Error(Errc::invalid_argument, "one address per tensor is wanted");
     for (size_t i = 0; i < targets_.size(); ++i) {
       const uint64_t nbytes = opened_->index[targets_[i].entry].loaded_nbytes;
-      targets_[i].destination = {reinterpret_cast<std::byte*>(addresses[i]), nbytes, device, nullptr};
+      targets_[i].destination = {reinterpret_cast<std::byte*>(addresses[i]), nbytes, device,
+                                 nullptr};
     }
   }
 
@@ -193,13 +202,15 @@ class LoadBatch {
 py::list stored_hashes(const LoadedHeaders& headers, size_t i) {
   py::list result;
   for (const format::StoredHash& hash : headers.headers.at(i).hashes) {
-    result.append(py::make_tuple(static_cast<int>(hash.type),
-                                 py::bytes(reinterpret_cast<const char*>(hash.value.data()), hash.value.size())));
+    result.append(py::make_tuple(
+        static_cast<int>(hash.type),
+        py::bytes(reinterpret_cast<const char*>(hash.value.data()), hash.value.size())));
   }
   return result;
 }
 
-// Whether bytes elsewhere are those the record was written with: its header digests, continued with them.
+// Whether bytes elsewhere are those the record was written with: its header digests, continued with
+// them.
 bool matches(const LoadedHeaders& headers, size_t i, uint64_t address, uint64_t nbytes) {
   const format::RecordHeader& header = headers.headers.at(i);
   const std::span<const std::byte> data(reinterpret_cast<const std::byte*>(address), nbytes);
@@ -224,9 +235,12 @@ void register_index(py::module_& m) {
       .def_readonly("start", &OpenedIndex::start)
       .def_property_readonly("version", [](const OpenedIndex& o) { return o.prologue.version; })
       .def_property_readonly("flags", [](const OpenedIndex& o) { return o.prologue.flags; })
-      .def_property_readonly("encrypted", [](const OpenedIndex& o) { return o.prologue.has_crypt_info(); })
-      .def_property_readonly("tensor_size", [](const OpenedIndex& o) { return o.prologue.tensor_size; })
-      .def_property_readonly("metadata_nbytes", [](const OpenedIndex& o) { return o.prologue.metadata_nbytes; })
+      .def_property_readonly("encrypted",
+                             [](const OpenedIndex& o) { return o.prologue.has_crypt_info(); })
+      .def_property_readonly("tensor_size",
+                             [](const OpenedIndex& o) { return o.prologue.tensor_size; })
+      .def_property_readonly("metadata_nbytes",
+                             [](const OpenedIndex& o) { return o.prologue.metadata_nbytes; })
       .def("names", &names)
       .def("total_loaded_nbytes", &total_loaded, py::arg("selection"))
       .def("stored_name",
@@ -239,20 +253,26 @@ void register_index(py::module_& m) {
              const std::string_view dtype = entry_at(o, i).dtype;
              return py::bytes(dtype.data(), dtype.size());
            })
-      .def("shape", [](const OpenedIndex& o, size_t i) { return shape_tuple(entry_at(o, i).shape); })
-      .def("type", [](const OpenedIndex& o, size_t i) { return static_cast<int>(entry_at(o, i).type); })
-      .def("entry_version", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).entry_version; })
+      .def("shape",
+           [](const OpenedIndex& o, size_t i) { return shape_tuple(entry_at(o, i).shape); })
+      .def("type",
+           [](const OpenedIndex& o, size_t i) { return static_cast<int>(entry_at(o, i).type); })
+      .def("entry_version",
+           [](const OpenedIndex& o, size_t i) { return entry_at(o, i).entry_version; })
       .def("offset", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).offset; })
       .def("data_offset", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).data_offset; })
       .def("data_nbytes", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).data_nbytes; })
-      .def("loaded_nbytes", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).loaded_nbytes; });
+      .def("loaded_nbytes",
+           [](const OpenedIndex& o, size_t i) { return entry_at(o, i).loaded_nbytes; });
 
   m.def(
       "open_index",
       [](io::RangeSource& source, uint64_t start, bool key_given) {
         const auto key = key_given ? format::KeyGiven::yes : format::KeyGiven::no;
-        return std::const_pointer_cast<OpenedIndex>(run_interruptible(
-            [&](const std::stop_token& stop) { return load::open_index(source, start, key, stop); }));
+        return std::const_pointer_cast<OpenedIndex>(
+            run_interruptible([&](const std::stop_token& stop) {
+              return load::open_index(source, start, key, stop);
+            }));
       },
       py::arg("source"), py::arg("start"), py::arg("key_given"));
 }
@@ -264,17 +284,21 @@ void register_batch(py::module_& m) {
              const std::string_view dtype = h.headers.at(i).dtype;
              return py::bytes(dtype.data(), dtype.size());
            })
-      .def("shape", [](const LoadedHeaders& h, size_t i) { return shape_tuple(h.headers.at(i).shape); })
-      .def("module_idx", [](const LoadedHeaders& h, size_t i) { return h.headers.at(i).module_idx; })
+      .def("shape",
+           [](const LoadedHeaders& h, size_t i) { return shape_tuple(h.headers.at(i).shape); })
+      .def("module_idx",
+           [](const LoadedHeaders& h, size_t i) { return h.headers.at(i).module_idx; })
       .def("hashes", &stored_hashes)
       .def("matches", &matches, py::arg("i"), py::arg("address"), py::arg("nbytes"));
   py::class_<LoadBatch>(m, "LoadBatch")
-      .def(py::init<std::shared_ptr<io::RangeSource>, std::shared_ptr<OpenedIndex>, const std::vector<uint32_t>&,
-                    bool, unsigned, std::shared_ptr<load::KeyRing>, std::shared_ptr<io::FileMapping>,
-                    const std::optional<std::vector<uint64_t>>&, int, std::shared_ptr<device::CopyEngine>>(),
-           py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(), py::arg("verify") = false,
-           py::arg("max_workers") = 0, py::arg("keys") = py::none(), py::arg("mapping") = py::none(),
-           py::arg("addresses") = py::none(), py::arg("device") = device::kHost, py::arg("engine") = py::none())
+      .def(py::init<std::shared_ptr<io::RangeSource>, std::shared_ptr<OpenedIndex>,
+                    const std::vector<uint32_t>&, bool, unsigned, std::shared_ptr<load::KeyRing>,
+                    std::shared_ptr<io::FileMapping>, const std::optional<std::vector<uint64_t>>&,
+                    int, std::shared_ptr<device::CopyEngine>>(),
+           py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(),
+           py::arg("verify") = false, py::arg("max_workers") = 0, py::arg("keys") = py::none(),
+           py::arg("mapping") = py::none(), py::arg("addresses") = py::none(),
+           py::arg("device") = device::kHost, py::arg("engine") = py::none())
       .def("run", &LoadBatch::run, py::arg("progress") = py::none())
       .def_property_readonly("headers",
                              [](const LoadBatch& batch) {
@@ -287,12 +311,15 @@ void register_batch(py::module_& m) {
 
 void register_keys(py::module_& m) {
   py::class_<load::KeyRing, std::shared_ptr<load::KeyRing>>(m, "KeyRing")
-      .def(py::init([](std::shared_ptr<crypto::SecretKey> key) { return std::make_shared<load::KeyRing>(key); }),
+      .def(py::init([](std::shared_ptr<crypto::SecretKey> key) {
+             return std::make_shared<load::KeyRing>(key);
+           }),
            py::arg("key"))
       .def(py::init([](const py::bytes& passphrase, uint64_t max_opslimit, uint64_t max_memlimit) {
              const std::string_view text = passphrase;
-             return std::make_shared<load::KeyRing>(std::as_bytes(std::span(text)),
-                                                    crypto::DerivationLimits{max_opslimit, max_memlimit});
+             return std::make_shared<load::KeyRing>(
+                 std::as_bytes(std::span(text)),
+                 crypto::DerivationLimits{max_opslimit, max_memlimit});
            }),
            py::arg("passphrase"), py::arg("max_opslimit"), py::arg("max_memlimit"));
 }

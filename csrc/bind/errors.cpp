@@ -11,23 +11,35 @@ namespace py = pybind11;
 
 const char* class_name(const Error& error) {
   switch (error.code()) {
-    case Errc::out_of_range: return "FieldRangeError";
-    case Errc::malformed: return "FormatError";
-    case Errc::unsupported: return "InvalidVersionError";
-    case Errc::truncated: return "TruncatedError";
-    case Errc::hash_mismatch: return "HashMismatchError";
-    case Errc::crypto: return "CryptographyError";
-    case Errc::not_found: return "StreamNotFoundError";
-    case Errc::io: return "StreamError";
-    case Errc::device: return "DeviceError";
-    case Errc::cancelled: return "StreamError";
+    case Errc::out_of_range:
+      return "FieldRangeError";
+    case Errc::malformed:
+      return "FormatError";
+    case Errc::unsupported:
+      return "InvalidVersionError";
+    case Errc::truncated:
+      return "TruncatedError";
+    case Errc::hash_mismatch:
+      return "HashMismatchError";
+    case Errc::crypto:
+      return "CryptographyError";
+    case Errc::not_found:
+      return "StreamNotFoundError";
+    case Errc::io:
+      return "StreamError";
+    case Errc::device:
+      return "DeviceError";
+    case Errc::cancelled:
+      return "StreamError";
     case Errc::invalid_argument:
-    case Errc::out_of_memory: return nullptr;  // builtins
+    case Errc::out_of_memory:
+      return nullptr;  // builtins
   }
   return nullptr;
 }
 
-// OSError fills errno only from its two-argument form, which also turns the message into "[Errno N] ...".
+// OSError fills errno only from its two-argument form, which also turns the message into "[Errno N]
+// ...".
 py::object make_exception(const Error& error) {
   const char* name = class_name(error);
   if (error.code() == Errc::invalid_argument) return py::handle(PyExc_ValueError)(error.what());

@@ -27,7 +27,8 @@ inline bool interpreter_is_finalizing() noexcept {
 #endif
 }
 
-// Every wait that runs right now, so that the interpreter can end them before it takes itself apart. Internally locked.
+// Every wait that runs right now, so that the interpreter can end them before it takes itself
+// apart. Internally locked.
 class ActiveWork {
  public:
   static ActiveWork& instance();
@@ -58,10 +59,11 @@ class ActiveWork {
   bool shutting_down_ GUARDED_BY(mutex_) = false;
 };
 
-// Runs fn(stop_token) on a thread of its own while this one waits without the lock and looks for Ctrl-C every 50 ms.
-// On a signal whose handler raises, fn is asked to stop and joined before the exception leaves.
-// on_poll() is called with the lock held at every look and once at the end; what it raises ends the work like a signal.
-// REQUIRES: the caller holds the lock. fn must not touch Python objects without taking it.
+// Runs fn(stop_token) on a thread of its own while this one waits without the lock and looks for
+// Ctrl-C every 50 ms. On a signal whose handler raises, fn is asked to stop and joined before the
+// exception leaves. on_poll() is called with the lock held at every look and once at the end; what
+// it raises ends the work like a signal. REQUIRES: the caller holds the lock. fn must not touch
+// Python objects without taking it.
 template <class Fn, class Poll>
 auto run_interruptible(Fn&& fn, Poll&& on_poll) {
   using Result = std::invoke_result_t<Fn&, const std::stop_token&>;
@@ -107,8 +109,8 @@ auto run_interruptible(Fn&& fn) {
   return run_interruptible(std::forward<Fn>(fn), [] {});
 }
 
-// Keeps a Python object alive from C++. Takes the lock to release it, from whichever thread; leaks on purpose once the
-// interpreter is finalizing. Safe to destroy anywhere.
+// Keeps a Python object alive from C++. Takes the lock to release it, from whichever thread; leaks
+// on purpose once the interpreter is finalizing. Safe to destroy anywhere.
 inline std::shared_ptr<void> keep_alive(py::object object) {
   return std::shared_ptr<void>(object.release().ptr(), [](PyObject* held) {
     if (interpreter_is_finalizing()) return;

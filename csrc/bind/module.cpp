@@ -17,7 +17,8 @@ void end_work_at_exit() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "The compiled half of tensorizer. Private: signatures may change between any two releases.";
+  m.doc() =
+      "The compiled half of tensorizer. Private: signatures may change between any two releases.";
   end_work_at_exit();
   tensorizer::bind::register_errors(m);
   tensorizer::bind::register_io(m);

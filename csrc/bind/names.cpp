@@ -12,7 +12,8 @@ namespace py = pybind11;
 constexpr size_t kMaxIndexDigits = 4000;
 
 py::object text(std::string_view utf8) {
-  PyObject* decoded = PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass");
+  PyObject* decoded =
+      PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass");
   if (decoded == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(decoded);
 }
@@ -22,7 +23,8 @@ py::object component(const format::PathComponent& part) {
   const std::string& digits = std::get<format::PathIndex>(part).digits;
   // Python refuses to parse longer numbers unless told otherwise.
   if (digits.size() > kMaxIndexDigits)
-    throw Error(Errc::malformed, "a tensor name has an index of " + std::to_string(digits.size()) + " digits");
+    throw Error(Errc::malformed,
+                "a tensor name has an index of " + std::to_string(digits.size()) + " digits");
   PyObject* number = PyLong_FromString(digits.c_str(), nullptr, 10);
   if (number == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(number);

@@ -10,7 +10,8 @@
 namespace tensorizer::bind {
 namespace {
 
-constexpr uint64_t kReadNbytes = uint64_t{16} << 20;  // per call, so that Ctrl-C is noticed in between
+constexpr uint64_t kReadNbytes = uint64_t{16}
+                                 << 20;  // per call, so that Ctrl-C is noticed in between
 
 std::optional<uint64_t> measure(const py::object& file) {
   try {
@@ -29,7 +30,9 @@ std::optional<uint64_t> measure(const py::object& file) {
 }  // namespace
 
 PyFileSource::PyFileSource(py::object file, std::string name)
-    : file_(std::move(file)), name_(std::move(name)), nbytes_(measure(file_)),
+    : file_(std::move(file)),
+      name_(std::move(name)),
+      nbytes_(measure(file_)),
       has_readinto_(py::hasattr(file_, "readinto")) {}
 
 PyFileSource::~PyFileSource() {
@@ -41,7 +44,8 @@ PyFileSource::~PyFileSource() {
   file_ = py::object();
 }
 
-void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices, const std::stop_token& stop) {
+void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
+                           const std::stop_token& stop) {
   if (slices.size() == 1) {
     for (io::Slice left = slices[0]; !left.empty();) {
       throw_if_stopped(stop);
@@ -71,7 +75,8 @@ void PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_
     throw_if_stopped(stop);
     const size_t got = read_some(into);
     if (got == 0) io::throw_truncated(name_, offset, into.size(), offset);
-    if (got > into.size()) throw Error(Errc::io, name_ + " returned more bytes than asked for", name_);
+    if (got > into.size())
+      throw Error(Errc::io, name_ + " returned more bytes than asked for", name_);
     offset += got;
     into = into.subspan(got);
     bytes_read_.fetch_add(got, std::memory_order_relaxed);

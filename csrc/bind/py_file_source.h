@@ -1,4 +1,5 @@
-// A source over a Python file object: seek and readinto under the interpreter lock, one reader at a time.
+// A source over a Python file object: seek and readinto under the interpreter lock, one reader at a
+// time.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,8 +22,11 @@ class PyFileSource final : public io::RangeSource {
   std::optional<uint64_t> size() const override { return nbytes_; }
   io::SourceTraits traits() const override { return {.concurrency = 1, .gap_nbytes = 4096}; }
   using io::RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const io::Slice> slices, const std::stop_token& stop) override;
-  uint64_t bytes_read() const noexcept override { return bytes_read_.load(std::memory_order_relaxed); }
+  void read_at(uint64_t offset, std::span<const io::Slice> slices,
+               const std::stop_token& stop) override;
+  uint64_t bytes_read() const noexcept override {
+    return bytes_read_.load(std::memory_order_relaxed);
+  }
 
  private:
   void read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop);

@@ -40,7 +40,9 @@ Export* make_export(const TensorDtype& dtype, std::span<const uint64_t> shape, s
   tensor.shape = exported->dims;
   tensor.strides = exported->dims + ndim;
   exported->managed.manager_ctx = exported;
-  exported->managed.deleter = [](DLManagedTensor* self) { destroy(static_cast<Export*>(self->manager_ctx)); };
+  exported->managed.deleter = [](DLManagedTensor* self) {
+    destroy(static_cast<Export*>(self->manager_ctx));
+  };
   return exported;
 }
 
@@ -63,7 +65,8 @@ py::object call(const py::object& function, std::initializer_list<PyObject*> arg
 TensorFactory::TensorFactory(py::function resolve) : resolve_(std::move(resolve)) {
   const py::module_ torch = py::module_::import("torch");
   from_dlpack_ = torch.attr("utils").attr("dlpack").attr("from_dlpack");
-  if (py::hasattr(torch.attr("_C"), "_from_dlpack")) from_dlpack_ = torch.attr("_C").attr("_from_dlpack");
+  if (py::hasattr(torch.attr("_C"), "_from_dlpack"))
+    from_dlpack_ = torch.attr("_C").attr("_from_dlpack");
   make_subclass_ = torch.attr("Tensor").attr("_make_subclass");
   parameter_type_ = torch.attr("nn").attr("Parameter");
   empty_ = torch.attr("empty");
@@ -82,8 +85,8 @@ const TensorDtype& TensorFactory::dtype(std::string_view stored) {
   return dtypes_.emplace(std::string(stored), std::move(dtype)).first->second;
 }
 
-py::object TensorFactory::tensor(const TensorDtype& dtype, std::span<const uint64_t> shape, std::byte* data,
-                                 std::shared_ptr<void> owner) {
+py::object TensorFactory::tensor(const TensorDtype& dtype, std::span<const uint64_t> shape,
+                                 std::byte* data, std::shared_ptr<void> owner) {
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) {
     py::tuple dims(shape.size());
     for (size_t i = 0; i < shape.size(); ++i) dims[i] = py::int_(shape[i]);
@@ -102,7 +105,8 @@ py::object TensorFactory::tensor(const TensorDtype& dtype, std::span<const uint6
 }
 
 py::object TensorFactory::parameter(const py::object& tensor, bool differentiable) {
-  return call(make_subclass_, {parameter_type_.ptr(), tensor.ptr(), differentiable ? Py_True : Py_False});
+  return call(make_subclass_,
+              {parameter_type_.ptr(), tensor.ptr(), differentiable ? Py_True : Py_False});
 }
 
 }  // namespace tensorizer::bind

@@ -1,4 +1,5 @@
-// Host memory to torch tensors and back, without linking torch: DLPack one way, attributes the other.
+// Host memory to torch tensors and back, without linking torch: DLPack one way, attributes the
+// other.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,19 +18,20 @@ namespace py = pybind11;
 
 // How a stored dtype becomes a tensor.
 struct TensorDtype {
-  uint8_t code = 0;       // DLDataTypeCode
+  uint8_t code = 0;  // DLDataTypeCode
   uint8_t bits = 0;
   uint16_t lanes = 1;
   py::object torch_dtype;  // of the finished tensor
-  bool reinterpret = false;  // DLPack cannot say it: made as integers of the same width, then viewed
+  bool reinterpret =
+      false;  // DLPack cannot say it: made as integers of the same width, then viewed
   bool differentiable = false;  // requires_grad of the Parameter
 };
 
 // Makes parameters. Confined to the thread that holds the interpreter lock.
 class TensorFactory {
  public:
-  // `resolve(stored_dtype) -> (dlpack code, bits, torch dtype, reinterpret, differentiable)` is asked once per distinct
-  // stored dtype; it raises for names that torch does not know.
+  // `resolve(stored_dtype) -> (dlpack code, bits, torch dtype, reinterpret, differentiable)` is
+  // asked once per distinct stored dtype; it raises for names that torch does not know.
   explicit TensorFactory(py::function resolve);
 
   const TensorDtype& dtype(std::string_view stored);

@@ -19,7 +19,8 @@ class ByteBudget {
    public:
     Lease() = default;
     Lease(ByteBudget* budget, uint64_t nbytes) noexcept : budget_(budget), nbytes_(nbytes) {}
-    Lease(Lease&& other) noexcept : budget_(std::exchange(other.budget_, nullptr)), nbytes_(other.nbytes_) {}
+    Lease(Lease&& other) noexcept
+        : budget_(std::exchange(other.budget_, nullptr)), nbytes_(other.nbytes_) {}
     Lease& operator=(Lease&& other) noexcept {
       std::swap(budget_, other.budget_);
       std::swap(nbytes_, other.nbytes_);
@@ -34,7 +35,8 @@ class ByteBudget {
     uint64_t nbytes_ = 0;
   };
 
-  // Blocks until `nbytes` are free. A request above the capacity waits for all of it, so one large item passes alone.
+  // Blocks until `nbytes` are free. A request above the capacity waits for all of it, so one large
+  // item passes alone.
   Lease take(uint64_t nbytes, const std::stop_token& stop) {
     const uint64_t wanted = std::min(nbytes, capacity_);
     MutexLock lock(mutex_);

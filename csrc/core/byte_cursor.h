@@ -1,5 +1,5 @@
-// Forward reader over bytes that are not trusted. All parsing goes through it: bounds are checked here, once.
-// Confined to one thread; borrows the bytes.
+// Forward reader over bytes that are not trusted. All parsing goes through it: bounds are checked
+// here, once. Confined to one thread; borrows the bytes.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,10 @@ namespace tensorizer {
 
 class ByteCursor {
  public:
-  // `what` names the structure in messages ("index", "record header"); `origin` is the absolute position of
-  // bytes[0] in the source. A read past the end throws `on_end`: malformed inside a block whose length the file
-  // states itself, truncated where the block is whatever the source had left.
+  // `what` names the structure in messages ("index", "record header"); `origin` is the absolute
+  // position of bytes[0] in the source. A read past the end throws `on_end`: malformed inside a
+  // block whose length the file states itself, truncated where the block is whatever the source had
+  // left.
   ByteCursor(std::span<const std::byte> bytes, std::string_view what, uint64_t origin = 0,
              Errc on_end = Errc::malformed) noexcept
       : bytes_(bytes), what_(what), origin_(origin), on_end_(on_end) {}
@@ -46,8 +47,8 @@ class ByteCursor {
   // Malformed content at the current position: "<what>: <problem> (field <field>, at byte N)".
   [[noreturn]] void fail(std::string_view field, const std::string& problem) const {
     throw Error(Errc::malformed,
-                std::string(what_) + ": " + problem + " (field " + std::string(field) + ", at byte " +
-                    std::to_string(offset()) + ")",
+                std::string(what_) + ": " + problem + " (field " + std::string(field) +
+                    ", at byte " + std::to_string(offset()) + ")",
                 {}, offset());
   }
 

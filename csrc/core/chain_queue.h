@@ -41,9 +41,9 @@ class ChainQueue {
  private:
   struct Chain {
     uint32_t length = 0;
-    uint32_t next = 0;      // first step not done
-    bool taken = false;     // some thread works on `next`
-    bool queued = false;    // is in runnable_
+    uint32_t next = 0;    // first step not done
+    bool taken = false;   // some thread works on `next`
+    bool queued = false;  // is in runnable_
     std::vector<bool> ready;
   };
   bool can_run(const Chain& chain) const REQUIRES_LOCK(mutex_) {
@@ -55,7 +55,8 @@ class ChainQueue {
   Mutex mutex_;
   CondVar changed_;
   std::vector<Chain> chains_ GUARDED_BY(mutex_);
-  std::vector<uint32_t> runnable_ GUARDED_BY(mutex_);  // chains whose next step may run, oldest first
+  std::vector<uint32_t> runnable_
+      GUARDED_BY(mutex_);  // chains whose next step may run, oldest first
   uint64_t steps_left_ GUARDED_BY(mutex_) = 0;
 };
 

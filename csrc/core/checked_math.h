@@ -19,7 +19,8 @@ inline std::optional<uint64_t> checked_mul(uint64_t a, uint64_t b) noexcept {
   return product;
 }
 
-// Product of all dimensions; 1 for an empty shape. A zero anywhere makes it 0, however large the others are.
+// Product of all dimensions; 1 for an empty shape. A zero anywhere makes it 0, however large the
+// others are.
 inline std::optional<uint64_t> checked_product(std::span<const uint64_t> dims) noexcept {
   uint64_t product = 1;
   bool overflow = false;

@@ -1,7 +1,8 @@
-// The one exception type of the C++ side. Immutable after construction; safe to rethrow in another thread.
+// The one exception type of the C++ side. Immutable after construction; safe to rethrow in another
+// thread.
 //
-// The kind picks the Python class in one table (csrc/bind/errors.cpp, docs/errors.md). what() names the object
-// and both numbers (wanted, got); it never holds a credential or a signed query.
+// The kind picks the Python class in one table (csrc/bind/errors.cpp, docs/errors.md). what() names
+// the object and both numbers (wanted, got); it never holds a credential or a signed query.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,8 @@ enum class Errc : uint8_t {
   crypto,            // MAC, key or nonce rejected                   CryptographyError
   not_found,         // the source says there is no such thing       StreamNotFoundError
   io,                // the source or sink could not answer          StreamError
-  out_of_memory,     // the host or device has no room               MemoryError / torch.OutOfMemoryError
+  out_of_memory,     // the host or device has no room               MemoryError /
+                     // torch.OutOfMemoryError
   device,            // the accelerator or its driver failed         DeviceError
   cancelled,         // somebody asked to stop; users see the reason, not this
 };
@@ -36,10 +38,10 @@ class Error : public std::runtime_error {
 
   Errc code() const noexcept { return code_; }
 
-  std::string source;              // redacted: no credentials, no signed query
-  std::optional<uint64_t> offset;  // absolute position in the source, if known
+  std::string source;               // redacted: no credentials, no signed query
+  std::optional<uint64_t> offset;   // absolute position in the source, if known
   std::optional<uint32_t> version;  // the data version found, where it is unsupported
-  int system_errno = 0;            // errno of a failed system call, 0 if there was none
+  int system_errno = 0;             // errno of a failed system call, 0 if there was none
 
  private:
   Errc code_;

@@ -1,4 +1,5 @@
-// std::mutex with clang's thread-safety annotations: members marked GUARDED_BY are checked by -Wthread-safety.
+// std::mutex with clang's thread-safety annotations: members marked GUARDED_BY are checked by
+// -Wthread-safety.
 #pragma once
 
 #include <condition_variable>
@@ -27,7 +28,9 @@ class TZR_TSA(capability("mutex")) Mutex {
 
 class TZR_TSA(scoped_lockable) MutexLock {
  public:
-  explicit MutexLock(Mutex& mutex) TZR_TSA(acquire_capability(mutex)) : mutex_(mutex) { mutex_.lock(); }
+  explicit MutexLock(Mutex& mutex) TZR_TSA(acquire_capability(mutex)) : mutex_(mutex) {
+    mutex_.lock();
+  }
   ~MutexLock() TZR_TSA(release_capability()) { mutex_.unlock(); }
   MutexLock(const MutexLock&) = delete;
   MutexLock& operator=(const MutexLock&) = delete;
@@ -49,8 +52,9 @@ class CondVar {
   }
   // The same with a deadline; false on stop or timeout with the predicate still unmet.
   template <class Predicate, class Clock, class Duration>
-  bool wait_until(Mutex& mutex, std::stop_token stop, std::chrono::time_point<Clock, Duration> deadline,
-                  Predicate predicate) REQUIRES_LOCK(mutex) {
+  bool wait_until(Mutex& mutex, std::stop_token stop,
+                  std::chrono::time_point<Clock, Duration> deadline, Predicate predicate)
+      REQUIRES_LOCK(mutex) {
     return cv_.wait_until(mutex, stop, deadline, predicate);
   }
 

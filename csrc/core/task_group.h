@@ -1,5 +1,6 @@
-// Runs related tasks on threads of its own; returns only when none of them can touch the caller's memory any more.
-// Confined to the thread that made it (request_stop may be called from any thread).
+// Runs related tasks on threads of its own; returns only when none of them can touch the caller's
+// memory any more. Confined to the thread that made it (request_stop may be called from any
+// thread).
 #pragma once
 
 #include <chrono>
@@ -30,7 +31,8 @@ class TaskGroup {
   // Waits until all tasks have ended or `timeout` is over; true when all have ended.
   bool wait_for(std::chrono::milliseconds timeout);
 
-  // Waits for all tasks, joins their threads, and rethrows the first failure (cancellations count last).
+  // Waits for all tasks, joins their threads, and rethrows the first failure (cancellations count
+  // last).
   void join();
 
  private:

@@ -1,8 +1,10 @@
-// Moves bytes between host staging slots and device memory. One engine per device and direction of a session.
+// Moves bytes between host staging slots and device memory. One engine per device and direction of
+// a session.
 //
-// A host destination needs no engine: readers write to it directly. For a device, a worker leases a slot, fills it
-// (read, decrypt, digest), and submits it with a list of pieces; the engine copies asynchronously, straight to the
-// final addresses, and the slot returns to the ring when its copies are done. All methods are safe from many threads.
+// A host destination needs no engine: readers write to it directly. For a device, a worker leases a
+// slot, fills it (read, decrypt, digest), and submits it with a list of pieces; the engine copies
+// asynchronously, straight to the final addresses, and the slot returns to the ring when its copies
+// are done. All methods are safe from many threads.
 #pragma once
 
 #include <cstddef>
@@ -56,17 +58,21 @@ class CopyEngine {
   // Bytes of one slot: no unit may need more.
   virtual uint64_t slot_nbytes() const noexcept = 0;
 
-  // Blocks until a slot is free. Throws Error(cancelled) on stop, Error(device) when an earlier copy failed.
+  // Blocks until a slot is free. Throws Error(cancelled) on stop, Error(device) when an earlier
+  // copy failed.
   virtual SlotLease acquire(const std::stop_token& stop) = 0;
 
-  // Load: starts copying the pieces to the device; the slot is free again when they are done. Returns at once.
+  // Load: starts copying the pieces to the device; the slot is free again when they are done.
+  // Returns at once.
   virtual void submit(SlotLease lease, std::span<const CopyPiece> pieces) = 0;
 
-  // Save: copies the pieces from the device into the slot, ordered after the caller's stream, and waits for them.
-  virtual void fetch(const SlotLease& lease, std::span<const CopyPiece> pieces, const std::stop_token& stop) = 0;
+  // Save: copies the pieces from the device into the slot, ordered after the caller's stream, and
+  // waits for them.
+  virtual void fetch(const SlotLease& lease, std::span<const CopyPiece> pieces,
+                     const std::stop_token& stop) = 0;
 
-  // Returns when no copy touches the caller's memory any more; throws the first failure. Work that the caller puts on
-  // its own stream afterwards sees the data.
+  // Returns when no copy touches the caller's memory any more; throws the first failure. Work that
+  // the caller puts on its own stream afterwards sees the data.
   virtual void drain() = 0;
 
  private:

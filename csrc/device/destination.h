@@ -10,7 +10,8 @@ namespace tensorizer::device {
 inline constexpr int kHost = -1;
 
 struct Destination {
-  std::byte* data = nullptr;    // host or device address: only a CopyEngine touches what a device address points to
+  std::byte* data =
+      nullptr;  // host or device address: only a CopyEngine touches what a device address points to
   uint64_t nbytes = 0;
   int device = kHost;           // CUDA ordinal, kHost for the host
   std::shared_ptr<void> owner;  // keeps the memory alive; nothing below bind/ looks inside

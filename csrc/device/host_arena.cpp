@@ -18,7 +18,8 @@ std::byte* map_anonymous(uint64_t nbytes) {
   void* memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED)
-    throw Error(Errc::out_of_memory, "no memory for " + std::to_string(nbytes) + " bytes of tensors");
+    throw Error(Errc::out_of_memory,
+                "no memory for " + std::to_string(nbytes) + " bytes of tensors");
   return static_cast<std::byte*>(memory);
 }
 
@@ -26,7 +27,8 @@ std::byte* map_anonymous(uint64_t nbytes) {
 
 std::shared_ptr<HostArena> HostArena::create(uint64_t nbytes) {
   if (nbytes > (uint64_t{1} << 62))
-    throw Error(Errc::out_of_memory, "no memory for " + std::to_string(nbytes) + " bytes of tensors");
+    throw Error(Errc::out_of_memory,
+                "no memory for " + std::to_string(nbytes) + " bytes of tensors");
   const bool huge = nbytes >= kHugePageNbytes;
   const uint64_t mapped = align_up(nbytes == 0 ? 1 : nbytes, huge ? kHugePageNbytes : kPageNbytes);
   std::byte* data = nullptr;

@@ -1,5 +1,5 @@
-// A private, writable mapping of a whole local file: reads come from the page cache, writes stay in this process.
-// Tensors made over it keep it alive. Immutable handle.
+// A private, writable mapping of a whole local file: reads come from the page cache, writes stay in
+// this process. Tensors made over it keep it alive. Immutable handle.
 #pragma once
 
 #include <cstddef>

@@ -22,11 +22,12 @@ namespace tensorizer::io {
 namespace {
 
 constexpr uint64_t kPageNbytes = 4096;
-constexpr uint64_t kBlockNbytes = 4096;          // alignment that O_DIRECT accepts everywhere
-constexpr uint64_t kBounceNbytes = 1 << 20;      // one request; several threads keep the device busy
-constexpr uint64_t kDirectNbytes = 4 << 20;      // one request straight into the destination
-constexpr uint64_t kDirectWorthNbytes = 1 << 20; // smaller files and reads go through the page cache
-constexpr unsigned kColdReaders = 8;             // requests in flight that a disk wants to see
+constexpr uint64_t kBlockNbytes = 4096;      // alignment that O_DIRECT accepts everywhere
+constexpr uint64_t kBounceNbytes = 1 << 20;  // one request; several threads keep the device busy
+constexpr uint64_t kDirectNbytes = 4 << 20;  // one request straight into the destination
+constexpr uint64_t kDirectWorthNbytes = 1
+                                        << 20;  // smaller files and reads go through the page cache
+constexpr unsigned kColdReaders = 8;            // requests in flight that a disk wants to see
 constexpr size_t kIovMax = 512;
 
 struct FreeDeleter {
@@ -55,8 +56,10 @@ struct FileSource::Handles {
   Handles& operator=(const Handles&) = delete;
 
   bool is_cached(uint64_t offset, uint64_t nbytes) const noexcept;
-  void read_cached(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop) const;
-  void read_direct(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop) const;
+  void read_cached(uint64_t offset, std::span<const Slice> slices,
+                   const std::stop_token& stop) const;
+  void read_direct(uint64_t offset, std::span<const Slice> slices,
+                   const std::stop_token& stop) const;
   void direct_into(uint64_t offset, Slice into) const;
   void direct_bounced(uint64_t offset, Slice into) const;
 
@@ -64,10 +67,12 @@ struct FileSource::Handles {
   UniqueFd fd;
   UniqueFd direct_fd;  // the same file opened with O_DIRECT; empty where the file system has none
   uint64_t nbytes = 0;
-  std::byte* probe = nullptr;  // an untouched mapping, only ever handed to mincore(): it cannot fault
+  std::byte* probe =
+      nullptr;  // an untouched mapping, only ever handed to mincore(): it cannot fault
 };
 
-FileSource::Handles::Handles(UniqueFd file, const std::string& file_name) : name(file_name), fd(std::move(file)) {
+FileSource::Handles::Handles(UniqueFd file, const std::string& file_name)
+    : name(file_name), fd(std::move(file)) {
   struct stat info {};
   if (fstat(fd.get(), &info) != 0) throw_errno("cannot examine", name, errno);
   if (S_ISDIR(info.st_mode)) throw_errno("cannot read", name, EISDIR);
@@ -112,7 +117,9 @@ void FileSource::close() noexcept {
   last.swap(handles_);
 }
 
-std::shared_ptr<FileMapping> FileSource::map() const { return FileMapping::create(handles()->fd.get(), nbytes_, name_); }
+std::shared_ptr<FileMapping> FileSource::map() const {
+  return FileMapping::create(handles()->fd.get(), nbytes_, name_);
+}
 
 SourceTraits FileSource::traits() const {
   // A sample of the file decides: a cached file is bound by the processors, a cold one by the disk.
@@ -160,7 +167,7 @@ void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
 }
 
 void FileSource::Handles::read_cached(uint64_t offset, std::span<const Slice> slices,
-                             const std::stop_token& stop) const {
+                                      const std::stop_token& stop) const {
   std::array<iovec, kIovMax> vectors;
   size_t next = 0;       // first slice that is not complete
   uint64_t done_in = 0;  // bytes of it that have arrived
@@ -171,8 +178,8 @@ void FileSource::Handles::read_cached(uint64_t offset, std::span<const Slice> sl
       vectors[count++] = {slices[i].data() + skip, slices[i].size() - skip};
     }
     throw_if_stopped(stop);
-    const ssize_t got = preadv(fd.get(), vectors.data(), static_cast<int>(count),
-                               static_cast<off_t>(offset));
+    const ssize_t got =
+        preadv(fd.get(), vectors.data(), static_cast<int>(count), static_cast<off_t>(offset));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) throw_errno("cannot read", name, errno);
     uint64_t left = static_cast<uint64_t>(got);
@@ -190,8 +197,9 @@ void FileSource::Handles::read_cached(uint64_t offset, std::span<const Slice> sl
 }
 
 void FileSource::Handles::read_direct(uint64_t offset, std::span<const Slice> slices,
-                             const std::stop_token& stop) const {
-  // Large slices whose memory is aligned like the file are read in place, the rest through a buffer.
+                                      const std::stop_token& stop) const {
+  // Large slices whose memory is aligned like the file are read in place, the rest through a
+  // buffer.
   std::vector<Slice> small;
   uint64_t small_at = offset;
   auto flush_small = [&] {
@@ -206,8 +214,7 @@ void FileSource::Handles::read_direct(uint64_t offset, std::span<const Slice> sl
       continue;
     }
     flush_small();
-    const bool congruent =
-        (reinterpret_cast<uintptr_t>(slice.data()) - offset) % kBlockNbytes == 0;
+    const bool congruent = (reinterpret_cast<uintptr_t>(slice.data()) - offset) % kBlockNbytes == 0;
     uint64_t done = 0;
     while (done < slice.size()) {
       throw_if_stopped(stop);
@@ -245,7 +252,8 @@ void FileSource::Handles::direct_into(uint64_t offset, Slice into) const {
     const auto step = static_cast<uint64_t>(got);
     offset += step;
     into = into.subspan(step);
-    if (step % kBlockNbytes != 0 && !into.empty()) throw_truncated(name, offset, into.size(), offset);
+    if (step % kBlockNbytes != 0 && !into.empty())
+      throw_truncated(name, offset, into.size(), offset);
   }
 }
 
@@ -257,8 +265,8 @@ void FileSource::Handles::direct_bounced(uint64_t offset, Slice into) const {
   const uint64_t length = align_up(wanted, kBlockNbytes);
   uint64_t have = 0;
   while (have < wanted) {
-    const ssize_t got = pread(direct_fd.get(), buffer + have, length - have,
-                              static_cast<off_t>(begin + have));
+    const ssize_t got =
+        pread(direct_fd.get(), buffer + have, length - have, static_cast<off_t>(begin + have));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && errno == EINVAL) {
       read_cached(offset, std::span<const Slice>(&into, 1), {});

@@ -1,7 +1,8 @@
-// A regular local file, read with positional reads on a descriptor of its own. Safe from many threads.
+// A regular local file, read with positional reads on a descriptor of its own. Safe from many
+// threads.
 //
-// What the page cache holds is read from there. What it does not hold is read past it (O_DIRECT), which
-// is faster than letting the kernel read ahead and leaves other programs' cache alone.
+// What the page cache holds is read from there. What it does not hold is read past it (O_DIRECT),
+// which is faster than letting the kernel read ahead and leaves other programs' cache alone.
 #pragma once
 
 #include <atomic>
@@ -17,7 +18,8 @@ namespace tensorizer::io {
 
 class FileSource final : public RangeSource {
  public:
-  // Takes the descriptor of an open file. Throws Error: io (cannot be examined, not a regular file).
+  // Takes the descriptor of an open file. Throws Error: io (cannot be examined, not a regular
+  // file).
   FileSource(UniqueFd fd, std::string name);
   ~FileSource() override;
 
@@ -25,8 +27,11 @@ class FileSource final : public RangeSource {
   std::optional<uint64_t> size() const override { return nbytes_; }
   SourceTraits traits() const override;
   using RangeSource::read_at;
-  void read_at(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop) override;
-  uint64_t bytes_read() const noexcept override { return bytes_read_.load(std::memory_order_relaxed); }
+  void read_at(uint64_t offset, std::span<const Slice> slices,
+               const std::stop_token& stop) override;
+  uint64_t bytes_read() const noexcept override {
+    return bytes_read_.load(std::memory_order_relaxed);
+  }
 
   void close() noexcept override;
 
@@ -35,7 +40,8 @@ class FileSource final : public RangeSource {
 
  private:
   struct Handles;
-  // What reads use: they keep it alive, so that close() never pulls a descriptor from under one of them.
+  // What reads use: they keep it alive, so that close() never pulls a descriptor from under one of
+  // them.
   std::shared_ptr<const Handles> handles() const;
 
   std::string name_;

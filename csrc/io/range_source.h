@@ -1,7 +1,9 @@
-// Where bytes come from: a file, an HTTP resource, Redis, memory, a Python file object. One per load.
+// Where bytes come from: a file, an HTTP resource, Redis, memory, a Python file object. One per
+// load.
 //
-// Stateless: reads name an explicit range, there is no cursor. Safe from many threads unless traits() says
-// sequential. Fills exactly what was asked for or throws; a short read is Errc::truncated, never silence.
+// Stateless: reads name an explicit range, there is no cursor. Safe from many threads unless
+// traits() says sequential. Fills exactly what was asked for or throws; a short read is
+// Errc::truncated, never silence.
 #pragma once
 
 #include <cstddef>
@@ -44,20 +46,23 @@ class RangeSource {
   virtual SourceTraits traits() const = 0;
 
   // Fills `slices`, in order, with the consecutive bytes that start at `offset`.
-  // Throws Error: truncated, io, not_found, cancelled. After an exception the slices' contents are undefined, and
-  // nothing writes to them any more.
-  virtual void read_at(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop) = 0;
+  // Throws Error: truncated, io, not_found, cancelled. After an exception the slices' contents are
+  // undefined, and nothing writes to them any more.
+  virtual void read_at(uint64_t offset, std::span<const Slice> slices,
+                       const std::stop_token& stop) = 0;
 
   void read_at(uint64_t offset, Slice into, const std::stop_token& stop) {
     read_at(offset, std::span<const Slice>(&into, 1), stop);
   }
 
-  // Address of bytes [offset, offset + nbytes) if they are in memory already and stay there as long as this object
-  // lives; nullptr otherwise. Lets the cipher read from where the bytes are.
-  virtual const std::byte* view(uint64_t /*offset*/, uint64_t /*nbytes*/) noexcept { return nullptr; }
+  // Address of bytes [offset, offset + nbytes) if they are in memory already and stay there as long
+  // as this object lives; nullptr otherwise. Lets the cipher read from where the bytes are.
+  virtual const std::byte* view(uint64_t /*offset*/, uint64_t /*nbytes*/) noexcept {
+    return nullptr;
+  }
 
-  // Gives back descriptors and connections, once no read is running; later reads are Errc::invalid_argument. Called again, or
-  // never, it does no harm: the destructor does the same.
+  // Gives back descriptors and connections, once no read is running; later reads are
+  // Errc::invalid_argument. Called again, or never, it does no harm: the destructor does the same.
   virtual void close() noexcept {}
 
   // Payload and header bytes that arrived so far, for the counters of the Python side.

@@ -1,4 +1,5 @@
-// Scatter lists: consecutive bytes of a source that land in (or come from) several places of memory.
+// Scatter lists: consecutive bytes of a source that land in (or come from) several places of
+// memory.
 #pragma once
 
 #include <cstddef>

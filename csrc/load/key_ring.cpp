@@ -15,11 +15,10 @@ KeyRing::~KeyRing() { crypto::wipe(passphrase_); }
 std::shared_ptr<const crypto::SecretKey> KeyRing::key_for(const format::CryptInfo& info) {
   if (exact_) return exact_;
   if (info.derivations.size() != 1)
-    throw Error(Errc::crypto,
-                info.derivations.empty()
-                    ? "was encrypted with an exact key, but a passphrase was given"
-                    : "names " + std::to_string(info.derivations.size()) +
-                          " key derivations where exactly one is legal");
+    throw Error(Errc::crypto, info.derivations.empty()
+                                  ? "was encrypted with an exact key, but a passphrase was given"
+                                  : "names " + std::to_string(info.derivations.size()) +
+                                        " key derivations where exactly one is legal");
   const format::KeyDerivation& wanted = info.derivations.front();
   MutexLock lock(mutex_);
   for (const Derived& known : derived_) {
@@ -27,8 +26,8 @@ std::shared_ptr<const crypto::SecretKey> KeyRing::key_for(const format::CryptInf
   }
   const crypto::DerivationParams params{wanted.opslimit, wanted.memlimit, wanted.algorithm,
                                         wanted.salt};
-  auto key = std::make_shared<const crypto::SecretKey>(
-      crypto::derive_key(passphrase_, params, limits_));
+  auto key =
+      std::make_shared<const crypto::SecretKey>(crypto::derive_key(passphrase_, params, limits_));
   derived_.push_back({wanted, key});
   return key;
 }

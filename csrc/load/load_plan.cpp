@@ -80,7 +80,8 @@ class Planner {
     pending_header_nbytes_ = 0;
   }
 
-  // A header just added belongs with its payload: it opens the next unit instead of ending this one.
+  // A header just added belongs with its payload: it opens the next unit instead of ending this
+  // one.
   void close_unit_keeping_header() {
     if (pending_header_nbytes_ == 0) {
       close_unit();

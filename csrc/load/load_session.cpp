@@ -5,8 +5,8 @@
 
 #include "core/checked_math.h"
 #include "core/error.h"
-#include "core/stop.h"
 #include "core/run_workers.h"
+#include "core/stop.h"
 #include "core/threads.h"
 #include "crypto/chunked_box.h"
 #include "device/host_arena.h"
@@ -28,8 +28,8 @@ void with_tensor_name(const format::IndexEntry& entry, const std::string& source
   } catch (const Error& error) {
     if (error.code() == Errc::cancelled) throw;
     Error named(error.code(),
-                source + ": tensor " + format::display_name(entry.name) + ": " + error.what(), source,
-                error.offset.value_or(entry.offset));
+                source + ": tensor " + format::display_name(entry.name) + ": " + error.what(),
+                source, error.offset.value_or(entry.offset));
     named.system_errno = error.system_errno;
     throw named;
   }
@@ -42,10 +42,10 @@ struct LoadSession::TargetState {
   bool want_crc32 = false;
   bool want_sha256 = false;
   bool encrypted = false;
-  bool assembled = false;      // ciphertext is gathered first, see assembly
-  uint64_t chunk_nbytes = 0;   // of the cipher
+  bool assembled = false;     // ciphertext is gathered first, see assembly
+  uint64_t chunk_nbytes = 0;  // of the cipher
   std::shared_ptr<const crypto::SecretKey> key;
-  format::HeaderDigest digest;  // header part, then the payload in order
+  format::HeaderDigest digest;                  // header part, then the payload in order
   std::shared_ptr<device::HostArena> assembly;  // ciphertext of an assembled device tensor
   std::atomic<bool> parsed{false};
   std::atomic<uint32_t> arrived{0};  // payload segments of an assembled tensor
@@ -109,7 +109,8 @@ class LoadSession::Worker {
 
   // --- read ---
 
-  // Plain payloads go where they belong: the destination, or the slot. Ciphertext goes to the cipher buffer.
+  // Plain payloads go where they belong: the destination, or the slot. Ciphertext goes to the
+  // cipher buffer.
   void read(const Unit& unit, const device::SlotLease& slot) {
     slices_.clear();
     make_trash(unit);
@@ -144,16 +145,19 @@ class LoadSession::Worker {
   // Room for the longest gap, before any slice points to it.
   void make_trash(const Unit& unit) {
     for (const Segment& segment : segments_of(unit)) {
-      if (segment.kind == Segment::Kind::skip && segment.nbytes > trash_.size()) trash_.resize(segment.nbytes);
+      if (segment.kind == Segment::Kind::skip && segment.nbytes > trash_.size())
+        trash_.resize(segment.nbytes);
     }
   }
 
   io::Slice place_for(const Segment& segment, const Unit& unit, const device::SlotLease& slot) {
     switch (segment.kind) {
-      case Segment::Kind::header: return header_slice(segment.target);
+      case Segment::Kind::header:
+        return header_slice(segment.target);
       case Segment::Kind::skip:
         return {trash_.data(), segment.nbytes};
-      case Segment::Kind::payload: break;
+      case Segment::Kind::payload:
+        break;
     }
     if (cipher_ != nullptr)
       return {cipher_buffer_.data() + (segment.offset - unit.offset), segment.nbytes};
@@ -161,7 +165,8 @@ class LoadSession::Worker {
   }
 
   // Where the plaintext of a segment is, or will be, in host memory.
-  io::Slice plain_place(const Segment& segment, const Unit& unit, const device::SlotLease& slot) const {
+  io::Slice plain_place(const Segment& segment, const Unit& unit,
+                        const device::SlotLease& slot) const {
     if (!slot)
       return {s_.targets_[segment.target].destination.data + segment.target_offset, segment.nbytes};
     return slot.bytes().subspan(slot_offset(segment, unit), segment.nbytes);
@@ -218,7 +223,8 @@ class LoadSession::Worker {
     state.encrypted = true;
     state.chunk_nbytes = chunk;
     state.key = s_.options_.keys->key_for(*header.crypt);
-    // Units are cut at multiples of the usual chunk; a chunk that straddles a cut waits for the whole tensor.
+    // Units are cut at multiples of the usual chunk; a chunk that straddles a cut waits for the
+    // whole tensor.
     state.assembled = entry.data_nbytes > chunk ? format::kCipherChunkNbytes % chunk != 0
                                                 : s_.plan_has_many_steps(target);
   }
@@ -227,9 +233,8 @@ class LoadSession::Worker {
     TargetState& state = s_.states_[target];
     if (state.parsed.load(std::memory_order_acquire)) return;
     MutexLock lock(s_.order_mutex_);
-    const bool parsed = s_.order_changed_.wait(s_.order_mutex_, stop_, [&] {
-      return state.parsed.load(std::memory_order_acquire);
-    });
+    const bool parsed = s_.order_changed_.wait(
+        s_.order_mutex_, stop_, [&] { return state.parsed.load(std::memory_order_acquire); });
     if (!parsed) throw Error(Errc::cancelled, "cancelled");
   }
 
@@ -262,7 +267,8 @@ class LoadSession::Worker {
       const auto nonce = crypto::nonce_plus(crypto::NonceView(chunks.nonce), i);
       const auto mac = chunks.macs.subspan(i * crypto::kMacNbytes).first<crypto::kMacNbytes>();
       if (!crypto::open({plain + done, n}, cipher.subspan(done, n), mac, nonce, *state.key))
-        throw Error(Errc::crypto, "chunk " + std::to_string(i + 1) + " of " + std::to_string(total) +
+        throw Error(Errc::crypto, "chunk " + std::to_string(i + 1) + " of " +
+                                      std::to_string(total) +
                                       " does not match its authentication code: wrong key, or the "
                                       "file was altered");
       done += n;
@@ -270,8 +276,8 @@ class LoadSession::Worker {
     }
   }
 
-  // Ciphertext of an oddly chunked tensor is gathered (in the destination itself on the host); whoever brings the
-  // last piece decrypts all of it in place.
+  // Ciphertext of an oddly chunked tensor is gathered (in the destination itself on the host);
+  // whoever brings the last piece decrypts all of it in place.
   void assemble(const Segment& segment, std::span<const std::byte> cipher) {
     TargetState& state = s_.states_[segment.target];
     const format::IndexEntry& entry = s_.entry_of(segment.target);
@@ -499,7 +505,8 @@ LoadSession::LoadSession(io::RangeSource& source, std::shared_ptr<const OpenedIn
       options_(options),
       states_(targets_.size()) {
   if (has_crypt_info() && options_.keys == nullptr)
-    throw Error(Errc::crypto, source_.name() + " is encrypted, but no key was given", source_.name());
+    throw Error(Errc::crypto, source_.name() + " is encrypted, but no key was given",
+                source_.name());
   uint64_t header_nbytes = 0;
   for (uint32_t target = 0; target < targets_.size(); ++target) {
     headers_->begins.push_back(header_nbytes);
@@ -507,7 +514,8 @@ LoadSession::LoadSession(io::RangeSource& source, std::shared_ptr<const OpenedIn
   }
   if (!source_.size() && header_nbytes > kUnsizedHeaderLimit)
     throw Error(Errc::malformed, source_.name() + ": record headers claim " +
-                                     std::to_string(header_nbytes) + " bytes in a source of unknown size");
+                                     std::to_string(header_nbytes) +
+                                     " bytes in a source of unknown size");
   headers_->bytes.resize(header_nbytes);  // records do not overlap: at most the size of the source
   headers_->headers.resize(targets_.size());
   make_plan();
@@ -520,13 +528,15 @@ void LoadSession::make_plan() {
   PlanOptions plan;
   plan.unit_nbytes = traits.unit_nbytes;
   plan.gap_nbytes = traits.gap_nbytes;
-  if (options_.engine != nullptr) plan.unit_nbytes = std::min(plan.unit_nbytes, options_.engine->slot_nbytes());
+  if (options_.engine != nullptr)
+    plan.unit_nbytes = std::min(plan.unit_nbytes, options_.engine->slot_nbytes());
   if (has_crypt_info()) {
     plan.cut_nbytes = format::kCipherChunkNbytes;
     if (traits.gap_nbytes <= kCheapRequestNbytes) plan.unit_nbytes = format::kCipherChunkNbytes;
   }
-  const bool all_in_place = !targets_.empty() && std::all_of(targets_.begin(), targets_.end(),
-                                                             [](const LoadTarget& t) { return t.in_place; });
+  const bool all_in_place =
+      !targets_.empty() &&
+      std::all_of(targets_.begin(), targets_.end(), [](const LoadTarget& t) { return t.in_place; });
   if (all_in_place && !options_.verify) {
     plan.payloads = false;
     plan.gap_nbytes = kHeaderGapNbytes;
@@ -582,16 +592,20 @@ void LoadSession::run_workers(const std::stop_token& stop) {
   }
   const io::SourceTraits traits = source_.traits();
   unsigned workers = traits.sequential ? 1 : std::max(1U, traits.concurrency);
-  if (!traits.sequential && (options_.verify || has_crypt_info())) workers = std::max(workers, cpu_quota());
+  if (!traits.sequential && (options_.verify || has_crypt_info()))
+    workers = std::max(workers, cpu_quota());
   if (options_.max_workers > 0) workers = std::min(workers, options_.max_workers);
-  workers = static_cast<unsigned>(std::min<size_t>(workers, std::max<size_t>(plan_.units.size(), 1)));
+  workers =
+      static_cast<unsigned>(std::min<size_t>(workers, std::max<size_t>(plan_.units.size(), 1)));
 
-  tensorizer::run_workers(workers, stop, [this](const std::stop_token& token) { Worker(*this, token).run(); });
+  tensorizer::run_workers(workers, stop,
+                          [this](const std::stop_token& token) { Worker(*this, token).run(); });
 }
 
 void LoadSession::wipe_destinations() noexcept {
   for (const LoadTarget& target : targets_) {
-    if (target.destination.device == device::kHost && !target.in_place && target.destination.data != nullptr)
+    if (target.destination.device == device::kHost && !target.in_place &&
+        target.destination.data != nullptr)
       crypto::wipe({target.destination.data, target.destination.nbytes});
   }
 }

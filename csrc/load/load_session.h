@@ -1,7 +1,8 @@
-// Runs a load: workers take units from one queue; within a worker a piece goes read, decrypt, digest, place.
+// Runs a load: workers take units from one queue; within a worker a piece goes read, decrypt,
+// digest, place.
 //
-// A session is used by one thread, once; run() returns only when no worker can touch a destination any
-// more. After a failure of an encrypted load every host destination has been wiped.
+// A session is used by one thread, once; run() returns only when no worker can touch a destination
+// any more. After a failure of an encrypted load every host destination has been wiped.
 #pragma once
 
 #include <atomic>
@@ -25,23 +26,24 @@ namespace tensorizer::load {
 
 // Where one selected tensor goes.
 struct LoadTarget {
-  uint32_t entry = 0;                // number in the index
-  device::Destination destination;   // at least entry.data_nbytes on the host, loaded_nbytes on a device
-  bool in_place = false;             // the bytes are there already (a mapping): check, do not read
+  uint32_t entry = 0;  // number in the index
+  device::Destination
+      destination;        // at least entry.data_nbytes on the host, loaded_nbytes on a device
+  bool in_place = false;  // the bytes are there already (a mapping): check, do not read
 };
 
 struct LoadOptions {
-  bool verify = false;               // compare stored hashes with the data
-  unsigned max_workers = 0;          // 0: as many as are useful
-  KeyRing* keys = nullptr;           // set iff the file has crypt_info
+  bool verify = false;                   // compare stored hashes with the data
+  unsigned max_workers = 0;              // 0: as many as are useful
+  KeyRing* keys = nullptr;               // set iff the file has crypt_info
   device::CopyEngine* engine = nullptr;  // set iff destinations are on its device
 };
 
 // The record headers of the selection, as read; borrowed by what is derived from them.
 struct LoadedHeaders {
   std::vector<std::byte> bytes;
-  std::vector<uint64_t> begins;                 // per target, into bytes
-  std::vector<format::RecordHeader> headers;    // per target; borrow `bytes`
+  std::vector<uint64_t> begins;               // per target, into bytes
+  std::vector<format::RecordHeader> headers;  // per target; borrow `bytes`
   std::span<const std::byte> bytes_of(size_t target) const noexcept {
     const uint64_t end = target + 1 < begins.size() ? begins[target + 1] : bytes.size();
     return std::span(bytes).subspan(begins[target], end - begins[target]);
@@ -50,7 +52,8 @@ struct LoadedHeaders {
 
 class LoadSession {
  public:
-  // `targets` in ascending order of entry. Throws Error(malformed) if the headers cannot all be held.
+  // `targets` in ascending order of entry. Throws Error(malformed) if the headers cannot all be
+  // held.
   LoadSession(io::RangeSource& source, std::shared_ptr<const OpenedIndex> opened,
               std::vector<LoadTarget> targets, const LoadOptions& options);
   ~LoadSession();
@@ -82,12 +85,13 @@ class LoadSession {
   LoadPlan plan_;
   std::shared_ptr<LoadedHeaders> headers_ = std::make_shared<LoadedHeaders>();
   std::vector<TargetState> states_;
-  std::vector<uint32_t> segment_crcs_;     // per segment, when verifying
-  std::vector<uint32_t> step_segments_;    // payload steps of all targets -> segment, when verifying
-  std::unique_ptr<ChainQueue> chains_;     // host destinations, when verifying
+  std::vector<uint32_t> segment_crcs_;   // per segment, when verifying
+  std::vector<uint32_t> step_segments_;  // payload steps of all targets -> segment, when verifying
+  std::unique_ptr<ChainQueue> chains_;   // host destinations, when verifying
   std::atomic<uint32_t> next_unit_{0};
   std::atomic<uint64_t> nbytes_done_{0};
-  // Later units of a tensor wait here for its record header, and on a device for their turn to be hashed.
+  // Later units of a tensor wait here for its record header, and on a device for their turn to be
+  // hashed.
   Mutex order_mutex_;
   CondVar order_changed_;
 };

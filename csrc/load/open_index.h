@@ -21,9 +21,9 @@ struct OpenedIndex {
   format::Index index;
 };
 
-// Reads the container that starts at `start`. Every length is compared with the source's size before
-// it sizes memory. Throws Error: malformed, unsupported, truncated, crypto, io; the message names the
-// source.
+// Reads the container that starts at `start`. Every length is compared with the source's size
+// before it sizes memory. Throws Error: malformed, unsupported, truncated, crypto, io; the message
+// names the source.
 std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, uint64_t start,
                                               format::KeyGiven key, const std::stop_token& stop);
 
