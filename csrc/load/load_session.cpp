@@ -68,9 +68,13 @@ class LoadSession::Worker {
           continue;
         }
       }
+      // The slot comes before the unit: whoever has an early unit, which others may wait for, never
+      // waits for a slot that one of those holds.
+      device::SlotLease slot;
+      if (on_device()) slot = s_.options_.engine->acquire(stop_);
       const uint32_t unit = s_.next_unit_.fetch_add(1, std::memory_order_relaxed);
       if (unit >= s_.plan_.units.size()) break;
-      process(s_.plan_.units[unit]);
+      process(s_.plan_.units[unit], std::move(slot));
     }
     while (s_.chains_) {
       throw_if_stopped(stop_);
@@ -93,9 +97,7 @@ class LoadSession::Worker {
   }
   bool on_device() const { return s_.options_.engine != nullptr; }
 
-  void process(const Unit& unit) {
-    device::SlotLease slot;
-    if (on_device() && unit.payload_nbytes > 0) slot = s_.options_.engine->acquire(stop_);
+  void process(const Unit& unit, device::SlotLease slot) {
     read(unit, slot);
     for (const Segment& segment : segments_of(unit)) {
       if (segment.kind == Segment::Kind::header) accept_header(segment.target);
@@ -104,6 +106,8 @@ class LoadSession::Worker {
     if (s_.options_.verify) digest(unit, slot);
     finish_empty_tensors(unit);
     if (slot) submit(unit, std::move(slot));
+    for (uint32_t target : to_send_) send_assembled(target);
+    to_send_.clear();
     s_.nbytes_done_.fetch_add(unit.payload_nbytes, std::memory_order_relaxed);
   }
 
@@ -288,7 +292,7 @@ class LoadSession::Worker {
     std::span<std::byte> whole(base, entry.data_nbytes);
     open_chunks(state, segment.target, 0, whole, base);
     if (s_.options_.verify) digest_assembled(segment.target, whole);
-    if (on_device()) send_assembled(segment.target, whole);
+    if (on_device()) to_send_.push_back(segment.target);
   }
 
   void digest_assembled(uint32_t target, std::span<const std::byte> whole) {
@@ -317,7 +321,9 @@ class LoadSession::Worker {
     return state.assembly->bytes().data();
   }
 
-  void send_assembled(uint32_t target, std::span<const std::byte> plain) {
+  // After the unit's own slot was submitted: a worker never waits for a slot while it holds one.
+  void send_assembled(uint32_t target) {
+    std::span<const std::byte> plain = s_.states_[target].assembly->bytes();
     const device::Destination& to = s_.targets_[target].destination;
     const uint64_t nbytes = std::min<uint64_t>(plain.size(), to.nbytes);
     for (uint64_t done = 0; done < nbytes;) {
@@ -495,6 +501,7 @@ class LoadSession::Worker {
   const std::byte* cipher_ = nullptr;  // first byte of the unit, where it is encrypted
   std::vector<WholePayload> whole_;
   std::vector<device::CopyPiece> pieces_;
+  std::vector<uint32_t> to_send_;  // assembled device tensors that this unit completed
 };
 
 LoadSession::LoadSession(io::RangeSource& source, std::shared_ptr<const OpenedIndex> opened,

@@ -107,9 +107,12 @@ class SaveSession::Worker {
           continue;
         }
       }
+      // The slot comes before the unit: see LoadSession.
+      device::SlotLease slot;
+      if (shared_.engine != nullptr) slot = shared_.engine->acquire(stop_);
       const uint32_t unit = shared_.next_unit.fetch_add(1, std::memory_order_relaxed);
       if (unit >= shared_.units.size()) break;
-      process(shared_.units[unit]);
+      process(shared_.units[unit], slot);
     }
     while (shared_.chains) {
       throw_if_stopped(stop_);
@@ -133,11 +136,12 @@ class SaveSession::Worker {
       shared.chains = std::make_unique<ChainQueue>(std::move(steps));
   }
 
-  void process(const Unit& unit) {
+  void process(const Unit& unit, const device::SlotLease& slot) {
+    if (slot) fetch(unit, slot);
     if (unit.count > 0) {
-      write_small_records(unit);
+      write_small_records(unit, slot);
     } else {
-      write_piece(unit);
+      write_piece(unit, slot);
     }
     s_.nbytes_done_.fetch_add(unit.nbytes, std::memory_order_relaxed);
   }
@@ -150,9 +154,8 @@ class SaveSession::Worker {
     return {from.data + unit.offset, unit.count > 0 ? from.nbytes : unit.nbytes};
   }
 
-  device::SlotLease fetch(const Unit& unit) {
-    if (shared_.engine == nullptr || unit.nbytes == 0) return {};
-    device::SlotLease slot = shared_.engine->acquire(stop_);
+  void fetch(const Unit& unit, const device::SlotLease& slot) {
+    if (unit.nbytes == 0) return;
     std::vector<device::CopyPiece> pieces;
     uint64_t at = 0;
     for (uint32_t i = unit.first; i < unit.first + std::max(unit.count, 1U); ++i) {
@@ -162,13 +165,11 @@ class SaveSession::Worker {
       at += nbytes;
     }
     shared_.engine->fetch(slot, pieces, stop_);
-    return slot;
   }
 
   // --- small records: hash, encrypt, one gathered write ---
 
-  void write_small_records(const Unit& unit) {
-    device::SlotLease slot = fetch(unit);
+  void write_small_records(const Unit& unit, const device::SlotLease& slot) {
     digest_small(unit, slot);
     slices_.clear();
     if (s_.options_.key) cipher_.resize(kUnitNbytes);
@@ -246,10 +247,9 @@ class SaveSession::Worker {
 
   // --- large records: pieces in parallel, the header last ---
 
-  void write_piece(const Unit& unit) {
+  void write_piece(const Unit& unit, const device::SlotLease& slot) {
     PlannedRecord& record = s_.record_of(shared_.payloads[unit.first]);
     Large& large = *shared_.large[unit.first];
-    device::SlotLease slot = fetch(unit);
     std::span<const std::byte> plain = host_bytes(unit, unit.first, slot, 0);
     if (s_.options_.hashes.crc32) large.crcs[unit.step] = format::crc32(0, plain);
     if (s_.options_.hashes.sha256 && shared_.engine != nullptr) digest_in_turn(unit, large, plain);
