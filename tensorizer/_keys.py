@@ -47,7 +47,7 @@ def key_ring(params: Any) -> Optional[_C.KeyRing]:
     secret = params._secret()
     if secret is not None:
         return _C.KeyRing(secret)
-    return _C.KeyRing(params.source, params.max_opslimit, params.max_memlimit)
+    return _C.KeyRing(params.source, params.max_opslimit, params.max_memlimit, params.max_derivations)
 
 
 def encryption_key(params: Any) -> tuple[Optional[_C.SecretKey], Optional[tuple[int, int, bytes]]]:

@@ -203,7 +203,7 @@ class DecryptionParams:
     secrets in their ``repr``.
     """
 
-    __slots__ = ("_key", "_source", "max_memlimit", "max_opslimit")
+    __slots__ = ("_key", "_source", "max_derivations", "max_memlimit", "max_opslimit")
 
     _key: Optional[Key]
     _source: Optional[bytes]
@@ -211,6 +211,8 @@ class DecryptionParams:
     """Most passes that a file may ask for; above it reading fails with ``CryptographyError``. Default 16."""
     max_memlimit: int
     """Most bytes of memory that a file may ask for. Default 4 GiB."""
+    max_derivations: int
+    """Most different keys that the tensors of one load may ask for. Default 16; usual files need one."""
 
     def __init__(self) -> None:
         self._set(None, None)
@@ -223,6 +225,7 @@ class DecryptionParams:
         encoding: str = "utf-8",
         max_opslimit: Optional[int] = None,
         max_memlimit: Optional[int] = None,
+        max_derivations: Optional[int] = None,
     ) -> DecryptionParams:
         """The passphrase with which a file was encrypted.
 
@@ -234,6 +237,7 @@ class DecryptionParams:
             encoding: How ``source`` becomes bytes where it is ``str``.
             max_opslimit: Most passes allowed; default 16, four times ``OpsLimit.SENSITIVE``.
             max_memlimit: Most memory allowed, in bytes; default 4 GiB, four times ``MemLimit.SENSITIVE``.
+            max_derivations: Most different keys derived in one load; default 16. Usual files need one.
 
         Raises:
             TypeError: ``source`` is neither ``str`` nor ``bytes``; a limit is no integer.
@@ -243,7 +247,8 @@ class DecryptionParams:
         _crypt.require_crypto()
         ops = _ceiling("max_opslimit", max_opslimit, _C.DEFAULT_MAX_OPSLIMIT)
         mem = _ceiling("max_memlimit", max_memlimit, _C.DEFAULT_MAX_MEMLIMIT)
-        return cls._of(None, _secrets.passphrase_bytes(source, encoding), ops, mem)
+        keys = _ceiling("max_derivations", max_derivations, _C.DEFAULT_MAX_DERIVATIONS)
+        return cls._of(None, _secrets.passphrase_bytes(source, encoding), ops, mem, keys)
 
     @classmethod
     def from_key(cls, key: bytes) -> DecryptionParams:
@@ -284,6 +289,9 @@ class DecryptionParams:
     def _secret(self) -> Optional[_C.SecretKey]:
         return None if self._key is None else _secrets.secret_of(self._key)
 
+    def _limits(self) -> tuple[int, int, int]:
+        return self.max_opslimit, self.max_memlimit, self.max_derivations
+
     @classmethod
     def _of(
         cls,
@@ -291,9 +299,10 @@ class DecryptionParams:
         source: Optional[bytes],
         max_opslimit: int = _C.DEFAULT_MAX_OPSLIMIT,
         max_memlimit: int = _C.DEFAULT_MAX_MEMLIMIT,
+        max_derivations: int = _C.DEFAULT_MAX_DERIVATIONS,
     ) -> DecryptionParams:
         params = cls.__new__(cls)
-        params._set(key, source, max_opslimit, max_memlimit)
+        params._set(key, source, max_opslimit, max_memlimit, max_derivations)
         return params
 
     def _set(
@@ -302,11 +311,13 @@ class DecryptionParams:
         source: Optional[bytes],
         max_opslimit: int = _C.DEFAULT_MAX_OPSLIMIT,
         max_memlimit: int = _C.DEFAULT_MAX_MEMLIMIT,
+        max_derivations: int = _C.DEFAULT_MAX_DERIVATIONS,
     ) -> None:
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_source", source)
         object.__setattr__(self, "max_opslimit", max_opslimit)
         object.__setattr__(self, "max_memlimit", max_memlimit)
+        object.__setattr__(self, "max_derivations", max_derivations)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"DecryptionParams are immutable: cannot set {name!r}")
@@ -317,8 +328,11 @@ class DecryptionParams:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DecryptionParams):
             return NotImplemented
-        limits = (self.max_opslimit, self.max_memlimit) == (other.max_opslimit, other.max_memlimit)
-        return limits and _secrets.same_bytes(self._source, other._source) and _secrets.same_key(self._key, other._key)
+        return (
+            self._limits() == other._limits()
+            and _secrets.same_bytes(self._source, other._source)
+            and _secrets.same_key(self._key, other._key)
+        )
 
     __hash__ = None  # type: ignore[assignment]  # as for EncryptionParams
 
@@ -336,7 +350,7 @@ class DecryptionParams:
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._key, Provided):
             return (DecryptionParams.from_provider, (self._key.provider,))
-        return (_unpickle_decryption, (self.key, self._source, self.max_opslimit, self.max_memlimit))
+        return (_unpickle_decryption, (self.key, self._source, *self._limits()))
 
 
 def _unpickle_encryption(key: bytes, derivation: Optional[tuple[int, int, bytes]]) -> EncryptionParams:
@@ -345,10 +359,11 @@ def _unpickle_encryption(key: bytes, derivation: Optional[tuple[int, int, bytes]
 
 
 def _unpickle_decryption(
-    key: Optional[bytes], source: Optional[bytes], max_opslimit: int, max_memlimit: int
+    key: Optional[bytes], source: Optional[bytes], max_opslimit: int, max_memlimit: int, max_derivations: int
 ) -> DecryptionParams:
     _crypt.require_crypto()
-    return DecryptionParams._of(None if key is None else _C.SecretKey(key), source, max_opslimit, max_memlimit)
+    secret = None if key is None else _C.SecretKey(key)
+    return DecryptionParams._of(secret, source, max_opslimit, max_memlimit, max_derivations)
 
 
 def _limit(

@@ -238,13 +238,13 @@ def test_a_decryption_key_of_another_type_is_a_type_error(key: object) -> None:
 
 def test_derivation_limits_have_documented_defaults_and_can_be_set() -> None:
     params = DecryptionParams.from_string("x")
-    assert (params.max_opslimit, params.max_memlimit) == (16, 4 << 30)
-    params = DecryptionParams.from_string("x", max_opslimit=2, max_memlimit=1 << 20)
-    assert (params.max_opslimit, params.max_memlimit) == (2, 1 << 20)
+    assert (params.max_opslimit, params.max_memlimit, params.max_derivations) == (16, 4 << 30, 16)
+    params = DecryptionParams.from_string("x", max_opslimit=2, max_memlimit=1 << 20, max_derivations=1)
+    assert (params.max_opslimit, params.max_memlimit, params.max_derivations) == (2, 1 << 20, 1)
     assert DecryptionParams.from_string("x", max_memlimit=2**70).max_memlimit == 2**64 - 1
 
 
-@pytest.mark.parametrize("name", ["max_opslimit", "max_memlimit"])
+@pytest.mark.parametrize("name", ["max_opslimit", "max_memlimit", "max_derivations"])
 def test_derivation_limits_are_checked(name: str) -> None:
     with pytest.raises(TypeError, match=name):
         DecryptionParams.from_string("x", **{name: 1.5})  # type: ignore[arg-type]
@@ -349,6 +349,7 @@ def all_params() -> list[EncryptionParams | DecryptionParams]:
         DecryptionParams.from_string("test"),
         DecryptionParams.from_string("Test"),
         DecryptionParams.from_string("test", max_opslimit=3),
+        DecryptionParams.from_string("test", max_derivations=3),
     ]
 
 

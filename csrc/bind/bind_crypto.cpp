@@ -80,7 +80,8 @@ SharedKey derive(const py::bytes& passphrase, uint64_t opslimit, uint64_t memlim
   const crypto::DerivationParams params{opslimit, memlimit, algorithm, salt_view.bytes()};
   const crypto::DerivationLimits limits{
       max_opslimit.value_or(crypto::kNoDerivationLimits.max_opslimit),
-      max_memlimit.value_or(crypto::kNoDerivationLimits.max_memlimit)};
+      max_memlimit.value_or(crypto::kNoDerivationLimits.max_memlimit),
+      crypto::kNoDerivationLimits.max_derivations};
   return std::make_shared<SecretKey>(run_interruptible([&](const std::stop_token&) {
     return crypto::derive_key(passphrase_view.bytes(), params, limits);
   }));
@@ -165,6 +166,7 @@ void register_crypto(py::module_& m) {
   m.def("select_kernel", &crypto::select_kernel, py::arg("name"));
   m.attr("DEFAULT_MAX_OPSLIMIT") = crypto::DerivationLimits{}.max_opslimit;
   m.attr("DEFAULT_MAX_MEMLIMIT") = crypto::DerivationLimits{}.max_memlimit;
+  m.attr("DEFAULT_MAX_DERIVATIONS") = crypto::DerivationLimits{}.max_derivations;
 
   py::module_ testing = m.def_submodule("testing", "Pure functions, for the tests.");
   testing.def("seal", &seal, py::arg("plain"), py::arg("nonce"), py::arg("key"));

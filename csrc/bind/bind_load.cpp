@@ -315,13 +315,13 @@ void register_keys(py::module_& m) {
              return std::make_shared<load::KeyRing>(key);
            }),
            py::arg("key"))
-      .def(py::init([](const py::bytes& passphrase, uint64_t max_opslimit, uint64_t max_memlimit) {
+      .def(py::init([](const py::bytes& passphrase, uint64_t max_opslimit, uint64_t max_memlimit,
+                       uint64_t max_derivations) {
              const std::string_view text = passphrase;
-             return std::make_shared<load::KeyRing>(
-                 std::as_bytes(std::span(text)),
-                 crypto::DerivationLimits{max_opslimit, max_memlimit});
+             const crypto::DerivationLimits limits{max_opslimit, max_memlimit, max_derivations};
+             return std::make_shared<load::KeyRing>(std::as_bytes(std::span(text)), limits);
            }),
-           py::arg("passphrase"), py::arg("max_opslimit"), py::arg("max_memlimit"));
+           py::arg("passphrase"), py::arg("max_opslimit"), py::arg("max_memlimit"), py::arg("max_derivations"));
 }
 
 }  // namespace

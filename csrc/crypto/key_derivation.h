@@ -24,10 +24,11 @@ inline constexpr uint64_t kMaxMemlimit = 4'398'046'510'080;
 struct DerivationLimits {
   uint64_t max_opslimit = 16;
   uint64_t max_memlimit = uint64_t{4} << 30;  // bytes
+  uint64_t max_derivations = 16;  // different keys in one load; writers use one per file
 };
 
 // No limit beyond libsodium's own range: for parameters that the caller chose himself.
-inline constexpr DerivationLimits kNoDerivationLimits{kMaxOpslimit, kMaxMemlimit};
+inline constexpr DerivationLimits kNoDerivationLimits{kMaxOpslimit, kMaxMemlimit, UINT64_MAX};
 
 struct DerivationParams {
   uint64_t opslimit;                // passes over the memory
