@@ -11,7 +11,7 @@ using Clock = std::chrono::steady_clock;
 HttpEndpoint::HttpEndpoint(HttpAddress address) : address_(std::move(address)) {
   MutexLock lock(mutex_);
   name_ = address_.display_name;
-  if (address_.url.empty()) return;
+  if (address_.url.empty() && address_.renew) return;
   home_ = HttpUrl::parse(address_.url);
   renewed_at_ = Clock::now();
   if (name_.empty()) name_ = home_->shown();

@@ -337,7 +337,7 @@ class CURLStreamFile(io.BufferedIOBase):
 
     def _fill_window(self, source: _C.HttpSource) -> None:
         """Moves the window to the current position; it stays empty at the end."""
-        if self._position == self._window_start + len(self._window):
+        if len(self._window) > 0 and self._position == self._window_start + len(self._window):
             self._next_window_nbytes = min(self._next_window_nbytes * 2, self._buffer_nbytes)
         else:
             self._next_window_nbytes = min(_FIRST_WINDOW_NBYTES, self._buffer_nbytes)

@@ -1,0 +1,538 @@
+"""The HTTP source below the streams: real servers, TLS, HTTP/2, connections, renewal of URLs, uploads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from http_tools import nothing_left, quick, random_bytes
+from servers.certificates import make_certificates
+from servers.http_faults import FaultyServer, Reply
+from servers.nginx import PROGRAM, nginx
+
+from tensorizer import _C
+from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
+from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
+
+CONTENT = random_bytes(3_000_000)
+
+needs_nginx = pytest.mark.skipif(PROGRAM is None, reason="nginx is not installed")
+
+
+def open_source(url: str, **changes: object) -> _C.HttpSource:
+    return _C.HttpSource.open(url, quick(**changes)._native())
+
+
+def read_in_threads(source: _C.HttpSource, ranges: list, threads: int) -> list:
+    """Every (offset, nbytes) of ``ranges``, from so many threads; the first exception is raised."""
+    results: list = [None] * len(ranges)
+    errors = []
+    numbers = iter(range(len(ranges)))
+    lock = threading.Lock()
+
+    def work():
+        while not errors:
+            with lock:
+                i = next(numbers, None)
+            if i is None:
+                return
+            try:
+                results[i] = source.read(*ranges[i])
+            except Exception as error:
+                errors.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def web_root(tmp_path):
+    root = tmp_path / "www"
+    root.mkdir()
+    (root / "object").write_bytes(CONTENT)
+    (root / "empty").write_bytes(b"")
+    (tmp_path / "nginx").mkdir()
+    return root
+
+
+# -- nginx ------------------------------------------------------------------------------------------------------------
+
+
+@needs_nginx
+def test_nginx_serves_ranges_to_many_threads(tmp_path, web_root):
+    with nginx(tmp_path / "nginx", web_root) as url, nothing_left():
+        source = open_source(url + "/object")
+        assert source.size() == len(CONTENT)
+        assert not source.sequential
+        ranges = [(offset, min(70_001, len(CONTENT) - offset)) for offset in range(0, len(CONTENT), 70_001)]
+        results = read_in_threads(source, ranges, 6)
+        assert b"".join(results) == CONTENT
+        assert source.connections <= 7
+        del source
+        with open_stream(url + "/empty", http_options=quick()) as stream:
+            assert stream.read() == b""
+        with pytest.raises(StreamNotFoundError):
+            open_stream(url + "/missing", http_options=quick())
+
+
+@needs_nginx
+def test_an_object_replaced_during_a_load_is_an_error(tmp_path, web_root):
+    with nginx(tmp_path / "nginx", web_root) as url:
+        source = open_source(url + "/object")
+        assert source.read(0, 100_000) == CONTENT[:100_000]
+        time.sleep(1.1)  # nginx takes its ETag from the size and the second
+        (web_root / "new").write_bytes(CONTENT[::-1])
+        (web_root / "new").replace(web_root / "object")
+        with pytest.raises(StreamError, match="changed"):
+            source.read(200_000, 100_000)
+
+
+@needs_nginx
+@pytest.mark.parametrize("http2", [False, True])
+def test_https_with_a_private_authority(tmp_path, web_root, certificates, http2):
+    with nginx(tmp_path / "nginx", web_root, tls=certificates, http2=http2) as url:
+        for trust in (CAInfo(cacert=str(certificates.authority)), CAInfo(capath=str(certificates.folder)),
+                      CAInfo(allow_untrusted=True)):  # fmt: skip
+            with open_stream(url + "/object", certificate_handling=trust, http_options=quick()) as stream:
+                assert stream.read() == CONTENT
+        source = open_source(url + "/object", certificate_handling=CAInfo(cacert=str(certificates.authority)))
+        assert source.response_status_line.startswith("HTTP/2 206" if http2 else "HTTP/1.1 206")
+        ranges = [(offset, 100_000) for offset in range(0, 3_000_000, 100_000)]
+        assert b"".join(read_in_threads(source, ranges, 4)) == CONTENT
+
+
+@needs_nginx
+def test_http2_can_be_refused(tmp_path, web_root, certificates):
+    with nginx(tmp_path / "nginx", web_root, tls=certificates, http2=True) as url:
+        source = open_source(url + "/object", http_version="1.1", certificate_handling=CAInfo(allow_untrusted=True))
+        assert source.response_status_line.startswith("HTTP/1.1")
+        assert source.read(10, 1000) == CONTENT[10:1010]
+
+
+# -- TLS --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_untrusted_certificate_fails_when_the_stream_is_opened(certificates, monkeypatch):
+    for name in ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with FaultyServer(CONTENT, tls=certificates.context()) as server:
+        with pytest.raises(OSError, match=r"Failed to open stream.*cURL exit code 60.*CAInfo"):
+            open_stream(server.url, http_options=quick())
+        assert server.connections_seen == 1  # distrust is not tried again
+
+
+def test_a_self_signed_certificate_can_be_its_own_authority(certificates):
+    with FaultyServer(CONTENT, tls=certificates.context(self_signed=True)) as server:
+        trust = CAInfo(cacert=str(certificates.self_signed))
+        with open_stream(server.url, certificate_handling=trust, http_options=quick()) as stream:
+            assert stream.read(10) == CONTENT[:10]
+
+
+@pytest.mark.parametrize("variable", ["CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"])
+def test_certificates_of_the_environment_are_trusted(certificates, monkeypatch, variable):
+    for name in ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(certificates.folder if variable.endswith("DIR") else certificates.authority))
+    with FaultyServer(CONTENT, tls=certificates.context()) as server:
+        with open_stream(server.url, http_options=quick()) as stream:
+            assert stream.read(10) == CONTENT[:10]
+
+
+def test_an_unreadable_bundle_is_an_error(certificates, tmp_path):
+    (tmp_path / "bad.pem").write_bytes(b"no certificate")
+    with FaultyServer(CONTENT, tls=certificates.context()) as server:
+        with pytest.raises(OSError, match="certificate"):
+            open_stream(server.url, certificate_handling=CAInfo(cacert=str(tmp_path / "bad.pem")), http_options=quick())
+
+
+def test_plain_http_on_a_tls_port_and_tls_on_a_plain_port_are_errors(certificates):
+    with FaultyServer(CONTENT, tls=certificates.context()) as server:
+        with pytest.raises(OSError, match="Failed to open stream"):
+            open_stream(server.url.replace("https", "http"), http_options=quick())
+    with FaultyServer(CONTENT) as server:
+        with pytest.raises(OSError, match="Failed to open stream"):
+            open_stream(server.url.replace("http", "https"), http_options=quick())
+
+
+# -- the first request ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_request_brings_the_head_and_reads_inside_cost_none():
+    with FaultyServer(CONTENT) as server:
+        source = open_source(server.url, head_nbytes=100_000)
+        assert [request.range for request in server.requests] == [(0, 99_999)]
+        assert source.read(0, 100_000) == CONTENT[:100_000]
+        assert source.read(500, 7) == CONTENT[500:507]
+        assert source.requests == 1
+        assert source.read(99_990, 20) == CONTENT[99_990:100_010]
+        assert server.requests[-1].range == (100_000, 100_009)
+
+
+def test_the_default_head_holds_the_index_of_a_large_file():
+    from tensorizer.stream_io import HTTPOptions
+
+    assert 1 << 20 <= HTTPOptions().head_nbytes <= 4 << 20
+
+
+def test_later_requests_insist_on_the_etag_or_the_date():
+    with FaultyServer(CONTENT, etag='"strong"') as server:
+        open_source(server.url).read(100_000, 10)
+        assert server.requests[-1].headers["if-match"] == '"strong"'
+    date = "Wed, 21 Oct 2015 07:28:00 GMT"
+    with FaultyServer(CONTENT, etag='W/"weak"', last_modified=date) as server:
+        open_source(server.url).read(100_000, 10)
+        assert "if-match" not in server.requests[-1].headers
+        assert server.requests[-1].headers["if-unmodified-since"] == date
+
+
+def test_reads_beyond_the_end_are_truncated_errors_without_a_request():
+    with FaultyServer(CONTENT) as server:
+        source = open_source(server.url)
+        for offset, nbytes in ((len(CONTENT) - 5, 6), (len(CONTENT), 1), (1 << 62, 10), ((1 << 64) - 5, 100)):
+            with pytest.raises(TruncatedError, match=r"ends at 3000000|offset"):
+                source.read(offset, nbytes)
+        assert len(server.requests) == 1
+
+
+def test_one_connection_is_kept_for_reads_in_turn():
+    with FaultyServer(CONTENT) as server:
+        source = open_source(server.url)
+        for offset in range(10_000, 500_000, 50_000):
+            source.read(offset, 10_000)
+        assert server.connections_seen == 1
+        assert source.connections == 1
+
+
+def test_closing_ends_idle_connections_and_later_reads_open_new_ones():
+    with FaultyServer(CONTENT) as server:
+        with nothing_left():
+            source = open_source(server.url)
+            source.read(10_000, 10)
+            source.close_connections()
+        assert source.read(20_000, 10) == CONTENT[20_000:20_010]
+        assert server.connections_seen == 2
+
+
+# -- how many connections ---------------------------------------------------------------------------------------------
+
+
+class Crowd:
+    """Counts the requests that are answered at the same time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.most = self.now = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, request):
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(self.seconds)
+        with self.lock:
+            self.now -= 1
+        return Reply()
+
+
+def test_a_fixed_number_of_connections_is_kept_and_capped():
+    for connections, cap, expected in ((3, 32, 3), (20, 5, 5)):
+        with FaultyServer(CONTENT) as server:
+            source = open_source(server.url, connections=connections, max_connections=cap)
+            server.default = crowd = Crowd(0.05)
+            assert source.concurrency == expected
+            read_in_threads(source, [(10_000 + i, 10) for i in range(40)], 20)
+            assert crowd.most == expected
+
+
+def test_connections_grow_while_that_helps():
+    """Each request takes a fixed time, so twice as many bring twice as much."""
+    with FaultyServer(CONTENT) as server:
+        source = open_source(server.url, max_connections=32)
+        server.default = crowd = Crowd(0.05)
+        read_in_threads(source, [(10_000 + i, 10_000) for i in range(800)], 40)
+        assert 16 <= crowd.most <= 32
+
+
+def test_the_environment_caps_connections(monkeypatch):
+    monkeypatch.setenv("TENSORIZER_MAX_CONNECTIONS", "2")
+    with FaultyServer(CONTENT) as server:
+        source = open_source(server.url)
+        assert source.concurrency == 2
+        source.fix_connections(10)
+        assert source.concurrency == 2
+        server.default = crowd = Crowd(0.02)
+        read_in_threads(source, [(10_000 + i, 10) for i in range(30)], 10)
+        assert crowd.most == 2
+
+
+def test_a_small_object_wants_no_more_connections_than_it_has_units():
+    with FaultyServer(CONTENT) as server:
+        assert open_source(server.url, unit_nbytes=1_000_000).concurrency == 3
+        assert open_source(server.url, head_nbytes=4_000_000).concurrency == 1
+
+
+# -- renewed URLs -----------------------------------------------------------------------------------------------------
+
+
+class Presigner:
+    """Gives URLs that a server accepts until they are revoked."""
+
+    def __init__(self, server: FaultyServer) -> None:
+        self.server = server
+        self.calls = 0
+        self.revoked: set = set()
+        server.default = self.answer
+
+    def __call__(self) -> str:
+        self.calls += 1
+        return f"{self.server.url}?Signature=s3cret{self.calls}"
+
+    def answer(self, request):
+        return Reply(status=403) if request.target.rpartition("s3cret")[2] in self.revoked else Reply()
+
+
+def open_presigned(presigner: Presigner, **arguments: object) -> _C.HttpSource:
+    return _C.HttpSource.open("", quick()._native(), url_provider=presigner, **arguments)
+
+
+def test_an_expired_url_is_renewed_once_for_all_threads():
+    with FaultyServer(CONTENT) as server:
+        presigner = Presigner(server)
+        source = open_presigned(presigner)
+        presigner.revoked.add("1")
+        ranges = [(10_000 + 1000 * i, 1000) for i in range(20)]
+        assert read_in_threads(source, ranges, 5) == [CONTENT[a : a + n] for a, n in ranges]
+        assert presigner.calls == 2
+        assert source.name == server.url
+
+
+def test_a_url_is_renewed_when_its_lifetime_is_over():
+    with FaultyServer(CONTENT) as server:
+        presigner = Presigner(server)
+        source = open_presigned(presigner, url_lifetime=1.0)
+        source.read(10_000, 10)
+        assert presigner.calls == 1
+        time.sleep(1.1)
+        source.read(20_000, 10)
+        assert presigner.calls == 2
+
+
+def test_a_url_that_stays_refused_after_renewal_is_an_error():
+    with FaultyServer(CONTENT) as server:
+        presigner = Presigner(server)
+        presigner.revoked.update(map(str, range(100)))
+        with pytest.raises(StreamError, match="403") as caught:
+            open_presigned(presigner)
+        assert presigner.calls <= 3
+        assert "s3cret" not in str(caught.value)
+
+
+def test_what_the_renewal_raises_reaches_the_caller():
+    def no_url():
+        raise KeyError("no credentials")
+
+    with pytest.raises(KeyError, match="no credentials"):
+        _C.HttpSource.open("", quick()._native(), url_provider=no_url)
+
+
+def test_a_stream_uses_renewal_and_a_display_name():
+    with FaultyServer(CONTENT) as server:
+        presigner = Presigner(server)
+        with CURLStreamFile(presigner(), http_options=quick(), url_provider=presigner,
+                            display_name="s3://bucket/key at host") as stream:  # fmt: skip
+            assert "s3://bucket/key at host" in repr(stream)
+            presigner.revoked.add("1")
+            stream.seek(100_000)
+            assert stream.read(10) == CONTENT[100_000:100_010]
+            server.default = Reply(status=404)
+            with pytest.raises(StreamNotFoundError, match="s3://bucket/key at host"):
+                stream.seek(2_000_000), stream.read(10)
+
+
+# -- interruption, exit, fork -----------------------------------------------------------------------------------------
+
+_PROLOGUE = """
+import os, signal, sys, threading, time
+from tensorizer.stream_io import HTTPOptions, open_stream
+url = sys.argv[1]
+options = HTTPOptions(head_nbytes=4096, stall_timeout=60, proxy="")
+"""
+
+
+def run_python(program: str, url: str, **arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", _PROLOGUE + program, url], capture_output=True, text=True, timeout=60, **arguments
+    )
+
+
+def test_ctrl_c_ends_a_read_that_waits():
+    program = """
+stream = open_stream(url, http_options=options)
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+start = time.monotonic()
+try:
+    stream.seek(100_000)
+    stream.read(10)
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic() - start < 5)
+"""
+    with FaultyServer(CONTENT, [Reply()], default=Reply(stall_after=0)) as server:
+        result = run_python(program, server.url)
+        assert result.stdout == "interrupted True\n", result.stderr
+
+
+def test_ctrl_c_ends_an_opening_that_waits():
+    program = """
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    open_stream(url, http_options=options)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    with FaultyServer(CONTENT, default=Reply(delay=30)) as server:
+        assert run_python(program, server.url).stdout == "interrupted\n"
+
+
+def test_a_process_ends_with_streams_open_and_reads_in_flight():
+    program = """
+stream = open_stream(url, http_options=options)
+def read():
+    stream.seek(100_000)
+    stream.read(10)
+threading.Thread(target=read, daemon=True).start()
+time.sleep(0.3)
+print("done", flush=True)
+"""
+    with FaultyServer(CONTENT, [Reply()], default=Reply(stall_after=0)) as server:
+        result = run_python(program, server.url)
+        assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+
+
+def test_a_forked_child_reads_on_connections_of_its_own(certificates):
+    with FaultyServer(CONTENT, tls=certificates.context()) as server:
+        trust = CAInfo(cacert=str(certificates.authority))
+        with open_stream(server.url, certificate_handling=trust, http_options=quick()) as stream:
+            stream.seek(10_000)
+            stream.read(300_000)
+            program_reader, program_writer = os.pipe()
+            child = os.fork()
+            if child == 0:
+                try:
+                    stream.seek(1_000_000)
+                    ok = stream.read(10) == CONTENT[1_000_000:1_000_010]
+                    stream.close()
+                    os.write(program_writer, b"1" if ok else b"0")
+                finally:
+                    os._exit(0)
+            os.close(program_writer)
+            deadline = time.monotonic() + 20
+            while os.waitpid(child, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    break
+                time.sleep(0.01)
+            assert os.read(program_reader, 1) == b"1"
+            os.close(program_reader)
+            stream.seek(2_000_000)
+            assert stream.read(10) == CONTENT[2_000_000:2_000_010]
+
+
+def test_a_broken_connection_does_not_kill_a_program_that_dies_of_sigpipe(certificates):
+    program = """
+from tensorizer.stream_io import CAInfo
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+options = HTTPOptions(head_nbytes=4096, proxy="", first_retry_delay=0.01)
+stream = open_stream(url, http_options=options, certificate_handling=CAInfo(allow_untrusted=True))
+time.sleep(0.2)
+stream.seek(100_000)
+print(len(stream.read(10)))
+stream.close()
+"""
+    with FaultyServer(CONTENT, [Reply(close=True)] * 2, tls=certificates.context()) as server:
+        result = run_python(program, server.url)
+        assert (result.returncode, result.stdout) == (0, "10\n"), result.stderr
+
+
+# -- proxies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_proxy_is_used_as_libcurl_users_expect(monkeypatch):
+    with FaultyServer(CONTENT) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
+        monkeypatch.setenv("no_proxy", "direct.invalid")
+        with open_stream("http://far.invalid/x", http_options=quick(proxy=None)) as stream:
+            assert stream.read(10) == CONTENT[:10]
+        assert proxy.requests[0].target == "http://far.invalid/x"
+        monkeypatch.delenv("http_proxy")
+        with open_stream("http://far.invalid/y", http_options=quick(proxy=f"http://user:s3cret@127.0.0.1:{proxy.port}")):
+            assert proxy.requests[-1].headers["proxy-authorization"].startswith("Basic ")
+        with pytest.raises(OSError, match="Failed to open stream") as caught:
+            open_stream("http://far.invalid/", http_options=quick(proxy="http://user:s3cret@nowhere.invalid", retries=0))
+        assert "s3cret" not in str(caught.value)
+
+
+# -- uploads ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_upload_arrives_whole_and_its_etag_comes_back():
+    with FaultyServer() as server, nothing_left():
+        uploader = _C.HttpUploader(quick()._native())
+        headers = uploader.put(server.url + "?partNumber=1", CONTENT, header_lines=["Content-Type: x/y"])
+        assert headers["etag"] == f'"{hashlib.md5(CONTENT).hexdigest()}"'
+        request = server.requests[0]
+        assert (request.method, request.body) == ("PUT", CONTENT)
+        assert request.headers["content-type"] == "x/y"
+        assert request.headers["content-length"] == str(len(CONTENT))
+        assert "expect" not in request.headers
+        uploader.put(server.url, b"")
+        assert server.connections_seen == 1
+        del uploader
+
+
+@pytest.mark.parametrize("trouble", [Reply(status=503), Reply(drop=True), Reply(reset=True), Reply(status=429), Reply(stall_after=0, body=b"x")])
+def test_an_upload_is_repeated_after_passing_trouble(trouble):
+    with FaultyServer(script=[trouble, trouble]) as server:
+        urls = iter(range(100))
+        uploader = _C.HttpUploader(quick(stall_timeout=0.5)._native())
+        uploader.put(lambda: f"{server.url}?try={next(urls)}", CONTENT)
+        assert server.uploads[server.requests[-1].target] == CONTENT
+        assert server.requests[-1].target.endswith("?try=2")
+
+
+def test_a_refused_upload_names_the_object_and_the_code_alone():
+    body = b"<Error><Code>SignatureDoesNotMatch</Code><StringToSign>s3cret</StringToSign></Error>"
+    with FaultyServer(default=Reply(status=403, body=body)) as server:
+        uploader = _C.HttpUploader(quick()._native())
+        with pytest.raises(StreamError, match=r"Failed to write s3://b/k: HTTP/1.1 403.*SignatureDoesNotMatch") as caught:
+            uploader.put(server.url + "?sig=s3cret", CONTENT, display_name="s3://b/k")
+        assert "s3cret" not in str(caught.value)
+        assert len(server.requests) == 1
+
+
+def test_a_temporary_redirect_of_an_upload_keeps_method_and_body():
+    with FaultyServer() as target:
+        with FaultyServer(default=Reply(status=307, headers={"Location": target.url + "?there"})) as server:
+            _C.HttpUploader(quick()._native()).put(server.url, CONTENT, header_lines=["X-Secret: 1"])
+        assert list(target.uploads.values()) == [CONTENT]
+        assert "x-secret" not in target.requests[0].headers
+        with FaultyServer(default=Reply(status=302, headers={"Location": target.url})) as server:
+            with pytest.raises(StreamError, match="redirect"):
+                _C.HttpUploader(quick()._native()).put(server.url, CONTENT)
