@@ -76,11 +76,11 @@ def save_stable_diffusion(folder: Path) -> Path:
     torch.manual_seed(0)
     vocabulary = folder / "vocabulary"
     vocabulary.mkdir(parents=True)
-    tokens = ["<|startoftext|>", "<|endoftext|>", *"abc", *(f"{letter}</w>" for letter in "abc")]
+    tokens = ["<|startoftext|>", "<|endoftext|>", *"abc", "ab", *(f"{letter}</w>" for letter in "abc")]
     (vocabulary / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
     (vocabulary / "merges.txt").write_text("#version: 0.2\na b\n")
     text_config = transformers.CLIPTextConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8,
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9,
         max_position_embeddings=8, projection_dim=8, bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
     pipeline = diffusers.StableDiffusionPipeline(

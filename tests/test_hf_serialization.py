@@ -1,0 +1,333 @@
+"""Hugging Face models through examples/hf_serialization.py and tensorizer.integrations, and no_init_or_tensor there."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import importlib.util
+import json
+import logging
+import re
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+import transformers
+
+from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer.integrations import huggingface
+from tensorizer.utils import no_init_or_tensor
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PROMPT = torch.tensor([[3, 4, 5]])
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("hf_serialization", EXAMPLES / "hf_serialization.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _logging_stays_as_it_was():
+    logger, root = logging.getLogger("hf_serialization"), logging.getLogger()
+    before = logger.level, root.handlers[:]
+    yield
+    logger.setLevel(before[0])
+    root.handlers[:] = before[1]
+
+
+def assert_same_model(model, original):
+    state, expected = model.state_dict(), original.state_dict()
+    assert state.keys() == expected.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+# --- no_init_or_tensor with transformers ---------------------------------------------------------------------------
+
+BUILDERS = {
+    "llama": (tiny_models.llama, transformers.AutoModelForCausalLM),
+    "gpt2": (tiny_models.gpt2, transformers.AutoModelForCausalLM),
+    "t5": (tiny_models.t5, transformers.AutoModelForSeq2SeqLM),
+}
+
+
+def build_in_context(auto_class, config):
+    with torch.device("cpu"), no_init_or_tensor():
+        return auto_class.from_config(config)
+
+
+def build_by_callable(auto_class, config):
+    return no_init_or_tensor(lambda: auto_class.from_config(config))
+
+
+@pytest.mark.parametrize("build", [build_in_context, build_by_callable])
+@pytest.mark.parametrize("architecture", BUILDERS)
+def test_a_model_built_without_parameters_and_filled_generates_right_away(tmp_path, architecture, build):
+    make, auto_class = BUILDERS[architecture]
+    original = make()
+    with TensorSerializer(tmp_path / "model.tensors") as serializer:
+        serializer.write_module(original)
+    model = build(auto_class, original.config)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    with TensorDeserializer(tmp_path / "model.tensors", device="cpu", lazy_load=True) as deserializer:
+        deserializer.load_into_module(model)
+    model.eval()
+    generate = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(PROMPT, **generate), original.generate(PROMPT, **generate))
+    assert_same_model(model, original)
+
+
+def test_the_form_of_the_oldest_readme_works(tmp_path):
+    """``from_pretrained(..., state_dict=OrderedDict())``; transformers 5 takes no name beside the state dict."""
+    original = tiny_models.llama()
+    with TensorSerializer(tmp_path / "model.tensors") as serializer:
+        serializer.write_module(original)
+    model = no_init_or_tensor(
+        lambda: transformers.LlamaForCausalLM.from_pretrained(None, config=original.config, state_dict=OrderedDict())
+    )
+    TensorDeserializer(str(tmp_path / "model.tensors"), device="cpu").load_into_module(model)
+    model.tie_weights()
+    assert_same_model(model, original)
+
+
+def test_later_code_is_as_fast_as_before():
+    def seconds():
+        best = 1.0
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(2000):
+                torch.empty(1)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    before_function, before = torch.empty, seconds()
+    no_init_or_tensor(lambda: transformers.AutoModelForCausalLM.from_config(tiny_models.llama_config()))
+    assert torch.empty is before_function
+    assert (
+        torch.overrides._len_torch_function_stack() == 0
+        if hasattr(torch.overrides, "_len_torch_function_stack")
+        else True
+    )
+    assert seconds() < before * 2
+
+
+# --- the functions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        (transformers.LlamaForCausalLM, transformers.LlamaConfig),
+        (transformers.LlamaForCausalLM, None),
+        (transformers.AutoModelForCausalLM, transformers.LlamaConfig),
+        (transformers.AutoModelForCausalLM, transformers.AutoConfig),
+        (transformers.AutoModelForCausalLM, None),
+    ],
+    ids=lambda classes: "-".join(getattr(c, "__name__", "None") for c in classes),
+)
+def test_every_way_to_name_the_classes_gives_the_same_model(tmp_path, classes):
+    original = tiny_models.llama()
+    huggingface.serialize_model(original, original.config, tmp_path)
+    model = huggingface.load_model(tmp_path, *classes, device="cpu")
+    assert type(model) is transformers.LlamaForCausalLM
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not model.training
+    assert_same_model(model, original)
+    assert torch.equal(model(PROMPT).logits, original(PROMPT).logits)
+
+
+def test_a_dtype_is_applied_and_options_pass_through(tmp_path):
+    from tensorizer import DecryptionParams, EncryptionParams
+
+    encryption = EncryptionParams.random()
+    original = tiny_models.llama()
+    huggingface.serialize_model(original, original.config, tmp_path, "other", encryption=encryption)
+    model = huggingface.load_model(
+        tmp_path,
+        transformers.LlamaForCausalLM,
+        None,
+        "other",
+        "cpu",
+        torch.bfloat16,
+        encryption=DecryptionParams.from_key(encryption.key),
+        verify_hash=True,
+    )
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
+
+
+class RangeHandler(http.server.SimpleHTTPRequestHandler):
+    """Files with ranges, over HTTP/1.1."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_GET(self):
+        path = Path(self.translate_path(self.path))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data = path.read_bytes()
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if match:
+            end = int(match[2]) + 1 if match[2] else len(data)
+            part = data[int(match[1]) : end]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {match[1]}-{int(match[1]) + len(part) - 1}/{len(data)}")
+        else:
+            part = data
+            self.send_response(200)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+
+@pytest.fixture
+def web(tmp_path):
+    """Address of a server of tmp_path, and of nothing else."""
+    handler = functools.partial(RangeHandler, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join(30)
+
+
+def test_models_and_tokenizers_load_over_http(tmp_path, web, example):
+    original, tokenizer = tiny_models.llama(), tiny_models.tokenizer()
+    example.serialize_model(original, original.config, str(tmp_path / "out"))
+    example.serialize_pretrained(tokenizer, str(tmp_path / "out"), "tokenizer")
+    model = example.load_model(f"{web}/out", transformers.LlamaForCausalLM, transformers.LlamaConfig, device="cpu")
+    assert_same_model(model, original)
+    loaded = example.load_pretrained(transformers.PreTrainedTokenizerFast, f"{web}/out", "tokenizer")
+    assert loaded("abc")["input_ids"] == tokenizer("abc")["input_ids"]
+    with pytest.raises(OSError, match="404"):
+        example.load_model(f"{web}/nowhere", transformers.LlamaForCausalLM, device="cpu")
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    return tiny_models.save_language_model(tmp_path_factory.mktemp("llama"))
+
+
+def test_a_transformers_model_is_written_in_half_precision_and_validated(language_model, tmp_path, example):
+    example.main([str(language_model), str(tmp_path / "out"), "--model-type", "transformers", "--validate", "-q"])
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["model-config.json", "model.tensors"]
+    config = json.loads((tmp_path / "out" / "model-config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["dtype"] == "float16"
+    model = example.load_model(str(tmp_path / "out"), transformers.AutoModelForCausalLM, device="cpu")
+    original = transformers.AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float16)
+    assert_same_model(model, original)
+
+
+def test_a_stable_diffusion_pipeline_is_written_in_parts_and_validated(tmp_path, example):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    source = tiny_models.save_stable_diffusion(tmp_path / "source")
+    out = tmp_path / "out"
+    example.main([str(source), str(out), "--model-type", "diffusers", "--validate", "-q"])
+    assert sorted(file.name for file in out.iterdir()) == [
+        "encoder-config.json",
+        "encoder.tensors",
+        "scheduler.zip",
+        "tokenizer.zip",
+        "unet-config.json",
+        "unet.tensors",
+        "vae-config.json",
+        "vae.tensors",
+    ]
+    unet = example.load_model(str(out), diffusers.UNet2DConditionModel, None, "unet", device="cpu")
+    assert_same_model(unet, diffusers.UNet2DConditionModel.from_pretrained(source, subfolder="unet"))
+    scheduler = example.load_pretrained(diffusers.DDIMScheduler, str(out), "scheduler")
+    assert scheduler.config.num_train_timesteps == 50
+
+
+def test_existing_files_stay_unless_forced(language_model, tmp_path, example):
+    arguments = [str(language_model), str(tmp_path), "--model-type", "transformers", "-q"]
+    (tmp_path / "model.tensors").write_bytes(b"old")
+    (tmp_path / "model-config.json").write_bytes(b"")
+    example.main(arguments)
+    assert (tmp_path / "model.tensors").read_bytes() != b"old"  # one of the pair was empty
+    (tmp_path / "model.tensors").write_bytes(b"old")
+    example.main(arguments)
+    assert (tmp_path / "model.tensors").read_bytes() == b"old"
+    example.main([*arguments, "--force"])
+    assert (tmp_path / "model.tensors").read_bytes() != b"old"
+
+
+def test_validation_names_what_differs(example):
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    other.load_state_dict(model.state_dict())
+    example.validate_model(model, other)
+    other.weight.data[0, 0] += 1
+    with pytest.raises(example.ValueMismatchError, match="weight"):
+        example.validate_model(model, other)
+    with pytest.raises(example.ValueMismatchError, match="float16"):
+        example.validate_model(model, torch.nn.Linear(2, 2).half())
+    with pytest.raises(example.NameMismatchError, match="bias"):
+        example.validate_model(model, torch.nn.Linear(2, 2, bias=False))
+    assert issubclass(example.ComponentMismatchError, example.ValidationError)
+
+
+def test_a_wrong_reload_fails_the_validation(language_model, tmp_path, example, monkeypatch):
+    def spoiled(*arguments, **keywords):
+        model = huggingface.load_model(*arguments[:3], device="cpu")
+        model.model.norm.weight.data += 1
+        return model
+
+    monkeypatch.setattr(example, "load_model", spoiled)
+    with pytest.raises(example.ValidationError, match="norm"):
+        example.main([str(language_model), str(tmp_path), "--model-type", "transformers", "--validate", "-q"])
+
+
+@pytest.mark.parametrize(
+    ("options", "level"),
+    [
+        ([], logging.INFO),
+        (["-q"], logging.WARNING),
+        (["-qq"], logging.CRITICAL),
+        (["-q", "-q", "-q", "-q"], logging.CRITICAL),
+        (["-v"], logging.DEBUG),
+        (["-vvv"], logging.DEBUG),
+        (["-q", "-v"], logging.INFO),
+    ],
+    ids=str,
+)
+def test_verbosity_starts_in_the_middle(options, level, example, monkeypatch):
+    ran = []
+    monkeypatch.setattr(example, "hf_main", ran.append)
+    example.main(["in", "out", "--model-type", "transformers", *options])
+    assert len(ran) == 1
+    assert logging.getLogger("hf_serialization").level == level
+
+
+def test_credentials_come_from_the_environment_and_caching_endpoints_are_avoided(example, monkeypatch):
+    for name in ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "S3_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert example.stream_options() == {"s3_access_key_id": None, "s3_secret_access_key": None, "s3_endpoint": None}
+    monkeypatch.setenv("S3_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("S3_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("S3_ENDPOINT_URL", "https://accel-object.example.com")
+    assert example.stream_options() == {
+        "s3_access_key_id": "id",
+        "s3_secret_access_key": "secret",
+        "s3_endpoint": "https://object.example.com",
+    }
