@@ -88,10 +88,11 @@ void register_redis(py::module_& m) {
       .def(py::init(&open_source), py::arg("settings"), py::arg("prefix"))
       .def("contiguous_end", &RedisSource::contiguous_end, py::arg("offset"));
   py::class_<RedisWriter>(m, "RedisWriter")
-      .def(py::init([](const py::dict& settings) {
-             return std::make_unique<RedisWriter>(to_options(settings));
+      .def(py::init([](const py::dict& settings, uint64_t max_nbytes, uint64_t split_nbytes) {
+             return std::make_unique<RedisWriter>(to_options(settings),
+                                                  io::RedisValueLimits{max_nbytes, split_nbytes});
            }),
-           py::arg("settings"))
+           py::arg("settings"), py::arg("max_value_nbytes"), py::arg("split_nbytes"))
       .def(
           "exist",
           [](RedisWriter& writer, const std::vector<std::string>& keys) {

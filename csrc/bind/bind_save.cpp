@@ -86,7 +86,7 @@ void register_save(py::module_& m) {
              session.abort_call();
            })
       .def("finish",
-           [](SaveSession& session) { run_interruptible([&](const std::stop_token&) { session.finish(); }); })
+           [](SaveSession& session) { run_interruptible([&](const std::stop_token& stop) { session.finish(stop); }); })
       .def("abandon",
            [](SaveSession& session) {
              py::gil_scoped_release unlocked;

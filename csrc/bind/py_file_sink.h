@@ -21,7 +21,7 @@ class PyFileSink final : public io::RangeSink {
   void write_at(uint64_t offset, std::span<const io::ConstSlice> slices, const std::stop_token& stop) override;
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
   void publish(uint64_t end, const std::stop_token& stop) override;
-  void finish() override {}
+  void finish(const std::stop_token& /*stop*/) override {}
 
  private:
   void write_locked(uint64_t offset, io::ConstSlice from, const std::stop_token& stop);

@@ -333,7 +333,7 @@ void FileSink::rollback(uint64_t end) noexcept {
   (void)restored;  // readers do not need the mark
 }
 
-void FileSink::finish() { close_all(); }
+void FileSink::finish(const std::stop_token& /*stop*/) { close_all(); }
 
 void FileSink::close_all() noexcept {
   direct_fd_.reset();

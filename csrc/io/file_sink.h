@@ -35,7 +35,7 @@ class FileSink final : public RangeSink {
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
   void publish(uint64_t end, const std::stop_token& stop) override;
   void rollback(uint64_t end) noexcept override;
-  void finish() override;
+  void finish(const std::stop_token& stop) override;
   void abandon() noexcept override { close_all(); }
 
  private:

@@ -24,6 +24,10 @@ class RangeSink {
   // Writers that are useful at the same time; 0: as many as there are processors.
   virtual unsigned concurrency() const noexcept { return 0; }
 
+  // A hint, before reserve(): bytes [0, end) are prologue and index and may be written again by any call; all others are
+  // written once.
+  virtual void reserve_head(uint64_t /*end*/) {}
+
   // A hint, before the first write of a call: the content will reach `end`. May reserve room; may throw Errc::io
   // when it is already certain that the room is missing.
   virtual void reserve(uint64_t /*end*/) {}
@@ -49,7 +53,7 @@ class RangeSink {
   virtual void abandon() noexcept {}
 
   // No call follows. Whatever can fail for the user's data happens here, not in the destructor.
-  virtual void finish() = 0;
+  virtual void finish(const std::stop_token& stop) = 0;
 };
 
 }  // namespace tensorizer::io

@@ -366,6 +366,7 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
     call->tensors = std::move(tensors);
     make_room(*call, growing, stop);
     place_records(*call);
+    sink_->reserve_head(start_ + format::kPrologueNbytes + index_room_);
     sink_->reserve(call->records_end + kEndMarkNbytes);
   } catch (...) {
     forget(*call);

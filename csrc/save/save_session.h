@@ -60,7 +60,7 @@ class SaveSession {
   void abort_call() noexcept;
 
   // Closes the sink; no call follows.
-  void finish() { sink_->finish(); }
+  void finish(const std::stop_token& stop) { sink_->finish(stop); }
 
   // Closes without completing; no call follows.
   void abandon() noexcept { sink_->abandon(); }
