@@ -321,7 +321,8 @@ void register_keys(py::module_& m) {
              const crypto::DerivationLimits limits{max_opslimit, max_memlimit, max_derivations};
              return std::make_shared<load::KeyRing>(std::as_bytes(std::span(text)), limits);
            }),
-           py::arg("passphrase"), py::arg("max_opslimit"), py::arg("max_memlimit"), py::arg("max_derivations"));
+           py::arg("passphrase"), py::arg("max_opslimit"), py::arg("max_memlimit"),
+           py::arg("max_derivations"));
 }
 
 }  // namespace

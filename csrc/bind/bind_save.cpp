@@ -14,7 +14,8 @@ namespace {
 using save::SaveSession;
 using save::TensorToWrite;
 
-// (path, stored dtype, shape, type, module index, payload bytes, meta) as the serializer describes a tensor.
+// (path, stored dtype, shape, type, module index, payload bytes, meta) as the serializer describes
+// a tensor.
 TensorToWrite describe(const py::tuple& item, format::TensorPath& path) {
   TensorToWrite tensor;
   path = path_from_python(item[0].cast<py::tuple>());
@@ -32,29 +33,36 @@ void begin_call(SaveSession& session, const py::list& items, bool growing) {
   std::vector<TensorToWrite> tensors;
   std::vector<format::TensorPath> paths(items.size());
   tensors.reserve(items.size());
-  for (size_t i = 0; i < items.size(); ++i) tensors.push_back(describe(items[i].cast<py::tuple>(), paths[i]));
-  run_interruptible([&](const std::stop_token& stop) { session.begin_call(std::move(tensors), paths, growing, stop); });
+  for (size_t i = 0; i < items.size(); ++i)
+    tensors.push_back(describe(items[i].cast<py::tuple>(), paths[i]));
+  run_interruptible([&](const std::stop_token& stop) {
+    session.begin_call(std::move(tensors), paths, growing, stop);
+  });
 }
 
 // (record number, address, bytes) per record, zero-sized ones included.
-void write_payloads(SaveSession& session, const py::list& items, int device, device::CopyEngine* engine,
-                    const py::object& progress) {
+void write_payloads(SaveSession& session, const py::list& items, int device,
+                    device::CopyEngine* engine, const py::object& progress) {
   std::vector<save::PayloadToWrite> payloads;
   payloads.reserve(items.size());
   for (const py::handle item : items) {
     const auto [record, address, nbytes] = item.cast<std::tuple<uint32_t, uint64_t, uint64_t>>();
     payloads.push_back({record, {reinterpret_cast<std::byte*>(address), nbytes, device, nullptr}});
   }
-  run_interruptible([&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
-                    [&] {
-                      if (!progress.is_none()) progress(session.nbytes_done());
-                    });
+  run_interruptible(
+      [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
+      [&] {
+        if (!progress.is_none()) progress(session.nbytes_done());
+      });
 }
 
-std::unique_ptr<SaveSession> make_session(std::shared_ptr<io::RangeSink> sink, uint64_t start, bool crc32,
-                                          bool sha256, unsigned max_workers, std::shared_ptr<crypto::SecretKey> key,
-                                          const std::optional<std::tuple<uint64_t, uint64_t, py::bytes>>& derivation) {
-  save::SaveOptions options{.hashes = {crc32, sha256}, .max_workers = max_workers, .key = std::move(key),
+std::unique_ptr<SaveSession> make_session(
+    std::shared_ptr<io::RangeSink> sink, uint64_t start, bool crc32, bool sha256,
+    unsigned max_workers, std::shared_ptr<crypto::SecretKey> key,
+    const std::optional<std::tuple<uint64_t, uint64_t, py::bytes>>& derivation) {
+  save::SaveOptions options{.hashes = {crc32, sha256},
+                            .max_workers = max_workers,
+                            .key = std::move(key),
                             .derivation = std::nullopt};
   if (derivation) {
     const auto& [opslimit, memlimit, salt] = *derivation;
@@ -70,12 +78,13 @@ std::unique_ptr<SaveSession> make_session(std::shared_ptr<io::RangeSink> sink, u
 
 void register_save(py::module_& m) {
   py::class_<SaveSession>(m, "SaveSession")
-      .def(py::init(&make_session), py::arg("sink"), py::arg("start"), py::kw_only(), py::arg("crc32"),
-           py::arg("sha256"), py::arg("max_workers") = 0, py::arg("key") = py::none(),
-           py::arg("derivation") = py::none())
+      .def(py::init(&make_session), py::arg("sink"), py::arg("start"), py::kw_only(),
+           py::arg("crc32"), py::arg("sha256"), py::arg("max_workers") = 0,
+           py::arg("key") = py::none(), py::arg("derivation") = py::none())
       .def("begin_call", &begin_call, py::arg("tensors"), py::arg("growing"))
-      .def("write_payloads", &write_payloads, py::arg("payloads"), py::kw_only(), py::arg("device") = device::kHost,
-           py::arg("engine") = py::none(), py::arg("progress") = py::none())
+      .def("write_payloads", &write_payloads, py::arg("payloads"), py::kw_only(),
+           py::arg("device") = device::kHost, py::arg("engine") = py::none(),
+           py::arg("progress") = py::none())
       .def("finish_call",
            [](SaveSession& session) {
              run_interruptible([&](const std::stop_token& stop) { session.finish_call(stop); });
@@ -86,7 +95,9 @@ void register_save(py::module_& m) {
              session.abort_call();
            })
       .def("finish",
-           [](SaveSession& session) { run_interruptible([&](const std::stop_token& stop) { session.finish(stop); }); })
+           [](SaveSession& session) {
+             run_interruptible([&](const std::stop_token& stop) { session.finish(stop); });
+           })
       .def("abandon",
            [](SaveSession& session) {
              py::gil_scoped_release unlocked;

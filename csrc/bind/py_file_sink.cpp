@@ -10,12 +10,15 @@
 namespace tensorizer::bind {
 namespace {
 
-constexpr uint64_t kWriteNbytes = uint64_t{16} << 20;  // per call, so that Ctrl-C is noticed in between
-constexpr uint64_t kJoinNbytes = uint64_t{64} << 10;   // smaller pieces are joined before they are written
+constexpr uint64_t kWriteNbytes = uint64_t{16}
+                                  << 20;  // per call, so that Ctrl-C is noticed in between
+constexpr uint64_t kJoinNbytes = uint64_t{64}
+                                 << 10;  // smaller pieces are joined before they are written
 
 }  // namespace
 
-PyFileSink::PyFileSink(py::object file, std::string name) : file_(std::move(file)), name_(std::move(name)) {}
+PyFileSink::PyFileSink(py::object file, std::string name)
+    : file_(std::move(file)), name_(std::move(name)) {}
 
 PyFileSink::~PyFileSink() {
   if (interpreter_is_finalizing()) {
@@ -26,7 +29,8 @@ PyFileSink::~PyFileSink() {
   file_ = py::object();
 }
 
-void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slices, const std::stop_token& stop) {
+void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
+                          const std::stop_token& stop) {
   std::vector<std::byte> joined;
   auto flush = [&] {
     write_locked(offset, joined, stop);
@@ -64,14 +68,17 @@ void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from, const std::s
     view.attr("release")();
     const auto n = wrote.is_none() ? size_t{0} : wrote.cast<size_t>();
     if (n == 0 || n > from.size())
-      throw Error(Errc::io, name_ + " accepted " + std::to_string(n) + " of " + std::to_string(from.size()) + " bytes",
+      throw Error(Errc::io,
+                  name_ + " accepted " + std::to_string(n) + " of " + std::to_string(from.size()) +
+                      " bytes",
                   name_);
     from = from.subspan(n);
   }
 }
 
 // Back to front, so that no byte is overwritten before it has moved.
-void PyFileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
+void PyFileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to,
+                          const std::stop_token& stop) {
   std::unique_ptr<PyFileSource> source;
   {
     py::gil_scoped_acquire locked;

@@ -1,4 +1,5 @@
-// A sink over a Python file object: seek and write under the interpreter lock, one writer at a time.
+// A sink over a Python file object: seek and write under the interpreter lock, one writer at a
+// time.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,13 +13,15 @@ namespace tensorizer::bind {
 
 class PyFileSink final : public io::RangeSink {
  public:
-  // `file` offers seek, write, and read where the index may have to grow. REQUIRES: the interpreter lock is held.
+  // `file` offers seek, write, and read where the index may have to grow. REQUIRES: the interpreter
+  // lock is held.
   PyFileSink(pybind11::object file, std::string name);
   ~PyFileSink() override;
 
   const std::string& name() const noexcept override { return name_; }
   using io::RangeSink::write_at;
-  void write_at(uint64_t offset, std::span<const io::ConstSlice> slices, const std::stop_token& stop) override;
+  void write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
+                const std::stop_token& stop) override;
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
   void publish(uint64_t end, const std::stop_token& stop) override;
   void finish(const std::stop_token& /*stop*/) override {}

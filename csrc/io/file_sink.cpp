@@ -56,7 +56,8 @@ std::string folder_of(const std::string& path) {
 
 std::string base_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
 
-// ".name.0123456789abcdef.tmp" beside the target; the base is cut so that the whole stays a legal file name.
+// ".name.0123456789abcdef.tmp" beside the target; the base is cut so that the whole stays a legal
+// file name.
 std::string temporary_name(const std::string& target) {
   std::random_device device;
   char suffix[32];
@@ -66,7 +67,8 @@ std::string temporary_name(const std::string& target) {
 
 std::string proc_path(int fd) { return "/proc/self/fd/" + std::to_string(fd); }
 
-void write_all(int fd, uint64_t offset, const std::byte* data, uint64_t nbytes, const std::string& name) {
+void write_all(int fd, uint64_t offset, const std::byte* data, uint64_t nbytes,
+               const std::string& name) {
   while (nbytes > 0) {
     const ssize_t wrote = pwrite(fd, data, nbytes, static_cast<off_t>(offset));
     if (wrote < 0 && errno == EINTR) continue;
@@ -111,8 +113,8 @@ FileSink::~FileSink() {
   if (!temporary_.empty()) unlink(temporary_.c_str());
 }
 
-// An unnamed file leaves nothing behind, whatever kills this process; a hidden temporary name is the second choice,
-// for file systems without unnamed files.
+// An unnamed file leaves nothing behind, whatever kills this process; a hidden temporary name is
+// the second choice, for file systems without unnamed files.
 void FileSink::open_unnamed() {
   const std::string folder = folder_of(target_);
   UniqueFd fd;
@@ -137,7 +139,9 @@ void FileSink::open_unnamed() {
     throw_errno("cannot set the mode of", target_, errno);
 }
 
-unsigned FileSink::concurrency() const noexcept { return direct_fd_ ? std::max(cpu_quota(), kDirectWriters) : 0; }
+unsigned FileSink::concurrency() const noexcept {
+  return direct_fd_ ? std::max(cpu_quota(), kDirectWriters) : 0;
+}
 
 void FileSink::open_direct(uint64_t nbytes) {
 #if defined(O_DIRECT)
@@ -158,7 +162,8 @@ void FileSink::reserve(uint64_t end) {
 #if defined(__linux__)
   if (fallocate(fd_.get(), target_.empty() ? FALLOC_FL_KEEP_SIZE : 0, static_cast<off_t>(extent_),
                 static_cast<off_t>(end - extent_)) != 0) {
-    if (errno == ENOSPC || errno == EFBIG || errno == EDQUOT) throw_errno("no room for", name_, errno);
+    if (errno == ENOSPC || errno == EFBIG || errno == EDQUOT)
+      throw_errno("no room for", name_, errno);
     direct_fd_.reset();  // direct writes beyond the end of a file are slow
     return;
   }
@@ -166,9 +171,11 @@ void FileSink::reserve(uint64_t end) {
   extent_ = end;
 }
 
-void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices, const std::stop_token& stop) {
+void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
+                        const std::stop_token& stop) {
   throw_if_stopped(stop);
-  if (direct_fd_ && slices.size() == 1 && slices[0].size() >= kDirectSliceNbytes && offset % kBlockNbytes == 0) {
+  if (direct_fd_ && slices.size() == 1 && slices[0].size() >= kDirectSliceNbytes &&
+      offset % kBlockNbytes == 0) {
     const uint64_t done = write_direct(offset, slices[0], stop);
     ConstSlice rest = slices[0].subspan(done);
     if (!rest.empty()) write_buffered(offset + done, {&rest, 1}, stop);
@@ -177,7 +184,8 @@ void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices, con
   write_buffered(offset, slices, stop);
 }
 
-void FileSink::write_buffered(uint64_t offset, std::span<const ConstSlice> slices, const std::stop_token& stop) {
+void FileSink::write_buffered(uint64_t offset, std::span<const ConstSlice> slices,
+                              const std::stop_token& stop) {
   std::array<iovec, kIovMax> vectors;
   size_t next = 0;
   uint64_t done_in = 0;
@@ -190,8 +198,9 @@ void FileSink::write_buffered(uint64_t offset, std::span<const ConstSlice> slice
       wanted += slices[i].size() - skip;
     }
     throw_if_stopped(stop);
-    const ssize_t wrote = wanted == 0 ? 0 : pwritev(fd_.get(), vectors.data(), static_cast<int>(count),
-                                                    static_cast<off_t>(offset));
+    const ssize_t wrote = wanted == 0 ? 0
+                                      : pwritev(fd_.get(), vectors.data(), static_cast<int>(count),
+                                                static_cast<off_t>(offset));
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote < 0) throw_errno("cannot write", name_, errno);
     if (wrote == 0 && wanted > 0) throw_errno("cannot write", name_, EIO);
@@ -206,8 +215,8 @@ void FileSink::write_buffered(uint64_t offset, std::span<const ConstSlice> slice
   }
 }
 
-// Whole blocks of the slice, past the page cache; returns how many bytes that was. Memory that is not aligned goes
-// through a buffer.
+// Whole blocks of the slice, past the page cache; returns how many bytes that was. Memory that is
+// not aligned goes through a buffer.
 uint64_t FileSink::write_direct(uint64_t offset, ConstSlice slice, const std::stop_token& stop) {
   const uint64_t total = align_down(slice.size(), kBlockNbytes);
   const bool aligned = reinterpret_cast<uintptr_t>(slice.data()) % kBlockNbytes == 0;
@@ -235,7 +244,8 @@ void FileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::
 }
 
 // Back to front, so that no byte is overwritten before it has moved.
-void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
+void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to,
+                                 const std::stop_token& stop) {
   std::vector<std::byte> buffer(std::min(nbytes, kCopyNbytes));
   for (uint64_t left = nbytes; left > 0;) {
     throw_if_stopped(stop);
@@ -248,7 +258,8 @@ void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to, co
 }
 
 // The published file stays as it is; the new one takes its name at the next publish().
-void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
+void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
+                                    const std::stop_token& stop) {
   UniqueFd old = std::move(fd_);
   struct stat info {};
   if (fstat(old.get(), &info) == 0) {
@@ -272,12 +283,14 @@ void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
 }
 
 // From another file into this one, inside the kernel where it can.
-void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
+void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
+                          const std::stop_token& stop) {
   auto in = static_cast<off_t>(from);
   auto out = static_cast<off_t>(to);
   for (uint64_t left = nbytes; left > 0;) {
     throw_if_stopped(stop);
-    const ssize_t copied = copy_file_range(old, &in, fd_.get(), &out, std::min(left, kCopyNbytes), 0);
+    const ssize_t copied =
+        copy_file_range(old, &in, fd_.get(), &out, std::min(left, kCopyNbytes), 0);
     if (copied > 0) {
       left -= static_cast<uint64_t>(copied);
       continue;
@@ -285,7 +298,8 @@ void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to, 
     if (copied < 0 && errno == EINTR) continue;
     if (copied < 0 && (errno == ENOSPC || errno == EFBIG || errno == EDQUOT))
       throw_errno("no room for", name_, errno);
-    std::vector<std::byte> buffer(std::min(left, kCopyNbytes));  // this file system cannot: read and write
+    std::vector<std::byte> buffer(
+        std::min(left, kCopyNbytes));  // this file system cannot: read and write
     read_all(old, static_cast<uint64_t>(in), buffer.data(), buffer.size(), name_);
     write_all(fd_.get(), static_cast<uint64_t>(out), buffer.data(), buffer.size(), name_);
     in += static_cast<off_t>(buffer.size());
@@ -298,7 +312,8 @@ void FileSink::publish(uint64_t end, const std::stop_token& stop) {
   throw_if_stopped(stop);
   extent_ = std::max(extent_, end);
   if (target_.empty()) return;
-  if (ftruncate(fd_.get(), static_cast<off_t>(end)) != 0) throw_errno("cannot set the size of", name_, errno);
+  if (ftruncate(fd_.get(), static_cast<off_t>(end)) != 0)
+    throw_errno("cannot set the size of", name_, errno);
   extent_ = end;
   if (options_.fsync && fsync(fd_.get()) != 0) throw_errno("cannot sync", name_, errno);
   if (!named_) take_name();
@@ -307,11 +322,13 @@ void FileSink::publish(uint64_t end, const std::stop_token& stop) {
 void FileSink::take_name() {
   if (temporary_.empty()) {
     std::string temporary = temporary_name(target_);
-    if (linkat(AT_FDCWD, proc_path(fd_.get()).c_str(), AT_FDCWD, temporary.c_str(), AT_SYMLINK_FOLLOW) != 0)
+    if (linkat(AT_FDCWD, proc_path(fd_.get()).c_str(), AT_FDCWD, temporary.c_str(),
+               AT_SYMLINK_FOLLOW) != 0)
       throw_errno("cannot name", target_, errno);
     temporary_ = std::move(temporary);
   }
-  if (rename(temporary_.c_str(), target_.c_str()) != 0) throw_errno("cannot rename to", target_, errno);
+  if (rename(temporary_.c_str(), target_.c_str()) != 0)
+    throw_errno("cannot rename to", target_, errno);
   temporary_.clear();
   named_ = true;
   if (!options_.fsync) return;
@@ -329,7 +346,8 @@ void FileSink::rollback(uint64_t end) noexcept {
   }
   if (ftruncate(fd_.get(), static_cast<off_t>(end)) != 0 || end < 8) return;
   const std::array<std::byte, 8> end_mark{};  // appended records had overwritten it
-  const ssize_t restored = pwrite(fd_.get(), end_mark.data(), end_mark.size(), static_cast<off_t>(end - 8));
+  const ssize_t restored =
+      pwrite(fd_.get(), end_mark.data(), end_mark.size(), static_cast<off_t>(end - 8));
   (void)restored;  // readers do not need the mark
 }
 

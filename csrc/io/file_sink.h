@@ -1,5 +1,6 @@
-// A local file being written: under no name (or a temporary one) until it is first published, or an open descriptor.
-// write_at is safe from many threads; everything else is confined to the session's thread.
+// A local file being written: under no name (or a temporary one) until it is first published, or an
+// open descriptor. write_at is safe from many threads; everything else is confined to the session's
+// thread.
 #pragma once
 
 #include <memory>
@@ -15,11 +16,12 @@ class FileSink final : public RangeSink {
   struct PathOptions {
     bool fsync = true;     // sync file and directory before the name appears
     unsigned mode = 0666;  // permission bits of the new file
-    bool keep_mode = false;  // `mode` is that of the file being replaced: exact, umask does not apply
+    bool keep_mode =
+        false;  // `mode` is that of the file being replaced: exact, umask does not apply
   };
 
-  // A new file that takes the name `target` at the first publish(); `target` has its symbolic links resolved and its
-  // folder exists. Throws Error(io) where the folder cannot be written.
+  // A new file that takes the name `target` at the first publish(); `target` has its symbolic links
+  // resolved and its folder exists. Throws Error(io) where the folder cannot be written.
   static std::shared_ptr<FileSink> replace(const std::string& target, const PathOptions& options);
 
   // Writes into an open file, in place. Takes the descriptor (a duplicate of the caller's).
@@ -31,7 +33,8 @@ class FileSink final : public RangeSink {
   unsigned concurrency() const noexcept override;
   void reserve(uint64_t end) override;
   using RangeSink::write_at;
-  void write_at(uint64_t offset, std::span<const ConstSlice> slices, const std::stop_token& stop) override;
+  void write_at(uint64_t offset, std::span<const ConstSlice> slices,
+                const std::stop_token& stop) override;
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
   void publish(uint64_t end, const std::stop_token& stop) override;
   void rollback(uint64_t end) noexcept override;
@@ -45,20 +48,23 @@ class FileSink final : public RangeSink {
   void open_unnamed();
   void open_direct(uint64_t nbytes);
   void take_name();
-  void write_buffered(uint64_t offset, std::span<const ConstSlice> slices, const std::stop_token& stop);
+  void write_buffered(uint64_t offset, std::span<const ConstSlice> slices,
+                      const std::stop_token& stop);
   uint64_t write_direct(uint64_t offset, ConstSlice slice, const std::stop_token& stop);
   void relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop);
-  void copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop);
-  void relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop);
+  void copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
+                  const std::stop_token& stop);
+  void relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
+                            const std::stop_token& stop);
 
   std::string name_;
-  std::string target_;          // empty: an open descriptor, no name to take
-  std::string temporary_;       // name of the file while it has one; empty for an unnamed file
+  std::string target_;     // empty: an open descriptor, no name to take
+  std::string temporary_;  // name of the file while it has one; empty for an unnamed file
   PathOptions options_;
   UniqueFd fd_;
-  UniqueFd direct_fd_;          // the same file with O_DIRECT, for large aligned writes
-  bool named_ = false;          // published under target_
-  uint64_t extent_ = 0;         // bytes reserved or written
+  UniqueFd direct_fd_;   // the same file with O_DIRECT, for large aligned writes
+  bool named_ = false;   // published under target_
+  uint64_t extent_ = 0;  // bytes reserved or written
 };
 
 }  // namespace tensorizer::io

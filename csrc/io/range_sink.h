@@ -1,8 +1,9 @@
-// Where bytes go: a local file under a temporary name, an open descriptor, a multipart upload, a Python file object.
+// Where bytes go: a local file under a temporary name, an open descriptor, a multipart upload, a
+// Python file object.
 //
-// write_at is safe from many threads. Every byte of the content is written at least once; the prologue and the index
-// are written last. Content becomes visible under its final name by publish() and by nothing else; the destructor
-// only abandons.
+// write_at is safe from many threads. Every byte of the content is written at least once; the
+// prologue and the index are written last. Content becomes visible under its final name by
+// publish() and by nothing else; the destructor only abandons.
 #pragma once
 
 #include <cstdint>
@@ -24,29 +25,35 @@ class RangeSink {
   // Writers that are useful at the same time; 0: as many as there are processors.
   virtual unsigned concurrency() const noexcept { return 0; }
 
-  // A hint, before reserve(): bytes [0, end) are prologue and index and may be written again by any call; all others are
-  // written once.
+  // A hint, before reserve(): bytes [0, end) are prologue and index and may be written again by any
+  // call; all others are written once.
   virtual void reserve_head(uint64_t /*end*/) {}
 
-  // A hint, before the first write of a call: the content will reach `end`. May reserve room; may throw Errc::io
-  // when it is already certain that the room is missing.
+  // A hint, before the first write of a call: the content will reach `end`. May reserve room; may
+  // throw Errc::io when it is already certain that the room is missing.
   virtual void reserve(uint64_t /*end*/) {}
 
-  // Writes the concatenation of `slices` at `offset`. Returns when the caller's memory is no longer needed.
-  virtual void write_at(uint64_t offset, std::span<const ConstSlice> slices, const std::stop_token& stop) = 0;
+  // Writes the concatenation of `slices` at `offset`. Returns when the caller's memory is no longer
+  // needed.
+  virtual void write_at(uint64_t offset, std::span<const ConstSlice> slices,
+                        const std::stop_token& stop) = 0;
 
   void write_at(uint64_t offset, ConstSlice from, const std::stop_token& stop) {
     write_at(offset, std::span<const ConstSlice>(&from, 1), stop);
   }
 
-  // Moves the bytes [from, from + nbytes) to `to` > `from`, for a file whose index outgrew its room. The old copy of
-  // the content stays readable under its final name wherever the sink can afford it.
-  virtual void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) = 0;
+  // Moves the bytes [from, from + nbytes) to `to` > `from`, for a file whose index outgrew its
+  // room. The old copy of the content stays readable under its final name wherever the sink can
+  // afford it.
+  virtual void relocate(uint64_t from, uint64_t nbytes, uint64_t to,
+                        const std::stop_token& stop) = 0;
 
-  // [start, end) is complete and consistent now: make it readable by others (flush, fsync, rename, as the sink does).
+  // [start, end) is complete and consistent now: make it readable by others (flush, fsync, rename,
+  // as the sink does).
   virtual void publish(uint64_t end, const std::stop_token& stop) = 0;
 
-  // What was written behind `end` since the last publish() is void; `end` is 0 if nothing was published.
+  // What was written behind `end` since the last publish() is void; `end` is 0 if nothing was
+  // published.
   virtual void rollback(uint64_t /*end*/) noexcept {}
 
   // No call follows, and what was not published is void. An upload in progress is aborted.

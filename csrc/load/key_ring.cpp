@@ -25,9 +25,10 @@ std::shared_ptr<const crypto::SecretKey> KeyRing::key_for(const format::CryptInf
     if (known.params == wanted) return known.key;
   }
   if (derived_.size() >= limits_.max_derivations)
-    throw Error(Errc::crypto, "needs more than the " + std::to_string(limits_.max_derivations) +
-                                  " derived keys that one load allows (raise max_derivations of the "
-                                  "DecryptionParams if this file is to be trusted)");
+    throw Error(Errc::crypto,
+                "needs more than the " + std::to_string(limits_.max_derivations) +
+                    " derived keys that one load allows (raise max_derivations of the "
+                    "DecryptionParams if this file is to be trusted)");
   const crypto::DerivationParams params{wanted.opslimit, wanted.memlimit, wanted.algorithm,
                                         wanted.salt};
   auto key =

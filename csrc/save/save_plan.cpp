@@ -16,14 +16,14 @@ constexpr uint64_t kMaxDims = 255;
 
 void check_fields(const TensorToWrite& tensor) {
   auto refuse = [&](const std::string& problem) {
-    throw Error(Errc::out_of_range,
-                "tensor " + format::display_name(tensor.name) + ": " + problem);
+    throw Error(Errc::out_of_range, "tensor " + format::display_name(tensor.name) + ": " + problem);
   };
   if (tensor.name.empty()) refuse("a stored name cannot be empty");
   if (tensor.name.size() > kMaxNameNbytes)
     refuse("the name takes " + std::to_string(tensor.name.size()) + " bytes, at most 65535 fit");
   if (tensor.dtype.size() > kMaxDtypeNbytes)
-    refuse("the dtype text takes " + std::to_string(tensor.dtype.size()) + " bytes, at most 255 fit");
+    refuse("the dtype text takes " + std::to_string(tensor.dtype.size()) +
+           " bytes, at most 255 fit");
   if (tensor.shape.size() > kMaxDims)
     refuse("has " + std::to_string(tensor.shape.size()) + " dimensions, at most 255 fit");
 }
@@ -60,9 +60,9 @@ PlannedRecord plan_record(const TensorToWrite& tensor, uint64_t offset, const Pl
   std::vector<std::byte> crypt_info;
   if (record.encrypted) {
     const auto& derivation = choice.crypt->derivation;
-    crypt_info = format::serialize_crypt_info(
-        derivation ? &*derivation : nullptr, record.nonce,
-        ceil_div(tensor.data_nbytes, format::kCipherChunkNbytes));
+    crypt_info =
+        format::serialize_crypt_info(derivation ? &*derivation : nullptr, record.nonce,
+                                     ceil_div(tensor.data_nbytes, format::kCipherChunkNbytes));
   } else if (choice.crypt != nullptr) {
     crypt_info = format::serialize_empty_crypt_info();
   }

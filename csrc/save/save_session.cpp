@@ -25,10 +25,10 @@ constexpr size_t kUnitRecords = 512;
 struct SaveSession::Call {
   std::vector<TensorToWrite> tensors;
   std::vector<PlannedRecord> records;
-  format::Prologue prologue;   // as it will be when the call is finished
+  format::Prologue prologue;  // as it will be when the call is finished
   size_t path_mark = 0;
   uint64_t records_end = 0;
-  uint32_t written = 0;        // records handed over so far
+  uint32_t written = 0;  // records handed over so far
 };
 
 // One write_payloads(): units of whole small records and of pieces of large ones.
@@ -68,7 +68,8 @@ class SaveSession::Worker {
   static void cut_units(Shared& shared) {
     uint64_t& unit_nbytes = shared.unit_nbytes;
     if (shared.engine != nullptr)
-      unit_nbytes = std::min(unit_nbytes, align_down(shared.engine->slot_nbytes(), format::kCipherChunkNbytes));
+      unit_nbytes = std::min(unit_nbytes,
+                             align_down(shared.engine->slot_nbytes(), format::kCipherChunkNbytes));
     std::vector<uint32_t> steps(shared.payloads.size(), 0);
     shared.large.resize(shared.payloads.size());
     Unit open;
@@ -88,7 +89,8 @@ class SaveSession::Worker {
         shared.large[i] = std::move(large);
         continue;
       }
-      if (open.count == kUnitRecords || (open.count > 0 && open.nbytes + nbytes > unit_nbytes)) close();
+      if (open.count == kUnitRecords || (open.count > 0 && open.nbytes + nbytes > unit_nbytes))
+        close();
       if (open.count == 0) open.first = i;
       ++open.count;
       open.nbytes += nbytes;
@@ -128,7 +130,8 @@ class SaveSession::Worker {
     for (uint32_t i = 0; i < shared.payloads.size(); ++i) {
       Large* large = shared.large[i].get();
       if (large == nullptr) continue;
-      large->digest = format::digest_header(shared.session.record_of(shared.payloads[i]).header, hashes);
+      large->digest =
+          format::digest_header(shared.session.record_of(shared.payloads[i]).header, hashes);
       large->crcs.resize(large->steps);
       large->left = large->steps + (hashes.sha256 && shared.engine == nullptr ? 1 : 0);
     }
@@ -217,7 +220,8 @@ class SaveSession::Worker {
     return s_.record_of(shared_.payloads[payload]).header;
   }
 
-  void fill_hashes(uint32_t payload, format::HeaderDigest& digest, std::span<const std::byte> plain) {
+  void fill_hashes(uint32_t payload, format::HeaderDigest& digest,
+                   std::span<const std::byte> plain) {
     if (s_.options_.hashes.crc32) digest.crc32 = format::crc32(digest.crc32, plain);
     store_hashes(header_of(payload), digest);
   }
@@ -326,7 +330,11 @@ class SaveSession::Worker {
 
 SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
                          const SaveOptions& options)
-    : sink_(std::move(sink)), start_(start), options_(options), crypt_{options.derivation}, end_(start) {
+    : sink_(std::move(sink)),
+      start_(start),
+      options_(options),
+      crypt_{options.derivation},
+      end_(start) {
   paths_.set_error_is_caller(true);
   prologue_.version = options_.key ? format::kVersionEncrypted : format::kVersionPlain;
 }
@@ -337,8 +345,8 @@ PlannedRecord& SaveSession::record_of(const PayloadToWrite& payload) {
   return call_->records[payload.record];
 }
 
-// A fresh random nonce whose chunk nonces cannot meet those of another record of this file: the upper 16 bytes
-// differ, and the lower 8 are far from overflowing.
+// A fresh random nonce whose chunk nonces cannot meet those of another record of this file: the
+// upper 16 bytes differ, and the lower 8 are far from overflowing.
 format::Nonce SaveSession::draw_nonce() {
   format::Nonce nonce;
   crypto::random_bytes(nonce);
@@ -378,9 +386,11 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
 uint64_t SaveSession::index_nbytes(const Call& call) const {
   const bool tagged = call.prologue.tagged_entries();
   uint64_t nbytes = 0;
-  for (const SavedEntry& entry : entries_) nbytes += format::index_entry_nbytes(entry.view(), tagged);
+  for (const SavedEntry& entry : entries_)
+    nbytes += format::index_entry_nbytes(entry.view(), tagged);
   for (const TensorToWrite& tensor : call.tensors) {
-    nbytes += format::index_entry_nbytes({tensor.name, tensor.dtype, tensor.shape, tensor.type, 0, 0, 0}, tagged);
+    nbytes += format::index_entry_nbytes(
+        {tensor.name, tensor.dtype, tensor.shape, tensor.type, 0, 0, 0}, tagged);
   }
   return nbytes;
 }
@@ -391,8 +401,9 @@ void SaveSession::make_room(Call& call, bool growing, const std::stop_token& sto
     needed = index_nbytes(call);
   } else {
     for (const TensorToWrite& tensor : call.tensors)
-      needed += format::index_entry_nbytes({tensor.name, tensor.dtype, tensor.shape, tensor.type, 0, 0, 0},
-                                           call.prologue.tagged_entries());
+      needed += format::index_entry_nbytes(
+          {tensor.name, tensor.dtype, tensor.shape, tensor.type, 0, 0, 0},
+          call.prologue.tagged_entries());
   }
   if (index_room_ == 0) {
     index_room_ = index_room(needed, growing);
@@ -402,8 +413,9 @@ void SaveSession::make_room(Call& call, bool growing, const std::stop_token& sto
   }
 }
 
-// The index outgrew its room: all records move behind a larger one. What was published stays readable meanwhile
-// where the sink can afford it, and is published again in its new place before anything new is written.
+// The index outgrew its room: all records move behind a larger one. What was published stays
+// readable meanwhile where the sink can afford it, and is published again in its new place before
+// anything new is written.
 void SaveSession::relayout(uint64_t room, const std::stop_token& stop) {
   const uint64_t begin = start_ + format::kPrologueNbytes + index_room_;
   const uint64_t shift = room - index_room_;
@@ -424,8 +436,10 @@ void SaveSession::place_records(Call& call) {
   call.records.reserve(call.tensors.size());
   for (const TensorToWrite& tensor : call.tensors) {
     const bool encrypted = options_.key != nullptr && tensor.data_nbytes > 0;
-    call.records.push_back(plan_record(tensor, offset, choice, encrypted ? draw_nonce() : format::Nonce{}));
-    const std::optional<uint64_t> next = checked_add(call.records.back().data_offset(), tensor.data_nbytes);
+    call.records.push_back(
+        plan_record(tensor, offset, choice, encrypted ? draw_nonce() : format::Nonce{}));
+    const std::optional<uint64_t> next =
+        checked_add(call.records.back().data_offset(), tensor.data_nbytes);
     if (!next || *next > (uint64_t{1} << 62))
       throw Error(Errc::invalid_argument, "the tensors are larger than a file can be");
     offset = *next;
@@ -433,8 +447,8 @@ void SaveSession::place_records(Call& call) {
   call.records_end = offset;
 }
 
-void SaveSession::write_payloads(std::span<const PayloadToWrite> payloads, device::CopyEngine* engine,
-                                 const std::stop_token& stop) {
+void SaveSession::write_payloads(std::span<const PayloadToWrite> payloads,
+                                 device::CopyEngine* engine, const std::stop_token& stop) {
   if (!call_) throw Error(Errc::invalid_argument, "no write call is open");
   for (const PayloadToWrite& payload : payloads) {
     if (payload.record != call_->written || payload.record >= call_->records.size() ||
@@ -446,9 +460,10 @@ void SaveSession::write_payloads(std::span<const PayloadToWrite> payloads, devic
   Worker::cut_units(shared);
   const unsigned wanted = std::max(sink_->concurrency(), cpu_quota());
   const unsigned allowed = options_.max_workers > 0 ? options_.max_workers : wanted;
-  const unsigned workers = static_cast<unsigned>(
-      std::clamp<size_t>(shared.units.size(), 1, std::min(wanted, allowed)));
-  run_workers(workers, stop, [&shared](const std::stop_token& token) { Worker(shared, token).run(); });
+  const unsigned workers =
+      static_cast<unsigned>(std::clamp<size_t>(shared.units.size(), 1, std::min(wanted, allowed)));
+  run_workers(workers, stop,
+              [&shared](const std::stop_token& token) { Worker(shared, token).run(); });
 }
 
 void SaveSession::finish_call(const std::stop_token& stop) {
@@ -459,7 +474,8 @@ void SaveSession::finish_call(const std::stop_token& stop) {
   for (size_t i = 0; i < call_->tensors.size(); ++i) {
     TensorToWrite& tensor = call_->tensors[i];
     tensor.dtype = index_dtype(tensor);
-    entries_.push_back({std::move(tensor), call_->records[i].offset, call_->records[i].data_offset()});
+    entries_.push_back(
+        {std::move(tensor), call_->records[i].offset, call_->records[i].data_offset()});
   }
   const uint64_t old_end = end_;
   end_ = call_->records_end;
@@ -475,8 +491,10 @@ void SaveSession::finish_call(const std::stop_token& stop) {
   call_.reset();
 }
 
-// Entries from number `first` on, then the prologue, which makes them visible. REQUIRES: they fit the room.
-void SaveSession::write_index(size_t first, const format::Prologue& prologue, const std::stop_token& stop) {
+// Entries from number `first` on, then the prologue, which makes them visible. REQUIRES: they fit
+// the room.
+void SaveSession::write_index(size_t first, const format::Prologue& prologue,
+                              const std::stop_token& stop) {
   std::vector<std::byte> bytes;
   for (size_t i = first; i < entries_.size(); ++i) {
     format::append_index_entry(bytes, entries_[i].view(), prologue.tagged_entries());

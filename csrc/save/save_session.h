@@ -1,8 +1,8 @@
 // Writes one container through a sink, call by call. Confined to one thread; workers are its own.
 //
-// A call is planned whole (names checked, records placed), then its payloads are handed over in batches, then it is
-// finished: index and prologue are written last and the sink publishes. A call that fails leaves what earlier calls
-// published as it was.
+// A call is planned whole (names checked, records placed), then its payloads are handed over in
+// batches, then it is finished: index and prologue are written last and the sink publishes. A call
+// that fails leaves what earlier calls published as it was.
 #pragma once
 
 #include <array>
@@ -25,14 +25,15 @@ namespace tensorizer::save {
 
 struct SaveOptions {
   format::HashChoice hashes;
-  unsigned max_workers = 0;   // 0: as many as are useful
-  std::shared_ptr<const crypto::SecretKey> key;          // set: encrypt
-  std::optional<format::KeyDerivation> derivation;       // how the key came from a passphrase
+  unsigned max_workers = 0;                         // 0: as many as are useful
+  std::shared_ptr<const crypto::SecretKey> key;     // set: encrypt
+  std::optional<format::KeyDerivation> derivation;  // how the key came from a passphrase
 };
 
-// Where the bytes of one planned record are. Host memory, or device memory with the session's engine.
+// Where the bytes of one planned record are. Host memory, or device memory with the session's
+// engine.
 struct PayloadToWrite {
-  uint32_t record;            // number within the call
+  uint32_t record;  // number within the call
   device::Destination from;
 };
 
@@ -42,14 +43,16 @@ class SaveSession {
   SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start, const SaveOptions& options);
   ~SaveSession();
 
-  // Plans a call; nothing is written. `paths` are the decoded names of `tensors`. `growing`: more calls will follow
-  // (single tensors), so room is left in the index. Throws Error(invalid_argument), with the session unchanged, for
-  // names in use and fields that do not fit.
+  // Plans a call; nothing is written. `paths` are the decoded names of `tensors`. `growing`: more
+  // calls will follow (single tensors), so room is left in the index. Throws
+  // Error(invalid_argument), with the session unchanged, for names in use and fields that do not
+  // fit.
   void begin_call(std::vector<TensorToWrite> tensors, std::span<const format::TensorPath> paths,
                   bool growing, const std::stop_token& stop);
 
-  // Writes records of the current call, headers and hashes included. Every record is handed over once, in order, those
-  // without data too; the bytes are only read, and no longer needed on return. `engine` serves device memory.
+  // Writes records of the current call, headers and hashes included. Every record is handed over
+  // once, in order, those without data too; the bytes are only read, and no longer needed on
+  // return. `engine` serves device memory.
   void write_payloads(std::span<const PayloadToWrite> payloads, device::CopyEngine* engine,
                       const std::stop_token& stop);
 
@@ -91,11 +94,11 @@ class SaveSession {
   format::Prologue prologue_;
   std::vector<SavedEntry> entries_;
   using NoncePrefix = std::array<std::byte, 16>;
-  std::set<NoncePrefix> nonces_;       // upper parts of all first nonces: no two records share one
-  uint64_t index_room_ = 0;            // reserved bytes; 0: no layout yet
-  uint64_t index_used_ = 0;            // bytes of the entries on disk
-  uint64_t end_;                       // first byte behind the last record
-  uint64_t published_nbytes_ = 0;      // of the container, end mark included; 0: nothing published
+  std::set<NoncePrefix> nonces_;   // upper parts of all first nonces: no two records share one
+  uint64_t index_room_ = 0;        // reserved bytes; 0: no layout yet
+  uint64_t index_used_ = 0;        // bytes of the entries on disk
+  uint64_t end_;                   // first byte behind the last record
+  uint64_t published_nbytes_ = 0;  // of the container, end mark included; 0: nothing published
   std::unique_ptr<Call> call_;
   std::atomic<uint64_t> nbytes_done_{0};
 };
