@@ -28,9 +28,9 @@ class Retry : public testing::Test {
 
 TEST_F(Retry, delays_double_up_to_the_bound_and_end_after_the_last_retry) {
   RetryState state(policy);
-  EXPECT_NEAR(state.after_failure(now, 0, kLongest, none())->count(), 100, 1);
-  EXPECT_NEAR(state.after_failure(now, 0, kLongest, none())->count(), 200, 1);
-  EXPECT_NEAR(state.after_failure(now, 0, kLongest, none())->count(), 350, 1);
+  EXPECT_NEAR(static_cast<double>(state.after_failure(now, 0, kLongest, none())->count()), 100, 1);
+  EXPECT_NEAR(static_cast<double>(state.after_failure(now, 0, kLongest, none())->count()), 200, 1);
+  EXPECT_NEAR(static_cast<double>(state.after_failure(now, 0, kLongest, none())->count()), 350, 1);
   EXPECT_FALSE(state.after_failure(now, 0, kLongest, none()));
   EXPECT_EQ(state.failures(), 4);
 }
@@ -38,7 +38,8 @@ TEST_F(Retry, delays_double_up_to_the_bound_and_end_after_the_last_retry) {
 TEST_F(Retry, chance_takes_away_up_to_half_of_a_delay) {
   for (const double chance : {0.0, 0.25, 0.5, 0.75}) {
     RetryState state(policy);
-    EXPECT_NEAR(state.after_failure(now, 0, chance, none())->count(), 50 + 50 * chance, 1);
+    EXPECT_NEAR(static_cast<double>(state.after_failure(now, 0, chance, none())->count()),
+                50 + 50 * chance, 1);
   }
 }
 

@@ -1,0 +1,254 @@
+// Saves and loads without Python: a sink and a source in memory, tensors that know their bytes, a
+// copy engine over host memory with few slots.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/error.h"
+#include "core/stop.h"
+#include "core/sync.h"
+#include "device/copy_engine.h"
+#include "format/tensor_path.h"
+#include "io/memory_source.h"
+#include "load/load_session.h"
+#include "save/save_session.h"
+
+namespace tensorizer::tests {
+
+using Bytes = std::vector<std::byte>;
+
+inline Bytes noise(size_t nbytes, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Bytes bytes(nbytes);
+  for (size_t i = 0; i < nbytes; i += 8) {
+    const uint64_t word = random();
+    std::memcpy(bytes.data() + i, &word, std::min<size_t>(8, nbytes - i));
+  }
+  return bytes;
+}
+
+// Grows as it is written; fails from its `fail_at`-th write on, if asked to.
+class MemorySink final : public io::RangeSink {
+ public:
+  const std::string& name() const noexcept override { return name_; }
+  using io::RangeSink::write_at;
+  void write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
+                const std::stop_token& stop) override {
+    throw_if_stopped(stop);
+    MutexLock lock(mutex_);
+    if (fail_at >= 0 && writes_++ >= fail_at) throw Error(Errc::io, "the sink is full", name_);
+    for (const io::ConstSlice& slice : slices) {
+      if (bytes.size() < offset + slice.size()) bytes.resize(offset + slice.size());
+      if (!slice.empty()) std::memcpy(bytes.data() + offset, slice.data(), slice.size());
+      offset += slice.size();
+    }
+  }
+  void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token&) override {
+    ++relocations;
+    bytes.resize(std::max<size_t>(bytes.size(), to + nbytes));
+    std::memmove(bytes.data() + to, bytes.data() + from, nbytes);
+  }
+  void publish(uint64_t end, const std::stop_token&) override {
+    bytes.resize(end);
+    published = bytes;
+  }
+  void finish(const std::stop_token&) override {}
+
+  Bytes bytes;
+  Bytes published;
+  int fail_at = -1;
+  int relocations = 0;
+
+ private:
+  std::string name_ = "memory";
+  Mutex mutex_;
+  int writes_ = 0;
+};
+
+// Reads from memory without offering a view, so that every path through read_at is taken; fails on
+// demand.
+class PlainSource final : public io::RangeSource {
+ public:
+  explicit PlainSource(const Bytes& bytes) : bytes_(bytes) {}
+  const std::string& name() const noexcept override { return name_; }
+  std::optional<uint64_t> size() const override { return bytes_.size(); }
+  io::SourceTraits traits() const override { return settings; }
+  using io::RangeSource::read_at;
+  void read_at(uint64_t offset, std::span<const io::Slice> slices,
+               const std::stop_token& stop) override {
+    throw_if_stopped(stop);
+    if (fail_at >= 0 && reads_.fetch_add(1) >= fail_at)
+      throw Error(Errc::io, "the source broke", name_);
+    if (offset + io::total_nbytes(slices) > bytes_.size())
+      io::throw_truncated(name_, offset, io::total_nbytes(slices), bytes_.size());
+    for (const io::Slice& slice : slices) {
+      if (!slice.empty()) std::memcpy(slice.data(), bytes_.data() + offset, slice.size());
+      offset += slice.size();
+    }
+  }
+  uint64_t bytes_read() const noexcept override { return 0; }
+
+  io::SourceTraits settings{.concurrency = 4};
+  int fail_at = -1;
+
+ private:
+  const Bytes& bytes_;
+  std::string name_ = "plain";
+  std::atomic<int> reads_{0};
+};
+
+// A device whose memory is host memory; copies happen in submit(), slots are few.
+class HostEngine final : public device::CopyEngine {
+ public:
+  HostEngine(unsigned slots, uint64_t nbytes)
+      : slot_nbytes_(nbytes), memory_(slots, Bytes(nbytes)) {
+    MutexLock lock(mutex_);
+    for (unsigned i = 0; i < slots; ++i) free_.push_back(i);
+  }
+  uint64_t slot_nbytes() const noexcept override { return slot_nbytes_; }
+  device::SlotLease acquire(const std::stop_token& stop) override {
+    MutexLock lock(mutex_);
+    if (!changed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) { return !free_.empty(); }))
+      throw Error(Errc::cancelled, "cancelled");
+    const unsigned slot = free_.back();
+    free_.pop_back();
+    return {this, slot, memory_[slot]};
+  }
+  void submit(device::SlotLease lease, std::span<const device::CopyPiece> pieces) override {
+    for (const device::CopyPiece& piece : pieces)
+      std::memcpy(piece.device_address, lease.bytes().data() + piece.slot_offset, piece.nbytes);
+    std::memset(lease.bytes().data(), 0xEE, lease.bytes().size());  // a slot keeps nothing
+  }
+  void fetch(const device::SlotLease& lease, std::span<const device::CopyPiece> pieces,
+             const std::stop_token&) override {
+    for (const device::CopyPiece& piece : pieces)
+      std::memcpy(lease.bytes().data() + piece.slot_offset, piece.device_address, piece.nbytes);
+  }
+  void drain() override {}
+  size_t free_slots() {
+    MutexLock lock(mutex_);
+    return free_.size();
+  }
+
+ private:
+  void give_back(unsigned slot) noexcept override {
+    MutexLock lock(mutex_);
+    free_.push_back(slot);
+    changed_.notify_one();
+  }
+
+  const uint64_t slot_nbytes_;
+  std::vector<Bytes> memory_;
+  Mutex mutex_;
+  CondVar changed_;
+  std::vector<unsigned> free_ GUARDED_BY(mutex_);
+};
+
+struct Tensor {
+  std::string name;
+  Bytes data;
+};
+
+inline std::vector<Tensor> make_tensors(const std::vector<size_t>& sizes, uint64_t seed,
+                                        const std::string& stem = "t") {
+  std::vector<Tensor> tensors;
+  for (size_t i = 0; i < sizes.size(); ++i)
+    tensors.push_back({stem + std::to_string(i), noise(sizes[i], seed * 1000 + i)});
+  return tensors;
+}
+
+// One write call of byte tensors.
+inline void write_call(save::SaveSession& session, const std::vector<Tensor>& tensors,
+                       bool growing = false, device::CopyEngine* engine = nullptr) {
+  const std::stop_token stop;
+  std::vector<save::TensorToWrite> plan;
+  std::vector<format::TensorPath> paths;
+  std::vector<save::PayloadToWrite> payloads;
+  for (const Tensor& tensor : tensors) {
+    paths.push_back({tensor.name});
+    plan.push_back({.name = tensor.name,
+                    .dtype = "|u1",
+                    .shape = {tensor.data.size()},
+                    .data_nbytes = tensor.data.size()});
+    payloads.push_back({static_cast<uint32_t>(payloads.size()),
+                        {const_cast<std::byte*>(tensor.data.data()), tensor.data.size(),
+                         engine ? 0 : device::kHost, nullptr}});
+  }
+  session.begin_call(std::move(plan), paths, growing, stop);
+  try {
+    session.write_payloads(payloads, engine, stop);
+    session.finish_call(stop);
+  } catch (...) {
+    session.abort_call();
+    throw;
+  }
+}
+
+inline Bytes save_all(const std::vector<Tensor>& tensors, const save::SaveOptions& options = {},
+                      device::CopyEngine* engine = nullptr) {
+  auto sink = std::make_shared<MemorySink>();
+  save::SaveSession session(sink, 0, options);
+  write_call(session, tensors, false, engine);
+  session.finish({});
+  return sink->published;
+}
+
+struct LoadSettings {
+  bool verify = true;
+  unsigned workers = 0;
+  std::shared_ptr<load::KeyRing> keys;
+  device::CopyEngine* engine = nullptr;
+};
+
+// Loads every entry to memory of its own; the buffers are returned even when the load throws
+// (through `into`).
+inline void load_all(io::RangeSource& source, const LoadSettings& settings,
+                     std::vector<Bytes>& into, const std::stop_token& stop = {}) {
+  const auto key = settings.keys ? format::KeyGiven::yes : format::KeyGiven::no;
+  const auto opened = load::open_index(source, 0, key, stop);
+  std::vector<load::LoadTarget> targets;
+  into.clear();
+  for (const format::IndexEntry& entry : opened->index.entries())
+    into.emplace_back(entry.data_nbytes);
+  for (uint32_t i = 0; i < opened->index.size(); ++i) {
+    targets.push_back({.entry = i,
+                       .destination = {into[i].data(), into[i].size(),
+                                       settings.engine ? 0 : device::kHost, nullptr}});
+  }
+  load::LoadSession session(source, opened, targets,
+                            {.verify = settings.verify,
+                             .max_workers = settings.workers,
+                             .keys = settings.keys.get(),
+                             .engine = settings.engine});
+  session.run(stop);
+}
+
+inline void expect_loads(const Bytes& file, const std::vector<Tensor>& tensors,
+                         const LoadSettings& settings = {}) {
+  PlainSource source(file);
+  std::vector<Bytes> found;
+  ASSERT_NO_THROW(load_all(source, settings, found));
+  ASSERT_EQ(found.size(), tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i)
+    EXPECT_EQ(found[i], tensors[i].data) << tensors[i].name;
+}
+
+inline std::shared_ptr<crypto::SecretKey> test_key(unsigned char fill = 7) {
+  const std::array<std::byte, crypto::kKeyNbytes> bytes = [&] {
+    std::array<std::byte, crypto::kKeyNbytes> key;
+    key.fill(std::byte{fill});
+    return key;
+  }();
+  return std::make_shared<crypto::SecretKey>(bytes);
+}
+
+}  // namespace tensorizer::tests

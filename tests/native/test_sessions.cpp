@@ -1,0 +1,219 @@
+// What a save session writes, a load session reads: every path of both, on memory.
+#include "session_harness.h"
+
+namespace tensorizer::tests {
+namespace {
+
+constexpr size_t kChunk = 2 << 20;
+constexpr size_t kUnit = 8 << 20;
+const std::vector<size_t> kMixedSizes = {
+    0,          1,      63,         64,        4096,      100'000,      262'144,
+    kChunk - 1, kChunk, kChunk + 1, 3'000'000, kUnit - 1, kUnit + 4097, 2 * kUnit + 5,
+    17,         0,      999};
+
+save::SaveOptions encrypted_options() { return {.hashes = {false, true}, .key = test_key()}; }
+std::shared_ptr<load::KeyRing> ring(unsigned char fill = 7) {
+  return std::make_shared<load::KeyRing>(test_key(fill));
+}
+
+TEST(Sessions, WhatIsSavedIsLoadedByAnyNumberOfWorkers) {
+  const auto tensors = make_tensors(kMixedSizes, 1);
+  const Bytes file = save_all(tensors);
+  for (unsigned workers : {1U, 2U, 5U})
+    expect_loads(file, tensors, {.verify = workers != 2, .workers = workers});
+}
+
+TEST(Sessions, EncryptedTensorsComeBackAndTheFileHoldsNoPlaintext) {
+  const auto tensors = make_tensors(kMixedSizes, 2);
+  const Bytes file = save_all(tensors, encrypted_options());
+  expect_loads(file, tensors, {.keys = ring()});
+  expect_loads(file, tensors, {.verify = false, .workers = 1, .keys = ring()});
+  const Bytes& plain = tensors[5].data;
+  EXPECT_EQ(std::search(file.begin(), file.end(), plain.begin(), plain.begin() + 64), file.end());
+}
+
+TEST(Sessions, AMemorySourceThatOffersViewsDecryptsFromThem) {
+  const auto tensors = make_tensors(kMixedSizes, 3);
+  const Bytes file = save_all(tensors, encrypted_options());
+  io::MemorySource source(file, "view");
+  std::vector<Bytes> found;
+  load_all(source, {.keys = ring()}, found);
+  for (size_t i = 0; i < tensors.size(); ++i) EXPECT_EQ(found[i], tensors[i].data);
+}
+
+TEST(Sessions, EveryHashChoiceVerifies) {
+  const auto tensors = make_tensors({5, 3 * kUnit + 11, 1000}, 4);
+  for (bool crc32 : {false, true}) {
+    for (bool sha256 : {false, true})
+      expect_loads(save_all(tensors, {.hashes = {crc32, sha256}}), tensors);
+  }
+}
+
+TEST(Sessions, OneBitOfAPayloadAnywhereIsFoundByEitherHash) {
+  const auto tensors = make_tensors({2 * kUnit + 100, 77}, 5);
+  for (format::HashChoice hashes :
+       {format::HashChoice{true, false}, format::HashChoice{false, true}}) {
+    const Bytes file = save_all(tensors, {.hashes = hashes});
+    const size_t payload = file.size() - 8 - 77 - 64 - 100 - 2 * kUnit;  // somewhere near its start
+    for (size_t at : {payload + 5000, payload + kUnit, payload + 2 * kUnit, file.size() - 8 - 40}) {
+      Bytes damaged = file;
+      damaged[at] ^= std::byte{4};
+      PlainSource source(damaged);
+      std::vector<Bytes> found;
+      try {
+        load_all(source, {}, found);
+        FAIL() << "byte " << at;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), Errc::hash_mismatch) << error.what();
+      }
+    }
+  }
+}
+
+TEST(Sessions, AWrongKeyIsACryptoErrorAndEveryDestinationIsWiped) {
+  const auto tensors = make_tensors({kChunk + 3, 100}, 6);
+  const Bytes file = save_all(tensors, encrypted_options());
+  PlainSource source(file);
+  std::vector<Bytes> found;
+  try {
+    load_all(source, {.verify = false, .keys = ring(8)}, found);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Errc::crypto);
+    EXPECT_NE(std::string(error.what()).find("chunk 1"), std::string::npos) << error.what();
+  }
+  for (const Bytes& bytes : found) EXPECT_EQ(bytes, Bytes(bytes.size()));
+}
+
+TEST(Sessions, CiphertextDamagedInTheLastChunkWipesWhatWasDecryptedBefore) {
+  const auto tensors = make_tensors({4 * kChunk, 4 * kChunk}, 7);
+  Bytes file = save_all(tensors, encrypted_options());
+  file[file.size() - 100] ^= std::byte{1};
+  PlainSource source(file);
+  std::vector<Bytes> found;
+  EXPECT_THROW(load_all(source, {.keys = ring()}, found), Error);
+  for (const Bytes& bytes : found) EXPECT_EQ(bytes, Bytes(bytes.size()));
+}
+
+TEST(Sessions, LaterCallsAppendAndEarlierContentStaysReadable) {
+  auto sink = std::make_shared<MemorySink>();
+  save::SaveSession session(sink, 0, {});
+  std::vector<Tensor> all;
+  for (unsigned call = 0; call < 5; ++call) {
+    const auto tensors =
+        make_tensors({10, 300'000, 0}, 10 + call, "call" + std::to_string(call) + ".");
+    write_call(session, tensors, true);
+    all.insert(all.end(), tensors.begin(), tensors.end());
+    expect_loads(sink->published, all);
+  }
+}
+
+TEST(Sessions, AnIndexThatOutgrowsItsRoomMovesTheRecords) {
+  auto sink = std::make_shared<MemorySink>();
+  save::SaveSession session(sink, 0, {});
+  std::vector<Tensor> all = make_tensors({100, 5000}, 20, "first");
+  write_call(session, all);  // room for little more than these
+  for (unsigned call = 0; call < 3; ++call) {
+    const auto tensors = make_tensors(std::vector<size_t>(400, 8), 30 + call,
+                                      std::string(60, 'n') + std::to_string(call));
+    write_call(session, tensors);
+    all.insert(all.end(), tensors.begin(), tensors.end());
+    expect_loads(sink->published, all);
+  }
+  EXPECT_GE(sink->relocations, 1);
+  EXPECT_LE(sink->relocations, 2);  // each time with room to spare
+}
+
+TEST(Sessions, ACallThatFailsLeavesThePublishedContentAndTheNamesFree) {
+  auto sink = std::make_shared<MemorySink>();
+  save::SaveSession session(sink, 0, {});
+  const auto first = make_tensors({1000, 2 * kUnit}, 40, "a");
+  write_call(session, first);
+  const Bytes before = sink->published;
+  sink->fail_at = 1;
+  const auto second = make_tensors({5, 3 * kUnit}, 41, "b");
+  EXPECT_THROW(write_call(session, second), Error);
+  EXPECT_EQ(sink->published, before);
+  sink->fail_at = -1;
+  write_call(session, second);
+  std::vector<Tensor> all = first;
+  all.insert(all.end(), second.begin(), second.end());
+  expect_loads(sink->published, all);
+}
+
+TEST(Sessions, NamesInUseAreRefusedBeforeAnythingIsWritten) {
+  auto sink = std::make_shared<MemorySink>();
+  save::SaveSession session(sink, 0, {});
+  write_call(session, make_tensors({4}, 50));
+  const Bytes before = sink->bytes;
+  EXPECT_THROW(write_call(session, make_tensors({4}, 51)), Error);
+  EXPECT_EQ(sink->bytes, before);
+}
+
+TEST(Sessions, AFailingSourceEndsTheLoadWithItsError) {
+  const auto tensors = make_tensors({3 * kUnit, 100, 2 * kUnit}, 60);
+  const Bytes file = save_all(tensors);
+  for (int fail_at : {2, 3, 5}) {
+    PlainSource source(file);
+    source.fail_at = fail_at;
+    std::vector<Bytes> found;
+    try {
+      load_all(source, {}, found);
+      FAIL() << fail_at;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), Errc::io) << error.what();
+    }
+  }
+}
+
+TEST(Sessions, AStopEndsALoadAsCancelled) {
+  const auto tensors = make_tensors(std::vector<size_t>(40, 1 << 20), 61);
+  const Bytes file = save_all(tensors);
+  PlainSource source(file);
+  std::stop_source stop;
+  stop.request_stop();
+  std::vector<Bytes> found;
+  try {
+    load_all(source, {}, found, stop.get_token());
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Errc::cancelled);
+  }
+}
+
+TEST(Sessions, ADeviceIsFilledThroughTwoSlotsWhateverIsAsked) {
+  const auto tensors = make_tensors(kMixedSizes, 70);
+  HostEngine engine(2, kUnit);
+  const Bytes plain = save_all(tensors, {}, &engine);
+  EXPECT_EQ(plain, save_all(tensors));  // saving from a device writes the same file
+  expect_loads(plain, tensors, {.workers = 5, .engine = &engine});
+  expect_loads(plain, tensors, {.verify = false, .workers = 5, .engine = &engine});
+  const Bytes encrypted = save_all(tensors, encrypted_options(), &engine);
+  expect_loads(encrypted, tensors, {.workers = 5, .keys = ring(), .engine = &engine});
+  EXPECT_EQ(engine.free_slots(), 2U);
+}
+
+TEST(Sessions, AFailedDeviceLoadGivesEverySlotBack) {
+  const auto tensors = make_tensors({3 * kUnit, 3 * kUnit}, 71);
+  const Bytes file = save_all(tensors);
+  HostEngine engine(3, kUnit);
+  PlainSource source(file);
+  source.fail_at = 4;
+  std::vector<Bytes> found;
+  EXPECT_THROW(load_all(source, {.engine = &engine}, found), Error);
+  EXPECT_EQ(engine.free_slots(), 3U);
+  expect_loads(file, tensors, {.engine = &engine});
+}
+
+TEST(Sessions, ASequentialSourceIsReadByOneWorkerAtGrowingOffsets) {
+  const auto tensors = make_tensors(kMixedSizes, 80);
+  const Bytes file = save_all(tensors);
+  PlainSource source(file);
+  source.settings = {.concurrency = 1, .sequential = true};
+  std::vector<Bytes> found;
+  load_all(source, {}, found);
+  for (size_t i = 0; i < tensors.size(); ++i) EXPECT_EQ(found[i], tensors[i].data);
+}
+
+}  // namespace
+}  // namespace tensorizer::tests
