@@ -1,9 +1,6 @@
-#define OPENSSL_SUPPRESS_DEPRECATED  // the block function of SHA-256 has no name in the newer
-                                     // interface
 #include "format/digest.h"
 
 #include <isa-l/crc.h>
-#include <openssl/sha.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,8 +10,8 @@
 namespace tensorizer::format {
 namespace {
 
-// --- CRC-32
-// -----------------------------------------------------------------------------------------------------
+// --- CRC-32 ---
+//
 // Polynomials over GF(2) modulo that of CRC-32, bits reflected: bit 31 is x^0.
 
 constexpr uint32_t kPolynomial = 0xEDB88320;
@@ -37,8 +34,7 @@ constexpr std::array<uint32_t, 64> kSquares = [] {
   return squares;
 }();
 
-// --- SHA-256
-// ----------------------------------------------------------------------------------------------------
+// --- SHA-256 ---
 
 constexpr size_t kBlockNbytes = 64;
 constexpr std::array<uint32_t, 8> kInitialState = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
@@ -49,20 +45,12 @@ bool use_sha_ni() noexcept {
   return supported;
 }
 
-void absorb_openssl(uint32_t* state, const std::byte* data, size_t nblocks) noexcept {
-  SHA256_CTX context{};
-  context.md_len = SHA256_DIGEST_LENGTH;
-  std::copy_n(state, 8, context.h);
-  SHA256_Update(&context, data, nblocks * kBlockNbytes);  // whole blocks: nothing is buffered
-  std::copy_n(context.h, 8, state);
-}
-
 void absorb(uint32_t* state, const std::byte* data, size_t nblocks) noexcept {
   if (nblocks == 0) return;
   if (use_sha_ni()) {
     sha_ni_absorb(state, data, nblocks);
   } else {
-    absorb_openssl(state, data, nblocks);
+    openssl_absorb(state, data, nblocks);
   }
 }
 

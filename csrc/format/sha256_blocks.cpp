@@ -1,4 +1,21 @@
+#define OPENSSL_SUPPRESS_DEPRECATED  // the newer interface does not reach the block function
 #include "format/sha256_blocks.h"
+
+#include <openssl/sha.h>
+
+#include <algorithm>
+
+namespace tensorizer::format {
+
+void openssl_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noexcept {
+  SHA256_CTX context{};
+  context.md_len = SHA256_DIGEST_LENGTH;
+  std::copy_n(state, 8, context.h);
+  SHA256_Update(&context, data, nblocks * 64);  // whole blocks: nothing is buffered
+  std::copy_n(context.h, 8, state);
+}
+
+}  // namespace tensorizer::format
 
 #if defined(__x86_64__)
 

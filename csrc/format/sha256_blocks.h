@@ -1,5 +1,5 @@
-// SHA-256's block function on the SHA instructions of x86 processors. Pure; REQUIRES
-// sha_ni_supported().
+// SHA-256's block function: OpenSSL's, for every processor, and one on the SHA instructions of x86
+// (sha_ni_*, REQUIRES: sha_ni_supported()). Pure.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +11,9 @@ namespace tensorizer::format {
 bool sha_ni_supported() noexcept;
 
 // Absorbs `nblocks` blocks of 64 bytes into `state`, eight words.
+void openssl_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noexcept;
+
+// The same on SHA instructions: `nblocks` blocks of 64 bytes into `state`, eight words.
 void sha_ni_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noexcept;
 
 // Two messages at once, as many blocks of each: one message alone waits for its own previous round

@@ -5,6 +5,7 @@
 #include <random>
 
 #include "format/digest.h"
+#include "format/sha256_blocks.h"
 
 namespace tensorizer::format {
 namespace {
@@ -104,6 +105,30 @@ TEST(Sha256, a_copy_continues_on_its_own) {
   first.update(std::span(bytes).subspan(100));
   EXPECT_EQ(hex(first.finish()), hex(openssl_sha256(bytes)));
   EXPECT_EQ(hex(second.finish()), hex(openssl_sha256(std::span(bytes).first(100))));
+}
+
+TEST(Sha256, the_kernels_agree_on_any_state) {
+  if (!sha_ni_supported()) GTEST_SKIP() << "no SHA instructions here";
+  const auto x = random_bytes(64 * 33, 4), y = random_bytes(64 * 33, 5);
+  std::mt19937 generator(6);
+  for (size_t nblocks = 0; nblocks <= 33; ++nblocks) {
+    std::array<uint32_t, 8> states[6];
+    for (size_t word = 0; word < 8; ++word) {
+      states[0][word] = static_cast<uint32_t>(generator());
+      states[1][word] = static_cast<uint32_t>(generator());
+    }
+    states[2] = states[4] = states[0];
+    states[3] = states[5] = states[1];
+    openssl_absorb(states[0].data(), x.data(), nblocks);
+    openssl_absorb(states[1].data(), y.data(), nblocks);
+    sha_ni_absorb(states[2].data(), x.data(), nblocks);
+    sha_ni_absorb(states[3].data(), y.data(), nblocks);
+    sha_ni_absorb_pair(states[4].data(), x.data(), states[5].data(), y.data(), nblocks);
+    ASSERT_EQ(states[2], states[0]) << nblocks;
+    ASSERT_EQ(states[3], states[1]) << nblocks;
+    ASSERT_EQ(states[4], states[0]) << nblocks;
+    ASSERT_EQ(states[5], states[1]) << nblocks;
+  }
 }
 
 TEST(Sha256, names_its_kernel) {
