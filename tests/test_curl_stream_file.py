@@ -15,7 +15,7 @@ import zipfile
 import pytest
 import torch
 from http_tools import nothing_left, quick, random_bytes
-from servers.http_faults import FaultyServer, Reply
+from servers.http_faults import GOOD, FaultyServer, Reply
 
 from tensorizer.errors import StreamError, StreamNotFoundError, TensorizerError
 from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
@@ -156,12 +156,12 @@ def test_impossible_seeks_are_refused_and_change_nothing(stream, target):
 
 def test_the_end_of_an_object_without_a_size_cannot_be_sought():
     with FaultyServer(CONTENT, default=Reply(ignore_range=True, chunked=True)) as server:
-        with CURLStreamFile(server.url, http_options=quick()) as stream:
-            with pytest.raises(io.UnsupportedOperation, match="size"):
-                stream.seek(0, os.SEEK_END)
-            with pytest.raises(ValueError):  # what callers of the reference catch
-                stream.seek(0, os.SEEK_END)
-            assert stream.read(10) == CONTENT[:10]
+        stream = CURLStreamFile(server.url, http_options=quick())
+        with pytest.raises(io.UnsupportedOperation, match="size"):
+            stream.seek(0, os.SEEK_END)
+        with pytest.raises(ValueError):  # what callers of the reference catch
+            stream.seek(0, os.SEEK_END)
+        assert stream.read(10) == CONTENT[:10]
 
 
 # -- ranges -----------------------------------------------------------------------------------------------------------
@@ -379,7 +379,9 @@ def test_the_counter_of_a_shared_stream_counts_what_others_read(stream):
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("status", "text"), [(404, "no such object"), (403, "denied"), (401, "credentials"), (416, "416")])
+@pytest.mark.parametrize(
+    ("status", "text"), [(404, "no such object"), (403, "denied"), (401, "credentials"), (416, "416")]
+)
 def test_an_error_status_is_named_with_host_path_and_hint(server, status, text):
     server.default = Reply(status=status)
     with pytest.raises(OSError, match=text) as caught:
@@ -407,9 +409,11 @@ def test_the_registered_context_is_part_of_a_later_error(server, stream):
 
 
 def test_a_body_that_is_cut_short_for_good_is_an_error_and_closes_the_stream():
-    with FaultyServer(CONTENT, default=Reply(cut_after=100)) as server:
+    with FaultyServer(CONTENT, [GOOD], default=Reply(cut_after=100)) as server:
+        stream = CURLStreamFile(server.url, http_options=quick(hedge_after=0))
         with pytest.raises(StreamError, match="ended after"):
-            CURLStreamFile(server.url, http_options=quick())
+            stream.read()
+        assert stream.closed
 
 
 # -- users ------------------------------------------------------------------------------------------------------------
@@ -425,10 +429,10 @@ def test_zipfile_reads_a_stream():
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("a", random_bytes(100_000))
         archive.writestr("b", b"text")
-    with FaultyServer(buffer.getvalue()) as server, open_stream(server.url, http_options=quick()) as stream:
-        with zipfile.ZipFile(stream) as archive:
-            assert archive.read("b") == b"text"
-            assert archive.read("a") == random_bytes(100_000)
+    with FaultyServer(buffer.getvalue()) as server:
+        archive = zipfile.ZipFile(open_stream(server.url, http_options=quick()))
+        assert archive.read("b") == b"text"
+        assert archive.read("a") == random_bytes(100_000)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

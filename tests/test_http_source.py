@@ -151,24 +151,22 @@ def test_certificates_of_the_environment_are_trusted(certificates, monkeypatch, 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, str(certificates.folder if variable.endswith("DIR") else certificates.authority))
     with FaultyServer(CONTENT, tls=certificates.context()) as server:
-        with open_stream(server.url, http_options=quick()) as stream:
-            assert stream.read(10) == CONTENT[:10]
+        stream = open_stream(server.url, http_options=quick())
+        assert stream.read(10) == CONTENT[:10]
 
 
 def test_an_unreadable_bundle_is_an_error(certificates, tmp_path):
     (tmp_path / "bad.pem").write_bytes(b"no certificate")
-    with FaultyServer(CONTENT, tls=certificates.context()) as server:
-        with pytest.raises(OSError, match="certificate"):
-            open_stream(server.url, certificate_handling=CAInfo(cacert=str(tmp_path / "bad.pem")), http_options=quick())
+    with FaultyServer(CONTENT, tls=certificates.context()) as server, pytest.raises(OSError, match="certificate"):
+        open_stream(server.url, certificate_handling=CAInfo(cacert=str(tmp_path / "bad.pem")), http_options=quick())
 
 
 def test_plain_http_on_a_tls_port_and_tls_on_a_plain_port_are_errors(certificates):
-    with FaultyServer(CONTENT, tls=certificates.context()) as server:
-        with pytest.raises(OSError, match="Failed to open stream"):
-            open_stream(server.url.replace("https", "http"), http_options=quick())
-    with FaultyServer(CONTENT) as server:
-        with pytest.raises(OSError, match="Failed to open stream"):
-            open_stream(server.url.replace("http", "https"), http_options=quick())
+    tls = certificates.context()
+    with FaultyServer(CONTENT, tls=tls) as server, pytest.raises(OSError, match="Failed to open stream"):
+        open_stream(server.url.replace("https", "http"), http_options=quick())
+    with FaultyServer(CONTENT) as server, pytest.raises(OSError, match="Failed to open stream"):
+        open_stream(server.url.replace("http", "https"), http_options=quick())
 
 
 # -- the first request ------------------------------------------------------------------------------------------------
@@ -482,10 +480,14 @@ def test_a_proxy_is_used_as_libcurl_users_expect(monkeypatch):
             assert stream.read(10) == CONTENT[:10]
         assert proxy.requests[0].target == "http://far.invalid/x"
         monkeypatch.delenv("http_proxy")
-        with open_stream("http://far.invalid/y", http_options=quick(proxy=f"http://user:s3cret@127.0.0.1:{proxy.port}")):
+        with open_stream(
+            "http://far.invalid/y", http_options=quick(proxy=f"http://user:s3cret@127.0.0.1:{proxy.port}")
+        ):
             assert proxy.requests[-1].headers["proxy-authorization"].startswith("Basic ")
         with pytest.raises(OSError, match="Failed to open stream") as caught:
-            open_stream("http://far.invalid/", http_options=quick(proxy="http://user:s3cret@nowhere.invalid", retries=0))
+            open_stream(
+                "http://far.invalid/", http_options=quick(proxy="http://user:s3cret@nowhere.invalid", retries=0)
+            )
         assert "s3cret" not in str(caught.value)
 
 
@@ -507,7 +509,10 @@ def test_an_upload_arrives_whole_and_its_etag_comes_back():
         del uploader
 
 
-@pytest.mark.parametrize("trouble", [Reply(status=503), Reply(drop=True), Reply(reset=True), Reply(status=429), Reply(stall_after=0, body=b"x")])
+@pytest.mark.parametrize(
+    "trouble",
+    [Reply(status=503), Reply(drop=True), Reply(reset=True), Reply(status=429), Reply(stall_after=0, body=b"x")],
+)
 def test_an_upload_is_repeated_after_passing_trouble(trouble):
     with FaultyServer(script=[trouble, trouble]) as server:
         urls = iter(range(100))
@@ -521,7 +526,9 @@ def test_a_refused_upload_names_the_object_and_the_code_alone():
     body = b"<Error><Code>SignatureDoesNotMatch</Code><StringToSign>s3cret</StringToSign></Error>"
     with FaultyServer(default=Reply(status=403, body=body)) as server:
         uploader = _C.HttpUploader(quick()._native())
-        with pytest.raises(StreamError, match=r"Failed to write s3://b/k: HTTP/1.1 403.*SignatureDoesNotMatch") as caught:
+        with pytest.raises(
+            StreamError, match=r"Failed to write s3://b/k: HTTP/1.1 403.*SignatureDoesNotMatch"
+        ) as caught:
             uploader.put(server.url + "?sig=s3cret", CONTENT, display_name="s3://b/k")
         assert "s3cret" not in str(caught.value)
         assert len(server.requests) == 1
@@ -533,6 +540,6 @@ def test_a_temporary_redirect_of_an_upload_keeps_method_and_body():
             _C.HttpUploader(quick()._native()).put(server.url, CONTENT, header_lines=["X-Secret: 1"])
         assert list(target.uploads.values()) == [CONTENT]
         assert "x-secret" not in target.requests[0].headers
-        with FaultyServer(default=Reply(status=302, headers={"Location": target.url})) as server:
-            with pytest.raises(StreamError, match="redirect"):
-                _C.HttpUploader(quick()._native()).put(server.url, CONTENT)
+        found = Reply(status=302, headers={"Location": target.url})
+        with FaultyServer(default=found) as server, pytest.raises(StreamError, match="redirect"):
+            _C.HttpUploader(quick()._native()).put(server.url, CONTENT)

@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from http_tools import quick, random_bytes
+from servers.http_faults import FaultyServer
 
 from tensorizer import stream_io
 from tensorizer.stream_io import CAInfo, CURLStreamFile, HTTPOptions, open_stream
-
-from http_tools import quick, random_bytes
-from servers.http_faults import FaultyServer
 
 
 @pytest.mark.parametrize("as_type", [str, Path])
@@ -41,10 +40,10 @@ def test_buffer_size_zero_gives_a_raw_file(tmp_path):
 
 
 def test_s3_arguments_are_ignored_for_local_and_http_paths(tmp_path):
-    extra = dict(
-        s3_access_key_id="a", s3_secret_access_key="b", s3_endpoint="c", s3_config_path="d", force_http=True,
-        s3_region_name="e", s3_signature_version="f", s3_session_token="g", s3_profile="h",
-    )  # fmt: skip
+    extra = {
+        "s3_access_key_id": "a", "s3_secret_access_key": "b", "s3_endpoint": "c", "s3_config_path": "d",
+        "force_http": True, "s3_region_name": "e", "s3_signature_version": "f", "s3_session_token": "g", "s3_profile": "h",
+    }  # fmt: skip
     (tmp_path / "x").write_bytes(b"1")
     with open_stream(str(tmp_path / "x"), "rb", certificate_handling=CAInfo(allow_untrusted=True), **extra) as stream:
         assert stream.read() == b"1"
@@ -205,7 +204,9 @@ def test_options_take_their_defaults_from_the_environment(monkeypatch):
     assert HTTPOptions(connect_timeout=4).connect_timeout == 4
 
 
-@pytest.mark.parametrize("name", ["TENSORIZER_HTTP_CONNECT_TIMEOUT", "TENSORIZER_HTTP_RETRIES", "TENSORIZER_MAX_CONNECTIONS"])
+@pytest.mark.parametrize(
+    "name", ["TENSORIZER_HTTP_CONNECT_TIMEOUT", "TENSORIZER_HTTP_RETRIES", "TENSORIZER_MAX_CONNECTIONS"]
+)
 def test_a_bad_variable_is_named(monkeypatch, name):
     monkeypatch.setenv(name, "many")
     with pytest.raises(ValueError, match=name):

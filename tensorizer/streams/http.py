@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import io
 import os
+import sys
 import time
 import urllib.parse
 from collections.abc import Mapping
@@ -156,14 +157,10 @@ class CURLStreamFile(io.BufferedIOBase):
         source = self._source_in_use()
         if size is None or size < 0:
             return self._read_rest(source)
-        nbytes = self._available(source, size)
-        if nbytes >= _DIRECT_NBYTES and source.size() is not None and self._in_window(1) == 0:
-            data: bytes = self._ask(lambda: source.read_parallel(self._position, nbytes))
-            self._position += len(data)
+        if source.size() is None:
+            data = self._read_pieces(source, size)
         else:
-            buffer = bytearray(nbytes)
-            got = self._fill(source, memoryview(buffer))
-            data = bytes(memoryview(buffer)[:got])
+            data = self._read_sized(source, self._available(source, size))
         self._count(len(data))
         return data
 
@@ -350,19 +347,32 @@ class CURLStreamFile(io.BufferedIOBase):
         self._window_start = self._position
 
     def _read_rest(self, source: _C.HttpSource) -> bytes:
-        limit = self._limit(source)
-        if source.size() is not None and limit is not None:
-            nbytes = max(0, limit - self._position)
-            data: bytes = self._ask(lambda: source.read_parallel(self._position, nbytes)) if nbytes else b""
+        if source.size() is None:
+            return self._read_pieces(source, None)
+        return self._read_sized(source, self._available(source, sys.maxsize))
+
+    def _read_sized(self, source: _C.HttpSource, nbytes: int) -> bytes:
+        """The next ``nbytes``, which the object is known to have."""
+        if nbytes >= _DIRECT_NBYTES and self._in_window(1) == 0:
+            data: bytes = self._ask(lambda: source.read_parallel(self._position, nbytes))
             self._position += len(data)
             return data
+        buffer = bytearray(nbytes)
+        got = self._fill(source, memoryview(buffer))
+        return bytes(memoryview(buffer)[:got])
+
+    def _read_pieces(self, source: _C.HttpSource, nbytes: Optional[int]) -> bytes:
+        """Up to ``nbytes`` (all for ``None``) of an object whose size nobody knows, in memory for what is there."""
         pieces = []
-        while True:
-            buffer = bytearray(self._available(source, _DIRECT_NBYTES))
+        left = sys.maxsize if nbytes is None else nbytes
+        while left > 0:
+            buffer = bytearray(self._available(source, min(left, _DIRECT_NBYTES)))
             got = self._fill(source, memoryview(buffer))
             pieces.append(bytes(memoryview(buffer)[:got]))
+            left -= got
             if got < _DIRECT_NBYTES:
-                return b"".join(pieces)
+                break
+        return b"".join(pieces)
 
     def _seek_target(self, position: int, whence: int) -> int:
         if whence == os.SEEK_SET:

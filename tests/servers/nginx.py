@@ -85,9 +85,8 @@ def _start(
 def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
     deadline = time.monotonic() + 10
     while process.poll() is None and time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return True
-        except OSError:
-            time.sleep(0.02)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return True
+        time.sleep(0.02)
     return False

@@ -1,0 +1,612 @@
+"""Networks and servers that misbehave: the bytes are right or the error is clear, soon, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+import traceback
+
+import pytest
+from http_tools import nothing_left, quick, random_bytes
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from servers.http_faults import GOOD, FaultyServer, Reply
+
+from tensorizer import _C
+from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
+from tensorizer.stream_io import CURLStreamFile, HTTPOptions, open_stream
+
+CONTENT = random_bytes(200_000)
+HEAD = 4096
+DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
+
+
+@contextlib.contextmanager
+def within(seconds: float):
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+def open_source(server: FaultyServer, **changes: object) -> _C.HttpSource:
+    return _C.HttpSource.open(server.url, quick(**changes)._native())
+
+
+def read_all(server: FaultyServer, **changes: object) -> bytes:
+    with CURLStreamFile(server.url, http_options=quick(**changes)) as stream:
+        return stream.read()
+
+
+# -- trouble that passes ----------------------------------------------------------------------------------------------
+
+PASSING = {
+    "a dropped connection": Reply(drop=True),
+    "a reset connection": Reply(reset=True),
+    "a 500": Reply(status=500),
+    "a 503": Reply(status=503),
+    "a 429": Reply(status=429),
+    "a 408": Reply(status=408),
+    "a 503 that ends the connection": Reply(status=503, close=True),
+    "a 503 with a body that breaks": Reply(status=503, body=b"x" * 100, cut_after=10),
+    "a 500 with a large body": Reply(status=500, body=b"x" * 1_000_000),
+    "a body cut at once": Reply(cut_after=0),
+    "a body cut in the middle": Reply(cut_after=1000),
+    "a body cut before its last byte": Reply(cut_after=HEAD - 1),
+    "a reset in the body": Reply(cut_after=1000, reset=True),
+    "a chunked body cut in the middle": Reply(cut_after=1000, chunked=True),
+    "an end before the head": Reply(raw=b""),
+    "an end within the head": Reply(raw=b"HTTP/1.1 206 Partial Content\r\nContent-Le"),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+@pytest.mark.parametrize("at_request", [0, 1])
+def test_passing_trouble_is_outlasted(name, at_request):
+    script = [GOOD] * at_request + [PASSING[name]] * 2
+    with FaultyServer(CONTENT, script) as server, nothing_left(), within(20):
+        assert read_all(server) == CONTENT
+        assert not server.script
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_trouble_that_does_not_pass_is_an_error_that_names_it(name):
+    with FaultyServer(CONTENT, default=PASSING[name]) as server, nothing_left(), within(20):
+        with pytest.raises(StreamError, match=re.escape(server.url)) as caught:
+            read_all(server, retries=2)
+        assert "after 3 tries" in str(caught.value)
+        assert len(server.requests) == 3
+
+
+def test_without_retries_the_first_failure_is_the_last():
+    with FaultyServer(CONTENT, [Reply(status=503)]) as server:
+        with pytest.raises(StreamError, match="503 Service Unavailable"):
+            read_all(server, retries=0)
+        assert len(server.requests) == 1
+
+
+def test_a_broken_body_is_resumed_at_its_byte():
+    with FaultyServer(CONTENT, [GOOD, Reply(cut_after=50_000), Reply(cut_after=60_000)]) as server:
+        source = open_source(server)
+        assert source.read(10_000, 150_000) == CONTENT[10_000:160_000]
+    assert [request.range for request in server.requests[1:]] == [
+        (10_000, 159_999),
+        (60_000, 159_999),
+        (120_000, 159_999),
+    ]
+
+
+def test_a_broken_head_is_resumed_at_its_byte():
+    with FaultyServer(CONTENT, [Reply(cut_after=1000)]) as server:
+        assert open_source(server).read(0, HEAD) == CONTENT[:HEAD]
+    assert [request.range for request in server.requests] == [(0, HEAD - 1), (1000, HEAD - 1)]
+
+
+def test_progress_starts_the_count_of_tries_anew():
+    """20 breaks with retries=2: each try brings 300 KB, which is more than a try that stands still."""
+    content = random_bytes(6_000_000)
+    with FaultyServer(content, [GOOD], default=Reply(cut_after=300_000)) as server:
+        source = open_source(server, retries=2, hedge_after=0)
+        assert source.read(10_000, 5_900_000) == content[10_000:5_910_000]
+    assert len(server.requests) > 15
+
+
+def test_a_retry_after_is_obeyed():
+    with FaultyServer(CONTENT, [Reply(status=503, headers={"Retry-After": "1"})]) as server:
+        start = time.monotonic()
+        assert read_all(server) == CONTENT
+        assert 1 <= time.monotonic() - start < 10
+
+
+def test_a_retry_after_beyond_the_time_for_retries_is_an_error_at_once():
+    with FaultyServer(CONTENT, default=Reply(status=429, headers={"Retry-After": "3600"})) as server, within(5):
+        with pytest.raises(StreamError, match="429"):
+            read_all(server)
+        assert len(server.requests) == 1
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_request", [0, 1])
+def test_a_stall_is_noticed_and_resumed(at_request):
+    script = [GOOD] * at_request + [Reply(stall_after=1000)]
+    with FaultyServer(CONTENT, script) as server, nothing_left(), within(10):
+        assert read_all(server, stall_timeout=0.5) == CONTENT
+
+
+@pytest.mark.parametrize("stall", [Reply(stall_after=0), Reply(stall_after=1000), Reply(delay=30), Reply(trickle=0.1)])
+def test_a_server_that_always_stalls_is_an_error_in_time(stall):
+    with FaultyServer(CONTENT, [GOOD], default=stall) as server, nothing_left(), within(10):
+        source = open_source(server, stall_timeout=0.4, retries=1)
+        with pytest.raises(StreamError, match="stalled"):
+            source.read(100_000, 50_000)
+        with pytest.raises(StreamError, match="stalled"):
+            open_source(server, stall_timeout=0.4, retries=1)
+        del source
+
+
+def test_a_slow_but_steady_server_is_not_a_stall():
+    content = random_bytes(60)
+    with FaultyServer(content, default=Reply(trickle=0.02)) as server:
+        assert read_all(server, stall_timeout=1, min_bytes_per_second=0) == content
+
+
+def test_a_reader_that_pauses_is_not_a_stall():
+    with FaultyServer(random_bytes(8_000_000), default=Reply(ignore_range=True)) as server:
+        with CURLStreamFile(server.url, http_options=quick(stall_timeout=0.3, retries=0)) as stream:
+            stream.read(10_000)
+            time.sleep(1)
+            assert len(stream.read()) == 8_000_000 - 10_000
+        assert len(server.requests) == 1
+
+
+def test_the_total_timeout_ends_a_read_that_goes_on_and_on():
+    with FaultyServer(CONTENT, [GOOD], default=Reply(trickle=0.01)) as server, within(10):
+        source = open_source(server, total_timeout=0.5, min_bytes_per_second=0)
+        with pytest.raises(StreamError, match="total timeout of 500 ms"):
+            source.read(100_000, 1000)
+
+
+def test_a_port_that_nobody_listens_on_is_an_error_in_time():
+    with FaultyServer() as server:
+        url = server.url
+    refused = r"connect.*after 3 tries.*check that the server runs"
+    with nothing_left(), within(10), pytest.raises(StreamError, match=refused):
+        open_stream(url, http_options=quick(retries=2))
+
+
+def test_a_host_that_does_not_exist_is_an_error_in_time():
+    with within(60), pytest.raises(StreamError, match=r"nowhere\.invalid"):
+        open_stream("http://nowhere.invalid/x", http_options=quick(retries=0))
+
+
+def test_a_listener_that_accepts_nothing_is_a_timeout():
+    """A full backlog: the handshake of TCP never ends."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as stack:
+        for _ in range(8):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                waiting.connect(listener.getsockname())
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        with within(15), pytest.raises(StreamError, match=r"(?i)timed? ?out"):
+            open_stream(url, http_options=quick(connect_timeout=0.5, retries=1, stall_timeout=0.5))
+
+
+# -- a slow last unit -------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_last_request_is_sent_again_on_another_connection():
+    with FaultyServer(CONTENT) as server, nothing_left():
+        source = open_source(server, hedge_after=0.3)
+        for i in range(5):
+            source.read(10_000 + i * 10_000, 10_000)
+        before = len(server.requests)
+        server.script.append(Reply(trickle=0.01))
+        with within(8):
+            assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+        first, second = server.requests[before:]
+        assert first.connection != second.connection
+        assert second.range[1] == first.range[1]
+        assert second.range[0] > first.range[0]  # what the slow one brought is not asked for again
+        del source
+
+
+def test_a_hedge_that_fails_does_no_harm():
+    with FaultyServer(CONTENT) as server:
+        source = open_source(server, hedge_after=0.1)
+        for i in range(5):
+            source.read(10_000 + i * 10_000, 10_000)
+        server.script.extend([Reply(delay=1.0), Reply(status=404)])
+        assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+
+
+def test_a_request_that_fails_is_finished_by_its_hedge():
+    with FaultyServer(CONTENT) as server:
+        source = open_source(server, hedge_after=0.1, retries=0)
+        for i in range(5):
+            source.read(10_000 + i * 10_000, 10_000)
+
+        def breaks_while_the_hedge_waits(_request):
+            time.sleep(0.6)
+            return Reply(drop=True)
+
+        server.script.extend([breaks_while_the_hedge_waits, Reply(delay=1.2)])
+        assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+
+
+# -- answers that contradict the request ------------------------------------------------------------------------------
+
+LIES = {
+    "a range that begins elsewhere": (Reply(headers={"Content-Range": "bytes 0-9/200000"}), "Content-Range"),
+    "a range that ends early": (
+        lambda r: Reply(headers={"Content-Range": f"bytes {r.range[0]}-{r.range[0]}/200000"}),
+        "Content-Range",
+    ),
+    "another size": (lambda r: Reply(headers={"Content-Range": f"bytes {r.range[0]}-{r.range[1]}/200001"}), "changed"),
+    "no range": (Reply(headers={"Content-Range": None}), "no Content-Range"),
+    "a garbled range": (Reply(headers={"Content-Range": "bytes x-y/z"}), "Content-Range"),
+    "a short length": (lambda r: Reply(headers={"Content-Length": "5"}), "Content-Length 5"),
+    "a long length": (lambda r: Reply(headers={"Content-Length": "50000000"}), "Content-Length 50000000"),
+    "a garbled length": (Reply(headers={"Content-Length": "12x"}), "Content-Length|invalid|number"),
+    "the whole object": (Reply(ignore_range=True), "206"),
+    "another ETag": (Reply(headers={"ETag": '"other"'}), "ETag"),
+    "another date": (Reply(headers={"ETag": None, "Last-Modified": "Thu, 22 Oct 2015 07:28:00 GMT"}), "Last-Modified"),
+    "a precondition that failed": (Reply(status=412), "412.*changed"),
+    "no content": (Reply(status=204), "204"),
+    "garbage": (Reply(raw=b"\x00\x01\x02 no http at all\r\n\r\n"), "HTTP"),
+    "a head without end": (Reply(raw=b"HTTP/1.1 206 OK\r\n" + b"x: " + b"y" * 400_000), "head|header"),
+    "a 404": (Reply(status=404), "no such object"),
+    "a 403": (Reply(status=403), "denied"),
+    "a 401": (Reply(status=401), "credentials"),
+    "a 416": (Reply(status=416), "416.*range"),
+    "a status nobody knows": (Reply(status=799), "799"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_an_answer_that_contradicts_the_request_is_an_error(name):
+    reply, text = LIES[name]
+    with FaultyServer(CONTENT, [GOOD], default=reply, last_modified=DATE) as server, nothing_left(), within(20):
+        source = open_source(server, retries=1)
+        with pytest.raises(StreamError, match=text) as caught:
+            source.read(100_000, 50_000)
+        assert str(caught.value).startswith(f"Failed to read {server.url}: bytes 100000-149999: ")
+        assert caught.value.source == server.url
+        del source
+
+
+def test_more_bytes_than_announced_never_reach_the_caller():
+    with FaultyServer(CONTENT, [GOOD, Reply(surplus=b"z" * 100)]) as server:
+        source = open_source(server)
+        assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+        assert source.read(150_000, 50_000) == CONTENT[150_000:]
+    with FaultyServer(CONTENT, [GOOD], default=lambda r: Reply(chunked=True, body=b"z" * 60_000)) as server:
+        source = open_source(server)
+        buffer = bytearray(50_000)
+        with pytest.raises(StreamError, match="longer"):
+            source.readinto(100_000, buffer)
+
+
+def test_a_chunked_body_that_ends_early_is_resumed():
+    with FaultyServer(CONTENT, [GOOD, lambda r: Reply(chunked=True, body=CONTENT[100_000:120_000])]) as server:
+        assert open_source(server).read(100_000, 50_000) == CONTENT[100_000:150_000]
+
+
+@pytest.mark.parametrize("etag", ["auto", None])
+def test_an_object_that_changes_between_requests_is_never_mixed(etag):
+    """Without an ETag, the size tells."""
+    with FaultyServer(CONTENT, etag=etag) as server:
+        source = open_source(server)
+        server.content = random_bytes(200_001, seed=1)
+        with pytest.raises(StreamError, match=r"changed|412"):
+            source.read(100_000, 50_000)
+
+
+def test_an_object_that_changes_while_a_body_is_resumed_is_never_mixed():
+    with FaultyServer(CONTENT) as server:
+        source = open_source(server)
+
+        def cut_and_change(_request):
+            server.script.append(change)
+            return Reply(cut_after=10_000)
+
+        def change(_request):
+            server.content = random_bytes(200_000, seed=1)
+            return GOOD
+
+        server.script.append(cut_and_change)
+        with pytest.raises(StreamError, match=r"changed|412"):
+            source.read(100_000, 50_000)
+
+
+def test_a_size_that_nobody_can_have_costs_no_memory():
+    huge = {"Content-Range": f"bytes 0-{HEAD - 1}/{1 << 62}"}
+    with FaultyServer(CONTENT, default=Reply(headers=huge)) as server:
+        source = open_source(server)
+        assert source.size() == 1 << 62
+        with pytest.raises(StreamError):
+            source.read(10_000, 10)
+
+
+def ranges_without_a_size(request):
+    first, last = request.range
+    if first >= len(CONTENT):
+        return Reply(status=416)
+    return Reply(headers={"Content-Range": f"bytes {first}-{min(last, len(CONTENT) - 1)}/*"})
+
+
+def test_ranges_of_an_object_that_tells_no_size_are_read_to_its_end():
+    with FaultyServer(CONTENT, default=ranges_without_a_size) as server:
+        with CURLStreamFile(server.url, http_options=quick()) as stream:
+            assert stream._tensorizer_source().size() is None
+            assert stream.read(1 << 40) == CONTENT
+            assert stream.read() == b""
+            assert stream.seek(-5, 2) == len(CONTENT) - 5  # now the size is known
+            assert stream.read() == CONTENT[-5:]
+        source = open_source(server)
+        assert source.read(100_000, 100_000) == CONTENT[100_000:]
+        with pytest.raises(TruncatedError, match="ends at"):
+            source.read(100_000, 100_001)
+
+
+# -- servers without ranges -------------------------------------------------------------------------------------------
+
+RANGELESS = {
+    "with a length": Reply(ignore_range=True),
+    "in chunks": Reply(ignore_range=True, chunked=True),
+    "with an end in place of a length": Reply(ignore_range=True, no_length=True),
+    "of HTTP/1.0": Reply(ignore_range=True, http10=True),
+}
+
+
+@pytest.mark.parametrize("name", RANGELESS)
+def test_a_server_without_ranges_is_read_in_one_pass(name):
+    content = random_bytes(3_000_000)
+    with FaultyServer(content, default=RANGELESS[name]) as server, nothing_left():
+        with CURLStreamFile(server.url, http_options=quick()) as stream:
+            assert stream._tensorizer_source().sequential
+            assert stream._tensorizer_source().concurrency == 1
+            assert stream.read(10) == content[:10]
+            stream.seek(100_000)
+            assert stream.read(100_000) == content[100_000:200_000]
+            stream.seek(2_000_000)
+            assert stream.read() == content[2_000_000:]
+            assert stream.read(5) == b""
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("name", RANGELESS)
+def test_a_range_of_a_server_without_ranges_is_cut_out(name):
+    with FaultyServer(CONTENT, default=RANGELESS[name]) as server:
+        with CURLStreamFile(server.url, 1000, 150_000, http_options=quick()) as stream:
+            assert stream.tell() == 1000
+            assert stream.read() == CONTENT[1000:150_000]
+        if "length" in name.split():
+            with pytest.raises(StreamError, match="begins at"):
+                CURLStreamFile(server.url, 200_000, http_options=quick())
+
+
+def test_an_empty_object_without_ranges_is_empty():
+    for reply in RANGELESS.values():
+        with FaultyServer(b"", default=reply) as server, CURLStreamFile(server.url, http_options=quick()) as stream:
+            assert stream.read() == b""
+
+
+def test_a_small_object_without_ranges_is_held_in_memory():
+    with FaultyServer(CONTENT[:1000], default=Reply(ignore_range=True), etag=None) as server:
+        source = open_source(server)
+        assert not source.sequential
+        for offset in (900, 0, 500):
+            assert source.read(offset, 100) == CONTENT[offset : offset + 100]
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("etag", ["auto", None])
+def test_going_back_without_ranges_begins_anew_if_the_object_is_provably_the_same(etag):
+    with FaultyServer(CONTENT, default=Reply(ignore_range=True), etag=etag, last_modified=DATE) as server:
+        source = open_source(server)
+        assert source.read(150_000, 10) == CONTENT[150_000:150_010]
+        assert source.read(50_000, 10) == CONTENT[50_000:50_010]
+        assert len(server.requests) == 2
+
+
+def test_going_back_without_ranges_and_without_proof_is_an_error():
+    with FaultyServer(CONTENT, default=Reply(ignore_range=True), etag=None) as server:
+        source = open_source(server)
+        assert source.read(150_000, 10) == CONTENT[150_000:150_010]
+        with pytest.raises(StreamError, match="no ranges"):
+            source.read(50_000, 10)
+        assert source.read(0, HEAD) == CONTENT[:HEAD]  # this much is in memory
+
+
+def test_a_pass_that_breaks_begins_anew_and_goes_on_at_its_byte():
+    content = random_bytes(1_000_000)
+    script = [Reply(ignore_range=True, cut_after=300_000), Reply(ignore_range=True, cut_after=700_000)]
+    with FaultyServer(content, script, default=Reply(ignore_range=True)) as server, nothing_left():
+        assert read_all(server) == content
+        assert len(server.requests) == 3
+
+
+def test_a_pass_over_a_changed_object_is_an_error():
+    with FaultyServer(
+        CONTENT, [Reply(ignore_range=True, cut_after=100_000)], default=Reply(ignore_range=True)
+    ) as server:
+        source = open_source(server)
+        server.content = random_bytes(200_000, seed=1)
+        with pytest.raises(StreamError, match=r"changed|412"):
+            source.read(150_000, 1000)
+
+
+def test_several_threads_take_turns_on_a_server_without_ranges():
+    with FaultyServer(CONTENT, default=Reply(ignore_range=True)) as server:
+        source = open_source(server)
+        results = {}
+
+        def read(offset):
+            results[offset] = source.read(offset, 1000)
+
+        threads = [threading.Thread(target=read, args=(offset,)) for offset in range(10_000, 100_000, 15_000)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == {offset: CONTENT[offset : offset + 1000] for offset in range(10_000, 100_000, 15_000)}
+
+
+# -- redirects --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_are_followed_and_remembered(status):
+    with FaultyServer(CONTENT) as target:
+        leads = Reply(status=status, headers={"Location": target.url + "?Signature=s3cret"})
+        with FaultyServer(default=leads) as server:
+            assert read_all(server) == CONTENT
+            assert len(server.requests) == 1
+            assert target.requests[0].range == (0, HEAD - 1)
+
+
+def test_secrets_do_not_follow_to_another_host():
+    with FaultyServer(CONTENT) as target, FaultyServer() as server:
+        server.default = Reply(status=302, headers={"Location": target.url})
+        headers = {"Authorization": "Bearer s3cret", "X-Api-Key": "s3cret", "Cookie": "s3cret"}
+        url = server.url.replace("http://", "http://user:s3cret@")
+        with CURLStreamFile(url, headers=headers, http_options=quick()) as stream:
+            assert stream.read() == CONTENT
+        assert "s3cret" in server.requests[0].headers["x-api-key"]
+        for request in target.requests:
+            assert "s3cret" not in str(request.headers)
+            assert request.headers["user-agent"].startswith("Tensorizer/")
+
+
+def test_headers_follow_within_a_host():
+    with FaultyServer(CONTENT, [Reply(status=302, headers={"Location": "/elsewhere?x=1"})]) as server:
+        with CURLStreamFile(server.url, headers={"X-Api-Key": "s3cret"}, http_options=quick()) as stream:
+            assert stream.read() == CONTENT
+        assert server.requests[1].target == "/elsewhere?x=1"
+        assert server.requests[1].headers["x-api-key"] == "s3cret"
+
+
+def test_a_remembered_redirect_that_expires_is_asked_for_again():
+    with FaultyServer(CONTENT) as target:
+        numbers = iter(range(100))
+        with FaultyServer(
+            default=lambda r: Reply(status=302, headers={"Location": f"{target.url}?{next(numbers)}"})
+        ) as server:
+            source = open_source(server)
+            target.default = lambda r: Reply(status=403) if r.target.endswith("?0") else GOOD
+            assert source.read(100_000, 10) == CONTENT[100_000:100_010]
+            assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("location", "text"),
+    [
+        ("/loop", "more than 3 redirects"),
+        (None, "without a target"),
+        ("file:///etc/passwd", "not followed"),
+        ("ftp://127.0.0.1/x", "not followed"),
+        ("http://", "not followed"),
+    ],
+)
+def test_bad_redirects_are_errors(location, text):
+    with FaultyServer(default=Reply(status=302, headers={"Location": location})) as server, within(10):
+        with pytest.raises(StreamError, match=text):
+            read_all(server, max_redirects=3)
+        assert len(server.requests) <= 4
+
+
+def test_redirects_can_be_refused():
+    with FaultyServer(default=Reply(status=302, headers={"Location": "/x"})) as server:
+        url = server.url
+        with pytest.raises(StreamError, match="302"):
+            open_stream(url, http_options=quick(max_redirects=0))
+
+
+# -- secrets ----------------------------------------------------------------------------------------------------------
+
+SECRET = "".join(["s3", "cr3t"])  # in two pieces: tracebacks show lines of this file
+
+_FAULTS_WITH_SECRETS = [
+    Reply(status=403), Reply(status=404), Reply(status=503), Reply(drop=True), Reply(cut_after=10), Reply(raw=b"junk"),
+    Reply(headers={"Content-Range": "junk"}), Reply(status=302, headers={"Location": f"/loop?Signature={SECRET}"}),
+    Reply(status=302, headers={"Location": f"ftp://user:{SECRET}@h/?{SECRET}"}), Reply(stall_after=0),
+    Reply(status=400, body=f"<Error><Code>{SECRET} is wrong</Code>{SECRET}</Error>".encode()),
+]  # fmt: skip
+
+
+def read_with_secrets(url: str, options: HTTPOptions) -> None:
+    with CURLStreamFile(url, headers={"Authorization": f"{SECRET}4"}, http_options=options) as stream:
+        print(repr(stream), repr(stream._tensorizer_source()))
+        stream.seek(100_000)
+        stream.read(10)
+
+
+@pytest.mark.parametrize("number", range(len(_FAULTS_WITH_SECRETS)))
+@pytest.mark.parametrize("at_request", [0, 1])
+def test_no_secret_is_in_errors_tracebacks_reprs_or_logs(number, at_request, caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    with FaultyServer(CONTENT, [GOOD] * at_request, default=_FAULTS_WITH_SECRETS[number]) as server:
+        url = server.url.replace("http://", f"http://user:{SECRET}1@") + f"?X-Amz-Signature={SECRET}2"
+        options = quick(retries=1, stall_timeout=0.3, max_redirects=2, headers={"X-Key": f"{SECRET}3"})
+        told = repr(options)
+        with pytest.raises(OSError) as caught:
+            read_with_secrets(url, options)
+        told += "".join(traceback.format_exception(caught.type, caught.value, caught.tb)) + repr(caught.value)
+        told += str(vars(caught.value)) + caplog.text + "".join(capfd.readouterr())
+        assert server.url in told
+        assert SECRET not in told
+        assert f"{SECRET}2" in server.requests[0].target  # it was there to be told
+
+
+# -- sequences of faults ----------------------------------------------------------------------------------------------
+
+faults = st.one_of(
+    st.just(GOOD),
+    st.builds(lambda n: Reply(cut_after=n), st.integers(0, 60_000)),
+    st.builds(lambda n: Reply(cut_after=n, reset=True), st.integers(0, 60_000)),
+    st.builds(lambda n: Reply(chunked=True, cut_after=n), st.integers(0, 60_000)),
+    st.just(Reply(chunked=True)),
+    st.just(Reply(drop=True)),
+    st.just(Reply(reset=True)),
+    st.builds(lambda status: Reply(status=status), st.sampled_from([408, 429, 500, 502, 503, 504])),
+    st.just(Reply(status=503, headers={"Retry-After": "0"})),
+    st.just(Reply(close=True)),
+    st.just(Reply(http10=True)),
+    st.just(Reply(surplus=b"surplus")),
+    st.builds(lambda status: Reply(status=status), st.sampled_from([204, 304, 401, 403, 404, 410, 412, 416])),
+    st.just(Reply(ignore_range=True)),
+    st.just(Reply(status=302, headers={"Location": "/moved"})),
+    st.just(Reply(headers={"ETag": '"changed"'})),
+    st.just(Reply(headers={"Content-Range": "bytes 0-1/2"})),
+    st.just(Reply(raw=b"junk\r\n\r\n")),
+    st.just(Reply(body=b"short")),
+)
+
+
+@given(
+    script=st.lists(faults, max_size=8),
+    reads=st.lists(st.tuples(st.integers(0, len(CONTENT)), st.integers(0, 80_000)), min_size=1, max_size=4),
+    etag=st.sampled_from(["auto", None]),
+)
+@settings(max_examples=60, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+def test_after_any_sequence_of_faults_the_bytes_are_right_or_the_error_is_ours(script, reads, etag):
+    with FaultyServer(CONTENT, script, etag=etag, last_modified=DATE) as server, nothing_left(), within(30):
+        with contextlib.suppress(StreamError, StreamNotFoundError):
+            source = open_source(server, retries=3, retry_seconds=2)
+            for offset, nbytes in reads:
+                nbytes = min(nbytes, len(CONTENT) - offset)
+                with contextlib.suppress(StreamError):
+                    data = source.read(offset, nbytes)
+                    note(f"read {len(data)} bytes at {offset}")
+                    # A sequential pass that a lie began is honest about the bytes of that answer alone.
+                    assert data == CONTENT[offset : offset + nbytes]
+        source = None
+        server.script.clear()
+        assert read_all(server) == CONTENT  # and the server is well again
