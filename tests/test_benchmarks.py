@@ -146,9 +146,9 @@ def test_every_case_is_measured_on_us_and_against_somebody() -> None:
 @pytest.mark.slow
 def test_a_run_from_end_to_end_measures_and_writes_json_and_chart(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    cases = ["load-hot", "map-touch", "load-many", "load-one", "save-tmpfs", "memory-load"]
+    cases = ["load-hot", "load-many", "save-tmpfs", "memory-load"]
     command = [sys.executable, "-m", "benchmarks", "--size", "20MB", "--runs", "1", "--cases", *cases]
-    command += ["--contenders", "ours", "torch", "machine", "bare-python"]
+    command += ["--contenders", "ours", "machine", "bare-python"]
     command += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
