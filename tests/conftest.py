@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -45,8 +46,10 @@ def thread_count() -> int:
 
 @pytest.fixture
 def leaves_no_descriptors():
+    gc.collect()
     before = open_descriptors()
     yield
+    gc.collect()  # what a test caught holds frames, and frames hold sources
     left = {item for item in open_descriptors() - before if "/proc/" not in item[1]}
     assert not left, f"descriptors left open: {sorted(left)}"
 

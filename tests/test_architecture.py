@@ -333,6 +333,6 @@ def test_the_extension_uses_no_symbol_of_torch_or_cuda(extension_path):
 @elf
 def test_the_extension_exports_its_init_function_alone(extension_path):
     exported = [name for name in Elf(extension_path).symbols(defined=True) if name]
-    ours = [name for name in exported if "tensorizer" in name]
+    ours = [name for name in exported if "tensorizer" in name and not name.startswith(("_ZTI", "_ZTS"))]
     assert "PyInit__C" in exported
     assert not ours, ours[:10]

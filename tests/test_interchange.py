@@ -119,7 +119,7 @@ def ours() -> dict:
         "empty": torch.empty((0, 2), dtype=torch.bfloat16),
         "real": worker.make("real", "bfloat16", (4,)),
     }
-    values["index beyond 256 KiB"] = {f"{'n' * 90}.{i}": worker.make(f"i{i}", "uint8", (1,)) for i in range(5000)}
+    values["index beyond 256 KiB"] = {f"{'n' * 90}.{i}": worker.make(f"i{i}", "uint8", (1,)) for i in range(2200)}
     return values
 
 
@@ -149,7 +149,7 @@ def written_here(tmp_path_factory):
             CASES["dtypes"],
         )
     parts = [
-        {f"{'p' * 80}.{step}.{i}": worker.make(f"{step}.{i}", "uint8", (3,)) for i in range(1500)} for step in range(4)
+        {f"{'p' * 80}.{step}.{i}": worker.make(f"{step}.{i}", "uint8", (3,)) for i in range(600)} for step in range(4)
     ]
     keep("outgrown", TensorSerializer(folder / "outgrown.tensors", fsync=False), *parts)
     keep(
@@ -171,7 +171,7 @@ def test_what_we_write_loads_in_a_release_with_hashes_verified(release, referenc
         if name == "long" and release < "2.12":
             assert all("Version" in rows for rows in ways.values()), ways  # version 5: refused, as such
             continue
-        for way in ("lazy", "readers", "verified"):
+        for way in ("one reader", "verified"):
             assert ways[way] == wanted[name], (name, way)
         assert isinstance(ways["eager"], int), (name, ways["eager"])
 

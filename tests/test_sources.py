@@ -31,11 +31,11 @@ def test_a_path_may_be_given_in_any_form(path, form, leaves_no_descriptors):
     assert_same(load(form(path), verify_hash=True), VALUES)
 
 
-def test_a_descriptor_is_read_and_closed(path, leaves_no_descriptors):
+def test_a_descriptor_is_read_and_stays_the_callers(path, leaves_no_descriptors):
     descriptor = os.open(path, os.O_RDONLY)
     assert_same(load(descriptor), VALUES)
-    with pytest.raises(OSError):
-        os.fstat(descriptor)
+    assert os.read(descriptor, 5) == b"|TZR|"
+    os.close(descriptor)
 
 
 @pytest.mark.parametrize("lazy_load", [False, True], ids=["eager", "lazy"])
@@ -190,8 +190,8 @@ def test_an_open_file_that_was_removed_or_replaced_is_still_read(tmp_path):
     ids=["text", "ab", "StringIO"],
 )
 def test_an_object_in_the_wrong_mode_is_a_value_error_that_names_the_right_one(path, make):
-    with pytest.raises(ValueError, match="rb"):
-        TensorDeserializer(make(path), device="cpu")
+    with make(path) as stream, pytest.raises(ValueError, match="rb"):
+        TensorDeserializer(stream, device="cpu")
 
 
 def test_a_closed_object_is_refused(path):
@@ -247,21 +247,29 @@ def test_the_name_of_the_file_is_in_the_error(tmp_path):
         load(path)
 
 
-def test_real_files_are_read_with_positional_reads_on_their_own_descriptor(path):
-    class Watched(io.FileIO):
-        reads = 0
+def test_reading_a_real_file_does_not_move_its_position(path):
+    for buffering in (0, -1):
+        stream = path.open("rb", buffering=buffering)
+        with TensorDeserializer(stream, device="cpu", lazy_load=True, num_readers=2) as deserializer:
+            assert_same(deserializer.tree(), VALUES)
+            assert stream.tell() == 0
+            assert os.lseek(stream.fileno(), 0, os.SEEK_CUR) == 0  # positional reads, on the descriptor itself
 
+
+def test_an_object_that_transforms_what_it_reads_is_read_through_its_methods(path):
+    class Inverted(io.FileIO):
         def readinto(self, buffer):
-            Watched.reads += 1
-            return super().readinto(buffer)
+            count = super().readinto(buffer)
+            view = memoryview(buffer).cast("B")
+            view[:count] = bytes(byte ^ 0xFF for byte in view[:count])
+            return count
 
         def read(self, size=-1):
-            Watched.reads += 1
-            return super().read(size)
+            return bytes(byte ^ 0xFF for byte in super().read(size))
 
-    stream = Watched(path, "rb")
-    assert_same(load(stream), VALUES)
-    assert Watched.reads == 0
+    small = {"a": tensor((100,), torch.uint8)}
+    path.write_bytes(bytes(byte ^ 0xFF for byte in state_dict_bytes(small)))
+    assert_same(load(Inverted(path, "rb")), small)
 
 
 # --- open_stream for local paths ------------------------------------------------------------------------------------
