@@ -49,6 +49,7 @@ def main() -> None:
         with torch.no_grad():
             model(torch.rand(8, args.width))
         steps += 1
+        child.join(timeout=0.01)  # stands for the time that a real step takes
     child.join()
     if child.exitcode != 0:
         raise SystemExit(f"the writing process ended with status {child.exitcode}")

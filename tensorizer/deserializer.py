@@ -205,6 +205,12 @@ class TensorDeserializer(
     def _device_text(self) -> str:
         return str(self._device) if isinstance(self._device, torch.device) else "per tensor"
 
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: a table of the tensors, from the index alone."""
+        from ._html import entries_table
+
+        return entries_table(repr(self)[1:-1], self.entries())
+
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     @property

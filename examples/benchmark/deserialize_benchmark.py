@@ -42,6 +42,7 @@ def load_safetensors(device: torch.device) -> torch.nn.Module:
 def load_tensorizer(device: torch.device) -> torch.nn.Module:
     model = empty_model(device)
     TensorDeserializer(settings.TENSORS_FILE, device=device).load_into_module(model)
+    model.tie_weights()
     return model
 
 

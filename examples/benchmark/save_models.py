@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import settings
-from safetensors.torch import save_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tensorizer import TensorSerializer
@@ -16,7 +16,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(settings.MODEL_ID, dtype=settings.DTYPE)
     settings.MODEL_FOLDER.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(settings.HF_FOLDER)
-    save_model(model, str(settings.SAFETENSORS_FILE))
+    # one copy per name, as in the .tensors file: safetensors refuses tied weights
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, settings.SAFETENSORS_FILE)
     with TensorSerializer(settings.TENSORS_FILE) as serializer:
         serializer.write_module(model)
     print(f"Wrote {settings.MODEL_FOLDER}")

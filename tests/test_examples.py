@@ -1,0 +1,287 @@
+"""Every example runs, offline, on models made here."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorizer import TensorDeserializer, TensorSerializer
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+# examples/demo.py, encryption.py and encrypt_existing.py have tests of their own
+SCRIPTS = [
+    "serialize.py",
+    "deserialize-simple.py",
+    "deserialize.py",
+    "hf_serialization.py",
+    "torch_compat_training.py",
+    "numpy_arrays.py",
+    "subprocess_serialization.py",
+    "benchmark/save_models.py",
+    "benchmark/deserialize_benchmark.py",
+    "benchmark/plot.py",
+    "benchmark_buffer_size/benchmark.py",
+    "benchmark_buffer_size/visualizations/visualizations.py",
+]
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a script in this process: importing transformers once is slow enough."""
+
+    def run(script, *arguments):
+        path = EXAMPLES / script
+        monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        monkeypatch.syspath_prepend(str(path.parent))
+        capsys.readouterr()
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        finally:
+            sys.modules.pop("settings", None)
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    import tiny_models
+
+    return tiny_models.save_language_model(tmp_path_factory.mktemp("llama"))
+
+
+def skip_without(script):
+    for module in re.findall(r"^\s*(?:import|from) (\w+)", (EXAMPLES / script).read_text(), re.MULTILINE):
+        if module in ("transformers", "diffusers", "safetensors", "matplotlib"):
+            pytest.importorskip(module, reason=f"{module} is not installed")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_explains_itself(script, run, capsys):
+    skip_without(script)
+    with pytest.raises(SystemExit) as end:
+        run(script, "--help")
+    assert end.value.code == 0
+    usage = capsys.readouterr().out
+    documentation = ast.get_docstring(ast.parse((EXAMPLES / script).read_text()))
+    assert " ".join(documentation.split(".")[0].split()) in " ".join(usage.split())
+
+
+@pytest.fixture
+def tensors_file(language_model, tmp_path, run):
+    path = tmp_path / "model.tensors"
+    output = run("serialize.py", "--model-ref", language_model, "--output", path, "--dtype", "float32")
+    assert re.search(r"Wrote [\d.]+ KB in [\d.]+ s, [\d.]+ .B/s", output)
+    return path
+
+
+def test_a_model_is_written_loaded_and_speaks(language_model, tensors_file, run):
+    arguments = ("--source", tensors_file, "--model-ref", language_model)
+    output = run("deserialize-simple.py", *arguments, "--prompt", "abc", "--max-new-tokens", "4")
+    assert re.search(r"Loaded [\d.]+ KB in", output)
+    assert re.search(r"^Output: a b c", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("options", [(), ("--no-plaid", "--lazy-load", "--verify-hash", "--num-readers", "2")], ids=str)
+def test_loading_with_options(language_model, tensors_file, options, run):
+    output = run("deserialize.py", "--source", tensors_file, "--model-ref", language_model, *options, "--prompt", "ab")
+    assert re.search(r"^Output: a b", output, re.MULTILINE)
+
+
+def test_loading_an_encrypted_model(language_model, tmp_path, run, monkeypatch):
+    import tiny_models
+
+    from tensorizer import EncryptionParams
+
+    limits = EncryptionParams.OpsLimit.MIN, EncryptionParams.MemLimit.MIN
+    encryption = EncryptionParams.from_string("open sesame", *limits)
+    with TensorSerializer(tmp_path / "model.tensors", encryption=encryption) as serializer:
+        serializer.write_module(tiny_models.llama())
+    arguments = ("--source", tmp_path / "model.tensors", "--model-ref", language_model, "--encryption")
+    monkeypatch.delenv("SUPER_SECRET_STRONG_PASSWORD", raising=False)
+    with pytest.raises(SystemExit, match="SUPER_SECRET_STRONG_PASSWORD"):
+        run("deserialize.py", *arguments)
+    monkeypatch.setenv("SUPER_SECRET_STRONG_PASSWORD", "open sesame")
+    output = run("deserialize.py", *arguments)
+    assert "Output:" in output
+    assert "sesame" not in output
+
+
+@pytest.mark.parametrize("background", [(), ("--background",)], ids=["inline", "background"])
+def test_training_resumes_where_it_stopped(tmp_path, background, run):
+    def final_step(folder):
+        from tensorizer.torch_compat import tensorizer_loading
+
+        with tensorizer_loading(device="cpu"):
+            return torch.load(folder / "step-8.pt", weights_only=True)
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run("torch_compat_training.py", "--out-dir", whole, "--steps", 8, "--save-every", 4)
+    run("torch_compat_training.py", "--out-dir", parts, "--steps", 4, "--save-every", 4, *background)
+    output = run(
+        "torch_compat_training.py", "--out-dir", parts, "--steps", 8, "--save-every", 4, "--resume", *background
+    )
+    assert "Resumed from step-4.pt" in output
+    assert sorted(file.name for file in parts.iterdir()) == sorted(file.name for file in whole.iterdir())
+    left, right = final_step(whole), final_step(parts)
+    assert left["step"] == right["step"] == 8
+    assert left["scheduler"] == right["scheduler"]
+    for name, tensor in left["model"].items():
+        assert torch.equal(tensor, right["model"][name]), name
+
+
+def test_resuming_from_nothing_is_a_usage_error(tmp_path, run, capsys):
+    with pytest.raises(SystemExit) as end:
+        run("torch_compat_training.py", "--out-dir", tmp_path, "--resume")
+    assert end.value.code == 2
+    assert "no checkpoint" in capsys.readouterr().err
+
+
+def test_arrays_are_shown_with_their_values(run, tmp_path):
+    output = run("numpy_arrays.py")
+    assert re.search(r"PARAM +counts: int64 \(2, 3\) \[0 1 2 3 4 5\]", output)
+    assert re.search(r"PARAM +weights: torch\.bfloat16 \(5,\) \[-1\. +-0\.5 +0\. +0\.5 +1\. *\]", output)
+    assert re.search(r"BUFFER +mask: bool \(2,\) \[ True False\]", output)
+    with TensorSerializer(tmp_path / "own.tensors") as serializer:
+        serializer.write_state_dict({"layer": {"weight": torch.ones(3)}})
+    assert "('layer', 'weight'): float32 (3,) [1. 1. 1.]" in run("numpy_arrays.py", tmp_path / "own.tensors")
+
+
+def test_another_process_writes_the_checkpoint(tmp_path):
+    """As a program of its own: the child process imports the main module."""
+    script, output = EXAMPLES / "subprocess_serialization.py", tmp_path / "out.tensors"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    arguments = [sys.executable, str(script), "--output", str(output), "--width", "16"]
+    result = subprocess.run(
+        arguments,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Training goes on after" in result.stdout
+    tensors = TensorDeserializer(output, device="cpu")
+    assert list(tensors) == [f"{i}.{name}" for i in range(4) for name in ("weight", "bias")]
+
+
+# --- benchmarks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def benchmark_settings(language_model, tmp_path, monkeypatch):
+    values = {
+        "MODEL_NAME": "tiny",
+        "MODEL_ID": str(language_model),
+        "MODEL_PATH": str(tmp_path / "models"),
+        "RES_PATH": str(tmp_path / "results"),
+        "NUM_TRIALS": "1",
+        "USE_FP16": "0",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("benchmark_settings")
+def test_the_benchmark_measures_every_library_and_draws_it(tmp_path, run, monkeypatch):
+    skip_without("benchmark/deserialize_benchmark.py")
+    run("benchmark/save_models.py")
+    measured = {}
+    for loader in ("hf", "safetensors", "tensorizer"):
+        measured[loader] = json.loads(run("benchmark/deserialize_benchmark.py", "--measure", loader).splitlines()[-1])
+        assert measured[loader]["seconds"] > 0
+        assert measured[loader]["inference_seconds"] > 0
+    assert len({result["bytes"] for result in measured.values()}) == 1
+
+    # the whole program, with one library: each measurement is a process that imports transformers
+    monkeypatch.setenv("SKIP_HF", "1")
+    monkeypatch.setenv("SKIP_ST", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    assert "1/1 tensorizer:" in run("benchmark/deserialize_benchmark.py")
+    (report,) = (tmp_path / "results").glob("tiny-*.json")
+    assert [result["loader"] for result in json.loads(report.read_text())["results"]] == ["tensorizer"]
+
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    run("benchmark/plot.py", report, "--output", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_buffer_sizes_are_swept_and_drawn(tmp_path, run):
+    with TensorSerializer(tmp_path / "model.tensors") as serializer:
+        serializer.write_state_dict({"weight": torch.randn(1000)})
+    sizes = ("--start-buffer-size", 4096, "--end-buffer-size", 8192, "--iterations", 2)
+    arguments = ("model.tensors", "--file-prefix", tmp_path, "--local-only", *sizes)
+    text = run("benchmark_buffer_size/benchmark.py", *arguments)
+    assert len(re.findall(r"^file +(raw|load) +buffer +[48]\.0 KiB: [\d.]+ .B/s$", text, re.MULTILINE)) == 8
+    lines = run("benchmark_buffer_size/benchmark.py", *arguments, "--json")
+    runs = [json.loads(line) for line in lines.splitlines()]
+    assert {(r["scheme"], r["kind"], r["buffer_size"], r["iteration"]) for r in runs} == {
+        ("file", kind, size, i) for kind in ("raw", "load") for size in (4096, 8192) for i in (0, 1)
+    }
+    assert {r["bytes"] for r in runs if r["kind"] == "raw"} == {(tmp_path / "model.tensors").stat().st_size}
+    (tmp_path / "results.jsonl").write_text(lines)
+    converted = run("benchmark_buffer_size/benchmark.py", "--convert-json", tmp_path / "results.jsonl")
+    assert json.loads(converted) == runs
+
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    (tmp_path / "nodes.csv").write_text(f"node,cpu,disk\n{runs[0]['node']},two cores,fast\n")
+    script = "benchmark_buffer_size/visualizations/visualizations.py"
+    arguments = (tmp_path / "results.jsonl", "--node-info", tmp_path / "nodes.csv", "--out-dir", tmp_path / "plots")
+    assert "file.png" in run(script, *arguments)
+    assert run(script, *arguments, "--quiet") == ""
+    assert (tmp_path / "plots" / "file.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [((), "name a model"), (("model.tensors", "--test-s3"), "--s3-endpoint")],
+)
+def test_the_sweep_asks_for_what_it_needs(run, capsys, arguments, complaint):
+    with pytest.raises(SystemExit) as end:
+        run("benchmark_buffer_size/benchmark.py", *arguments)
+    assert end.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+# --- the notebook --------------------------------------------------------------------------------------------------
+
+
+def execute_notebook(path: Path) -> list:
+    """Runs the code cells in order and gives the value of each cell's last expression, as Jupyter would show it."""
+    namespace, values = {}, []
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        tree = ast.parse("".join(cell["source"]))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, str(path), "exec"), namespace)
+        values.append(eval(compile(ast.Expression(last.value), str(path), "eval"), namespace) if last else None)
+        if hasattr(values[-1], "_repr_html_"):
+            values[-1] = values[-1]._repr_html_()
+    return values
+
+
+def test_the_notebook_runs_and_shows_the_file():
+    shown = [value for value in execute_notebook(EXAMPLES / "inspect.ipynb") if isinstance(value, str)]
+    assert len(shown) == 2
+    assert all(html.count("<tr>") == 9 for html in shown)  # a head, 8 tensors
+    assert "bfloat16" in shown[0]
+    assert "SHA256:" not in shown[0]
+    assert shown[1].count(" SHA256:") == 2  # of one tensor: as text and as what to sort by
+
+
+def test_the_notebook_is_stored_without_output():
+    cells = json.loads((EXAMPLES / "inspect.ipynb").read_text())["cells"]
+    assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in cells)
