@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import io
 import os
 import stat
@@ -85,7 +84,7 @@ def _open_descriptor(descriptor: int) -> OpenedSink:
         _C.FileSink.overwrite(descriptor, f"<descriptor {descriptor}>"),
         start,
         None,
-        functools.partial(os.close, descriptor),
+        _nothing,
     )
 
 

@@ -62,9 +62,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         return _open_object(stream)
     if isinstance(file_obj, int):
         source = _C.FileSource(file_obj, f"<descriptor {file_obj}>")
-        return OpenedSource(
-            source, os.lseek(file_obj, 0, os.SEEK_CUR), None, functools.partial(_close_descriptor, source, file_obj)
-        )
+        return OpenedSource(source, os.lseek(file_obj, 0, os.SEEK_CUR), None, source.close)
     path = os.fsdecode(file_obj)
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
@@ -117,11 +115,6 @@ def _open_object(file_obj: Any) -> OpenedSource:
         source = _C.FileSource(descriptor, describe(file_obj))
         return OpenedSource(source, start, file_obj, functools.partial(_close_both, source, file_obj))
     return OpenedSource(_C.PyFileSource(file_obj, describe(file_obj)), start, file_obj, file_obj.close)
-
-
-def _close_descriptor(source: _C.RangeSource, descriptor: int) -> None:
-    source.close()
-    os.close(descriptor)
 
 
 def _close_both(source: _C.RangeSource, file_obj: Any) -> None:

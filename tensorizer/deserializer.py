@@ -52,7 +52,7 @@ class TensorDeserializer(
     Args:
         file_obj: What to read: a local path (``str``, ``bytes``, ``PathLike``), a descriptor, an ``http(s)://``,
             ``s3://`` or ``redis://`` URI, or an open binary file object, read from its current position on. Objects are
-            closed by this one.
+            closed by this one, descriptors are not.
         device: Target device; ``None`` is CUDA where available, else the CPU (surrounding CPU contexts do not count). A
             mapping from (prefixes of) names to devices, like a ``device_map``, or a callable that is given each name,
             spreads one file over several devices.
