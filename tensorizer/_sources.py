@@ -77,17 +77,29 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
 def real_file(file_obj: Any) -> Optional[int]:
     """The descriptor of a plain file object over a regular file, else ``None``.
 
-    Only Python's own file classes are trusted: other objects may offer the descriptor of something they transform.
+    Only Python's own file classes are trusted, and subclasses that leave their methods alone: other objects may offer
+    the descriptor of something they transform.
     """
     if isinstance(file_obj, (tempfile._TemporaryFileWrapper, tempfile.SpooledTemporaryFile)):
         file_obj = getattr(file_obj, "file", None) or getattr(file_obj, "_file", None)
-    if not isinstance(file_obj, (io.FileIO, io.BufferedReader, io.BufferedRandom, io.BufferedWriter)):
-        return None
     raw = getattr(file_obj, "raw", file_obj)
-    if not isinstance(raw, io.FileIO):
+    if not (_is_plain(file_obj, _FILE_CLASSES) and _is_plain(raw, (io.FileIO,))):
         return None
     descriptor = raw.fileno()
     return descriptor if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+
+
+_FILE_CLASSES = (io.FileIO, io.BufferedReader, io.BufferedRandom, io.BufferedWriter)
+_DATA_METHODS = ("read", "read1", "readall", "readinto", "write", "seek", "tell")
+
+
+def _is_plain(file_obj: Any, classes: tuple[type, ...]) -> bool:
+    """Whether the object is one of `classes`, or of a subclass that moves bytes as they do."""
+    for base in classes:
+        if isinstance(file_obj, base):
+            kind = type(file_obj)
+            return all(getattr(kind, name, None) is getattr(base, name, None) for name in _DATA_METHODS)
+    return False
 
 
 def describe(file_obj: Any) -> str:

@@ -101,6 +101,8 @@ class TensorDeserializer(
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
         self._closed = True  # until there is something to close
+        self._selection: Sequence[int] = ()
+        self.total_tensor_bytes = 0
         self._device = target_device(device)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: wanted a torch.dtype, found {type(dtype).__name__}")
@@ -139,7 +141,7 @@ class TensorDeserializer(
         self._index = index
         self._names: list[Name] = index.names()
         if filter_func is None:
-            self._selection: Sequence[int] = range(len(self._names))
+            self._selection = range(len(self._names))
         else:
             self._selection = [i for i, name in enumerate(self._names) if filter_func(name)]
         self._root = _build_tree(self._names, self._selection)
@@ -155,7 +157,7 @@ class TensorDeserializer(
         self._dtype = dtype
         self._mapped = mmap
         self.total_file_bytes: int = index.tensor_size
-        self.total_tensor_bytes: int = index.total_loaded_nbytes(list(self._selection))
+        self.total_tensor_bytes = index.total_loaded_nbytes(list(self._selection))
         self.read_bytes = 0
         self.total_compressed_tensor_bytes = 0
         logger.debug(
@@ -196,6 +198,8 @@ class TensorDeserializer(
             self.close()
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_reader"):
+            return f"<{type(self).__name__}: not open>"
         state = "closed" if self._closed else "open"
         return (
             f"<{type(self).__name__}: {len(self._selection)} tensors, {self.total_tensor_bytes:,} bytes, "

@@ -173,7 +173,7 @@ def test_remote_sources_cannot_be_written():
             TensorSerializer(uri)
 
 
-@pytest.mark.parametrize("target", [None, 3.5, object(), ["f"]], ids=repr)
+@pytest.mark.parametrize("target", [None, 3.5, object(), ["f"]], ids=lambda value: type(value).__name__)
 def test_what_is_no_target_is_a_type_error(target):
     with pytest.raises(TypeError):
         TensorSerializer(target)

@@ -26,7 +26,7 @@ CHOICES = {
     ("crc32", "sha256"): ("crc32", "sha256"),
     ("sha256", "crc32"): ("crc32", "sha256"),  # the order of the file is fixed
     (): (),
-    None: ("crc32", "sha256"),
+    None: (),
 }
 KINDS = {"crc32": 0, "sha256": 1}
 

@@ -218,7 +218,7 @@ def test_a_missing_file_and_a_directory_are_the_errors_of_open(tmp_path):
         TensorDeserializer(999_999, device="cpu")
 
 
-@pytest.mark.parametrize("source", [None, 3.5, object(), ["f"]], ids=repr)
+@pytest.mark.parametrize("source", [None, 3.5, object(), ["f"]], ids=lambda value: type(value).__name__)
 def test_what_is_no_source_is_a_type_error(source):
     with pytest.raises(TypeError):
         TensorDeserializer(source, device="cpu")
