@@ -66,14 +66,14 @@ PASSING = {
 @pytest.mark.parametrize("at_request", [0, 1])
 def test_passing_trouble_is_outlasted(name, at_request):
     script = [GOOD] * at_request + [PASSING[name]] * 2
-    with FaultyServer(CONTENT, script) as server, nothing_left(), within(20):
+    with nothing_left(), FaultyServer(CONTENT, script) as server, within(20):
         assert read_all(server) == CONTENT
         assert not server.script
 
 
 @pytest.mark.parametrize("name", PASSING)
 def test_trouble_that_does_not_pass_is_an_error_that_names_it(name):
-    with FaultyServer(CONTENT, default=PASSING[name]) as server, nothing_left(), within(20):
+    with nothing_left(), FaultyServer(CONTENT, default=PASSING[name]) as server, within(20):
         with pytest.raises(StreamError, match=re.escape(server.url)) as caught:
             read_all(server, retries=2)
         assert "after 3 tries" in str(caught.value)
@@ -133,13 +133,13 @@ def test_a_retry_after_beyond_the_time_for_retries_is_an_error_at_once():
 @pytest.mark.parametrize("at_request", [0, 1])
 def test_a_stall_is_noticed_and_resumed(at_request):
     script = [GOOD] * at_request + [Reply(stall_after=1000)]
-    with FaultyServer(CONTENT, script) as server, nothing_left(), within(10):
+    with nothing_left(), FaultyServer(CONTENT, script) as server, within(10):
         assert read_all(server, stall_timeout=0.5) == CONTENT
 
 
 @pytest.mark.parametrize("stall", [Reply(stall_after=0), Reply(stall_after=1000), Reply(delay=30), Reply(trickle=0.1)])
 def test_a_server_that_always_stalls_is_an_error_in_time(stall):
-    with FaultyServer(CONTENT, [GOOD], default=stall) as server, nothing_left(), within(10):
+    with nothing_left(), FaultyServer(CONTENT, [GOOD], default=stall) as server, within(10):
         source = open_source(server, stall_timeout=0.4, retries=1)
         with pytest.raises(StreamError, match="stalled"):
             source.read(100_000, 50_000)
@@ -202,7 +202,7 @@ def test_a_listener_that_accepts_nothing_is_a_timeout():
 
 
 def test_a_slow_last_request_is_sent_again_on_another_connection():
-    with FaultyServer(CONTENT) as server, nothing_left():
+    with nothing_left(), FaultyServer(CONTENT) as server:
         source = open_source(server, hedge_after=0.3)
         for i in range(5):
             source.read(10_000 + i * 10_000, 10_000)
@@ -272,7 +272,7 @@ LIES = {
 @pytest.mark.parametrize("name", LIES)
 def test_an_answer_that_contradicts_the_request_is_an_error(name):
     reply, text = LIES[name]
-    with FaultyServer(CONTENT, [GOOD], default=reply, last_modified=DATE) as server, nothing_left(), within(20):
+    with nothing_left(), FaultyServer(CONTENT, [GOOD], default=reply, last_modified=DATE) as server, within(20):
         source = open_source(server, retries=1)
         with pytest.raises(StreamError, match=text) as caught:
             source.read(100_000, 50_000)
@@ -368,7 +368,7 @@ RANGELESS = {
 @pytest.mark.parametrize("name", RANGELESS)
 def test_a_server_without_ranges_is_read_in_one_pass(name):
     content = random_bytes(3_000_000)
-    with FaultyServer(content, default=RANGELESS[name]) as server, nothing_left():
+    with nothing_left(), FaultyServer(content, default=RANGELESS[name]) as server:
         with CURLStreamFile(server.url, http_options=quick()) as stream:
             assert stream._tensorizer_source().sequential
             assert stream._tensorizer_source().concurrency == 1
@@ -428,7 +428,7 @@ def test_going_back_without_ranges_and_without_proof_is_an_error():
 def test_a_pass_that_breaks_begins_anew_and_goes_on_at_its_byte():
     content = random_bytes(1_000_000)
     script = [Reply(ignore_range=True, cut_after=300_000), Reply(ignore_range=True, cut_after=700_000)]
-    with FaultyServer(content, script, default=Reply(ignore_range=True)) as server, nothing_left():
+    with nothing_left(), FaultyServer(content, script, default=Reply(ignore_range=True)) as server:
         assert read_all(server) == content
         assert len(server.requests) == 3
 
@@ -597,7 +597,7 @@ faults = st.one_of(
 )
 @settings(max_examples=60, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 def test_after_any_sequence_of_faults_the_bytes_are_right_or_the_error_is_ours(script, reads, etag):
-    with FaultyServer(CONTENT, script, etag=etag, last_modified=DATE) as server, nothing_left(), within(30):
+    with nothing_left(), FaultyServer(CONTENT, script, etag=etag, last_modified=DATE) as server, within(30):
         with contextlib.suppress(StreamError, StreamNotFoundError):
             source = open_source(server, retries=3, retry_seconds=2)
             for offset, nbytes in reads:

@@ -495,7 +495,7 @@ def test_a_proxy_is_used_as_libcurl_users_expect(monkeypatch):
 
 
 def test_an_upload_arrives_whole_and_its_etag_comes_back():
-    with FaultyServer() as server, nothing_left():
+    with nothing_left(), FaultyServer() as server:
         uploader = _C.HttpUploader(quick()._native())
         headers = uploader.put(server.url + "?partNumber=1", CONTENT, header_lines=["Content-Type: x/y"])
         assert headers["etag"] == f'"{hashlib.md5(CONTENT).hexdigest()}"'

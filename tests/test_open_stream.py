@@ -42,7 +42,8 @@ def test_buffer_size_zero_gives_a_raw_file(tmp_path):
 def test_s3_arguments_are_ignored_for_local_and_http_paths(tmp_path):
     extra = {
         "s3_access_key_id": "a", "s3_secret_access_key": "b", "s3_endpoint": "c", "s3_config_path": "d",
-        "force_http": True, "s3_region_name": "e", "s3_signature_version": "f", "s3_session_token": "g", "s3_profile": "h",
+        "force_http": True,
+        "s3_region_name": "e", "s3_signature_version": "f", "s3_session_token": "g", "s3_profile": "h",
     }  # fmt: skip
     (tmp_path / "x").write_bytes(b"1")
     with open_stream(str(tmp_path / "x"), "rb", certificate_handling=CAInfo(allow_untrusted=True), **extra) as stream:

@@ -1,6 +1,7 @@
 #include "io/http_client.h"
 
 #include <exception>
+#include <utility>
 
 #include "core/stop.h"
 
@@ -134,16 +135,19 @@ std::unique_ptr<HttpExchange> HttpClient::start(CurlLane& lane, const std::strin
 void with_retries(const HttpOptions& options, const HttpDeadline& deadline,
                   const std::function<void()>& attempt, const std::function<uint64_t()>& progress,
                   const std::function<Error(const HttpFailure&, int tries)>& describe,
-                  const std::stop_token& stop) {
+                  const std::stop_token& stop, const HttpFailure* earlier) {
   RetryState retry(options.retry);
   uint64_t progress_before = progress();
   for (;;) {
     HttpFailure failure;
-    try {
-      attempt();
-      return;
-    } catch (const HttpFailure& caught) {
-      failure = caught;
+    if (earlier != nullptr) {
+      failure = *std::exchange(earlier, nullptr);
+    } else {
+      try {
+        return attempt();
+      } catch (const HttpFailure& caught) {
+        failure = caught;
+      }
     }
     throw_if_stopped(stop);
     const uint64_t now_at = progress();

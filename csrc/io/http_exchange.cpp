@@ -311,8 +311,12 @@ bool HttpExchange::check() {
     throw failure_of_status(head_, error_body_);
   }
   if (completion_.code != CURLE_OK) fail(completion_.code);
-  if (sink_ == nullptr)
-    throw HttpFailure{Errc::io, "the response has no head", "the server does not speak HTTP"};
+  if (sink_ == nullptr) {
+    HttpFailure failure{Errc::io, "the response ended within its head", "the connection broke",
+                        head_.status};
+    failure.transient = true;
+    throw failure;
+  }
   return true;
 }
 

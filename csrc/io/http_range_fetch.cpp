@@ -69,7 +69,7 @@ class RangeFetch::Part final : public BodySink {
   std::unique_ptr<HttpExchange> exchange;
 };
 
-uint64_t RangeFetch::run(const std::stop_token& stop) {
+uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier) {
   const ConnectionGate::Ticket ticket = client_.gate.enter(stop);
   const HttpDeadline deadline(client_.options);
   with_retries(
@@ -84,7 +84,7 @@ uint64_t RangeFetch::run(const std::stop_token& stop) {
         return to_error(described, "Failed to read", client_.endpoint.name(), tries,
                         offset_ + done_);
       },
-      stop);
+      stop, earlier);
   return done_;
 }
 

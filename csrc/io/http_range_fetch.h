@@ -42,7 +42,8 @@ class RangeFetch {
         nbytes_(total_nbytes(slices)) {}
 
   // Returns the bytes that were read: all, or fewer where the object of unknown size has ended.
-  uint64_t run(const std::stop_token& stop);
+  // `earlier`, if not null, counts as the first try.
+  uint64_t run(const std::stop_token& stop, const HttpFailure* earlier = nullptr);
 
  private:
   class Part;

@@ -38,7 +38,8 @@ void SequentialBody::close() noexcept {
 }
 
 uint64_t SequentialBody::read_at(const ResourceIdentity& known, uint64_t offset,
-                                 std::span<const Slice> slices, const std::stop_token& stop) {
+                                 std::span<const Slice> slices, const std::stop_token& stop,
+                                 const HttpFailure* earlier) {
   const uint64_t nbytes = total_nbytes(slices);
   const HttpDeadline deadline(client_.options);
   const ConnectionGate::Ticket ticket = client_.gate.enter(stop);
@@ -62,7 +63,7 @@ uint64_t SequentialBody::read_at(const ResourceIdentity& known, uint64_t offset,
                              " from a server without ranges: " + failure.reason;
           return to_error(described, "Failed to read", client_.endpoint.name(), tries, offset);
         },
-        stop);
+        stop, earlier);
   } catch (...) {
     // The sink must forget the caller's memory.
     close();

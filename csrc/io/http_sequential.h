@@ -47,8 +47,9 @@ class SequentialBody {
 
   // Fills `slices` with the bytes from `offset` on; returns how many there were: fewer only where
   // an object of unknown size ends. `known` is the object's identity.
+  // `earlier`, if not null, counts as the first try.
   uint64_t read_at(const ResourceIdentity& known, uint64_t offset, std::span<const Slice> slices,
-                   const std::stop_token& stop);
+                   const std::stop_token& stop, const HttpFailure* earlier = nullptr);
 
   // Ends the transfer; a later read starts a new one.
   void close() noexcept;

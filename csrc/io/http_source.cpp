@@ -35,17 +35,20 @@ std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, HttpOptions op
 void HttpSource::open_first(const std::stop_token& stop) {
   const HttpDeadline deadline(client_.options);
   uint64_t received = 0;
+  std::optional<HttpFailure> broke;
   {
     const ConnectionGate::Ticket ticket = client_.gate.enter(stop);
-    received = request_head(deadline, stop);
+    received = request_head(deadline, broke, stop);
   }
   if (received == head_.size()) return;
   const Slice rest(head_.data() + received, head_.size() - received);
-  received += fetch(begin_ + received, std::span<const Slice>(&rest, 1), stop);
+  received +=
+      fetch(begin_ + received, std::span<const Slice>(&rest, 1), stop, broke ? &*broke : nullptr);
   head_.resize(received);
 }
 
-uint64_t HttpSource::request_head(const HttpDeadline& deadline, const std::stop_token& stop) {
+uint64_t HttpSource::request_head(const HttpDeadline& deadline, std::optional<HttpFailure>& broke,
+                                  const std::stop_token& stop) {
   uint64_t nbytes = std::max<uint64_t>(1, client_.options.head_nbytes);
   if (end_) nbytes = std::min(nbytes, *end_ - begin_);
   const RangeRequest request{begin_, nbytes, nullptr, false};
@@ -78,6 +81,7 @@ uint64_t HttpSource::request_head(const HttpDeadline& deadline, const std::stop_
     });
   } catch (const HttpFailure& failure) {
     if (!failure.transient) throw open_error(failure, 1);
+    broke = failure;
     return head_.size() - sink->room();  // the rest is another request's
   }
   const uint64_t received = head_.size() - sink->room();
@@ -213,13 +217,13 @@ uint64_t HttpSource::read_some(uint64_t offset, std::span<const Slice> slices,
 }
 
 uint64_t HttpSource::fetch(uint64_t offset, std::span<const Slice> slices,
-                           const std::stop_token& stop) {
+                           const std::stop_token& stop, const HttpFailure* earlier) {
   uint64_t received = 0;
   if (has_ranges_) {
-    received = RangeFetch(client_, typical_rate_, identity_, offset, slices).run(stop);
+    received = RangeFetch(client_, typical_rate_, identity_, offset, slices).run(stop, earlier);
   } else {
     MutexLock lock(sequential_mutex_);
-    received = sequential_.read_at(identity_, offset, slices, stop);
+    received = sequential_.read_at(identity_, offset, slices, stop, earlier);
   }
   if (received < total_nbytes(slices)) note_end(offset + received);
   return received;

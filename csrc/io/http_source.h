@@ -57,7 +57,9 @@ class HttpSource final : public RangeSource {
 
   void open_first(const std::stop_token& stop);
   // Returns how many bytes of head_ are in place.
-  uint64_t request_head(const HttpDeadline& deadline, const std::stop_token& stop);
+  // Sets `broke` where the body broke off before they were all.
+  uint64_t request_head(const HttpDeadline& deadline, std::optional<HttpFailure>& broke,
+                        const std::stop_token& stop);
   BodySink* accept_first(const RangeRequest& request, const ResponseHead& response,
                          StreamSink& sink);
   Error open_error(const HttpFailure& failure, int tries) const;
@@ -65,7 +67,8 @@ class HttpSource final : public RangeSource {
   bool is_in_memory() const;
   // Fills what lies behind the head; returns the bytes read, fewer only at the end of an object of
   // unknown size.
-  uint64_t fetch(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop);
+  uint64_t fetch(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
+                 const HttpFailure* earlier = nullptr);
   uint64_t read_some(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop);
   void note_end(uint64_t end);
 
