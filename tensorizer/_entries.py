@@ -11,7 +11,7 @@ from typing import Any, Optional, Union
 from . import _dtypes
 from .errors import FormatError
 
-__all__ = ["FilterFuncType", "HashType", "TensorEntry", "TensorHash", "TensorType"]
+__all__ = ["FileFeatureFlags", "FilterFuncType", "HashType", "TensorEntry", "TensorHash", "TensorType"]
 
 #: Called with a plain name or a tuple of ``str`` and ``int``; the result is judged by truthiness.
 FilterFuncType = Callable[[Union[str, "tuple[Union[str, int], ...]"]], Any]
@@ -23,6 +23,13 @@ class TensorType(enum.IntEnum):
     PARAM = 0
     BUFFER = 1
     STATE_DICT = 2
+
+
+class FileFeatureFlags(enum.IntFlag):
+    """Bits of the prologue's flags field."""
+
+    encrypted = 1
+    versioned_headers = 2
 
 
 class HashType(enum.IntEnum):

@@ -16,7 +16,7 @@ import torch
 
 from . import _C, _dtypes, module_tree
 from ._devices import DeviceArgument, DeviceChooser, target_device
-from ._entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
+from ._entries import FileFeatureFlags, FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from ._keys import check_decryption, key_ring
 from ._reading import LoadedBatch, TensorReader
 from ._sources import OpenedSource, open_source
@@ -235,6 +235,15 @@ class TensorDeserializer(
         """The ``x-cache-status`` response header of an HTTP source, else ``None``."""
         headers = getattr(self._stream, "response_headers", None)
         return None if headers is None else headers.get("x-cache-status")
+
+    @property
+    def _file_header(self) -> types.SimpleNamespace:
+        """What integrators' tests look at: ``version_number``."""
+        return types.SimpleNamespace(version_number=self._index.version)
+
+    @property
+    def _file_flags(self) -> FileFeatureFlags:
+        return FileFeatureFlags(self._index.flags)
 
     def entries(self) -> list[TensorEntry]:
         """What the file says about every (selected) tensor, in file order, without loading any.

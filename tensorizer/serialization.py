@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Any
 
 import torch
 
 from . import _C, _perf
 from ._devices import resolve_cuda_device
-from ._entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
+from ._entries import FileFeatureFlags, FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from .deserializer import TensorDeserializer, logger
 from .encryption import DecryptionParams, EncryptionParams
 from .errors import (
@@ -52,11 +51,7 @@ _enable_perf_stats: bool = _perf.enabled
 _get_perf_stats = _perf.totals
 
 
-class _FileFeatureFlags(enum.IntFlag):
-    """Bits of the prologue's flags field."""
-
-    encrypted = 1
-    versioned_headers = 2
+_FileFeatureFlags = FileFeatureFlags
 
 
 class _FileHeader:

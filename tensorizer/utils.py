@@ -196,7 +196,7 @@ def _current_rss() -> int:
     for member in (process, *process.children(recursive=True)):
         try:
             total += int(member.memory_info().rss)
-        except psutil.NoSuchProcess:  # noqa: PERF203  a child may end while we count
+        except psutil.NoSuchProcess:
             continue
     return total
 
