@@ -70,8 +70,8 @@ class TensorSerializer:
 
     Args:
         file_obj: Where to write: a local path (``str``, ``bytes``, ``PathLike``; missing folders are made), a
-            descriptor (which stays the caller's), an ``s3://`` URI, or an open, readable, writable and seekable binary file object, which is
-            written from its current position on and closed by :meth:`close`.
+            descriptor (which stays the caller's), an ``s3://`` URI, or an open, readable, writable and seekable binary
+            file object, which is written from its current position on and closed by :meth:`close`.
         compress_tensors: Accepted, without effect.
         encryption: Encrypts every tensor with this key.
         limit_cpu_concurrency: Upper bound for threads; ``None`` uses as many as are useful.
