@@ -6,7 +6,7 @@ set -euo pipefail
 
 group=${1:?build, test or lint}
 build=(g++ make pkg-config libcurl4-openssl-dev libsodium-dev libssl-dev libhiredis-dev libisal-dev)
-native=(cmake ninja-build libgtest-dev)
+native=(cmake ninja-build libgtest-dev ccache binutils)
 servers=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl)
 lint=(git clang clang-format clang-tidy libclang-rt-14-dev)
 

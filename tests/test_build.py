@@ -151,7 +151,7 @@ class Sandbox:
         return result.stdout.strip()
 
     def install(self, *what: str, cwd: Path) -> None:
-        options = ["--no-build-isolation", "--no-deps", "--no-index", "--ignore-installed", "--quiet"]
+        options = ["--no-build-isolation", "--no-deps", "--no-index", "--force-reinstall", "--quiet"]
         self.run("-m", "pip", "install", *options, *what, cwd=cwd)
 
     def imported_from(self) -> Path:
@@ -165,39 +165,48 @@ class Sandbox:
         return Path(module)
 
 
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Sandbox:
-    return Sandbox(tmp_path / "venv")
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
+    """One environment for all installs, each replacing the one before, so that a compiler cache can help."""
+    return Sandbox(tmp_path_factory.mktemp("sandbox") / "venv")
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources, as a user's checkout has them: no build products, nothing of ours is written over."""
-    target = tmp_path_factory.mktemp("checkout") / "tensorizer"
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__", "out", "site")
-    shutil.copytree(ROOT, target, ignore=ignored)
-    return target
+def archive(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, made from a copy of the sources as a user's checkout has them."""
+    folder = tmp_path_factory.mktemp("checkout")
+    hidden = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__", "out", "site")
+    shutil.copytree(ROOT, folder / "tree", ignore=hidden)
+    sandbox.run("setup.py", "-q", "sdist", "--dist-dir", str(folder), cwd=folder / "tree")
+    (archive,) = folder.glob("tensorizer-*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def unpacked(archive: Path) -> Path:
+    """What somebody has who downloaded and unpacked the source distribution."""
+    with tarfile.open(archive) as content:
+        content.extractall(archive.parent / "unpacked", filter="data")
+    (tree,) = (archive.parent / "unpacked").iterdir()
+    return tree
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("installs")
 class TestInstalling:
-    def test_pip_install_of_the_tree_works(self, tree: Path, sandbox: Sandbox) -> None:
-        sandbox.install(".", cwd=tree)
-        assert sandbox.imported_from().parent == sandbox.site / "tensorizer"
-
-    def test_an_editable_install_imports_from_the_tree(self, tree: Path, sandbox: Sandbox) -> None:
-        sandbox.install("--editable", ".", cwd=tree)
-        assert sandbox.imported_from().parent == tree / "tensorizer"
-
-    def test_a_source_distribution_is_complete_enough_to_install_from(
-        self, tree: Path, sandbox: Sandbox, tmp_path: Path
-    ) -> None:
-        sandbox.run("setup.py", "-q", "sdist", "--dist-dir", str(tmp_path), cwd=tree)
-        (archive,) = tmp_path.glob("tensorizer-*.tar.gz")
+    def test_a_source_distribution_has_the_sources_and_no_build_product(self, archive: Path) -> None:
         with tarfile.open(archive) as content:
             names = {name.partition("/")[2] for name in content.getnames()}
-        assert {"LICENSE", "README.md", "tensorizer/py.typed", "csrc/bind/module.cpp", "csrc/bind/gil.h"} <= names
-        assert [name for name in names if name.endswith(".so")] == []
-        sandbox.install(str(archive), cwd=tmp_path)
+        sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*") if path.is_file()}
+        python = {str(path.relative_to(ROOT)) for path in (ROOT / "tensorizer").rglob("*.py*") if path.suffix != ".pyc"}
+        assert {"LICENSE", "README.md", "pyproject.toml", "setup.py", "tensorizer/py.typed"} <= names
+        assert sources | python <= names
+        assert [name for name in names if name.endswith((".so", ".pyc"))] == []
+
+    def test_pip_install_builds_a_wheel_out_of_it(self, unpacked: Path, sandbox: Sandbox) -> None:
+        sandbox.install(".", cwd=unpacked)
         assert sandbox.imported_from().parent == sandbox.site / "tensorizer"
+
+    def test_an_editable_install_imports_from_the_tree(self, unpacked: Path, sandbox: Sandbox) -> None:
+        sandbox.install("--editable", ".", cwd=unpacked)
+        assert sandbox.imported_from().parent == unpacked / "tensorizer"
