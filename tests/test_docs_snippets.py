@@ -1,0 +1,146 @@
+"""Every Python snippet of README and guides runs as printed; commands and links lead to what exists."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import re
+import threading
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import pytest
+import torch
+
+from tensorizer import TensorSerializer
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NEED_TRANSFORMERS = {"huggingface.md", "training-checkpoints.md"}
+
+# A snippet is left out by a comment before it that says why.
+_FENCE = re.compile(
+    r"(?:<!-- not executed: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Snippet(NamedTuple):
+    line: int
+    language: str
+    code: str
+    reason: Optional[str]  # why it is not executed
+
+
+def snippets(path: Path) -> list[Snippet]:
+    text = path.read_text(encoding="utf-8")
+    return [
+        Snippet(text.count("\n", 0, match.start("code")) + 1, match["language"], match["code"], match["reason"])
+        for match in _FENCE.finditer(text)
+    ]
+
+
+def with_python(path: Path) -> bool:
+    return any(snippet.language == "python" for snippet in snippets(path))
+
+
+class _FileHandler(http.server.SimpleHTTPRequestHandler):
+    """Files with single ranges, over HTTP/1.1."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_GET(self):
+        path = Path(self.translate_path(self.path))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data = path.read_bytes()
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        begin, end = (int(wanted[1]), int(wanted[2] or len(data)) + 1) if wanted else (0, len(data))
+        part = data[begin:end]
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {begin}-{begin + len(part) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+
+@pytest.fixture
+def web(tmp_path):
+    """Stands for the hosts that the documents name; serves the folder in which snippets run."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_FileHandler, directory=str(tmp_path)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join(30)
+
+
+def document_parameters():
+    for path in DOCUMENTS:
+        if with_python(path):
+            group = "transformers" if path.name in NEED_TRANSFORMERS else path.name
+            yield pytest.param(path, id=path.name, marks=pytest.mark.xdist_group(group))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("path", list(document_parameters()))
+def test_the_snippets_of_a_document_run_one_after_the_other(path, tmp_path, web, monkeypatch):
+    if path.name in NEED_TRANSFORMERS:
+        for module in ("transformers", "accelerate", "diffusers"):
+            pytest.importorskip(module, reason=f"{module} is not installed")
+    monkeypatch.chdir(tmp_path)
+    with TensorSerializer("gpt.tensors") as serializer:  # what the documents find on a server
+        serializer.write_state_dict({"weight": torch.ones(3)})
+    namespace = {"__name__": "snippets", "model": torch.nn.Linear(4, 4)}  # a model is what every reader has
+    for snippet in snippets(path):
+        if snippet.language != "python" or snippet.reason:
+            continue
+        code = snippet.code.replace("https://models.example", web)
+        # compiled with the document's name and line, so that a failure points there
+        exec(compile("\n" * (snippet.line - 1) + code, str(path), "exec"), namespace)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_snippets_that_are_not_executed_are_at_least_python(path):
+    for snippet in snippets(path):
+        if snippet.language == "python":
+            compile(snippet.code, str(path), "exec")
+
+
+def test_few_snippets_are_left_out():
+    everything = [snippet for path in DOCUMENTS for snippet in snippets(path) if snippet.language == "python"]
+    left_out = [snippet for snippet in everything if snippet.reason]
+    assert len(everything) > 30
+    assert len(left_out) <= len(everything) // 8
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_name_scripts_and_targets_that_exist(path):
+    text = path.read_text(encoding="utf-8")
+    for script in re.findall(r"`?(examples/[\w/.-]+\.(?:py|ipynb))", text):
+        assert (ROOT / script).exists(), script
+    targets = set(re.findall(r"^([a-z-]+)(?: [a-z-]+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"(?:^\$ |`)make ([a-z-]+)", text, re.MULTILINE):
+        assert target in targets, target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_within_the_repository_lead_somewhere(path):
+    def anchors(target):
+        headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
