@@ -1,12 +1,11 @@
-// The golden files, decompressed in memory. Their folder is tests/vectors/golden, or
-// TENSORIZER_GOLDEN_DIR.
+// The golden files, decompressed in memory. Their folder is tests/vectors/golden, which the build
+// names.
 #pragma once
 
 #include <gtest/gtest.h>
 #include <isa-l/igzip_lib.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -18,10 +17,7 @@ namespace tensorizer::testing {
 
 inline constexpr const char* kGoldenSuffix = ".tensors.gz";
 
-inline std::filesystem::path golden_folder() {
-  if (const char* folder = std::getenv("TENSORIZER_GOLDEN_DIR")) return folder;
-  return std::filesystem::path(__FILE__).parent_path() / "../vectors/golden";
-}
+inline std::filesystem::path golden_folder() { return GOLDEN_FOLDER; }
 
 inline std::vector<std::byte> gunzip(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
