@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from zygote import Zygote
 
 REFERENCE_RELEASES = ("2.10.1", "2.11.1", "2.12.1")
 
@@ -134,3 +135,11 @@ def extension_path() -> Path:
 def pytest_configure(config):
     # torch says so, once per process, wherever a complex32 tensor is made
     config.addinivalue_line("filterwarnings", "ignore:ComplexHalf support is experimental:UserWarning")
+
+
+@pytest.fixture(scope="session")
+def fresh_process():
+    """Runs programs in processes of their own, in which torch and tensorizer are imported: ``run(program, *argv)``."""
+    zygote = Zygote()
+    yield zygote.run
+    zygote.close()

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import textwrap
 
 import pytest
 import reference_format as fmt
@@ -459,18 +458,20 @@ del serializer
 """
 
 
-def run_limited(folder, *words):
-    result = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(folder), *words], capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    return result.stdout
+@pytest.fixture
+def run_limited(fresh_process):
+    def run(folder, *words):
+        result = fresh_process(LIMITED, folder, *words)
+        assert result.returncode == 0, result.stderr
+        assert result.stderr == ""
+        return result.stdout
+
+    return run
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_FSIZE and /proc")
 @pytest.mark.parametrize("close", [[], ["close"]], ids=["dropped", "closed"])
-def test_a_full_disk_during_the_first_call_leaves_the_old_file_and_nothing_else(tmp_path, close):
+def test_a_full_disk_during_the_first_call_leaves_the_old_file_and_nothing_else(run_limited, tmp_path, close):
     (tmp_path / "f").write_bytes(b"old content")
     output = run_limited(tmp_path, *close)
     assert "OSError" in output
@@ -480,7 +481,7 @@ def test_a_full_disk_during_the_first_call_leaves_the_old_file_and_nothing_else(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_FSIZE and /proc")
 @pytest.mark.parametrize("close", [[], ["close"]], ids=["dropped", "closed"])
-def test_a_full_disk_during_a_later_call_leaves_the_last_complete_content(tmp_path, close):
+def test_a_full_disk_during_a_later_call_leaves_the_last_complete_content(run_limited, tmp_path, close):
     run_limited(tmp_path, "second", *close)
     assert_same(load(tmp_path / "f", verify_hash=True), {"small": torch.ones(5)})
     assert samples.temporary_leftovers(tmp_path, "f") == []
@@ -518,11 +519,10 @@ def test_a_full_file_system_is_an_os_error_that_names_the_file(tmp_path):
     assert result.stdout == "True True\n['target.tensors'] b'old content'\n", result.stdout + result.stderr
 
 
-def test_a_process_that_is_killed_while_it_saves_leaves_the_old_file(tmp_path):
+def test_a_process_that_is_killed_while_it_saves_leaves_the_old_file(fresh_process, tmp_path):
     path = samples.write_state_dict(tmp_path / "f", OTHER)
-    program = textwrap.dedent(
-        """
-        import os, signal, sys, threading, time, torch
+    program = """
+        import os, signal, sys, threading, torch
         from tensorizer import TensorSerializer
         values = {str(i): torch.zeros(1 << 20, dtype=torch.uint8) for i in range(200)}
         threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -530,8 +530,6 @@ def test_a_process_that_is_killed_while_it_saves_leaves_the_old_file(tmp_path):
             TensorSerializer(sys.argv[1]).write_state_dict(values)
             values["more"] = torch.zeros(1)
         """
-    )
-    result = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, timeout=60, check=False)
-    assert result.returncode == -9
-    found = load(path, verify_hash=True)  # complete, whichever of the two it is
+    assert fresh_process(program, path).returncode == -9
+    found = load(path, verify_hash=True)  # complete, whichever of them it is
     assert set(found) in ({"x"}, {str(i) for i in range(200)}, {*map(str, range(200)), "more"})

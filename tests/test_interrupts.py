@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 
@@ -84,29 +83,34 @@ def measure(call, event=None, delay=0.1):
 """
 
 
-def run(program: str, *arguments: str, timeout: float = 60):
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(program), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+@pytest.fixture
+def run(fresh_process):
+    """Runs a program behind the prelude."""
+
+    def run_it(program, *arguments, timeout=60):
+        return fresh_process(PRELUDE + textwrap.dedent(program), *arguments, timeout=timeout)
+
+    return run_it
 
 
-def assert_interrupted(program: str, *arguments) -> None:
+@pytest.fixture
+def assert_interrupted(run):
     """Within the promise in the best of three tries, and without a thread left in any."""
-    delays = []
-    for _ in range(3):
-        result = run(program, *arguments)
-        assert result.returncode == 0, result.stderr
-        assert "finished" not in result.stdout, "the call was over before the signal came"
-        delay, threads = result.stdout.split()
-        assert int(threads) <= 0, "threads were left"
-        delays.append(float(delay))
-        if delays[-1] < PROMISE:
-            return
-    pytest.fail(f"took {delays} s")
+
+    def check(program, *arguments):
+        delays = []
+        for _ in range(3):
+            result = run(program, *arguments)
+            assert result.returncode == 0, result.stderr
+            assert "finished" not in result.stdout, "the call was over before the signal came"
+            delay, threads = result.stdout.split()
+            assert int(threads) <= 0, "threads were left"
+            delays.append(float(delay))
+            if delays[-1] < PROMISE:
+                return
+        pytest.fail(f"took {delays} s")
+
+    return check
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +148,7 @@ def large_file(tmp_path_factory):
     ],
     ids=["eager", "verified", "read_tensors", "tree"],
 )
-def test_ctrl_c_ends_a_load_from_a_slow_object(slow_file, use):
+def test_ctrl_c_ends_a_load_from_a_slow_object(assert_interrupted, slow_file, use):
     program = f"""
     source = Trickle(open(sys.argv[1], "rb").read())
     measure(lambda: {use}, Trickle.started)
@@ -153,14 +157,14 @@ def test_ctrl_c_ends_a_load_from_a_slow_object(slow_file, use):
 
 
 @pytest.mark.parametrize("options", ["num_readers=2", "mmap=True"])
-def test_ctrl_c_ends_a_load_from_a_file(large_file, options):
+def test_ctrl_c_ends_a_load_from_a_file(assert_interrupted, large_file, options):
     program = f"""
     measure(lambda: TensorDeserializer(sys.argv[1], device="cpu", verify_hash=True, {options}), delay=0.08)
     """
     assert_interrupted(program, large_file)
 
 
-def test_the_deserializer_works_again_after_an_interrupted_read(slow_file):
+def test_the_deserializer_works_again_after_an_interrupted_read(run, slow_file):
     program = """
     source = Trickle(open(sys.argv[1], "rb").read())
     deserializer = TensorDeserializer(source, device="cpu", lazy_load=True)
@@ -179,7 +183,7 @@ def test_the_deserializer_works_again_after_an_interrupted_read(slow_file):
     assert result.stdout == "True\n", result.stdout + result.stderr
 
 
-def test_a_signal_handler_that_does_not_raise_does_not_end_the_load(slow_file):
+def test_a_signal_handler_that_does_not_raise_does_not_end_the_load(run, slow_file):
     program = """
     calls = []
     signal.signal(signal.SIGINT, lambda *_: calls.append(1))
@@ -192,7 +196,7 @@ def test_a_signal_handler_that_does_not_raise_does_not_end_the_load(slow_file):
     assert run(program, slow_file).stdout == "6 [1]\n"
 
 
-def test_the_exception_of_a_signal_handler_is_the_one_that_surfaces(slow_file):
+def test_the_exception_of_a_signal_handler_is_the_one_that_surfaces(run, slow_file):
     program = """
     class Alarm(Exception):
         pass
@@ -208,7 +212,7 @@ def test_the_exception_of_a_signal_handler_is_the_one_that_surfaces(slow_file):
     assert run(program, slow_file).stdout == "time is up\n"
 
 
-def test_ctrl_c_ends_a_save_to_a_slow_object():
+def test_ctrl_c_ends_a_save_to_a_slow_object(assert_interrupted):
     program = """
     values = {str(i): torch.zeros(1 << 20, dtype=torch.uint8) for i in range(6)}
     measure(lambda: TensorSerializer(Drip()).write_state_dict(values), Drip.started)
@@ -216,7 +220,7 @@ def test_ctrl_c_ends_a_save_to_a_slow_object():
     assert_interrupted(program)
 
 
-def test_ctrl_c_during_a_save_leaves_the_old_file_and_no_temporary_one(tmp_path):
+def test_ctrl_c_during_a_save_leaves_the_old_file_and_no_temporary_one(assert_interrupted, tmp_path):
     path = tmp_path / "f"
     path.write_bytes(b"old content")
     program = """
@@ -232,7 +236,7 @@ def test_ctrl_c_during_a_save_leaves_the_old_file_and_no_temporary_one(tmp_path)
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
-def test_a_failing_source_ends_the_load_with_its_error_and_no_thread_left(slow_file):
+def test_a_failing_source_ends_the_load_with_its_error_and_no_thread_left(run, slow_file):
     program = """
     class Fails(Trickle):
         def readinto(self, buffer):
@@ -249,7 +253,7 @@ def test_a_failing_source_ends_the_load_with_its_error_and_no_thread_left(slow_f
     assert run(program, slow_file).stdout == "gone 0 True\n"
 
 
-def test_loads_and_saves_leave_no_threads_behind(slow_file, tmp_path):
+def test_loads_and_saves_leave_no_threads_behind(run, slow_file, tmp_path):
     program = """
     TensorDeserializer(sys.argv[1], device="cpu").close()
     torch.zeros(1 << 22).add_(1)
@@ -268,7 +272,7 @@ def test_loads_and_saves_leave_no_threads_behind(slow_file, tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(3)", "raise SystemExit(3)", "os._exit(3)"])
-def test_the_interpreter_ends_in_the_middle_of_a_load_on_another_thread(slow_file, ending):
+def test_the_interpreter_ends_in_the_middle_of_a_load_on_another_thread(run, slow_file, ending):
     program = f"""
     def work():
         TensorDeserializer(Trickle(open(sys.argv[1], "rb").read()), device="cpu")
@@ -281,7 +285,7 @@ def test_the_interpreter_ends_in_the_middle_of_a_load_on_another_thread(slow_fil
     assert "Fatal" not in result.stderr
 
 
-def test_the_interpreter_ends_in_the_middle_of_a_generator_and_with_everything_open(slow_file, tmp_path):
+def test_the_interpreter_ends_in_the_middle_of_a_generator_and_with_everything_open(run, slow_file, tmp_path):
     program = """
     deserializer = TensorDeserializer(sys.argv[1], device="cpu", lazy_load=True)
     generator = deserializer.read_tensors()
@@ -298,7 +302,7 @@ def test_the_interpreter_ends_in_the_middle_of_a_generator_and_with_everything_o
 
 
 @pytest.mark.parametrize("moment", ["after a load", "during a load"])
-def test_a_forked_child_can_load_and_save(slow_file, tmp_path, moment):
+def test_a_forked_child_can_load_and_save(run, slow_file, tmp_path, moment):
     program = """
     import warnings
     warnings.simplefilter("ignore")
@@ -327,7 +331,7 @@ def test_a_forked_child_can_load_and_save(slow_file, tmp_path, moment):
     assert result.stdout == "0\n", result.stderr
 
 
-def test_a_lazy_object_opened_before_a_fork_serves_parent_and_child(slow_file):
+def test_a_lazy_object_opened_before_a_fork_serves_parent_and_child(run, slow_file):
     program = """
     import warnings
     warnings.simplefilter("ignore")
@@ -342,7 +346,7 @@ def test_a_lazy_object_opened_before_a_fork_serves_parent_and_child(slow_file):
     assert result.stdout == "True\n", result.stderr
 
 
-def test_a_killed_process_leaves_what_it_loaded_intact(slow_file):
+def test_a_killed_process_leaves_what_it_loaded_intact(run, slow_file):
     before = slow_file.read_bytes()
     program = """
     found = TensorDeserializer(sys.argv[1], device="cpu", mmap=True)["0"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+from pathlib import Path
 
 import memory
 import pytest
@@ -17,16 +16,14 @@ pytestmark = pytest.mark.skipif(not memory.can_measure(), reason="the peak of th
 MIB = memory.MIB
 
 PRELUDE = """
-import gc, io, os, pickle, sys
+import gc, io, os, sys
 sys.path.insert(0, sys.argv[1])
 import torch
-import memory
 from memory import MIB, peak_growth, resident
 from tensorizer import TensorDeserializer, TensorSerializer
 path = sys.argv[2]
 TensorSerializer(io.BytesIO()).write_state_dict({"a": torch.ones(3)})  # what the first use costs is not measured
 TensorDeserializer(sys.argv[3], device="cpu").close()
-torch.set_num_threads(1)
 gc.collect()
 """
 
@@ -37,18 +34,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measure(folder):
+def measure(folder, fresh_process):
     """Runs a program in a process of its own, in which ``path`` is its file; gives what it printed, as numbers."""
     small = samples.write_state_dict(folder / "small", {"a": torch.ones(3)})
 
     def run(path, program):
-        result = subprocess.run(
-            [sys.executable, "-c", PRELUDE + textwrap.dedent(program), samples.__file__.rsplit("/", 1)[0], path, small],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        result = fresh_process(PRELUDE + textwrap.dedent(program), Path(__file__).parent, path, small, timeout=120)
         assert result.returncode == 0, result.stderr
         return [float(word) for word in result.stdout.split()]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -345,13 +343,11 @@ def test_a_lazy_source_over_a_stream_that_is_closed_by_its_block_is_an_error_lat
     deserializer.close()
 
 
-def test_stdin_that_is_a_file_is_read(path):
-    program = (
-        "import sys; from tensorizer import TensorDeserializer;"
-        "print(list(TensorDeserializer(sys.stdin.buffer, device='cpu')))"
-    )
-    with path.open("rb") as stream:
-        result = subprocess.run(
-            [sys.executable, "-c", program], stdin=stream, capture_output=True, text=True, check=False, timeout=60
-        )
+def test_stdin_that_is_a_file_is_read(fresh_process, path):
+    program = """
+        import sys
+        from tensorizer import TensorDeserializer
+        print(list(TensorDeserializer(sys.stdin.buffer, device="cpu")))
+        """
+    result = fresh_process(program, stdin=path)
     assert result.stdout.strip() == str(list(VALUES)), result.stderr
