@@ -94,7 +94,8 @@ class Runner:
         Raises:
             WorkerError: It failed or took too long.
         """
-        clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+        inherited = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")  # others' packages; imports without .pyc
+        clean = {name: value for name, value in os.environ.items() if name not in inherited}
         environment = {**clean, "BENCH_ROOT": str(ROOT), "BENCH_LIMITS": str(self.limits)}
         command = [str(python), str(Path(__file__).with_name("worker.py")), *map(str, arguments)]
         try:
