@@ -1,4 +1,4 @@
-"""The ways of use that the READMEs of all releases printed, one after another, with a small model in place of theirs."""
+"""The ways of use that the READMEs of all releases printed, with a small model in place of theirs."""
 
 from __future__ import annotations
 
