@@ -19,6 +19,7 @@ import torch
 
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, torch_compat
+from tensorizer._sidecar import PickleForSaving, SaveSession
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
 torch_save, torch_load = torch.save, torch.load
@@ -207,6 +208,24 @@ def test_files_of_plain_torch_load_inside_the_block(pt):
     torch.save({"a": torch.ones(3)}, pt)
     assert torch.equal(load(pt)["a"], torch.ones(3))
     assert torch.equal(load(pt, load_kwargs={"weights_only": True})["a"], torch.ones(3))
+
+
+def test_picklers_on_which_torch_sets_its_hook_are_served_too(tmp_path):
+    """Before 2.4 torch assigns persistent_id to the pickler; later releases define it in a subclass."""
+    written, tensor = [], torch.arange(3)
+    session = SaveSession(tmp_path / "x", lambda place, tensors, kwargs: written.extend(tensors), {}, None)
+    pickled = io.BytesIO()
+    pickler = PickleForSaving(session).Pickler(pickled, protocol=2)
+    pickler.persistent_id = lambda obj: ("theirs",) if isinstance(obj, Fleeting) else None
+    pickler.dump([tensor.untyped_storage(), Fleeting(1)])
+    assert [t.numel() for t in written] == [24]
+
+    class Reader(pickle.Unpickler):
+        def persistent_load(self, pid):
+            return pid
+
+    pickled.seek(0)
+    assert Reader(pickled).load() == [("TensorizerPickler", 0, "storage", 0, None), ("theirs",)]
 
 
 def test_addresses_used_again_while_pickling_are_not_taken_for_one_storage(pt):

@@ -1,0 +1,102 @@
+"""Progress of loads and saves: silent by default, a bar or a function on request."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer.progress import Progress
+
+STATE = {f"t{i}": torch.randn(1000) for i in range(5)}
+TOTAL = 5 * 4000
+
+
+@pytest.fixture
+def path(tmp_path):
+    with TensorSerializer(tmp_path / "model.tensors") as serializer:
+        serializer.write_state_dict(STATE)
+    return tmp_path / "model.tensors"
+
+
+def save(path, progress):
+    with TensorSerializer(path, progress=progress) as serializer:
+        serializer.write_state_dict(STATE)
+
+
+def load(path, progress, **arguments):
+    return TensorDeserializer(path, device="cpu", progress=progress, **arguments)
+
+
+def assert_complete(reports):
+    assert all(isinstance(report, Progress) for report in reports)
+    assert [report.bytes_done for report in reports] == sorted(report.bytes_done for report in reports)
+    assert reports[-1].bytes_done == reports[-1].bytes_total == TOTAL
+    assert reports[-1].bytes_per_second > 0
+
+
+def test_a_function_hears_of_every_byte_of_a_load(path):
+    reports = []
+    load(path, reports.append)
+    assert_complete(reports)
+
+
+def test_a_function_hears_of_every_byte_of_a_save(tmp_path):
+    reports = []
+    save(tmp_path / "out.tensors", reports.append)
+    assert_complete(reports)
+
+
+def test_a_lazy_load_reports_what_is_read(path):
+    reports = []
+    with load(path, reports.append, lazy_load=True) as deserializer:
+        assert reports == []
+        deserializer["t3"]
+        assert reports[-1].bytes_done == reports[-1].bytes_total == 4000
+
+
+def test_an_error_of_the_function_ends_the_work(path, tmp_path):
+    def fail(progress):
+        raise ConnectionError("the listener has gone")
+
+    with pytest.raises(ConnectionError, match="listener"):
+        load(path, fail)
+    with pytest.raises(ConnectionError, match="listener"):
+        save(tmp_path / "out.tensors", fail)
+    assert not (tmp_path / "out.tensors").exists()
+    assert len(TensorDeserializer(path, device="cpu")) == 5
+
+
+def test_a_bar_is_shown_only_when_asked_for(path, tmp_path, capfd):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    load(path, False)
+    save(tmp_path / "out.tensors", False)
+    assert capfd.readouterr() == ("", "")
+    load(path, True)
+    assert "loading" in capfd.readouterr().err
+    save(tmp_path / "out.tensors", True)
+    output = capfd.readouterr()
+    assert "saving" in output.err
+    assert "100%" in output.err
+    assert output.out == ""
+
+
+def test_without_a_bar_tqdm_is_not_needed(path, tmp_path, monkeypatch):
+    for module in ("tqdm", "tqdm.auto"):
+        monkeypatch.setitem(sys.modules, module, None)  # an import raises from here on
+    reports = []
+    load(path, reports.append)
+    save(tmp_path / "out.tensors", reports.append)
+    assert len(reports) >= 2
+    with pytest.raises(ImportError):
+        load(path, True)
+
+
+@pytest.mark.parametrize("wrong", [5, "bar"])
+def test_anything_else_is_refused(path, tmp_path, wrong):
+    with pytest.raises(TypeError, match="progress"):
+        load(path, wrong)
+    with pytest.raises(TypeError, match="progress"):
+        save(tmp_path / "out.tensors", wrong)
