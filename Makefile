@@ -86,6 +86,19 @@ bench: $(VENV)/stamp-build $(VENV)/stamp-bench  ## measure against the others (C
 	$(BIN)/python -m benchmarks --size $(SIZE) --runs $(RUNS) $(if $(CASES),--cases $(CASES)) \
 	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)
 
+# ---- machines with a GPU: the Python and torch they have, nothing from the network --------------------------------------
+
+GPU_CASES ?= gpu-load-hot gpu-load-tmpfs gpu-load-many gpu-save-tmpfs
+GPU_ARGS ?=
+.PHONY: gpu-check bench-gpu
+gpu-check:  ## build and run the GPU tests with this machine's own torch (GPU_ARGS=--fake: over the fake driver)
+	@scripts/gpu_check.sh $(GPU_ARGS)
+
+bench-gpu:  ## loads to and saves from the GPU against the link and others (SIZE=16GB; BENCH_FAKE_CUDA=1 to try it out)
+	@scripts/gpu_check.sh --build $(if $(BENCH_FAKE_CUDA),--fake)
+	build/gpu-venv/bin/python -m benchmarks --size $(SIZE) --runs $(RUNS) --cases $(GPU_CASES) \
+	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)
+
 # ---- style and static checks ----------------------------------------------------------------------------------------
 
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/native/*.h' 'tests/native/*.cpp' 'benchmarks/*.cpp')

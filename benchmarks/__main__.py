@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.cases import CASES, case
+from benchmarks.cases import CASES, GPU_CASES, case
 from benchmarks.contenders import CONTENDERS, contender
 from benchmarks.environments import ROOT
 from benchmarks.runner import Runner
@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--size", type=size, default=2 * 10**9, help="bytes of the large model (default 2GB)")
     parser.add_argument("--runs", type=int, default=5, help="measurements per contender and case (default 5)")
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help=", ".join(c.name for c in CASES))
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help=", ".join(c.name for c in (*CASES, *GPU_CASES)))
     parser.add_argument("--contenders", nargs="+", metavar="WHO", help=", ".join(c.name for c in CONTENDERS))
     parser.add_argument("--env", action="append", default=[], metavar="WHO=PYTHON", help="an interpreter to use")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "bench", help="models, environments")
@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 def list_everything() -> None:
     """Cases with those who take part in them."""
-    for each in CASES:
+    for each in (*CASES, *GPU_CASES):
         print(f"{each.name:18} {each.title:44} {', '.join(c.name for c in CONTENDERS if each.takes(c))}")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, Optional
 
-from benchmarks import memory, models
+from benchmarks import gpu, memory, models
 from benchmarks.contender import Contender, State
 
 
@@ -99,7 +99,8 @@ class Bench:
             getattr(self.contender, self.case.needs)(path, *arguments)
         elif self.case.needs.startswith("save"):
             target = self.target.with_name(self.target.name + "-tiny")
-            getattr(self.contender, self.case.needs)(models.read_base(self.tiny), target)
+            state = models.read_base(self.tiny)
+            getattr(self.contender, self.case.needs)(gpu.put(state) if "gpu" in self.case.needs else state, target)
             target.unlink()
 
     @contextmanager

@@ -76,6 +76,14 @@ class Contender:
         """With CRC32 alone; for those who know no digest, without any."""
         raise NotImplementedError
 
+    def load_gpu(self, path: Path) -> State:
+        """All tensors on the first CUDA device."""
+        raise NotImplementedError
+
+    def save_gpu(self, state: State, path: Path) -> None:
+        """Tensors on the first CUDA device, as users save them by default."""
+        raise NotImplementedError
+
     def can(self, what: str) -> bool:
         """Whether this contender offers the method or fact ``what``."""
         own = getattr(type(self), what)

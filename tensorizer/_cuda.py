@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 
 from . import _C
-from ._config import env_int, env_text
+from ._config import env_float, env_int, env_text
 
 __all__ = ["allocate", "engine_for", "is_fast_device", "use_driver_library"]
 
@@ -16,6 +16,7 @@ _MEBIBYTE = 1 << 20
 # 16 slots of 8 MiB keep a PCIe link busy while workers fill the others; more gains nothing.
 DEFAULT_RING_SLOTS = 16
 DEFAULT_RING_SLOT_NBYTES = 8 * _MEBIBYTE
+DEFAULT_IDLE_SECONDS = 30.0  # an unused ring goes back after that
 
 
 def is_fast_device(device: torch.device) -> bool:
@@ -47,11 +48,14 @@ def engine_for(
     slots = ring_slots if ring_slots is not None else env_int("TENSORIZER_RING_SLOTS", 2)
     slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 1)
     slot_nbytes = ring_slot_nbytes if ring_slot_nbytes is not None else slot_mib and slot_mib * _MEBIBYTE
+    idle_seconds = env_float("TENSORIZER_RING_IDLE_SECONDS", 0.0)
     return _C.CudaCopyEngine(
         device.index,
         stream,
         slots=DEFAULT_RING_SLOTS if slots is None else slots,
         slot_nbytes=DEFAULT_RING_SLOT_NBYTES if slot_nbytes is None else slot_nbytes,
+        keep_idle_seconds=DEFAULT_IDLE_SECONDS if idle_seconds is None else idle_seconds,
+        scatter_kernel=env_text("TENSORIZER_CUDA_SCATTER") == "1",
     )
 
 

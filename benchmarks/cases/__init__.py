@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from benchmarks.case import Case
-from benchmarks.cases import local
+from benchmarks.cases import gpu, local
 
 CASES: tuple[Case, ...] = (*local.CASES,)
+#: Cases that need a CUDA device: measured when named (``make bench-gpu``).
+GPU_CASES: tuple[Case, ...] = gpu.CASES
 
 
 def case(name: str) -> Case:
     """The case of that name; ``KeyError`` lists those there are."""
-    for candidate in CASES:
+    for candidate in (*CASES, *GPU_CASES):
         if candidate.name == name:
             return candidate
-    raise KeyError(f"no case {name!r}; there are: {', '.join(c.name for c in CASES)}")
+    raise KeyError(f"no case {name!r}; there are: {', '.join(c.name for c in (*CASES, *GPU_CASES))}")

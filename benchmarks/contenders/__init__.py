@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.contender import Contender
 from benchmarks.contenders.bare_python import BarePython
+from benchmarks.contenders.link import Link
 from benchmarks.contenders.machine import Machine
 from benchmarks.contenders.ours import Ours
 from benchmarks.contenders.reference import Reference
@@ -19,6 +20,7 @@ CONTENDERS: tuple[Contender, ...] = (
     RunaiStreamer(),
     BarePython(),
     Machine(),
+    Link(),
 )
 
 

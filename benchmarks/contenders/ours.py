@@ -46,6 +46,17 @@ class Ours(Contender):
         with TensorDeserializer(path, device="cpu", lazy_load=True) as tensors:
             return {name: tensors[name]}
 
+    def load_gpu(self, path: Path) -> State:
+        from benchmarks import gpu
+        from tensorizer import TensorDeserializer
+
+        if gpu.is_fake():
+            gpu.fake_device()
+        return TensorDeserializer(path, device=gpu.DEVICE)
+
+    def save_gpu(self, state: State, path: Path) -> None:
+        self.save(state, path)
+
     def save(self, state: State, path: Path, *, sync: bool = False) -> None:
         self._save(state, path, ("crc32", "sha256"), sync)
 

@@ -47,6 +47,14 @@ class Reference(Contender):
         with TensorDeserializer(str(path), device="cpu", lazy_load=True) as tensors:
             return {name: tensors[name]}
 
+    def load_gpu(self, path: Path) -> State:
+        from tensorizer import TensorDeserializer
+
+        return TensorDeserializer(str(path), device="cuda:0")
+
+    def save_gpu(self, state: State, path: Path) -> None:
+        self.save(state, path)
+
     def save(self, state: State, path: Path, *, sync: bool = False) -> None:
         from tensorizer import TensorSerializer
 

@@ -32,3 +32,10 @@ class RunaiStreamer(Contender):
         with SafetensorsStreamer() as streamer:
             streamer.stream_file(str(path))
             return dict(streamer.get_tensors())
+
+    def load_gpu(self, path: Path) -> State:
+        from runai_model_streamer import SafetensorsStreamer
+
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_file(str(path))
+            return {name: tensor.to("cuda:0") for name, tensor in streamer.get_tensors()}

@@ -39,6 +39,14 @@ class Safetensors(Contender):
         with safe_open(path, framework="pt", device="cpu") as tensors:
             return {name: tensors.get_tensor(name)}
 
+    def load_gpu(self, path: Path) -> State:
+        from safetensors.torch import load_file
+
+        return load_file(path, device="cuda:0")
+
+    def save_gpu(self, state: State, path: Path) -> None:
+        self.save(state, path)
+
     def save(self, state: State, path: Path, *, sync: bool = False) -> None:
         from safetensors.torch import save_file
 

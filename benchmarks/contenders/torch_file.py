@@ -37,6 +37,14 @@ class Torch(Contender):
     def load_one(self, path: Path, name: str) -> State:
         return {name: self.load_mapped(path)[name]}
 
+    def load_gpu(self, path: Path) -> State:
+        import torch
+
+        return torch.load(path, map_location="cuda:0", weights_only=True, mmap=True)
+
+    def save_gpu(self, state: State, path: Path) -> None:
+        self.save(state, path)
+
     def save(self, state: State, path: Path, *, sync: bool = False) -> None:
         import torch
 

@@ -1,12 +1,16 @@
 // CUDA devices as Python sees them: an engine per load or save, and the pinned memory of the
 // process.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
@@ -112,8 +116,29 @@ void download(cuda::CudaCopyEngine& engine, uintptr_t address, const py::buffer&
                 });
 }
 
+// One slot's worth at once: (offset in the buffer, device address, bytes) each.
+void upload_pieces(cuda::CudaCopyEngine& engine, const py::buffer& buffer,
+                   const std::vector<std::tuple<uint64_t, uintptr_t, uint64_t>>& pieces) {
+  const py::buffer_info info = buffer.request();
+  const auto nbytes = static_cast<uint64_t>(info.size * info.itemsize);
+  if (nbytes > engine.slot_nbytes())
+    throw Error(Errc::invalid_argument, "upload_pieces: wanted " +
+                                            std::to_string(engine.slot_nbytes()) +
+                                            " bytes or less, found " + std::to_string(nbytes));
+  std::vector<CopyPiece> copies;
+  for (const auto& [offset, address, size] : pieces)
+    copies.push_back({offset, reinterpret_cast<std::byte*>(address), size});
+  engine.order_after_caller();
+  run_interruptible([&](const std::stop_token& stop) {
+    SlotLease lease = engine.acquire(stop);
+    std::memcpy(lease.bytes().data(), info.ptr, nbytes);
+    engine.submit(std::move(lease), copies);
+    engine.drain();
+  });
+}
+
 py::dict ring_status(int device) {
-  const cuda::RingStatus status = cuda::Device::get(device).status();
+  const cuda::RingStatus status = cuda::ring_status(device);
   py::dict result;
   result["present"] = status.present;
   result["users"] = status.users;
@@ -138,12 +163,14 @@ void register_cuda(py::module_& m) {
       .def("order_after_caller", &CudaCopyEngine::order_after_caller, Unlocked())
       .def("cancel", &CudaCopyEngine::cancel, Unlocked())
       .def("upload", &upload, py::arg("buffer"), py::arg("address"))
+      .def("upload_pieces", &upload_pieces, py::arg("buffer"), py::arg("pieces"))
       .def("download", &download, py::arg("address"), py::arg("buffer"));
   m.def("cuda_set_driver_library", &cuda::set_driver_library, py::arg("path"));
   m.def("cuda_driver_is_present", &cuda::driver_is_present, Unlocked());
   m.def("cuda_driver_version", [] { return cuda::driver().version; });
   m.def("cuda_has_kernels", &cuda::has_kernels);
   m.def("cuda_release_ring", &cuda::release_ring, py::arg("device"), Unlocked());
+  m.def("cuda_release_all_rings", &cuda::release_all_rings, Unlocked());
   m.def("cuda_ring_status", &ring_status, py::arg("device"));
 }
 

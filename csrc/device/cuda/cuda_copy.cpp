@@ -80,7 +80,15 @@ void CudaCopyEngine::give_back(unsigned slot) noexcept {
   if (::getpid() == owner_) pump_->ring().slots().give_back(slot);
 }
 
-bool release_ring(Ordinal device) { return Device::get(device).release_ring(); }
+bool release_ring(Ordinal device) {
+  return !driver_is_in_use() || Device::get(device).release_ring();
+}
+
+bool release_all_rings() { return !driver_is_in_use() || Device::release_all(); }
+
+RingStatus ring_status(Ordinal device) {
+  return driver_is_in_use() ? Device::get(device).status() : RingStatus{};
+}
 
 bool has_kernels() noexcept { return !embedded_kernels().empty(); }
 

@@ -65,7 +65,11 @@ class CudaCopyEngine final : public CopyEngine {
 
 // Gives a device's ring back, now or when its last user ends; true when it is gone on return, also
 // if there was none.
+// Neither this nor the next two initialise the driver.
 bool release_ring(Ordinal device);
+bool release_all_rings();
+
+RingStatus ring_status(Ordinal device);
 
 // True where the build compiled kernels: without them, scatter_kernel is an Error(device).
 bool has_kernels() noexcept;

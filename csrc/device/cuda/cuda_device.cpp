@@ -259,6 +259,14 @@ void Device::stop_idle_threads() noexcept {
   for (const auto& device : known.devices) device->stop_idle_thread();
 }
 
+bool Device::release_all() {
+  Registry& known = registry();
+  MutexLock lock(known.mutex);
+  bool all = true;
+  for (const auto& device : known.devices) all = device->release_ring() && all;
+  return all;
+}
+
 bool Device::release_ring() {
   MutexLock lock(mutex_);
   if (!ring_) return true;

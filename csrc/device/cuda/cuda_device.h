@@ -107,6 +107,7 @@ class Device {
 
   // Frees the ring now, or when its last user ends; true when it is gone on return.
   bool release_ring();
+  static bool release_all();
 
   // The ring may still be written to by the device and nobody can tell when that ends: it is never
   // used again and its memory never returned.

@@ -1,7 +1,8 @@
 """Compiles the CUDA kernels of this folder with nvcc and writes their bytes as an include file.
 
-Usage: ``compile_kernels.py OUTPUT.inc [--require]``. Without nvcc, or where it fails, no file is written (an old one is
-removed) and the exit status is 0: the extension then builds without kernels. ``--require`` makes that an error.
+Usage: ``compile_kernels.py OUTPUT.inc [--require]``. Without nvcc, or where it fails, the file is empty and the exit
+status 0: the extension then builds without kernels. ``--require`` makes that an error. A file that is younger than the
+kernels is kept.
 
 nvcc is looked for in ``CUDACXX``, ``CUDA_HOME/bin`` and on the path; ``TENSORIZER_NO_NVCC=1`` ignores it.
 """
@@ -57,18 +58,26 @@ def compile_fat_binary(nvcc: str) -> bytes:
 
 
 def write_include(path: Path, data: bytes) -> None:
-    """Writes ``data`` as numbers separated by commas; leaves an equal file alone, so that nothing is rebuilt."""
+    """Writes ``data`` as numbers with a comma after each."""
     lines = (data[at : at + BYTES_PER_LINE] for at in range(0, len(data), BYTES_PER_LINE))
     text = "".join(",".join(map(str, line)) + ",\n" for line in lines)
-    if path.is_file() and path.read_text() == text:
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
 
+def is_fresh(path: Path) -> bool:
+    """Whether the file has kernels in it and nothing they are made of is younger."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    made_of = [SOURCE, SOURCE.with_suffix(".h"), Path(__file__)]
+    return path.stat().st_mtime >= max(file.stat().st_mtime for file in made_of)
+
+
 def build(path: Path) -> Optional[str]:
-    """Makes the include file; returns why there is none, or None where there is one."""
+    """Makes the include file; returns why it is empty, or None where it has kernels in it."""
     nvcc = find_nvcc()
+    if nvcc is not None and is_fresh(path):
+        return None
     if nvcc is None:
         why = "there is no nvcc"
     else:
@@ -79,7 +88,8 @@ def build(path: Path) -> Optional[str]:
             why = f"nvcc failed: {(error.stderr or '').strip()}"
         except (OSError, RuntimeError) as error:
             why = str(error)
-    path.unlink(missing_ok=True)
+    if not path.is_file() or path.stat().st_size > 0:
+        write_include(path, b"")
     return why
 
 
@@ -90,7 +100,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     why = build(Path(paths[0]))
-    if why is not None:
+    if why is not None and (required or find_nvcc() is not None):
         print(f"tensorizer: built without CUDA kernels: {why}", file=sys.stderr)
     return 1 if why is not None and required else 0
 

@@ -1,0 +1,75 @@
+"""Loads to and saves from a CUDA device. Not among the cases of a plain run: ``make bench-gpu`` names them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from benchmarks import gpu, memory, models
+from benchmarks.case import Bench, Case, Goal
+from benchmarks.contenders.link import Link
+
+
+def load_from(bench: Bench, path: Path) -> float:
+    """All tensors on the device, until it has them."""
+    gpu.require_device()
+    if isinstance(bench.contender, Link):
+        return bench.contender.seconds(bench.manifest.nbytes, to_device=True)
+    memory.warm_page_cache(path)
+    with bench.clock():
+        state = bench.contender.load_gpu(path)
+        gpu.settle()
+    bench.check(gpu.fetch(state))
+    return bench.seconds
+
+
+def load(bench: Bench) -> float:
+    """From a file in the page cache."""
+    return load_from(bench, bench.path)
+
+
+def load_tmpfs(bench: Bench) -> float:
+    """From a file in memory."""
+    if isinstance(bench.contender, Link):
+        return load_from(bench, bench.path)
+    copy = Path(bench.settings["tmpfs"]) / f"bench-load-{bench.contender.name}{bench.contender.suffix}"
+    try:
+        shutil.copyfile(bench.path, copy)
+        return load_from(bench, copy)
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def save(bench: Bench) -> float:
+    """The whole state dict from the device into a new file in memory."""
+    gpu.require_device()
+    if isinstance(bench.contender, Link):
+        return bench.contender.seconds(bench.manifest.nbytes, to_device=False)
+    bench.scratch = Path(bench.settings["tmpfs"])
+    state = gpu.put(models.read_base(bench.folder))
+    gpu.settle()
+    try:
+        with bench.clock():
+            bench.contender.save_gpu(state, bench.target)
+        if bench.target.stat().st_size < bench.manifest.nbytes:
+            raise RuntimeError(f"{bench.contender.label}: the file is too short")
+    finally:
+        bench.target.unlink(missing_ok=True)
+    return bench.seconds
+
+
+LOAD_GOALS = (Goal("link", at_least=0.92), Goal("reference", at_least=3.0))
+
+CASES = (
+    Case("gpu-load-hot", "load to the GPU, page cache hot", "load_gpu", load, limit="link", goals=LOAD_GOALS),
+    Case("gpu-load-tmpfs", "load to the GPU from tmpfs", "load_gpu", load_tmpfs, limit="link", goals=LOAD_GOALS),
+    Case("gpu-load-many", "18,867 small tensors to the GPU", "load_gpu", load, model="many", limit="link"),
+    Case(
+        "gpu-save-tmpfs",
+        "save from the GPU to tmpfs",
+        "save_gpu",
+        save,
+        limit="link",
+        goals=(Goal("reference", at_least=5.0),),
+    ),
+)

@@ -1,0 +1,178 @@
+"""A CUDA device for tests: the real one, or the fake driver of ``tests/native/fake_cuda`` under the real engine.
+
+The fake driver moves real bytes through the whole C++ pipeline (ring, streams, events) and checks CUDA's rules. Torch's
+CPU build cannot allocate "device" memory, so the few lines of ``tensorizer._cuda`` that ask torch for it are replaced:
+destinations are then memory of the fake driver, which the host cannot touch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import subprocess
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import torch
+
+from tensorizer import _C, TensorDeserializer, TensorSerializer, _cuda, _reading
+
+ROOT = Path(__file__).resolve().parents[1]
+FAKE = ROOT / "tests" / "native" / "fake_cuda"
+
+
+def build_fake_driver() -> Path:
+    """Compiles the fake driver, once per change of its sources."""
+    library = ROOT / "build" / "fake_cuda" / "libfake_cuda.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    made_of = [*FAKE.iterdir(), ROOT / "csrc" / "device" / "cuda" / "kernels" / "scatter.h"]
+    with (library.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists() or library.stat().st_mtime < max(f.stat().st_mtime for f in made_of):
+            flags = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
+            sources = [str(f) for f in sorted(FAKE.glob("*.cpp"))]
+            compiler = os.environ.get("CXX", "c++").split()
+            partial = library.with_suffix(".partial")
+            command = [*compiler, *flags, f"-I{ROOT / 'csrc'}", *sources, "-o", str(partial)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            partial.replace(library)
+    return library
+
+
+class FakeDriver:
+    """The fake driver's control functions (``fake_cuda.h``)."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        self._declare("allocate", pointer, ctypes.c_int, size)
+        self._declare("free", None, pointer, pointer)
+        self._declare("read", None, pointer, pointer, size)
+        self._declare("write", None, pointer, pointer, size)
+        self._declare("compute", None, pointer, ctypes.c_int, pointer, size, ctypes.c_int, number)
+        self._declare("wait", None, pointer, ctypes.c_int)
+        self._declare("fail", None, ctypes.c_char_p)
+        self._declare("set_delay", None, number, number)
+        self._declare("calls", number, ctypes.c_char_p)
+        self._declare("leaks", ctypes.c_char_p)
+        self._declare("reset", None)
+
+    def _declare(self, name: str, result: Any, *arguments: Any) -> None:
+        function = getattr(self._library, f"fake_cuda_{name}")
+        function.restype = result
+        function.argtypes = list(arguments)
+        setattr(self, name, function)
+
+    def memory(self, nbytes: int, device: int) -> torch.Tensor:
+        """A flat byte tensor over device memory: only its address may be used. Freed as an allocator would."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        address = self.allocate(device, nbytes)
+        array = (ctypes.c_ubyte * nbytes).from_address(address)
+        weakref.finalize(array, self.free, address, None)
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+
+class OnFakeDevice(torch.Tensor):
+    """A tensor over the fake driver's memory that says so."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+
+
+class Accelerator:
+    """What the tests of the CUDA pipeline need of a device."""
+
+    name: str
+
+    def load(self, source: Any, device: Any = "cuda:0", **options: Any) -> dict[Any, torch.Tensor]:
+        """All tensors of a file, loaded to the device, brought back by other means than ours."""
+        return {name: self.fetch(value) for name, value in TensorDeserializer(source, device=device, **options).items()}
+
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor on the CPU."""
+        raise NotImplementedError
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device."""
+        raise NotImplementedError
+
+    def keep_busy(self, milliseconds: int) -> None:
+        """Enqueues work on the current stream."""
+        raise NotImplementedError
+
+    def save(self, target: Any, state: dict[str, torch.Tensor], **options: Any) -> None:
+        """Saves device tensors."""
+        serializer = TensorSerializer(target, **options)
+        for name, value in state.items():
+            serializer.write_tensor(0, name, 2, value)
+        serializer.close()
+
+
+class RealDevice(Accelerator):
+    name = "real"
+
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        return value.detach().view(torch.uint8).cpu().view(value.dtype) if value.dim() else value.detach().cpu()
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to("cuda:0")
+
+    def keep_busy(self, milliseconds: int) -> None:
+        torch.cuda._sleep(milliseconds * 1_500_000)  # cycles of a clock of about 1.5 GHz
+
+
+class FakeDevice(Accelerator):
+    name = "fake"
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self.driver = driver
+
+    def install(self, monkeypatch: Any) -> None:
+        """Lets tensorizer believe in two CUDA devices for the length of a test."""
+
+        def allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+            return [self.driver.memory(nbytes, device.index) for nbytes in sizes]
+
+        def deliver(reader: Any, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
+            return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(_cuda, "allocate", allocate)
+        monkeypatch.setattr(_reading.TensorReader, "_deliver", deliver)
+
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        result = torch.empty(value.shape, dtype=value.dtype)
+        nbytes = value.numel() * value.element_size()
+        if nbytes:
+            self.driver.read(value.data_ptr(), result.data_ptr(), nbytes)
+        return result
+
+    def put(self, value: torch.Tensor) -> torch.Tensor:
+        nbytes = value.numel() * value.element_size()
+        flat = self.driver.memory(nbytes, 0)
+        if nbytes:
+            self.driver.write(flat.data_ptr(), value.contiguous().data_ptr(), nbytes)
+        return flat.view(value.dtype).view(value.shape).as_subclass(OnFakeDevice)
+
+    def keep_busy(self, milliseconds: int) -> None:
+        scratch = self.driver.memory(1, 0)
+        self.driver.compute(None, 0, scratch.data_ptr(), 1, 1, milliseconds * 1000)
+
+
+_driver: Optional[FakeDriver] = None
+
+
+def fake_driver() -> FakeDriver:
+    """The fake driver, in use by this process from here on."""
+    global _driver
+    if _driver is None:
+        path = build_fake_driver()
+        _C.cuda_set_driver_library(str(path))
+        _driver = FakeDriver(path)
+    return _driver

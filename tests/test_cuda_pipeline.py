@@ -1,0 +1,418 @@
+"""Loads to and saves from CUDA devices: the same claims for a real device and for the fake driver."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import accelerators
+import golden_files
+import pytest
+import samples
+import torch
+
+from tensorizer import _C, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer.errors import DeviceError, HashMismatchError
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.gpu)])
+def gpu(request, monkeypatch):
+    if request.param == "real":
+        yield accelerators.RealDevice()
+        return
+    if torch.cuda.is_available():
+        pytest.skip("this process uses a real device")
+    driver = accelerators.fake_driver()
+    driver.reset()
+    driver.set_delay(0, 100)
+    device = accelerators.FakeDevice(driver)
+    device.install(monkeypatch)
+    monkeypatch.setenv("TENSORIZER_RING_SLOTS", "4")
+    monkeypatch.setenv("TENSORIZER_RING_SLOT_MIB", "1")
+    yield device
+    driver.reset()
+    for index in range(2):
+        assert _C.cuda_release_ring(index)
+    assert driver.leaks() == b""
+
+
+@pytest.fixture
+def fake(gpu):
+    if gpu.name != "fake":
+        pytest.skip("needs what only the fake driver can do")
+    return gpu.driver
+
+
+def written(state, **options) -> io.BytesIO:
+    file = io.BytesIO()
+    serializer = TensorSerializer(file, **options)
+    serializer.write_state_dict(state)
+    serializer.close()
+    return io.BytesIO(file.getvalue())
+
+
+def on_cpu(file, **options):
+    file.seek(0)
+    return dict(TensorDeserializer(io.BytesIO(file.getvalue()), device="cpu", **options).items())
+
+
+def assert_loads_as_on_cpu(gpu, file, **options):
+    wanted = on_cpu(file, **options)
+    found = gpu.load(io.BytesIO(file.getvalue()), **options)
+    assert list(found) == list(wanted)
+    for name, tensor in wanted.items():
+        assert samples.same(found[name], tensor.detach()), name
+
+
+def test_every_dtype_arrives_to_the_bit(gpu):
+    state = {f"t{i}": samples.tensor((5, 7), dtype, i) for i, dtype in enumerate(samples.ALL_DTYPES)}
+    assert_loads_as_on_cpu(gpu, written(state), verify_hash=True)
+
+
+def test_tensors_of_odd_sizes_at_odd_offsets_arrive_to_the_bit(gpu):
+    state = {f"{i:03}": samples.tensor((i * i + i % 3,), torch.uint8, i) for i in range(80)}
+    state.update(scalar=samples.tensor((), torch.float64, 1), empty=torch.empty(0, 5))
+    assert_loads_as_on_cpu(gpu, written(state))
+
+
+def test_a_tensor_larger_than_the_ring_arrives_to_the_bit(gpu, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_RING_SLOTS", "2")
+    monkeypatch.setenv("TENSORIZER_RING_SLOT_MIB", "1")
+    state = {"large": samples.tensor((9 * MIB + 13,), torch.uint8), "after": samples.tensor((3,))}
+    assert_loads_as_on_cpu(gpu, written(state), verify_hash=True)
+
+
+def test_twenty_thousand_small_tensors_arrive_to_the_bit(gpu):
+    count = 20_000 if gpu.name == "real" else 3_000  # each is a mapping of its own on the fake device
+    state = {f"layer.{i}": samples.tensor((1 + i % 9,), torch.int16, i) for i in range(count)}
+    assert_loads_as_on_cpu(gpu, written(state))
+
+
+@pytest.mark.parametrize("golden", golden_files.select(refused=False), ids=golden_files.name_of)
+def test_every_golden_file_arrives_as_on_the_cpu(gpu, golden, monkeypatch):
+    if gpu.name == "fake" and any(t["content"] is None or t["nbytes"] == 0 for t in golden["tensors"]):
+        pytest.skip("torch's CPU build cannot write the zeros of tensors without data")
+    monkeypatch.setenv("TENSORIZER_RING_SLOTS", "2")
+    secret = golden_files.secret(golden)
+    keys = {}
+    if secret is not None:
+        make = DecryptionParams.from_key if "key" in secret else DecryptionParams.from_string
+        keys["encryption"] = make(next(iter(secret.values())))
+    assert_loads_as_on_cpu(gpu, io.BytesIO(golden_files.read(golden)), **keys)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_encrypted_tensors_are_decrypted_on_their_way(gpu, verify):
+    encryption = EncryptionParams.random()
+    state = {"a": samples.tensor((5 * MIB + 3,), torch.uint8), "b": samples.tensor((7, 3)), "c": samples.tensor(())}
+    decryption = DecryptionParams.from_key(encryption.key)
+    assert_loads_as_on_cpu(gpu, written(state, encryption=encryption), encryption=decryption, verify_hash=verify)
+
+
+def test_a_damaged_tensor_is_noticed_and_the_next_load_works(gpu):
+    state = {"a": samples.tensor((3 * MIB,), torch.uint8), "b": samples.tensor((100,))}
+    file = written(state)
+    damaged = bytearray(file.getvalue())
+    damaged[-5] ^= 1
+    with pytest.raises(HashMismatchError):
+        gpu.load(io.BytesIO(bytes(damaged)), verify_hash=True)
+    assert_loads_as_on_cpu(gpu, file, verify_hash=True)
+
+
+def test_two_loads_at_once_share_the_ring_and_keep_their_bytes_apart(gpu):
+    files = [written({"x": samples.tensor((6 * MIB + i,), torch.uint8, i)}) for i in range(2)]
+    wanted = [on_cpu(file)["x"] for file in files]
+    found = [None, None]
+
+    def load(i):
+        found[i] = gpu.load(io.BytesIO(files[i].getvalue()))["x"]
+
+    threads = [threading.Thread(target=load, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(samples.same(a, b.detach()) for a, b in zip(found, wanted))
+
+
+def test_a_load_behind_a_busy_stream_writes_after_it(gpu):
+    file = written({f"t{i}": samples.tensor((MIB,), torch.uint8, i) for i in range(6)})
+    gpu.keep_busy(200)
+    assert_loads_as_on_cpu(gpu, file)
+
+
+def test_lazy_reads_and_filters_bring_what_was_asked_for(gpu):
+    state = {f"t{i}": samples.tensor((1000 + i,), torch.float32, i) for i in range(10)}
+    file = written(state)
+    found = gpu.load(io.BytesIO(file.getvalue()), filter_func=lambda name: name in ("t2", "t7"))
+    assert list(found) == ["t2", "t7"]
+    with TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0", lazy_load=True) as lazy:
+        for name in ("t9", "t0", "t4"):
+            assert samples.same(gpu.fetch(lazy[name]), state[name])
+
+
+def test_a_mapping_spreads_one_file_over_two_devices(gpu):
+    if gpu.name == "real" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    state = {f"{part}.{i}": samples.tensor((300_000 + i,), torch.uint8, i) for part in "ab" for i in range(3)}
+    found = gpu.load(written(state), device={"a": "cuda:0", "b": "cuda:1"})
+    assert all(samples.same(found[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_file_saved_from_the_device_is_that_saved_from_the_host(gpu, encrypted, tmp_path):
+    state = {
+        "large": samples.tensor((9 * MIB + 7,), torch.uint8),
+        "matrix": samples.tensor((33, 65), torch.bfloat16),
+        "scalar": samples.tensor((), torch.float64),
+        **{f"small{i}": samples.tensor((i + 1,), torch.int32, i) for i in range(300)},
+    }
+    encryption = EncryptionParams.random() if encrypted else None
+    on_device = {name: gpu.put(value) for name, value in state.items()}
+    gpu.save(tmp_path / "device.tensors", on_device, encryption=encryption)
+    keys = {"encryption": DecryptionParams.from_key(encryption.key)} if encryption else {}
+    loaded = TensorDeserializer(tmp_path / "device.tensors", device="cpu", verify_hash=True, **keys)
+    samples.assert_same(dict(loaded), state)
+    if not encrypted:
+        cpu = TensorSerializer(tmp_path / "host.tensors")
+        for name, value in state.items():
+            cpu.write_tensor(0, name, 2, value)
+        cpu.close()
+        assert (tmp_path / "device.tensors").read_bytes() == (tmp_path / "host.tensors").read_bytes()
+
+
+# ---- what only a real device has ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_memory_that_the_allocator_reuses_is_not_written_before_its_former_owner_is_done():
+    state = {f"t{i}": samples.tensor((4 * MIB,), torch.uint8, i) for i in range(8)}
+    file = written(state)
+    for _ in range(5):
+        former = [torch.empty(4 * MIB, dtype=torch.uint8, device="cuda:0") for _ in range(8)]
+        torch.cuda._sleep(100_000_000)
+        for tensor in former:
+            tensor.fill_(7)
+        del former, tensor
+        loaded = TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0")
+        samples.assert_same({name: value.detach().cpu() for name, value in loaded.items()}, state)
+
+
+@pytest.mark.gpu
+def test_work_after_a_load_sees_the_data_without_synchronising():
+    state = {"x": torch.arange(8 * MIB, dtype=torch.int32)}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        loaded = TensorDeserializer(written(state), device="cuda:0")
+        doubled = loaded["x"] * 2
+    stream.synchronize()
+    assert torch.equal(doubled.cpu(), state["x"] * 2)
+
+
+@pytest.mark.gpu
+def test_a_load_while_another_stream_computes_changes_neither():
+    file = written({"x": samples.tensor((64 * MIB,), torch.uint8)})
+    wanted = on_cpu(file)["x"]
+    matrix = torch.randn(2048, 2048, device="cuda:0")
+    alone = matrix @ matrix
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results = [matrix @ matrix for _ in range(50)]
+    loaded = TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0")
+    assert samples.same(loaded["x"].detach().cpu(), wanted.detach())
+    stream.synchronize()
+    assert all(torch.equal(result, alone) for result in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtype_converts_on_the_device_as_on_the_cpu(dtype):
+    state = {"f": torch.randn(1000), "h": torch.randn(1000).half(), "i": torch.arange(10), "b": torch.ones(3) > 0}
+    file = written(state)
+    wanted = on_cpu(file, dtype=dtype)
+    found = TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0", dtype=dtype)
+    for name, tensor in wanted.items():
+        assert samples.same(found[name].detach().cpu(), tensor.detach())
+
+
+@pytest.mark.gpu
+def test_load_into_module_places_parameters_on_the_device():
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200))
+    file = io.BytesIO()
+    serializer = TensorSerializer(file)
+    serializer.write_module(model)
+    serializer.close()
+    target = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200)).to("meta")
+    TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0").load_into_module(target)
+    found = {name: value.cpu() for name, value in target.state_dict().items()}
+    samples.assert_same(found, dict(model.state_dict()))
+
+
+@pytest.mark.gpu
+def test_a_save_right_after_computing_writes_what_was_computed(tmp_path):
+    value = torch.zeros(32 * MIB, dtype=torch.uint8, device="cuda:0")
+    torch.cuda._sleep(100_000_000)
+    value.fill_(9)
+    serializer = TensorSerializer(tmp_path / "x.tensors")
+    serializer.write_state_dict({"x": value})
+    serializer.close()
+    value.fill_(1)
+    loaded = TensorDeserializer(tmp_path / "x.tensors", device="cpu", verify_hash=True)
+    assert bool((loaded["x"] == 9).all())
+
+
+@pytest.mark.gpu
+def test_the_scatter_kernel_gives_the_bytes_of_plain_copies():
+    if not _C.cuda_has_kernels():
+        pytest.skip("built without nvcc")
+    # Through the engine itself: many pieces per slot, of every alignment, as a load of small tensors has them.
+    sizes = [1 + (i * 37) % 4099 for i in range(4000)]
+    source = samples.stream(sum(sizes), "scatter")
+    device = torch.zeros(sum(sizes) + 3 * len(sizes), dtype=torch.uint8, device="cuda:0")
+    pieces, wanted, at, to = [], bytearray(device.numel()), 0, 0
+    for i, nbytes in enumerate(sizes):
+        pieces.append((at, device.data_ptr() + to, nbytes))
+        wanted[to : to + nbytes] = source[at : at + nbytes]
+        at, to = at + nbytes, to + nbytes + i % 4
+    stream = torch.cuda.current_stream().cuda_stream
+    engine = _C.CudaCopyEngine(0, stream, slot_nbytes=16 * MIB, scatter_kernel=True)
+    engine.upload_pieces(source, pieces)
+    assert bytes(device.cpu().numpy()) == bytes(wanted)
+
+
+@pytest.mark.gpu
+def test_a_device_that_is_full_is_an_out_of_memory_error_and_the_next_load_works():
+    file = written({"x": samples.tensor((64 * MIB,), torch.uint8)})
+    free, _ = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 16 * MIB / free))
+    try:
+        torch.cuda.empty_cache()
+        with pytest.raises(torch.OutOfMemoryError):
+            TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    loaded = TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0")
+    assert samples.same(loaded["x"].detach().cpu(), on_cpu(file)["x"].detach())
+
+
+# ---- failures, on the fake driver -----------------------------------------------------------------------------------
+
+SMALL = {f"t{i}": samples.tensor((200_000,), torch.uint8, i) for i in range(30)}
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync:2:700", "cuEventSynchronize:2:999", "cuStreamCreate:1:999"])
+def test_a_failing_driver_is_a_device_error_and_the_next_load_works(gpu, fake, call):
+    file = written(SMALL)
+    fake.fail(call.encode())
+    with pytest.raises(DeviceError, match=r"CUDA device 0|CUDA stream"):
+        gpu.load(io.BytesIO(file.getvalue()))
+    fake.reset()
+    assert_loads_as_on_cpu(gpu, file)
+
+
+def test_memory_that_cannot_be_pinned_is_a_memory_error(gpu, fake):
+    fake.fail(b"cuMemHostRegister:1:2")
+    with pytest.raises(MemoryError, match="pinning"):
+        gpu.load(written(SMALL))
+
+
+def test_ctrl_c_ends_a_load_with_copies_in_flight_and_the_next_load_works(gpu, fake):
+    file = written({"x": samples.tensor((40 * MIB,), torch.uint8)})
+    fake.set_delay(20_000, 20_000)  # of each copy of a MiB: 0.8 s in all
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        gpu.load(io.BytesIO(file.getvalue()))
+    assert time.monotonic() - began < 30
+    timer.join()
+    fake.set_delay(0, 0)
+    assert_loads_as_on_cpu(gpu, file)
+
+
+def run_script(text: str, path) -> subprocess.CompletedProcess:
+    """Runs a script in a process of its own, with the fake driver's ``device`` and the ``path`` of a model."""
+    library = accelerators.build_fake_driver()
+    head = """
+        import os, sys, threading, time
+        sys.path.insert(0, os.environ["TESTS"])
+        import accelerators, pytest, torch
+        device = accelerators.FakeDevice(accelerators.fake_driver())
+        device.install(pytest.MonkeyPatch())
+        path = os.environ["MODEL"]
+        """
+    settings = {"TENSORIZER_RING_SLOT_MIB": "1", "TENSORIZER_CUDA_LIBRARY": str(library), "MODEL": str(path)}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(text)],
+        env=dict(os.environ, TESTS=os.path.dirname(__file__), **settings),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    path = tmp_path / "model.tensors"
+    path.write_bytes(written({"x": samples.tensor((30 * MIB,), torch.uint8)}).getvalue())
+    return path
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a real device")
+def test_the_interpreter_ends_cleanly_with_a_load_in_flight(model_file):
+    result = run_script(
+        """
+        device.driver.set_delay(30_000, 30_000)
+        threading.Thread(target=device.load, args=(path,), daemon=True).start()
+        while device.driver.calls(b"cuMemcpyHtoDAsync") == 0:
+            time.sleep(0.01)
+        """,
+        model_file,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a real device")
+def test_a_forked_child_gets_an_error_that_names_spawn_and_the_parent_goes_on(model_file):
+    result = run_script(
+        """
+        before = device.load(path)
+        child = os.fork()
+        if child == 0:
+            try:
+                device.load(path)
+            except Exception as error:
+                sys.exit(0 if type(error).__name__ == "DeviceError" and "spawn" in str(error) else 1)
+            sys.exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(device.load(path)["x"], before["x"])
+        """,
+        model_file,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a real device")
+def test_importing_does_not_touch_the_driver_so_a_forked_child_may_use_it(model_file):
+    result = run_script(
+        """
+        child = os.fork()
+        if child == 0:
+            assert device.load(path)["x"].numel() == 30 << 20
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert device.load(path)["x"].numel() == 30 << 20
+        """,
+        model_file,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
