@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 from . import _C
+from ._upload_on_close import UploadOnClose
 
 __all__ = ["OpenedSource", "is_path", "open_source", "real_file", "scheme_of"]
 
@@ -80,7 +81,7 @@ def real_file(file_obj: Any) -> Optional[int]:
     Only Python's own file classes are trusted, and subclasses that leave their methods alone: other objects may offer
     the descriptor of something they transform.
     """
-    if isinstance(file_obj, (tempfile._TemporaryFileWrapper, tempfile.SpooledTemporaryFile)):
+    if isinstance(file_obj, (tempfile._TemporaryFileWrapper, tempfile.SpooledTemporaryFile, UploadOnClose)):
         file_obj = getattr(file_obj, "file", None) or getattr(file_obj, "_file", None)
     raw = getattr(file_obj, "raw", file_obj)
     if not (_is_plain(file_obj, _FILE_CLASSES) and _is_plain(raw, (io.FileIO,))):

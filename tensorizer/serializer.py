@@ -16,6 +16,7 @@ from . import _C, _cuda, _dtypes, module_tree
 from ._entries import TensorType
 from ._keys import check_encryption, encryption_key
 from ._sinks import open_sink
+from ._upload_on_close import UploadOnClose
 from .errors import FieldRangeError
 from .progress import ProgressArgument, progress_reporter
 
@@ -114,6 +115,8 @@ class TensorSerializer:
 
         opened = open_sink(file_obj, fsync, stream_options)
         self._close_stream = opened.close
+        # Half of a file is not uploaded.
+        self._discard_stream = opened.stream.discard if isinstance(opened.stream, UploadOnClose) else opened.close
         self._session = _C.SaveSession(
             opened.sink,
             opened.start,
@@ -160,6 +163,7 @@ class TensorSerializer:
         if exc_type is None:
             self.close()
             return
+        self._close_stream = self._discard_stream
         with contextlib.suppress(Exception):  # the exception that is on its way tells more
             self._abandon()
 

@@ -7,9 +7,8 @@ import subprocess
 import threading
 
 import pytest
-
-import tensorizer._C as _C
 from servers.redis_server import RedisServer, redis_is_installed
+
 from tensorizer.errors import StreamError
 from tensorizer.streams.redis import RedisStreamFile
 from tensorizer.streams.redis_export import _ClientWriter, _writer_for, export_to_redis
@@ -142,7 +141,7 @@ def test_an_interrupted_export_is_invisible_and_is_resumed(server, file, kind):
     limit = client.info("memory")["used_memory"] + 4_000_000
     client.config_set("maxmemory", limit)
     try:
-        with pytest.raises((StreamError, redis.ResponseError), match="OOM|maxmemory"):
+        with pytest.raises((StreamError, redis.ResponseError), match=r"OOM|maxmemory"):
             export_to_redis(file.source, file.header, file.records, CLIENTS[kind](server), "resume" + kind)
     finally:
         client.config_set("maxmemory", 0)
@@ -186,14 +185,18 @@ def test_payloads_above_the_limit_of_a_value_are_stored_in_pieces(monkeypatch, k
         client.close()
 
 
+def export_many(file, client):
+    for i in range(10_000):
+        export_to_redis(file.source, file.header, file.records, client, f"p{i}")
+
+
 def test_a_server_that_goes_away_is_an_error_and_leaves_no_thread(file):
     with RedisServer() as short_lived:
         client = short_lived.client()
         timer = threading.Timer(0.2, short_lived.stop)
         timer.start()
         with pytest.raises(StreamError):
-            for i in range(10_000):
-                export_to_redis(file.source, file.header, file.records, client, f"p{i}")
+            export_many(file, client)
         timer.join()
         client.close()
 
@@ -227,7 +230,9 @@ def test_the_reference_reads_what_we_store_and_stores_the_same_keys(server, refe
     python = str(reference_python("2.12.1"))
     path = tmp_path / "model.tensors"
     client = server.client()
-    run = subprocess.run([python, "-I", "-c", WRITE, str(path), str(server.port)], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [python, "-I", "-c", WRITE, str(path), str(server.port)], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     lines = [line.rsplit(" ", 3) for line in run.stdout.splitlines()]
     records = [(name.encode(), int(offset), int(data), int(nbytes)) for name, offset, data, nbytes in lines]
@@ -236,7 +241,10 @@ def test_the_reference_reads_what_we_store_and_stores_the_same_keys(server, refe
     export_to_redis(source, theirs[b"theirs:header:0"], records, client, "ours")
     assert stored(client, "ours") == {key.replace(b"theirs", b"ours", 1): value for key, value in theirs.items()}
     read = subprocess.run(
-        [python, "-I", "-c", PROGRAM, f"redis://127.0.0.1:{server.port}/ours"], capture_output=True, text=True, check=False
+        [python, "-I", "-c", PROGRAM, f"redis://127.0.0.1:{server.port}/ours"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert read.returncode == 0, read.stderr
     local = subprocess.run([python, "-I", "-c", PROGRAM, str(path)], capture_output=True, text=True, check=True)

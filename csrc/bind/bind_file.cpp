@@ -6,6 +6,7 @@
 #include "bind/bindings.h"
 #include "bind/py_file_sink.h"
 #include "bind/py_file_source.h"
+#include "bind/py_range_source.h"
 #include "core/error.h"
 #include "io/file_mapping.h"
 #include "io/file_sink.h"
@@ -39,6 +40,15 @@ void register_file(py::module_& m) {
                              [](const io::FileMapping& map) { return map.bytes().size(); });
   py::class_<PyFileSource, io::RangeSource, std::shared_ptr<PyFileSource>>(m, "PyFileSource")
       .def(py::init<py::object, std::string>(), py::arg("file"), py::arg("name"));
+  py::class_<PyRangeSource, io::RangeSource, std::shared_ptr<PyRangeSource>>(m, "PyRangeSource")
+      .def(py::init([](py::object read, uint64_t nbytes, std::string name, unsigned concurrency,
+                       uint64_t unit_nbytes, uint64_t gap_nbytes) {
+             const io::SourceTraits traits{concurrency, unit_nbytes, gap_nbytes, false};
+             return std::make_shared<PyRangeSource>(std::move(read), nbytes, std::move(name),
+                                                    traits);
+           }),
+           py::arg("read"), py::arg("nbytes"), py::arg("name"), py::kw_only(),
+           py::arg("concurrency"), py::arg("unit_nbytes"), py::arg("gap_nbytes"));
 
   py::class_<FileSink, io::RangeSink, std::shared_ptr<FileSink>>(m, "FileSink")
       .def_static(

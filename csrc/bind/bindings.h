@@ -13,6 +13,7 @@ void register_crypto(pybind11::module_& m);
 void register_load(pybind11::module_& m);
 void register_save(pybind11::module_& m);
 void register_http(pybind11::module_& m);
+void register_multipart(pybind11::module_& m);
 void register_redis(pybind11::module_& m);
 
 }  // namespace tensorizer::bind

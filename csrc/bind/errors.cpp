@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bind/bindings.h"
+#include "bind/python_error.h"
 #include "core/error.h"
 
 namespace tensorizer::bind {
@@ -56,6 +57,8 @@ py::object make_exception(const Error& error) {
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
+  } catch (const PythonError& error) {
+    PyErr_SetObject(py::type::handle_of(error.exception()).ptr(), error.exception().ptr());
   } catch (const Error& error) {
     py::object exception = make_exception(error);
     PyErr_SetObject(py::type::handle_of(exception).ptr(), exception.ptr());

@@ -98,6 +98,9 @@ class MultipartSink final : public RangeSink {
   void abandon() noexcept override;
   void finish(const std::stop_token& stop) override;
 
+  // True after a fork, in the child.
+  bool is_foreign_process() const noexcept;
+
   // For tests: the most bytes that part buffers have taken at once.
   uint64_t peak_nbytes() const;
 
@@ -136,7 +139,6 @@ class MultipartSink final : public RangeSink {
   void put_single(const std::stop_token& stop);
   void put_rest(const std::stop_token& stop);
   void stop_threads() noexcept;
-  bool is_foreign_process() const noexcept;
 
   const std::unique_ptr<MultipartTransport> transport_;
   const std::string name_;

@@ -24,6 +24,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def answers(port: int) -> bool:
+    """Whether somebody listens."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     """A self-signed certificate for localhost and 127.0.0.1: (certificate, key)."""
     certificate, key = folder / "server.crt", folder / "server.key"
@@ -91,15 +98,11 @@ class RedisServer:
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=1):
-                    return
-            except OSError:
-                if time.monotonic() > deadline or self._process.poll() is not None:
-                    raise RuntimeError("redis-server did not start") from None
-                time.sleep(0.02)
+        deadline = time.monotonic() + 30
+        while not answers(self.port):
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise RuntimeError("redis-server did not start")
+            time.sleep(0.02)
 
     def stop(self) -> None:
         if self._process is not None:

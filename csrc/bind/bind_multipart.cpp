@@ -1,0 +1,128 @@
+// Multipart uploads: Python (tensorizer/s3.py) decides and signs, libcurl moves the bytes.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bind/bindings.h"
+#include "bind/gil.h"
+#include "bind/python_error.h"
+#include "io/http_put.h"
+#include "io/multipart_sink.h"
+
+namespace tensorizer::bind {
+namespace {
+
+using io::MultipartSink;
+
+// The callbacks are methods of a Python object: create(), part_url(number), object_url(),
+// complete(etags), abort().
+class PythonTransport final : public io::MultipartTransport {
+ public:
+  PythonTransport(py::object upload, std::string name, io::HttpOptions options)
+      : upload_(keep_alive(std::move(upload))),
+        name_(std::move(name)),
+        uploader_(std::move(options)) {}
+
+  void create(const std::stop_token&) override {
+    call_python([&] { upload().attr("create")(); });
+  }
+
+  std::string put_part(int number, io::ConstSlice bytes, const std::stop_token& stop) override {
+    const io::ResponseHead response = put(bytes, stop, [this, number] {
+      return upload().attr("part_url")(number).cast<std::string>();
+    });
+    const auto etag = response.headers.find("etag");
+    if (!etag)
+      throw Error(Errc::io,
+                  "Failed to write " + name_ + ": the answer to part " + std::to_string(number) +
+                      " has no ETag; the server does not speak S3",
+                  name_);
+    return std::string(*etag);
+  }
+
+  void complete(const std::vector<std::string>& etags, const std::stop_token&) override {
+    call_python([&] { upload().attr("complete")(etags); });
+  }
+
+  void abort() noexcept override {
+    if (interpreter_is_finalizing()) return;
+    try {
+      call_python([&] { upload().attr("abort")(); });
+    } catch (...) {  // the failure that led here is the one to report; abort() itself logs
+    }
+  }
+
+  void put_object(io::ConstSlice bytes, const std::stop_token& stop) override {
+    put(bytes, stop, [this] { return upload().attr("object_url")().cast<std::string>(); });
+  }
+
+ private:
+  py::handle upload() const noexcept { return static_cast<PyObject*>(upload_.get()); }
+
+  template <class GiveUrl>
+  io::ResponseHead put(io::ConstSlice bytes, const std::stop_token& stop, GiveUrl give_url) {
+    io::HttpPut request;
+    request.url = [&] { return call_python(give_url); };
+    request.display_name = name_;
+    request.body = std::span<const io::ConstSlice>(&bytes, 1);
+    return io::http_put(uploader_, request, stop);
+  }
+
+  const std::shared_ptr<void> upload_;
+  const std::string name_;
+  io::HttpUploader uploader_;
+};
+
+// The end of an upload waits for its threads, which may be waiting for the lock.
+void destroy(MultipartSink* sink) {
+  if (sink->is_foreign_process() || interpreter_is_finalizing()) return;  // leaks on purpose
+  if (!PyGILState_Check()) {
+    delete sink;
+    return;
+  }
+  py::gil_scoped_release unlocked;
+  delete sink;
+}
+
+std::shared_ptr<MultipartSink> make_sink(py::object upload, const std::string& name,
+                                         const io::HttpOptions& http, unsigned uploads,
+                                         uint64_t budget_nbytes, uint64_t min_part_nbytes,
+                                         uint64_t max_part_nbytes) {
+  auto transport = std::make_unique<PythonTransport>(std::move(upload), name, http);
+  const io::MultipartOptions options{uploads, budget_nbytes, min_part_nbytes, max_part_nbytes};
+  return {new MultipartSink(std::move(transport), name, options), &destroy};
+}
+
+void write_at(MultipartSink& sink, uint64_t offset, const py::buffer& buffer) {
+  const py::buffer_info info = buffer.request();
+  const io::ConstSlice bytes(static_cast<const std::byte*>(info.ptr),
+                             static_cast<size_t>(info.size * info.itemsize));
+  run_interruptible([&](const std::stop_token& stop) { sink.write_at(offset, bytes, stop); });
+}
+
+}  // namespace
+
+void register_multipart(py::module_& m) {
+  using Lock = py::call_guard<py::gil_scoped_release>;
+  py::class_<MultipartSink, io::RangeSink, std::shared_ptr<MultipartSink>>(m, "MultipartSink")
+      .def(py::init(&make_sink), py::arg("upload"), py::arg("name"), py::arg("http"), py::kw_only(),
+           py::arg("uploads"), py::arg("budget_nbytes"), py::arg("min_part_nbytes"),
+           py::arg("max_part_nbytes"))
+      .def("reserve", &MultipartSink::reserve, py::arg("end"), Lock())
+      .def("write_at", &write_at, py::arg("offset"), py::arg("buffer"))
+      .def(
+          "publish",
+          [](MultipartSink& sink, uint64_t end) { sink.publish(end, std::stop_token()); },
+          py::arg("end"), Lock())
+      .def("finish",
+           [](MultipartSink& sink) {
+             run_interruptible([&](const std::stop_token& stop) { sink.finish(stop); });
+           })
+      .def("abandon", &MultipartSink::abandon, Lock())
+      .def_property_readonly("peak_nbytes", &MultipartSink::peak_nbytes);
+}
+
+}  // namespace tensorizer::bind

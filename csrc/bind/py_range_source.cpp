@@ -1,0 +1,32 @@
+#include "bind/py_range_source.h"
+
+#include <cstring>
+
+#include "bind/python_error.h"
+#include "core/stop.h"
+
+namespace tensorizer::bind {
+
+void PyRangeSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
+                            const std::stop_token& stop) {
+  throw_if_stopped(stop);
+  const uint64_t wanted = io::total_nbytes(slices);
+  if (wanted == 0) return;
+  if (offset > nbytes_ || wanted > nbytes_ - offset)
+    io::throw_truncated(name_, offset, wanted, nbytes_);
+  call_python([&] {
+    const py::object result = py::handle(static_cast<PyObject*>(read_.get()))(offset, wanted);
+    const py::buffer_info info = py::buffer(result).request();
+    const auto found = static_cast<uint64_t>(info.size * info.itemsize);
+    if (found != wanted) io::throw_truncated(name_, offset, wanted, offset + found);
+    const auto* from = static_cast<const std::byte*>(info.ptr);
+    py::gil_scoped_release unlocked;
+    for (const io::Slice& slice : slices) {
+      std::memcpy(slice.data(), from, slice.size());
+      from += slice.size();
+    }
+  });
+  bytes_read_ += wanted;
+}
+
+}  // namespace tensorizer::bind

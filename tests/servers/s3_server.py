@@ -1,0 +1,109 @@
+"""A real object store on loopback for tests: OpenStack Swift with its S3 API, started by ``s3-server.sh``."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Optional
+
+__all__ = ["S3Server", "s3_is_installed"]
+
+SCRIPT = Path(__file__).with_name("s3-server.sh")
+PROGRAMS = ("bash", "curl", "memcached", "swift-proxy-server", "swift-object-server", "swift-container-server")
+
+
+def s3_is_installed() -> bool:
+    return all(shutil.which(program) for program in PROGRAMS)
+
+
+def five_free_ports() -> int:
+    """The first of five ports in a row that nobody listens at."""
+    for base in range(20000, 60000, 7):
+        probes = [socket.socket() for _ in range(5)]
+        try:
+            for i, probe in enumerate(probes):
+                probe.bind(("127.0.0.1", base + i))
+            return base
+        except OSError:
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+    raise RuntimeError("no five free ports in a row")
+
+
+class S3Server:
+    """Starts on entering, stops by process id on leaving.
+
+    Attributes:
+        endpoint: ``http://127.0.0.1:port``.
+        access_key: Of the one user.
+        secret_key: Of the one user.
+    """
+
+    access_key = "test:tester"
+    secret_key = "testing"
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tzr-s3-"))
+        self.port = five_free_ports()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keywords for ``open_stream`` and friends."""
+        return {
+            "s3_access_key_id": self.access_key,
+            "s3_secret_access_key": self.secret_key,
+            "s3_endpoint": self.endpoint,
+            "force_http": True,
+        }
+
+    def client(self, **kwargs: Any) -> Any:
+        """A boto3 client of the server's only user."""
+        import boto3
+        from botocore.config import Config
+
+        options = Config(
+            signature_version="s3v4",
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        return boto3.Session().client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            config=options,
+            **kwargs,
+        )
+
+    def start(self) -> None:
+        with (self.folder / "script.log").open("wb") as log:
+            command = ["bash", str(SCRIPT), "start", str(self.folder), str(self.port)]
+            subprocess.run(command, check=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=300)
+
+    def stop(self) -> None:
+        subprocess.run(["bash", str(SCRIPT), "stop", str(self.folder)], check=False, capture_output=True)
+
+    def __enter__(self) -> S3Server:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        trace: Optional[TracebackType],
+    ) -> None:
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
