@@ -146,7 +146,7 @@ def open_stream(
         _require_mode(mode, _S3_MODES, scheme)
         from tensorizer import s3
 
-        settings = {
+        settings: dict[str, Any] = {
             "s3_access_key_id": s3_access_key_id,
             "s3_secret_access_key": s3_secret_access_key,
             "s3_endpoint": s3_endpoint,

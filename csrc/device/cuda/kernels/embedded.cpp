@@ -3,7 +3,8 @@
 namespace tensorizer::device::cuda {
 namespace {
 
-// Written by compile_kernels.py: the numbers of a fat binary, each with a comma after it; empty without nvcc.
+// Written by compile_kernels.py: the numbers of a fat binary, each with a comma after it; empty
+// without nvcc.
 alignas(64) constexpr unsigned char kKernels[] = {
 #if __has_include("tensorizer_kernels.inc")
 #include "tensorizer_kernels.inc"
