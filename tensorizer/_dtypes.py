@@ -78,6 +78,8 @@ def torch_dtype(stored: str) -> torch.dtype:
     numpy_part, _, name = stored.partition(OPAQUE_SEPARATOR)
     if "V" not in numpy_part:
         return _STORED_TO_TORCH.get(numpy_part) or _normalized(numpy_part)
+    if not np.dtype(numpy_part.replace("V", "i")).isnative:
+        raise FormatError(f"stored dtype {stored!r} has foreign byte order")
     match = _TORCH_NAME.match(name)
     found = getattr(torch, match.group(1), None) if match else None
     if not isinstance(found, torch.dtype):

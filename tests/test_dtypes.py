@@ -200,3 +200,8 @@ def test_nan_payloads_and_signed_zeros_survive_a_conversion_free_load():
     bits = torch.tensor([0x7FC00001, -0x00400001, 0x7F800001, -0x80000000, 1], dtype=torch.int32)
     found = load(io.BytesIO(state_dict_bytes({"a": bits.view(torch.float32)})))["a"]
     assert torch.equal(found.detach().view(torch.int32), bits)
+
+
+def test_an_opaque_dtype_in_foreign_byte_order_is_refused():
+    with pytest.raises(FormatError, match="byte order"):
+        load(raw_dtype_file(b">V2\0torch.bfloat16"))
