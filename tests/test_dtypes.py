@@ -203,5 +203,5 @@ def test_nan_payloads_and_signed_zeros_survive_a_conversion_free_load():
 
 
 def test_an_opaque_dtype_in_foreign_byte_order_is_refused():
-    with pytest.raises(FormatError, match="byte order"):
+    with pytest.raises(errors.FormatError, match="byte order"):
         load(raw_dtype_file(b">V2\0torch.bfloat16"))

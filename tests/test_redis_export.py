@@ -210,7 +210,7 @@ PROGRAM = """
 import sys, hashlib, tensorizer, torch
 d = tensorizer.TensorDeserializer(sys.argv[1], device="cpu", lazy_load=True)
 for name in d.keys():
-    print(name, hashlib.sha256(d[name].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest())
+    print(name, hashlib.sha256(d[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
 """
 
 WRITE = """

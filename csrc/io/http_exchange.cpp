@@ -82,8 +82,8 @@ HttpFailure failure_of_curl(CURLcode code, const std::string& text) {
   HttpFailure failure;
   failure.reason = text + " (curl error " + std::to_string(static_cast<int>(code)) + ")";
   switch (code) {
-    case CURLE_OUT_OF_MEMORY:
-      failure.code = Errc::out_of_memory;
+    case CURLE_OUT_OF_MEMORY:  // also what libcurl says of a header line beyond its bounds
+      failure.hint = "the head of the response may be too large";
       break;
     case CURLE_COULDNT_RESOLVE_PROXY:
     case CURLE_COULDNT_RESOLVE_HOST:
@@ -353,6 +353,11 @@ void HttpExchange::fail(CURLcode code) const {
   if (head_complete_ && code == CURLE_PARTIAL_FILE)
     failure.reason =
         "the body ended after " + std::to_string(received_) + " bytes: " + failure.reason;
+  // On a connection that was used before, this may be what an earlier response left behind.
+  const bool is_garbage = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_WEIRD_SERVER_REPLY;
+  long opened = 0;
+  curl_easy_getinfo(easy_.get(), CURLINFO_NUM_CONNECTS, &opened);
+  if (is_garbage && opened == 0) failure.transient = true;
   failure.status = head_.status;
   throw failure;
 }

@@ -123,6 +123,7 @@ void RangeFetch::attempt(const HttpDeadline& deadline, const std::stop_token& st
       }
       if (!hedged && hedge_is_due(started, leading->exchange->received())) {
         hedged = true;
+        note_progress();  // what is there is not asked for again
         second = start_hedge(*lane);
       }
       return false;
