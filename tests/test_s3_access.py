@@ -252,8 +252,11 @@ class TestUrls:
 
     def test_the_helper_signs_what_it_is_given(self):
         url = stream_io._s3_download_url("s3://bucket/k", KEY, SECRET, "https://h.example", "r", "s3v4")
-        assert url.startswith("https://h.example/bucket/k?") and "%2Fr%2Fs3" in url
-        assert stream_io._s3_download_url("s3://bucket/k", None, None, "https://h.example") == "https://h.example/bucket/k"
+        assert url.startswith("https://h.example/bucket/k?")
+        assert "%2Fr%2Fs3" in url
+        assert (
+            stream_io._s3_download_url("s3://bucket/k", None, None, "https://h.example") == "https://h.example/bucket/k"
+        )
         assert host_of(stream_io._s3_download_url("s3://bucket/k", KEY, SECRET)) == READ_DEFAULT
 
     def test_helpers_that_are_replaced_in_stream_io_are_used(self, monkeypatch):
@@ -273,8 +276,12 @@ class TestSecrets:
         with pytest.raises(OSError) as caught:
             stream_io.open_stream("s3://b/k", s3_endpoint="http://127.0.0.1:1", force_http=True, **TestEndpoints.BOTH)
         text = repr(settings) + repr(access) + repr(parsed) + caplog.text + str(caught.value) + repr(caught.value)
-        assert KEY not in text and SECRET not in text and TOKEN not in text and "X-Amz" not in text
-        assert "s3://b/k" in str(caught.value) and "127.0.0.1:1" in str(caught.value)
+        assert KEY not in text
+        assert SECRET not in text
+        assert TOKEN not in text
+        assert "X-Amz" not in text
+        assert "s3://b/k" in str(caught.value)
+        assert "127.0.0.1:1" in str(caught.value)
 
     def test_endpoint_and_source_are_logged_once(self, caplog):
         caplog.set_level(logging.INFO, "tensorizer")
