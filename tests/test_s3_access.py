@@ -1,0 +1,291 @@
+"""S3 without a server: credentials, endpoints, schemes, presigned URLs, and what is never shown."""
+
+from __future__ import annotations
+
+import configparser
+import logging
+import pickle
+import time
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tensorizer import s3, stream_io
+
+botocore = pytest.importorskip("botocore")
+boto3 = pytest.importorskip("boto3")
+
+KEY, SECRET, TOKEN = "AKIDEXAMPLE", "topsecret/+key", "tokentokentoken"
+READ_DEFAULT, WRITE_DEFAULT = "accel-object.ord1.coreweave.com", "object.ord1.coreweave.com"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch, tmp_path):
+    """No credentials anywhere, except what a test puts somewhere."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("AWS_") or name in ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "aws-credentials"))
+    monkeypatch.setattr(stream_io, "_s3_default_config_paths", (str(tmp_path / "s3cfg"),))
+    monkeypatch.setattr("tensorizer._s3_access._announced", set())
+
+
+def resolved(write=False, **settings):
+    default = stream_io.default_s3_write_endpoint if write else stream_io.default_s3_read_endpoint
+    return s3.resolve(s3._settings(**settings), default, anonymous=not write)
+
+
+def url_of(uri="s3://bucket/some/key", **settings):
+    return s3._presigned(resolved(**settings), uri)
+
+
+def host_of(url):
+    return urlsplit(url).netloc
+
+
+def key_of(url):
+    query = parse_qs(urlsplit(url).query)
+    if "X-Amz-Credential" in query:
+        return query["X-Amz-Credential"][0].split("/")[0]
+    return query.get("AWSAccessKeyId", [None])[0]
+
+
+def write_config(path, **values):
+    path.write_text("[default]\n" + "".join(f"{name} = {value}\n" for name, value in values.items()))
+
+
+class TestCredentials:
+    def test_arguments_sign_the_url(self):
+        assert key_of(url_of(s3_access_key_id=KEY, s3_secret_access_key=SECRET)) == KEY
+
+    def test_both_arguments_leave_the_config_file_unread(self, tmp_path):
+        (tmp_path / "s3cfg").write_text("no INI file")
+        url = url_of(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_config_path=str(tmp_path / "s3cfg"))
+        assert host_of(url) == READ_DEFAULT
+
+    @pytest.mark.parametrize("explicit", [False, True])
+    def test_the_config_file_gives_what_is_missing(self, tmp_path, explicit):
+        path = tmp_path / ("mine" if explicit else "s3cfg")
+        write_config(path, access_key="FROMFILE", secret_key="s%ecret", host_base="store.example", use_https="True")
+        settings = {"s3_config_path": str(path)} if explicit else {}
+        url = url_of(**settings)
+        assert key_of(url) == "FROMFILE"
+        assert url.startswith("https://store.example/bucket/some/key?")
+        assert key_of(url_of(s3_access_key_id=KEY, **settings)) == KEY
+
+    def test_use_https_of_the_config_file_and_force_http_decide_the_scheme(self, tmp_path):
+        write_config(tmp_path / "s3cfg", access_key="A", secret_key="B", host_base="store.example", use_https="False")
+        assert url_of().startswith("http://store.example/")
+        assert url_of(force_http=False).startswith("https://store.example/")
+        write_config(tmp_path / "s3cfg", access_key="A", secret_key="B", host_base="store.example", use_https="no")
+        assert url_of().startswith("https://store.example/")
+        assert url_of(force_http=True).startswith("http://store.example/")
+
+    def test_an_incomplete_config_file_counts_for_nothing(self, tmp_path, monkeypatch):
+        write_config(tmp_path / "s3cfg", access_key="A", host_base="store.example", use_https="False")
+        assert key_of(url_of()) is None
+        assert host_of(url_of()) == READ_DEFAULT
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "CHAIN")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        assert key_of(url_of()) == "CHAIN"
+
+    def test_a_missing_config_file_is_passed_over_and_a_broken_one_is_an_error(self, tmp_path):
+        assert key_of(url_of(s3_config_path=str(tmp_path / "nowhere"))) is None
+        (tmp_path / "s3cfg").write_text("no INI file")
+        with pytest.raises(configparser.Error):
+            url_of()
+
+    def test_the_config_file_goes_before_the_aws_environment(self, tmp_path, monkeypatch):
+        write_config(tmp_path / "s3cfg", access_key="FROMFILE", secret_key="s")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "CHAIN")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        assert key_of(url_of()) == "FROMFILE"
+        assert host_of(url_of()) == READ_DEFAULT
+
+    def test_session_tokens_come_from_the_chain_or_the_argument(self, monkeypatch):
+        url = url_of(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
+        assert parse_qs(urlsplit(url).query)["X-Amz-Security-Token"] == [TOKEN]
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "CHAIN")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        monkeypatch.setenv("AWS_SESSION_TOKEN", "fromchain")
+        assert parse_qs(urlsplit(url_of()).query)["X-Amz-Security-Token"] == ["fromchain"]
+        with pytest.raises(ValueError, match="s3_session_token"):
+            url_of(s3_session_token=TOKEN)
+
+    def test_a_profile_is_used_with_its_keys_region_and_endpoint(self, tmp_path, monkeypatch):
+        write_config(tmp_path / "s3cfg", access_key="FROMFILE", secret_key="s", host_base="store.example")
+        (tmp_path / "aws-credentials").write_text("[work]\naws_access_key_id = WORK\naws_secret_access_key = x\n")
+        (tmp_path / "aws-config").write_text(
+            "[profile work]\nregion = eu-1\ns3 =\n  endpoint_url = http://work.example\n"
+        )
+        url = url_of(s3_profile="work")
+        assert (key_of(url), host_of(url)) == ("WORK", "work.example")
+        assert "%2Feu-1%2Fs3" in url
+        (tmp_path / "aws-config").write_text(
+            "[profile work]\nservices = mine\n[services mine]\ns3 =\n  endpoint_url = https://services.example\n"
+        )
+        assert host_of(url_of(s3_profile="work")) == "services.example"
+
+    def test_an_unknown_profile_is_botocores_error(self, monkeypatch):
+        with pytest.raises(botocore.exceptions.ProfileNotFound):
+            url_of(s3_profile="nobody")
+        monkeypatch.setenv("AWS_PROFILE", "nobody")
+        with pytest.raises(botocore.exceptions.ProfileNotFound):
+            url_of()
+
+    def test_without_credentials_reads_are_anonymous_and_writes_have_none(self):
+        assert url_of() == f"https://{READ_DEFAULT}/bucket/some/key"
+        assert url_of(s3_access_key_id="", s3_secret_access_key="").partition("?")[1] == ""
+        access = resolved(write=True)
+        with pytest.raises(botocore.exceptions.NoCredentialsError):
+            access.client.generate_presigned_url("put_object", Params={"Bucket": "bucket", "Key": "k"})
+
+    def test_half_of_the_credentials_is_botocores_error(self):
+        for settings in ({"s3_access_key_id": KEY}, {"s3_secret_access_key": SECRET}):
+            with pytest.raises(botocore.exceptions.PartialCredentialsError):
+                url_of(**settings)
+
+    def test_a_client_factory_replaces_everything_and_may_travel(self):
+        factory = pickle.loads(pickle.dumps(made_client))
+        url = url_of(s3_client_factory=factory, s3_access_key_id="ignored")
+        assert (key_of(url), host_of(url)) == ("FACTORY", "factory.example")
+
+
+def made_client():
+    return boto3.client(
+        "s3",
+        endpoint_url="https://factory.example",
+        region_name="x",
+        aws_access_key_id="FACTORY",
+        aws_secret_access_key="s",
+    )
+
+
+class TestEndpoints:
+    BOTH = {"s3_access_key_id": KEY, "s3_secret_access_key": SECRET}  # noqa: RUF012
+
+    def test_the_argument_goes_first_then_the_environment_then_the_defaults(self, monkeypatch):
+        assert host_of(url_of(**self.BOTH)) == READ_DEFAULT
+        assert resolved(write=True, **self.BOTH).host == WRITE_DEFAULT
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://general.example:99")
+        assert url_of(**self.BOTH).startswith("http://general.example:99/bucket/")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://special.example")
+        assert host_of(url_of(**self.BOTH)) == "special.example"
+        assert host_of(url_of(s3_endpoint="argument.example", **self.BOTH)) == "argument.example"
+        assert host_of(url_of(s3_endpoint="", **self.BOTH)) == "special.example"
+
+    def test_the_defaults_are_looked_up_when_they_are_needed(self, monkeypatch):
+        monkeypatch.setattr(stream_io, "default_s3_read_endpoint", "https://patched.example:4433")
+        monkeypatch.setattr(stream_io, "default_s3_write_endpoint", "other.example:1")
+        assert host_of(url_of()) == "patched.example:4433"
+        assert resolved(write=True, **self.BOTH).endpoint == "https://other.example:1"
+
+    def test_credentials_of_the_aws_chain_mean_aws_unless_an_endpoint_is_set(self, monkeypatch):
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "CHAIN")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        assert host_of(url_of()) == "bucket.s3.amazonaws.com"
+        assert resolved(write=True).host == "s3.amazonaws.com"
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+        assert host_of(url_of()).startswith("bucket.s3.")
+        assert "eu-west-1" in url_of()
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://special.example")
+        assert url_of().startswith("http://special.example/bucket/")
+
+    def test_plain_http_has_to_be_asked_for(self):
+        with pytest.raises(ValueError, match="Non-HTTPS"):
+            url_of(s3_endpoint="http://store.example", **self.BOTH)
+        assert url_of(s3_endpoint="http://store.example", force_http=True, **self.BOTH).startswith("http://store")
+        assert url_of(s3_endpoint="https://store.example", force_http=True, **self.BOTH).startswith("http://store")
+        with pytest.raises(ValueError, match="Non-HTTPS"):
+            url_of(s3_endpoint="ftp://store.example", force_http=True, **self.BOTH)
+
+    def test_the_scheme_rule_can_be_replaced_in_stream_io(self, monkeypatch):
+        monkeypatch.setattr(stream_io, "_enforce_scheme", lambda endpoint, *_: "http://" + endpoint)
+        assert url_of(s3_endpoint="store.example", **self.BOTH).startswith("http://store.example/")
+
+    @pytest.mark.parametrize(
+        ("endpoint", "expected"),
+        [
+            ("store.example", "https://store.example/bucket/some/key"),
+            ("cwobject.com", "https://bucket.cwobject.com/some/key"),
+            ("https://CWLOTA.com", "https://bucket.CWLOTA.com/some/key"),
+            ("sub.cwobject.com", "https://sub.cwobject.com/bucket/some/key"),
+            ("cwobject.com:443", "https://cwobject.com:443/bucket/some/key"),
+        ],
+    )
+    def test_addressing_is_by_path_except_where_the_store_knows_hosts_only(self, endpoint, expected):
+        assert url_of(s3_endpoint=endpoint, **self.BOTH).partition("?")[0] == expected
+
+    def test_the_region_is_the_argument_or_configured_or_the_first(self, monkeypatch):
+        assert "%2Fus-east-1%2Fs3" in url_of(**self.BOTH)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-2")
+        assert "%2Feu-2%2Fs3" in url_of(s3_endpoint="store.example", **self.BOTH)
+        assert "%2Fmine%2Fs3" in url_of(s3_endpoint="store.example", s3_region_name="mine", **self.BOTH)
+
+
+class TestUrls:
+    BOTH = TestEndpoints.BOTH
+
+    def test_signatures_are_version_4_unless_version_2_is_asked_for(self):
+        query = parse_qs(urlsplit(url_of(**self.BOTH)).query)
+        assert query["X-Amz-Algorithm"] == ["AWS4-HMAC-SHA256"]
+        assert 86400 <= int(query["X-Amz-Expires"][0]) <= 2 * 86400
+        old = parse_qs(urlsplit(url_of(s3_signature_version="s3", **self.BOTH)).query)
+        assert old["AWSAccessKeyId"] == [KEY]
+        assert int(old["Expires"][0]) - time.time() > 86000
+        assert int(old["Expires"][0]) % 86400 in (0, 1)
+
+    def test_keys_are_quoted_and_query_and_fragment_dropped(self):
+        url = url_of("s3://bucket//dir/a b%20ü?x#y", **self.BOTH)
+        assert urlsplit(url).path == "/bucket/dir/a%20b%2520%C3%BC"
+
+    def test_an_empty_key_or_another_scheme_is_refused(self):
+        with pytest.raises(botocore.exceptions.ParamValidationError):
+            url_of("s3://bucket/", **self.BOTH)
+        for uri in ("http://bucket/key", "s3:///key", "bucket/key"):
+            with pytest.raises(ValueError, match="Invalid S3 URI"):
+                stream_io._s3_download_url(uri, KEY, SECRET, "https://h")
+
+    def test_the_helper_signs_what_it_is_given(self):
+        url = stream_io._s3_download_url("s3://bucket/k", KEY, SECRET, "https://h.example", "r", "s3v4")
+        assert url.startswith("https://h.example/bucket/k?")
+        assert "%2Fr%2Fs3" in url
+        assert (
+            stream_io._s3_download_url("s3://bucket/k", None, None, "https://h.example") == "https://h.example/bucket/k"
+        )
+        assert host_of(stream_io._s3_download_url("s3://bucket/k", KEY, SECRET)) == READ_DEFAULT
+
+    def test_helpers_that_are_replaced_in_stream_io_are_used(self, monkeypatch):
+        seen = []
+        monkeypatch.setattr(stream_io, "s3_download", lambda *args: seen.append(args))
+        stream_io.open_stream("s3://b/k", s3_endpoint="h.example", begin=1, end=2, **self.BOTH)
+        assert seen == [("s3://b/k", KEY, SECRET, "https://h.example", None, None, None, 1, 2, None)]
+
+
+class TestSecrets:
+    def test_no_repr_log_or_error_shows_a_secret(self, caplog):
+        caplog.set_level(logging.DEBUG, "tensorizer")
+        settings = s3._settings(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
+        access = resolved(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
+        parsed = stream_io._infer_credentials(KEY, SECRET)
+        assert (parsed.s3_access_key, parsed.s3_secret_key, parsed.config_file) == (KEY, SECRET, None)
+        with pytest.raises(OSError) as caught:
+            stream_io.open_stream("s3://b/k", s3_endpoint="http://127.0.0.1:1", force_http=True, **TestEndpoints.BOTH)
+        text = repr(settings) + repr(access) + repr(parsed) + caplog.text + str(caught.value) + repr(caught.value)
+        assert KEY not in text
+        assert SECRET not in text
+        assert TOKEN not in text
+        assert "X-Amz" not in text
+        assert "s3://b/k" in str(caught.value)
+        assert "127.0.0.1:1" in str(caught.value)
+
+    def test_endpoint_and_source_are_logged_once(self, caplog):
+        caplog.set_level(logging.INFO, "tensorizer")
+        for _ in range(3):
+            resolved(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_endpoint="once.example")
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines == ["S3 endpoint once.example, credentials from the arguments"]
