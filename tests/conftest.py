@@ -47,12 +47,15 @@ def thread_count() -> int:
 
 @pytest.fixture
 def leaves_no_descriptors():
-    gc.collect()
     before = open_descriptors()
+
+    def left() -> list:
+        return sorted(item for item in open_descriptors() - before if "/proc/" not in item[1])
+
     yield
-    gc.collect()  # what a test caught holds frames, and frames hold sources
-    left = {item for item in open_descriptors() - before if "/proc/" not in item[1]}
-    assert not left, f"descriptors left open: {sorted(left)}"
+    if left():
+        gc.collect()  # what a test caught holds frames, and frames hold sources
+    assert not left(), "descriptors left open"
 
 
 def _reference_folder(config, release: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import golden_files
@@ -12,7 +13,8 @@ import torch
 import tensorizer
 from tensorizer import TensorDeserializer, TensorType, errors
 
-LOADED = golden_files.select(refused=False)
+ALL = golden_files.select(refused=False)
+LOADED = golden_files.distinct(ALL)
 REFUSED = golden_files.select(refused=True)
 encryption = pytest.mark.skipif(
     not hasattr(tensorizer, "DecryptionParams"), reason="this build of the package cannot decrypt"
@@ -94,16 +96,32 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("golden", parameters(LOADED))
-def test_a_golden_file_holds_what_the_manifest_says(golden, way, folder):
-    options = dict(WAYS[way])
-    if golden.get("unverifiable"):
-        options.pop("verify_hash", None)
+@contextlib.contextmanager
+def naming(way):
+    """Puts the way of loading in front of what went wrong with it."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{way}: {type(error).__name__}: {error}") from error
+
+
+@pytest.mark.parametrize("golden", parameters(ALL))
+def test_a_golden_file_holds_what_the_manifest_says(golden, folder):
     source = unpack(golden, folder)
     if golden.get("start"):
         source = positioned(golden, source.open("rb"))
-    check(golden, open_golden(golden, source, **options))
+    check(golden, open_golden(golden, source, verify_hash=not golden.get("unverifiable")))
+
+
+@pytest.mark.parametrize("golden", parameters(LOADED))
+def test_a_golden_file_is_the_same_in_every_way_of_loading(golden, folder):
+    path = unpack(golden, folder)
+    for way, options in WAYS.items():
+        if golden.get("unverifiable") and options.get("verify_hash"):
+            continue
+        source = positioned(golden, path.open("rb")) if golden.get("start") else path
+        with naming(way):
+            check(golden, open_golden(golden, source, **options))
 
 
 @pytest.mark.parametrize("golden", parameters(LOADED))
@@ -169,14 +187,15 @@ def assert_refused(golden, source, **options):
     assert str(caught.value)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("golden", parameters(REFUSED))
-def test_a_golden_file_that_must_be_refused_is_refused(golden, way, folder, leaves_no_descriptors):
+def test_a_golden_file_that_must_be_refused_is_refused_in_every_way(golden, folder, leaves_no_descriptors):
     path = unpack(golden, folder)
-    if golden.get("only_verifying") and not WAYS[way].get("verify_hash"):
-        assert len(read_everything(golden, path, **WAYS[way])) > 0
-        return
-    assert_refused(golden, path, **WAYS[way])
+    for way, options in WAYS.items():
+        with naming(way):
+            if golden.get("only_verifying") and not options.get("verify_hash"):
+                assert len(read_everything(golden, path, **options)) > 0
+            else:
+                assert_refused(golden, path, **options)
 
 
 @pytest.mark.parametrize("golden", parameters(REFUSED))
