@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import re
-import threading
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 import pytest
 import torch
+from servers.file_server import serve_folder
 
 from tensorizer import TensorSerializer
 
@@ -44,41 +42,11 @@ def with_python(path: Path) -> bool:
     return any(snippet.language == "python" for snippet in snippets(path))
 
 
-class _FileHandler(http.server.SimpleHTTPRequestHandler):
-    """Files with single ranges, over HTTP/1.1."""
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments):
-        pass
-
-    def do_GET(self):
-        path = Path(self.translate_path(self.path))
-        if not path.is_file():
-            self.send_error(404)
-            return
-        data = path.read_bytes()
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        begin, end = (int(wanted[1]), int(wanted[2] or len(data)) + 1) if wanted else (0, len(data))
-        part = data[begin:end]
-        self.send_response(206 if wanted else 200)
-        if wanted:
-            self.send_header("Content-Range", f"bytes {begin}-{begin + len(part) - 1}/{len(data)}")
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
-
-
 @pytest.fixture
 def web(tmp_path):
     """Stands for the hosts that the documents name; serves the folder in which snippets run."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_FileHandler, directory=str(tmp_path)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join(30)
+    with serve_folder(tmp_path) as address:
+        yield address
 
 
 def document_parameters():

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import importlib.util
 import json
 import logging
-import re
-import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -17,6 +13,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from servers.file_server import serve_folder
 
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.integrations import huggingface
@@ -119,7 +116,7 @@ def test_later_code_is_as_fast_as_before():
         if hasattr(torch.overrides, "_len_torch_function_stack")
         else True
     )
-    assert seconds() < before * 2
+    assert seconds() < before * 3
 
 
 # --- the functions -------------------------------------------------------------------------------------------------
@@ -166,46 +163,11 @@ def test_a_dtype_is_applied_and_options_pass_through(tmp_path):
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
 
 
-class RangeHandler(http.server.SimpleHTTPRequestHandler):
-    """Files with ranges, over HTTP/1.1."""
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments):
-        pass
-
-    def do_GET(self):
-        path = Path(self.translate_path(self.path))
-        if not path.is_file():
-            self.send_error(404)
-            return
-        data = path.read_bytes()
-        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if match:
-            end = int(match[2]) + 1 if match[2] else len(data)
-            part = data[int(match[1]) : end]
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {match[1]}-{int(match[1]) + len(part) - 1}/{len(data)}")
-        else:
-            part = data
-            self.send_response(200)
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
-
-
 @pytest.fixture
 def web(tmp_path):
     """Address of a server of tmp_path, and of nothing else."""
-    handler = functools.partial(RangeHandler, directory=str(tmp_path))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join(30)
+    with serve_folder(tmp_path) as address:
+        yield address
 
 
 def test_models_and_tokenizers_load_over_http(tmp_path, web, example):
