@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from servers import s3_server
 from servers.file_server import serve_folder
 
 from tensorizer import TensorDeserializer, TensorSerializer
@@ -182,6 +183,32 @@ def test_models_and_tokenizers_load_over_http(tmp_path, web, example):
         example.load_model(f"{web}/nowhere", transformers.LlamaForCausalLM, device="cpu")
 
 
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    """A bucket of a real object store on loopback, as environment variables of the example."""
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    if not s3_server.s3_is_installed():
+        pytest.skip("no object store is installed")
+    with s3_server.S3Server() as server, pytest.MonkeyPatch.context() as environment:
+        server.client().create_bucket(Bucket="models")
+        environment.setenv("S3_ACCESS_KEY_ID", server.access_key)
+        environment.setenv("S3_SECRET_ACCESS_KEY", server.secret_key)
+        environment.setenv("S3_ENDPOINT_URL", server.endpoint)
+        yield "s3://models"
+
+
+def test_a_model_lives_in_a_bucket(bucket, language_model, example):
+    out = f"{bucket}/deep/llama"
+    example.main([str(language_model), out, "--model-type", "transformers", "--validate", "-q"])
+    model = example.load_model(out, transformers.AutoModelForCausalLM, device="cpu")
+    assert_same_model(model, transformers.AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float16))
+    example.serialize_pretrained(tiny_models.tokenizer(), out, "tokenizer")
+    loaded = example.load_pretrained(transformers.PreTrainedTokenizerFast, out, "tokenizer")
+    assert loaded("abc")["input_ids"] == tiny_models.tokenizer()("abc")["input_ids"]
+    assert example.exists(f"{out}/model.tensors")
+    assert not example.exists(f"{out}/other.tensors")
+
+
 # --- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -284,7 +311,7 @@ def test_verbosity_starts_in_the_middle(options, level, example, monkeypatch):
 def test_credentials_come_from_the_environment_and_caching_endpoints_are_avoided(example, monkeypatch):
     for name in ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "S3_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
-    assert example.stream_options() == {"s3_access_key_id": None, "s3_secret_access_key": None, "s3_endpoint": None}
+    assert set(example.stream_options().values()) == {None}
     monkeypatch.setenv("S3_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("S3_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("S3_ENDPOINT_URL", "https://accel-object.example.com")
@@ -292,4 +319,7 @@ def test_credentials_come_from_the_environment_and_caching_endpoints_are_avoided
         "s3_access_key_id": "id",
         "s3_secret_access_key": "secret",
         "s3_endpoint": "https://object.example.com",
+        "force_http": None,
     }
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert example.stream_options()["force_http"] is True
