@@ -52,6 +52,7 @@ def stream_options() -> dict[str, Any]:
         "s3_access_key_id": os.environ.get("S3_ACCESS_KEY_ID") or None,
         "s3_secret_access_key": os.environ.get("S3_SECRET_ACCESS_KEY") or None,
         "s3_endpoint": endpoint.replace("accel-", "", 1) if endpoint else None,
+        "force_http": True if endpoint and endpoint.startswith("http://") else None,
     }
 
 
