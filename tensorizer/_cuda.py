@@ -42,11 +42,11 @@ def engine_for(
     Args:
         device: A CUDA device with an index.
         ring_slots: Pinned slots of the process's ring for this device; default 16, or ``TENSORIZER_RING_SLOTS``.
-        ring_slot_nbytes: Bytes of one slot; default 8 MiB, or ``TENSORIZER_RING_SLOT_MIB``.
+        ring_slot_nbytes: Bytes of one slot; default 8 MiB, or ``TENSORIZER_RING_SLOT_MIB``; 2 MiB or more.
     """
     stream = torch.cuda.current_stream(device).cuda_stream
     slots = ring_slots if ring_slots is not None else env_int("TENSORIZER_RING_SLOTS", 2)
-    slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 1)
+    slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 2)
     slot_nbytes = ring_slot_nbytes if ring_slot_nbytes is not None else slot_mib and slot_mib * _MEBIBYTE
     idle_seconds = env_float("TENSORIZER_RING_IDLE_SECONDS", 0.0)
     return _C.CudaCopyEngine(

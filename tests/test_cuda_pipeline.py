@@ -17,6 +17,7 @@ import pytest
 import samples
 import torch
 
+import tensorizer.cuda
 from tensorizer import _C, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer.errors import DeviceError, HashMismatchError
 
@@ -36,7 +37,7 @@ def gpu(request, monkeypatch):
     device = accelerators.FakeDevice(driver)
     device.install(monkeypatch)
     monkeypatch.setenv("TENSORIZER_RING_SLOTS", "4")
-    monkeypatch.setenv("TENSORIZER_RING_SLOT_MIB", "1")
+    monkeypatch.setenv("TENSORIZER_RING_SLOT_MIB", "2")
     yield device
     driver.reset()
     for index in range(2):
@@ -52,15 +53,10 @@ def fake(gpu):
 
 
 def written(state, **options) -> io.BytesIO:
-    file = io.BytesIO()
-    serializer = TensorSerializer(file, **options)
-    serializer.write_state_dict(state)
-    serializer.close()
-    return io.BytesIO(file.getvalue())
+    return io.BytesIO(samples.state_dict_bytes(state, **options))
 
 
 def on_cpu(file, **options):
-    file.seek(0)
     return dict(TensorDeserializer(io.BytesIO(file.getvalue()), device="cpu", **options).items())
 
 
@@ -85,7 +81,7 @@ def test_tensors_of_odd_sizes_at_odd_offsets_arrive_to_the_bit(gpu):
 
 def test_a_tensor_larger_than_the_ring_arrives_to_the_bit(gpu, monkeypatch):
     monkeypatch.setenv("TENSORIZER_RING_SLOTS", "2")
-    monkeypatch.setenv("TENSORIZER_RING_SLOT_MIB", "1")
+    monkeypatch.setenv("TENSORIZER_RING_SLOT_MIB", "2")
     state = {"large": samples.tensor((9 * MIB + 13,), torch.uint8), "after": samples.tensor((3,))}
     assert_loads_as_on_cpu(gpu, written(state), verify_hash=True)
 
@@ -245,14 +241,12 @@ def test_dtype_converts_on_the_device_as_on_the_cpu(dtype):
 
 
 @pytest.mark.gpu
-def test_load_into_module_places_parameters_on_the_device():
+def test_load_into_module_places_parameters_on_the_device(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200))
-    file = io.BytesIO()
-    serializer = TensorSerializer(file)
-    serializer.write_module(model)
-    serializer.close()
+    path = tmp_path / "module.tensors"
+    samples.write_module(path, model)
     target = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200)).to("meta")
-    TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0").load_into_module(target)
+    TensorDeserializer(path, device="cuda:0").load_into_module(target)
     found = {name: value.cpu() for name, value in target.state_dict().items()}
     samples.assert_same(found, dict(model.state_dict()))
 
@@ -304,6 +298,29 @@ def test_a_device_that_is_full_is_an_out_of_memory_error_and_the_next_load_works
     assert samples.same(loaded["x"].detach().cpu(), on_cpu(file)["x"].detach())
 
 
+@pytest.mark.parametrize(("name", "value"), [("SLOTS", "1"), ("SLOT_MIB", "1"), ("SLOTS", "many"), ("SLOT_MIB", "0")])
+def test_a_senseless_size_of_the_ring_is_refused_by_name(gpu, monkeypatch, name, value):
+    monkeypatch.setenv(f"TENSORIZER_RING_{name}", value)
+    with pytest.raises(ValueError, match=f"TENSORIZER_RING_{name}.*{value}"):
+        gpu.load(written({"x": samples.tensor((10,))}))
+
+
+def test_pinned_memory_is_there_after_a_load_and_gone_on_request(gpu):
+    gpu.load(written({"x": samples.tensor((10,))}))
+    pinned = tensorizer.cuda.pinned_memory("cuda:0")
+    assert pinned.slots == pinned.free_slots > 0
+    assert pinned.users == 0
+    assert tensorizer.cuda.release_pinned_memory("cuda:0")
+    assert tensorizer.cuda.pinned_memory(0) == tensorizer.cuda.PinnedMemory(0, 0, 0, 0)
+    assert tensorizer.cuda.release_pinned_memory()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", torch.device("cuda")])
+def test_pinned_memory_is_that_of_a_device_with_an_index(device):
+    with pytest.raises(ValueError, match="wanted a CUDA device with an index"):
+        tensorizer.cuda.release_pinned_memory(device)
+
+
 # ---- failures, on the fake driver -----------------------------------------------------------------------------------
 
 SMALL = {f"t{i}": samples.tensor((200_000,), torch.uint8, i) for i in range(30)}
@@ -350,7 +367,7 @@ def run_script(text: str, path) -> subprocess.CompletedProcess:
         device.install(pytest.MonkeyPatch())
         path = os.environ["MODEL"]
         """
-    settings = {"TENSORIZER_RING_SLOT_MIB": "1", "TENSORIZER_CUDA_LIBRARY": str(library), "MODEL": str(path)}
+    settings = {"TENSORIZER_RING_SLOT_MIB": "2", "TENSORIZER_CUDA_LIBRARY": str(library), "MODEL": str(path)}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(text)],
         env=dict(os.environ, TESTS=os.path.dirname(__file__), **settings),

@@ -28,9 +28,16 @@ namespace cuda = device::cuda;
 constexpr unsigned kMaxCopyThreads =
     4;  // of upload() and download(): enough to fill slots at memory speed
 
+// Sessions never cut a chunk of the cipher (docs/format.md), so a slot has to hold one.
+constexpr uint64_t kMinSlotNbytes = 2 << 20;
+
 cuda::CudaCopyOptions make_options(int device, uintptr_t stream, unsigned slots,
                                    uint64_t slot_nbytes, double keep_idle_seconds,
                                    bool scatter_kernel) {
+  if (slot_nbytes < kMinSlotNbytes)
+    throw Error(Errc::invalid_argument, "bytes of a pinned slot: wanted " +
+                                            std::to_string(kMinSlotNbytes) + " or more, found " +
+                                            std::to_string(slot_nbytes));
   cuda::CudaCopyOptions options;
   options.device = device;
   options.caller_stream = stream;
