@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/error.h"
@@ -206,6 +207,28 @@ TEST(BoxKernels, AnUnknownNameChangesNothing) {
   EXPECT_FALSE(select_kernel("no-such-kernel"));
   EXPECT_FALSE(select_kernel(""));
   EXPECT_EQ(active_kernel(), before);
+}
+
+TEST(BoxKernels, OneKeyServesManyThreadsWhileKernelsAreChosen) {
+  const SecretKey key = SecretKey::random();
+  const Nonce base = counting<kNonceNbytes>(1);
+  const auto work = [&](uint64_t number) {
+    Bytes plain(3000 + number), cipher(plain.size()), back(plain.size());
+    for (int round = 0; round < 50; ++round) {
+      const Nonce nonce = nonce_plus(base, 1000 * number + round);
+      Mac mac;
+      random_bytes(plain);
+      seal(cipher, mac, plain, nonce, key);
+      EXPECT_TRUE(open(back, cipher, mac, nonce, key));
+      EXPECT_EQ(back, plain);
+      const auto kernels = available_kernels();
+      select_kernel(kernels[round % kernels.size()]);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (uint64_t number = 0; number < 4; ++number) threads.emplace_back(work, number);
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(select_kernel(available_kernels().front()));
 }
 
 TEST(NoncePlus, CountsAsOneLittleEndianNumberThatWraps) {
