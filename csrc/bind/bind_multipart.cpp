@@ -44,10 +44,12 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
   void complete(const std::vector<std::string>& etags, const std::stop_token&) override {
+    uploader_.lanes.close();
     call_python([&] { upload().attr("complete")(etags); });
   }
 
   void abort() noexcept override {
+    uploader_.lanes.close();
     if (interpreter_is_finalizing()) return;
     try {
       call_python([&] { upload().attr("abort")(); });
@@ -57,6 +59,7 @@ class PythonTransport final : public io::MultipartTransport {
 
   void put_object(io::ConstSlice bytes, const std::stop_token& stop) override {
     put(bytes, stop, [this] { return upload().attr("object_url")().cast<std::string>(); });
+    uploader_.lanes.close();
   }
 
  private:

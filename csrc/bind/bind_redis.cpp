@@ -86,6 +86,7 @@ void write(RedisWriter& writer, io::RangeSource& source, const std::vector<Recor
 void register_redis(py::module_& m) {
   py::class_<RedisSource, io::RangeSource, std::shared_ptr<RedisSource>>(m, "RedisSource")
       .def(py::init(&open_source), py::arg("settings"), py::arg("prefix"))
+      .def_property_readonly("end", &RedisSource::end)
       .def("contiguous_end", &RedisSource::contiguous_end, py::arg("offset"));
   py::class_<RedisWriter>(m, "RedisWriter")
       .def(py::init([](const py::dict& settings, uint64_t max_nbytes, uint64_t split_nbytes) {

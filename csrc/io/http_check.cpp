@@ -87,6 +87,18 @@ std::string s3_error_code(std::string_view body) {
   return is_word ? std::string(code) : std::string();
 }
 
+const char* hint_of_s3_code(std::string_view code) {
+  if (code == "RequestTimeTooSkewed") return "the clock of this computer is wrong";
+  if (code == "PermanentRedirect" || code == "AuthorizationHeaderMalformed")
+    return "the bucket is in another region or at another endpoint: set s3_region_name or "
+           "s3_endpoint";
+  if (code == "SignatureDoesNotMatch" || code == "InvalidAccessKeyId")
+    return "the S3 keys are wrong, or belong to another endpoint";
+  if (code == "NoSuchBucket" || code == "NoSuchKey")
+    return "there is no such bucket or key: check URI and endpoint";
+  return "";
+}
+
 const char* hint_of_status(int status) {
   switch (status) {
     case 401:
@@ -120,9 +132,10 @@ HttpFailure failure_of_status(const ResponseHead& head, std::string_view body) {
   HttpFailure failure;
   failure.status = head.status;
   failure.reason = head.status_line;
-  if (const std::string code = s3_error_code(body); !code.empty())
-    failure.reason += " [" + code + "]";
-  failure.hint = hint_of_status(head.status);
+  const std::string code = s3_error_code(body);
+  if (!code.empty()) failure.reason += " [" + code + "]";
+  failure.hint = hint_of_s3_code(code);
+  if (failure.hint.empty()) failure.hint = hint_of_status(head.status);
   if (head.status == 404 || head.status == 410) failure.code = Errc::not_found;
   failure.transient = head.status == 408 || head.status == 429 || head.status >= 500;
   // Not implemented and version not supported will not change by waiting.

@@ -27,7 +27,9 @@ class RedisSource final : public RangeSource {
   RedisSource(RedisOptions options, std::string prefix, const std::stop_token& stop);
 
   const std::string& name() const noexcept override { return name_; }
-  std::optional<uint64_t> size() const override { return layout_->end(); }
+  // Unknown: a file that was stored with a filter lacks records, also at its end, and loads of what
+  // is there must go on working.
+  std::optional<uint64_t> size() const override { return std::nullopt; }
   SourceTraits traits() const override;
   void read_at(uint64_t offset, std::span<const Slice> slices,
                const std::stop_token& stop) override;
@@ -35,6 +37,9 @@ class RedisSource final : public RangeSource {
   uint64_t bytes_read() const noexcept override {
     return bytes_read_.load(std::memory_order_relaxed);
   }
+
+  // End of the last value.
+  uint64_t end() const noexcept { return layout_->end(); }
 
   // End of the bytes that follow `offset` without a hole.
   uint64_t contiguous_end(uint64_t offset) const { return layout_->contiguous_end(offset); }

@@ -57,7 +57,7 @@ def open(
         return cast(BinaryIO, UploadOnClose(lambda local, _threads: fs.put_file(local, path), _shown(uri)))
     if wanted == "xb" and fs.exists(path):
         raise FileExistsError(f"{_shown(uri)} exists")
-    return cast(BinaryIO, FsspecWriter(fs.open(path, "ab" if wanted == "ab" else "wb"), uri))
+    return cast(BinaryIO, FsspecWriter(fs, path, uri, append=wanted == "ab"))
 
 
 def _scheme(uri: str) -> str:
@@ -170,10 +170,10 @@ class FsspecWriter(io.BufferedIOBase):
     Leaving a ``with`` block by an exception gives the upload up, as far as the file system can, and completes nothing.
     """
 
-    def __init__(self, file: Any, uri: str) -> None:
+    def __init__(self, fs: Any, path: str, uri: str, append: bool) -> None:
         super().__init__()
-        self._file = file
-        self.name = _shown(uri)
+        self._fs, self._path, self._append, self.name = fs, path, append, _shown(uri)
+        self._file = fs.open(path, "ab" if append else "wb")
 
     def __repr__(self) -> str:
         return f"<FsspecWriter {self.name}>"
@@ -202,11 +202,18 @@ class FsspecWriter(io.BufferedIOBase):
                 super().close()
 
     def discard(self) -> None:
-        """Closes without completing the upload."""
-        with contextlib.suppress(Exception):
-            self._file.discard()
-        with contextlib.suppress(Exception):
-            self._file.closed = True  # what fsspec's close() looks at before it completes the upload
+        """Closes without completing the upload; where the file system writes in place, the file is removed."""
+        from fsspec.spec import AbstractBufferedFile
+
+        if not self.closed:
+            with contextlib.suppress(Exception):
+                self._file.discard()
+            if isinstance(self._file, AbstractBufferedFile):
+                self._file.closed = True  # what close() looks at before it completes the upload
+            elif not self._append:
+                with contextlib.suppress(Exception):
+                    self._file.close()
+                    self._fs.rm_file(self._path)
         super().close()
 
     def __exit__(

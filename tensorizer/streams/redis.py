@@ -182,7 +182,7 @@ class RedisStreamFile(io.BufferedIOBase):
         started = time.perf_counter()
         self._source = _C.RedisSource(settings, address.prefix)
         self.setup_latency = time.perf_counter() - started
-        self._size: int = self._source.size()
+        self._size: int = self._source.end
         self._closed = False
 
     def __repr__(self) -> str:
