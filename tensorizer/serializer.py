@@ -126,7 +126,7 @@ class TensorSerializer:
             key=key,
             derivation=derivation,
         )
-        self._name = opened.sink.name
+        self._sink = opened.sink  # its Python half is what ends an upload when the interpreter does
         self._closed = False
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class TensorSerializer:
             self._session.finish()
         finally:
             self._close_stream()
-        logger.debug("closed %s: %d bytes of tensors", self._name, self.total_tensor_bytes)
+        logger.debug("closed %s: %d bytes of tensors", self._sink.name, self.total_tensor_bytes)
 
     def __enter__(self) -> TensorSerializer:
         return self

@@ -73,7 +73,8 @@ class FakeDriver:
             return torch.empty(0, dtype=torch.uint8)
         address = self.allocate(device, nbytes)
         array = (ctypes.c_ubyte * nbytes).from_address(address)
-        weakref.finalize(array, self.free, address, None)
+        # Not at exit, where a thread may still be in the middle of a load.
+        weakref.finalize(array, self.free, address, None).atexit = False
         return torch.frombuffer(array, dtype=torch.uint8)
 
 

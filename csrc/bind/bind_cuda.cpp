@@ -54,26 +54,25 @@ void shut_down_at_exit() {
   static bool registered = false;  // under the interpreter lock
   if (registered) return;
   registered = true;
+  const auto end_work = [] {
+    ActiveWork::instance().shut_down(std::chrono::seconds(10));
+    cuda::shut_down();
+  };
   py::module_::import("atexit").attr("register")(
-      py::cpp_function([] { cuda::shut_down(); }, py::call_guard<py::gil_scoped_release>()));
+      py::cpp_function(end_work, py::call_guard<py::gil_scoped_release>()));
 }
 
+// The destructor waits for copies that are under way, a few milliseconds, and does so with the
+// interpreter lock: a thread that let go of it inside a destructor could not come back once the
+// interpreter ends.
 std::shared_ptr<cuda::CudaCopyEngine> make_engine(int device, uintptr_t stream, unsigned slots,
                                                   uint64_t slot_nbytes, double keep_idle_seconds,
                                                   bool scatter_kernel) {
   const auto options =
       make_options(device, stream, slots, slot_nbytes, keep_idle_seconds, scatter_kernel);
   shut_down_at_exit();
-  py::gil_scoped_release unlocked;
-  // The deleter waits for copies in flight: never with the interpreter lock.
-  return {new cuda::CudaCopyEngine(options), [](cuda::CudaCopyEngine* engine) {
-            if (!interpreter_is_finalizing() && PyGILState_Check()) {
-              py::gil_scoped_release released;
-              delete engine;
-            } else {
-              delete engine;
-            }
-          }};
+  const py::gil_scoped_release unlocked;
+  return std::make_shared<cuda::CudaCopyEngine>(options);
 }
 
 // Moves [0, nbytes) through the ring, slot by slot, on a few threads; `move` handles one slot's
