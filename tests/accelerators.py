@@ -49,6 +49,9 @@ class FakeDriver:
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        #: Set to a list, it keeps all memory: torch takes the interpreter lock to drop a tensor made from a buffer, which
+        #: a daemon thread cannot do at exit.
+        self.kept: Optional[list[torch.Tensor]] = None
         self._declare("allocate", pointer, ctypes.c_int, size)
         self._declare("free", None, pointer, pointer)
         self._declare("read", None, pointer, pointer, size)
@@ -75,7 +78,10 @@ class FakeDriver:
         array = (ctypes.c_ubyte * nbytes).from_address(address)
         # Not at exit, where a thread may still be in the middle of a load.
         weakref.finalize(array, self.free, address, None).atexit = False
-        return torch.frombuffer(array, dtype=torch.uint8)
+        tensor = torch.frombuffer(array, dtype=torch.uint8)
+        if self.kept is not None:
+            self.kept.append(tensor)
+        return tensor
 
 
 class OnFakeDevice(torch.Tensor):
