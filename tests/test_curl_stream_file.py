@@ -352,6 +352,7 @@ def test_a_failed_constructor_leaves_nothing(server):
 def test_forks_share_connections_and_have_their_own_range(server, stream):
     stream.read(10)
     requests = len(server.requests)
+    assert server.connections_seen == 1
     with stream._fork(0, 100) as fork, stream._fork(4000, 4096) as other:
         assert fork.read() == CONTENT[:100]
         assert other.read(50) == CONTENT[4000:4050]
@@ -359,6 +360,11 @@ def test_forks_share_connections_and_have_their_own_range(server, stream):
     assert stream.read(10) == CONTENT[10:20]
     with pytest.raises(ValueError):
         stream._fork(5, 5)
+    last = stream._fork(200_000)
+    stream.close()
+    assert last.read() == CONTENT[200_000:]
+    assert server.connections_seen == 1
+    last.close()
 
 
 def test_a_shared_source_outlives_the_stream(stream):

@@ -197,6 +197,7 @@ uint64_t HttpSource::read_up_to(uint64_t offset, Slice into, const std::stop_tok
 uint64_t HttpSource::read_some(uint64_t offset, std::span<const Slice> slices,
                                const std::stop_token& stop) {
   const uint64_t nbytes = total_nbytes(slices);
+  if (closed_.load()) throw Error(Errc::invalid_argument, name_ + " is closed", name_, offset);
   if (nbytes == 0) return 0;
   uint64_t from_head = 0;
   if (offset >= begin_ && offset - begin_ < head_.size()) {
@@ -229,7 +230,12 @@ uint64_t HttpSource::fetch(uint64_t offset, std::span<const Slice> slices,
   return received;
 }
 
-void HttpSource::close_connections() {
+void HttpSource::close() noexcept {
+  closed_.store(true);
+  close_connections();
+}
+
+void HttpSource::close_connections() noexcept {
   {
     MutexLock lock(sequential_mutex_);
     sequential_.close();

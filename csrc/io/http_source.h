@@ -7,6 +7,7 @@
 // without ranges they take turns.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -35,6 +36,7 @@ class HttpSource final : public RangeSource {
                const std::stop_token& stop) override;
   const std::byte* view(uint64_t offset, uint64_t nbytes) noexcept override;
   uint64_t bytes_read() const noexcept override;
+  void close() noexcept override;
 
   // Like read_at, but stops at the end of the object; returns the bytes read.
   uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop);
@@ -42,7 +44,7 @@ class HttpSource final : public RangeSource {
   // Connections at the same time from now on; bounded by HttpOptions::max_connections.
   void fix_connections(unsigned connections) { client_.gate.fix(connections); }
   // Ends idle connections now and the others after their request; later reads open new ones.
-  void close_connections();
+  void close_connections() noexcept;
 
   // Of the response that opened the object.
   const ResponseHead& response_head() const noexcept { return head_response_; }
@@ -87,6 +89,7 @@ class HttpSource final : public RangeSource {
   double seconds_to_response_ = 0;
 
   TypicalRate typical_rate_;
+  std::atomic<bool> closed_{false};
   mutable Mutex mutex_;
   std::optional<uint64_t> found_end_ GUARDED_BY(mutex_);  // of an object of unknown size
   Mutex sequential_mutex_;

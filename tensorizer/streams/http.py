@@ -28,6 +28,14 @@ _FIRST_WINDOW_NBYTES = 256 << 10
 _DIRECT_NBYTES = 1 << 20
 
 
+class _SharedSource:
+    """A source and the number of open streams on it: a stream and its forks."""
+
+    def __init__(self, source: _C.HttpSource) -> None:
+        self.source = source
+        self.users = 0
+
+
 class CURLStreamFile(io.BufferedIOBase):
     """Reads an object behind ``http://`` or ``https://`` like a file opened with ``"rb"``.
 
@@ -105,13 +113,15 @@ class CURLStreamFile(io.BufferedIOBase):
         self._open_source = open_source
         self._buffer_nbytes = _DEFAULT_BUFFER_NBYTES if buffer_size is None else max(1, buffer_size)
         self._error_context: Optional[str] = None
-        self._attach(open_source(begin), begin, end)
+        self._attach(_SharedSource(open_source(begin)), begin, end)
         self.http_response_latencies = [self._source_in_use().seconds_to_response]
         self.popen_latencies = [self._source_in_use().seconds_to_connect]
 
-    def _attach(self, source: _C.HttpSource, begin: int, end: Optional[int]) -> None:
-        """Starts at ``begin`` of ``source``, with empty window and counters."""
-        self._source: Optional[_C.HttpSource] = source
+    def _attach(self, shared: _SharedSource, begin: int, end: Optional[int]) -> None:
+        """Starts at ``begin`` of a source, with empty window and counters."""
+        shared.users += 1
+        self._shared: Optional[_SharedSource] = shared
+        source = shared.source
         self._name = source.name
         self._headers = _http_message(source.response_headers)
         self._position = begin
@@ -139,8 +149,8 @@ class CURLStreamFile(io.BufferedIOBase):
 
         Once a deserializer reads from the connections below this object, all bytes that arrived.
         """
-        if self._source_is_shared and self._source is not None:
-            self._bytes_read = max(self._bytes_read, self._source.bytes_read)
+        if self._source_is_shared and self._shared is not None:
+            self._bytes_read = max(self._bytes_read, self._shared.source.bytes_read)
         return self._bytes_read
 
     def __repr__(self) -> str:
@@ -217,7 +227,7 @@ class CURLStreamFile(io.BufferedIOBase):
         if target < self._position and self._closed:
             source = self._open_source(target)
             counters = self.bytes_skipped, self.read_operations, self._bytes_read
-            self._attach(source, target, self._end)
+            self._attach(_SharedSource(source), target, self._end)
             self.bytes_skipped, self.read_operations, self._bytes_read = counters
             self._note_latency(source.seconds_to_response, source.seconds_to_connect)
             return target
@@ -257,7 +267,12 @@ class CURLStreamFile(io.BufferedIOBase):
             return
         _ = self.bytes_read  # the counter outlives the source
         self._closed = True
-        self._source = None
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.users -= 1
+            if shared.users == 0:
+                # Others may hold the source still, a traceback for example; no connection has to wait for them.
+                shared.source.close_connections()
         self._window = memoryview(b"")
 
     # -- for the package ---------------------------------------------------------------------------------------------
@@ -269,14 +284,15 @@ class CURLStreamFile(io.BufferedIOBase):
     def _fork(self, begin: Optional[int] = None, end: Optional[int] = None) -> CURLStreamFile:
         """Another stream on the same object and the same connections, with its own range and position."""
         first, last = _checked_range(begin, end)
-        source = self._source_in_use()
+        self._source_in_use()
+        assert self._shared is not None
         fork = CURLStreamFile.__new__(CURLStreamFile)
         fork._open_source = self._open_source
         fork._buffer_nbytes = self._buffer_nbytes
         fork._error_context = self._error_context
         fork.http_response_latencies = list(self.http_response_latencies[:1])
         fork.popen_latencies = list(self.popen_latencies[:1])
-        fork._attach(source, first, last)
+        fork._attach(self._shared, first, last)
         return fork
 
     def _tensorizer_source(self) -> _C.RangeSource:
@@ -287,9 +303,9 @@ class CURLStreamFile(io.BufferedIOBase):
     # -- the window --------------------------------------------------------------------------------------------------
 
     def _source_in_use(self) -> _C.HttpSource:
-        if self._source is None:
+        if self._shared is None:
             raise StreamError(f"{self!r} is closed")
-        return self._source
+        return self._shared.source
 
     def _limit(self, source: _C.HttpSource) -> Optional[int]:
         """Where this stream ends; ``None`` while nobody knows."""
@@ -380,7 +396,7 @@ class CURLStreamFile(io.BufferedIOBase):
         if whence == os.SEEK_CUR:
             return self._position + position
         if whence == os.SEEK_END:
-            limit = self._limit(self._source_in_use()) if self._source is not None else None
+            limit = self._limit(self._source_in_use()) if self._shared is not None else None
             if limit is None or self._source_in_use().size() is None:
                 raise io.UnsupportedOperation(f"seek from the end: the size of {self._name} is not known")
             return limit + position

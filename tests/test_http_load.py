@@ -1,0 +1,216 @@
+"""Loading over HTTP: the same tensors as from a file, what is asked for, and what misbehaving servers do to a load."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import threading
+
+import golden_files
+import pytest
+import samples
+import torch
+from http_tools import nothing_left, quick
+from servers.http_faults import GOOD, FaultyServer, Reply
+
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer.errors import FormatError, StreamError, TensorizerError
+from tensorizer.stream_io import open_stream
+
+KEY = EncryptionParams.random()
+
+
+def make_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"small.{i}": torch.randn(33, generator=generator) for i in range(50)}
+    tensors["large"] = torch.randn(1000, 1000, generator=generator)
+    tensors["half"] = torch.randn(300, 300, generator=generator).to(torch.bfloat16)
+    tensors["empty"] = torch.empty(0, 7)
+    return tensors
+
+
+TENSORS = make_tensors()
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    """The bytes of a plain and of an encrypted file."""
+    folder = tmp_path_factory.mktemp("files")
+    result = {}
+    for kind, encryption in (("plain", None), ("encrypted", KEY)):
+        serializer = TensorSerializer(folder / kind, encryption=encryption)
+        serializer.write_state_dict(TENSORS)
+        serializer.close()
+        result[kind] = (folder / kind).read_bytes()
+    return result
+
+
+def load(server: FaultyServer, *, options: dict | None = None, **arguments: object) -> TensorDeserializer:
+    return TensorDeserializer(
+        server.url, device="cpu", stream_options={"http_options": quick(**(options or {}))}, **arguments
+    )
+
+
+def assert_complete(loaded: TensorDeserializer) -> None:
+    assert list(loaded) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["plain", "encrypted"])
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("reply", [GOOD, Reply(ignore_range=True), Reply(http10=True, ignore_range=True)])
+def test_tensors_are_those_of_the_file(contents, kind, lazy, reply):
+    encryption = DecryptionParams.from_key(KEY.key) if kind == "encrypted" else None
+    with nothing_left(), FaultyServer(contents[kind], default=reply) as server:
+        loaded = load(server, lazy_load=lazy, encryption=encryption, verify_hash=True)
+        assert_complete(loaded)
+        loaded.close()
+
+
+def _tensors_of(source: object, golden: dict) -> list[tuple]:
+    source.seek(golden.get("start", 0))
+    secret = golden_files.secret(golden)
+    encryption = None
+    if secret is not None:
+        key, passphrase = secret.get("key"), secret.get("passphrase")
+        encryption = DecryptionParams.from_key(key) if key else DecryptionParams.from_string(passphrase)
+    with TensorDeserializer(source, device="cpu", lazy_load=True, encryption=encryption) as loaded:
+        return [(index, kind, name, tensor.dtype, tensor.shape, samples.raw(tensor))
+                for index, kind, name, tensor in loaded.read_tensors()]  # fmt: skip
+
+
+@pytest.mark.parametrize("golden", golden_files.select(refused=False), ids=golden_files.name_of)
+def test_every_golden_file_loads_over_http_as_from_memory(golden):
+    content = golden_files.read(golden)
+    from_memory = _tensors_of(io.BytesIO(content), golden)
+    assert from_memory
+    for reply in (GOOD, Reply(ignore_range=True)):
+        with FaultyServer(content, default=reply) as server:
+            stream = open_stream(server.url, http_options=quick(head_nbytes=1000))
+            assert _tensors_of(stream, golden) == from_memory
+
+
+def test_an_open_stream_is_read_through_its_connections(contents):
+    with (
+        FaultyServer(contents["plain"]) as server,
+        open_stream(server.url, http_options=quick()) as stream,
+        TensorDeserializer(stream, device="cpu") as loaded,
+    ):
+        assert_complete(loaded)
+        assert loaded.total_bytes_read >= loaded.total_tensor_bytes
+        assert stream.closed
+
+
+def test_a_file_within_a_larger_object_is_found_at_the_streams_position(contents):
+    with FaultyServer(b"x" * 1000 + contents["plain"]) as server:
+        for stream in (
+            open_stream(server.url, begin=1000, http_options=quick()),
+            open_stream(server.url, http_options=quick()),
+        ):
+            stream.seek(1000)
+            with TensorDeserializer(stream, device="cpu") as loaded:
+                assert loaded["large"].shape == (1000, 1000)
+
+
+def test_opening_takes_two_round_trips_however_large_the_index_is(contents):
+    with FaultyServer(contents["plain"]) as server, load(server, lazy_load=True, options={"head_nbytes": 1 << 20}):
+        assert len(server.requests) == 1
+    with FaultyServer(contents["plain"]) as server, load(server, lazy_load=True, options={"head_nbytes": 100}):
+        assert len(server.requests) <= 2
+
+
+def test_tensors_that_the_filter_leaves_out_are_not_downloaded(contents):
+    with FaultyServer(contents["plain"]) as server:
+        with load(server, filter_func=lambda name: name.startswith("small.")) as loaded:
+            assert len(loaded) == 50
+        asked = sum(request.range[1] - request.range[0] + 1 for request in server.requests)
+        assert asked < len(contents["plain"]) / 2
+
+
+def test_num_readers_is_the_number_of_connections(contents):
+    most = now = 0
+    lock = threading.Lock()
+
+    def count(_request):
+        nonlocal most, now
+        with lock:
+            now += 1
+            most = max(most, now)
+        threading.Event().wait(0.05)
+        with lock:
+            now -= 1
+        return GOOD
+
+    for readers in (1, 3):
+        most = 0
+        with FaultyServer(contents["plain"], default=count) as server:
+            assert_complete(load(server, num_readers=readers))
+        assert most == readers
+
+
+def test_the_cache_status_of_the_response_is_shown(contents):
+    with FaultyServer(contents["plain"], default=Reply(headers={"X-Cache-Status": "HIT"})) as server:
+        with load(server) as loaded:
+            assert loaded.cache_status == "HIT"
+
+
+FLAKY = [Reply(cut_after=5000), Reply(status=503), GOOD, Reply(drop=True), Reply(cut_after=30_000, reset=True), GOOD]
+
+
+def test_a_load_outlasts_a_bad_network(contents):
+    with nothing_left(), FaultyServer(contents["plain"], FLAKY * 3) as server:
+        assert_complete(load(server, verify_hash=True))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_an_object_that_changes_during_a_load_is_an_error_and_never_a_mixture(contents, lazy):
+    with nothing_left(), FaultyServer(contents["plain"]) as server:
+
+        def change(_request):
+            server.content = contents["encrypted"]
+            return GOOD
+
+        server.script.extend([GOOD, GOOD, change])
+        with pytest.raises(StreamError, match=r"changed|412"):
+            assert_complete(load(server, lazy_load=lazy))
+
+
+def test_an_object_that_is_shorter_than_its_index_says_is_an_error(contents):
+    with FaultyServer(contents["plain"][:-100_000]) as server, pytest.raises(TensorizerError) as caught:
+        load(server)
+    assert isinstance(caught.value, (FormatError, OSError))
+
+
+def test_what_is_no_tensors_file_is_a_value_error():
+    with FaultyServer(b"<html>Please log in</html>" * 100) as server, pytest.raises(ValueError):
+        load(server)
+
+
+def test_a_failing_server_fails_the_load_with_its_url_alone(contents):
+    with nothing_left(), FaultyServer(contents["plain"], [GOOD], default=Reply(status=500)) as server:
+        url = server.url + "?Signature=s3cret"
+        with pytest.raises(StreamError, match="500") as caught:
+            TensorDeserializer(url, device="cpu", stream_options={"http_options": quick(retries=1)})
+        assert server.url in str(caught.value)
+        assert "s3cret" not in str(caught.value)
+
+
+def test_ctrl_c_ends_a_load_that_waits(contents):
+    program = """
+import os, signal, sys, threading
+from tensorizer import TensorDeserializer
+from tensorizer.stream_io import HTTPOptions
+threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+options = {"http_options": HTTPOptions(head_nbytes=4096, stall_timeout=60, proxy="")}
+try:
+    TensorDeserializer(sys.argv[1], device="cpu", stream_options=options)
+except KeyboardInterrupt:
+    print("interrupted", threading.active_count())
+"""
+    with FaultyServer(contents["plain"], [GOOD, GOOD], default=Reply(stall_after=1000)) as server:
+        run = subprocess.run(
+            [sys.executable, "-c", program, server.url], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert run.stdout == "interrupted 1\n", run.stderr
