@@ -137,8 +137,6 @@ class TensorDeserializer(
         encryption: Any,
         mmap: bool,
     ) -> None:
-        if max_workers and isinstance(opened.source, _C.HttpSource):
-            opened.source.fix_connections(max_workers)
         index = _C.open_index(opened.source, opened.start, encryption is not None)
         self._index = index
         self._names: list[Name] = index.names()
