@@ -49,8 +49,8 @@ class FakeDriver:
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
-        #: Set to a list, it keeps all memory: torch takes the interpreter lock to drop a tensor made from a buffer,
-        #: which a daemon thread cannot do at exit.
+        #: Set to a list, it keeps all memory. To drop a tensor made from a buffer, torch takes the interpreter lock; a
+        #: daemon thread cannot have it at exit.
         self.kept: Optional[list[torch.Tensor]] = None
         self._declare("allocate", pointer, ctypes.c_int, size)
         self._declare("free", None, pointer, pointer)
