@@ -145,8 +145,6 @@ class TensorDeserializer(
         else:
             self._selection = [i for i, name in enumerate(self._names) if filter_func(name)]
         self._root = _build_tree(self._names, self._selection)
-        if max_workers and isinstance(opened.source, _C.HttpSource):
-            opened.source.fix_connections(max_workers)  # begin with all of them instead of growing
         self._reader: Optional[TensorReader] = TensorReader(
             opened.source,
             index,

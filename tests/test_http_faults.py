@@ -157,9 +157,9 @@ def test_a_slow_but_steady_server_is_not_a_stall():
 
 def test_a_reader_that_pauses_is_not_a_stall():
     with FaultyServer(random_bytes(8_000_000), default=Reply(ignore_range=True)) as server:
-        with CURLStreamFile(server.url, http_options=quick(stall_timeout=0.3, retries=0)) as stream:
+        with CURLStreamFile(server.url, http_options=quick(stall_timeout=1.5, retries=0)) as stream:
             stream.read(10_000)
-            time.sleep(1)
+            time.sleep(2)
             assert len(stream.read()) == 8_000_000 - 10_000
         assert len(server.requests) == 1
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import threading
 
 import golden_files
@@ -182,3 +184,22 @@ def test_a_failing_server_fails_the_load_with_its_url_alone(contents):
             TensorDeserializer(url, device="cpu", stream_options={"http_options": quick(retries=1)})
         assert server.url in str(caught.value)
         assert "s3cret" not in str(caught.value)
+
+
+def test_ctrl_c_ends_a_load_that_waits(contents):
+    program = """
+import os, signal, sys, threading
+from tensorizer import TensorDeserializer
+from tensorizer.stream_io import HTTPOptions
+threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+options = {"http_options": HTTPOptions(head_nbytes=4096, stall_timeout=60, proxy="")}
+try:
+    TensorDeserializer(sys.argv[1], device="cpu", stream_options=options)
+except KeyboardInterrupt:
+    print("interrupted", threading.active_count())
+"""
+    with FaultyServer(contents["plain"], [GOOD], default=Reply(stall_after=1000)) as server:
+        run = subprocess.run(
+            [sys.executable, "-c", program, server.url], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert run.stdout == "interrupted 1\n", run.stderr

@@ -173,7 +173,9 @@ void HttpExchange::configure(const HttpRequest& request) {
   if (request.send_credentials) {
     for (const auto& [name, value] : options_.headers) {
       // libcurl drops "Name:" and sends an empty value only for "Name;".
-      append_line(header_lines_, value.empty() ? name + ";" : name + ": " + value);
+      std::string line = name;
+      line += value.empty() ? ";" : ": ";
+      append_line(header_lines_, line += value);
       secrets_.push_back(value);
     }
     if (url.has_credentials()) {
