@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import struct
 import subprocess
@@ -209,8 +210,15 @@ def test_the_package_prints_nothing_outside_of_its_commands():
     assert not wrong
 
 
-def run(program: str) -> str:
-    result = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+def run(program: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -336,3 +344,63 @@ def test_the_extension_exports_its_init_function_alone(extension_path):
     ours = [name for name in exported if "tensorizer" in name and not name.startswith(("_ZTI", "_ZTS"))]
     assert "PyInit__C" in exported
     assert not ours, ours[:10]
+
+
+def test_the_records_of_serialization_are_those_of_the_api():
+    from tensorizer.serialization import HashType, TensorEntry, TensorHash, TensorType
+
+    one, other = TensorHash(HashType.CRC32, b"abcd"), TensorHash(HashType.SHA256, bytes(32))
+    assert one < other
+    assert one == TensorHash(type=HashType.CRC32, hash=b"abcd")
+    assert not hasattr(one, "__dict__")
+
+    def entry(**changes):
+        fields = {
+            "metadata_version": 1,
+            "name": "a",
+            "type": TensorType.PARAM,
+            "dtype": "<f4",
+            "shape": (2, 3),
+            "offset": 73,
+            "data_offset": 160,
+            "data_length": 24,
+            "hashes": None,
+            "header_hashes": None,
+        }
+        assert list(fields) == list(TensorEntry.__annotations__)
+        return TensorEntry(**{**fields, **changes})
+
+    assert not hasattr(entry(), "__dict__")
+    assert entry() == entry()
+    assert entry() < entry(name="b")
+    assert entry().deserialized_length == 24
+    assert not entry().is_long_tensor
+    assert entry(metadata_version=5).is_long_tensor
+    assert entry(data_length=0).deserialized_length == 24
+    assert entry(data_length=0, dtype="<V2\0torch.bfloat16").deserialized_length == 12
+    assert entry(data_length=0, dtype="<f8", shape=()).deserialized_length == 8
+    assert entry(data_length=0, shape=(0, 3)).deserialized_length == 0
+
+
+def test_performance_counters_are_off_unless_asked_for():
+    program = """
+import io, sys
+from tensorizer import TensorDeserializer, TensorSerializer, serialization
+import torch
+class Kept(io.BytesIO):
+    def close(self): pass
+stream = Kept()
+TensorSerializer(stream).write_state_dict({"a": torch.zeros(1 << 18)})
+stream.seek(0)
+TensorDeserializer(stream, device="cpu").close()
+print(serialization._enable_perf_stats)
+try:
+    stats = serialization._get_perf_stats()
+except RuntimeError:
+    print("off")
+else:
+    print(sorted(stats), stats["file_readinto_bytes"] >= 1 << 20)
+"""
+    names = ["file_readinto_bytes", "file_readinto_secs", "tensor_to_device_bytes", "tensor_to_device_secs"]
+    assert run(program) == "False\noff\n"
+    assert run(program, TENSORIZER_ENABLE_PERF_STATS="1") == f"True\n{names} True\n"

@@ -456,6 +456,18 @@ def test_numpy_arrays_have_the_stored_dtype_whatever_the_constructor_converts_to
         list(eager.read_numpy_arrays(allow_raw_data=True))
 
 
+@pytest.mark.parametrize("target", CONVERTED, ids=str)
+@pytest.mark.parametrize("stored", CONVERTED, ids=str)
+def test_a_conversion_rounds_as_torch_rounds(stored, target):
+    generator = torch.Generator().manual_seed(0)
+    value = (torch.randn(10_000, generator=generator, dtype=torch.float64) * 10 ** torch.linspace(-9, 6, 10_000)).to(
+        stored
+    )
+    value[:4] = torch.tensor([0.0, -0.0, float("inf"), -float("inf")])
+    with open_data(state_dict_bytes({"a": value}), dtype=target) as deserializer:
+        assert samples.same(deserializer["a"], value.to(target))
+
+
 def test_converted_tensors_keep_nothing_of_the_stored_form():
     with open_data(dtype=torch.float64) as deserializer:
         found = deserializer["d"]

@@ -416,6 +416,17 @@ def test_an_error_of_the_object_reaches_the_caller_as_it_is():
     serializer.close()
 
 
+def test_an_object_that_fails_in_a_later_call_keeps_the_last_complete_content():
+    stream = Full()
+    serializer = TensorSerializer(stream)
+    serializer.write_state_dict(OTHER)
+    with pytest.raises(OSError, match="No space left"):
+        serializer.write_state_dict({"a": tensor((1 << 19,), torch.uint8)})
+    assert_same(load(io.BytesIO(stream.getvalue()), verify_hash=True), OTHER)
+    serializer.close()
+    assert_same(load(io.BytesIO(stream.getvalue()), verify_hash=True), OTHER)
+
+
 class Broken(samples.KeptBytesIO):
     def write(self, data) -> int:
         if self.tell() > 1000:
@@ -442,8 +453,11 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 serializer = TensorSerializer(target)
 if "second" in sys.argv:
     serializer.write_state_dict({"small": torch.ones(5)})
+values = {str(i): torch.zeros(1 << 20, dtype=torch.uint8) for i in range(16)}
+if "outgrow" in sys.argv:
+    values.update((f"{i}.{'n' * 100}", torch.zeros(1)) for i in range(6000))
 try:
-    serializer.write_state_dict({str(i): torch.zeros(1 << 20, dtype=torch.uint8) for i in range(16)})
+    serializer.write_state_dict(values)
 except OSError as error:
     print(type(error).__mro__)
     print("message", error)
@@ -481,8 +495,9 @@ def test_a_full_disk_during_the_first_call_leaves_the_old_file_and_nothing_else(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_FSIZE and /proc")
 @pytest.mark.parametrize("close", [[], ["close"]], ids=["dropped", "closed"])
-def test_a_full_disk_during_a_later_call_leaves_the_last_complete_content(run_limited, tmp_path, close):
-    run_limited(tmp_path, "second", *close)
+@pytest.mark.parametrize("outgrow", [[], ["outgrow"]], ids=["appended", "laid out anew"])
+def test_a_full_disk_during_a_later_call_leaves_the_last_complete_content(run_limited, tmp_path, close, outgrow):
+    run_limited(tmp_path, "second", *close, *outgrow)
     assert_same(load(tmp_path / "f", verify_hash=True), {"small": torch.ones(5)})
     assert samples.temporary_leftovers(tmp_path, "f") == []
 
@@ -533,3 +548,23 @@ def test_a_process_that_is_killed_while_it_saves_leaves_the_old_file(fresh_proce
     assert fresh_process(program, path).returncode == -9
     found = load(path, verify_hash=True)  # complete, whichever of them it is
     assert set(found) in ({"x"}, {str(i) for i in range(200)}, {*map(str, range(200)), "more"})
+
+
+@pytest.mark.parametrize("delay", [0.005, 0.02, 0.06])
+def test_a_process_that_is_killed_in_a_later_call_leaves_the_last_complete_content(fresh_process, tmp_path, delay):
+    program = """
+        import os, signal, sys, threading, torch
+        from tensorizer import TensorSerializer
+        serializer = TensorSerializer(sys.argv[1], fsync=False)
+        serializer.write_state_dict({"first": torch.ones(1000)})
+        threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        for step in range(1000):
+            many = {f"{step}.{i}.{'n' * 100}": torch.full((1,), step) for i in range(500)}
+            serializer.write_state_dict({f"{step}": torch.zeros(1 << 20, dtype=torch.uint8), **many})
+        """
+    path = tmp_path / "f"
+    assert fresh_process(program, path, delay).returncode == -9
+    found = load(path, verify_hash=True)
+    assert torch.equal(found.pop("first"), torch.ones(1000))
+    assert len(found) % 501 == 0  # whole calls
+    assert all(int(value[0]) == int(name.split(".")[0]) for name, value in found.items() if "n" in name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import io
+import logging
 import struct
 import warnings
 import weakref
@@ -467,6 +468,20 @@ def test_later_calls_may_outgrow_the_room_of_the_index(tmp_path, target):
     assert list(fmt.read_file(data).contents()) == [(name,) for name in wanted]
 
 
+@pytest.mark.parametrize("count", [1, 6000], ids=["appended", "laid out anew"])
+@pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
+def test_a_reader_of_an_earlier_state_goes_on_reading_that_state(tmp_path, count, mmap):
+    path = tmp_path / "f"
+    first = {"a": tensor((5000,), seed=1), "b": tensor((70_000,), torch.uint8, seed=2)}
+    serializer = TensorSerializer(path, fsync=False)
+    serializer.write_state_dict(first)
+    with TensorDeserializer(path, device="cpu", lazy_load=True, verify_hash=True, mmap=mmap) as earlier:
+        serializer.write_state_dict({f"{i}.{'n' * 100}": torch.zeros(1) for i in range(count)})
+        serializer.close()
+        assert_same(earlier.tree(), first)
+    assert len(load(path, verify_hash=True)) == 2 + count
+
+
 def test_a_long_dimension_may_come_in_a_later_call(tmp_path):
     path = tmp_path / "f"
     serializer = TensorSerializer(path)
@@ -577,6 +592,20 @@ def test_an_exception_inside_a_with_block_abandons_the_file(tmp_path):
     assert samples.temporary_leftovers(tmp_path, "f") == []
 
 
+def test_an_exception_in_a_with_block_after_a_write_leaves_what_was_complete(tmp_path):
+    path = tmp_path / "f"
+
+    def write_and_fail():
+        with TensorSerializer(path) as serializer:
+            serializer.write_state_dict({"a": tensor()})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_and_fail()
+    assert_same(load(path, verify_hash=True), {"a": tensor()})
+    assert samples.temporary_leftovers(tmp_path, "f") == []
+
+
 def test_a_serializer_that_is_dropped_after_a_write_loses_nothing(tmp_path, leaves_no_descriptors):
     path = tmp_path / "f"
     serializer = TensorSerializer(path)
@@ -618,3 +647,21 @@ def test_an_empty_state_dict_writes_a_file_that_no_reader_opens(tmp_path):
     serializer.close()
     with pytest.raises(ValueError):
         TensorDeserializer(path, device="cpu")
+
+
+def test_what_is_written_is_logged_at_debug_and_nothing_above(caplog):
+    with caplog.at_level(logging.DEBUG, logger="tensorizer"):
+        data = state_dict_bytes({"some.name": tensor()})
+        load(io.BytesIO(data))
+    assert caplog.records
+    assert {record.levelno for record in caplog.records} == {logging.DEBUG}
+    assert {record.name for record in caplog.records} == {"tensorizer.serialization"}
+    assert any("some.name" in record.getMessage() for record in caplog.records)
+
+
+def test_nothing_is_printed(capfd):
+    data = state_dict_bytes({"a": tensor()})
+    load(io.BytesIO(data), verify_hash=True)
+    with pytest.raises(ValueError):
+        load(io.BytesIO(b"no tensors"))
+    assert capfd.readouterr() == ("", "")

@@ -207,6 +207,15 @@ def test_a_pipe_is_refused():
         TensorDeserializer(stream, device="cpu")
 
 
+def test_what_is_no_regular_file_cannot_be_mapped():
+    reader, writer = os.pipe()
+    os.close(writer)
+    with open(reader, "rb") as stream, pytest.raises((OSError, ValueError)):
+        TensorDeserializer(stream, device="cpu", mmap=True)
+    with pytest.raises((OSError, ValueError)):
+        TensorDeserializer("/dev/null", device="cpu", mmap=True)
+
+
 def test_a_missing_file_and_a_directory_are_the_errors_of_open(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent"):
         TensorDeserializer(tmp_path / "absent", device="cpu")
