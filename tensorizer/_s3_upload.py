@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import weakref
 from typing import TYPE_CHECKING, Any, Optional
 
 from . import _C
@@ -22,8 +20,6 @@ DEFAULT_UPLOADS = 8
 MIN_PART_NBYTES = 16 << 20
 MAX_PART_NBYTES = 64 << 20
 URL_SECONDS = 6 * 3600  # each try of each part gets a fresh URL; this bounds one request
-
-_open_sinks: weakref.WeakSet[_C.MultipartSink] = weakref.WeakSet()
 
 
 class S3Upload:
@@ -113,7 +109,7 @@ def open_multipart_sink(
     if memory_budget is not None and memory_budget < 1:
         raise ValueError(f"memory_budget: wanted a number of bytes above 0, found {memory_budget}")
     upload = S3Upload(access, location)
-    sink = _C.MultipartSink(
+    return _C.MultipartSink(
         upload,
         upload.name,
         http_options._native(None, certificate_handling),
@@ -122,11 +118,3 @@ def open_multipart_sink(
         min_part_nbytes=MIN_PART_NBYTES,
         max_part_nbytes=MAX_PART_NBYTES,
     )
-    _open_sinks.add(sink)
-    return sink
-
-
-@atexit.register
-def _abandon_open_sinks() -> None:
-    for sink in list(_open_sinks):
-        sink.abandon()

@@ -136,9 +136,10 @@ def test_what_is_there_is_skipped_unless_forced(server, file):
 
 
 @pytest.mark.parametrize("kind", ["tcp", "subclass"])
-def test_an_interrupted_export_is_invisible_and_is_resumed(server, file, kind):
+def test_an_interrupted_export_is_invisible_and_is_resumed(server, kind):
+    file = File(server, [*SIZES, 60_000_000], seed=3)  # the last one does not fit
     client = server.client()
-    limit = client.info("memory")["used_memory"] + 4_000_000
+    limit = client.info("memory")["used_memory"] + 40_000_000
     client.config_set("maxmemory", limit)
     try:
         with pytest.raises((StreamError, redis.ResponseError), match=r"OOM|maxmemory"):

@@ -530,3 +530,71 @@ class TestNetwork:
         _, status = os.waitpid(child, 0)
         assert status == 0
         assert stream._source.read(0, len(data)) == data
+
+
+class LyingServer:
+    """Answers the first request of a connection with these bytes, and ends it."""
+
+    def __init__(self, answer):
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self):
+        self._thread.start()
+        return f"redis://127.0.0.1:{self._listener.getsockname()[1]}/p"
+
+    def _serve(self):
+        client, _ = self._listener.accept()
+        with client, contextlib.suppress(OSError):
+            client.recv(1000)
+            client.sendall(self._answer)
+
+    def __exit__(self, *_):
+        self._thread.join()
+        self._listener.close()
+
+
+class TestLyingServers:
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            b"",
+            b"*2147483647\r\n",
+            b"*99999999999999999999\r\n",
+            b"*4000000\r\n" + b"*4000000\r\n" * 6,
+            b"$2147483647\r\nabc",
+            b"$-5\r\n",
+            b"+OK\r\n",
+            b":5\r\n",
+            b"*2\r\n:0\r\n*0\r\n",
+            b"*2\r\n$1\r\n0\r\n$1\r\n0\r\n",
+            b"*2\r\n$1\r\n0\r\n*1\r\n$500000000\r\n",
+            b"%1\r\n+a\r\n+b\r\n",
+            b"#t\r\n",
+            b",1.5\r\n",
+            b"*1\r\n" * 100,
+            b"-ERR no\r\n",
+            b"-MOVED 1 127.0.0.1:7000\r\n",
+            b"\0" * 10_000,
+            b"+" + b"x" * 1_000_000,
+        ],
+    )
+    def test_a_reply_that_makes_no_sense_is_an_error_in_bounded_memory(self, answer):
+        with LyingServer(answer) as uri, pytest.raises(StreamError):
+            RedisStreamFile(uri, connect_timeout=5, stall_timeout=5)
+
+    def test_any_bytes_are_an_error_or_a_listing(self):
+        from hypothesis import HealthCheck, given, settings
+        from hypothesis import strategies as st
+
+        words = st.sampled_from([b"*2\r\n", b"$1\r\n", b"0\r\n", b"*1\r\n", b"$5\r\np:a:0\r\n", b"\r\n", b":7\r\n"])
+        piece = st.one_of(words, st.binary(max_size=8))
+
+        @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+        @given(st.lists(piece, max_size=12).map(b"".join))
+        def check(answer):
+            with LyingServer(answer) as uri, pytest.raises(OSError):  # the server ends after its answer
+                RedisStreamFile(uri, connect_timeout=5, stall_timeout=5)
+
+        check()

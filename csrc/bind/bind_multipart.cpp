@@ -9,6 +9,7 @@
 #include "bind/bindings.h"
 #include "bind/gil.h"
 #include "bind/python_error.h"
+#include "core/sync.h"
 #include "io/http_put.h"
 #include "io/multipart_sink.h"
 
@@ -90,13 +91,48 @@ void destroy(MultipartSink* sink) {
   delete sink;
 }
 
+// Uploads that may still be running, to be given up when the interpreter ends: its threads could
+// not take the lock any more. The Python handles do not tell, a session keeps its sink without one.
+class OpenUploads {
+ public:
+  static OpenUploads& instance() {
+    static auto* const uploads = new OpenUploads;
+    return *uploads;
+  }
+
+  void add(const std::shared_ptr<MultipartSink>& sink) {
+    MutexLock lock(mutex_);
+    std::erase_if(sinks_,
+                  [](const std::weak_ptr<MultipartSink>& known) { return known.expired(); });
+    sinks_.push_back(sink);
+  }
+
+  // REQUIRES: the caller does not hold the interpreter's lock.
+  void abandon_all() {
+    std::vector<std::weak_ptr<MultipartSink>> sinks;
+    {
+      MutexLock lock(mutex_);
+      sinks.swap(sinks_);
+    }
+    for (const std::weak_ptr<MultipartSink>& known : sinks)
+      if (const std::shared_ptr<MultipartSink> sink = known.lock()) sink->abandon();
+  }
+
+ private:
+  Mutex mutex_;
+  std::vector<std::weak_ptr<MultipartSink>> sinks_ GUARDED_BY(mutex_);
+};
+
 std::shared_ptr<MultipartSink> make_sink(py::object upload, const std::string& name,
                                          const io::HttpOptions& http, unsigned uploads,
                                          uint64_t budget_nbytes, uint64_t min_part_nbytes,
                                          uint64_t max_part_nbytes) {
   auto transport = std::make_unique<PythonTransport>(std::move(upload), name, http);
   const io::MultipartOptions options{uploads, budget_nbytes, min_part_nbytes, max_part_nbytes};
-  return {new MultipartSink(std::move(transport), name, options), &destroy};
+  std::shared_ptr<MultipartSink> sink(new MultipartSink(std::move(transport), name, options),
+                                      &destroy);
+  OpenUploads::instance().add(sink);
+  return sink;
 }
 
 void write_at(MultipartSink& sink, uint64_t offset, const py::buffer& buffer) {
@@ -110,6 +146,8 @@ void write_at(MultipartSink& sink, uint64_t offset, const py::buffer& buffer) {
 
 void register_multipart(py::module_& m) {
   using Lock = py::call_guard<py::gil_scoped_release>;
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function([] { OpenUploads::instance().abandon_all(); }, Lock()));
   py::class_<MultipartSink, io::RangeSink, std::shared_ptr<MultipartSink>>(m, "MultipartSink")
       .def(py::init(&make_sink), py::arg("upload"), py::arg("name"), py::arg("http"), py::kw_only(),
            py::arg("uploads"), py::arg("budget_nbytes"), py::arg("min_part_nbytes"),

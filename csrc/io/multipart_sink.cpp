@@ -330,7 +330,8 @@ void MultipartSink::stop_threads() noexcept {
   }
   for (std::thread& thread : threads) thread.join();
   MutexLock lock(mutex_);
-  for (Part& part : parts_) free_part(part);
+  for (Part& part : parts_)
+    if (part.writers == 0) free_part(part);
 }
 
 void MultipartSink::finish(const std::stop_token& stop) {

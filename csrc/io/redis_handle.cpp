@@ -29,9 +29,11 @@ RedisReply* place(const redisReadTask* task, RedisReply reply) noexcept {
   try {
     if (!task->parent) return new RedisReply(std::move(reply));
     auto* parent = static_cast<RedisReply*>(task->parent->obj);
-    RedisReply& slot = parent->items.at(static_cast<size_t>(task->idx));
-    slot = std::move(reply);
-    return &slot;
+    // Elements come in order, and an array is complete before its parent goes on: the addresses
+    // that hiredis holds stay valid. Growing as bytes arrive, and not by what the count promises,
+    // bounds the memory.
+    parent->items.push_back(std::move(reply));
+    return &parent->items.back();
   } catch (...) {
     return nullptr;
   }
@@ -56,9 +58,7 @@ template <class Count>
 void* create_array(const redisReadTask* task, Count count) noexcept {
   try {
     if (static_cast<uint64_t>(count) > kMaxReplyItems) return nullptr;
-    RedisReply reply{RedisReply::Kind::array, 0, {}, {}};
-    reply.items.resize(static_cast<size_t>(count));
-    return place(task, std::move(reply));
+    return place(task, {RedisReply::Kind::array, 0, {}, {}});
   } catch (...) {
     return nullptr;
   }
