@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -138,6 +139,9 @@ def extension_path() -> Path:
 
 
 def pytest_configure(config):
+    # A shell that starts this in the background has Ctrl-C ignored, by every program below it too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch says so, once per process, wherever a complex32 tensor is made
     config.addinivalue_line("filterwarnings", "ignore:ComplexHalf support is experimental:UserWarning")
 
