@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import time
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Optional
