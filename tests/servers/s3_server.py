@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -87,7 +88,24 @@ class S3Server:
     def start(self) -> None:
         with (self.folder / "script.log").open("wb") as log:
             command = ["bash", str(SCRIPT), "start", str(self.folder), str(self.port)]
-            subprocess.run(command, check=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=300)
+            # The servers run on the system's Python, which settings for this one would mislead.
+            own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+            subprocess.run(command, check=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=300, env=own)
+        self._await_answers()
+
+    def _await_answers(self) -> None:
+        """The front end answers before the servers behind it do: it says 503 until then."""
+        from botocore.exceptions import ClientError
+
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self.client().create_bucket(Bucket="ready")
+                return
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] != 503 or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
 
     def stop(self) -> None:
         subprocess.run(["bash", str(SCRIPT), "stop", str(self.folder)], check=False, capture_output=True)
