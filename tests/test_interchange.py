@@ -48,7 +48,12 @@ def described(source, **options):
 CASES = worker.cases(long_dimensions=True)
 
 
-@pytest.fixture(scope="module", params=REFERENCE_RELEASES)
+def in_one_worker(release):
+    """What one release wrote is used by several tests."""
+    return pytest.param(release, marks=pytest.mark.xdist_group(f"interchange {release}"))
+
+
+@pytest.fixture(scope="module", params=[in_one_worker(release) for release in REFERENCE_RELEASES])
 def written_there(request, reference_python, tmp_path_factory):
     """A folder with the cases, written by a release."""
     python = reference_python(request.param)

@@ -11,7 +11,10 @@ import samples
 import torch
 from samples import tensor
 
-pytestmark = pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here")
+pytestmark = [
+    pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here"),
+    pytest.mark.xdist_group("memory"),  # they share a large file
+]
 
 MIB = memory.MIB
 
