@@ -47,20 +47,16 @@ class S3Upload:
         """Makes the object of its parts.
 
         Raises:
-            StreamError: The store refused.
+            StreamError: The store refused, or did not answer.
         """
-        from botocore.exceptions import ClientError
-
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
+        whole = {"UploadId": self._upload_id, "MultipartUpload": {"Parts": parts}}
         try:
-            self._client.complete_multipart_upload(
-                **self._target, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
-            )
-        except ClientError as error:
+            self._call("complete", self._client.complete_multipart_upload, **self._target, **whole)
+        except StreamError as error:
             # A repeated request whose first answer was lost finds no upload any more, and the object in its place.
-            gone = error.response.get("Error", {}).get("Code") == "NoSuchUpload"
-            if not (gone and self._is_complete(len(etags))):
-                raise _translated(error, "complete", self.name) from error
+            if _code(error.__cause__) != "NoSuchUpload" or not self._is_complete(len(etags)):
+                raise
 
     def _is_complete(self, parts: int) -> bool:
         try:
@@ -74,7 +70,7 @@ class S3Upload:
         try:
             self._client.abort_multipart_upload(**self._target, UploadId=self._upload_id)
         except Exception as error:
-            if getattr(error, "response", {}).get("Error", {}).get("Code") != "NoSuchUpload":
+            if _code(error) != "NoSuchUpload":
                 logger.warning("%s", explain(error, "abort the upload of", self.name))
 
     def _presign(self, method: str, **params: Any) -> str:
@@ -82,18 +78,23 @@ class S3Upload:
         return url
 
     def _call(self, operation: str, method: Any, **params: Any) -> Any:
-        from botocore.exceptions import ClientError
+        from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
 
         try:
             return method(**params)
-        except ClientError as error:
-            raise _translated(error, operation, self.name) from error
+        except (ClientError, ConnectionError, HTTPClientError) as error:  # missing credentials stay what they are
+            raise _translated(error, f"{operation} the upload of", self.name) from error
+
+
+def _code(error: Any) -> str:
+    """The S3 error code of a botocore error; empty where there is none."""
+    return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
 
 
 def _translated(error: Any, operation: str, name: str) -> StreamError:
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    status = (getattr(error, "response", None) or {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
     kind = StreamNotFoundError if status == 404 else StreamError
-    result = kind(explain(error, f"{operation} the upload of", name))
+    result = kind(explain(error, operation, name))
     result.source = name
     return result
 

@@ -18,6 +18,7 @@ import torch
 from conftest import open_descriptors, thread_count
 from samples import assert_same, tensor
 from servers.http_faults import FaultyServer, Reply
+from servers.redis_server import free_port
 from servers.s3_server import S3Server, s3_is_installed
 
 from tensorizer import TensorDeserializer, TensorSerializer, s3, stream_io
@@ -352,6 +353,13 @@ if sys.argv[4] == "signal":
         with pytest.raises(StreamError, match=r"s3://no-such-bucket/k.*127.0.0.1.*404.*NoSuchBucket"):
             serializer.close()
         assert serializer._closed
+
+    def test_a_store_that_is_not_there_is_a_stream_error(self, small_parts):
+        options = {"s3_access_key_id": "a", "s3_secret_access_key": "topsecret", "force_http": True}
+        serializer = TensorSerializer("s3://b/k", stream_options={**options, "s3_endpoint": f"127.0.0.1:{free_port()}"})
+        with pytest.raises(StreamError, match="s3://b/k") as caught:
+            write_and_close(serializer, state(12))
+        assert "topsecret" not in str(caught.value)
 
     def test_missing_credentials_are_botocores_error(self, store, small_parts):
         options = {"s3_endpoint": store.endpoint, "force_http": True}

@@ -93,6 +93,7 @@ C
   done
   setsid nohup swift-proxy-server "$dir/etc/proxy-server.conf" >"$dir/log/proxy.log" 2>&1 & echo $! > "$dir/run/proxy.pid"
   for _ in $(seq 1200); do curl -sf -o /dev/null "http://127.0.0.1:$port/info" && break; sleep 0.1; done
+  for f in "$dir"/run/*.pid; do kill -0 "$(cat "$f")" || { echo "$f: has ended, see $dir/log" >&2; exit 1; }; done
   echo "http://127.0.0.1:$port test:tester testing"
   ;;
 stop)

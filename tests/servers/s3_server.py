@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -24,7 +25,8 @@ def s3_is_installed() -> bool:
 
 def five_free_ports() -> int:
     """The first of five ports in a row that nobody listens at."""
-    for base in range(20000, 60000, 7):
+    for _ in range(1000):
+        base = random.SystemRandom().randrange(10_000, 30_000)  # below the ports that systems hand out
         probes = [socket.socket() for _ in range(5)]
         try:
             for i, probe in enumerate(probes):
@@ -86,6 +88,18 @@ class S3Server:
         )
 
     def start(self) -> None:
+        for _ in range(3):
+            try:
+                self._start()
+                return
+            except subprocess.CalledProcessError:  # somebody else took one of the ports in between
+                self.stop()
+                self.port = five_free_ports()
+                self.endpoint = f"http://127.0.0.1:{self.port}"
+                shutil.rmtree(self.folder / "etc")
+        raise RuntimeError((self.folder / "script.log").read_text())
+
+    def _start(self) -> None:
         with (self.folder / "script.log").open("wb") as log:
             command = ["bash", str(SCRIPT), "start", str(self.folder), str(self.port)]
             # The servers run on the system's Python, which settings for this one would mislead.
