@@ -408,9 +408,7 @@ def test_the_interpreter_ends_cleanly_with_a_load_in_flight(model_file):
         """,
         model_file,
     )
-    assert (result.returncode, result.stdout) == (0, "copies True\n"), result.stderr
-    assert "terminate" not in result.stderr
-    assert "Fatal" not in result.stderr
+    assert (result.returncode, result.stdout, result.stderr) == (0, "copies True\n", "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a real device")

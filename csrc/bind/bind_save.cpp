@@ -29,15 +29,25 @@ TensorToWrite describe(const py::tuple& item, format::TensorPath& path) {
   return tensor;
 }
 
+// Waits for a step of a call; an interpreter that exits meanwhile undoes the call.
+template <class Step, class Poll>
+void run_step(SaveSession& session, Step&& step, Poll&& on_poll) {
+  run_interruptible(std::forward<Step>(step), std::forward<Poll>(on_poll),
+                    [&] { session.abort_call(); });
+}
+
 void begin_call(SaveSession& session, const py::list& items, bool growing) {
   std::vector<TensorToWrite> tensors;
   std::vector<format::TensorPath> paths(items.size());
   tensors.reserve(items.size());
   for (size_t i = 0; i < items.size(); ++i)
     tensors.push_back(describe(items[i].cast<py::tuple>(), paths[i]));
-  run_interruptible([&](const std::stop_token& stop) {
-    session.begin_call(std::move(tensors), paths, growing, stop);
-  });
+  run_step(
+      session,
+      [&](const std::stop_token& stop) {
+        session.begin_call(std::move(tensors), paths, growing, stop);
+      },
+      [] {});
 }
 
 // (record number, address, bytes) per record, zero-sized ones included.
@@ -49,8 +59,8 @@ void write_payloads(SaveSession& session, const py::list& items, int device,
     const auto [record, address, nbytes] = item.cast<std::tuple<uint32_t, uint64_t, uint64_t>>();
     payloads.push_back({record, {reinterpret_cast<std::byte*>(address), nbytes, device, nullptr}});
   }
-  run_interruptible(
-      [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
+  run_step(
+      session, [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
       [&] {
         if (!progress.is_none()) progress(session.nbytes_done());
       });
@@ -87,7 +97,8 @@ void register_save(py::module_& m) {
            py::arg("progress") = py::none())
       .def("finish_call",
            [](SaveSession& session) {
-             run_interruptible([&](const std::stop_token& stop) { session.finish_call(stop); });
+             run_step(
+                 session, [&](const std::stop_token& stop) { session.finish_call(stop); }, [] {});
            })
       .def("abort_call",
            [](SaveSession& session) {

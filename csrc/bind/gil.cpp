@@ -1,5 +1,7 @@
 #include "bind/gil.h"
 
+#include <unistd.h>
+
 #include "core/error.h"
 
 namespace tensorizer::bind {
@@ -19,6 +21,16 @@ void ActiveWork::leave(TaskGroup& group) noexcept {
   MutexLock lock(mutex_);
   groups_.erase(&group);
   changed_.notify_all();
+}
+
+bool ActiveWork::shutting_down() const noexcept {
+  MutexLock lock(mutex_);
+  return shutting_down_;
+}
+
+void ActiveWork::Scope::stay() noexcept {
+  instance().leave(group_);
+  for (;;) ::pause();
 }
 
 void ActiveWork::shut_down(std::chrono::milliseconds timeout) {

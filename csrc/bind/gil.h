@@ -39,6 +39,16 @@ class ActiveWork {
    public:
     explicit Scope(TaskGroup& group) : group_(group) { instance().enter(group); }
     ~Scope() { instance().leave(group_); }
+
+    // True once the interpreter exits.
+    bool shutting_down() const noexcept { return instance().shutting_down(); }
+
+    // Gives up the group, which has ended, and never returns. For a thread that finds the
+    // interpreter exiting: it is a daemon thread, and the next attempt to take the lock could be
+    // its end in the middle of C++ frames, which aborts the process. REQUIRES: the lock is not
+    // held.
+    [[noreturn]] void stay() noexcept;
+
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
@@ -52,8 +62,9 @@ class ActiveWork {
  private:
   void enter(TaskGroup& group);
   void leave(TaskGroup& group) noexcept;
+  bool shutting_down() const noexcept;
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
   CondVar changed_;
   std::set<TaskGroup*> groups_ GUARDED_BY(mutex_);
   bool shutting_down_ GUARDED_BY(mutex_) = false;
@@ -62,10 +73,11 @@ class ActiveWork {
 // Runs fn(stop_token) on a thread of its own while this one waits without the lock and looks for
 // Ctrl-C every 50 ms. On a signal whose handler raises, fn is asked to stop and joined before the
 // exception leaves. on_poll() is called with the lock held at every look and once at the end; what
-// it raises ends the work like a signal. REQUIRES: the caller holds the lock. fn must not touch
-// Python objects without taking it.
-template <class Fn, class Poll>
-auto run_interruptible(Fn&& fn, Poll&& on_poll) {
+// it raises ends the work like a signal. When the interpreter exits meanwhile, this does not
+// return: on_exit() undoes what the work left half done. REQUIRES: the caller holds the lock. fn
+// and on_exit must not touch Python objects without taking it; on_exit must not throw.
+template <class Fn, class Poll, class Exit>
+auto run_interruptible(Fn&& fn, Poll&& on_poll, Exit&& on_exit) {
   using Result = std::invoke_result_t<Fn&, const std::stop_token&>;
   constexpr bool kVoid = std::is_void_v<Result>;
   std::optional<std::conditional_t<kVoid, char, Result>> result;
@@ -80,7 +92,7 @@ auto run_interruptible(Fn&& fn, Poll&& on_poll) {
       interruption = std::current_exception();
     }
   };
-  const ActiveWork::Scope active(group);
+  ActiveWork::Scope active(group);
   {
     py::gil_scoped_release unlocked;
     group.spawn([&](const std::stop_token& stop) {
@@ -93,20 +105,32 @@ auto run_interruptible(Fn&& fn, Poll&& on_poll) {
     });
     while (!interruption && !group.wait_for(kSignalPollInterval)) look();
     if (interruption) group.request_stop();
+    std::exception_ptr failure;
     try {
       group.join();
-      if (!interruption) look();
     } catch (...) {
-      if (!interruption) throw;  // the interruption is the cause and tells more
+      failure = std::current_exception();
     }
+    if (active.shutting_down()) {
+      on_exit();
+      active.stay();
+    }
+    if (!failure && !interruption) look();
+    if (failure && !interruption) std::rethrow_exception(failure);  // an interruption tells more
   }
   if (interruption) std::rethrow_exception(interruption);
   if constexpr (!kVoid) return std::move(*result);
 }
 
+template <class Fn, class Poll>
+auto run_interruptible(Fn&& fn, Poll&& on_poll) {
+  return run_interruptible(std::forward<Fn>(fn), std::forward<Poll>(on_poll), [] {});
+}
+
 template <class Fn>
 auto run_interruptible(Fn&& fn) {
-  return run_interruptible(std::forward<Fn>(fn), [] {});
+  return run_interruptible(
+      std::forward<Fn>(fn), [] {}, [] {});
 }
 
 // Keeps a Python object alive from C++. Takes the lock to release it, from whichever thread; leaks

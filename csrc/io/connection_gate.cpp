@@ -24,11 +24,18 @@ ConnectionGate::ConnectionGate(unsigned fixed, unsigned most,
 ConnectionGate::Ticket ConnectionGate::enter(const std::stop_token& stop) {
   MutexLock lock(mutex_);
   ++waiting_;
+  const auto has_place = [this]() REQUIRES_LOCK(mutex_) { return taken_ < places_; };
   consider_growth(Clock::now());
-  const bool entered =
-      changed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) { return taken_ < places_; });
+  // Looks up once per window: requests may last much longer than what is needed to see that more
+  // would help.
+  while (!changed_.wait_until(mutex_, stop, Clock::now() + kWindow, has_place)) {
+    if (stop.stop_requested()) {
+      --waiting_;
+      throw Error(Errc::cancelled, "cancelled");
+    }
+    consider_growth(Clock::now());
+  }
   --waiting_;
-  if (!entered) throw Error(Errc::cancelled, "cancelled");
   ++taken_;
   return Ticket(this);
 }
