@@ -3,14 +3,11 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
-#include <sys/vfs.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <vector>
@@ -23,30 +20,10 @@
 namespace tensorizer::io {
 namespace {
 
-constexpr uint64_t kBlockNbytes = 4096;
-constexpr uint64_t kBounceNbytes = uint64_t{4} << 20;
-// Below this a write finishes in the page cache sooner than on the disk.
-constexpr uint64_t kDirectFileNbytes = uint64_t{256} << 20;
-constexpr uint64_t kDirectSliceNbytes = uint64_t{1} << 20;
-constexpr unsigned kDirectWriters = 4;  // requests in flight that keep a disk busy
+constexpr uint64_t kWritebackNbytes = uint64_t{1} << 20;  // smaller writes wait for company
+constexpr unsigned kSyncedWriters = 4;  // who waits for the disk leaves others to hash meanwhile
 constexpr uint64_t kCopyNbytes = uint64_t{8} << 20;
 constexpr size_t kIovMax = 512;
-constexpr long kTmpfsMagic = 0x01021994;
-
-struct FreeDeleter {
-  void operator()(void* p) const noexcept { std::free(p); }
-};
-
-std::byte* bounce_buffer() {
-  static thread_local std::unique_ptr<std::byte, FreeDeleter> buffer;
-  if (!buffer) {
-    void* memory = nullptr;
-    if (posix_memalign(&memory, kBlockNbytes, kBounceNbytes) != 0)
-      throw Error(Errc::out_of_memory, "no memory for a write buffer of 4 MiB");
-    buffer.reset(static_cast<std::byte*>(memory));
-  }
-  return buffer.get();
-}
 
 std::string folder_of(const std::string& path) {
   const size_t slash = path.rfind('/');
@@ -132,7 +109,6 @@ void FileSink::open_unnamed() {
   if (!temporary_.empty()) unlink(temporary_.c_str());
   temporary_ = temporary;
   fd_ = std::move(fd);
-  direct_fd_.reset();
   named_ = false;
   extent_ = 0;
   if (options_.keep_mode && fchmod(fd_.get(), options_.mode) != 0 && errno != EPERM)
@@ -140,31 +116,17 @@ void FileSink::open_unnamed() {
 }
 
 unsigned FileSink::concurrency() const noexcept {
-  return direct_fd_ ? std::max(cpu_quota(), kDirectWriters) : 0;
-}
-
-void FileSink::open_direct(uint64_t nbytes) {
-#if defined(O_DIRECT)
-  // Only where the content has to reach the disk anyway.
-  if (direct_fd_ || target_.empty() || !options_.fsync || nbytes < kDirectFileNbytes) return;
-  struct statfs info {};
-  if (fstatfs(fd_.get(), &info) != 0 || info.f_type == kTmpfsMagic) return;
-  direct_fd_ = UniqueFd(open(proc_path(fd_.get()).c_str(), O_WRONLY | O_CLOEXEC | O_DIRECT));
-#else
-  (void)nbytes;
-#endif
+  return target_.empty() || !options_.fsync ? 0 : std::max(cpu_quota(), kSyncedWriters);
 }
 
 void FileSink::reserve(uint64_t end) {
   if (!fd_ && !target_.empty()) open_unnamed();
   if (end <= extent_) return;
-  open_direct(end - extent_);
 #if defined(__linux__)
   if (fallocate(fd_.get(), target_.empty() ? FALLOC_FL_KEEP_SIZE : 0, static_cast<off_t>(extent_),
                 static_cast<off_t>(end - extent_)) != 0) {
     if (errno == ENOSPC || errno == EFBIG || errno == EDQUOT)
       throw_errno("no room for", name_, errno);
-    direct_fd_.reset();  // direct writes beyond the end of a file are slow
     return;
   }
 #endif
@@ -173,19 +135,7 @@ void FileSink::reserve(uint64_t end) {
 
 void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
                         const std::stop_token& stop) {
-  throw_if_stopped(stop);
-  if (direct_fd_ && slices.size() == 1 && slices[0].size() >= kDirectSliceNbytes &&
-      offset % kBlockNbytes == 0) {
-    const uint64_t done = write_direct(offset, slices[0], stop);
-    ConstSlice rest = slices[0].subspan(done);
-    if (!rest.empty()) write_buffered(offset + done, {&rest, 1}, stop);
-    return;
-  }
-  write_buffered(offset, slices, stop);
-}
-
-void FileSink::write_buffered(uint64_t offset, std::span<const ConstSlice> slices,
-                              const std::stop_token& stop) {
+  const uint64_t begin = offset;
   std::array<iovec, kIovMax> vectors;
   size_t next = 0;
   uint64_t done_in = 0;
@@ -213,26 +163,21 @@ void FileSink::write_buffered(uint64_t offset, std::span<const ConstSlice> slice
     }
     done_in += left;
   }
+  begin_writeback(begin, offset - begin);
 }
 
-// Whole blocks of the slice, past the page cache; returns how many bytes that was. Memory that is
-// not aligned goes through a buffer.
-uint64_t FileSink::write_direct(uint64_t offset, ConstSlice slice, const std::stop_token& stop) {
-  const uint64_t total = align_down(slice.size(), kBlockNbytes);
-  const bool aligned = reinterpret_cast<uintptr_t>(slice.data()) % kBlockNbytes == 0;
-  for (uint64_t done = 0; done < total;) {
-    throw_if_stopped(stop);
-    const uint64_t n = std::min(total - done, kBounceNbytes);
-    const std::byte* from = slice.data() + done;
-    if (!aligned) from = static_cast<std::byte*>(std::memcpy(bounce_buffer(), from, n));
-    const ssize_t wrote = pwrite(direct_fd_.get(), from, n, static_cast<off_t>(offset + done));
-    if (wrote < 0 && errno == EINTR) continue;
-    if (wrote < 0 && errno == EINVAL) return done;  // a file system with other rules
-    if (wrote < 0) throw_errno("cannot write", name_, errno);
-    if (static_cast<uint64_t>(wrote) % kBlockNbytes != 0) return done;
-    done += static_cast<uint64_t>(wrote);
-  }
-  return total;
+// Content that has to reach the disk sets out at once, so that the disk works while the next
+// tensors are hashed, and the final fsync finds little left to do. It stays in the page cache.
+void FileSink::begin_writeback(uint64_t offset, uint64_t nbytes) const noexcept {
+#if defined(SYNC_FILE_RANGE_WRITE)
+  if (target_.empty() || !options_.fsync || nbytes < kWritebackNbytes) return;
+  // Only a hint: failures of the disk are reported by fsync.
+  sync_file_range(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(nbytes),
+                  SYNC_FILE_RANGE_WRITE);
+#else
+  (void)offset;
+  (void)nbytes;
+#endif
 }
 
 void FileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
@@ -338,7 +283,6 @@ void FileSink::take_name() {
 
 void FileSink::rollback(uint64_t end) noexcept {
   if (target_.empty()) return;
-  direct_fd_.reset();
   extent_ = end;
   if (!named_) {  // nothing of it may stay, on disk or open; reserve() starts anew
     close_all();
@@ -354,7 +298,6 @@ void FileSink::rollback(uint64_t end) noexcept {
 void FileSink::finish(const std::stop_token& /*stop*/) { close_all(); }
 
 void FileSink::close_all() noexcept {
-  direct_fd_.reset();
   fd_.reset();
   if (!temporary_.empty()) unlink(temporary_.c_str());
   temporary_.clear();

@@ -46,11 +46,8 @@ class FileSink final : public RangeSink {
 
   void close_all() noexcept;
   void open_unnamed();
-  void open_direct(uint64_t nbytes);
   void take_name();
-  void write_buffered(uint64_t offset, std::span<const ConstSlice> slices,
-                      const std::stop_token& stop);
-  uint64_t write_direct(uint64_t offset, ConstSlice slice, const std::stop_token& stop);
+  void begin_writeback(uint64_t offset, uint64_t nbytes) const noexcept;
   void relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop);
   void copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
                   const std::stop_token& stop);
@@ -62,7 +59,6 @@ class FileSink final : public RangeSink {
   std::string temporary_;  // name of the file while it has one; empty for an unnamed file
   PathOptions options_;
   UniqueFd fd_;
-  UniqueFd direct_fd_;   // the same file with O_DIRECT, for large aligned writes
   bool named_ = false;   // published under target_
   uint64_t extent_ = 0;  // bytes reserved or written
 };
