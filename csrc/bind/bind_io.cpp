@@ -13,19 +13,27 @@
 namespace tensorizer::bind {
 namespace {
 
+constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;  // read from memory in less than a millisecond
+
+void read(io::RangeSource& source, uint64_t offset, io::Slice into) {
+  const bool brief = into.size() <= kBriefNbytes && source.traits().prompt;
+  run_interruptible(brief ? Where::here : Where::helper_thread,
+                    [&](const std::stop_token& stop) { source.read_at(offset, into, stop); });
+}
+
 py::bytes read_bytes(io::RangeSource& source, uint64_t offset, size_t nbytes) {
   py::bytes result = py::reinterpret_steal<py::bytes>(
       PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes)));
   if (!result) throw py::error_already_set();
   io::Slice into(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result.ptr())), nbytes);
-  run_interruptible([&](const std::stop_token& stop) { source.read_at(offset, into, stop); });
+  read(source, offset, into);
   return result;
 }
 
 void read_into(io::RangeSource& source, uint64_t offset, const py::buffer& buffer) {
   py::buffer_info info = buffer.request(true);
   io::Slice into(static_cast<std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize));
-  run_interruptible([&](const std::stop_token& stop) { source.read_at(offset, into, stop); });
+  read(source, offset, into);
 }
 
 }  // namespace

@@ -27,6 +27,7 @@ using load::OpenedIndex;
 constexpr uint64_t kOwnPagesNbytes = uint64_t{8} << 20;
 constexpr uint64_t kArenaNbytes = uint64_t{16} << 20;
 constexpr uint64_t kTensorAlignment = 64;
+constexpr uint64_t kBriefIndexNbytes = uint64_t{1} << 20;  // parsed in a few milliseconds
 
 const format::IndexEntry& entry_at(const OpenedIndex& opened, size_t i) {
   if (i >= opened.index.size()) throw py::index_error("no such entry");
@@ -134,10 +135,12 @@ class LoadBatch {
   }
 
   void run(const py::object& progress) {
-    run_interruptible([this](const std::stop_token& stop) { session_->run(stop); },
-                      [&] {
-                        if (!progress.is_none()) progress(session_->nbytes_done());
-                      });
+    run_interruptible(
+        session_->is_brief() ? Where::here : Where::helper_thread,
+        [this](const std::stop_token& stop) { session_->run(stop); },
+        [&] {
+          if (!progress.is_none()) progress(session_->nbytes_done());
+        });
   }
 
   std::shared_ptr<const LoadedHeaders> headers() const { return session_->headers(); }
@@ -269,10 +272,14 @@ void register_index(py::module_& m) {
       "open_index",
       [](io::RangeSource& source, uint64_t start, bool key_given) {
         const auto key = key_given ? format::KeyGiven::yes : format::KeyGiven::no;
-        return std::const_pointer_cast<OpenedIndex>(
-            run_interruptible([&](const std::stop_token& stop) {
-              return load::open_index(source, start, key, stop);
-            }));
+        const bool prompt = source.traits().prompt;
+        const format::Prologue prologue = run_interruptible(
+            prompt ? Where::here : Where::helper_thread,
+            [&](auto& stop) { return load::open_prologue(source, start, key, stop); });
+        const bool brief = prompt && prologue.metadata_nbytes <= kBriefIndexNbytes;
+        return std::const_pointer_cast<OpenedIndex>(run_interruptible(
+            brief ? Where::here : Where::helper_thread,
+            [&](auto& stop) { return load::open_index(source, start, prologue, stop); }));
       },
       py::arg("source"), py::arg("start"), py::arg("key_given"));
 }

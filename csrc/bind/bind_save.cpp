@@ -32,7 +32,7 @@ TensorToWrite describe(const py::tuple& item, format::TensorPath& path) {
 // Waits for a step of a call; an interpreter that exits meanwhile undoes the call.
 template <class Step, class Poll>
 void run_step(SaveSession& session, Step&& step, Poll&& on_poll) {
-  run_interruptible(std::forward<Step>(step), std::forward<Poll>(on_poll),
+  run_interruptible(Where::helper_thread, std::forward<Step>(step), std::forward<Poll>(on_poll),
                     [&] { session.abort_call(); });
 }
 

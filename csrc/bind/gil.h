@@ -70,6 +70,10 @@ class ActiveWork {
   bool shutting_down_ GUARDED_BY(mutex_) = false;
 };
 
+// Where work runs while its caller waits. `here` is for what takes a few milliseconds at most:
+// nobody looks for Ctrl-C meanwhile, and no thread has to be woken.
+enum class Where { helper_thread, here };
+
 // Runs fn(stop_token) on a thread of its own while this one waits without the lock and looks for
 // Ctrl-C every 50 ms. On a signal whose handler raises, fn is asked to stop and joined before the
 // exception leaves. on_poll() is called with the lock held at every look and once at the end; what
@@ -77,7 +81,7 @@ class ActiveWork {
 // return: on_exit() undoes what the work left half done. REQUIRES: the caller holds the lock. fn
 // and on_exit must not touch Python objects without taking it; on_exit must not throw.
 template <class Fn, class Poll, class Exit>
-auto run_interruptible(Fn&& fn, Poll&& on_poll, Exit&& on_exit) {
+auto run_interruptible(Where where, Fn&& fn, Poll&& on_poll, Exit&& on_exit) {
   using Result = std::invoke_result_t<Fn&, const std::stop_token&>;
   constexpr bool kVoid = std::is_void_v<Result>;
   std::optional<std::conditional_t<kVoid, char, Result>> result;
@@ -95,18 +99,22 @@ auto run_interruptible(Fn&& fn, Poll&& on_poll, Exit&& on_exit) {
   ActiveWork::Scope active(group);
   {
     py::gil_scoped_release unlocked;
-    group.spawn([&](const std::stop_token& stop) {
+    auto work = [&](const std::stop_token& stop) {
       if constexpr (kVoid) {
         fn(stop);
         result.emplace();
       } else {
         result.emplace(fn(stop));
       }
-    });
-    while (!interruption && !group.wait_for(kSignalPollInterval)) look();
-    if (interruption) group.request_stop();
+    };
+    if (where == Where::helper_thread) {
+      group.spawn(work);
+      while (!interruption && !group.wait_for(kSignalPollInterval)) look();
+      if (interruption) group.request_stop();
+    }
     std::exception_ptr failure;
     try {
+      if (where == Where::here) work(group.stop_token());
       group.join();
     } catch (...) {
       failure = std::current_exception();
@@ -123,14 +131,19 @@ auto run_interruptible(Fn&& fn, Poll&& on_poll, Exit&& on_exit) {
 }
 
 template <class Fn, class Poll>
-auto run_interruptible(Fn&& fn, Poll&& on_poll) {
-  return run_interruptible(std::forward<Fn>(fn), std::forward<Poll>(on_poll), [] {});
+auto run_interruptible(Where where, Fn&& fn, Poll&& on_poll) {
+  return run_interruptible(where, std::forward<Fn>(fn), std::forward<Poll>(on_poll), [] {});
+}
+
+template <class Fn>
+auto run_interruptible(Where where, Fn&& fn) {
+  return run_interruptible(
+      where, std::forward<Fn>(fn), [] {}, [] {});
 }
 
 template <class Fn>
 auto run_interruptible(Fn&& fn) {
-  return run_interruptible(
-      std::forward<Fn>(fn), [] {}, [] {});
+  return run_interruptible(Where::helper_thread, std::forward<Fn>(fn));
 }
 
 // Keeps a Python object alive from C++. Takes the lock to release it, from whichever thread; leaks

@@ -133,7 +133,7 @@ SourceTraits FileSource::traits() const {
     }
   }
   const unsigned cpus = cpu_quota();
-  return {.concurrency = cold > 0 ? std::max(cpus, kColdReaders) : cpus};
+  return {.concurrency = cold > 0 ? std::max(cpus, kColdReaders) : cpus, .prompt = cold == 0};
 }
 
 bool FileSource::Handles::is_cached(uint64_t offset, uint64_t nbytes) const noexcept {

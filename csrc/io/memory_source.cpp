@@ -11,7 +11,7 @@ MemorySource::MemorySource(std::span<const std::byte> bytes, std::string name,
                            std::shared_ptr<void> owner)
     : bytes_(bytes), name_(std::move(name)), owner_(std::move(owner)) {}
 
-SourceTraits MemorySource::traits() const { return {.concurrency = cpu_quota()}; }
+SourceTraits MemorySource::traits() const { return {.concurrency = cpu_quota(), .prompt = true}; }
 
 const std::byte* MemorySource::view(uint64_t offset, uint64_t nbytes) noexcept {
   if (offset > bytes_.size() || nbytes > bytes_.size() - offset) return nullptr;

@@ -27,6 +27,8 @@ struct SourceTraits {
   uint64_t gap_nbytes = uint64_t{64} << 10;
   // True when reads must come one at a time at growing offsets (an HTTP server without ranges).
   bool sequential = false;
+  // True when reads are answered from memory: a small one costs less than waking a thread for it.
+  bool prompt = false;
 };
 
 // "<name> ends at byte <size>, but bytes <offset> to <offset+nbytes> are wanted" (Errc::truncated).

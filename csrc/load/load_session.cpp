@@ -18,6 +18,9 @@ namespace {
 
 constexpr uint64_t kHeaderGapNbytes = 4096;
 constexpr uint64_t kUnsizedHeaderLimit = uint64_t{256} << 20;
+// As much is read from memory sooner than another thread wakes up.
+constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;
+constexpr size_t kBriefUnits = 512;
 // A source whose requests cost less than this many bytes is read chunk by chunk when decrypting.
 constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
 
@@ -553,6 +556,13 @@ void LoadSession::make_plan() {
   for (const LoadTarget& target : targets_) selection.push_back(target.entry);
   plan_ = plan_load(opened_->index, selection, plan);
 
+  if (traits.prompt && !has_crypt_info() && options_.engine == nullptr &&
+      plan_.units.size() <= kBriefUnits) {
+    uint64_t total = 0;
+    for (const Unit& unit : plan_.units) total += unit.nbytes;
+    brief_ = total <= kBriefNbytes;
+  }
+
   uint32_t steps = 0;
   for (uint32_t target = 0; target < targets_.size(); ++target) {
     states_[target].first_segment = steps;
@@ -598,8 +608,8 @@ void LoadSession::run_workers(const std::stop_token& stop) {
     chains_ = std::make_unique<ChainQueue>(std::move(lengths));
   }
   const io::SourceTraits traits = source_.traits();
-  unsigned workers = traits.sequential ? 1 : std::max(1U, traits.concurrency);
-  if (!traits.sequential && (options_.verify || has_crypt_info()))
+  unsigned workers = traits.sequential || brief_ ? 1 : std::max(1U, traits.concurrency);
+  if (!traits.sequential && !brief_ && (options_.verify || has_crypt_info()))
     workers = std::max(workers, cpu_quota());
   if (options_.max_workers > 0) workers = std::min(workers, options_.max_workers);
   workers =

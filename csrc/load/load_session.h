@@ -58,6 +58,9 @@ class LoadSession {
               std::vector<LoadTarget> targets, const LoadOptions& options);
   ~LoadSession();
 
+  // True when run() takes a few milliseconds at most.
+  bool is_brief() const noexcept { return brief_; }
+
   // Loads everything or throws: malformed, truncated, hash_mismatch, crypto, io, device, cancelled.
   void run(const std::stop_token& stop);
 
@@ -83,6 +86,7 @@ class LoadSession {
   std::vector<LoadTarget> targets_;
   LoadOptions options_;
   LoadPlan plan_;
+  bool brief_ = false;
   std::shared_ptr<LoadedHeaders> headers_ = std::make_shared<LoadedHeaders>();
   std::vector<TargetState> states_;
   std::vector<uint32_t> segment_crcs_;   // per segment, when verifying

@@ -37,22 +37,34 @@ std::vector<std::byte> read_block(io::RangeSource& source, uint64_t offset, uint
   throw error;
 }
 
+uint64_t size_or_unlimited(const io::RangeSource& source) {
+  return source.size().value_or(std::numeric_limits<uint64_t>::max());
+}
+
 }  // namespace
 
-std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, uint64_t start,
-                                              format::KeyGiven key, const std::stop_token& stop) {
+format::Prologue open_prologue(io::RangeSource& source, uint64_t start, format::KeyGiven key,
+                               const std::stop_token& stop) {
   try {
-    const std::optional<uint64_t> size = source.size();
-    const uint64_t source_nbytes = size.value_or(std::numeric_limits<uint64_t>::max());
+    const uint64_t source_nbytes = size_or_unlimited(source);
     std::array<std::byte, format::kPrologueNbytes> head;
     const uint64_t available = source_nbytes - std::min(start, source_nbytes);
     const uint64_t head_nbytes = std::min<uint64_t>(head.size(), available);
     if (head_nbytes > 0) source.read_at(start, io::Slice(head.data(), head_nbytes), stop);
-    const format::Prologue prologue =
-        format::parse_prologue(std::span(head).first(head_nbytes), start, key);
+    return format::parse_prologue(std::span(head).first(head_nbytes), start, key);
+  } catch (const Error& error) {
+    rethrow_with_source(error, source.name());
+  }
+}
+
+std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, uint64_t start,
+                                              const format::Prologue& prologue,
+                                              const std::stop_token& stop) {
+  try {
+    const uint64_t source_nbytes = size_or_unlimited(source);
     const uint64_t block_at = start + format::kPrologueNbytes;
     std::vector<std::byte> block = read_block(source, block_at, prologue.metadata_nbytes,
-                                              source_nbytes, size.has_value(), stop);
+                                              source_nbytes, source.size().has_value(), stop);
     return std::make_shared<const OpenedIndex>(
         start, prologue, format::Index(prologue, std::move(block), block_at, source_nbytes));
   } catch (const Error& error) {

@@ -1,4 +1,4 @@
-// Opening a container: prologue and index of a source. Pure apart from its one or two reads.
+// Opening a container: prologue and index of a source. Pure apart from one read each.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,15 @@ struct OpenedIndex {
   format::Index index;
 };
 
-// Reads the container that starts at `start`. Every length is compared with the source's size
-// before it sizes memory. Throws Error: malformed, unsupported, truncated, crypto, io; the message
-// names the source.
+// Reads the first bytes of the container that starts at `start`. Throws Error: malformed,
+// unsupported, truncated, crypto, io; the message names the source.
+format::Prologue open_prologue(io::RangeSource& source, uint64_t start, format::KeyGiven key,
+                               const std::stop_token& stop);
+
+// Reads the index that follows the prologue at `start`. Every length is compared with the source's
+// size before it sizes memory. Throws as open_prologue.
 std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, uint64_t start,
-                                              format::KeyGiven key, const std::stop_token& stop);
+                                              const format::Prologue& prologue,
+                                              const std::stop_token& stop);
 
 }  // namespace tensorizer::load

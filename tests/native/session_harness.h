@@ -214,7 +214,7 @@ struct LoadSettings {
 inline void load_all(io::RangeSource& source, const LoadSettings& settings,
                      std::vector<Bytes>& into, const std::stop_token& stop = {}) {
   const auto key = settings.keys ? format::KeyGiven::yes : format::KeyGiven::no;
-  const auto opened = load::open_index(source, 0, key, stop);
+  const auto opened = load::open_index(source, 0, load::open_prologue(source, 0, key, stop), stop);
   std::vector<load::LoadTarget> targets;
   into.clear();
   for (const format::IndexEntry& entry : opened->index.entries())
