@@ -210,8 +210,8 @@ struct LoadSettings {
 };
 
 // Loads every entry to memory of its own; the buffers are returned even when the load throws
-// (through `into`).
-inline void load_all(io::RangeSource& source, const LoadSettings& settings,
+// (through `into`). True when the session promised to be brief.
+inline bool load_all(io::RangeSource& source, const LoadSettings& settings,
                      std::vector<Bytes>& into, const std::stop_token& stop = {}) {
   const auto key = settings.keys ? format::KeyGiven::yes : format::KeyGiven::no;
   const auto opened = load::open_index(source, 0, load::open_prologue(source, 0, key, stop), stop);
@@ -230,6 +230,7 @@ inline void load_all(io::RangeSource& source, const LoadSettings& settings,
                              .keys = settings.keys.get(),
                              .engine = settings.engine});
   session.run(stop);
+  return session.is_brief();
 }
 
 inline void expect_loads(const Bytes& file, const std::vector<Tensor>& tensors,

@@ -41,6 +41,54 @@ TEST(Sessions, AMemorySourceThatOffersViewsDecryptsFromThem) {
   for (size_t i = 0; i < tensors.size(); ++i) EXPECT_EQ(found[i], tensors[i].data);
 }
 
+// Says that its reads are answered from memory, or not, and who asked for them.
+class WatchedSource final : public io::RangeSource {
+ public:
+  WatchedSource(Bytes bytes, bool prompt) : bytes_(std::move(bytes)), prompt_(prompt) {}
+  const std::string& name() const noexcept override { return file_.name(); }
+  std::optional<uint64_t> size() const override { return file_.size(); }
+  io::SourceTraits traits() const override { return {.concurrency = 4, .prompt = prompt_}; }
+  using io::RangeSource::read_at;
+  void read_at(uint64_t offset, std::span<const io::Slice> slices,
+               const std::stop_token& stop) override {
+    if (std::this_thread::get_id() != caller_) elsewhere = true;
+    file_.read_at(offset, slices, stop);
+  }
+  uint64_t bytes_read() const noexcept override { return file_.bytes_read(); }
+  std::atomic<bool> elsewhere{false};
+
+ private:
+  Bytes bytes_;
+  io::MemorySource file_{bytes_, "watched"};
+  bool prompt_;
+  const std::thread::id caller_ = std::this_thread::get_id();
+};
+
+TEST(Sessions, WhatIsSmallAndInMemoryIsLoadedByTheCallingThread) {
+  struct Case {
+    const char* what;
+    size_t nbytes;
+    bool prompt, encrypted, verify, brief;
+  };
+  constexpr size_t kSmall = 200'000;
+  constexpr size_t kLarge = 4 * kUnit;
+  for (const Case& c :
+       {Case{"small", kSmall, true, false, false, true},
+        Case{"small, verified", kSmall, true, false, true, true},
+        Case{"large", kLarge, true, false, false, false},
+        Case{"small, from afar", kSmall, false, false, false, false},
+        Case{"small, a key may have to be derived", kSmall, true, true, false, false}}) {
+    const auto tensors = make_tensors({c.nbytes, c.nbytes}, 9);
+    WatchedSource source(save_all(tensors, c.encrypted ? encrypted_options() : save::SaveOptions{}),
+                         c.prompt);
+    std::vector<Bytes> found;
+    const LoadSettings settings{.verify = c.verify, .keys = c.encrypted ? ring() : nullptr};
+    EXPECT_EQ(load_all(source, settings, found), c.brief) << c.what;
+    EXPECT_FALSE(c.brief && source.elsewhere) << c.what;
+    for (size_t i = 0; i < tensors.size(); ++i) EXPECT_EQ(found[i], tensors[i].data) << c.what;
+  }
+}
+
 TEST(Sessions, EveryHashChoiceVerifies) {
   const auto tensors = make_tensors({5, 3 * kUnit + 11, 1000}, 4);
   for (bool crc32 : {false, true}) {
