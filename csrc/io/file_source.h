@@ -1,8 +1,9 @@
 // A regular local file, read with positional reads on a descriptor of its own. Safe from many
 // threads.
 //
-// What the page cache holds is read from there. What it does not hold is read past it (O_DIRECT),
-// which is faster than letting the kernel read ahead and leaves other programs' cache alone.
+// Reads go through the page cache: whoever loads the file next, or at the same time, finds it
+// there. Where a file is not cached yet, each read is announced to the kernel as a whole and
+// several are in flight.
 #pragma once
 
 #include <atomic>
@@ -39,15 +40,15 @@ class FileSource final : public RangeSource {
   std::shared_ptr<FileMapping> map() const;
 
  private:
-  struct Handles;
+  struct Handle;
   // What reads use: they keep it alive, so that close() never pulls a descriptor from under one of
   // them.
-  std::shared_ptr<const Handles> handles() const;
+  std::shared_ptr<const Handle> handle() const;
 
   std::string name_;
   uint64_t nbytes_ = 0;
   mutable Mutex mutex_;
-  std::shared_ptr<const Handles> handles_ GUARDED_BY(mutex_);  // null once closed
+  std::shared_ptr<const Handle> handle_ GUARDED_BY(mutex_);  // null once closed
   std::atomic<uint64_t> bytes_read_{0};
 };
 
