@@ -50,7 +50,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         stream_options: Further keywords for ``stream_io.open_stream`` where it opens the URI.
 
     Raises:
-        OSError: The file cannot be opened.
+        OSError: The file cannot be opened, or not positioned (``io.UnsupportedOperation``).
         ValueError: A text file, or one opened without reading.
         TypeError: Not something that can be read.
     """
@@ -65,6 +65,8 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         source = _C.FileSource(file_obj, f"<descriptor {file_obj}>")
         return OpenedSource(source, os.lseek(file_obj, 0, os.SEEK_CUR), None, source.close)
     path = os.fsdecode(file_obj)
+    if stat.S_ISFIFO(os.stat(path).st_mode):  # opening it would wait for a writer, to no purpose
+        raise io.UnsupportedOperation(f"{path}: wanted a seekable file, found a named pipe")
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -114,7 +116,7 @@ def describe(file_obj: Any) -> str:
 def _open_object(file_obj: Any) -> OpenedSource:
     try:
         _check_readable(file_obj)
-    except ValueError:
+    except (ValueError, OSError):
         file_obj.close()  # a failed constructor closes the file, from its opening on
         raise
     offered = getattr(file_obj, "_tensorizer_source", None)
@@ -147,3 +149,6 @@ def _check_readable(file_obj: Any) -> None:
         raise ValueError(
             f"wanted a readable file opened with mode rb, found mode {getattr(file_obj, 'mode', 'unknown')!r}"
         )
+    seekable = getattr(file_obj, "seekable", None)
+    if seekable is not None and not seekable():
+        raise io.UnsupportedOperation(f"{describe(file_obj)}: wanted a seekable file, found one that cannot seek")

@@ -12,6 +12,7 @@ __all__ = [
     "Path",
     "branch",
     "check_module",
+    "display",
     "flatten",
     "insert_into_module",
     "live_tensors",
@@ -78,9 +79,9 @@ def flatten(structure: Any) -> Iterator[tuple[Path, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             yield path, value
         elif isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, (Mapping, Sequence)):
-            raise TypeError(f"wanted a tensor at {_display(path)}, found {type(value).__name__}")
+            raise TypeError(f"wanted a tensor at {display(path)}, found {type(value).__name__}")
         elif id(value) in open_ids:
-            raise TypeError(f"the structure at {_display(path)} contains itself")
+            raise TypeError(f"the structure at {display(path)} contains itself")
         else:
             stack.append(_children(path, value))
             open_ids.append(id(value))
@@ -92,14 +93,15 @@ def _children(path: Path, container: Union[Mapping[Any, Any], Sequence[Any]]) ->
     if isinstance(container, Mapping):
         for key, value in container.items():
             if not isinstance(key, str):
-                raise TypeError(f"wanted str keys at {_display(path)}, found {type(key).__name__} ({key!r:.100})")
+                raise TypeError(f"wanted str keys at {display(path)}, found {type(key).__name__} ({key!r:.100})")
             yield (*path, key), value
     else:
         for index, value in enumerate(container):
             yield (*path, index), value
 
 
-def _display(path: Path) -> str:
+def display(path: Path) -> str:
+    """A path for messages, cut to 200 characters."""
     return "the top level" if not path else "/".join(map(str, path))[:200]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, Optional, Union
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Optional, Union
 import numpy as np
 import torch
 
-from . import _C, _cuda, _dtypes, module_tree
+from . import _C, _cuda, module_tree
 from ._entries import TensorType
 from ._keys import check_encryption, encryption_key
+from ._payloads import adopt, contiguous, stored_dtype
 from ._sinks import open_sink
 from ._upload_on_close import UploadOnClose
 from .errors import FieldRangeError
@@ -201,7 +202,7 @@ class TensorSerializer:
 
         Raises:
             ValueError: A name that is in the file already.
-            NotImplementedError: Quantized tensors.
+            NotImplementedError: Quantized, sparse or nested tensors; tensors without memory of their own.
             OSError: The data could not be written.
         """
         module_tree.check_module(m)
@@ -209,7 +210,7 @@ class TensorSerializer:
             _Item(
                 (entry.name,),
                 entry.tensor,
-                _dtypes.stored_for_tensor(entry.tensor.dtype),
+                stored_dtype(entry.name, entry.tensor),
                 TensorType.BUFFER if entry.is_buffer else TensorType.PARAM,
                 min(entry.module_idx, 0xFFFF),
                 entry if remove_tensors else None,
@@ -224,11 +225,12 @@ class TensorSerializer:
         Raises:
             TypeError: A key that is not a ``str``, a leaf that is not a tensor. Nothing was written then.
             ValueError: A name that is in the file already, or that conflicts with one.
+            NotImplementedError: As for :meth:`write_module`.
             OSError: The data could not be written.
         """
         self._write(
             [
-                _Item(path, tensor, _dtypes.stored_for_tensor(tensor.dtype), TensorType.STATE_DICT, 0)
+                _Item(path, tensor, stored_dtype(module_tree.display(path), tensor), TensorType.STATE_DICT, 0)
                 for path, tensor in module_tree.flatten(state_dict)
             ]
         )
@@ -251,13 +253,16 @@ class TensorSerializer:
         Raises:
             TypeError: Arguments of the wrong type; an array that torch cannot adopt.
             ValueError: A name in use, an index out of range, an array in foreign byte order.
+            NotImplementedError: As for :meth:`write_module`.
         """
-        if not isinstance(idx, int):
-            raise TypeError(f"idx: wanted an int, found {type(idx).__name__}")
+        try:
+            idx = operator.index(idx)
+        except TypeError:
+            raise TypeError(f"idx: wanted an int, found {type(idx).__name__}") from None
         if not 0 <= idx <= 0xFFFF:
             raise FieldRangeError(f"idx: wanted 0 to 65535, found {idx}")
         kind = TensorType(tensor_type)
-        self._write([_Item(_check_name(name, kind), *_adopt(tensor), kind, idx)], growing=True)
+        self._write([_Item(_check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
 
     def _write(self, items: list[_Item], growing: bool = False) -> None:
         if self._closed:
@@ -281,7 +286,7 @@ class TensorSerializer:
     def _write_batch(self, first_record: int, batch: list[_Item], report: Optional[Callable[[int], None]]) -> None:
         device = batch[0].tensor.device
         fast = not batch[0].tensor.is_meta and _cuda.is_fast_device(device)
-        data = [_contiguous(item.tensor, on_device=fast) for item in batch]  # kept alive until the call returns
+        data = [contiguous(item.tensor, on_device=fast) for item in batch]  # kept alive until the call returns
         payloads = [
             (first_record + i, tensor.data_ptr() if tensor.numel() else 0, tensor.numel() * tensor.element_size())
             for i, tensor in enumerate(data)
@@ -323,37 +328,6 @@ def _check_name(name: Any, kind: TensorType) -> module_tree.Path:
     if kind is not TensorType.STATE_DICT and not (len(name) == 1 and isinstance(name[0], str)):
         raise ValueError(f"name: paths like {name!r} are legal for STATE_DICT tensors only")
     return name
-
-
-def _adopt(tensor: Any) -> tuple[torch.Tensor, str]:
-    """The tensor to write and its stored dtype."""
-    if isinstance(tensor, torch.Tensor):
-        return tensor, _dtypes.stored_for_tensor(tensor.dtype)
-    if isinstance(tensor, np.ndarray):
-        stored = _dtypes.stored_for_array(tensor.dtype)
-        return _from_array(np.ascontiguousarray(tensor).reshape(tensor.shape)), stored
-    raise TypeError(f"tensor: wanted a torch.Tensor or a numpy.ndarray, found {type(tensor).__name__}")
-
-
-def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    with warnings.catch_warnings():  # about read-only memory: it is only read here
-        warnings.simplefilter("ignore")
-        return torch.from_numpy(array)
-
-
-def _contiguous(tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
-    """Contiguous memory with the tensor's elements, in C order; the tensor itself where it is that already.
-
-    On the host, unless `on_device`: then where the tensor is.
-    """
-    data = tensor.detach()
-    if data.is_meta:  # a scalar is stored as a real zero, everything else without data (docs/format.md)
-        return torch.zeros((), dtype=data.dtype, device="cpu") if data.dim() == 0 else torch.empty(0, device="cpu")
-    if data.is_conj() or data.is_neg():
-        data = data.resolve_conj().resolve_neg()
-    if not on_device:
-        data = data.to("cpu")
-    return data.contiguous()
 
 
 def _copied_nbytes(item: _Item) -> int:

@@ -33,7 +33,7 @@ from tensorizer._sidecar import (
     default_save,
 )
 
-__all__ = ("tensorizer_loading", "tensorizer_saving")
+__all__ = ("tensorizer_saving", "tensorizer_loading")  # noqa: RUF022 - the order that callers know
 
 logger = logging.getLogger(__name__)
 

@@ -97,6 +97,11 @@ def test_large_reads_of_every_kind_give_the_same_bytes():
         assert stream.read() == content
 
 
+def test_arguments_may_be_given_by_name(stream):
+    assert stream.seek(position=5, whence=os.SEEK_SET) == 5
+    assert stream.read(size=3) == CONTENT[5:8]
+
+
 def test_small_reads_do_not_cost_a_request_each(server, stream):
     for i in range(2000):
         assert stream.read(100) == CONTENT[i * 100 : (i + 1) * 100]

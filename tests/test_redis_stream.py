@@ -210,6 +210,10 @@ class TestStreamSurface:
         assert b"".join(stream.read(8) for _ in range(1000)) == self.data[:8000]
         assert len(stream.response_latencies) == 1
 
+    def test_arguments_may_be_given_by_name(self, stream):
+        assert stream.seek(position=5, whence=io.SEEK_SET) == 5
+        assert stream.read(size=3) == self.data[5:8]
+
     def test_readinto_leaves_bytes_past_the_end_alone(self, stream):
         stream.seek(len(self.data) - 3)
         buffer = bytearray(b"-" * 10)

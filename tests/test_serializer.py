@@ -16,6 +16,7 @@ import reference_format as fmt
 import samples
 import torch
 from samples import assert_same, load, state_dict_bytes, tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tensorizer import TensorDeserializer, TensorSerializer, TensorType, serialization
 
@@ -212,6 +213,16 @@ def test_write_tensor_records_index_name_and_type(tmp_path):
     assert all(samples.same(one[3], other[3]) for one, other in zip(found, wanted))
 
 
+def test_numbers_of_numpy_are_numbers():
+    stream = samples.KeptBytesIO()
+    serializer = TensorSerializer(stream)
+    serializer.write_tensor(np.int64(7), "a", TensorType.PARAM, np.float32(2.5))
+    serializer.close()
+    stream.seek(0)
+    ((idx, _, _, value),) = TensorDeserializer(stream, device="cpu").read_tensors()
+    assert (idx, value.dtype, value.shape, value.item()) == (7, torch.float32, (), 2.5)
+
+
 @pytest.mark.parametrize("idx", [-1, 65536, 1 << 40])
 def test_a_module_index_that_does_not_fit_is_refused(idx):
     serializer = TensorSerializer(io.BytesIO())
@@ -340,7 +351,39 @@ def quantized(dtype):
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, dtype)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor that says what another one holds, without memory of its own, as quantizing libraries make them."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {})))
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.empty(3)
+
+
+def with_storage_of(nbytes, value=None):
+    value = torch.ones(1000) if value is None else value
+    value.untyped_storage().resize_(nbytes)
+    return value
+
+
 UNSUPPORTED = {
+    "wrapper": (lambda: Wrapper(torch.ones(3)), RuntimeError),
+    "fake": (fake, RuntimeError),
+    "storage resized to nothing": (lambda: with_storage_of(0), RuntimeError),
+    "storage resized to less": (lambda: with_storage_of(3999), RuntimeError),
+    "view of a storage resized to less": (lambda: with_storage_of(3999, torch.ones(10, 100).t()), RuntimeError),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), RuntimeError),
     "sparse": (lambda: torch.eye(3).to_sparse(), RuntimeError),
     "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), RuntimeError),
     "qint8": (lambda: quantized(torch.qint8), NotImplementedError),

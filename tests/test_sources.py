@@ -207,6 +207,12 @@ def test_a_pipe_is_refused():
         TensorDeserializer(stream, device="cpu")
 
 
+def test_a_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(io.UnsupportedOperation, match="pipe"):
+        TensorDeserializer(tmp_path / "pipe", device="cpu")
+
+
 def test_what_is_no_regular_file_cannot_be_mapped():
     reader, writer = os.pipe()
     os.close(writer)

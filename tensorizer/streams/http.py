@@ -158,7 +158,7 @@ class CURLStreamFile(io.BufferedIOBase):
 
     # -- io.BufferedIOBase -------------------------------------------------------------------------------------------
 
-    def read(self, size: Optional[int] = -1, /) -> bytes:
+    def read(self, size: Optional[int] = None) -> bytes:
         """Reads up to ``size`` bytes; fewer only at the end of the range. ``None`` or a negative number: all the rest.
 
         Raises:
@@ -211,7 +211,7 @@ class CURLStreamFile(io.BufferedIOBase):
         """Absolute position in the object."""
         return self._position
 
-    def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         """Moves to ``position`` bytes from the start of the object, the current position or the end; returns where.
 
         Seeking costs no request by itself. Backwards it also opens a closed stream again.

@@ -219,7 +219,7 @@ class RedisStreamFile(io.BufferedIOBase):
         self._window, self._window_start = bytes(window), offset
         rest[:] = self._window[: len(rest)]
 
-    def read(self, size: Optional[int] = None, /) -> bytes:
+    def read(self, size: Optional[int] = None) -> bytes:
         """Up to ``size`` bytes from the position on, fewer only at the end; all the rest for ``None``."""
         self._check_open()
         if size is not None and size < 0:
@@ -254,7 +254,7 @@ class RedisStreamFile(io.BufferedIOBase):
         self._check_open()
         return self._position
 
-    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
+    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
         """Moves to a position, which may lie past the end; returns it."""
         self._check_open()
         if whence not in (io.SEEK_SET, io.SEEK_CUR):
