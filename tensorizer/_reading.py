@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
@@ -18,6 +19,9 @@ __all__ = ["BATCH_NBYTES", "LoadedBatch", "TensorReader"]
 
 # Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
 BATCH_NBYTES = 256 << 20
+
+# Zeros from here on are not written out where nobody asks for their memory.
+_UNTOUCHED_NBYTES = 1 << 20
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -92,7 +96,8 @@ class TensorReader:
             raw = self._read_fast(device, part, verify, report) if fast else self.read_raw(part, verify, report)
             done += sum(map(self.index.data_nbytes, part))
             with _perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
-                yield raw._replace(tensors=[self._deliver(tensor, device) for tensor in raw.tensors])
+                delivered = [self._deliver(entry, tensor, device) for entry, tensor in zip(part, raw.tensors)]
+                yield raw._replace(tensors=delivered)
 
     def _read_fast(self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress) -> LoadedBatch:
         """Loads `entries` to a CUDA device through its ring of pinned slots, straight to their final addresses."""
@@ -159,12 +164,26 @@ class TensorReader:
             batch.run(progress)
         return batch
 
-    def _deliver(self, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
+    def _deliver(self, entry: int, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
         differentiable = tensor.is_floating_point() or tensor.is_complex()
         dtype = self.dtype if self.casts(tensor.dtype) else None
+        if dtype is not None and device.type == "cpu" and self.index.data_nbytes(entry) == 0:
+            tensor = _zeros(tensor.shape, dtype)
         # Off the CPU a cast happens on the target: less to transfer, or the same.
         moved = tensor.to(device=device).to(dtype=dtype) if dtype is not None else tensor.to(device=device)
         return torch.nn.Parameter(moved, requires_grad=differentiable)
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU that take memory where they are written to: files may claim any number of them."""
+    nbytes = shape.numel() * dtype.itemsize
+    if nbytes < _UNTOUCHED_NBYTES:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    try:
+        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    except (OSError, OverflowError, ValueError):
+        raise FormatError(f"a tensor claims {nbytes} bytes of zeros, more than memory can be") from None
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _report_from(progress: Callable[[int], object], before: int, done: int) -> None:

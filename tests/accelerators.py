@@ -145,7 +145,7 @@ class FakeDevice(Accelerator):
         def allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
             return [self.driver.memory(nbytes, device.index) for nbytes in sizes]
 
-        def deliver(reader: Any, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
+        def deliver(reader: Any, entry: int, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
             return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -15,7 +15,7 @@ import samples
 import torch
 from samples import assert_same, load, tensor
 
-from tensorizer import TensorDeserializer, errors
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, errors
 
 FAMILY = (errors.TensorizerError, OSError)
 NEVER = (MemoryError, AssertionError, OverflowError, RecursionError, struct.error)
@@ -472,6 +472,39 @@ def test_hostile_sizes_need_little_memory(tmp_path):
         for options in WAYS.values():
             assert_refused(data, tmp_path, **options)
     assert growth.peak < 64 * memory.MIB
+
+
+def claimed_zeros(**options):
+    """A small file with a tensor of 16 GiB that holds no data, behind one of three elements."""
+    return samples.state_dict_bytes({"a": torch.ones(3), "z": torch.empty(1 << 32, device="meta")}, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": torch.float16}, {"dtype": torch.bfloat16, "lazy_load": True}, {"verify_hash": True}],
+    ids=repr,
+)
+def test_zeros_that_a_file_claims_take_no_memory_until_they_are_written_to(options):
+    if not memory.can_measure():
+        pytest.skip("the peak of the resident set cannot be measured here")
+    data = claimed_zeros()
+    with memory.peak_growth() as growth:
+        value = read_all(io.BytesIO(data), **options)["z"]
+        assert (value.shape, value.dtype) == ((1 << 32,), options.get("dtype", torch.float32))
+        assert value[-1] == 0
+    assert growth.peak < 64 * memory.MIB
+
+
+def test_an_encrypted_load_that_fails_wipes_only_what_it_filled():
+    if not memory.can_measure():
+        pytest.skip("the peak of the resident set cannot be measured here")
+    data = claimed_zeros(encryption=EncryptionParams.random())
+    wrong = DecryptionParams.from_key(bytes(32))
+    begin = time.monotonic()
+    with memory.peak_growth() as growth, pytest.raises(errors.CryptographyError):
+        load(io.BytesIO(data), encryption=wrong)
+    assert growth.peak < 64 * memory.MIB
+    assert time.monotonic() - begin < SECONDS
 
 
 @pytest.mark.parametrize(

@@ -619,11 +619,21 @@ void LoadSession::run_workers(const std::stop_token& stop) {
                           [this](const std::stop_token& token) { Worker(*this, token).run(); });
 }
 
+// Only what a worker may have filled: touching the rest would cost its memory and its time.
 void LoadSession::wipe_destinations() noexcept {
-  for (const LoadTarget& target : targets_) {
-    if (target.destination.device == device::kHost && !target.in_place &&
-        target.destination.data != nullptr)
-      crypto::wipe({target.destination.data, target.destination.nbytes});
+  const size_t begun = std::min<size_t>(next_unit_.load(), plan_.units.size());
+  for (size_t i = 0; i < begun; ++i) {
+    const Unit& unit = plan_.units[i];
+    for (const Segment& segment :
+         std::span(plan_.segments).subspan(unit.first_segment, unit.segment_count)) {
+      if (segment.kind != Segment::Kind::payload) continue;
+      const LoadTarget& target = targets_[segment.target];
+      const device::Destination& to = target.destination;
+      if (to.device != device::kHost || target.in_place || segment.target_offset >= to.nbytes)
+        continue;
+      crypto::wipe({to.data + segment.target_offset,
+                    std::min(segment.nbytes, to.nbytes - segment.target_offset)});
+    }
   }
 }
 
