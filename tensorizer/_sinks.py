@@ -63,18 +63,30 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     try:
-        existing: Optional[os.stat_result] = os.stat(target)
+        existing: Optional[os.stat_result] = os.stat(path)
     except FileNotFoundError:
         existing = None
         os.makedirs(folder, exist_ok=True)
     if path.endswith(os.sep) or (existing is not None and stat.S_ISDIR(existing.st_mode)):
         raise IsADirectoryError(f"cannot write tensors to {path}: it is a directory")
-    if existing is not None and not stat.S_ISREG(existing.st_mode):  # devices are written to, not replaced
-        return _open_object(open(target, "rb+"))
-    if existing is not None and not os.access(target, os.W_OK):
+    if existing is None:
+        return OpenedSink(_C.FileSink.replace(target, fsync, None), 0, None, _nothing)
+    if not stat.S_ISREG(existing.st_mode):  # devices are written to, not replaced
+        return _open_object(open(path, "rb+"))
+    if not os.access(path, os.W_OK):
         raise PermissionError(f"cannot write tensors to {path}: permission denied")
-    mode = None if existing is None else stat.S_IMODE(existing.st_mode)
-    return OpenedSink(_C.FileSink.replace(target, fsync, mode), 0, None, _nothing)
+    if not _can_be_replaced(target, folder, existing):
+        return _open_object(open(path, "wb+"))
+    return OpenedSink(_C.FileSink.replace(target, fsync, stat.S_IMODE(existing.st_mode)), 0, None, _nothing)
+
+
+def _can_be_replaced(target: str, folder: str, existing: os.stat_result) -> bool:
+    """Whether another file can take the name: not for files without one (``/proc/self/fd/N``) or in a locked folder."""
+    try:
+        named = os.path.samestat(os.stat(target), existing)
+    except OSError:
+        named = False
+    return named and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _open_descriptor(descriptor: int) -> OpenedSink:

@@ -166,6 +166,49 @@ def test_a_directory_without_permission_is_a_permission_error(tmp_path):
         samples.write_state_dict(tmp_path / "locked" / "f", VALUES)
 
 
+def test_a_file_that_may_be_written_in_a_directory_that_may_not_is_written_in_place(fresh_process):
+    program = """
+import io, os, tempfile, torch
+from tensorizer import TensorDeserializer, TensorSerializer
+TensorSerializer(io.BytesIO()).write_state_dict({"a": torch.ones(1)})  # imports what a save needs, while it may
+folder = tempfile.mkdtemp()
+target = os.path.join(folder, "f")
+with open(target, "wb") as file:
+    file.write(b"old" * 100_000)
+os.chmod(target, 0o666)
+os.chmod(folder, 0o555)
+child = os.fork()
+if child == 0:
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    serializer = TensorSerializer(target)
+    serializer.write_state_dict({"a": torch.arange(5)})
+    serializer.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert TensorDeserializer(target, device="cpu")["a"].tolist() == [0, 1, 2, 3, 4]
+assert os.path.getsize(target) < 10_000 and os.listdir(folder) == ["f"]
+os.chmod(folder, 0o755)
+os.unlink(target)
+os.rmdir(folder)
+"""
+    done = fresh_process(program)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs files without a name")
+def test_a_file_without_a_name_is_written_through_its_descriptor():
+    descriptor = os.memfd_create("f")
+    os.write(descriptor, b"old" * 100_000)
+    path = f"/proc/self/fd/{descriptor}"
+    samples.write_state_dict(path, VALUES)
+    assert_same(load(path), VALUES)
+    assert os.fstat(descriptor).st_size < 300_000
+    assert not os.path.lexists(os.path.realpath(path))
+    os.close(descriptor)
+
+
 def test_remote_sources_cannot_be_written():
     for uri in ("http://127.0.0.1:1/f", "https://127.0.0.1:1/f", "redis://127.0.0.1:1/f"):
         with pytest.raises(ValueError):
