@@ -46,6 +46,25 @@ def test_a_model_is_written_and_read_back(memory):
         assert_same(dict(loaded.items()), expected)
 
 
+class ClientError(Exception):
+    """What the HTTP clients below some drivers raise."""
+
+
+@pytest.mark.parametrize("method", ["open", "size", "cat_file"])
+def test_what_a_driver_raises_is_an_os_error_without_secrets(memory, monkeypatch, method):
+    with TensorSerializer("memory://model") as serializer:
+        serializer.write_state_dict(state())
+
+    def fail(self, *args, **kwargs):
+        raise ClientError("503 for https://host/model?signature=secret")
+
+    monkeypatch.setattr(type(memory), method, fail)
+    with pytest.raises(OSError, match="ClientError: 503 for https://host/model") as caught:
+        TensorDeserializer("memory://model", device="cpu")
+    assert "secret" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, ClientError)
+
+
 def test_loads_ask_for_ranges_from_several_threads(memory, monkeypatch):
     expected = state()
     with TensorSerializer("memory://model") as serializer:

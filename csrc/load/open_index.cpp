@@ -27,14 +27,15 @@ std::vector<std::byte> read_block(io::RangeSource& source, uint64_t offset, uint
   return block;
 }
 
-[[noreturn]] void rethrow_with_source(Error error, const std::string& name) {
-  if (error.source.empty()) {
-    Error named(error.code(), name + ": " + error.what(), name, error.offset);
-    named.system_errno = error.system_errno;
-    named.version = error.version;
-    throw named;
-  }
-  throw error;
+// In a handler: what parsing found, with the source's name. What sources throw says it already, or
+// is Python's, and goes on as it is.
+[[noreturn]] void rethrow_with_source(const Error& error, const std::string& name) {
+  const bool complete = !error.source.empty() || error.code() == Errc::io;
+  if (complete || error.code() == Errc::cancelled) throw;
+  Error named(error.code(), name + ": " + error.what(), name, error.offset);
+  named.system_errno = error.system_errno;
+  named.version = error.version;
+  throw named;
 }
 
 uint64_t size_or_unlimited(const io::RangeSource& source) {

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
 from .._config import env_int
 from .._upload_on_close import UploadOnClose
+from ..errors import StreamError
 
 if TYPE_CHECKING:
     from .. import _C
@@ -71,6 +74,18 @@ def _shown(uri: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2] if scheme not in ('az', 'abfs', 'abfss') else host}{slash}{path}"
 
 
+@contextlib.contextmanager
+def _network_errors(name: str) -> Iterator[None]:
+    """Drivers raise what their HTTP clients raise; callers know ``OSError``."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, NotImplementedError, ImportError):
+        raise
+    except Exception as error:
+        message = re.sub(r"\?[^\s\"']*", "", str(error))  # signed URLs keep their secrets
+        raise StreamError(f"{name}: {type(error).__name__}: {message}") from error
+
+
 def _file_system(uri: str) -> tuple[Any, str]:
     scheme = _scheme(uri)
     try:
@@ -99,7 +114,8 @@ class FsspecReader(io.BufferedIOBase):
         super().__init__()
         self._fs, self._path, self.name = fs, path, _shown(uri)
         options = {} if buffer_size is None else {"block_size": max(1, buffer_size)}
-        self._file = fs.open(path, "rb", **options)
+        with _network_errors(self.name):
+            self._file = fs.open(path, "rb", **options)
         self._source: Optional[_C.RangeSource] = None
         try:
             self._file.seek(begin)
@@ -112,9 +128,11 @@ class FsspecReader(io.BufferedIOBase):
         from .. import _C
 
         if self._source is None:
+            with _network_errors(self.name):
+                size = int(self._fs.size(self._path))
             self._source = _C.PyRangeSource(
                 self._read_range,
-                int(self._fs.size(self._path)),
+                size,
                 self.name,
                 concurrency=min(_CONNECTIONS, env_int("TENSORIZER_MAX_CONNECTIONS", 1) or _CONNECTIONS),
                 unit_nbytes=_UNIT_NBYTES,
@@ -123,7 +141,8 @@ class FsspecReader(io.BufferedIOBase):
         return self._source
 
     def _read_range(self, offset: int, nbytes: int) -> bytes:
-        data: bytes = self._fs.cat_file(self._path, start=offset, end=offset + nbytes)
+        with _network_errors(self.name):
+            data: bytes = self._fs.cat_file(self._path, start=offset, end=offset + nbytes)
         return data
 
     def __repr__(self) -> str:
@@ -131,7 +150,8 @@ class FsspecReader(io.BufferedIOBase):
 
     def read(self, size: Optional[int] = -1, /) -> bytes:
         """Up to ``size`` bytes; all the rest for ``None`` or a negative number."""
-        data: bytes = self._file.read(-1 if size is None else size)
+        with _network_errors(self.name):
+            data: bytes = self._file.read(-1 if size is None else size)
         return data
 
     def read1(self, size: int = -1, /) -> bytes:
@@ -141,7 +161,7 @@ class FsspecReader(io.BufferedIOBase):
     def readinto(self, buffer: Any, /) -> int:
         """Fills ``buffer``; returns the bytes, fewer than its size only at the end."""
         with memoryview(buffer) as whole, whole.cast("B") as view:
-            data = self._file.read(len(view))
+            data = self.read(len(view))
             view[: len(data)] = data
         return len(data)
 
@@ -173,7 +193,8 @@ class FsspecWriter(io.BufferedIOBase):
     def __init__(self, fs: Any, path: str, uri: str, append: bool) -> None:
         super().__init__()
         self._fs, self._path, self._append, self.name = fs, path, append, _shown(uri)
-        self._file = fs.open(path, "ab" if append else "wb")
+        with _network_errors(self.name):
+            self._file = fs.open(path, "ab" if append else "wb")
 
     def __repr__(self) -> str:
         return f"<FsspecWriter {self.name}>"
