@@ -10,7 +10,15 @@ import torch
 
 from .errors import FormatError
 
-__all__ = ["OPAQUE_SEPARATOR", "LoadedDtype", "numpy_storage", "resolve", "stored_for_array", "stored_for_tensor"]
+__all__ = [
+    "INTEGER_OF_WIDTH",
+    "OPAQUE_SEPARATOR",
+    "LoadedDtype",
+    "numpy_storage",
+    "resolve",
+    "stored_for_array",
+    "stored_for_tensor",
+]
 
 OPAQUE_SEPARATOR = "\0"
 
@@ -55,7 +63,7 @@ _DLPACK = {
     torch.complex64: (_COMPLEX, 64),
     torch.complex128: (_COMPLEX, 128),
 }
-_INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TORCH_NAME = re.compile(r"torch\.([A-Za-z_]\w*)\Z")
 
 
@@ -113,7 +121,7 @@ def resolve(stored: bytes) -> LoadedDtype:
     direct = _DLPACK.get(dtype)
     if direct is not None:
         return LoadedDtype(*direct, dtype, False, differentiable)
-    code, bits = _DLPACK[_INTEGER_OF_WIDTH[dtype.itemsize]]
+    code, bits = _DLPACK[INTEGER_OF_WIDTH[dtype.itemsize]]
     return LoadedDtype(code, bits, dtype, True, differentiable)
 
 

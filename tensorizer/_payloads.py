@@ -72,7 +72,7 @@ def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def contiguous(tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
-    """Contiguous memory with the tensor's elements, in C order; the tensor itself where it is that already.
+    """Contiguous memory with the tensor's bytes, in C order; the tensor itself where it is that already.
 
     On the host, unless `on_device`: then where the tensor is.
     """
@@ -83,4 +83,7 @@ def contiguous(tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
         data = data.resolve_conj().resolve_neg()
     if not on_device:
         data = data.to("cpu")
-    return data.contiguous()
+    if data.is_contiguous():
+        return data
+    integers = _dtypes.INTEGER_OF_WIDTH.get(data.dtype.itemsize)  # torch copies not all types, but all of these
+    return (data if integers is None else data.view(integers)).contiguous()

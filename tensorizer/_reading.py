@@ -142,12 +142,17 @@ class TensorReader:
         except FormatError:
             return None
 
-    def casts(self, stored: Optional[torch.dtype]) -> bool:
+    def casts(self, stored: torch.dtype) -> bool:
         """Whether the constructor's ``dtype=`` changes tensors of this stored dtype: floating point only."""
         return self.dtype in CASTABLE and stored in CASTABLE and stored != self.dtype
 
+    def may_cast(self, entry: int) -> bool:
+        """Whether ``dtype=`` may change this tensor, as far as the index tells."""
+        stored = self.stored_dtype(entry)
+        return self.dtype in CASTABLE if stored is None else self.casts(stored)
+
     def _casts_any(self, entries: Sequence[int]) -> bool:
-        return self.dtype is not None and any(self.casts(self.stored_dtype(entry)) for entry in entries)
+        return self.dtype is not None and any(map(self.may_cast, entries))
 
     def _run(self, entries: Sequence[int], verify: bool, progress: Progress, **to: Any) -> _C.LoadBatch:
         batch = _C.LoadBatch(

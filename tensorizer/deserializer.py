@@ -18,6 +18,7 @@ from . import _C, _dtypes, module_tree
 from ._devices import DeviceArgument, DeviceChooser, target_device
 from ._entries import FileFeatureFlags, FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from ._keys import check_decryption, key_ring
+from ._payloads import contiguous
 from ._reading import LoadedBatch, TensorReader
 from ._sources import OpenedSource, open_source
 from .progress import ProgressArgument, progress_reporter
@@ -457,8 +458,7 @@ class TensorDeserializer(
         if cached is not None and i in self._headers:
             headers, position = self._headers[i]
             return cached.dtype != _dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
-        reader = self._reader_or_raise()
-        return reader.casts(reader.stored_dtype(i))
+        return self._reader_or_raise().may_cast(i)
 
     # ---- modules ----------------------------------------------------------------------------------------------------
 
@@ -542,7 +542,7 @@ class TensorDeserializer(
             return False
         if tensor.is_meta:
             raise NotImplementedError(f"tensor {name!r} of the module is on the meta device: it has no data to compare")
-        data = tensor.detach().contiguous().cpu()
+        data = contiguous(tensor, on_device=False)
         nbytes = data.numel() * data.element_size()
         if self._index.data_nbytes(i) == 0 and self._index.loaded_nbytes(i) > 0:  # written without data: zeros
             flat = data.reshape(-1).view(torch.uint8)

@@ -443,6 +443,19 @@ def test_dtype_converts_among_the_four_float_types_and_leaves_all_others(mode, d
 
 
 @pytest.mark.parametrize("dtype", CONVERTED, ids=str)
+def test_dtype_converts_tensors_without_data_too_each_for_itself(mode, dtype):
+    values = {f"empty {d}": torch.empty(2, 0, dtype=d) for d in CONVERTED}
+    values |= {f"meta {d}": torch.empty(3, dtype=d, device="meta") for d in CONVERTED}
+    with mode(state_dict_bytes(values), dtype=dtype) as deserializer:
+        for name, written in values.items():
+            assert samples.same(deserializer[name], torch.zeros(written.shape, dtype=dtype)), name
+    with TensorDeserializer(io.BytesIO(state_dict_bytes(values)), device="cpu", dtype=dtype, lazy_load=True) as lazy:
+        for name, written in values.items():
+            ((_, _, _, _, opaque, _),) = lazy.read_numpy_arrays(name.__eq__, allow_raw_data=True)
+            assert opaque == (written.dtype == torch.bfloat16), name
+
+
+@pytest.mark.parametrize("dtype", CONVERTED, ids=str)
 def test_numpy_arrays_have_the_stored_dtype_whatever_the_constructor_converts_to(dtype):
     values = {str(d): tensor((4,), d) for d in CONVERTED}
     data = state_dict_bytes(values)

@@ -347,6 +347,19 @@ def test_a_tensor_of_any_strided_layout_is_stored_in_c_order(layout):
     assert samples.same(found, wanted)
 
 
+@pytest.mark.parametrize("dtype", samples.ALL_DTYPES, ids=str)
+def test_a_transposed_tensor_of_any_dtype_is_stored_in_c_order(dtype):
+    value = tensor((3, 4), dtype)
+    wanted = bytearray()
+    width = value.element_size()
+    data = samples.raw(value)
+    for column in range(4):
+        for row in range(3):
+            wanted += data[(row * 4 + column) * width :][:width]
+    found = load(io.BytesIO(state_dict_bytes({"a": value.t()})))["a"]
+    assert (found.dtype, found.shape, samples.raw(found)) == (dtype, (4, 3), bytes(wanted))
+
+
 def quantized(dtype):
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, dtype)
 
