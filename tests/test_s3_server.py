@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -262,13 +263,13 @@ class TestWritingFiles:
 
 class TestStreamingWrites:
     @pytest.mark.parametrize("mib", [0, 1, 12, 37])
-    def test_a_model_goes_up_in_parts_and_comes_back(self, store, small_parts, mib):
+    def test_a_model_goes_up_in_parts_and_comes_back(self, store, small_parts, mib, tmp_path, monkeypatch):
         expected = state(mib)
-        before = set(os.listdir("/tmp"))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         with TensorSerializer(f"s3://bucket/model-{mib}", stream_options=store.arguments) as serializer:
             serializer.write_state_dict(expected)
             assert not exists(store, f"model-{mib}")
-            assert not [name for name in set(os.listdir("/tmp")) - before if name.startswith("tensorizer-")]
+            assert os.listdir(tmp_path) == []
         etag = store.boto.head_object(Bucket="bucket", Key=f"model-{mib}")["ETag"]
         assert ("-" in etag) == (mib > 5)
         with open_stream(f"s3://bucket/model-{mib}", **store.arguments) as stream:
