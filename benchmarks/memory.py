@@ -19,11 +19,12 @@ def fault_in_and_free(nbytes: int) -> None:
     """Touch ``nbytes`` of fresh memory and give it back.
 
     On virtual machines freed memory may have gone back to the host, and faulting it in again can be ten times slower
-    than anything measured here; so every contender finds the same amount of memory ready.
+    than anything measured here; so every contender finds the same amount of memory ready. Private memory, since shared
+    memory comes in small pages: huge ones would have to be put together from them on the contender's clock.
     """
     import numpy
 
-    with mmap.mmap(-1, max(nbytes, PAGE)) as memory:
+    with mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         view = numpy.frombuffer(memory, dtype=numpy.uint8)
