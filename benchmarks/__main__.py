@@ -65,7 +65,8 @@ def main() -> int:
         print(error.args[0], file=sys.stderr)
         return 2
     pythons = {name: Path(path) for name, _, path in (text.partition("=") for text in given.env)}
-    runner = Runner(given.cache, given.scratch or given.cache / "scratch", given.tmpfs, given.size, pythons)
+    cache = given.cache.resolve()
+    runner = Runner(cache, given.scratch or cache / "scratch", given.tmpfs, given.size, pythons)
     facts = report.machine()
     about = (
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {given.size / 1e9:g} GB, {given.runs} runs"

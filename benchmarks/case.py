@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 from benchmarks import gpu, memory, models
 from benchmarks.contender import Contender, State
@@ -29,6 +29,25 @@ class Goal:
     at_most: float = 0.0
 
 
+class Unavailable(RuntimeError):
+    """A case lacks something on this machine; the message says what."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a service finds.
+
+    Attributes:
+        cache: The folder of everything that is kept between runs, the models among it.
+        folders: The case's model and the tiny one, in ``cache``.
+        files: Of those who take part, in these folders.
+    """
+
+    cache: Path
+    folders: tuple[Path, ...]
+    files: tuple[Path, ...]
+
+
 @dataclass(frozen=True)
 class Case:
     """One row.
@@ -39,10 +58,12 @@ class Case:
         needs: What of :class:`~benchmarks.contender.Contender` the case calls; who lacks it does not take part.
         measure: Runs in the contender's process; returns seconds, or bytes where ``unit`` is ``"MB"``.
         model: Which data set, of ``models.SHAPES``.
-        unit: ``"GB/s"`` (from seconds and payload), ``"ms"`` or ``"MB"``.
+        unit: ``"GB/s"`` (from seconds and payload), ``"ms"``, ``"MB"`` or ``"requests"``.
         limit: Name of the contender that is the limit: ``"machine"`` (the measurement calls its own ``limits.cpp``
             then) or another without files; empty where there is none.
         goals: What the project wants here.
+        largest: Bytes of the model are at most so many, whatever was asked for; 0 for no bound.
+        locate: What the contender's method is given for a file of its own: its path, or where a server has it.
         service: Starts what the case needs beside the contenders (a server), yields settings for the workers.
     """
 
@@ -54,7 +75,9 @@ class Case:
     unit: str = "GB/s"
     limit: str = ""
     goals: tuple[Goal, ...] = ()
-    service: Callable[[], AbstractContextManager[dict[str, str]]] = lambda: nullcontext({})
+    largest: int = 0
+    locate: Callable[[Bench, Path], Any] = lambda bench, path: path
+    service: Callable[[Stage], AbstractContextManager[dict[str, str]]] = lambda stage: nullcontext({})
 
     def takes(self, contender: Contender) -> bool:
         """Whether the contender takes part."""
@@ -81,7 +104,12 @@ class Bench:
     @property
     def path(self) -> Path:
         """The contender's own file of the case's model."""
-        return self.folder / f"{self.contender.name}{self.contender.suffix}"
+        return self.folder / f"{self.contender.owner}{self.contender.suffix}"
+
+    @property
+    def place(self) -> Any:
+        """Where that file is, as the contender's method wants it."""
+        return self.case.locate(self, self.path)
 
     @property
     def target(self) -> Path:
@@ -93,10 +121,10 @@ class Bench:
         self.contender.import_library()
         if not self.contender.can(self.case.needs):
             return
-        path = self.tiny / f"{self.contender.name}{self.contender.suffix}"
-        if self.case.needs.startswith("load") and path.exists():
+        path = self.tiny / f"{self.contender.owner}{self.contender.suffix}"
+        if self.case.needs.startswith(("load", "open")) and path.exists():
             arguments = (models.read_manifest(self.tiny).one,) if self.case.needs == "load_one" else ()
-            getattr(self.contender, self.case.needs)(path, *arguments)
+            getattr(self.contender, self.case.needs)(self.case.locate(self, path), *arguments)
         elif self.case.needs.startswith("save"):
             target = self.target.with_name(self.target.name + "-tiny")
             state = models.read_base(self.tiny)
@@ -118,6 +146,8 @@ class Bench:
         Raises:
             RuntimeError: They are not; no figure is reported then.
         """
+        if not self.contender.makes_tensors:
+            return
         found = models.checksum(state)
         if found != self.manifest.checksum:
             raise RuntimeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,39 @@ if TYPE_CHECKING:
     import torch
 
 State = Mapping[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class HttpPlace:
+    """An object of an HTTP server.
+
+    Attributes:
+        url: Where it is.
+        connections: How many those open who have to be told.
+    """
+
+    url: str
+    connections: int
+
+
+@dataclass(frozen=True)
+class S3Place:
+    """An object of a store that speaks S3 over plain HTTP, and what it takes to get there."""
+
+    uri: str
+    endpoint: str
+    access_key: str
+    secret_key: str = field(repr=False)
+
+    @property
+    def bucket(self) -> str:
+        """The URI's first part."""
+        return self.uri.split("/")[2]
+
+    @property
+    def key(self) -> str:
+        """The rest of it."""
+        return self.uri.split("/", 3)[3]
 
 
 class Contender:
@@ -25,6 +59,8 @@ class Contender:
         suffix: File name suffix of its format.
         packages: Requirements of its own virtual environment; empty where the project's environment serves.
         role: ``"ours"``, ``"reference"``, ``"other"`` or ``"limit"``.
+        shares: Name of the contender whose file and environment it uses; empty where it has its own.
+        makes_tensors: False where it brings bytes alone, which nobody can check then.
         cannot_write: Data sets that its own writer refuses; it reads the file that this project writes then.
     """
 
@@ -33,7 +69,14 @@ class Contender:
     suffix: str = ""
     packages: tuple[str, ...] = ()
     role: str = "other"
+    shares: str = ""
+    makes_tensors: bool = True
     cannot_write: tuple[str, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        """Name of the contender whose file and environment this one uses."""
+        return self.shares or self.name
 
     def import_library(self) -> None:
         """Import everything that a measurement should not pay for."""
@@ -84,10 +127,30 @@ class Contender:
         """Tensors on the first CUDA device, as users save them by default."""
         raise NotImplementedError
 
+    def load_http(self, place: HttpPlace) -> State:
+        """All tensors of a remote file, in memory of their own."""
+        raise NotImplementedError
+
+    def open_http(self, place: HttpPlace) -> int:
+        """Read the index of a remote file and nothing else; returns the number of tensors."""
+        raise NotImplementedError
+
+    def load_s3(self, place: S3Place) -> State:
+        """All tensors of an object, in memory of their own."""
+        raise NotImplementedError
+
+    def upload_s3(self, state: State, finished: Path, place: S3Place) -> None:
+        """Make ``place`` hold the state; who only sends files sends the ``finished`` one of that state."""
+        raise NotImplementedError
+
+    def load_redis(self, uri: str) -> State:
+        """All tensors that ``to_redis`` has stored below the URI's prefix."""
+        raise NotImplementedError
+
     def can(self, what: str) -> bool:
         """Whether this contender offers the method or fact ``what``."""
         own = getattr(type(self), what)
         return own is True or own is not getattr(Contender, what)
 
 
-__all__ = ["Contender", "State"]
+__all__ = ["Contender", "HttpPlace", "S3Place", "State"]

@@ -31,13 +31,13 @@ def python_of(contender: Contender, folder: Path, given: dict[str, Path]) -> Pat
     Raises:
         subprocess.CalledProcessError: pip cannot install the contender (no network, no build for this Python).
     """
-    if contender.name in given:
-        return given[contender.name]
+    if contender.owner in given:
+        return given[contender.owner]
     if not contender.packages:
         return Path(sys.executable)
     requirements = [torch_requirement(), *contender.packages]
     key = hashlib.sha256(" ".join(requirements).encode()).hexdigest()[:10]
-    place = folder / f"venv-{contender.name}-{key}"
+    place = folder / f"venv-{contender.owner}-{key}"
     python = place / "bin" / "python"
     if not (place / "complete").exists():
         print(f"installing {', '.join(contender.packages)} in an environment of its own", file=sys.stderr)
@@ -49,16 +49,16 @@ def python_of(contender: Contender, folder: Path, given: dict[str, Path]) -> Pat
     return python
 
 
-def limits_program(folder: Path) -> Path:
-    """The compiled ``limits.cpp``; compiled anew when the source changes.
+def compiled(name: str, folder: Path, *libraries: str) -> Path:
+    """The program of ``benchmarks/<name>.cpp``; compiled anew when the source changes.
 
     Raises:
         subprocess.CalledProcessError: The compiler's words are on standard error.
     """
-    source = Path(__file__).with_name("limits.cpp")
-    program = folder / f"limits-{hashlib.sha256(source.read_bytes()).hexdigest()[:10]}"
+    source = (Path(__file__).parent / name).with_suffix(".cpp")
+    program = folder / f"{source.stem}-{hashlib.sha256(source.read_bytes()).hexdigest()[:10]}"
     if not program.exists():
         folder.mkdir(parents=True, exist_ok=True)
         flags = ["-std=c++20", "-O3", "-march=native", "-pthread"]
-        subprocess.run(["c++", *flags, source, "-lcrypto", "-o", program], check=True)
+        subprocess.run(["c++", *flags, source, *libraries, "-o", program], check=True)
     return program

@@ -19,8 +19,8 @@ def fault_in_and_free(nbytes: int) -> None:
     """Touch ``nbytes`` of fresh memory and give it back.
 
     On virtual machines freed memory may have gone back to the host, and faulting it in again can be ten times slower
-    than anything measured here; so every contender finds the same amount of memory ready. Private memory, in huge pages:
-    pages of shared memory are small here and there, and what they leave is not what the next huge page is made of.
+    than anything measured here; so every contender finds the same amount of memory ready. Private memory, since shared
+    memory comes in small pages: huge ones would have to be put together from them on the contender's clock.
     """
     import numpy
 

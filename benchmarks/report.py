@@ -15,7 +15,7 @@ def shown(case: Case, value: float, nbytes: int) -> float:
     """A measured value in the unit of the case."""
     if case.unit == "GB/s":
         return nbytes / value / 1e9
-    return value * 1e3 if case.unit == "ms" else value / 1e6
+    return value * {"ms": 1e3, "MB": 1e-6, "requests": 1.0}[case.unit]
 
 
 def spread(case: Case, result: Result, nbytes: int) -> tuple[float, float]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Optional
 
-from benchmarks.case import Case
+from benchmarks.case import Case, Stage, Unavailable
 from benchmarks.contender import Contender
 from benchmarks.contenders import contender
-from benchmarks.environments import ROOT, limits_program, python_of
+from benchmarks.environments import ROOT, compiled, python_of
 
 OURS = contender("ours")
 TINY = 1 << 20
@@ -74,22 +74,25 @@ class Runner:
 
     def __init__(self, cache: Path, scratch: Path, tmpfs: Path, size: int, given: dict[str, Path]) -> None:
         self.cache, self.scratch, self.tmpfs, self.size, self.given = cache, scratch, tmpfs, size, given
-        self.limits = limits_program(cache)
+        self.limits = compiled("limits", cache, "-lcrypto")
         scratch.mkdir(parents=True, exist_ok=True)
-        self._prepared: set[tuple[str, str]] = set()
+        self._prepared: set[tuple[str, Path]] = set()
         self._pythons: dict[str, Path] = {}
         self._unavailable: dict[str, str] = {}
 
-    def folder_of(self, model: str) -> Path:
+    def folder_of(self, model: str, largest: int = 0) -> Path:
         """Where the model's files lie."""
-        return self.cache / f"{model}-{self.size_of(model) // 1_000_000}MB"
+        return self.cache / f"{model}-{self.size_of(model, largest) // 1_000_000}MB"
 
-    def size_of(self, model: str) -> int:
-        """Bytes asked for of that model."""
-        return {"llm": self.size, "many": self.size // MANY_SHARE, "tiny": TINY}[model]
+    def size_of(self, model: str, largest: int = 0) -> int:
+        """Bytes asked for of that model, ``largest`` at most where that is not zero."""
+        size = min(self.size, largest or self.size)
+        return {"llm": size, "many": size // MANY_SHARE, "tiny": TINY}[model]
 
-    def worker(self, python: Path, *arguments: object, timeout: float = 900) -> dict[str, object]:
-        """Run one process; returns what it says.
+    def worker(
+        self, python: Path, *arguments: object, settings: Optional[dict[str, str]] = None, timeout: float = 900
+    ) -> dict[str, object]:
+        """Run one process; returns what it says. It finds the settings in its environment.
 
         Raises:
             WorkerError: It failed or took too long.
@@ -97,6 +100,7 @@ class Runner:
         inherited = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")  # others' packages; imports without .pyc
         clean = {name: value for name, value in os.environ.items() if name not in inherited}
         environment = {**clean, "BENCH_ROOT": str(ROOT), "BENCH_LIMITS": str(self.limits)}
+        environment["BENCH_SETTINGS"] = json.dumps(settings or {})
         command = [str(python), str(Path(__file__).with_name("worker.py")), *map(str, arguments)]
         try:
             done = subprocess.run(
@@ -126,45 +130,58 @@ class Runner:
                 raise WorkerError(self._unavailable[contender.name]) from None
         return self._pythons[contender.name]
 
-    def prepare(self, contender: Contender, model: str) -> None:
+    def prepare(self, who: Contender, folder: Path, model: str) -> None:
         """Have the contender write its own file, once; ours anew in every run, since our writer changes."""
-        if (contender.name, model) in self._prepared or not contender.can("prepare"):
+        writer = contender(who.owner)
+        if (writer.name, folder) in self._prepared or not writer.can("prepare"):
             return
-        folder = self.folder_of(model)
-        path = folder / f"{contender.name}{contender.suffix}"
-        if model in contender.cannot_write:
-            self.prepare(OURS, model)
+        path = folder / f"{writer.name}{writer.suffix}"
+        if model in writer.cannot_write:
+            self.prepare(OURS, folder, model)
             path.unlink(missing_ok=True)
             path.hardlink_to(folder / f"{OURS.name}{OURS.suffix}")
-        elif contender.role == "ours" or not path.exists():
-            self.worker(self.python(contender), "prepare", "--contender", contender.name, "--folder", folder)
-        self._prepared.add((contender.name, model))
+        elif writer.role == "ours" or not path.exists():
+            self.worker(self.python(writer), "prepare", "--contender", writer.name, "--folder", folder)
+        self._prepared.add((writer.name, folder))
 
-    def make(self, model: str) -> int:
+    def make(self, model: str, largest: int = 0) -> int:
         """Make the model's data; returns its payload in bytes."""
-        arguments = ("make", "--model", model, "--size", self.size_of(model), "--folder", self.folder_of(model))
+        size, folder = self.size_of(model, largest), self.folder_of(model, largest)
+        arguments = ("make", "--model", model, "--size", size, "--folder", folder)
         return int(str(self.worker(Path(sys.executable), *arguments)["nbytes"]))
 
     def run(self, case: Case, contenders: list[Contender], runs: int) -> CaseResult:
         """Measure one case: ``runs`` rounds, each contender once per round, a different one first each time."""
-        nbytes = self.make(case.model)
+        nbytes = self.make(case.model, case.largest)
         self.make("tiny")
         results = [Result(c) for c in contenders if case.takes(c)]
         for result in results:
-            result.error = self._error_of_preparing(result.contender, case.model)
-        with case.service() as settings:
-            settings = {"tmpfs": str(self.tmpfs), **settings}
-            for turn in range(runs):
-                for place in range(len(results)):
-                    self._measure(case, results[(turn + place) % len(results)], settings)
-                print(".", end="", file=sys.stderr, flush=True)
-        print(file=sys.stderr)
+            result.error = self._error_of_preparing(result.contender, case)
+        try:
+            with case.service(self._stage(case, results)) as settings:
+                self._take_turns(case, results, {"tmpfs": str(self.tmpfs), **settings}, runs)
+        except Unavailable as error:
+            for result in results:
+                result.error = str(error)
         return CaseResult(case, nbytes, results)
 
-    def _error_of_preparing(self, contender: Contender, model: str) -> str:
+    def _take_turns(self, case: Case, results: list[Result], settings: dict[str, str], runs: int) -> None:
+        for turn in range(runs):
+            for place in range(len(results)):
+                self._measure(case, results[(turn + place) % len(results)], settings)
+            print(".", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+
+    def _stage(self, case: Case, results: list[Result]) -> Stage:
+        folders = (self.folder_of(case.model, case.largest), self.folder_of("tiny"))
+        names = dict.fromkeys(f"{r.contender.owner}{r.contender.suffix}" for r in results)
+        files = [folder / name for folder in folders for name in names]
+        return Stage(self.cache, folders, tuple(file for file in files if file.exists()))
+
+    def _error_of_preparing(self, contender: Contender, case: Case) -> str:
         try:
-            self.prepare(contender, model)
-            self.prepare(contender, "tiny")
+            self.prepare(contender, self.folder_of(case.model, case.largest), case.model)
+            self.prepare(contender, self.folder_of("tiny"), "tiny")
         except WorkerError as error:
             return str(error)
         return ""
@@ -173,12 +190,10 @@ class Runner:
         if result.error:
             return
         arguments: list[object] = ["measure", "--contender", result.contender.name, "--case", case.name]
-        arguments += ["--folder", self.folder_of(case.model), "--tiny", self.folder_of("tiny")]
+        arguments += ["--folder", self.folder_of(case.model, case.largest), "--tiny", self.folder_of("tiny")]
         arguments += ["--scratch", self.scratch]
-        for name, value in settings.items():
-            arguments += ["--set", f"{name}={value}"]
         try:
-            answer = self.worker(self.python(result.contender), *arguments)
+            answer = self.worker(self.python(result.contender), *arguments, settings=settings)
         except WorkerError as error:
             result.error = str(error)
             return

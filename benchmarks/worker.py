@@ -58,7 +58,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         arguments.tiny,
         arguments.scratch,
         len(os.sched_getaffinity(0)),
-        dict(setting.split("=", 1) for setting in arguments.set),
+        json.loads(os.environ["BENCH_SETTINGS"]),
     )
     if bench.case.needs != "import_time":
         bench.wake_up()
@@ -78,7 +78,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--tiny", type=Path)
     parser.add_argument("--scratch", type=Path)
-    parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
     answer = {"make": make, "prepare": prepare, "measure": measure}[arguments.what](arguments)
     print(json.dumps(answer))

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +25,13 @@ sys.path.append(str(ROOT))
 
 from benchmarks import memory, models, report  # noqa: E402
 from benchmarks.__main__ import size  # noqa: E402
-from benchmarks.case import Case, Goal  # noqa: E402
+from benchmarks.case import Case, Goal, Stage, Unavailable  # noqa: E402
 from benchmarks.cases import CASES  # noqa: E402
+from benchmarks.contender import S3Place  # noqa: E402
 from benchmarks.contenders import CONTENDERS, contender  # noqa: E402
 from benchmarks.markdown import document  # noqa: E402
-from benchmarks.runner import CaseResult, Result  # noqa: E402
+from benchmarks.runner import CaseResult, Result, Runner  # noqa: E402
+from benchmarks.servers import services  # noqa: E402
 
 MIB = 1 << 20
 
@@ -112,6 +123,8 @@ class TestReport:
             ("ms", Goal(at_most=99), 0.1, False),
             ("MB", Goal(at_most=5), 5e6, True),
             ("MB", Goal(at_most=4.9), 5e6, False),
+            ("requests", Goal(at_most=2), 2.0, True),
+            ("requests", Goal(at_most=2), 3.0, False),
         ],
     )
     def test_a_goal_is_met_or_missed(self, unit: str, goal: Goal, ours: float, met: bool) -> None:
@@ -143,20 +156,112 @@ def test_every_case_is_measured_on_us_and_against_somebody() -> None:
         assert all(goal.versus is None or goal.versus in names for goal in case.goals), case.name
 
 
-@pytest.mark.slow
-def test_a_run_from_end_to_end_measures_and_writes_json_and_chart(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    cases = ["load-hot", "load-many", "save-tmpfs", "memory-load"]
+def run_cases(folder: Path, cases: list[str], contenders: list[str]) -> Path:
+    """One run from end to end; the path of its JSON."""
     command = [sys.executable, "-m", "benchmarks", "--size", "20MB", "--runs", "1", "--cases", *cases]
-    command += ["--contenders", "ours", "machine", "bare-python"]
-    command += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+    command += ["--contenders", *contenders, "--cache", str(folder / "cache"), "--out", str(folder / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (written,) = (tmp_path / "out").glob("*.json")
+    (written,) = (folder / "out").glob("*.json")
     facts = json.loads(written.read_text())
     assert [case["name"] for case in facts["cases"]] == cases
     for case in facts["cases"]:
         assert [r["error"] for r in case["results"]] == [""] * len(case["results"])
         assert all(r["median"] >= 0 for r in case["results"])
+    return written
+
+
+@pytest.mark.slow
+def test_a_run_from_end_to_end_measures_and_writes_json_and_chart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cases = ["load-hot", "load-many", "save-tmpfs", "memory-load"]
+    written = run_cases(tmp_path, cases, ["ours", "machine", "bare-python"])
     assert written.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "cache" / "scratch").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("programs", "cases"),
+    [
+        (("nginx", "curl"), ["http-loopback", "http-object-store", "http-index", "http-index-requests"]),
+        (("redis-server",), ["redis-load"]),
+        (("swift-proxy-server", "memcached"), ["s3-load", "s3-upload", "memory-s3-upload"]),
+    ],
+    ids=["http", "redis", "s3"],
+)
+def test_remote_cases_measure_against_the_limit_and_end_their_servers(
+    programs: tuple[str, ...], cases: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> None:
+    path = os.environ.get("PATH", "") + ":/usr/sbin"
+    if missing := [program for program in programs if not shutil.which(program, path=path)]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    servers = Path(tempfile.mkdtemp(prefix="tzr-"))  # short, for the path of a socket
+    request.addfinalizer(lambda: shutil.rmtree(servers, ignore_errors=True))
+    monkeypatch.setenv("TMPDIR", str(servers))
+    written = run_cases(tmp_path, cases, ["ours", "curl", "boto3", "sockets"])
+    for case in json.loads(written.read_text())["cases"]:
+        who = {result["contender"]: result for result in case["results"]}
+        assert "ours" in who
+        assert case["limit"] in ("", "sockets")
+        if case["limit"]:
+            assert 0 < who["ours"]["of_limit"] < 2, case["name"]
+    assert not still_running(str(servers))
+    assert list(servers.iterdir()) == []
+
+
+def still_running(word: str) -> list[str]:
+    """Command lines of processes that have the word in them."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in (words := place.read_bytes()):
+                found.append(words.decode().replace("\0", " "))
+    return found
+
+
+class TestServers:
+    def test_the_emulated_store_keeps_its_latency_and_its_rate(self, tmp_path: Path) -> None:
+        content = bytes(range(256)) * (4 * MIB // 256)
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "object").write_bytes(content)
+        with services.object_store(Stage(tmp_path, (), ())) as settings:
+            url = f"{settings['http']}/model/object"
+            begin = time.perf_counter()
+            with urllib.request.urlopen(url) as answer:
+                first = time.perf_counter() - begin
+                assert answer.read() == content
+            whole = time.perf_counter() - begin
+            assert first >= services.LATENCY_MS / 1e3
+            assert whole >= services.LATENCY_MS / 1e3 + 0.9 * len(content) / services.BYTES_PER_SECOND
+            request = urllib.request.Request(url, headers={"Range": "bytes=1000-1999"})
+            with urllib.request.urlopen(request) as answer:
+                assert (answer.status, answer.read()) == (206, content[1000:2000])
+                assert answer.headers["Content-Range"] == f"bytes 1000-1999/{len(content)}"
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(f"{settings['http']}/model/nothing")
+            with urllib.request.urlopen(f"{settings['http']}/-/requests") as answer:
+                assert answer.read() == b"3"
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(url)
+
+    def test_a_case_whose_server_is_missing_says_so_for_everybody(self, tmp_path: Path) -> None:
+        @contextlib.contextmanager
+        def nothing(stage: Stage) -> Iterator[dict[str, str]]:
+            raise Unavailable("no such server")
+            yield {}
+
+        case = Case("x", "a case", "load", lambda bench: 0.0, model="tiny", service=nothing)
+        runner = Runner(tmp_path / "cache", tmp_path / "scratch", tmp_path, 10**6, {})
+        found = runner.run(case, [contender("ours")], 1)
+        assert [result.error for result in found.results] == ["no such server"]
+
+    def test_a_model_is_no_larger_than_its_case_wants(self, tmp_path: Path) -> None:
+        runner = Runner(tmp_path / "cache", tmp_path / "scratch", tmp_path, 2 * 10**9, {})
+        assert runner.size_of("llm", 5 * 10**8) == 5 * 10**8
+        assert runner.size_of("llm") == 2 * 10**9
+        assert runner.folder_of("llm", 5 * 10**8) != runner.folder_of("llm")
+
+    def test_a_secret_of_a_store_is_in_no_repr(self) -> None:
+        assert "s3cret" not in repr(S3Place("s3://b/k/l", "http://host", "id", "s3cret"))
+        assert (S3Place("s3://b/k/l", "", "", "").bucket, S3Place("s3://b/k/l", "", "", "").key) == ("b", "k/l")

@@ -268,6 +268,23 @@ def test_connections_grow_while_that_helps():
         assert 8 < crowd.most <= 32  # how far within this little work depends on the machine
 
 
+def test_a_server_that_is_far_away_is_met_with_many_connections_at_once():
+    """Growing from few would take a good part of a load whose requests mostly wait."""
+    with FaultyServer(CONTENT, [Reply(delay=0.05)]) as server:
+        source = open_source(server.url)
+        server.default = crowd = Crowd(0.3)
+        read_in_threads(source, [(10_000 + i, 10) for i in range(32)], 32)
+        assert crowd.most > 24  # all at once but for a thread that starts late; from 8 there would be 16
+
+
+def test_a_fixed_number_of_connections_is_kept_however_far_the_server_is():
+    with FaultyServer(CONTENT, [Reply(delay=0.05)]) as server:
+        source = open_source(server.url, connections=3)
+        server.default = crowd = Crowd(0.05)
+        read_in_threads(source, [(10_000 + i, 10) for i in range(20)], 20)
+        assert crowd.most == 3
+
+
 def test_the_environment_caps_connections(monkeypatch):
     monkeypatch.setenv("TENSORIZER_MAX_CONNECTIONS", "2")
     with FaultyServer(CONTENT) as server:

@@ -1,11 +1,11 @@
-"""All cases in the order of the report. Another subject (remote sources, encryption) is another module."""
+"""All cases in the order of the report. Another subject (encryption) is another module."""
 
 from __future__ import annotations
 
 from benchmarks.case import Case
-from benchmarks.cases import gpu, local
+from benchmarks.cases import gpu, local, remote
 
-CASES: tuple[Case, ...] = (*local.CASES,)
+CASES: tuple[Case, ...] = (*local.CASES, *remote.CASES)
 #: Cases that need a CUDA device: measured when named (``make bench-gpu``).
 GPU_CASES: tuple[Case, ...] = gpu.CASES
 

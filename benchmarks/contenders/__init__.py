@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from benchmarks.contender import Contender
 from benchmarks.contenders.bare_python import BarePython
+from benchmarks.contenders.boto3_transfer import Boto3
+from benchmarks.contenders.curl_program import Curl
 from benchmarks.contenders.link import Link
 from benchmarks.contenders.machine import Machine
 from benchmarks.contenders.ours import Ours
-from benchmarks.contenders.reference import Reference
+from benchmarks.contenders.reference import Reference, ReferenceReaders
 from benchmarks.contenders.runai_streamer import RunaiStreamer
 from benchmarks.contenders.safetensors_file import Safetensors
+from benchmarks.contenders.sockets import Sockets
 from benchmarks.contenders.torch_file import Torch
 
 CONTENDERS: tuple[Contender, ...] = (
     Ours(),
     Reference(),
+    ReferenceReaders(),
     Safetensors(),
     Torch(),
     RunaiStreamer(),
+    Curl(),
+    Boto3(),
     BarePython(),
     Machine(),
     Link(),
+    Sockets(),
 )
 
 

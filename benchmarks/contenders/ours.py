@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.contender import Contender, State
+from benchmarks.contender import Contender, HttpPlace, S3Place, State
 
 
 class Ours(Contender):
@@ -56,6 +56,41 @@ class Ours(Contender):
 
     def save_gpu(self, state: State, path: Path) -> None:
         self.save(state, path)
+
+    def load_http(self, place: HttpPlace) -> State:
+        from tensorizer import TensorDeserializer
+
+        return TensorDeserializer(place.url, device="cpu")
+
+    def open_http(self, place: HttpPlace) -> int:
+        from tensorizer import TensorDeserializer
+
+        with TensorDeserializer(place.url, device="cpu", lazy_load=True) as tensors:
+            return len(tensors)
+
+    def load_s3(self, place: S3Place) -> State:
+        from tensorizer import TensorDeserializer
+
+        return TensorDeserializer(place.uri, device="cpu", stream_options=self._s3_options(place))
+
+    def upload_s3(self, state: State, finished: Path, place: S3Place) -> None:
+        from tensorizer import TensorSerializer
+
+        with TensorSerializer(place.uri, stream_options=self._s3_options(place)) as serializer:
+            serializer.write_state_dict(state)
+
+    def load_redis(self, uri: str) -> State:
+        from tensorizer import TensorDeserializer
+
+        return TensorDeserializer(uri, device="cpu")
+
+    def _s3_options(self, place: S3Place) -> dict[str, object]:
+        return {
+            "s3_access_key_id": place.access_key,
+            "s3_secret_access_key": place.secret_key,
+            "s3_endpoint": place.endpoint,
+            "force_http": True,
+        }
 
     def save(self, state: State, path: Path, *, sync: bool = False) -> None:
         self._save(state, path, ("crc32", "sha256"), sync)

@@ -8,8 +8,14 @@ namespace tensorizer::io {
 namespace {
 
 constexpr unsigned kFirstPlaces = 8;
+// Object stores answer after 10 to 50 ms and bound the rate of a connection: a load that begins
+// with few connections is half done before it has enough of them.
+constexpr unsigned kFirstPlacesFar = 32;
+constexpr std::chrono::milliseconds kFar{5};
 // Long enough for new connections to reach their speed, short against the load of a model.
-constexpr std::chrono::milliseconds kWindow{150};
+constexpr std::chrono::milliseconds kLongestWindow{150};
+constexpr std::chrono::milliseconds kShortestWindow{50};
+constexpr int kWindowLatencies = 4;
 constexpr double kWorthIt = 1.1;
 
 }  // namespace
@@ -19,7 +25,18 @@ ConnectionGate::ConnectionGate(unsigned fixed, unsigned most,
     : cap_(std::max(1u, most)),
       bytes_(bytes),
       growing_(fixed == 0),
-      places_(std::min(cap_, fixed == 0 ? kFirstPlaces : fixed)) {}
+      places_(std::min(cap_, fixed == 0 ? kFirstPlaces : fixed)),
+      window_(kLongestWindow) {}
+
+void ConnectionGate::note_latency(std::chrono::duration<double> latency) {
+  MutexLock lock(mutex_);
+  if (!growing_ || latency < kFar) return;
+  places_ = std::max(places_, std::min(cap_, kFirstPlacesFar));
+  window_ = std::clamp<Clock::duration>(
+      std::chrono::duration_cast<Clock::duration>(kWindowLatencies * latency), kShortestWindow,
+      kLongestWindow);
+  changed_.notify_all();
+}
 
 ConnectionGate::Ticket ConnectionGate::enter(const std::stop_token& stop) {
   MutexLock lock(mutex_);
@@ -28,7 +45,7 @@ ConnectionGate::Ticket ConnectionGate::enter(const std::stop_token& stop) {
   consider_growth(Clock::now());
   // Looks up once per window: requests may last much longer than what is needed to see that more
   // would help.
-  while (!changed_.wait_until(mutex_, stop, Clock::now() + kWindow, has_place)) {
+  while (!changed_.wait_until(mutex_, stop, Clock::now() + window_, has_place)) {
     if (stop.stop_requested()) {
       --waiting_;
       throw Error(Errc::cancelled, "cancelled");
@@ -57,7 +74,7 @@ void ConnectionGate::consider_growth(Clock::time_point now) {
     window_bytes_ = bytes;
     return;
   }
-  if (now - window_start_ < kWindow) return;
+  if (now - window_start_ < window_) return;
   const double seconds = std::chrono::duration<double>(now - window_start_).count();
   const double rate = static_cast<double>(bytes - window_bytes_) / seconds;
   window_start_ = now;

@@ -2,7 +2,7 @@
 //
 // A fixed number, or one that grows: while all places are taken and bytes arrive at a rate that the
 // last doubling improved by a tenth, the number of places doubles; the first doubling that does not
-// help is taken back.
+// help is taken back. Far from the server, where much of a request is waiting, it begins higher.
 #pragma once
 
 #include <atomic>
@@ -37,6 +37,9 @@ class ConnectionGate {
   // Waits for a place; throws Errc::cancelled on a stop.
   Ticket enter(const std::stop_token& stop);
 
+  // How long the server took to answer, once that is known; before the reads that follow.
+  void note_latency(std::chrono::duration<double> latency);
+
   // Fixes the number of places, 1 to `most`.
   void fix(unsigned places);
 
@@ -59,6 +62,7 @@ class ConnectionGate {
   unsigned waiting_ GUARDED_BY(mutex_) = 0;
   unsigned places_before_ GUARDED_BY(mutex_) = 0;
   double best_rate_ GUARDED_BY(mutex_) = 0;
+  Clock::duration window_ GUARDED_BY(mutex_);
   bool measuring_ GUARDED_BY(mutex_) = false;
   Clock::time_point window_start_ GUARDED_BY(mutex_);
   uint64_t window_bytes_ GUARDED_BY(mutex_) = 0;

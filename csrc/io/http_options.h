@@ -34,9 +34,9 @@ struct HttpOptions {
   // Connections at the same time: `connections` if not zero, else as many as help, never above
   // max_connections.
   unsigned connections = 0;
-  unsigned max_connections = 32;
+  unsigned max_connections = 64;
   // Bytes of the first request, kept in memory, and of each later one.
-  uint64_t head_nbytes = uint64_t{2} << 20;
+  uint64_t head_nbytes = uint64_t{1} << 20;
   uint64_t unit_nbytes = uint64_t{8} << 20;
   // A read that is much slower than its predecessors is asked again on another connection after
   // this time, when connections are idle; zero for never.

@@ -71,6 +71,7 @@ uint64_t HttpSource::request_head(const HttpDeadline& deadline, std::optional<Ht
   head_response_ = exchange->head();
   seconds_to_connect_ = exchange->time_to_connect().count();
   seconds_to_response_ = exchange->time_to_first_byte().count();
+  client_.gate.note_latency(exchange->time_to_first_byte() - exchange->time_to_connect());
   bool ended = false;
   try {
     drive(*lane, stop, [&] {
