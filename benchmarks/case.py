@@ -20,13 +20,15 @@ class Goal:
 
     Attributes:
         versus: A contender's name for a ratio of speeds, or ``None`` for an absolute bound.
-        at_least: Lowest ratio ``time(versus) / time(ours)`` that meets the goal.
+        at_least: Lowest ratio ``time(versus) / time(who)`` that meets the goal.
         at_most: Highest own value that meets the goal, in the case's unit.
+        who: Name of the contender that is judged.
     """
 
     versus: Optional[str] = None
     at_least: float = 0.0
     at_most: float = 0.0
+    who: str = "ours"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ class Case:
             then) or another without files; empty where there is none.
         goals: What the project wants here.
         service: Starts what the case needs beside the contenders (a server), yields settings for the workers.
+        variant: Which of their files of the model the contenders read: of ``prepare``, or of ``prepare_<variant>``.
+        family: Name of several cases that are one chart of lines; empty for a panel of its own.
+        at: Where on the axis of that chart the case is.
     """
 
     name: str
@@ -55,6 +60,9 @@ class Case:
     limit: str = ""
     goals: tuple[Goal, ...] = ()
     service: Callable[[], AbstractContextManager[dict[str, str]]] = lambda: nullcontext({})
+    variant: str = ""
+    family: str = ""
+    at: int = 0
 
     def takes(self, contender: Contender) -> bool:
         """Whether the contender takes part."""
@@ -81,7 +89,7 @@ class Bench:
     @property
     def path(self) -> Path:
         """The contender's own file of the case's model."""
-        return self.folder / f"{self.contender.name}{self.contender.suffix}"
+        return self.folder / self.contender.file_name(self.case.variant)
 
     @property
     def target(self) -> Path:
@@ -93,7 +101,7 @@ class Bench:
         self.contender.import_library()
         if not self.contender.can(self.case.needs):
             return
-        path = self.tiny / f"{self.contender.name}{self.contender.suffix}"
+        path = self.tiny / self.contender.file_name(self.case.variant)
         if self.case.needs.startswith("load") and path.exists():
             arguments = (models.read_manifest(self.tiny).one,) if self.case.needs == "load_one" else ()
             getattr(self.contender, self.case.needs)(path, *arguments)

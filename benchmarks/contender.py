@@ -24,7 +24,7 @@ class Contender:
         label: For tables and charts.
         suffix: File name suffix of its format.
         packages: Requirements of its own virtual environment; empty where the project's environment serves.
-        role: ``"ours"``, ``"reference"``, ``"other"`` or ``"limit"``.
+        role: ``"ours"``, ``"variant"`` (this project, set in another way), ``"reference"``, ``"other"`` or ``"limit"``.
         cannot_write: Data sets that its own writer refuses; it reads the file that this project writes then.
     """
 
@@ -43,6 +43,10 @@ class Contender:
         """The version that is measured."""
         raise NotImplementedError
 
+    def file_name(self, variant: str = "") -> str:
+        """Name of its file of a model, within the model's folder; a ``variant`` is made by ``prepare_<variant>``."""
+        return f"{self.name}{variant and '-' + variant}{self.suffix}"
+
     # What cases may ask for; each contender defines what it can do.
 
     import_time: bool = False
@@ -50,6 +54,10 @@ class Contender:
 
     def prepare(self, state: State, path: Path) -> None:
         """Write the file that the load cases read."""
+        raise NotImplementedError
+
+    def prepare_encrypted(self, state: State, path: Path) -> None:
+        """As :meth:`prepare`, encrypted with ``benchmarks.models.KEY``."""
         raise NotImplementedError
 
     def load(self, path: Path) -> State:
@@ -74,6 +82,18 @@ class Contender:
 
     def save_crc32(self, state: State, path: Path, *, sync: bool = False) -> None:
         """With CRC32 alone; for those who know no digest, without any."""
+        raise NotImplementedError
+
+    def load_encrypted(self, path: Path) -> State:
+        """All tensors of an encrypted file, in memory of their own."""
+        raise NotImplementedError
+
+    def load_encrypted_on(self, path: Path, threads: int = 1) -> State:
+        """As :meth:`load_encrypted` with so many threads."""
+        raise NotImplementedError
+
+    def save_encrypted(self, state: State, path: Path, *, sync: bool = False) -> None:
+        """Encrypted with ``benchmarks.models.KEY``, with the SHA-256 that the format stores."""
         raise NotImplementedError
 
     def load_gpu(self, path: Path) -> State:

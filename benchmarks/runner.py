@@ -126,19 +126,21 @@ class Runner:
                 raise WorkerError(self._unavailable[contender.name]) from None
         return self._pythons[contender.name]
 
-    def prepare(self, contender: Contender, model: str) -> None:
+    def prepare(self, contender: Contender, model: str, variant: str = "") -> None:
         """Have the contender write its own file, once; ours anew in every run, since our writer changes."""
-        if (contender.name, model) in self._prepared or not contender.can("prepare"):
+        name = contender.file_name(variant)
+        if (name, model) in self._prepared or not contender.can(f"prepare_{variant}" if variant else "prepare"):
             return
         folder = self.folder_of(model)
-        path = folder / f"{contender.name}{contender.suffix}"
+        path = folder / name
         if model in contender.cannot_write:
-            self.prepare(OURS, model)
+            self.prepare(OURS, model, variant)
             path.unlink(missing_ok=True)
-            path.hardlink_to(folder / f"{OURS.name}{OURS.suffix}")
-        elif contender.role == "ours" or not path.exists():
-            self.worker(self.python(contender), "prepare", "--contender", contender.name, "--folder", folder)
-        self._prepared.add((contender.name, model))
+            path.hardlink_to(folder / OURS.file_name(variant))
+        elif name == OURS.file_name(variant) or not path.exists():
+            arguments = ("--contender", contender.name, "--folder", folder, "--variant", variant)
+            self.worker(self.python(contender), "prepare", *arguments)
+        self._prepared.add((name, model))
 
     def make(self, model: str) -> int:
         """Make the model's data; returns its payload in bytes."""
@@ -151,7 +153,7 @@ class Runner:
         self.make("tiny")
         results = [Result(c) for c in contenders if case.takes(c)]
         for result in results:
-            result.error = self._error_of_preparing(result.contender, case.model)
+            result.error = self._error_of_preparing(result.contender, case)
         with case.service() as settings:
             settings = {"tmpfs": str(self.tmpfs), **settings}
             for turn in range(runs):
@@ -161,10 +163,10 @@ class Runner:
         print(file=sys.stderr)
         return CaseResult(case, nbytes, results)
 
-    def _error_of_preparing(self, contender: Contender, model: str) -> str:
+    def _error_of_preparing(self, contender: Contender, case: Case) -> str:
         try:
-            self.prepare(contender, model)
-            self.prepare(contender, "tiny")
+            self.prepare(contender, case.model, case.variant)
+            self.prepare(contender, "tiny", case.variant)
         except WorkerError as error:
             return str(error)
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ sys.path.append(str(ROOT))
 from benchmarks import memory, models, report  # noqa: E402
 from benchmarks.__main__ import size  # noqa: E402
 from benchmarks.case import Case, Goal  # noqa: E402
-from benchmarks.cases import CASES  # noqa: E402
+from benchmarks.cases import CASES, cases, names  # noqa: E402
+from benchmarks.cases.encrypted import thread_counts  # noqa: E402
 from benchmarks.contenders import CONTENDERS, contender  # noqa: E402
 from benchmarks.markdown import document  # noqa: E402
 from benchmarks.runner import CaseResult, Result  # noqa: E402
@@ -128,6 +130,23 @@ class TestReport:
         assert report.verdict(found, found.case.goals[0]) is None
         assert "could not be installed" in report.table(found)
 
+    def test_a_goal_of_another_way_to_run_names_it(self) -> None:
+        goal = Goal("reference", at_least=4, who="ours-libsodium")
+        found = outcome("GB/s", goal, **{"ours": 0.01, "ours-libsodium": 0.25, "reference": 0.5})
+        assert report.verdict(found, goal) == ("ours-libsodium: 2.00 x reference, goal >= 4", False)
+
+    def test_markdown_gives_variants_rows_and_families_tables(self) -> None:
+        found = outcome("ms", Goal(at_most=120), **{"ours": 0.1, "ours-libsodium": 0.25, "reference": 0.5})
+        points = []
+        for threads in (1, 2):
+            case = Case(
+                f"f-{threads}", f"a sweep: {threads}", "load", lambda bench: 0.0, "llm", "ms", family="f", at=threads
+            )
+            points.append(CaseResult(case, 10**9, [Result(contender("ours-avx2"), [threads / 10])]))
+        text = document(json.loads(json.dumps(report.as_json([found, *points], 10**9, 1))))
+        assert "| a case (this project, libsodium), ms | **250** | 500 |" in text
+        assert "| a sweep, ms | 1 | 2 |\n|---|---|---|\n| this project, avx2 | 100 | 200 |" in text
+
     def test_markdown_holds_every_case_and_figure(self) -> None:
         found = outcome("ms", Goal(at_most=120), ours=0.1, reference=0.5, machine=0.08)
         text = document(json.loads(json.dumps(report.as_json([found], 10**9, 1))))
@@ -143,20 +162,36 @@ def test_every_case_is_measured_on_us_and_against_somebody() -> None:
         assert all(goal.versus is None or goal.versus in names for goal in case.goals), case.name
 
 
+def test_a_family_of_cases_is_asked_for_by_its_name() -> None:
+    assert "crypto-threads" in names()
+    found = cases("crypto-threads")
+    assert [case.at for case in found] == thread_counts(len(os.sched_getaffinity(0)))
+    assert {case.family for case in found} == {"crypto-threads"}
+    assert [case.name for case in cases("load-hot")] == ["load-hot"]
+
+
+def test_the_threads_of_a_chart_are_few_and_end_with_all_cores() -> None:
+    assert thread_counts(1) == [1]
+    assert thread_counts(3) == [1, 2, 3]
+    assert thread_counts(24) == [1, 2, 3, 4, 8, 16, 24]
+
+
 @pytest.mark.slow
 def test_a_run_from_end_to_end_measures_and_writes_json_and_chart(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    cases = ["load-hot", "load-many", "save-tmpfs", "memory-load"]
-    command = [sys.executable, "-m", "benchmarks", "--size", "20MB", "--runs", "1", "--cases", *cases]
-    command += ["--contenders", "ours", "machine", "bare-python"]
+    wanted = ["load-hot", "load-many", "save-tmpfs", "memory-load", "encrypted-load", "encrypted-save"]
+    command = [sys.executable, "-m", "benchmarks", "--size", "20MB", "--runs", "1"]
+    command += ["--cases", *wanted, "crypto-threads"]
+    command += ["--contenders", "ours", "ours-libsodium", "machine", "libsodium", "bare-python"]
     command += ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = (tmp_path / "out").glob("*.json")
     facts = json.loads(written.read_text())
-    assert [case["name"] for case in facts["cases"]] == cases
+    assert [case["name"] for case in facts["cases"]] == [*wanted, *(case.name for case in cases("crypto-threads"))]
     for case in facts["cases"]:
         assert [r["error"] for r in case["results"]] == [""] * len(case["results"])
         assert all(r["median"] >= 0 for r in case["results"])
-    assert written.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for chart in (written.stem, f"{written.stem}-crypto-threads"):
+        assert (written.parent / f"{chart}.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "cache" / "scratch").iterdir()) == []

@@ -7,19 +7,24 @@ from benchmarks.contenders.bare_python import BarePython
 from benchmarks.contenders.link import Link
 from benchmarks.contenders.machine import Machine
 from benchmarks.contenders.ours import Ours
+from benchmarks.contenders.ours_kernel import KERNELS, OursKernel, OursLibsodium
 from benchmarks.contenders.reference import Reference
 from benchmarks.contenders.runai_streamer import RunaiStreamer
 from benchmarks.contenders.safetensors_file import Safetensors
+from benchmarks.contenders.sodium import Sodium
 from benchmarks.contenders.torch_file import Torch
 
 CONTENDERS: tuple[Contender, ...] = (
     Ours(),
+    *(OursKernel(kernel) for kernel in KERNELS),
+    OursLibsodium(),
     Reference(),
     Safetensors(),
     Torch(),
     RunaiStreamer(),
     BarePython(),
     Machine(),
+    Sodium(),
     Link(),
 )
 
