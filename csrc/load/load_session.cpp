@@ -1,6 +1,7 @@
 #include "load/load_session.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "core/checked_math.h"
@@ -17,6 +18,7 @@ namespace tensorizer::load {
 namespace {
 
 constexpr uint64_t kHeaderGapNbytes = 4096;
+constexpr size_t kWipedAtOnce = 256;  // destinations on a device, between two waits
 constexpr uint64_t kUnsizedHeaderLimit = uint64_t{256} << 20;
 // A source whose requests cost less than this many bytes is read chunk by chunk when decrypting.
 constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
@@ -577,15 +579,9 @@ void LoadSession::run(const std::stop_token& stop) {
     run_workers(stop);
     if (options_.engine != nullptr) options_.engine->drain();
   } catch (...) {
-    const std::exception_ptr first = std::current_exception();
-    if (options_.engine != nullptr) {
-      try {
-        options_.engine->drain();
-      } catch (const Error&) {  // the first failure is the one to report
-      }
-    }
+    if (options_.engine != nullptr) options_.engine->abandon();
     if (has_crypt_info()) wipe_destinations();
-    std::rethrow_exception(first);
+    throw;
   }
 }
 
@@ -610,11 +606,23 @@ void LoadSession::run_workers(const std::stop_token& stop) {
 }
 
 void LoadSession::wipe_destinations() noexcept {
+  std::array<device::DeviceRange, kWipedAtOnce> ranges;
+  size_t count = 0;
+  const auto wipe_on_device = [&] {
+    options_.engine->wipe(std::span(ranges).first(count));
+    count = 0;
+  };
   for (const LoadTarget& target : targets_) {
-    if (target.destination.device == device::kHost && !target.in_place &&
-        target.destination.data != nullptr)
-      crypto::wipe({target.destination.data, target.destination.nbytes});
+    const device::Destination& to = target.destination;
+    if (target.in_place || to.data == nullptr || to.nbytes == 0) continue;
+    if (options_.engine == nullptr) {
+      crypto::wipe({to.data, to.nbytes});
+      continue;
+    }
+    ranges[count++] = {to.data, to.nbytes};
+    if (count == ranges.size()) wipe_on_device();
   }
+  if (count > 0) wipe_on_device();
 }
 
 }  // namespace tensorizer::load

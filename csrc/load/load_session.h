@@ -2,7 +2,8 @@
 // digest, place.
 //
 // A session is used by one thread, once; run() returns only when no worker can touch a destination
-// any more. After a failure of an encrypted load every host destination has been wiped.
+// any more. After a failure of an encrypted load every destination has been wiped, those on a
+// device as far as it still takes orders.
 #pragma once
 
 #include <atomic>
