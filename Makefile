@@ -26,8 +26,8 @@ help:  ## list the commands
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
-.PHONY: system-build system-test system-lint
-system-build system-test system-lint:
+.PHONY: system-build system-test system-lint system-constant-time
+system-build system-test system-lint system-constant-time:
 	@scripts/system-packages.sh $(@:system-%=%)
 
 # A package manager may bring in the Python headers and `venv`, so it goes first; order-only, so that it never rebuilds.
@@ -137,6 +137,10 @@ native-plain native-asan native-tsan: system-test
 
 fuzz: system-lint  ## every fuzz target for FUZZ_SECONDS each
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) JOBS=$(JOBS) scripts/fuzz.sh
+
+.PHONY: constant-time
+constant-time: system-constant-time  ## no branch or address of the cipher depends on a secret (MemorySanitizer, valgrind)
+	@JOBS=$(JOBS) scripts/constant_time.sh
 
 # ---- documents, cleaning --------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.cases import CASES, GPU_CASES, case
+from benchmarks.cases import CASES, GPU_CASES, cases, names
 from benchmarks.contenders import CONTENDERS, contender
 from benchmarks.environments import ROOT
 from benchmarks.runner import Runner
@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--size", type=size, default=2 * 10**9, help="bytes of the large model (default 2GB)")
     parser.add_argument("--runs", type=int, default=5, help="measurements per contender and case (default 5)")
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help=", ".join(c.name for c in (*CASES, *GPU_CASES)))
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help=", ".join(names()))
     parser.add_argument("--contenders", nargs="+", metavar="WHO", help=", ".join(c.name for c in CONTENDERS))
     parser.add_argument("--env", action="append", default=[], metavar="WHO=PYTHON", help="an interpreter to use")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "bench", help="models, environments")
@@ -59,7 +59,7 @@ def main() -> int:
         list_everything()
         return 0
     try:
-        cases = [case(name) for name in given.cases] if given.cases else list(CASES)
+        wanted = [c for name in given.cases for c in cases(name)] if given.cases else list(CASES)
         who = [contender(name) for name in given.contenders] if given.contenders else list(CONTENDERS)
     except KeyError as error:
         print(error.args[0], file=sys.stderr)
@@ -73,7 +73,7 @@ def main() -> int:
     )
     print(f"{about}\nmedians; contenders in turn, each run in a process of its own\n")
     outcomes = []
-    for each in cases:
+    for each in wanted:
         outcomes.append(runner.run(each, who, given.runs))
         print(report.table(outcomes[-1]), flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -82,10 +82,11 @@ def main() -> int:
     try:
         from benchmarks.chart import draw
 
-        draw(outcomes, name.with_suffix(".png"), about)
+        drawn = draw(outcomes, name.with_suffix(".png"), about)
     except ImportError:
+        drawn = []
         print("no chart: matplotlib is not installed (benchmarks/requirements.txt)", file=sys.stderr)
-    print(f"written: {name.with_suffix('.json')} and .png")
+    print(f"written: {', '.join(map(str, [name.with_suffix('.json'), *drawn]))}")
     failed = [r.contender.name for o in outcomes for r in o.results if r.error and r.contender.role == "ours"]
     return 1 if failed else 0
 

@@ -20,13 +20,15 @@ class Goal:
 
     Attributes:
         versus: A contender's name for a ratio of speeds, or ``None`` for an absolute bound.
-        at_least: Lowest ratio ``time(versus) / time(ours)`` that meets the goal.
+        at_least: Lowest ratio ``time(versus) / time(who)`` that meets the goal.
         at_most: Highest own value that meets the goal, in the case's unit.
+        who: Name of the contender that is judged.
     """
 
     versus: Optional[str] = None
     at_least: float = 0.0
     at_most: float = 0.0
+    who: str = "ours"
 
 
 class Unavailable(RuntimeError):
@@ -65,6 +67,9 @@ class Case:
         largest: Bytes of the model are at most so many, whatever was asked for; 0 for no bound.
         locate: What the contender's method is given for a file of its own: its path, or where a server has it.
         service: Starts what the case needs beside the contenders (a server), yields settings for the workers.
+        variant: Which of their files of the model the contenders read: of ``prepare``, or of ``prepare_<variant>``.
+        family: Name of several cases that are one chart of lines; empty for a panel of its own.
+        at: Where on the axis of that chart the case is.
     """
 
     name: str
@@ -78,6 +83,9 @@ class Case:
     largest: int = 0
     locate: Callable[[Bench, Path], Any] = lambda bench, path: path
     service: Callable[[Stage], AbstractContextManager[dict[str, str]]] = lambda stage: nullcontext({})
+    variant: str = ""
+    family: str = ""
+    at: int = 0
 
     def takes(self, contender: Contender) -> bool:
         """Whether the contender takes part."""
@@ -104,7 +112,7 @@ class Bench:
     @property
     def path(self) -> Path:
         """The contender's own file of the case's model."""
-        return self.folder / f"{self.contender.owner}{self.contender.suffix}"
+        return self.folder / self.contender.file_name(self.case.variant)
 
     @property
     def place(self) -> Any:
@@ -121,7 +129,7 @@ class Bench:
         self.contender.import_library()
         if not self.contender.can(self.case.needs):
             return
-        path = self.tiny / f"{self.contender.owner}{self.contender.suffix}"
+        path = self.tiny / self.contender.file_name(self.case.variant)
         if self.case.needs.startswith(("load", "open")) and path.exists():
             arguments = (models.read_manifest(self.tiny).one,) if self.case.needs == "load_one" else ()
             getattr(self.contender, self.case.needs)(self.case.locate(self, path), *arguments)

@@ -58,7 +58,7 @@ class Contender:
         label: For tables and charts.
         suffix: File name suffix of its format.
         packages: Requirements of its own virtual environment; empty where the project's environment serves.
-        role: ``"ours"``, ``"reference"``, ``"other"`` or ``"limit"``.
+        role: ``"ours"``, ``"variant"`` (this project, set in another way), ``"reference"``, ``"other"`` or ``"limit"``.
         shares: Name of the contender whose file and environment it uses; empty where it has its own.
         makes_tensors: False where it brings bytes alone, which nobody can check then.
         cannot_write: Data sets that its own writer refuses; it reads the file that this project writes then.
@@ -86,6 +86,10 @@ class Contender:
         """The version that is measured."""
         raise NotImplementedError
 
+    def file_name(self, variant: str = "") -> str:
+        """Name of its file of a model, within the model's folder; a ``variant`` is made by ``prepare_<variant>``."""
+        return f"{self.owner}{variant and '-' + variant}{self.suffix}"
+
     # What cases may ask for; each contender defines what it can do.
 
     import_time: bool = False
@@ -93,6 +97,10 @@ class Contender:
 
     def prepare(self, state: State, path: Path) -> None:
         """Write the file that the load cases read."""
+        raise NotImplementedError
+
+    def prepare_encrypted(self, state: State, path: Path) -> None:
+        """As :meth:`prepare`, encrypted with ``benchmarks.models.KEY``."""
         raise NotImplementedError
 
     def load(self, path: Path) -> State:
@@ -117,6 +125,18 @@ class Contender:
 
     def save_crc32(self, state: State, path: Path, *, sync: bool = False) -> None:
         """With CRC32 alone; for those who know no digest, without any."""
+        raise NotImplementedError
+
+    def load_encrypted(self, path: Path) -> State:
+        """All tensors of an encrypted file, in memory of their own."""
+        raise NotImplementedError
+
+    def load_encrypted_on(self, path: Path, threads: int = 1) -> State:
+        """As :meth:`load_encrypted` with so many threads."""
+        raise NotImplementedError
+
+    def save_encrypted(self, state: State, path: Path, *, sync: bool = False) -> None:
+        """Encrypted with ``benchmarks.models.KEY``, with the SHA-256 that the format stores."""
         raise NotImplementedError
 
     def load_gpu(self, path: Path) -> State:

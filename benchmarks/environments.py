@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import venv
@@ -59,6 +60,15 @@ def compiled(name: str, folder: Path, *libraries: str) -> Path:
     program = folder / f"{source.stem}-{hashlib.sha256(source.read_bytes()).hexdigest()[:10]}"
     if not program.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        flags = ["-std=c++20", "-O3", "-march=native", "-pthread"]
+        flags = ["-std=c++20", "-O3", "-march=native", "-pthread", *unpacked_libraries()]
         subprocess.run(["c++", *flags, source, *libraries, "-o", program], check=True)
     return program
+
+
+def unpacked_libraries() -> list[str]:
+    """Flags for libraries below ``TENSORIZER_DEPS_PREFIX`` (see ``setup.py``), on machines that lack them."""
+    if not os.environ.get("TENSORIZER_DEPS_PREFIX"):
+        return []
+    prefix = Path(os.environ["TENSORIZER_DEPS_PREFIX"]).resolve()
+    folders = [prefix / "lib", prefix / "lib64", *sorted((prefix / "lib").glob("*-linux-gnu"))]
+    return [f"-I{prefix / 'include'}", *(f"-L{folder}" for folder in folders if folder.is_dir())]

@@ -13,9 +13,18 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def row(case: dict[str, Any], names: list[str]) -> str:
-    """One case as a row: its figures by contender, the limit, the goals."""
+def rows(case: dict[str, Any], names: list[str]) -> list[str]:
+    """One case as rows: this project beside the others, then this project set in other ways."""
     by_name = {result["contender"]: result for result in case["results"]}
+    variants = [result for result in case["results"] if result["role"] == "variant" and result["shown"] is not None]
+    return [
+        row(case, case["title"], by_name, names),
+        *(row(case, f"{case['title']} ({v['label']})", {**by_name, "ours": v}, names) for v in variants),
+    ]
+
+
+def row(case: dict[str, Any], title: str, by_name: dict[str, Any], names: list[str]) -> str:
+    """One row: the figures by contender, the limit, our own in relation to others."""
     cells = []
     for name in names:
         result = by_name.get(name)
@@ -28,16 +37,29 @@ def row(case: dict[str, Any], names: list[str]) -> str:
     reference, share = ours.get("versus_reference"), ours.get("of_limit")
     cells.append(f"{reference:.1f} x" if reference else "")
     cells.append(f"{share:.0%}" if share else "")
-    return f"| {case['title']}, {case['unit']} | " + " | ".join(cells) + " |"
+    return f"| {title}, {case['unit']} | " + " | ".join(cells) + " |"
+
+
+def family_table(cases: list[dict[str, Any]]) -> list[str]:
+    """Cases that are one chart: a row per contender, a column per point."""
+    labels = {result["contender"]: result["label"] for case in cases for result in case["results"]}
+    lines = [f"| {cases[0]['title'].partition(':')[0]}, {cases[0]['unit']} | "]
+    lines[0] += " | ".join(str(case["at"]) for case in cases) + " |"
+    lines.append("|---" * (len(cases) + 1) + "|")
+    for name, label in labels.items():
+        found = [next((r["shown"] for r in case["results"] if r["contender"] == name), None) for case in cases]
+        lines.append(f"| {label} | " + " | ".join("" if f is None else figure(f) for f in found) + " |")
+    return lines
 
 
 def document(facts: dict[str, Any]) -> str:
     """The whole file: what it was measured on, the table, the goals."""
+    alone = [case for case in facts["cases"] if not case["family"]]
     labels = {
         result["contender"]: result["label"]
-        for case in facts["cases"]
+        for case in alone
         for result in case["results"]
-        if result["role"] != "limit"
+        if result["role"] not in ("limit", "variant")
     }
     names = list(labels)
     machine = facts["machine"]
@@ -47,13 +69,15 @@ def document(facts: dict[str, Any]) -> str:
         "",
         "| case | " + " | ".join([*labels.values(), "limit", "ours / reference", "ours / limit"]) + " |",
         "|---" * (len(names) + 4) + "|",
-        *(row(case, names) for case in facts["cases"]),
+        *(line for case in alone for line in rows(case, names)),
         "",
         "| case | goal | |",
         "|---|---|---|",
     ]
     for case in facts["cases"]:
         lines += [f"| {case['title']} | {g['text']} | {'met' if g['met'] else 'missed'} |" for g in case["goals"]]
+    for family in dict.fromkeys(case["family"] for case in facts["cases"] if case["family"]):
+        lines += ["", *family_table([case for case in facts["cases"] if case["family"] == family])]
     return "\n".join(lines) + "\n"
 
 

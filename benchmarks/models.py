@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 MANY_TENSORS = 18_867
+#: Encrypts the files of the encrypted cases; it protects nothing.
+KEY = bytes(range(32))
 
 
 @dataclass(frozen=True)

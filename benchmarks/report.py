@@ -34,16 +34,17 @@ def ratio(outcome: CaseResult, result: Result, versus: str) -> Optional[float]:
 
 def verdict(outcome: CaseResult, goal: Goal) -> Optional[tuple[str, bool]]:
     """One goal in words and whether it is met; ``None`` where a contender is missing."""
-    ours = outcome.of("ours")
+    ours = outcome.of(goal.who)
     if ours is None or ours.median is None:
         return None
+    who = "" if goal.who == "ours" else f"{goal.who}: "
     if goal.versus is None:
         value = shown(outcome.case, ours.median, outcome.nbytes)
-        return f"{value:.3g} {outcome.case.unit}, goal <= {goal.at_most:.3g}", value <= goal.at_most
+        return f"{who}{value:.3g} {outcome.case.unit}, goal <= {goal.at_most:.3g}", value <= goal.at_most
     found = ratio(outcome, ours, goal.versus)
     if found is None:
         return None
-    return f"{found:.2f} x {goal.versus}, goal >= {goal.at_least:g}", found >= goal.at_least
+    return f"{who}{found:.2f} x {goal.versus}, goal >= {goal.at_least:g}", found >= goal.at_least
 
 
 def table(outcome: CaseResult) -> str:
@@ -130,6 +131,8 @@ def _case_json(outcome: CaseResult) -> dict[str, object]:
         "unit": case.unit,
         "nbytes": outcome.nbytes,
         "limit": case.limit,
+        "family": case.family,
+        "at": case.at,
         "results": results,
         "goals": [{"text": found[0], "met": found[1]} for found in judged if found],
     }

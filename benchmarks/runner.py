@@ -74,9 +74,9 @@ class Runner:
 
     def __init__(self, cache: Path, scratch: Path, tmpfs: Path, size: int, given: dict[str, Path]) -> None:
         self.cache, self.scratch, self.tmpfs, self.size, self.given = cache, scratch, tmpfs, size, given
-        self.limits = compiled("limits", cache, "-lcrypto")
+        self.limits = compiled("limits", cache, "-lcrypto", "-lsodium")
         scratch.mkdir(parents=True, exist_ok=True)
-        self._prepared: set[tuple[str, Path]] = set()
+        self._prepared: set[Path] = set()
         self._pythons: dict[str, Path] = {}
         self._unavailable: dict[str, str] = {}
 
@@ -130,19 +130,20 @@ class Runner:
                 raise WorkerError(self._unavailable[contender.name]) from None
         return self._pythons[contender.name]
 
-    def prepare(self, who: Contender, folder: Path, model: str) -> None:
+    def prepare(self, who: Contender, folder: Path, model: str, variant: str = "") -> None:
         """Have the contender write its own file, once; ours anew in every run, since our writer changes."""
         writer = contender(who.owner)
-        if (writer.name, folder) in self._prepared or not writer.can("prepare"):
+        path = folder / writer.file_name(variant)
+        if path in self._prepared or not writer.can(f"prepare_{variant}" if variant else "prepare"):
             return
-        path = folder / f"{writer.name}{writer.suffix}"
         if model in writer.cannot_write:
-            self.prepare(OURS, folder, model)
+            self.prepare(OURS, folder, model, variant)
             path.unlink(missing_ok=True)
-            path.hardlink_to(folder / f"{OURS.name}{OURS.suffix}")
+            path.hardlink_to(folder / OURS.file_name(variant))
         elif writer.role == "ours" or not path.exists():
-            self.worker(self.python(writer), "prepare", "--contender", writer.name, "--folder", folder)
-        self._prepared.add((writer.name, folder))
+            arguments = ("--contender", writer.name, "--folder", folder, "--variant", variant)
+            self.worker(self.python(writer), "prepare", *arguments)
+        self._prepared.add(path)
 
     def make(self, model: str, largest: int = 0) -> int:
         """Make the model's data; returns its payload in bytes."""
@@ -174,14 +175,14 @@ class Runner:
 
     def _stage(self, case: Case, results: list[Result]) -> Stage:
         folders = (self.folder_of(case.model, case.largest), self.folder_of("tiny"))
-        names = dict.fromkeys(f"{r.contender.owner}{r.contender.suffix}" for r in results)
+        names = dict.fromkeys(r.contender.file_name(case.variant) for r in results)
         files = [folder / name for folder in folders for name in names]
         return Stage(self.cache, folders, tuple(file for file in files if file.exists()))
 
     def _error_of_preparing(self, contender: Contender, case: Case) -> str:
         try:
-            self.prepare(contender, self.folder_of(case.model, case.largest), case.model)
-            self.prepare(contender, self.folder_of("tiny"), "tiny")
+            self.prepare(contender, self.folder_of(case.model, case.largest), case.model, case.variant)
+            self.prepare(contender, self.folder_of("tiny"), "tiny", case.variant)
         except WorkerError as error:
             return str(error)
         return ""

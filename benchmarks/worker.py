@@ -29,9 +29,10 @@ def prepare(arguments: argparse.Namespace) -> dict[str, object]:
 
     who = contender(arguments.contender)
     who.import_library()
-    final = arguments.folder / f"{who.name}{who.suffix}"
+    final = arguments.folder / who.file_name(arguments.variant)
     partial = final.with_name("partial-" + final.name)
-    who.prepare(models.read_base(arguments.folder), partial)
+    write = getattr(who, f"prepare_{arguments.variant}") if arguments.variant else who.prepare
+    write(models.read_base(arguments.folder), partial)
     partial.rename(final)
     return {"version": who.version()}
 
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--contender")
     parser.add_argument("--case")
     parser.add_argument("--model")
+    parser.add_argument("--variant", default="")
     parser.add_argument("--size", type=int)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--tiny", type=Path)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that a group of commands needs: as root by apt, otherwise prints the command to type.
-# usage: system-packages.sh build|test|lint
+# usage: system-packages.sh build|test|lint|constant-time
 # Quick when nothing is missing. Systems without dpkg are left alone: the build names what it misses there.
 set -euo pipefail
 
-group=${1:?build, test or lint}
+group=${1:?build, test, lint or constant-time}
 build=(g++ make pkg-config libcurl4-openssl-dev libsodium-dev libssl-dev libhiredis-dev libisal-dev)
 native=(cmake ninja-build libgtest-dev ccache binutils)
 servers=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl)
@@ -70,6 +70,7 @@ case $group in
   build) wanted=("${build[@]}") ;;
   test) wanted=("${build[@]}" "${native[@]}" "${servers[@]}") ;;
   lint) wanted=("${build[@]}" "${native[@]}" "${lint[@]}") ;;
+  constant-time) wanted=("${build[@]}" "${native[@]}" "${lint[@]}" valgrind) ;;
   *) echo "unknown group: $group" >&2; exit 2 ;;
 esac
 # Libraries may come from a prefix instead of the system (TENSORIZER_DEPS_PREFIX, see setup.py).

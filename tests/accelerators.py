@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import os
 import subprocess
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -84,6 +85,17 @@ class FakeDriver:
         return tensor
 
 
+class FakeAllocation(torch.Tensor):
+    """What torch would allocate on the device: knows to write zeros there, which the host cannot."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    zeros: Callable[[torch.Tensor], None]
+
+    def zero_(self) -> FakeAllocation:  # type: ignore[override]
+        self.zeros(self)
+        return self
+
+
 class OnFakeDevice(torch.Tensor):
     """A tensor over the fake driver's memory that says so."""
 
@@ -138,12 +150,13 @@ class FakeDevice(Accelerator):
 
     def __init__(self, driver: FakeDriver) -> None:
         self.driver = driver
+        self._with_zeros: set[int] = set()
 
     def install(self, monkeypatch: Any) -> None:
         """Lets tensorizer believe in two CUDA devices for the length of a test."""
 
         def allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-            return [self.driver.memory(nbytes, device.index) for nbytes in sizes]
+            return [self._allocate(nbytes, device.index) for nbytes in sizes]
 
         def deliver(reader: Any, entry: int, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
             return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
@@ -153,7 +166,20 @@ class FakeDevice(Accelerator):
         monkeypatch.setattr(_cuda, "allocate", allocate)
         monkeypatch.setattr(_reading.TensorReader, "_deliver", deliver)
 
+    def _allocate(self, nbytes: int, device: int) -> torch.Tensor:
+        flat = self.driver.memory(nbytes, device).as_subclass(FakeAllocation)
+        flat.zeros = functools.partial(self._write_zeros, device)
+        return flat
+
+    def _write_zeros(self, device: int, tensor: torch.Tensor) -> None:
+        # Later than the call, on the caller's stream, as torch does it: a copy that does not wait breaks a rule.
+        if tensor.numel():
+            self.driver.compute(None, device, tensor.data_ptr(), tensor.numel(), 0, 1000)
+            self._with_zeros.add(device)
+
     def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        while self._with_zeros:  # written by torch, not by us: whoever reads has to wait for the stream
+            self.driver.wait(None, self._with_zeros.pop())
         result = torch.empty(value.shape, dtype=value.dtype)
         nbytes = value.numel() * value.element_size()
         if nbytes:

@@ -26,7 +26,8 @@ sys.path.append(str(ROOT))
 from benchmarks import memory, models, report  # noqa: E402
 from benchmarks.__main__ import size  # noqa: E402
 from benchmarks.case import Case, Goal, Stage, Unavailable  # noqa: E402
-from benchmarks.cases import CASES  # noqa: E402
+from benchmarks.cases import CASES, cases, names  # noqa: E402
+from benchmarks.cases.encrypted import thread_counts  # noqa: E402
 from benchmarks.contender import S3Place  # noqa: E402
 from benchmarks.contenders import CONTENDERS, contender  # noqa: E402
 from benchmarks.markdown import document  # noqa: E402
@@ -141,6 +142,23 @@ class TestReport:
         assert report.verdict(found, found.case.goals[0]) is None
         assert "could not be installed" in report.table(found)
 
+    def test_a_goal_of_another_way_to_run_names_it(self) -> None:
+        goal = Goal("reference", at_least=4, who="ours-libsodium")
+        found = outcome("GB/s", goal, **{"ours": 0.01, "ours-libsodium": 0.25, "reference": 0.5})
+        assert report.verdict(found, goal) == ("ours-libsodium: 2.00 x reference, goal >= 4", False)
+
+    def test_markdown_gives_variants_rows_and_families_tables(self) -> None:
+        found = outcome("ms", Goal(at_most=120), **{"ours": 0.1, "ours-libsodium": 0.25, "reference": 0.5})
+        points = []
+        for threads in (1, 2):
+            case = Case(
+                f"f-{threads}", f"a sweep: {threads}", "load", lambda bench: 0.0, "llm", "ms", family="f", at=threads
+            )
+            points.append(CaseResult(case, 10**9, [Result(contender("ours-avx2"), [threads / 10])]))
+        text = document(json.loads(json.dumps(report.as_json([found, *points], 10**9, 1))))
+        assert "| a case (this project, libsodium), ms | **250** | 500 |" in text
+        assert "| a sweep, ms | 1 | 2 |\n|---|---|---|\n| this project, avx2 | 100 | 200 |" in text
+
     def test_markdown_holds_every_case_and_figure(self) -> None:
         found = outcome("ms", Goal(at_most=120), ours=0.1, reference=0.5, machine=0.08)
         text = document(json.loads(json.dumps(report.as_json([found], 10**9, 1))))
@@ -156,15 +174,29 @@ def test_every_case_is_measured_on_us_and_against_somebody() -> None:
         assert all(goal.versus is None or goal.versus in names for goal in case.goals), case.name
 
 
-def run_cases(folder: Path, cases: list[str], contenders: list[str]) -> Path:
+def test_a_family_of_cases_is_asked_for_by_its_name() -> None:
+    assert "crypto-threads" in names()
+    found = cases("crypto-threads")
+    assert [case.at for case in found] == thread_counts(len(os.sched_getaffinity(0)))
+    assert {case.family for case in found} == {"crypto-threads"}
+    assert [case.name for case in cases("load-hot")] == ["load-hot"]
+
+
+def test_the_threads_of_a_chart_are_few_and_end_with_all_cores() -> None:
+    assert thread_counts(1) == [1]
+    assert thread_counts(3) == [1, 2, 3]
+    assert thread_counts(24) == [1, 2, 3, 4, 8, 16, 24]
+
+
+def run_cases(folder: Path, wanted: list[str], contenders: list[str]) -> Path:
     """One run from end to end; the path of its JSON."""
-    command = [sys.executable, "-m", "benchmarks", "--size", "20MB", "--runs", "1", "--cases", *cases]
+    command = [sys.executable, "-m", "benchmarks", "--size", "20MB", "--runs", "1", "--cases", *wanted]
     command += ["--contenders", *contenders, "--cache", str(folder / "cache"), "--out", str(folder / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = (folder / "out").glob("*.json")
     facts = json.loads(written.read_text())
-    assert [case["name"] for case in facts["cases"]] == cases
+    assert [case["name"] for case in facts["cases"]] == [case.name for name in wanted for case in cases(name)]
     for case in facts["cases"]:
         assert [r["error"] for r in case["results"]] == [""] * len(case["results"])
         assert all(r["median"] >= 0 for r in case["results"])
@@ -174,15 +206,17 @@ def run_cases(folder: Path, cases: list[str], contenders: list[str]) -> Path:
 @pytest.mark.slow
 def test_a_run_from_end_to_end_measures_and_writes_json_and_chart(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    cases = ["load-hot", "load-many", "save-tmpfs", "memory-load"]
-    written = run_cases(tmp_path, cases, ["ours", "machine", "bare-python"])
-    assert written.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    wanted = ["load-hot", "load-many", "save-tmpfs", "memory-load", "encrypted-load", "encrypted-save"]
+    wanted.append("crypto-threads")
+    written = run_cases(tmp_path, wanted, ["ours", "ours-libsodium", "machine", "libsodium", "bare-python"])
+    for chart in (written.stem, f"{written.stem}-crypto-threads"):
+        assert (written.parent / f"{chart}.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "cache" / "scratch").iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("programs", "cases"),
+    ("programs", "wanted"),
     [
         (("nginx", "curl"), ["http-loopback", "http-object-store", "http-index", "http-index-requests"]),
         (("redis-server",), ["redis-load"]),
@@ -191,7 +225,7 @@ def test_a_run_from_end_to_end_measures_and_writes_json_and_chart(tmp_path: Path
     ids=["http", "redis", "s3"],
 )
 def test_remote_cases_measure_against_the_limit_and_end_their_servers(
-    programs: tuple[str, ...], cases: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
+    programs: tuple[str, ...], wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
 ) -> None:
     path = os.environ.get("PATH", "") + ":/usr/sbin"
     if missing := [program for program in programs if not shutil.which(program, path=path)]:
@@ -199,7 +233,7 @@ def test_remote_cases_measure_against_the_limit_and_end_their_servers(
     servers = Path(tempfile.mkdtemp(prefix="tzr-"))  # short, for the path of a socket
     request.addfinalizer(lambda: shutil.rmtree(servers, ignore_errors=True))
     monkeypatch.setenv("TMPDIR", str(servers))
-    written = run_cases(tmp_path, cases, ["ours", "curl", "boto3", "sockets"])
+    written = run_cases(tmp_path, wanted, ["ours", "curl", "boto3", "sockets"])
     for case in json.loads(written.read_text())["cases"]:
         who = {result["contender"]: result for result in case["results"]}
         assert "ours" in who

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Mapping
 
 import accelerators
 import golden_files
@@ -18,7 +19,15 @@ import samples
 import torch
 
 import tensorizer.cuda
-from tensorizer import _C, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer import (
+    _C,
+    CryptographyError,
+    DecryptionParams,
+    EncryptionParams,
+    TensorDeserializer,
+    TensorSerializer,
+    _cuda,
+)
 from tensorizer.errors import DeviceError, HashMismatchError
 
 MIB = 1 << 20
@@ -92,25 +101,33 @@ def test_twenty_thousand_small_tensors_arrive_to_the_bit(gpu):
     assert_loads_as_on_cpu(gpu, written(state))
 
 
-def is_flat(golden):
-    return all(len(tensor["path"]) == 1 and isinstance(tensor["path"][0], str) for tensor in golden["tensors"])
+def leaves(value, path=()):
+    """(path, tensor) of everything in a nested object."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    else:
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves(part, (*path, key))
 
 
-FLAT = [golden for golden in golden_files.select(refused=False) if is_flat(golden) and not golden.get("start")]
-
-
-@pytest.mark.parametrize("golden", FLAT, ids=golden_files.name_of)
-def test_every_flat_golden_file_arrives_as_on_the_cpu(gpu, golden, monkeypatch):
-    without_data = any(t["meta"] or t["content"] is None or t["nbytes"] == 0 for t in golden["tensors"])
-    if gpu.name == "fake" and without_data:
-        pytest.skip("torch's CPU build cannot write the zeros of tensors without data")
+@pytest.mark.parametrize("golden", golden_files.select(refused=False), ids=golden_files.name_of)
+def test_every_golden_file_arrives_as_on_the_cpu(gpu, golden, monkeypatch):
     monkeypatch.setenv("TENSORIZER_RING_SLOTS", "2")
     secret = golden_files.secret(golden)
     keys = {}
     if secret is not None:
         make = DecryptionParams.from_key if "key" in secret else DecryptionParams.from_string
         keys["encryption"] = make(next(iter(secret.values())))
-    assert_loads_as_on_cpu(gpu, io.BytesIO(golden_files.read(golden)), **keys)
+
+    def load(device):
+        file = io.BytesIO(golden_files.read(golden))
+        file.seek(golden.get("start", 0))
+        return dict(leaves(TensorDeserializer(file, device=device, **keys)))
+
+    wanted, found = load("cpu"), load("cuda:0")
+    assert list(found) == list(wanted)
+    for path, tensor in wanted.items():
+        assert samples.same(gpu.fetch(found[path]), tensor.detach()), path
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -119,6 +136,31 @@ def test_encrypted_tensors_are_decrypted_on_their_way(gpu, verify):
     state = {"a": samples.tensor((5 * MIB + 3,), torch.uint8), "b": samples.tensor((7, 3)), "c": samples.tensor(())}
     decryption = DecryptionParams.from_key(encryption.key)
     assert_loads_as_on_cpu(gpu, written(state, encryption=encryption), encryption=decryption, verify_hash=verify)
+
+
+def test_what_was_decrypted_before_a_damaged_chunk_is_wiped_on_the_device(gpu, monkeypatch):
+    allocated = []
+    allocate = _cuda.allocate
+    monkeypatch.setattr(_cuda, "allocate", lambda *args: allocated.append(allocate(*args)) or allocated[-1])
+    encryption = EncryptionParams.random()
+    state = {f"t{i}": samples.tensor((5 * MIB + 3,), torch.uint8, i) for i in range(3)}
+    damaged = bytearray(written(state, encryption=encryption).getvalue())
+    damaged[-100] ^= 1
+    with pytest.raises(CryptographyError, match="t2"):
+        gpu.load(io.BytesIO(damaged), encryption=DecryptionParams.from_key(encryption.key), num_readers=1)
+    assert [tensor.numel() for tensor in allocated[0]] == [5 * MIB + 3] * 3
+    for tensor in allocated[0]:
+        assert not gpu.fetch(tensor.view(torch.uint8)).any()
+
+
+def test_an_error_does_not_wait_for_work_of_the_callers_stream(gpu, fake):
+    encryption = EncryptionParams.random()
+    file = written({"a": samples.tensor((MIB,), torch.uint8)}, encryption=encryption)
+    gpu.keep_busy(3000)
+    began = time.monotonic()
+    with pytest.raises(CryptographyError):
+        gpu.load(file, encryption=DecryptionParams.from_key(bytes(32)))
+    assert time.monotonic() - began < 2
 
 
 def test_a_damaged_tensor_is_noticed_and_the_next_load_works(gpu):

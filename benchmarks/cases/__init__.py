@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.case import Case
-from benchmarks.cases import gpu, local, remote
+from benchmarks.cases import encrypted, gpu, local, remote
 
-CASES: tuple[Case, ...] = (*local.CASES, *remote.CASES)
+CASES: tuple[Case, ...] = (*local.CASES, *encrypted.CASES, *remote.CASES)
 #: Cases that need a CUDA device: measured when named (``make bench-gpu``).
 GPU_CASES: tuple[Case, ...] = gpu.CASES
 
@@ -15,4 +15,14 @@ def case(name: str) -> Case:
     for candidate in (*CASES, *GPU_CASES):
         if candidate.name == name:
             return candidate
-    raise KeyError(f"no case {name!r}; there are: {', '.join(c.name for c in (*CASES, *GPU_CASES))}")
+    raise KeyError(f"no case {name!r}; there are: {', '.join(names())}")
+
+
+def cases(name: str) -> list[Case]:
+    """The case of that name, or all cases of that family."""
+    return [c for c in (*CASES, *GPU_CASES) if c.family == name] or [case(name)]
+
+
+def names() -> list[str]:
+    """What may be asked for: cases, a family by its own name."""
+    return list(dict.fromkeys(c.family or c.name for c in (*CASES, *GPU_CASES)))

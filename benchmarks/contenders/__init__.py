@@ -9,14 +9,18 @@ from benchmarks.contenders.curl_program import Curl
 from benchmarks.contenders.link import Link
 from benchmarks.contenders.machine import Machine
 from benchmarks.contenders.ours import Ours
+from benchmarks.contenders.ours_kernel import KERNELS, OursKernel, OursLibsodium
 from benchmarks.contenders.reference import Reference, ReferenceReaders
 from benchmarks.contenders.runai_streamer import RunaiStreamer
 from benchmarks.contenders.safetensors_file import Safetensors
 from benchmarks.contenders.sockets import Sockets
+from benchmarks.contenders.sodium import Sodium
 from benchmarks.contenders.torch_file import Torch
 
 CONTENDERS: tuple[Contender, ...] = (
     Ours(),
+    *(OursKernel(kernel) for kernel in KERNELS),
+    OursLibsodium(),
     Reference(),
     ReferenceReaders(),
     Safetensors(),
@@ -26,6 +30,7 @@ CONTENDERS: tuple[Contender, ...] = (
     Boto3(),
     BarePython(),
     Machine(),
+    Sodium(),
     Link(),
     Sockets(),
 )

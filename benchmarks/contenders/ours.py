@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Optional
 
 from benchmarks.contender import Contender, HttpPlace, S3Place, State
 
@@ -45,6 +46,29 @@ class Ours(Contender):
 
         with TensorDeserializer(path, device="cpu", lazy_load=True) as tensors:
             return {name: tensors[name]}
+
+    def prepare_encrypted(self, state: State, path: Path) -> None:
+        self.save_encrypted(state, path)
+
+    def load_encrypted(self, path: Path) -> State:
+        return self._decrypt(path, None)
+
+    def load_encrypted_on(self, path: Path, threads: int = 1) -> State:
+        return self._decrypt(path, threads)
+
+    def _decrypt(self, path: Path, threads: Optional[int]) -> State:
+        from benchmarks.models import KEY
+        from tensorizer import DecryptionParams, TensorDeserializer
+
+        return TensorDeserializer(path, device="cpu", encryption=DecryptionParams.from_key(KEY), num_readers=threads)
+
+    def save_encrypted(self, state: State, path: Path, *, sync: bool = False) -> None:
+        from benchmarks.models import KEY
+        from tensorizer import EncryptionParams, TensorSerializer
+
+        serializer = TensorSerializer(path, encryption=EncryptionParams(KEY), fsync=sync)
+        serializer.write_state_dict(state)
+        serializer.close()
 
     def load_gpu(self, path: Path) -> State:
         from benchmarks import gpu

@@ -48,6 +48,25 @@ class Reference(Contender):
         with TensorDeserializer(str(path), device="cpu", lazy_load=True) as tensors:
             return {name: tensors[name]}
 
+    def prepare_encrypted(self, state: State, path: Path) -> None:
+        self.save_encrypted(state, path)
+
+    def load_encrypted(self, path: Path) -> State:
+        from benchmarks.models import KEY
+        from tensorizer import DecryptionParams, TensorDeserializer
+
+        return TensorDeserializer(str(path), device="cpu", encryption=DecryptionParams.from_key(KEY))
+
+    def save_encrypted(self, state: State, path: Path, *, sync: bool = False) -> None:
+        from benchmarks.models import KEY
+        from tensorizer import EncryptionParams, TensorSerializer
+
+        serializer = TensorSerializer(str(path), encryption=EncryptionParams(KEY))
+        serializer.write_state_dict(state)
+        serializer.close()
+        if sync:
+            fsync_path(path)
+
     def load_gpu(self, path: Path) -> State:
         from tensorizer import TensorDeserializer
 

@@ -22,6 +22,12 @@ struct CopyPiece {
   uint64_t nbytes;
 };
 
+// A stretch of device memory.
+struct DeviceRange {
+  std::byte* device_address;
+  uint64_t nbytes;
+};
+
 class CopyEngine;
 
 // One staging slot, on loan. Gives itself back to its engine when it dies unsubmitted.
@@ -74,6 +80,15 @@ class CopyEngine {
   // Returns when no copy touches the caller's memory any more; throws the first failure. Work that
   // the caller puts on its own stream afterwards sees the data.
   virtual void drain() = 0;
+
+  // After a failure: drops copies that have not begun, waits for those that have, and for nothing
+  // else. Then no copy touches the caller's memory any more. The other methods throw from now on.
+  virtual void abandon() noexcept = 0;
+
+  // After abandon(): overwrites destinations of a load with zeros and waits until they are. Writes
+  // nothing where no copy had begun since the destinations were allocated; gives up, silently,
+  // where the device takes no more orders: the first failure is on its way to the caller.
+  virtual void wipe(std::span<const DeviceRange> destinations) noexcept = 0;
 
  private:
   friend class SlotLease;

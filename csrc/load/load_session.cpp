@@ -1,6 +1,7 @@
 #include "load/load_session.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "core/checked_math.h"
@@ -17,6 +18,7 @@ namespace tensorizer::load {
 namespace {
 
 constexpr uint64_t kHeaderGapNbytes = 4096;
+constexpr size_t kWipedAtOnce = 256;  // destinations on a device, between two waits
 constexpr uint64_t kUnsizedHeaderLimit = uint64_t{256} << 20;
 // As much is read from memory sooner than another thread wakes up.
 constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;
@@ -587,15 +589,9 @@ void LoadSession::run(const std::stop_token& stop) {
     run_workers(stop);
     if (options_.engine != nullptr) options_.engine->drain();
   } catch (...) {
-    const std::exception_ptr first = std::current_exception();
-    if (options_.engine != nullptr) {
-      try {
-        options_.engine->drain();
-      } catch (const Error&) {  // the first failure is the one to report
-      }
-    }
+    if (options_.engine != nullptr) options_.engine->abandon();
     if (has_crypt_info()) wipe_destinations();
-    std::rethrow_exception(first);
+    throw;
   }
 }
 
@@ -621,20 +617,33 @@ void LoadSession::run_workers(const std::stop_token& stop) {
 
 // Only what a worker may have filled: touching the rest would cost its memory and its time.
 void LoadSession::wipe_destinations() noexcept {
+  std::array<device::DeviceRange, kWipedAtOnce> ranges;
+  size_t count = 0;
+  const auto wipe_on_device = [&] {
+    options_.engine->wipe(std::span(ranges).first(count));
+    count = 0;
+  };
   const size_t begun = std::min<size_t>(next_unit_.load(), plan_.units.size());
   for (size_t i = 0; i < begun; ++i) {
     const Unit& unit = plan_.units[i];
     for (const Segment& segment :
          std::span(plan_.segments).subspan(unit.first_segment, unit.segment_count)) {
-      if (segment.kind != Segment::Kind::payload) continue;
       const LoadTarget& target = targets_[segment.target];
       const device::Destination& to = target.destination;
-      if (to.device != device::kHost || target.in_place || segment.target_offset >= to.nbytes)
+      if (segment.kind != Segment::Kind::payload || target.in_place ||
+          segment.target_offset >= to.nbytes)
         continue;
-      crypto::wipe({to.data + segment.target_offset,
-                    std::min(segment.nbytes, to.nbytes - segment.target_offset)});
+      std::byte* const at = to.data + segment.target_offset;
+      const uint64_t nbytes = std::min(segment.nbytes, to.nbytes - segment.target_offset);
+      if (options_.engine == nullptr) {
+        crypto::wipe({at, nbytes});
+        continue;
+      }
+      ranges[count++] = {at, nbytes};
+      if (count == ranges.size()) wipe_on_device();
     }
   }
+  if (count > 0) wipe_on_device();
 }
 
 }  // namespace tensorizer::load

@@ -2,8 +2,8 @@
 // digest, place.
 //
 // A session is used by one thread, once; run() returns only when no worker can touch a destination
-// any more. After a failure of an encrypted load whatever it put into host destinations has been
-// wiped.
+// any more. After a failure of an encrypted load whatever it put into its destinations has been
+// wiped, on a device as far as it still takes orders.
 #pragma once
 
 #include <atomic>

@@ -134,6 +134,11 @@ class HostEngine final : public device::CopyEngine {
       std::memcpy(lease.bytes().data() + piece.slot_offset, piece.device_address, piece.nbytes);
   }
   void drain() override {}
+  void abandon() noexcept override {}
+  void wipe(std::span<const device::DeviceRange> destinations) noexcept override {
+    for (const device::DeviceRange& range : destinations)
+      std::memset(range.device_address, 0, range.nbytes);
+  }
   size_t free_slots() {
     MutexLock lock(mutex_);
     return free_.size();

@@ -118,6 +118,20 @@ TEST_F(FakeCudaRules, TheDefaultStreamIsTheCallers) {
   expect_rule([](Program& p) { p.upload(nullptr); }, "default stream");
 }
 
+TEST_F(FakeCudaRules, MemoryIsNotWipedUnderACopyOfAnotherStream) {
+  expect_rule(
+      [](Program& p) {
+        p.upload(p.stream);
+        p.d->cuMemsetD8Async(p.device, 0, 10, p.other);
+      },
+      "nothing orders them");
+}
+
+TEST_F(FakeCudaRules, OnlyAllocatedMemoryIsWiped) {
+  expect_rule([](Program& p) { p.d->cuMemsetD8Async(p.device + 1, 0, 4096, p.stream); },
+              "not allocated");
+}
+
 TEST_F(FakeCudaRules, StreamsDoNotSynchroniseWithTheDefaultStream) {
   expect_rule([](Program& p) { p.d->cuStreamCreate(&p.stream, 0); },
               "synchronises with the default");

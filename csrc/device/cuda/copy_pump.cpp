@@ -108,7 +108,7 @@ void CopyPump::fail() noexcept {
   ring_->slots().wake_all();
 }
 
-void CopyPump::cancel() noexcept {
+void CopyPump::break_off() noexcept {
   {
     MutexLock lock(mutex_);
     broken_.store(true);
@@ -116,6 +116,20 @@ void CopyPump::cancel() noexcept {
   work_.notify_all();
   ended_.notify_all();
   ring_->slots().wake_all();
+}
+
+void CopyPump::cancel() noexcept {
+  {
+    MutexLock lock(mutex_);
+    cancelled_ = true;
+  }
+  break_off();
+}
+
+void CopyPump::abandon() noexcept {
+  break_off();
+  MutexLock lock(mutex_);
+  ended_.wait(mutex_, {}, [&]() REQUIRES_LOCK(mutex_) { return quiet(); });
 }
 
 void CopyPump::check_pieces(std::span<const CopyPiece> pieces) const {
@@ -187,6 +201,10 @@ void CopyPump::order_after_caller() {
   request.fence.emplace(driver_);
   check(driver_, driver_.cuEventRecord(request.fence->get(), caller_),
         "recording an event on the caller's CUDA stream");
+  {
+    MutexLock lock(mutex_);
+    copies_began_ = false;
+  }
   enqueue(std::move(request));
 }
 
@@ -201,6 +219,24 @@ void CopyPump::drain() {
   stream_->record(last.get());
   check(driver_, driver_.cuStreamWaitEvent(caller_, last.get(), 0),
         "ordering the caller's CUDA stream after the copies");
+}
+
+// Copies that began had waited for the caller's earlier work, and what follows them on the stream
+// comes after it too. Without any, that work may still use the memory, which holds nothing of ours.
+void CopyPump::wipe(std::span<const DeviceRange> destinations) noexcept {
+  {
+    MutexLock lock(mutex_);
+    if (cancelled_ || !copies_began_) return;  // cancelled: the driver may be on its way out
+  }
+  try {
+    const ContextGuard current(driver_, context_);
+    try {
+      stream_->zero(destinations);
+    } catch (const Error&) {
+      stream_->settle();  // what was enqueued before the failure touches the caller's memory too
+    }
+  } catch (const Error&) {  // the failure that led here is the one to report
+  }
 }
 
 void CopyPump::wait_until_quiet(std::chrono::milliseconds patience) noexcept {
@@ -260,6 +296,10 @@ void CopyPump::handle(Request& request) noexcept {
 }
 
 void CopyPump::issue(const Request& request) {
+  {
+    MutexLock lock(mutex_);
+    copies_began_ = true;
+  }
   stream_->issue(*ring_, request.slot, request.pieces, request.direction);
   {
     MutexLock lock(mutex_);

@@ -53,6 +53,8 @@ class CopyPump {
   void submit(SlotLease lease, std::span<const CopyPiece> pieces);
   void fetch(unsigned slot, std::span<const CopyPiece> pieces, const std::stop_token& stop);
   void drain();
+  void abandon() noexcept;
+  void wipe(std::span<const DeviceRange> destinations) noexcept;
   void order_after_caller();
   void cancel() noexcept;
   void wait_until_quiet(std::chrono::milliseconds patience) noexcept;
@@ -80,6 +82,7 @@ class CopyPump {
   void check_pieces(std::span<const CopyPiece> pieces) const;
   [[noreturn]] void throw_why_broken();
   void fail() noexcept;
+  void break_off() noexcept;
   void enqueue(Request request);
   bool withdraw(const Ticket& ticket) REQUIRES_LOCK(mutex_);
   bool quiet() const REQUIRES_LOCK(mutex_) {
@@ -110,6 +113,8 @@ class CopyPump {
   std::deque<Request> queue_ GUARDED_BY(mutex_);
   std::deque<InFlight> in_flight_ GUARDED_BY(mutex_);  // in the order of the stream
   bool issuing_ GUARDED_BY(mutex_) = false;
+  bool cancelled_ GUARDED_BY(mutex_) = false;
+  bool copies_began_ GUARDED_BY(mutex_) = false;  // since the last fence was asked for
   bool closing_ GUARDED_BY(mutex_) = false;
   bool submitter_ended_ GUARDED_BY(mutex_) = false;
   std::exception_ptr failure_ GUARDED_BY(mutex_);

@@ -57,6 +57,16 @@ void CopyStream::issue(PinnedRing& ring, unsigned slot, std::span<const CopyPiec
   record(ring.event(slot));
 }
 
+void CopyStream::zero(std::span<const DeviceRange> ranges) {
+  for (const DeviceRange& range : ranges) {
+    if (range.nbytes == 0) continue;
+    check(driver_,
+          driver_.cuMemsetD8Async(address_of(range.device_address), 0, range.nbytes, stream_),
+          "wiping memory of the CUDA device");
+  }
+  check(driver_, driver_.cuStreamSynchronize(stream_), "wiping memory of the CUDA device");
+}
+
 void CopyStream::wait_for(Event event) {
   check(driver_, driver_.cuStreamWaitEvent(stream_, event, 0), "ordering copies after an event");
 }

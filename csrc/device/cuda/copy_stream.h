@@ -33,6 +33,10 @@ class CopyStream {
   void issue(PinnedRing& ring, unsigned slot, std::span<const CopyPiece> pieces,
              Direction direction);
 
+  // Overwrites the ranges with zeros, after all copies enqueued before, and waits for that.
+  // Throws Error(device).
+  void zero(std::span<const DeviceRange> ranges);
+
   // What is enqueued next runs after `event`.
   void wait_for(Event event);
 

@@ -70,6 +70,14 @@ void CudaCopyEngine::fetch(const SlotLease& lease, std::span<const CopyPiece> pi
 
 void CudaCopyEngine::drain() { pump().drain(); }
 
+void CudaCopyEngine::abandon() noexcept {
+  if (::getpid() == owner_) pump_->abandon();
+}
+
+void CudaCopyEngine::wipe(std::span<const DeviceRange> destinations) noexcept {
+  if (::getpid() == owner_) pump_->wipe(destinations);
+}
+
 void CudaCopyEngine::order_after_caller() { pump().order_after_caller(); }
 
 void CudaCopyEngine::cancel() noexcept {

@@ -47,6 +47,8 @@ class CudaCopyEngine final : public CopyEngine {
   void fetch(const SlotLease& lease, std::span<const CopyPiece> pieces,
              const std::stop_token& stop) override;
   void drain() override;
+  void abandon() noexcept override;
+  void wipe(std::span<const DeviceRange> destinations) noexcept override;
 
   // Copies submitted from now on run after what is on the caller's stream now.
   void order_after_caller();

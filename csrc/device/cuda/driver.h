@@ -92,6 +92,8 @@ inline constexpr int kSourceAccessInStreamOrder = 1;
     (DevicePointer destination, const void* source, size_t nbytes, Stream stream))                 \
   X(cuMemcpyDtoHAsync, 3020,                                                                       \
     (void* destination, DevicePointer source, size_t nbytes, Stream stream))                       \
+  X(cuMemsetD8Async, 3020,                                                                         \
+    (DevicePointer destination, unsigned char value, size_t nbytes, Stream stream))                \
   X(cuModuleLoadData, 2000, (Module * module, const void* image))                                  \
   X(cuModuleUnload, 2000, (Module module))                                                         \
   X(cuModuleGetFunction, 2000, (Function * function, Module module, const char* name))             \

@@ -450,6 +450,19 @@ API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t nbytes, CUs
   return enqueue_copies({plan_to_host(to, from, nbytes, *kept)}, kept);
 }
 
+API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUstream stream) {
+  const Call call("cuMemsetD8Async");
+  if (call.code) return call.code;
+  if (nbytes == 0) return kInvalidValue;
+  const auto kept = stream_of(stream, false);
+  std::byte* target = locate(reinterpret_cast<void*>(to), nbytes, *kept, true, true);
+  model().enqueue(kept, {[=] {
+                           if (!execution_fails()) std::memset(target, value, nbytes);
+                         },
+                         {}});
+  return 0;
+}
+
 namespace {
 
 // As the driver declares it: how a source is read, two hints, flags.
@@ -621,6 +634,7 @@ const Symbol kSymbols[] = {
     FAKE_SYMBOL(cuMemcpyDtoHAsync, 3020, cuMemcpyDtoHAsync_v2),
     FAKE_SYMBOL(cuMemcpyBatchAsync, 12080, cuMemcpyBatchAsync_v12080),
     FAKE_SYMBOL(cuMemcpyBatchAsync, 13000, cuMemcpyBatchAsync_v13000),
+    FAKE_SYMBOL(cuMemsetD8Async, 3020, cuMemsetD8Async),
     FAKE_SYMBOL(cuModuleLoadData, 2000, cuModuleLoadData),
     FAKE_SYMBOL(cuModuleUnload, 2000, cuModuleUnload),
     FAKE_SYMBOL(cuModuleGetFunction, 2000, cuModuleGetFunction),

@@ -1,0 +1,47 @@
+"""This project with one of its cipher kernels, whichever it would choose itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from benchmarks.contender import Contender, State
+from benchmarks.contenders.ours import Ours
+
+KERNELS = ("avx512ifma", "avx512", "avx2")  # libsodium's is OursLibsodium
+
+
+class OursKernel(Contender):
+    role = "variant"
+    shares = Ours.name  # every kernel writes the same bytes
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        self.name = f"ours-{kernel}"
+        self.label = f"this project, {kernel}"
+        self.suffix = Ours.suffix
+        self._ours = Ours()
+
+    def import_library(self) -> None:
+        os.environ["TENSORIZER_CRYPTO_KERNEL"] = self.kernel  # read when the process makes its first key
+        self._ours.import_library()
+
+    def version(self) -> str:
+        return self._ours.version()
+
+    def prepare_encrypted(self, state: State, path: Path) -> None:
+        self._ours.prepare_encrypted(state, path)
+
+    def load_encrypted_on(self, path: Path, threads: int = 1) -> State:
+        return self._ours.load_encrypted_on(path, threads)
+
+
+class OursLibsodium(OursKernel):
+    def __init__(self) -> None:
+        super().__init__("libsodium")
+
+    def load_encrypted(self, path: Path) -> State:
+        return self._ours.load_encrypted(path)
+
+    def save_encrypted(self, state: State, path: Path, *, sync: bool = False) -> None:
+        self._ours.save_encrypted(state, path, sync=sync)
