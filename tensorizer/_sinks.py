@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import os
@@ -60,6 +61,8 @@ def _nothing() -> None:
 
 
 def _open_path(path: str, fsync: bool) -> OpenedSink:
+    if not path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     try:
@@ -70,14 +73,16 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
     if path.endswith(os.sep) or (existing is not None and stat.S_ISDIR(existing.st_mode)):
         raise IsADirectoryError(f"cannot write tensors to {path}: it is a directory")
     if existing is None:
-        return OpenedSink(_C.FileSink.replace(target, fsync, None), 0, None, _nothing)
+        return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, None), 0, None, _nothing)
     if not stat.S_ISREG(existing.st_mode):  # devices are written to, not replaced
         return _open_object(open(path, "rb+"))
     if not os.access(path, os.W_OK):
         raise PermissionError(f"cannot write tensors to {path}: permission denied")
     if not _can_be_replaced(target, folder, existing):
         return _open_object(open(path, "wb+"))
-    return OpenedSink(_C.FileSink.replace(target, fsync, stat.S_IMODE(existing.st_mode)), 0, None, _nothing)
+    return OpenedSink(
+        _C.FileSink.replace(os.fsencode(target), fsync, stat.S_IMODE(existing.st_mode)), 0, None, _nothing
+    )
 
 
 def _can_be_replaced(target: str, folder: str, existing: os.stat_result) -> bool:

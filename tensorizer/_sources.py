@@ -71,7 +71,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return _open_object(open(path, "rb"))  # directories raise here; devices are read like objects
-        source = _C.FileSource(descriptor, path)
+        source = _C.FileSource(descriptor, shown_path(path))
     finally:
         os.close(descriptor)
     return OpenedSource(source, 0, None, source.close)
@@ -109,8 +109,13 @@ def describe(file_obj: Any) -> str:
     """A name for messages, without credentials."""
     name = getattr(file_obj, "name", None)
     if isinstance(name, (str, bytes)):
-        return os.fsdecode(name)
+        return shown_path(name)
     return f"<{type(file_obj).__name__}>"
+
+
+def shown_path(path: Union[str, bytes]) -> str:
+    """A path for messages: bytes that are no UTF-8 appear escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _open_object(file_obj: Any) -> OpenedSource:

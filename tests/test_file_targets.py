@@ -16,7 +16,7 @@ import samples
 import torch
 from samples import assert_same, load, state_dict_bytes, tensor
 
-from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer import TensorDeserializer, TensorSerializer, errors
 
 VALUES = {"a": tensor((5, 3), seed=1), "b": tensor((70_000,), torch.uint8)}
 OTHER = {"x": tensor((3,), seed=2)}
@@ -32,6 +32,26 @@ def test_a_path_may_be_given_in_any_form(tmp_path, form):
     samples.write_state_dict(form(path), VALUES)
     assert path.read_bytes() == DATA
     assert samples.temporary_leftovers(tmp_path, path.name) == []
+
+
+def test_a_path_that_is_no_text_is_written_and_read(tmp_path):
+    path = os.fsencode(tmp_path) + b"/caf\xe9"
+    for form in (path, os.fsdecode(path)):
+        samples.write_state_dict(form, VALUES)
+        assert_same(load(form), VALUES)
+        with open(path, "r+b") as stream:
+            assert_same(load(stream), VALUES)
+        os.unlink(path)
+    with open(path, "wb+") as stream:
+        stream.write(b"something else")
+    with pytest.raises(errors.FormatError, match=r"caf\\xe9") as caught:
+        TensorDeserializer(path, device="cpu")
+    assert caught.value.source.endswith("caf\\xe9")
+
+
+def test_an_empty_path_is_no_file():
+    with pytest.raises(FileNotFoundError):
+        TensorSerializer("")
 
 
 def test_missing_parent_directories_are_created(tmp_path):

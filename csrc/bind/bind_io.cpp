@@ -6,6 +6,7 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
+#include "bind/names.h"
 #include "core/threads.h"
 #include "io/range_sink.h"
 #include "io/range_source.h"
@@ -43,7 +44,7 @@ void register_io(py::module_& m) {
   using io::RangeSink;
   using io::RangeSource;
   py::class_<RangeSource, std::shared_ptr<RangeSource>>(m, "RangeSource")
-      .def_property_readonly("name", &RangeSource::name)
+      .def_property_readonly("name", [](const RangeSource& self) { return shown(self.name()); })
       .def("size", &RangeSource::size)
       .def("close", &RangeSource::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("bytes_read", &RangeSource::bytes_read)
@@ -52,7 +53,7 @@ void register_io(py::module_& m) {
       .def("read", &read_bytes, py::arg("offset"), py::arg("nbytes"))
       .def("readinto", &read_into, py::arg("offset"), py::arg("buffer"));
   py::class_<RangeSink, std::shared_ptr<RangeSink>>(m, "RangeSink")
-      .def_property_readonly("name", &RangeSink::name);
+      .def_property_readonly("name", [](const RangeSink& self) { return shown(self.name()); });
 }
 
 }  // namespace tensorizer::bind

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bind/bindings.h"
+#include "bind/names.h"
 #include "bind/python_error.h"
 #include "core/error.h"
 
@@ -43,12 +44,13 @@ const char* class_name(const Error& error) {
 // ...".
 py::object make_exception(const Error& error) {
   const char* name = class_name(error);
-  if (error.code() == Errc::invalid_argument) return py::handle(PyExc_ValueError)(error.what());
-  if (name == nullptr) return py::handle(PyExc_MemoryError)(error.what());
+  if (error.code() == Errc::invalid_argument)
+    return py::handle(PyExc_ValueError)(shown(error.what()));
+  if (name == nullptr) return py::handle(PyExc_MemoryError)(shown(error.what()));
   py::object type = py::module_::import("tensorizer.errors").attr(name);
-  py::object exception = type(error.what());
+  py::object exception = type(shown(error.what()));
   if (error.system_errno != 0) exception.attr("errno") = error.system_errno;
-  if (!error.source.empty()) exception.attr("source") = error.source;
+  if (!error.source.empty()) exception.attr("source") = shown(error.source);
   if (error.version) exception.attr("version") = *error.version;
   if (error.offset) exception.attr("offset") = *error.offset;
   return exception;

@@ -69,4 +69,11 @@ format::TensorPath path_from_python(const py::tuple& components) {
   return path;
 }
 
+py::str shown(std::string_view text) {
+  PyObject* decoded =
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(decoded);
+}
+
 }  // namespace tensorizer::bind
