@@ -214,12 +214,18 @@ struct LoadSettings {
   device::CopyEngine* engine = nullptr;
 };
 
+inline std::shared_ptr<const load::OpenedIndex> open_all(io::RangeSource& source,
+                                                         format::KeyGiven key,
+                                                         const std::stop_token& stop = {}) {
+  return load::open_index(source, 0, load::open_prologue(source, 0, key, stop), stop);
+}
+
 // Loads every entry to memory of its own; the buffers are returned even when the load throws
 // (through `into`). True when the session promised to be brief.
 inline bool load_all(io::RangeSource& source, const LoadSettings& settings,
                      std::vector<Bytes>& into, const std::stop_token& stop = {}) {
   const auto key = settings.keys ? format::KeyGiven::yes : format::KeyGiven::no;
-  const auto opened = load::open_index(source, 0, load::open_prologue(source, 0, key, stop), stop);
+  const auto opened = open_all(source, key, stop);
   std::vector<load::LoadTarget> targets;
   into.clear();
   for (const format::IndexEntry& entry : opened->index.entries())
