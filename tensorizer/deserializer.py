@@ -19,8 +19,9 @@ from ._devices import DeviceArgument, DeviceChooser, target_device
 from ._entries import FileFeatureFlags, FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from ._keys import check_decryption, key_ring
 from ._payloads import contiguous
-from ._reading import LoadedBatch, TensorReader
+from ._reading import LoadedBatch, ReadAhead, TensorReader
 from ._sources import OpenedSource, open_source
+from .errors import CryptographyError, FormatError, HashMismatchError
 from .progress import ProgressArgument, progress_reporter
 
 __all__ = ["TensorDeserializer"]
@@ -35,6 +36,8 @@ _PROLOGUE_NBYTES = 73
 # Bytes that a generator reads ahead of its consumer.
 _READ_AHEAD_NBYTES = 64 << 20
 
+# Where every request costs a round trip.
+_NETWORK_SOURCES = (_C.HttpSource, _C.RedisSource, _C.PyRangeSource)
 
 # The record header of a tensor that was read: where it is kept, and its position there.
 _Header = tuple[_C.LoadedHeaders, int]
@@ -157,6 +160,7 @@ class TensorDeserializer(
         )
         self._dtype = dtype
         self._mapped = mmap
+        self._ahead = ReadAhead(index, self._selection) if isinstance(opened.source, _NETWORK_SOURCES) else None
         self.total_file_bytes: int = index.tensor_size
         self.total_tensor_bytes = index.total_loaded_nbytes(list(self._selection))
         self.read_bytes = 0
@@ -289,7 +293,7 @@ class TensorDeserializer(
     def __getitem__(self, key: Key) -> Any:
         node = self._root[key]
         if isinstance(node, int):
-            return self._load([node])[0]
+            return self._load_leaf(node)
         tensors = dict(zip(_leaves(node), self._load(list(_leaves(node)))))
         return _proxy(node, tensors)
 
@@ -599,6 +603,16 @@ class TensorDeserializer(
                             for i, tensor in zip(batch.entries, batch.tensors):
                                 self._cache.setdefault(i, cast(torch.nn.Parameter, tensor))
         return [self._cache[i] for i in entries]
+
+    def _load_leaf(self, i: int) -> torch.nn.Parameter:
+        """One tensor; over a network, those that a loop will ask for next come along."""
+        together = [i] if self._ahead is None else self._ahead.together_with(i, self._cache)
+        if len(together) > 1:
+            try:
+                return self._load(together)[0]
+            except (FormatError, HashMismatchError, CryptographyError):
+                self._ahead = None  # it may be another one that is damaged: from now on each for itself
+        return self._load([i])[0]
 
     def _note(self, batch: LoadedBatch) -> None:
         with self._lock:

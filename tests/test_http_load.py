@@ -15,7 +15,7 @@ from http_tools import nothing_left, quick
 from servers.http_faults import GOOD, FaultyServer, Reply
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
-from tensorizer.errors import FormatError, StreamError, TensorizerError
+from tensorizer.errors import FormatError, HashMismatchError, StreamError, TensorizerError
 from tensorizer.stream_io import open_stream
 
 KEY = EncryptionParams.random()
@@ -116,6 +116,37 @@ def test_tensors_that_the_filter_leaves_out_are_not_downloaded(contents):
             assert len(loaded) == 50
         asked = sum(request.range[1] - request.range[0] + 1 for request in server.requests)
         assert asked < len(contents["plain"]) / 2
+
+
+MANY = {f"t{i:03}": torch.full((5000,), float(i)) for i in range(300)}
+MANY_FILE = samples.state_dict_bytes(MANY)
+
+
+def test_a_loop_over_a_lazy_object_reads_ahead():
+    whole = {"unit_nbytes": 16 << 20}
+    with FaultyServer(MANY_FILE) as server, load(server, lazy_load=True, options=whole) as loaded:
+        for name, tensor in loaded.items():
+            assert torch.equal(tensor, MANY[name]), name
+        assert len(server.requests) < 30
+
+
+def test_what_is_asked_for_out_of_order_is_read_alone():
+    with FaultyServer(MANY_FILE) as server, load(server, lazy_load=True) as loaded:
+        before = loaded.total_bytes_read
+        for i in (200, 201, 202, 100, 99, 98, 97, 96, 250):
+            assert torch.equal(loaded[f"t{i:03}"], MANY[f"t{i:03}"])
+        assert loaded.total_bytes_read - before < 9 * 25_000
+
+
+def test_damage_is_found_at_the_tensor_that_has_it_also_when_reading_ahead():
+    damaged = bytearray(MANY_FILE)
+    damaged[damaged.rfind(samples.raw(MANY["t037"])) + 5] ^= 1
+    with FaultyServer(bytes(damaged)) as server, load(server, lazy_load=True, verify_hash=True) as loaded:
+        for i in range(37):
+            assert torch.equal(loaded[f"t{i:03}"], MANY[f"t{i:03}"])
+        with pytest.raises(HashMismatchError, match="t037"):
+            loaded["t037"]
+        assert torch.equal(loaded["t038"], MANY["t038"])
 
 
 def test_num_readers_is_the_number_of_connections(contents):
