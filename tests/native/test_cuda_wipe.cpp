@@ -131,8 +131,8 @@ TEST_F(CudaWipe, ADeviceLostWhileItIsWipedDoesNotHideTheErrorNorHang) {
   damage_the_end();
   fake().fail("cuMemsetD8Async:1:719:sticky");
   EXPECT_EQ(error_of_load().code(), Errc::crypto);
-  memory_.clear();
   fake().reset();
+  memory_.clear();
   EXPECT_TRUE(release_ring(0));
   fake().forget_leaks();
 }
@@ -144,8 +144,8 @@ TEST_F(CudaWipe, ADeviceLostDuringTheLoadIsTheErrorThatSurfaces) {
   EXPECT_EQ(error.code(), Errc::device);
   EXPECT_NE(std::string(error.what()).find("CUDA_ERROR_LAUNCH_FAILED"), std::string::npos)
       << error.what();
-  memory_.clear();
   fake().reset();
+  memory_.clear();
   fake().forget_leaks();
 }
 
