@@ -281,7 +281,7 @@ def open_sink(
         uri: ``s3://bucket/key``.
         certificate_handling: Whom to trust.
         http_options: Timeouts, retries and connections of the transfers.
-        memory_budget: Bytes of parts that wait or are on their way, at most; ``None`` for twelve parts, of 16 MiB each
+        memory_budget: Bytes of parts that wait or are on their way, at most; ``None`` for ten parts, of 16 MiB each
             for objects up to 4 GiB and growing to 64 MiB. The first part is kept besides.
         buffer_size: Ignored, as are ``begin`` and ``end``: they are about reads.
         begin: Ignored.

@@ -8,10 +8,10 @@ namespace tensorizer::io {
 namespace {
 
 constexpr unsigned kFirstPlaces = 8;
-// Object stores answer after 10 to 50 ms and bound the rate of a connection: a load that begins
+// Object stores answer after 10 to 100 ms and bound the rate of a connection: a load that begins
 // with few connections is half done before it has enough of them.
 constexpr unsigned kFirstPlacesFar = 32;
-constexpr std::chrono::milliseconds kFar{5};
+constexpr std::chrono::milliseconds kFar{10};
 // Long enough for new connections to reach their speed, short against the load of a model.
 constexpr std::chrono::milliseconds kLongestWindow{150};
 constexpr std::chrono::milliseconds kShortestWindow{50};

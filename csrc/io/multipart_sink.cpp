@@ -67,7 +67,7 @@ uint64_t MultipartSink::peak_nbytes() const {
 }
 
 uint64_t MultipartSink::budget_nbytes() const {
-  return options_.budget_nbytes ? options_.budget_nbytes : 12 * sizes_->nbytes(0);
+  return options_.budget_nbytes ? options_.budget_nbytes : 10 * sizes_->nbytes(0);
 }
 
 void MultipartSink::reserve_head(uint64_t end) {

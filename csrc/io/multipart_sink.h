@@ -53,7 +53,7 @@ class MultipartTransport {
 
 struct MultipartOptions {
   unsigned uploads = 8;        // at the same time
-  uint64_t budget_nbytes = 0;  // of part buffers; 0: twelve parts
+  uint64_t budget_nbytes = 0;  // of part buffers; 0: ten parts
   // Part sizes: the first suits objects of unknown and of moderate size, the second very large
   // ones.
   uint64_t min_part_nbytes = uint64_t{16} << 20;

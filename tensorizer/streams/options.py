@@ -118,8 +118,8 @@ class HTTPOptions:
         max_retry_delay: Upper bound of that pause.
         max_redirects: Redirects followed per request. ``headers`` and the credentials of the URL do not go to another
             host, and https is not left for http.
-        connections: Requests at the same time; ``None`` starts with 8, or with 32 where the server takes 5 ms or more to
-            answer, and doubles while that brings more bytes per second.
+        connections: Requests at the same time; ``None`` starts with 8, or with 32 where the server takes 10 ms or more
+            to answer, and doubles while that brings more bytes per second.
         max_connections: Upper bound of ``connections`` (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values
             given here are lowered to it).
         head_nbytes: Bytes of the first request, kept in memory: format header, index, often the first tensors.
