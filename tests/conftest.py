@@ -142,6 +142,7 @@ def pytest_configure(config):
     # A shell that starts this in the background has Ctrl-C ignored, by every program below it too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # fixtures end their servers then
     config.addinivalue_line("markers", "xdist_group(name): tests that one worker of pytest-xdist runs, if it is there")
     # torch says so, once per process, wherever a complex32 tensor is made
     config.addinivalue_line("filterwarnings", "ignore:ComplexHalf support is experimental:UserWarning")
