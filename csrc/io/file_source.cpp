@@ -103,12 +103,6 @@ void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
   if (offset > nbytes_ || wanted > nbytes_ - offset)
     throw_truncated(name_, offset, wanted, nbytes_);
   const std::shared_ptr<const Handle> file = handle();
-#if defined(POSIX_FADV_WILLNEED)
-  // All of it at once, however little the kernel would read ahead.
-  if (!file->cached && wanted >= kAheadNbytes)
-    posix_fadvise(file->fd.get(), static_cast<off_t>(offset), static_cast<off_t>(wanted),
-                  POSIX_FADV_WILLNEED);
-#endif
   file->read(offset, slices, stop);
   bytes_read_.fetch_add(wanted, std::memory_order_relaxed);
 }
