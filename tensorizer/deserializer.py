@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-import itertools
 import logging
 import math
 import threading
@@ -40,7 +40,7 @@ _READ_AHEAD_NBYTES = 64 << 20
 _NETWORK_SOURCES = (_C.HttpSource, _C.RedisSource, _C.PyRangeSource)
 
 # The record header of a tensor that was read: where it is kept, and its position there.
-_Header = tuple[_C.LoadedHeaders, int]
+_BatchHeaders = tuple[Sequence[int], _C.LoadedHeaders]  # entries in ascending order, and their headers
 
 
 class TensorDeserializer(
@@ -116,7 +116,7 @@ class TensorDeserializer(
         self._progress = progress
         self._lock = threading.RLock()
         self._cache: dict[int, torch.nn.Parameter] = {}
-        self._headers: dict[int, _Header] = {}
+        self._headers: dict[int, _BatchHeaders] = {}
         self._cursor = 0  # position in the selection; moved by the read_* generators alone
 
         opened = open_source(file_obj, stream_options)
@@ -256,10 +256,10 @@ class TensorDeserializer(
         return [self._entry(i) for i in self._selection]
 
     def _entry(self, i: int) -> TensorEntry:
-        index, header = self._index, self._headers.get(i)
+        index = self._index
         dtype, shape, hashes = index.dtype(i), index.shape(i), None
-        if header is not None:
-            headers, position = header
+        if i in self._headers:
+            headers, position = self._header(i)
             dtype, shape = headers.dtype(position), headers.shape(position)
             hashes = [TensorHash(HashType(kind), value) for kind, value in headers.hashes(position)]
         return TensorEntry(
@@ -350,7 +350,7 @@ class TensorDeserializer(
             ValueError: `num_tensors` below -1.
         """
         for i, box in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=False):
-            headers, position = self._headers[i]
+            headers, position = self._header(i)
             # Out of its box, so that this suspended generator does not keep it alive.
             yield headers.module_idx(position), TensorType(self._index.type(i)), self._names[i], box.pop()
 
@@ -388,7 +388,7 @@ class TensorDeserializer(
     def _as_numpy_item(
         self, i: int, tensor: torch.Tensor, allow_raw_data: bool
     ) -> tuple[int, TensorType, Name, np.ndarray[Any, Any], bool, Optional[str]]:
-        headers, position = self._headers[i]
+        headers, position = self._header(i)
         numpy_dtype, opaque = _dtypes.numpy_storage(tensor.dtype)
         if opaque and not allow_raw_data:
             raise ValueError(
@@ -460,7 +460,7 @@ class TensorDeserializer(
         """Whether the cached form of a tensor is, or would be, another one than the stored one."""
         cached = self._cache.get(i)
         if cached is not None and i in self._headers:
-            headers, position = self._headers[i]
+            headers, position = self._header(i)
             return cached.dtype != _dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
         return self._reader_or_raise().may_cast(i)
 
@@ -551,7 +551,7 @@ class TensorDeserializer(
         if self._index.data_nbytes(i) == 0 and self._index.loaded_nbytes(i) > 0:  # written without data: zeros
             flat = data.reshape(-1).view(torch.uint8)
             return nbytes == self._index.loaded_nbytes(i) and not bool(flat.any())
-        headers, position = self._headers[i]
+        headers, position = self._header(i)
         return bool(headers.matches(position, data.data_ptr() if nbytes else 0, nbytes))
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
@@ -616,7 +616,12 @@ class TensorDeserializer(
 
     def _note(self, batch: LoadedBatch) -> None:
         with self._lock:
-            self._headers.update(zip(batch.entries, zip(itertools.repeat(batch.headers), itertools.count())))
+            self._headers.update(dict.fromkeys(batch.entries, (batch.entries, batch.headers)))
+
+    def _header(self, i: int) -> tuple[_C.LoadedHeaders, int]:
+        """The headers among which that of an entry is, and its position there."""
+        entries, headers = self._headers[i]
+        return headers, bisect.bisect_left(entries, i)
 
 
 def _check_num_readers(num_readers: Optional[int]) -> int:
@@ -643,9 +648,11 @@ _Node = dict[Key, Any]  # a leaf is the number of its entry
 
 
 def _build_tree(names: Sequence[Name], selection: Sequence[int]) -> _Node:
+    chosen = [names[i] for i in selection]
+    if set(map(type, chosen)) <= {str}:  # as in nearly all files
+        return dict(zip(cast("list[str]", chosen), selection))
     root: _Node = {}
-    for i in selection:
-        name = names[i]
+    for name, i in zip(chosen, selection):
         if isinstance(name, str):
             root[name] = i
             continue
