@@ -119,7 +119,7 @@ MultipartSink::Room MultipartSink::enter_part(uint64_t offset, uint64_t nbytes,
   if (part.state != Part::State::filling)
     throw aborted(name_, "byte " + std::to_string(offset) + " was written after its part was sent");
   if (!part.bytes) {
-    part.bytes = std::make_unique_for_overwrite<std::byte[]>(part.nbytes);
+    part.bytes = allocate_pages(part.nbytes);
     in_memory_ += part.nbytes;
     peak_ = std::max(peak_, in_memory_);
   }
@@ -275,7 +275,7 @@ void MultipartSink::relocate(uint64_t from, uint64_t, uint64_t to, const std::st
   Part& part = parts_[index];
   if (part.state != Part::State::filling || !part.bytes)
     throw aborted(name_, "bytes before " + std::to_string(from) + " were sent already");
-  auto longer = std::make_unique_for_overwrite<std::byte[]>(part.nbytes + shift);
+  Pages longer = allocate_pages(part.nbytes + shift);
   const uint64_t kept = from - part.begin;
   std::memcpy(longer.get(), part.bytes.get(), kept);
   std::memcpy(longer.get() + kept + shift, part.bytes.get() + kept, part.nbytes - kept);

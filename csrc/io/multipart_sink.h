@@ -25,6 +25,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/pages.h"
 #include "core/sync.h"
 #include "io/byte_ranges.h"
 #include "io/range_sink.h"
@@ -111,7 +112,7 @@ class MultipartSink final : public RangeSink {
     uint64_t nbytes = 0;
     State state = State::filling;
     unsigned writers = 0;  // copying into `bytes` right now
-    std::unique_ptr<std::byte[]> bytes;
+    Pages bytes;
     ByteRanges written;  // absolute positions
     std::string etag;
     uint64_t end() const noexcept { return begin + nbytes; }

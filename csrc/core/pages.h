@@ -1,0 +1,20 @@
+// Memory in whole pages that goes back to the system as soon as it is freed; large blocks from
+// malloc may stay with the process for good.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+namespace tensorizer {
+
+struct UnmapPages {
+  size_t nbytes = 0;
+  void operator()(std::byte* memory) const noexcept;
+};
+
+using Pages = std::unique_ptr<std::byte[], UnmapPages>;
+
+// At least `nbytes` of zeros, 1 or more. Throws Error(out_of_memory) naming the size.
+Pages allocate_pages(size_t nbytes);
+
+}  // namespace tensorizer
