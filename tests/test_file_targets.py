@@ -35,7 +35,7 @@ def test_a_path_may_be_given_in_any_form(tmp_path, form):
 
 
 def test_a_path_that_is_no_text_is_written_and_read(tmp_path):
-    path = os.fsencode(tmp_path) + b"/caf\xe9"
+    path = os.fsencode(tmp_path) + b"/na\xefve"
     for form in (path, os.fsdecode(path)):
         samples.write_state_dict(form, VALUES)
         assert_same(load(form), VALUES)
@@ -44,9 +44,9 @@ def test_a_path_that_is_no_text_is_written_and_read(tmp_path):
         os.unlink(path)
     with open(path, "wb+") as stream:
         stream.write(b"something else")
-    with pytest.raises(errors.FormatError, match=r"caf\\xe9") as caught:
+    with pytest.raises(errors.FormatError, match=r"na\\xefve") as caught:
         TensorDeserializer(path, device="cpu")
-    assert caught.value.source.endswith("caf\\xe9")
+    assert caught.value.source.endswith("na\\xefve")
 
 
 def test_an_empty_path_is_no_file():

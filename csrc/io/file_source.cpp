@@ -19,7 +19,6 @@ namespace {
 
 constexpr uint64_t kPageNbytes = 4096;
 constexpr unsigned kColdReaders = 4;           // requests in flight that a disk wants to see
-constexpr uint64_t kAheadNbytes = 1 << 20;     // smaller reads are not announced
 constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
 constexpr size_t kIovMax = 512;
 

@@ -128,7 +128,9 @@ TEST(Sessions, AWrongKeyIsACryptoErrorAndEveryDestinationIsWiped) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Errc::crypto);
-    EXPECT_NE(std::string(error.what()).find("chunk 1"), std::string::npos) << error.what();
+    // Which of the chunks is found first is up to the workers.
+    EXPECT_NE(std::string(error.what()).find("tensor 't"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("chunk "), std::string::npos) << error.what();
   }
   for (const Bytes& bytes : found) EXPECT_EQ(bytes, Bytes(bytes.size()));
 }
