@@ -10,7 +10,7 @@ import torch
 from . import _C
 from ._config import env_float, env_int, env_text
 
-__all__ = ["allocate", "engine_for", "is_fast_device", "use_driver_library"]
+__all__ = ["allocate", "engine_for", "is_fast_device", "set_ring_size", "use_driver_library"]
 
 _MEBIBYTE = 1 << 20
 # 16 slots of 8 MiB keep a PCIe link busy while workers fill the others; more gains nothing.
@@ -34,20 +34,27 @@ def use_driver_library() -> None:
         _C.cuda_set_driver_library(library)
 
 
-def engine_for(
-    device: torch.device, ring_slots: Optional[int] = None, ring_slot_nbytes: Optional[int] = None
-) -> _C.CudaCopyEngine:
-    """An engine for one load or save, ordered against the caller's current stream on `device`.
+class _RingSize:
+    """What the process asked for; ``None`` leaves it to the environment."""
 
-    Args:
-        device: A CUDA device with an index.
-        ring_slots: Pinned slots of the process's ring for this device; default 16, or ``TENSORIZER_RING_SLOTS``.
-        ring_slot_nbytes: Bytes of one slot; default 8 MiB, or ``TENSORIZER_RING_SLOT_MIB``; 2 MiB or more.
-    """
+    slots: Optional[int] = None
+    slot_nbytes: Optional[int] = None
+
+
+def set_ring_size(slots: Optional[int], slot_nbytes: Optional[int]) -> None:
+    """The size of rings that loads and saves ask for from now on; see :func:`tensorizer.cuda.set_pinned_memory`."""
+    _RingSize.slots, _RingSize.slot_nbytes = slots, slot_nbytes
+
+
+def engine_for(device: torch.device) -> _C.CudaCopyEngine:
+    """An engine for one load or save, ordered against the caller's current stream on `device`, which has an index."""
     stream = torch.cuda.current_stream(device).cuda_stream
-    slots = ring_slots if ring_slots is not None else env_int("TENSORIZER_RING_SLOTS", 2)
-    slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 2)
-    slot_nbytes = ring_slot_nbytes if ring_slot_nbytes is not None else slot_mib and slot_mib * _MEBIBYTE
+    slots, slot_nbytes = _RingSize.slots, _RingSize.slot_nbytes
+    if slots is None:
+        slots = env_int("TENSORIZER_RING_SLOTS", 2)
+    if slot_nbytes is None:
+        slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 2)
+        slot_nbytes = slot_mib and slot_mib * _MEBIBYTE
     idle_seconds = env_float("TENSORIZER_RING_IDLE_SECONDS", 0.0)
     return _C.CudaCopyEngine(
         device.index,

@@ -7,9 +7,9 @@ from typing import Optional, Union
 
 import torch
 
-from . import _C
+from . import _C, _cuda
 
-__all__ = ["PinnedMemory", "pinned_memory", "release_pinned_memory"]
+__all__ = ["PinnedMemory", "pinned_memory", "release_pinned_memory", "set_pinned_memory"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,26 @@ def release_pinned_memory(device: Optional[Union[torch.device, str, int]] = None
     if device is None:
         return bool(_C.cuda_release_all_rings())
     return bool(_C.cuda_release_ring(_index(device)))
+
+
+def set_pinned_memory(*, slots: Optional[int] = None, slot_nbytes: Optional[int] = None) -> None:
+    """Sets how much this process pins per device, for the loads and saves that begin from now on.
+
+    A ring that is in use keeps its size; an idle one is replaced when it is needed next.
+
+    Args:
+        slots: Slots of a ring, 2 or more. ``None``, the default, goes back to ``TENSORIZER_RING_SLOTS`` or 16, which
+            keeps a PCIe link busy while workers fill the others.
+        slot_nbytes: Bytes of one slot, 2 MiB or more. ``None`` goes back to ``TENSORIZER_RING_SLOT_MIB`` or 8 MiB.
+
+    Raises:
+        ValueError: Too few slots, or too small ones.
+    """
+    if slots is not None and slots < 2:
+        raise ValueError(f"slots: wanted 2 or more, found {slots}")
+    if slot_nbytes is not None and slot_nbytes < 2 << 20:
+        raise ValueError(f"slot_nbytes: wanted 2 MiB ({2 << 20}) or more, found {slot_nbytes}")
+    _cuda.set_ring_size(slots, slot_nbytes)
 
 
 def _index(device: Union[torch.device, str, int]) -> int:

@@ -365,6 +365,28 @@ def test_pinned_memory_is_there_after_a_load_and_gone_on_request(gpu):
     assert tensorizer.cuda.release_pinned_memory()
 
 
+def test_the_size_of_the_ring_is_an_argument_that_wins_over_the_environment(gpu):
+    gpu.load(written(SMALL))
+    before = tensorizer.cuda.pinned_memory(0)
+    tensorizer.cuda.set_pinned_memory(slots=3, slot_nbytes=4 * MIB)
+    try:
+        gpu.load(written(SMALL))
+        resized = tensorizer.cuda.pinned_memory(0)
+        assert (resized.slots, resized.slot_nbytes) == (3, 4 * MIB)
+    finally:
+        tensorizer.cuda.set_pinned_memory()
+    gpu.load(written(SMALL))
+    assert tensorizer.cuda.pinned_memory(0).slots == before.slots != 3
+
+
+@pytest.mark.parametrize(
+    ("size", "word"), [({"slots": 1}, "slots"), ({"slot_nbytes": 2 * MIB - 1}, "slot_nbytes")], ids=["slots", "nbytes"]
+)
+def test_a_ring_too_small_to_work_with_is_refused(size, word):
+    with pytest.raises(ValueError, match=f"^{word}: wanted 2"):
+        tensorizer.cuda.set_pinned_memory(**size)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", torch.device("cuda")])
 def test_pinned_memory_is_that_of_a_device_with_an_index(device):
     with pytest.raises(ValueError, match="wanted a CUDA device with an index"):
