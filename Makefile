@@ -36,7 +36,6 @@ $(VENV)/stamp-torch: constraints.txt | system-build
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --upgrade pip setuptools wheel ninja
 	@$(PIP) install "$(TORCH)" || { scripts/no-torch.sh "$(TORCH)"; exit 1; }
-	@$(PIP) install --constraint constraints.txt "numpy>=1.22" "psutil>=5.9.4"
 	@touch $@
 
 $(VENV)/stamp-dev: requirements-dev.txt $(VENV)/stamp-torch
@@ -50,7 +49,7 @@ $(VENV)/stamp-build: $(BUILD_INPUTS) $(VENV)/stamp-torch
 	@mkdir -p build
 	@if test -e $@; then MAX_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --inplace >build/build.log 2>&1 \
 	  || { grep -vE '^\[[0-9]+/[0-9]+\]' build/build.log; exit 1; }; \
-	else MAX_JOBS=$(JOBS) $(PIP) install --no-build-isolation --no-deps --editable .; fi
+	else MAX_JOBS=$(JOBS) $(PIP) install --no-build-isolation --constraint constraints.txt --editable .; fi
 	@touch $@
 
 .PHONY: build

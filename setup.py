@@ -12,7 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
+
+if int(setuptools.__version__.split(".")[0]) < 64:  # would build a package named UNKNOWN
+    sys.exit(f"tensorizer: setuptools {setuptools.__version__} is too old; get 64 or later: pip install -U setuptools")
+
 from torch.utils.cpp_extension import BuildExtension, include_paths
 
 ROOT = Path(__file__).parent.resolve()
@@ -168,6 +173,7 @@ class Build(BuildExtension):
 
 
 setup(
+    license="MIT",
     ext_modules=[make_extension()],
     cmdclass={"build_ext": Build.with_options(use_ninja=True, no_python_abi_suffix=False)},
 )

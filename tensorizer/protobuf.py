@@ -3,8 +3,7 @@
 It shares nothing with the ``.tensors`` format: a file is one serialized ``Module`` message of ``tensors.proto``,
 without magic, version or hashes, and a message ends at 2 GiB. Use :class:`tensorizer.TensorSerializer` for new files.
 
-``import tensorizer`` does not import this module; it needs the ``protobuf`` package (``pip install
-tensorizer[protobuf]``).
+``import tensorizer`` does not import this module; it needs the ``protobuf`` package.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import os
 import re
 import shutil
@@ -210,3 +211,45 @@ class TestInstalling:
     def test_an_editable_install_imports_from_the_tree(self, unpacked: Path, sandbox: Sandbox) -> None:
         sandbox.install("--editable", ".", cwd=unpacked)
         assert sandbox.imported_from().parent == unpacked / "tensorizer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setuptools", ["setuptools==64.0.0", "setuptools"])
+def test_old_and_new_setuptools_read_the_same_metadata(setuptools: str, tmp_path: Path) -> None:
+    """Old ones are what the extension builder of torch 2.1 needs."""
+    wheels = tmp_path / "wheels"
+    fetch = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(wheels), setuptools]
+    if subprocess.run(fetch, capture_output=True, check=False, timeout=120).returncode != 0:
+        pytest.skip(f"pip cannot fetch {setuptools}")
+    hidden = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__", "out", "site")
+    shutil.copytree(ROOT, tmp_path / "tree", ignore=hidden)
+    (tmp_path / "found").mkdir()
+    code = (
+        "import sys; from setuptools import build_meta;"
+        "print(build_meta.prepare_metadata_for_build_wheel(sys.argv[1]), file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "found")],
+        cwd=tmp_path / "tree",
+        env={**os.environ, "PYTHONPATH": str(wheels)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    (folder,) = (tmp_path / "found").glob("*.dist-info")
+    metadata = email.message_from_string((folder / "METADATA").read_text())
+    assert (metadata["Name"], metadata["Version"], metadata["License"]) == ("tensorizer", VERSION, "MIT")
+    required = {re.split(r"[^\w-]", line)[0] for line in metadata.get_all("Requires-Dist") if "extra" not in line}
+    assert required == {"torch", "numpy", "psutil", "boto3", "redis", "protobuf"}
+    assert metadata["License-File"] == "LICENSE"
+
+
+def test_a_setuptools_that_cannot_read_the_metadata_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "setuptools.py").write_text("__version__ = '58.1.0'\nExtension = setup = None\n")
+    result = run_setup("--version", PYTHONPATH=str(tmp_path))
+    assert result.returncode != 0
+    assert result.stderr.splitlines() == [
+        "tensorizer: setuptools 58.1.0 is too old; get 64 or later: pip install -U setuptools"
+    ]
