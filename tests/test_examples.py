@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -273,7 +274,8 @@ def execute_notebook(path: Path) -> list:
     return values
 
 
-def test_the_notebook_runs_and_shows_the_file():
+def test_the_notebook_runs_and_shows_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where it leaves its file
     shown = [value for value in execute_notebook(EXAMPLES / "inspect.ipynb") if isinstance(value, str)]
     assert len(shown) == 2
     assert all(html.count("<tr>") == 9 for html in shown)  # a head, 8 tensors
