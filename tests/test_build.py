@@ -214,6 +214,7 @@ class TestInstalling:
 
 
 @pytest.mark.slow
+@pytest.mark.network
 @pytest.mark.parametrize("setuptools", ["setuptools==64.0.0", "setuptools"])
 def test_old_and_new_setuptools_read_the_same_metadata(setuptools: str, tmp_path: Path) -> None:
     """Old ones are what the extension builder of torch 2.1 needs."""
