@@ -432,7 +432,7 @@ def run_script(text: str, path) -> subprocess.CompletedProcess:
     """Runs a script in a process of its own, with the fake driver's ``device`` and the ``path`` of a model."""
     library = accelerators.build_fake_driver()
     head = """
-        import os, sys, threading, time
+        import os, sys, threading, time, warnings
         sys.path.insert(0, os.environ["TESTS"])
         import accelerators, pytest, torch
         device = accelerators.FakeDevice(accelerators.fake_driver())
@@ -480,6 +480,7 @@ def test_a_forked_child_gets_an_error_that_names_spawn_and_the_parent_goes_on(mo
     result = run_script(
         """
         before = device.load(path)
+        warnings.simplefilter("ignore")  # Python 3.12 and later warn that our threads live
         child = os.fork()
         if child == 0:
             try:
