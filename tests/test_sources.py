@@ -366,3 +366,40 @@ def test_stdin_that_is_a_file_is_read(fresh_process, path):
         """
     result = fresh_process(program, stdin=path)
     assert result.stdout.strip() == str(list(VALUES)), result.stderr
+
+
+class SaysItCannotSeek(io.RawIOBase):
+    """``io.RawIOBase`` answers False to ``seekable()`` unless a subclass overrides it, whether or not it can seek."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        self._inner = io.BytesIO(data)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        return self._inner.readinto(buffer)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._inner.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._inner.tell()
+
+
+@pytest.mark.parametrize("lazy_load", [False, True])
+def test_an_object_that_seeks_is_read_although_it_says_it_cannot(lazy_load):
+    values = {"a": samples.tensor((50, 50)), "b": samples.tensor((3,), torch.int64)}
+    source = SaysItCannotSeek(samples.state_dict_bytes(values))
+    with TensorDeserializer(source, device="cpu", lazy_load=lazy_load) as deserializer:
+        samples.assert_same(deserializer.tree(), values)
+
+
+def test_a_pipe_is_refused_and_closed():
+    reading, writing = os.pipe()
+    os.close(writing)
+    pipe = os.fdopen(reading, "rb")
+    with pytest.raises(io.UnsupportedOperation):
+        TensorDeserializer(pipe, device="cpu")
+    assert pipe.closed
