@@ -721,3 +721,28 @@ def test_nothing_is_printed(capfd):
     with pytest.raises(ValueError):
         load(io.BytesIO(b"no tensors"))
     assert capfd.readouterr() == ("", "")
+
+
+class Handle(torch.Tensor):
+    """A wrapper without memory of its own, whose operations give plain tensors."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*[arg.inner if isinstance(arg, Handle) else arg for arg in args], **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [lambda t: t, lambda t: t.t()], ids=["contiguous", "transposed"])
+def test_a_wrapper_that_detaches_to_the_tensor_it_stands_for_is_written_as_that(make):
+    inner = make(tensor((3, 5)))
+    assert_same(load(io.BytesIO(state_dict_bytes({"a": Handle(inner)}))), {"a": inner.contiguous()})
+
+
+def test_any_limit_of_threads_from_one_up_is_taken():
+    assert TensorSerializer(io.BytesIO(), limit_cpu_concurrency=10**30).cpu_limit == 10**30
