@@ -199,6 +199,57 @@ def test_a_closed_object_is_refused(path):
         TensorDeserializer(stream, device="cpu")
 
 
+class Lent(io.BytesIO):
+    """Keeps what it was lent; answers what ``answer`` makes of the count."""
+
+    def __init__(self, data: bytes, answer) -> None:
+        super().__init__(data)
+        self.kept: list = []
+        self.answer = answer
+
+    def readinto(self, buffer):
+        self.kept.append(buffer)
+        return self.answer(super().readinto(buffer))
+
+
+def fail(count):
+    raise OSError("the cable is cut")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (float, TypeError),
+        (lambda n: -1, OSError),
+        (lambda n: n + 1, OSError),
+        (lambda n: None, OSError),
+        (fail, OSError),
+    ],
+    ids=["float", "negative", "too many", "None", "exception"],
+)
+def test_a_readinto_that_answers_nonsense_or_fails_is_an_error_and_keeps_no_memory(answer, error):
+    source = Lent(DATA, answer)
+    with pytest.raises(error):
+        TensorDeserializer(source, device="cpu")
+    assert source.kept
+    for view in source.kept:
+        with pytest.raises(ValueError, match="released"):
+            view[0]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_an_object_without_readinto_may_read_any_kind_of_bytes(kind):
+    class Reads:
+        def __init__(self, data):
+            self.inner = io.BytesIO(data)
+            self.seek, self.tell, self.close = self.inner.seek, self.inner.tell, self.inner.close
+
+        def read(self, size):
+            return kind(self.inner.read(size))
+
+    assert_same(load(Reads(DATA)), VALUES)
+
+
 def test_a_pipe_is_refused():
     reader, writer = os.pipe()
     os.write(writer, DATA[:1000])
