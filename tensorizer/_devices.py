@@ -1,13 +1,14 @@
-"""Which device a load goes to."""
+"""Which device a load goes to, and what kind of tensors it makes."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Callable, Optional, Union
 
 import torch
 
-__all__ = ["DeviceArgument", "DeviceChooser", "resolve_cuda_device", "target_device"]
+__all__ = ["DeviceArgument", "DeviceChooser", "ordinary_tensors", "resolve_cuda_device", "target_device"]
 
 _Device = Union[torch.device, str, int]
 _Name = Union[str, "tuple[Union[str, int], ...]"]
@@ -90,3 +91,22 @@ def _ambient_device() -> torch.device:
             return torch.device(mode.device)
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return torch.device("cpu") if default is None else torch.device(default.device)
+
+
+def ordinary_tensors() -> contextlib.AbstractContextManager[object]:
+    """Within it new tensors are real and ordinary ones, whatever ``torch.inference_mode`` or dispatch mode is active.
+
+    Weights outlive the block in which they happen to be loaded: inference tensors could not be trained after it, and
+    fake ones hold no data.
+    """
+    modes = torch._C._len_torch_dispatch_stack()
+    if not modes and not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    if modes:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        stack.enter_context(_disable_current_modes())
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))
+    return stack

@@ -25,7 +25,7 @@ def stored_dtype(name: Any, tensor: torch.Tensor) -> str:
         kind = "nested" if tensor.is_nested else str(tensor.layout).rpartition(".")[2].lstrip("_")
         raise NotImplementedError(f"tensor {name!r} cannot be stored: wanted a dense tensor, found a {kind} one")
     stored = _dtypes.stored_for_tensor(tensor.dtype)
-    if tensor.device.type in ("cpu", "cuda") and not _has_memory(tensor):
+    if tensor.device.type in ("cpu", "cuda") and not (_has_memory(tensor) or _detaches_to_memory(tensor)):
         raise NotImplementedError(
             f"tensor {name!r} cannot be stored: this {type(tensor).__name__} has no memory that holds all its elements"
             "; give the plain tensors that it stands for"
@@ -46,6 +46,12 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     else:
         span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
     return (tensor.storage_offset() + span) * tensor.element_size() <= storage.nbytes()
+
+
+def _detaches_to_memory(tensor: torch.Tensor) -> bool:
+    """Whether a wrapper gives the plain tensor it stands for when detached, which is what is written then."""
+    plain = tensor.detach()
+    return (plain.shape, plain.dtype) == (tensor.shape, tensor.dtype) and _has_memory(plain)
 
 
 def adopt(name: Any, tensor: Any) -> tuple[torch.Tensor, str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from . import _C, _cuda, _dtypes, _perf
-from ._devices import resolve_cuda_device
+from ._devices import ordinary_tensors, resolve_cuda_device
 from .errors import FormatError
 
 __all__ = ["BATCH_NBYTES", "LoadedBatch", "ReadAhead", "TensorReader"]
@@ -92,7 +92,7 @@ class TensorReader:
         casts = self._casts_any(entries)
         if device.type == "cpu" and not casts:
             batch = self._run(entries, verify, progress)
-            with _no_collections():
+            with _no_collections(), ordinary_tensors():
                 parameters = batch.parameters(self._factory)
             yield LoadedBatch(entries, parameters, batch.headers)
             return
@@ -103,32 +103,36 @@ class TensorReader:
             raw = self._read_fast(device, part, verify, report) if fast else self.read_raw(part, verify, report)
             done += sum(map(self.index.data_nbytes, part))
             with _perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
-                delivered = [self._deliver(entry, tensor, device) for entry, tensor in zip(part, raw.tensors)]
+                with ordinary_tensors():
+                    delivered = [self._deliver(entry, tensor, device) for entry, tensor in zip(part, raw.tensors)]
                 yield raw._replace(tensors=delivered)
 
     def _read_fast(self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress) -> LoadedBatch:
         """Loads `entries` to a CUDA device through its ring of pinned slots, straight to their final addresses."""
         engine = _cuda.engine_for(device)
         sizes = [self.index.loaded_nbytes(entry) for entry in entries]
-        flat = _cuda.allocate(sizes, device)
-        for entry, tensor in zip(entries, flat):
-            if self.index.data_nbytes(entry) == 0:  # written without data: zeros
-                tensor.zero_()
+        with ordinary_tensors():
+            flat = _cuda.allocate(sizes, device)
+            for entry, tensor in zip(entries, flat):
+                if self.index.data_nbytes(entry) == 0:  # written without data: zeros
+                    tensor.zero_()
         engine.order_after_caller()
         batch = self._run(
             entries, verify, progress, addresses=[t.data_ptr() for t in flat], device=device.index, engine=engine
         )
         headers = batch.headers
-        tensors = [
-            tensor.view(_dtypes.torch_dtype(headers.dtype(i).decode("utf-8", "replace"))).view(headers.shape(i))
-            for i, tensor in enumerate(flat)
-        ]
+        with ordinary_tensors():
+            tensors = [
+                tensor.view(_dtypes.torch_dtype(headers.dtype(i).decode("utf-8", "replace"))).view(headers.shape(i))
+                for i, tensor in enumerate(flat)
+            ]
         return LoadedBatch(entries, tensors, headers)
 
     def read_raw(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> LoadedBatch:
         """Loads `entries` as plain host tensors of their stored dtype."""
         batch = self._run(entries, verify, progress)
-        return LoadedBatch(entries, batch.tensors(self._factory), batch.headers)
+        with ordinary_tensors():
+            return LoadedBatch(entries, batch.tensors(self._factory), batch.headers)
 
     def batches(self, entries: Sequence[int], limit: int) -> Iterator[Sequence[int]]:
         """Cuts `entries` into runs of at most `limit` bytes, or one entry where that alone is larger."""

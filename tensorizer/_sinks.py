@@ -67,7 +67,7 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
     folder = os.path.dirname(target)
     try:
         existing: Optional[os.stat_result] = os.stat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # for the latter makedirs says which name is in the way
         existing = None
         os.makedirs(folder, exist_ok=True)
     if path.endswith(os.sep) or (existing is not None and stat.S_ISDIR(existing.st_mode)):

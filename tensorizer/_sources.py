@@ -155,5 +155,14 @@ def _check_readable(file_obj: Any) -> None:
             f"wanted a readable file opened with mode rb, found mode {getattr(file_obj, 'mode', 'unknown')!r}"
         )
     seekable = getattr(file_obj, "seekable", None)
-    if seekable is not None and not seekable():
+    if seekable is not None and not seekable() and not _seeks(file_obj):
         raise io.UnsupportedOperation(f"{describe(file_obj)}: wanted a seekable file, found one that cannot seek")
+
+
+def _seeks(file_obj: Any) -> bool:
+    """Whether an object that says it cannot seek does: io.RawIOBase says so for every subclass that does not object."""
+    try:
+        file_obj.seek(file_obj.tell())
+    except (OSError, ValueError, AttributeError, NotImplementedError):
+        return False
+    return True

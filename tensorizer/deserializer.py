@@ -108,10 +108,7 @@ class TensorDeserializer(
         self._selection: Sequence[int] = ()
         self.total_tensor_bytes = 0
         self._device = target_device(device)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype: wanted a torch.dtype, found {type(dtype).__name__}")
         check_decryption(encryption)
-        max_workers = _check_num_readers(num_readers)
         self._verify_hash = bool(verify_hash)
         self._progress = progress
         self._lock = threading.RLock()
@@ -124,7 +121,9 @@ class TensorDeserializer(
         self._stream = opened.stream
         self._closed = False
         try:
-            self._open(opened, filter_func, dtype, max_workers, encryption, mmap)
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(f"dtype: wanted a torch.dtype, found {type(dtype).__name__}")
+            self._open(opened, filter_func, dtype, _check_num_readers(num_readers), encryption, mmap)
             if not lazy_load:
                 self._load(self._selection)
                 self.close()
@@ -631,7 +630,7 @@ def _check_num_readers(num_readers: Optional[int]) -> int:
         raise TypeError(f"num_readers: wanted an int, found {type(num_readers).__name__}")
     if num_readers < 1:
         raise ValueError(f"num_readers: wanted 1 or more, found {num_readers}")
-    return int(num_readers)
+    return min(int(num_readers), 0xFFFF)  # more than there will ever be
 
 
 def _map_source(source: _C.RangeSource) -> _C.FileMapping:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
+from ._devices import ordinary_tensors
+
 __all__ = [
     "ModuleTensor",
     "Path",
@@ -34,12 +36,12 @@ class ModuleTensor(NamedTuple):
 
 
 def check_module(module: object) -> None:
-    """Refuses what is no module.
+    """Refuses what is no module; an object that answers ``named_modules()`` with modules counts as one.
 
     Raises:
         TypeError: Another type.
     """
-    if not isinstance(module, torch.nn.Module):
+    if not isinstance(module, torch.nn.Module) and not callable(getattr(module, "named_modules", None)):
         raise TypeError(f"wanted a torch.nn.Module, found {type(module).__name__}")
 
 
@@ -161,8 +163,11 @@ def insert_into_module(
     if module is None:
         raise KeyError(f"{name}: the module has no submodule {path!r}")
     if is_buffer:
-        persistent = attribute not in module._non_persistent_buffers_set
-        module.register_buffer(attribute, tensor.detach(), persistent=persistent)
+        # Persistence is named only where it is not the default: subclasses may have a register_buffer without it.
+        options = {"persistent": False} if attribute in module._non_persistent_buffers_set else {}
+        with ordinary_tensors():
+            plain = tensor.detach()
+        module.register_buffer(attribute, plain, **options)
     else:
         if not isinstance(tensor, torch.nn.Parameter):
             tensor = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
@@ -171,11 +176,18 @@ def insert_into_module(
 
 def live_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of a module by state-dict name: its state dict plus every named buffer, and every tied name."""
-    tensors: dict[str, torch.Tensor] = dict(module.named_buffers(remove_duplicate=False))
-    tensors.update(module.named_parameters(remove_duplicate=False))
-    state = module.state_dict(keep_vars=True)
-    tensors.update((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
+    tensors = _with_ties(module.named_buffers)
+    tensors.update(_with_ties(module.named_parameters))
+    tensors.update((name, value) for name, value in module.state_dict().items() if isinstance(value, torch.Tensor))
     return tensors
+
+
+def _with_ties(listing: Callable[..., Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """What a module lists; every tied name too, unless its class overrides the method with fewer arguments."""
+    try:
+        return dict(listing(remove_duplicate=False))
+    except TypeError:
+        return dict(listing())
 
 
 FilterFunction = Callable[[Union[str, Path]], Any]

@@ -123,7 +123,7 @@ class TensorSerializer:
             opened.start,
             crc32="crc32" in chosen,
             sha256="sha256" in chosen,
-            max_workers=limit_cpu_concurrency or 0,
+            max_workers=min(limit_cpu_concurrency or 0, 0xFFFF),  # more than there will ever be
             key=key,
             derivation=derivation,
         )

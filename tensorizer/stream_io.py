@@ -16,12 +16,13 @@ import urllib.request
 from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, Union, cast
 
 from tensorizer.streams.http import CURLStreamFile
-from tensorizer.streams.options import CAInfo, HTTPOptions
+from tensorizer.streams.options import CAInfo
+from tensorizer.streams.options import HTTPOptions as HTTPOptions
 
 if TYPE_CHECKING:
     from tensorizer.streams.redis import RedisStreamFile
 
-__all__ = ["CAInfo", "CURLStreamFile", "HTTPOptions", "RedisStreamFile", "open_stream"]
+__all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa: RUF022 - as callers know it
 
 logger = logging.getLogger(__name__)
 

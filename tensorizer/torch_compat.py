@@ -183,9 +183,9 @@ def _load_wrapper(
     token = current_load.set(session)  # also where it is None: this may be a call from within an outer unpickling
     try:
         if session is None:
-            plain = False if context.suppress_weights_only else weights_only
-            asked = {} if plain is None else {"weights_only": plain}
-            return _torch_load(f, map_location, None, *args, **asked, **kwargs)
+            # Unset means False within the block, whether or not there is a sidecar: custom objects load either way.
+            safe = bool(weights_only) and not context.suppress_weights_only
+            return _torch_load(f, map_location, None, *args, weights_only=safe, **kwargs)
         if _wants_weights_only(weights_only, context):
             return _torch_load(f, map_location, None, *args, weights_only=True, **kwargs)
         return _torch_load(f, map_location, PickleForLoading(), *args, weights_only=False, **kwargs)

@@ -14,15 +14,15 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "CPUMemoryUsage",
-    "GlobalGPUMemoryUsage",
-    "MemoryUsage",
-    "TorchGPUMemoryUsage",
+__all__ = [  # noqa: RUF022 - the order that callers know
     "convert_bytes",
     "get_device",
-    "get_gpu_name",
+    "GlobalGPUMemoryUsage",
+    "TorchGPUMemoryUsage",
+    "CPUMemoryUsage",
+    "MemoryUsage",
     "get_mem_usage",
+    "get_gpu_name",
     "no_init_or_tensor",
 ]
 
@@ -52,7 +52,7 @@ def convert_bytes(num: float, decimal: bool = True) -> str:
         if value < step:
             break
         value, unit = value / step, unit_name
-    return f"{value:.1f} {unit}"
+    return f"{float(value):.1f} {unit}"
 
 
 def get_device() -> torch.device:

@@ -159,6 +159,14 @@ def test_impossible_seeks_are_refused_and_change_nothing(stream, target):
     assert stream.read(3) == CONTENT[:3]
 
 
+@pytest.mark.parametrize("target", [1.5, "1", None])
+def test_a_position_that_is_no_integer_is_refused_and_changes_nothing(stream, target):
+    with pytest.raises(TypeError):
+        stream.seek(target)
+    assert stream.tell() == 0
+    assert stream.read(3) == CONTENT[:3]
+
+
 def test_the_end_of_an_object_without_a_size_cannot_be_sought():
     with FaultyServer(CONTENT, default=Reply(ignore_range=True, chunked=True)) as server:
         stream = CURLStreamFile(server.url, http_options=quick())

@@ -15,6 +15,7 @@ import reference_format as fmt
 import samples
 import torch
 from samples import assert_same, load, state_dict_bytes, tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tensorizer import TensorDeserializer, TensorType, errors, serialization
 
@@ -139,6 +140,19 @@ def test_a_bad_argument_is_refused(options, error):
         open_data(**options)
 
 
+@pytest.mark.parametrize("options", [{"num_readers": 0}, {"num_readers": "2"}, {"dtype": "float16"}], ids=repr)
+def test_an_argument_that_is_refused_after_the_file_was_opened_closes_it(options):
+    stream = io.BytesIO(DATA)
+    with pytest.raises((TypeError, ValueError)):
+        TensorDeserializer(stream, device="cpu", **options)
+    assert stream.closed
+
+
+def test_a_missing_file_is_reported_before_a_bad_number_of_readers(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        TensorDeserializer(tmp_path / "none", device="cpu", num_readers=0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_cuda_device_that_is_not_there_is_a_runtime_error_before_the_file_is_touched():
     stream = io.BytesIO(DATA)
@@ -148,7 +162,7 @@ def test_a_cuda_device_that_is_not_there_is_a_runtime_error_before_the_file_is_t
     assert stream.tell() == 0
 
 
-@pytest.mark.parametrize("num_readers", [1, 2, 3, 1000, True])
+@pytest.mark.parametrize("num_readers", [1, 2, 3, 1000, 2**32, 10**30, True])
 def test_any_positive_number_of_readers_gives_the_same_tensors(tmp_path, num_readers):
     path = tmp_path / "f"
     path.write_bytes(DATA)
@@ -793,3 +807,20 @@ def test_meta_and_empty_tensors_need_no_mapping(tmp_path):
     assert_same(found, {"m": torch.zeros(3), "e": torch.empty((0,))})
     with torch.no_grad():
         found["m"].fill_(1)
+
+
+# --- modes of the caller --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [torch.inference_mode, FakeTensorMode], ids=lambda inside: inside.__name__)
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=["stored", "cast"])
+def test_tensors_loaded_in_a_mode_of_the_caller_are_ordinary_ones_that_can_be_trained_later(mode, inside, dtype):
+    with inside(), mode(dtype=dtype) as deserializer:
+        found = [*deserializer.values(), *deserializer.tree().values()]
+        found += [item[-1] for item in deserializer.read_tensors()]
+    assert all(type(value) is torch.nn.Parameter and not value.is_inference() for value in found)
+    wanted = VALUES["a"] if dtype is None else VALUES["a"].to(dtype)
+    assert samples.same(found[0], wanted)
+    (found[0] * 2).sum().backward()
+    with torch.no_grad():
+        assert found[0].add_(1).grad is not None

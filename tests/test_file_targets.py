@@ -631,3 +631,10 @@ def test_a_process_that_is_killed_in_a_later_call_leaves_the_last_complete_conte
     assert torch.equal(found.pop("first"), torch.ones(1000))
     assert len(found) % 501 == 0  # whole calls
     assert all(int(value[0]) == int(name.split(".")[0]) for name, value in found.items() if "n" in name)
+
+
+def test_a_target_below_a_file_is_refused_with_the_name_of_that_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"old content")
+    with pytest.raises(FileExistsError, match="file"):
+        TensorSerializer(tmp_path / "file" / "child")
+    assert (tmp_path / "file").read_bytes() == b"old content"

@@ -423,3 +423,60 @@ def test_a_meta_tensor_in_the_module_cannot_be_verified():
     model = nn.Linear(2, 2)
     with open_bytes(module_bytes(model)) as deserializer, pytest.raises(NotImplementedError):
         deserializer.verify_module(nn.Linear(2, 2, device="meta"))
+
+
+# --- classes that override what modules do ---------------------------------------------------------------------------
+
+
+class OldRegisterBuffer(nn.BatchNorm1d):
+    """Overrides register_buffer as it was before buffers could be non-persistent."""
+
+    def register_buffer(self, name, tensor):
+        nn.Module.register_buffer(self, name, tensor)
+
+
+def test_a_register_buffer_without_the_argument_persistent_is_called_without_it():
+    model = nn.BatchNorm1d(3)
+    model.__class__ = OldRegisterBuffer
+    written = nn.BatchNorm1d(3)
+    written.running_mean.fill_(4)
+    assert load_into(model, module_bytes(written)) == 5
+    assert model.running_mean.tolist() == [4, 4, 4]
+
+
+class FewerArguments(nn.BatchNorm1d):
+    def state_dict(self):
+        return super().state_dict()
+
+    def named_buffers(self, prefix="", recurse=True):
+        return super().named_buffers(prefix, recurse)
+
+    def named_parameters(self, prefix="", recurse=True):
+        return super().named_parameters(prefix, recurse)
+
+
+def test_verify_module_takes_modules_whose_overrides_have_fewer_arguments():
+    model = FewerArguments(3)
+    with open_bytes(module_bytes(model)) as deserializer:
+        assert deserializer.verify_module(model)[0] is True
+        model.running_mean.add_(1)
+        assert deserializer.verify_module(model)[0] is False
+
+
+class Facade:
+    """No module itself, but answers what is asked of one."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def named_modules(self):
+        return self.model.named_modules()
+
+
+def test_an_object_that_names_modules_is_written_and_loaded_like_one():
+    model = samples.net()
+    assert module_bytes(Facade(model)) == module_bytes(model)
+    other = samples.net(seed=5)
+    assert load_into(Facade(other), module_bytes(model)) == len(samples.module_names(model))
+    with open_bytes(module_bytes(model)) as deserializer:
+        assert deserializer.verify_module(other)[0] is True

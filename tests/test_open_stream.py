@@ -238,3 +238,7 @@ def test_certificate_handling_of_another_type_is_refused():
         HTTPOptions(certificate_handling="ca.pem")
     with pytest.raises(TypeError, match="certificate_handling"):
         open_stream("https://127.0.0.1:1/x", certificate_handling="ca.pem")
+
+
+def test_the_public_names_are_those_of_the_specification():
+    assert stream_io.__all__ == ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]

@@ -721,3 +721,65 @@ def test_nothing_is_printed(capfd):
     with pytest.raises(ValueError):
         load(io.BytesIO(b"no tensors"))
     assert capfd.readouterr() == ("", "")
+
+
+class Handle(torch.Tensor):
+    """A wrapper without memory of its own, whose operations give plain tensors."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*[arg.inner if isinstance(arg, Handle) else arg for arg in args], **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [lambda t: t, lambda t: t.t()], ids=["contiguous", "transposed"])
+def test_a_wrapper_that_detaches_to_the_tensor_it_stands_for_is_written_as_that(make):
+    inner = make(tensor((3, 5)))
+    assert_same(load(io.BytesIO(state_dict_bytes({"a": Handle(inner)}))), {"a": inner.contiguous()})
+
+
+def test_any_limit_of_threads_from_one_up_is_taken():
+    assert TensorSerializer(io.BytesIO(), limit_cpu_concurrency=10**30).cpu_limit == 10**30
+
+
+class LentOut(io.BytesIO):
+    """Keeps what it was given to write; answers what ``answer`` makes of the count."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.kept, self.answer = [], answer
+
+    def write(self, data):
+        self.kept.append(data)
+        return self.answer(super().write(data))
+
+
+def fail(count):
+    raise OSError("the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (float, TypeError),
+        (lambda n: -1, OSError),
+        (lambda n: n + 1, OSError),
+        (lambda n: None, OSError),
+        (fail, OSError),
+    ],
+    ids=["float", "negative", "too many", "None", "exception"],
+)
+def test_a_write_that_answers_nonsense_or_fails_is_an_error_and_keeps_no_memory(answer, error):
+    target = LentOut(answer)
+    with pytest.raises(error):
+        TensorSerializer(target).write_state_dict({"a": tensor((300, 300))})
+    assert target.kept
+    for view in target.kept:
+        with pytest.raises(ValueError, match="released"):
+            view[0]

@@ -199,6 +199,57 @@ def test_a_closed_object_is_refused(path):
         TensorDeserializer(stream, device="cpu")
 
 
+class Lent(io.BytesIO):
+    """Keeps what it was lent; answers what ``answer`` makes of the count."""
+
+    def __init__(self, data: bytes, answer) -> None:
+        super().__init__(data)
+        self.kept: list = []
+        self.answer = answer
+
+    def readinto(self, buffer):
+        self.kept.append(buffer)
+        return self.answer(super().readinto(buffer))
+
+
+def fail(count):
+    raise OSError("the cable is cut")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (float, TypeError),
+        (lambda n: -1, OSError),
+        (lambda n: n + 1, OSError),
+        (lambda n: None, OSError),
+        (fail, OSError),
+    ],
+    ids=["float", "negative", "too many", "None", "exception"],
+)
+def test_a_readinto_that_answers_nonsense_or_fails_is_an_error_and_keeps_no_memory(answer, error):
+    source = Lent(DATA, answer)
+    with pytest.raises(error):
+        TensorDeserializer(source, device="cpu")
+    assert source.kept
+    for view in source.kept:
+        with pytest.raises(ValueError, match="released"):
+            view[0]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_an_object_without_readinto_may_read_any_kind_of_bytes(kind):
+    class Reads:
+        def __init__(self, data):
+            self.inner = io.BytesIO(data)
+            self.seek, self.tell, self.close = self.inner.seek, self.inner.tell, self.inner.close
+
+        def read(self, size):
+            return kind(self.inner.read(size))
+
+    assert_same(load(Reads(DATA)), VALUES)
+
+
 def test_a_pipe_is_refused():
     reader, writer = os.pipe()
     os.write(writer, DATA[:1000])
@@ -366,3 +417,40 @@ def test_stdin_that_is_a_file_is_read(fresh_process, path):
         """
     result = fresh_process(program, stdin=path)
     assert result.stdout.strip() == str(list(VALUES)), result.stderr
+
+
+class SaysItCannotSeek(io.RawIOBase):
+    """``io.RawIOBase`` answers False to ``seekable()`` unless a subclass overrides it, whether or not it can seek."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        self._inner = io.BytesIO(data)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        return self._inner.readinto(buffer)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._inner.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._inner.tell()
+
+
+@pytest.mark.parametrize("lazy_load", [False, True])
+def test_an_object_that_seeks_is_read_although_it_says_it_cannot(lazy_load):
+    values = {"a": samples.tensor((50, 50)), "b": samples.tensor((3,), torch.int64)}
+    source = SaysItCannotSeek(samples.state_dict_bytes(values))
+    with TensorDeserializer(source, device="cpu", lazy_load=lazy_load) as deserializer:
+        samples.assert_same(deserializer.tree(), values)
+
+
+def test_a_pipe_is_refused_and_closed():
+    reading, writing = os.pipe()
+    os.close(writing)
+    pipe = os.fdopen(reading, "rb")
+    with pytest.raises(io.UnsupportedOperation):
+        TensorDeserializer(pipe, device="cpu")
+    assert pipe.closed

@@ -210,6 +210,18 @@ def test_files_of_plain_torch_load_inside_the_block(pt):
     assert torch.equal(load(pt, load_kwargs={"weights_only": True})["a"], torch.ones(3))
 
 
+@pytest.mark.parametrize("where", [None, lambda f: None], ids=["memory", "told to be plain"])
+@pytest.mark.parametrize("arguments", [{}, {"pickle_module": pickle}, {"weights_only": None}], ids=str)
+def test_objects_of_any_class_load_where_plain_torch_is_asked_for_as_they_do_with_a_sidecar(where, arguments):
+    buffer = io.BytesIO()
+    torch.save({"a": Fleeting(3), "b": torch.ones(2)}, buffer)
+    buffer.seek(0)
+    assert load(buffer, where, load_kwargs=arguments)["a"] == 3
+    buffer.seek(0)
+    with pytest.raises(pickle.UnpicklingError):
+        load(buffer, where, load_kwargs={"weights_only": True})
+
+
 def test_picklers_on_which_torch_sets_its_hook_are_served_too(tmp_path):
     """Before 2.4 torch assigns persistent_id to the pickler; later releases define it in a subclass."""
     written, tensor = [], torch.arange(3)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -28,7 +31,7 @@ GIB = 1 << 30
 
 
 def test_the_public_names_are_those_of_the_specification():
-    assert set(utils.__all__) == {
+    assert utils.__all__ == [
         "convert_bytes",
         "get_device",
         "GlobalGPUMemoryUsage",
@@ -38,7 +41,7 @@ def test_the_public_names_are_those_of_the_specification():
         "get_mem_usage",
         "get_gpu_name",
         "no_init_or_tensor",
-    }
+    ]
 
 
 # --- sizes ---------------------------------------------------------------------------------------------------------
@@ -63,6 +66,12 @@ def test_a_size_is_shown_in_the_first_unit_in_which_it_is_below_one_step(num, de
     assert convert_bytes(num) == decimal
     assert convert_bytes(num, decimal=False) == binary
     assert convert_bytes(num, False) == binary
+
+
+@pytest.mark.parametrize("number", [Fraction, Decimal, np.int64, np.float64], ids=lambda kind: kind.__name__)
+def test_a_size_may_be_any_kind_of_number(number):
+    assert convert_bytes(number(1536)) == "1.5 KB"
+    assert convert_bytes(number(999)) == "999.0 bytes"
 
 
 # --- devices and memory --------------------------------------------------------------------------------------------

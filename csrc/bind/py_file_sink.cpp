@@ -62,11 +62,9 @@ void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from, const std::s
   file_.attr("seek")(offset);
   while (!from.empty()) {
     throw_if_stopped(stop);
-    const py::memoryview view =
-        py::memoryview::from_memory(from.data(), static_cast<py::ssize_t>(from.size()));
-    const py::object wrote = file_.attr("write")(view);
-    view.attr("release")();
-    const auto n = wrote.is_none() ? size_t{0} : wrote.cast<size_t>();
+    const size_t n = call_with_view(
+        file_.attr("write"),
+        py::memoryview::from_memory(from.data(), static_cast<py::ssize_t>(from.size())), name_);
     if (n == 0 || n > from.size())
       throw Error(Errc::io,
                   name_ + " accepted " + std::to_string(n) + " of " + std::to_string(from.size()) +

@@ -29,6 +29,26 @@ std::optional<uint64_t> measure(const py::object& file) {
 
 }  // namespace
 
+size_t call_with_view(const py::object& method, const py::memoryview& view,
+                      const std::string& name) {
+  py::object answer;
+  try {
+    answer = method(view);
+  } catch (py::error_already_set&) {
+    try {
+      view.attr("release")();
+    } catch (py::error_already_set&) {  // somebody holds on to it; the first error tells more
+    }
+    throw;
+  }
+  view.attr("release")();
+  if (answer.is_none()) return 0;
+  const Py_ssize_t n = PyNumber_AsSsize_t(answer.ptr(), PyExc_OverflowError);
+  if (n == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  if (n < 0) throw Error(Errc::io, name + " answered a negative number of bytes", name);
+  return static_cast<size_t>(n);
+}
+
 PyFileSource::PyFileSource(py::object file, std::string name)
     : file_(std::move(file)),
       name_(std::move(name)),
@@ -85,14 +105,15 @@ void PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_
 
 size_t PyFileSource::read_some(io::Slice into) {
   if (has_readinto_) {
-    const py::memoryview view =
-        py::memoryview::from_memory(into.data(), static_cast<py::ssize_t>(into.size()));
-    const py::object got = file_.attr("readinto")(view);
-    view.attr("release")();
-    return got.is_none() ? 0 : got.cast<size_t>();
+    return call_with_view(
+        file_.attr("readinto"),
+        py::memoryview::from_memory(into.data(), static_cast<py::ssize_t>(into.size())), name_);
   }
-  const py::bytes got = file_.attr("read")(into.size()).cast<py::bytes>();
-  const std::string_view bytes = got;
+  const py::object got = file_.attr("read")(into.size());
+  const auto copy =
+      py::reinterpret_steal<py::bytes>(PyBytes_FromObject(got.ptr()));  // as is, if bytes
+  if (!copy) throw py::error_already_set();
+  const std::string_view bytes = copy;
   std::memcpy(into.data(), bytes.data(), std::min(bytes.size(), into.size()));
   return bytes.size();
 }

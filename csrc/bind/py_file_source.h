@@ -12,6 +12,12 @@
 
 namespace tensorizer::bind {
 
+// Calls `method` with a memoryview of the memory, which is taken back before this returns or
+// throws: what the callee, or the traceback of its exception, keeps of it is dead. Returns the
+// count of bytes that the method answers; None is 0. REQUIRES: the interpreter lock is held.
+size_t call_with_view(const pybind11::object& method, const pybind11::memoryview& view,
+                      const std::string& name);
+
 class PyFileSource final : public io::RangeSource {
  public:
   // `file` offers seek and readinto (or read). REQUIRES: the interpreter lock is held.

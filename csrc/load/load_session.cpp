@@ -32,9 +32,10 @@ void with_tensor_name(const format::IndexEntry& entry, const std::string& source
     fn();
   } catch (const Error& error) {
     if (error.code() == Errc::cancelled) throw;
-    Error named(error.code(),
-                source + ": tensor " + format::display_name(entry.name) + ": " + error.what(),
-                source, error.offset.value_or(entry.offset));
+    const std::string tensor = "tensor " + format::display_name(entry.name) + ": ";
+    std::string text = error.what();
+    if (text.find(tensor) == std::string::npos) text.insert(0, tensor);
+    Error named(error.code(), source + ": " + text, source, error.offset.value_or(entry.offset));
     named.system_errno = error.system_errno;
     throw named;
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import operator
 import os
 import sys
 import time
@@ -218,10 +219,11 @@ class CURLStreamFile(io.BufferedIOBase):
 
         Raises:
             ValueError: The target is negative, or ``whence`` unknown.
+            TypeError: The position is no integer.
             io.UnsupportedOperation: From the end, where the server has told no size.
             StreamError: The stream is closed.
         """
-        target = self._seek_target(position, whence)
+        target = self._seek_target(operator.index(position), whence)
         if target < 0:
             raise ValueError(f"seek: negative position {target}")
         if target < self._position and self._closed:

@@ -7,6 +7,7 @@ are moved by ``_C.RedisSource``; here are the URI and the stream object. ``redis
 from __future__ import annotations
 
 import io
+import operator
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -259,12 +260,12 @@ class RedisStreamFile(io.BufferedIOBase):
         self._check_open()
         if whence not in (io.SEEK_SET, io.SEEK_CUR):
             raise ValueError(f"wanted whence SEEK_SET or SEEK_CUR, found {whence}")
-        base = self._position if whence == io.SEEK_CUR else 0
-        if base + position < 0:
-            raise ValueError(f"negative seek position {base + position}")
-        self.bytes_skipped += max(0, base + position - self._position)
-        self._position = base + position
-        return self._position
+        target = operator.index(position) + (self._position if whence == io.SEEK_CUR else 0)
+        if target < 0:
+            raise ValueError(f"negative seek position {target}")
+        self.bytes_skipped += max(0, target - self._position)
+        self._position = target
+        return target
 
     def close(self) -> None:
         self._closed = True
