@@ -45,6 +45,9 @@ _ELSEWHERE = {
     "_enforce_scheme": "tensorizer.s3",
 }
 
+# URIs that name paths; the second is fsspec's word.
+LOCAL_SCHEMES = ("file", "local")
+
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _S3_MODES = {frozenset(mode) for mode in ("rb", "wb", "wb+", "ab", "ab+")}
 
@@ -85,7 +88,7 @@ def open_stream(
     - ``s3``: reading (``rb``) gives a :class:`CURLStreamFile`, writing (``wb``, ``wb+``, ``ab``, ``ab+``) a temporary
       file that is uploaded when it is closed;
     - ``redis``, ``rediss``: ``RedisStreamFile``, mode ``rb`` only;
-    - ``file``: the local path in it;
+    - ``file``, ``local``: the local path in it;
     - every other scheme (``gs``, ``az``, ``hf``, ``memory``, ...) goes to the optional package ``fsspec``.
 
     Arguments that the kind of stream has no use for are ignored, so that callers can pass the same ones always.
@@ -125,8 +128,8 @@ def open_stream(
     if scheme is None:
         return _open_local(os.fspath(path_uri), mode, buffer_size, begin)
     uri = cast(str, path_uri)
-    if scheme == "file":
-        return _open_local(_path_of_file_uri(uri), mode, buffer_size, begin)
+    if scheme in LOCAL_SCHEMES:
+        return _open_local(path_of_file_uri(uri), mode, buffer_size, begin)
     if scheme in ("http", "https"):
         _require_mode(mode, {frozenset("rb")}, scheme)
         return CURLStreamFile(
@@ -174,11 +177,12 @@ def _scheme_of(text: str) -> Optional[str]:
     return scheme.lower() if separator and _SCHEME.fullmatch(scheme) else None
 
 
-def _path_of_file_uri(uri: str) -> str:
+def path_of_file_uri(uri: str) -> str:
+    """The local path in ``file:///path``; ``ValueError`` where it names another host."""
     rest = uri.split("://", 1)[1]
     host, slash, path = rest.partition("/")
     if host.lower() not in ("", "localhost"):
-        raise ValueError(f"a file URI names a path of this computer: wanted file:///path, found host {host!r}")
+        raise ValueError(f"a file URI names a whole path of this computer: wanted file:///path, found host {host!r}")
     return urllib.request.url2pathname(slash + path)
 
 
