@@ -149,6 +149,7 @@ def open_stream(
         _require_mode(mode, _S3_MODES, scheme)
         from tensorizer import s3
 
+        s3_secret_access_key, s3_session_token = s3.hidden(s3_secret_access_key), s3.hidden(s3_session_token)
         settings: dict[str, Any] = {
             "s3_access_key_id": s3_access_key_id,
             "s3_secret_access_key": s3_secret_access_key,

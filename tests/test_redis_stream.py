@@ -11,6 +11,7 @@ import random
 import socket
 import threading
 import time
+import traceback
 
 import pytest
 from conftest import open_descriptors, thread_count
@@ -334,6 +335,12 @@ class TestLogin:
         server.client().set("open:header:0", b"data")
         for login in (":word", "user:word", "default:word"):
             assert RedisStreamFile(f"redis://{login}@127.0.0.1:{server.port}/open").read() == b"data"
+
+    def test_a_stream_that_could_not_be_opened_has_a_repr(self):
+        with pytest.raises(StreamError) as caught:
+            RedisStreamFile("redis://127.0.0.1:1/p", retries=0)
+        stack = traceback.TracebackException.from_exception(caught.value, capture_locals=True).stack
+        assert "(not open)" in stack[-1].locals["self"]
 
     def test_repr_and_name_hold_no_password(self, locked_server):
         locked_server.client().set("p:header:0", b"data")
