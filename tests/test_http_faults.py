@@ -49,6 +49,7 @@ PASSING = {
     "a 503": Reply(status=503),
     "a 429": Reply(status=429),
     "a 408": Reply(status=408),
+    "a 400 of S3 about time": Reply(status=400, body=b"<Error><Code>RequestTimeout</Code></Error>"),
     "a 503 that ends the connection": Reply(status=503, close=True),
     "a 503 with a body that breaks": Reply(status=503, body=b"x" * 100, cut_after=10),
     "a 500 with a large body": Reply(status=500, body=b"x" * 1_000_000),

@@ -188,7 +188,8 @@ class CURLStreamFile(io.BufferedIOBase):
         with memoryview(buffer) as view:
             if view.readonly:
                 raise TypeError("readinto: wanted a writable buffer")
-            if view.nbytes == 0:
+            if view.nbytes == 0:  # cast() refuses some empty shapes
+                self._count(0)
                 return 0
             with view.cast("B") as plain:
                 got = self._fill(source, plain)
