@@ -108,7 +108,7 @@ def open_stream(
         end: One past the last byte; for HTTP and S3 reads only.
         s3_region_name: Region that requests are signed for.
         s3_signature_version: ``"s3v4"`` (default) or ``"s3"`` for version 2.
-        certificate_handling: Which server certificates are trusted (HTTPS and S3 reads).
+        certificate_handling: Which server certificates are trusted (HTTPS, S3 reads, rediss).
         s3_session_token: Token that belongs to temporary credentials.
         s3_profile: Profile of the AWS configuration files.
         s3_client_factory: Makes the boto3 client instead of this package; picklable, for use in worker processes.
@@ -144,12 +144,15 @@ def open_stream(
         _require_mode(mode, {frozenset("rb")}, scheme)
         from tensorizer.streams.redis import RedisStreamFile
 
-        return RedisStreamFile(uri, begin=begin, end=end, buffer_size=buffer_size)
+        return RedisStreamFile(
+            uri, begin=begin, end=end, buffer_size=buffer_size, certificate_handling=certificate_handling
+        )
     if scheme == "s3":
         _require_mode(mode, _S3_MODES, scheme)
         from tensorizer import s3
+        from tensorizer._s3_access import hidden
 
-        s3_secret_access_key, s3_session_token = s3.hidden(s3_secret_access_key), s3.hidden(s3_session_token)
+        s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
         settings: dict[str, Any] = {
             "s3_access_key_id": s3_access_key_id,
             "s3_secret_access_key": s3_secret_access_key,

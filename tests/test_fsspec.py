@@ -167,9 +167,13 @@ def test_a_driver_that_fails_gives_the_file_up(memory, monkeypatch, fails):
 
     stream = open_stream("memory://f", "wb")
     monkeypatch.setattr(type(stream._file), fails, fail)
-    with pytest.raises(StreamError, match="503") as caught:
+
+    def write_and_close():
         stream.write(b"new")
         stream.close()
+
+    with pytest.raises(StreamError, match="503") as caught:
+        write_and_close()
     assert "signature" not in "".join(traceback.format_exception(caught.type, caught.value, caught.tb))
     assert stream.closed
     assert list(memory.store) == ["/f"]

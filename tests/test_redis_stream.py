@@ -18,6 +18,7 @@ from conftest import open_descriptors, thread_count
 from servers.redis_server import RedisServer, free_port, redis_is_installed
 
 from tensorizer.errors import FormatError, StreamError, StreamNotFoundError, TruncatedError
+from tensorizer.stream_io import open_stream
 from tensorizer.streams.options import CAInfo
 from tensorizer.streams.redis import RedisStreamFile, _parse_redis_uri, parse_redis_address
 
@@ -355,6 +356,8 @@ class TestTls:
         store(tls_server.client(), "tls", [0, 1000], data)
         trust = CAInfo(cacert=str(tls_server.certificate))
         with RedisStreamFile(tls_server.uri("tls"), certificate_handling=trust) as stream:
+            assert stream.read() == data
+        with open_stream(tls_server.uri("tls"), certificate_handling=trust) as stream:
             assert stream.read() == data
 
     def test_an_untrusted_certificate_is_refused(self, tls_server):

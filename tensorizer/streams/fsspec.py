@@ -7,6 +7,7 @@ Either way the file appears when it is whole: where the file system writes in pl
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import re
@@ -120,7 +121,7 @@ def _store(local: str, fs: Any, path: str, uri: str) -> None:
         with _network_errors(_shown(uri)):
             fs.put_file(local, path)
         return
-    with io.open(local, "rb") as source, FsspecWriter(fs, path, uri, append=False) as target:
+    with builtins.open(local, "rb") as source, FsspecWriter(fs, path, uri, append=False) as target:
         shutil.copyfileobj(source, target, _UNIT_NBYTES)
 
 
@@ -230,8 +231,8 @@ class FsspecReader(io.BufferedIOBase):
 class FsspecWriter(io.BufferedIOBase):
     """A file of an fsspec file system, written straight on.
 
-    Blocks go to the file system's own upload, which ends with :meth:`close`. Where it has none and writes in place, they
-    go to a file beside the target, which takes its name then; so what was there before stays until the new one is whole.
+    Blocks go to the file system's own upload, which ends with :meth:`close`. Where it has none and writes in place,
+    they go to a file beside the target, which takes its name then; so what was there stays until the new one is whole.
     Leaving a ``with`` block by an exception, a write that fails, and :meth:`discard` give the file up.
     """
 
