@@ -26,6 +26,7 @@ __all__ = [
     "access_at",
     "enforce_scheme",
     "explain",
+    "hidden",
     "infer_credentials",
     "parse_s3_uri",
     "resolve",
@@ -38,6 +39,20 @@ PathArgument = Union[str, bytes, "os.PathLike[Any]"]
 # Stores that know buckets as host names only.
 _VIRTUAL_HOSTS = ("cwobject.com", "cwlota.com")
 _announced: set[tuple[str, str]] = set()  # what was logged already
+
+
+class HiddenText(str):
+    """Text that ``repr`` does not show, and so no tool that records local variables."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<hidden>"
+
+
+def hidden(text: Optional[str]) -> Optional[str]:
+    """The same text, for use and not for show; ``None`` and what is no text stay what they are."""
+    return HiddenText(text) if type(text) is str and text else text
 
 
 class S3Location(NamedTuple):
@@ -271,9 +286,9 @@ def access_at(settings: S3Settings, endpoint: Optional[str], anonymous: bool) ->
 
 def _identify(session: Any, settings: S3Settings, config: Optional[ParsedCredentials], anonymous: bool) -> _Identity:
     if config is not None:
-        keys = (config.s3_access_key, config.s3_secret_key)
+        keys = (config.s3_access_key, hidden(config.s3_secret_key))
     else:
-        keys = (settings.access_key_id, settings.secret_access_key)
+        keys = (settings.access_key_id, hidden(settings.secret_access_key))
     if keys == ("", ""):
         return _Identity(keys, "anonymous", unsigned=True)
     if config is not None and config.config_file is not None:

@@ -52,6 +52,8 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
     if scheme is not None:
         from . import stream_io
 
+        if scheme in stream_io.LOCAL_SCHEMES:
+            return _open_path(stream_io.path_of_file_uri(file_obj), fsync)
         return _open_object(stream_io.open_stream(file_obj, "wb+", **(stream_options or {})))
     return _open_path(os.fsdecode(file_obj), fsync)
 

@@ -18,6 +18,7 @@ from ._s3_access import (
     S3Settings,
     access_at,
     enforce_scheme,
+    hidden,
     infer_credentials,
     parse_s3_uri,
     resolve,
@@ -53,7 +54,7 @@ def _presigned(access: S3Access, uri: str) -> str:
     url: str = access.client.generate_presigned_url(
         "get_object", Params={"Bucket": location.bucket, "Key": location.key}, ExpiresIn=_url_seconds()
     )
-    return url
+    return cast(str, hidden(url))
 
 
 def _read_url(access: S3Access, uri: str) -> str:

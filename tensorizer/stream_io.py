@@ -46,6 +46,9 @@ _ELSEWHERE = {
     "_enforce_scheme": "tensorizer.s3",
 }
 
+# URIs that name paths; the second is fsspec's word.
+LOCAL_SCHEMES = ("file", "local")
+
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _S3_MODES = {frozenset(mode) for mode in ("rb", "wb", "wb+", "ab", "ab+")}
 
@@ -86,7 +89,7 @@ def open_stream(
     - ``s3``: reading (``rb``) gives a :class:`CURLStreamFile`, writing (``wb``, ``wb+``, ``ab``, ``ab+``) a temporary
       file that is uploaded when it is closed;
     - ``redis``, ``rediss``: ``RedisStreamFile``, mode ``rb`` only;
-    - ``file``: the local path in it;
+    - ``file``, ``local``: the local path in it;
     - every other scheme (``gs``, ``az``, ``hf``, ``memory``, ...) goes to the optional package ``fsspec``.
 
     Arguments that the kind of stream has no use for are ignored, so that callers can pass the same ones always.
@@ -106,7 +109,7 @@ def open_stream(
         end: One past the last byte; for HTTP and S3 reads only.
         s3_region_name: Region that requests are signed for.
         s3_signature_version: ``"s3v4"`` (default) or ``"s3"`` for version 2.
-        certificate_handling: Which server certificates are trusted (HTTPS and S3 reads).
+        certificate_handling: Which server certificates are trusted (HTTPS, S3 reads, rediss).
         s3_session_token: Token that belongs to temporary credentials.
         s3_profile: Profile of the AWS configuration files.
         s3_client_factory: Makes the boto3 client instead of this package; picklable, for use in worker processes.
@@ -126,8 +129,8 @@ def open_stream(
     if scheme is None:
         return _open_local(os.fspath(path_uri), mode, buffer_size, begin)
     uri = cast(str, path_uri)
-    if scheme == "file":
-        return _open_local(_path_of_file_uri(uri), mode, buffer_size, begin)
+    if scheme in LOCAL_SCHEMES:
+        return _open_local(path_of_file_uri(uri), mode, buffer_size, begin)
     if scheme in ("http", "https"):
         _require_mode(mode, {frozenset("rb")}, scheme)
         return CURLStreamFile(
@@ -142,11 +145,15 @@ def open_stream(
         _require_mode(mode, {frozenset("rb")}, scheme)
         from tensorizer.streams.redis import RedisStreamFile
 
-        return RedisStreamFile(uri, begin=begin, end=end, buffer_size=buffer_size)
+        return RedisStreamFile(
+            uri, begin=begin, end=end, buffer_size=buffer_size, certificate_handling=certificate_handling
+        )
     if scheme == "s3":
         _require_mode(mode, _S3_MODES, scheme)
         from tensorizer import s3
+        from tensorizer._s3_access import hidden
 
+        s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
         settings: dict[str, Any] = {
             "s3_access_key_id": s3_access_key_id,
             "s3_secret_access_key": s3_secret_access_key,
@@ -175,11 +182,12 @@ def _scheme_of(text: str) -> Optional[str]:
     return scheme.lower() if separator and _SCHEME.fullmatch(scheme) else None
 
 
-def _path_of_file_uri(uri: str) -> str:
+def path_of_file_uri(uri: str) -> str:
+    """The local path in ``file:///path``; ``ValueError`` where it names another host."""
     rest = uri.split("://", 1)[1]
     host, slash, path = rest.partition("/")
     if host.lower() not in ("", "localhost"):
-        raise ValueError(f"a file URI names a path of this computer: wanted file:///path, found host {host!r}")
+        raise ValueError(f"a file URI names a whole path of this computer: wanted file:///path, found host {host!r}")
     return urllib.request.url2pathname(slash + path)
 
 

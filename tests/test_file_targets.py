@@ -49,6 +49,21 @@ def test_a_path_that_is_no_text_is_written_and_read(tmp_path):
     assert caught.value.source.endswith("na\\xefve")
 
 
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_a_file_uri_is_written_like_its_path(tmp_path, scheme):
+    path = tmp_path / "new folder" / "m.tensors"
+    uri = f"{scheme}://{tmp_path}/new%20folder/m.tensors"
+    samples.write_state_dict(uri, VALUES)
+    assert path.read_bytes() == DATA
+    serializer = TensorSerializer(uri)
+    assert path.read_bytes() == DATA, "the old file stays until there is a new one"
+    serializer.close()
+    assert path.read_bytes() == DATA
+    assert samples.temporary_leftovers(path.parent, path.name) == []
+    samples.write_state_dict(uri, OTHER)
+    assert_same(load(uri), OTHER)
+
+
 def test_an_empty_path_is_no_file():
     with pytest.raises(FileNotFoundError):
         TensorSerializer("")

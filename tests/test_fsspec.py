@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import traceback
+from typing import ClassVar
 
 import pytest
 import torch
 from samples import assert_same, tensor
 
 from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer.errors import StreamError
 from tensorizer.stream_io import open_stream
 
 fsspec = pytest.importorskip("fsspec")
@@ -61,7 +64,16 @@ def test_what_a_driver_raises_is_an_os_error_without_secrets(memory, monkeypatch
     monkeypatch.setattr(type(memory), method, fail)
     with pytest.raises(OSError, match="ClientError: 503 for https://host/model") as caught:
         TensorDeserializer("memory://model", device="cpu")
-    assert "secret" not in str(caught.value)
+    assert "signature" not in "".join(traceback.format_exception(caught.type, caught.value, caught.tb))
+
+
+def test_the_error_of_a_driver_is_the_cause_where_it_shows_no_secret(memory, monkeypatch):
+    def fail(self, *args, **kwargs):
+        raise ClientError("503 for https://host/model")
+
+    monkeypatch.setattr(type(memory), "open", fail)
+    with pytest.raises(StreamError, match="503") as caught:
+        open_stream("memory://model")
     assert isinstance(caught.value.__cause__, ClientError)
 
 
@@ -119,6 +131,111 @@ def test_writing_streams_and_an_exception_stores_nothing(memory):
     with pytest.raises(RuntimeError, match="on purpose"):
         fail_inside(open_stream("memory://half", "wb"), lambda stream: stream.write(b"half"))
     assert not memory.exists("/half")
+
+
+@pytest.mark.parametrize("mode", ["wb", "wb+", "ab"])
+def test_what_is_there_stays_until_the_new_file_is_whole(memory, mode):
+    memory.pipe_file("/dir/a[b]*", b"old")
+    with open_stream("memory://dir/a[b]*", mode) as stream:
+        stream.write(b"new")
+        assert memory.cat_file("/dir/a[b]*") == b"old"
+    complete = b"oldnew" if mode == "ab" else b"new"
+    assert memory.cat_file("/dir/a[b]*") == complete
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail_inside(open_stream("memory://dir/a[b]*", mode), lambda stream: stream.write(b"half"))
+    assert memory.cat_file("/dir/a[b]*") == complete
+    assert list(memory.store) == ["/dir/a[b]*"], "nothing else is left"
+
+
+def test_a_new_file_appears_when_it_is_closed(memory):
+    stream = open_stream("memory://new", "wb")
+    stream.write(b"abc")
+    assert not memory.exists("/new")
+    stream.close()
+    stream.close()
+    assert memory.cat_file("/new") == b"abc"
+    with pytest.raises(ValueError, match="closed"):
+        stream.write(b"d")
+
+
+@pytest.mark.parametrize("fails", ["write", "close"])
+def test_a_driver_that_fails_gives_the_file_up(memory, monkeypatch, fails):
+    memory.pipe_file("/f", b"old")
+
+    def fail(self, *args):
+        raise ClientError("503 for https://host/f?signature=secret")
+
+    stream = open_stream("memory://f", "wb")
+    monkeypatch.setattr(type(stream._file), fails, fail)
+
+    def write_and_close():
+        stream.write(b"new")
+        stream.close()
+
+    with pytest.raises(StreamError, match="503") as caught:
+        write_and_close()
+    assert "signature" not in "".join(traceback.format_exception(caught.type, caught.value, caught.tb))
+    assert stream.closed
+    assert list(memory.store) == ["/f"]
+    assert memory.cat_file("/f") == b"old"
+
+
+class StoreFile(fsspec.spec.AbstractBufferedFile):
+    """A file of an object store: parts go up while they are written, and become an object at the end."""
+
+    def _initiate_upload(self):
+        self.fs.parts[self.path] = []
+
+    def _upload_chunk(self, final=False):
+        self.fs.parts[self.path].append(self.buffer.getvalue())
+        if final:
+            self.fs.objects[self.path] = b"".join(self.fs.parts.pop(self.path))
+        return True
+
+    def discard(self):
+        self.fs.parts.pop(self.path, None)
+
+
+class Store(fsspec.AbstractFileSystem):
+    protocol = "store"
+    cachable = False
+    objects: ClassVar[dict[str, bytes]] = {}
+    parts: ClassVar[dict[str, list[bytes]]] = {}
+
+    def _open(self, path, mode="rb", block_size=None, **kwargs):
+        return StoreFile(self, path, mode, block_size=1 << 20, **kwargs)
+
+
+@pytest.fixture
+def store():
+    fsspec.register_implementation("store", Store, clobber=True)
+    yield Store
+    Store.objects.clear()
+    Store.parts.clear()
+
+
+def test_a_writer_of_an_object_store_goes_up_while_it_is_written(store):
+    with open_stream("store://b/k", "wb") as stream:
+        for _ in range(5):
+            stream.write(bytes(600_000))
+        assert list(store.parts) == ["b/k"]
+        assert sum(map(len, store.parts["b/k"])) > 1 << 20
+        assert store.objects == {}
+    assert store.objects == {"b/k": bytes(3_000_000)}
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail_inside(open_stream("store://b/k", "wb"), lambda stream: stream.write(bytes(3_000_001)))
+    assert store.objects == {"b/k": bytes(3_000_000)}
+    assert store.parts == {}
+
+
+def test_a_model_goes_to_an_object_store_when_it_is_whole(store):
+    with TensorSerializer("store://b/model") as serializer:
+        serializer.write_state_dict(state())
+        assert (store.objects, store.parts) == ({}, {})
+    assert list(store.objects) == ["b/model"]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail_inside(TensorSerializer("store://b/model2"), lambda serializer: serializer.write_state_dict(state()))
+    assert list(store.objects) == ["b/model"]
 
 
 def test_missing_files_are_not_found():

@@ -49,6 +49,7 @@ PASSING = {
     "a 503": Reply(status=503),
     "a 429": Reply(status=429),
     "a 408": Reply(status=408),
+    "a 400 of S3 about time": Reply(status=400, body=b"<Error><Code>RequestTimeout</Code></Error>"),
     "a 503 that ends the connection": Reply(status=503, close=True),
     "a 503 with a body that breaks": Reply(status=503, body=b"x" * 100, cut_after=10),
     "a 500 with a large body": Reply(status=500, body=b"x" * 1_000_000),
@@ -129,6 +130,15 @@ def test_a_retry_after_beyond_the_time_for_retries_is_an_error_at_once():
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("seconds", ["100000", "9" * 30])
+def test_a_retry_after_that_is_too_late_is_named_however_large_it_is(status, seconds):
+    with FaultyServer(CONTENT, default=Reply(status=status, headers={"Retry-After": seconds})) as server:
+        with pytest.raises(StreamError, match="the server asks to wait for 86400 s or more"):
+            read_all(server)
+        assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("at_request", [0, 1])
@@ -335,6 +345,16 @@ def test_a_size_that_nobody_can_have_costs_no_memory():
             source.read(10_000, 10)
 
 
+def test_more_than_memory_holds_is_an_error_of_the_read_and_not_of_the_stream():
+    huge = {"Content-Range": f"bytes 0-{HEAD - 1}/{(1 << 63) - 1}"}
+    with FaultyServer(CONTENT, default=Reply(headers=huge)) as server:
+        stream = CURLStreamFile(server.url, http_options=quick())
+        with pytest.raises(StreamError, match="more than memory holds"):
+            stream.read()
+        assert not stream.closed
+        stream.close()
+
+
 def ranges_without_a_size(request):
     first, last = request.range
     if first >= len(CONTENT):
@@ -397,6 +417,17 @@ def test_an_empty_object_without_ranges_is_empty():
     for reply in RANGELESS.values():
         with FaultyServer(b"", default=reply) as server, CURLStreamFile(server.url, http_options=quick()) as stream:
             assert stream.read() == b""
+
+
+@pytest.mark.parametrize("content", [b"", CONTENT], ids=["empty", "not empty"])
+def test_a_server_that_refuses_every_range_is_asked_for_the_whole(content):
+    def answer(request):
+        return Reply(status=416) if request.range else GOOD
+
+    with FaultyServer(content, default=answer) as server:
+        assert read_all(server) == content
+        with pytest.raises(StreamError, match="416"):
+            open_stream(server.url, begin=1, http_options=quick())
 
 
 def test_a_small_object_without_ranges_is_held_in_memory():
@@ -564,6 +595,27 @@ def test_no_secret_is_in_errors_tracebacks_reprs_or_logs(number, at_request, cap
         assert server.url in told
         assert SECRET not in told
         assert f"{SECRET}2" in server.requests[0].target  # it was there to be told
+
+
+@pytest.mark.parametrize("proxy", ["http://user:{}@[:x", "user:{}@[:x", "other://user:{}@127.0.0.1:1"])
+def test_a_proxy_that_cannot_be_used_is_an_error_without_its_password(proxy, monkeypatch):
+    monkeypatch.setenv("http_proxy", proxy.format(SECRET))
+    with FaultyServer(CONTENT) as server:
+        with pytest.raises(StreamError, match=r"Unsupported proxy .*; check proxy, http_proxy") as caught:
+            open_stream(server.url, http_options=quick(proxy=None, no_proxy=""))
+        assert SECRET not in "".join(traceback.format_exception(caught.type, caught.value, caught.tb))
+        assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "tries"),
+    [(407, "the proxy wants credentials", 1), (403, "the proxy does not connect", 1), (502, "after 4 tries", 4)],
+)
+def test_a_proxy_that_refuses_a_tunnel_is_named(status, text, tries):
+    with FaultyServer(CONTENT, default=Reply(status=status)) as proxy:
+        with pytest.raises(StreamError, match=text):
+            open_stream("https://127.0.0.1:1/x", http_options=quick(proxy=proxy.url, no_proxy=""))
+        assert [request.method for request in proxy.requests] == ["CONNECT"] * tries
 
 
 # -- sequences of faults ----------------------------------------------------------------------------------------------

@@ -11,12 +11,14 @@ import random
 import socket
 import threading
 import time
+import traceback
 
 import pytest
 from conftest import open_descriptors, thread_count
 from servers.redis_server import RedisServer, free_port, redis_is_installed
 
 from tensorizer.errors import FormatError, StreamError, StreamNotFoundError, TruncatedError
+from tensorizer.stream_io import open_stream
 from tensorizer.streams.options import CAInfo
 from tensorizer.streams.redis import RedisStreamFile, _parse_redis_uri, parse_redis_address
 
@@ -335,6 +337,12 @@ class TestLogin:
         for login in (":word", "user:word", "default:word"):
             assert RedisStreamFile(f"redis://{login}@127.0.0.1:{server.port}/open").read() == b"data"
 
+    def test_a_stream_that_could_not_be_opened_has_a_repr(self):
+        with pytest.raises(StreamError) as caught:
+            RedisStreamFile("redis://127.0.0.1:1/p", retries=0)
+        stack = traceback.TracebackException.from_exception(caught.value, capture_locals=True).stack
+        assert "(not open)" in stack[-1].locals["self"]
+
     def test_repr_and_name_hold_no_password(self, locked_server):
         locked_server.client().set("p:header:0", b"data")
         stream = RedisStreamFile(f"redis://:{QUOTED}@127.0.0.1:{locked_server.port}/p")
@@ -348,6 +356,8 @@ class TestTls:
         store(tls_server.client(), "tls", [0, 1000], data)
         trust = CAInfo(cacert=str(tls_server.certificate))
         with RedisStreamFile(tls_server.uri("tls"), certificate_handling=trust) as stream:
+            assert stream.read() == data
+        with open_stream(tls_server.uri("tls"), certificate_handling=trust) as stream:
             assert stream.read() == data
 
     def test_an_untrusted_certificate_is_refused(self, tls_server):

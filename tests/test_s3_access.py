@@ -6,6 +6,7 @@ import configparser
 import logging
 import pickle
 import time
+import traceback
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -282,6 +283,24 @@ class TestSecrets:
         assert "X-Amz" not in text
         assert "s3://b/k" in str(caught.value)
         assert "127.0.0.1:1" in str(caught.value)
+
+    @pytest.mark.parametrize("from_file", [False, True])
+    def test_the_local_variables_of_our_frames_show_no_secret(self, tmp_path, from_file):
+        where = {"s3_endpoint": "127.0.0.1:1", "force_http": True}
+        if from_file:
+            file = tmp_path / "s3cfg"
+            file.write_text(f"[default]\naccess_key = {KEY}\nsecret_key = {SECRET}\n")
+            keys = {"s3_config_path": str(file)}
+        else:
+            keys = {"s3_access_key_id": KEY, "s3_secret_access_key": SECRET, "s3_session_token": TOKEN}
+        options = stream_io.HTTPOptions(retries=0)
+        with pytest.raises(OSError) as caught:
+            stream_io.open_stream("s3://b/k", http_options=options, **where, **keys)
+        stack = traceback.TracebackException.from_exception(caught.value, capture_locals=True).stack
+        shown = [f"{frame.name}: {frame.locals}" for frame in stack if frame.filename != __file__]
+        assert len(shown) >= 3
+        for secret in (SECRET, TOKEN, "X-Amz"):
+            assert not [text for text in shown if secret in text]
 
     def test_endpoint_and_source_are_logged_once(self, caplog):
         caplog.set_level(logging.INFO, "tensorizer")

@@ -100,6 +100,12 @@ class TestReading:
         with open_stream("s3://bucket/dir/a b ü", begin=1000, end=3000, **store.arguments) as stream:
             assert stream.read() == data[1000:3000]
 
+    def test_an_empty_object_is_read(self, store):
+        store.boto.put_object(Bucket="bucket", Key="empty", Body=b"")
+        with open_stream("s3://bucket/empty", **store.arguments) as stream:
+            assert stream.read() == b""
+            assert stream.seek(0, 2) == 0
+
     def test_a_missing_object_names_bucket_key_endpoint_and_source(self, store):
         with pytest.raises(StreamNotFoundError) as caught:
             open_stream("s3://bucket/not/there", **store.arguments)

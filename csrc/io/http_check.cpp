@@ -124,6 +124,12 @@ const char* hint_of_status(int status) {
 
 }  // namespace
 
+bool is_passing(int status) noexcept {
+  // Not implemented and version not supported will not change by waiting.
+  if (status == 501 || status == 505) return false;
+  return status == 408 || status == 429 || status >= 500;
+}
+
 bool is_redirect(int status) noexcept {
   return status == 301 || status == 302 || status == 303 || status == 307 || status == 308;
 }
@@ -137,9 +143,8 @@ HttpFailure failure_of_status(const ResponseHead& head, std::string_view body) {
   failure.hint = hint_of_s3_code(code);
   if (failure.hint.empty()) failure.hint = hint_of_status(head.status);
   if (head.status == 404 || head.status == 410) failure.code = Errc::not_found;
-  failure.transient = head.status == 408 || head.status == 429 || head.status >= 500;
-  // Not implemented and version not supported will not change by waiting.
-  if (head.status == 501 || head.status == 505) failure.transient = false;
+  // S3 says so, with status 400, of an upload whose bytes came too slowly.
+  failure.transient = is_passing(head.status) || code == "RequestTimeout";
   if (const auto after = head.headers.find("retry-after"))
     failure.retry_after = parse_retry_after(*after, std::time(nullptr));
   return failure;

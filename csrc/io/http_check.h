@@ -50,6 +50,9 @@ CheckedResponse check_response(const RangeRequest& request, const ResponseHead& 
 // which only an S3 error code is used.
 HttpFailure failure_of_status(const ResponseHead& head, std::string_view body);
 
+// True for statuses that may be another one later: 408, 429, and 5xx but for 501 and 505.
+bool is_passing(int status) noexcept;
+
 // True for 301, 302, 303, 307, 308.
 bool is_redirect(int status) noexcept;
 

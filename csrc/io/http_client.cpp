@@ -154,7 +154,13 @@ void with_retries(const HttpOptions& options, const HttpDeadline& deadline,
     const auto delay = retry.after_failure(Clock::now(), now_at - progress_before, retry_chance(),
                                            failure.retry_after);
     progress_before = now_at;
-    if (!failure.transient || !delay) throw describe(failure, retry.failures());
+    if (!failure.transient || !delay) {
+      if (failure.transient && failure.retry_after > options.retry.window)
+        failure.hint = "the server asks to wait for " +
+                       std::to_string(failure.retry_after->count() / 1000) +
+                       " s or more, longer than retry_seconds allows";
+      throw describe(failure, retry.failures());
+    }
     sleep_unless_stopped(*delay, stop);
     try {
       deadline.check();

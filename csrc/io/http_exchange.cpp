@@ -351,7 +351,14 @@ void HttpExchange::fail(CURLcode code) const {
   std::string text = error_text_.data();
   if (text.empty()) text = curl_easy_strerror(code);
   for (const std::string& secret : secrets_) replace_all(text, secret);
+  // Of a proxy that it cannot use libcurl quotes all, password included.
+  const bool is_bad_proxy = text.starts_with("Unsupported proxy");
+  if (is_bad_proxy) text = text.substr(0, text.find('\'')) + "<redacted>";
   HttpFailure failure = failure_of_curl(code, printable(text, 300));
+  if (is_bad_proxy) {
+    failure.transient = false;
+    failure.hint = "check proxy, http_proxy, https_proxy and all_proxy";
+  }
   if (head_complete_ && code == CURLE_PARTIAL_FILE)
     failure.reason =
         "the body ended after " + std::to_string(received_) + " bytes: " + failure.reason;
@@ -360,6 +367,13 @@ void HttpExchange::fail(CURLcode code) const {
   long opened = 0;
   curl_easy_getinfo(easy_.get(), CURLINFO_NUM_CONNECTS, &opened);
   if (is_garbage && opened == 0) failure.transient = true;
+  long proxy_status = 0;
+  curl_easy_getinfo(easy_.get(), CURLINFO_HTTP_CONNECTCODE, &proxy_status);
+  if (proxy_status >= 300 && head_.status == 0) {
+    failure.transient = is_passing(static_cast<int>(proxy_status));
+    failure.hint = proxy_status == 407 ? "the proxy wants credentials"
+                                       : "the proxy does not connect to this host";
+  }
   failure.status = head_.status;
   throw failure;
 }

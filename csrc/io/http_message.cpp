@@ -80,8 +80,9 @@ std::optional<ContentRange> parse_content_range(std::string_view text) noexcept 
 std::optional<std::chrono::milliseconds> parse_retry_after(std::string_view text, std::time_t now) {
   text = trimmed(text);
   constexpr uint64_t kDay = 86'400;  // beyond it the exact number matters no more
-  if (const auto seconds = parse_decimal(text))
-    return std::chrono::seconds(std::min<uint64_t>(*seconds, kDay));
+  const bool is_number = !text.empty() && text.find_first_not_of("0123456789") == text.npos;
+  if (is_number)  // one that is too large for us is a long time, too
+    return std::chrono::seconds(std::min<uint64_t>(parse_decimal(text).value_or(kDay), kDay));
   const std::time_t date = curl_getdate(std::string(text).c_str(), nullptr);
   if (date < 0) return std::nullopt;
   const std::time_t wait = std::clamp<std::time_t>(date - now, 0, kDay);

@@ -52,7 +52,7 @@ uint64_t HttpSource::request_head(const HttpDeadline& deadline, std::optional<Ht
   uint64_t nbytes = std::max<uint64_t>(1, client_.options.head_nbytes);
   if (end_) nbytes = std::min(nbytes, *end_ - begin_);
   const RangeRequest request{begin_, nbytes, nullptr, false};
-  const std::string range = std::to_string(begin_) + "-" + std::to_string(begin_ + nbytes - 1);
+  std::string range = std::to_string(begin_) + "-" + std::to_string(begin_ + nbytes - 1);
   CurlLanePool::Lease lane;
   auto sink = std::make_unique<StreamSink>();
   std::unique_ptr<HttpExchange> exchange;
@@ -63,7 +63,14 @@ uint64_t HttpSource::request_head(const HttpDeadline& deadline, std::optional<Ht
         const auto accept = [&](const ResponseHead& head) {
           return accept_first(request, head, *sink);
         };
-        exchange = client_.start(*lane, range, {}, accept, deadline, stop);
+        try {
+          exchange = client_.start(*lane, range, {}, accept, deadline, stop);
+        } catch (const HttpFailure& failure) {
+          // Some stores refuse every range of an empty object without saying that it is empty.
+          if (failure.status != 416 || begin_ != 0 || range.empty()) throw;
+          range.clear();
+          exchange = client_.start(*lane, range, {}, accept, deadline, stop);
+        }
       },
       [] { return uint64_t{0}; },
       [&](const HttpFailure& failure, int tries) { return open_error(failure, tries); }, stop);

@@ -2,13 +2,17 @@
 
 Loads read ranges in parallel, through Python. Writers that go straight on stream to the file system's own upload; those
 that jump back, as :class:`~tensorizer.TensorSerializer` does, write to a temporary file that is uploaded at the end.
+Either way the file appears when it is whole: where the file system writes in place, under another name until then.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import re
+import secrets
+import shutil
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
@@ -57,7 +61,7 @@ def open(
     if wanted == "rb":
         return cast(BinaryIO, FsspecReader(fs, path, uri, buffer_size, begin or 0))
     if wanted == "wb+":
-        return cast(BinaryIO, UploadOnClose(lambda local, _threads: fs.put_file(local, path), _shown(uri)))
+        return cast(BinaryIO, UploadOnClose(lambda local, _threads: _store(local, fs, path, uri), _shown(uri)))
     if wanted == "xb" and fs.exists(path):
         raise FileExistsError(f"{_shown(uri)} exists")
     return cast(BinaryIO, FsspecWriter(fs, path, uri, append=wanted == "ab"))
@@ -82,8 +86,9 @@ def _network_errors(name: str) -> Iterator[None]:
     except (OSError, ValueError, TypeError, NotImplementedError, ImportError):
         raise
     except Exception as error:
-        message = re.sub(r"\?[^\s\"']*", "", str(error))  # signed URLs keep their secrets
-        raise StreamError(f"{name}: {type(error).__name__}: {message}") from error
+        message = re.sub(r"\?[^\s\"']*|(?<=://)[^/\s\"'@]*@", "", str(error))  # signed URLs keep their secrets
+        cause = error if message == str(error) else None  # tracebacks, too
+        raise StreamError(f"{name}: {type(error).__name__}: {message}") from cause
 
 
 def _file_system(uri: str) -> tuple[Any, str]:
@@ -105,6 +110,45 @@ def _file_system(uri: str) -> tuple[Any, str]:
             f"nobody knows the scheme {scheme}://: neither tensorizer nor fsspec (extra tensorizer[fsspec]): {error}"
         ) from error
     return fs, path
+
+
+def _store(local: str, fs: Any, path: str, uri: str) -> None:
+    """Uploads a local file."""
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    if isinstance(fs, AsyncFileSystem) or type(fs).put_file is not AbstractFileSystem.put_file:
+        with _network_errors(_shown(uri)):
+            fs.put_file(local, path)
+        return
+    with builtins.open(local, "rb") as source, FsspecWriter(fs, path, uri, append=False) as target:
+        shutil.copyfileobj(source, target, _UNIT_NBYTES)
+
+
+def _can_rename(fs: Any) -> bool:
+    """Whether files of the file system can take another name; object stores need not, their uploads end at once."""
+    from fsspec.spec import AbstractFileSystem
+
+    def has_own(name: str) -> bool:
+        return getattr(type(fs), name) is not getattr(AbstractFileSystem, name)
+
+    return has_own("mv") or (has_own("cp_file") and (has_own("rm_file") or has_own("_rm")))
+
+
+def _rename(fs: Any, source: str, target: str) -> None:
+    from fsspec.spec import AbstractFileSystem
+
+    if type(fs).mv is AbstractFileSystem.mv:  # which takes brackets and asterisks in names for patterns
+        fs.cp_file(source, target)
+        fs.rm_file(source)
+        return
+    try:
+        fs.mv(source, target)
+    except Exception:
+        if not fs.exists(target):
+            raise
+        fs.rm_file(target)  # some servers replace nothing
+        fs.mv(source, target)
 
 
 class FsspecReader(io.BufferedIOBase):
@@ -187,14 +231,35 @@ class FsspecReader(io.BufferedIOBase):
 class FsspecWriter(io.BufferedIOBase):
     """A file of an fsspec file system, written straight on.
 
-    Leaving a ``with`` block by an exception gives the upload up, as far as the file system can, and completes nothing.
+    Blocks go to the file system's own upload, which ends with :meth:`close`. Where it has none and writes in place,
+    they go to a file beside the target, which takes its name then; so what was there stays until the new one is whole.
+    Leaving a ``with`` block by an exception, a write that fails, and :meth:`discard` give the file up.
     """
 
     def __init__(self, fs: Any, path: str, uri: str, append: bool) -> None:
         super().__init__()
         self._fs, self._path, self._append, self.name = fs, path, append, _shown(uri)
+        self._beside: Optional[str] = None  # the name until close()
         with _network_errors(self.name):
-            self._file = fs.open(path, "ab" if append else "wb")
+            self._file = self._open_beside() if _can_rename(fs) else fs.open(path, self._mode)
+
+    @property
+    def _mode(self) -> str:
+        return "ab" if self._append else "wb"
+
+    def _open_beside(self) -> Any:
+        beside = f"{self._path}.{secrets.token_hex(4)}.part"
+        with contextlib.suppress(Exception):
+            self._fs.makedirs(self._fs._parent(self._path), exist_ok=True)
+        file = self._fs.open(beside, "wb")
+        if _is_upload(file):
+            _abandon(file)
+            return self._fs.open(self._path, self._mode)
+        self._beside = beside
+        if self._append and self._fs.exists(self._path):
+            with self._fs.open(self._path, "rb") as before:
+                shutil.copyfileobj(before, file, _UNIT_NBYTES)
+        return file
 
     def __repr__(self) -> str:
         return f"<FsspecWriter {self.name}>"
@@ -203,7 +268,14 @@ class FsspecWriter(io.BufferedIOBase):
         """Writes all of ``data``; returns its size in bytes."""
         with memoryview(data) as view:
             nbytes = view.nbytes
-        self._file.write(data)
+        if self.closed:
+            raise ValueError(f"write to closed file {self.name}")
+        try:
+            with _network_errors(self.name):
+                self._file.write(data)
+        except BaseException:
+            self.discard()
+            raise
         return nbytes
 
     def tell(self) -> int:
@@ -216,25 +288,28 @@ class FsspecWriter(io.BufferedIOBase):
         """Does nothing: file systems take blocks of their own size, and the rest at the end."""
 
     def close(self) -> None:
-        if not self.closed:
-            try:
+        """Completes the file. A second call does nothing."""
+        if self.closed:
+            return
+        try:
+            with _network_errors(self.name):
                 self._file.close()
-            finally:
-                super().close()
+                if self._beside is not None:
+                    _rename(self._fs, self._beside, self._path)
+        except BaseException:
+            self.discard()
+            raise
+        super().close()
 
     def discard(self) -> None:
-        """Closes without completing the upload; where the file system writes in place, the file is removed."""
-        from fsspec.spec import AbstractBufferedFile
-
-        if not self.closed:
+        """Closes without completing the file."""
+        if self.closed:
+            return
+        _abandon(self._file)
+        unfinished = self._path if self._beside is None and not self._append else self._beside
+        if unfinished is not None and not _is_upload(self._file):
             with contextlib.suppress(Exception):
-                self._file.discard()
-            if isinstance(self._file, AbstractBufferedFile):
-                self._file.closed = True  # what close() looks at before it completes the upload
-            elif not self._append:
-                with contextlib.suppress(Exception):
-                    self._file.close()
-                    self._fs.rm_file(self._path)
+                self._fs.rm_file(unfinished)
         super().close()
 
     def __exit__(
@@ -247,3 +322,21 @@ class FsspecWriter(io.BufferedIOBase):
             self.close()
         else:
             self.discard()
+
+
+def _is_upload(file: Any) -> bool:
+    """Whether what is written becomes a file at the end only."""
+    from fsspec.spec import AbstractBufferedFile
+
+    return isinstance(file, AbstractBufferedFile)
+
+
+def _abandon(file: Any) -> None:
+    """Lets go of a file without completing its upload."""
+    with contextlib.suppress(Exception):
+        file.discard()
+    if _is_upload(file):
+        file.closed = True  # what close() looks at before it completes the upload
+    else:
+        with contextlib.suppress(Exception):
+            file.close()

@@ -189,7 +189,8 @@ class CURLStreamFile(io.BufferedIOBase):
         with memoryview(buffer) as view:
             if view.readonly:
                 raise TypeError("readinto: wanted a writable buffer")
-            if view.nbytes == 0:
+            if view.nbytes == 0:  # cast() refuses some empty shapes
+                self._count(0)
                 return 0
             with view.cast("B") as plain:
                 got = self._fill(source, plain)
@@ -370,12 +371,18 @@ class CURLStreamFile(io.BufferedIOBase):
         return self._read_sized(source, self._available(source, sys.maxsize))
 
     def _read_sized(self, source: _C.HttpSource, nbytes: int) -> bytes:
-        """The next ``nbytes``, which the object is known to have."""
-        if nbytes >= _DIRECT_NBYTES and self._in_window(1) == 0:
-            data: bytes = self._ask(lambda: source.read_parallel(self._position, nbytes))
-            self._position += len(data)
-            return data
-        buffer = bytearray(nbytes)
+        """The next ``nbytes``, which the object has if its server tells the truth."""
+        try:
+            if nbytes >= _DIRECT_NBYTES and self._in_window(1) == 0:
+                data: bytes = self._ask(lambda: source.read_parallel(self._position, nbytes))
+                self._position += len(data)
+                return data
+            buffer = bytearray(nbytes)
+        except (MemoryError, OverflowError):
+            raise StreamError(
+                f"Failed to read {self._name}: {nbytes} bytes at offset {self._position} are more than memory holds; "
+                "read them in pieces"
+            ) from None
         got = self._fill(source, memoryview(buffer))
         return bytes(memoryview(buffer)[:got])
 

@@ -187,6 +187,8 @@ class RedisStreamFile(io.BufferedIOBase):
         self._closed = False
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_source"):
+            return "<RedisStreamFile (not open)>"
         return f"<RedisStreamFile {self._source.name} at {self._position}>"
 
     def _tensorizer_source(self) -> _C.RangeSource:
