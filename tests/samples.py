@@ -7,6 +7,7 @@ import hashlib
 import io
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,6 +25,28 @@ OPAQUE_DTYPES = [
 NUMPY_DTYPES = [getattr(torch, name) for name in NUMPY_DTYPES if hasattr(torch, name)]
 OPAQUE_DTYPES = [getattr(torch, name) for name in OPAQUE_DTYPES if hasattr(torch, name)]
 ALL_DTYPES = NUMPY_DTYPES + OPAQUE_DTYPES
+
+
+def fail(count: object) -> int:
+    """Stands for what goes wrong below a file object."""
+    raise OSError("the cable is cut")
+
+
+# What a file object's ``readinto`` or ``write`` makes of the count that it should answer, and what that has to raise.
+WRONG_ANSWERS = {
+    "float": (float, TypeError),
+    "negative": (lambda n: -1, OSError),
+    "too many": (lambda n: n + 1, OSError),
+    "exception": (fail, OSError),
+}
+
+
+def assert_released(views: list) -> None:
+    """Memory that was lent to a file object is out of its reach again."""
+    assert views
+    for view in views:
+        with pytest.raises(ValueError, match="released"):
+            view[0]
 
 
 def stream(nbytes: int, seed: object) -> bytes:

@@ -62,9 +62,11 @@ void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from, const std::s
   file_.attr("seek")(offset);
   while (!from.empty()) {
     throw_if_stopped(stop);
-    const size_t n = call_with_view(
-        file_.attr("write"),
-        py::memoryview::from_memory(from.data(), static_cast<py::ssize_t>(from.size())), name_);
+    const size_t n =
+        call_with_view(
+            file_.attr("write"),
+            py::memoryview::from_memory(from.data(), static_cast<py::ssize_t>(from.size())), name_)
+            .value_or(0);
     if (n == 0 || n > from.size())
       throw Error(Errc::io,
                   name_ + " accepted " + std::to_string(n) + " of " + std::to_string(from.size()) +

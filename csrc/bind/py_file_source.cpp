@@ -29,8 +29,8 @@ std::optional<uint64_t> measure(const py::object& file) {
 
 }  // namespace
 
-size_t call_with_view(const py::object& method, const py::memoryview& view,
-                      const std::string& name) {
+std::optional<size_t> call_with_view(const py::object& method, const py::memoryview& view,
+                                     const std::string& name) {
   py::object answer;
   try {
     answer = method(view);
@@ -42,7 +42,7 @@ size_t call_with_view(const py::object& method, const py::memoryview& view,
     throw;
   }
   view.attr("release")();
-  if (answer.is_none()) return 0;
+  if (answer.is_none()) return std::nullopt;
   const Py_ssize_t n = PyNumber_AsSsize_t(answer.ptr(), PyExc_OverflowError);
   if (n == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
   if (n < 0) throw Error(Errc::io, name + " answered a negative number of bytes", name);
@@ -93,7 +93,7 @@ void PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_
   file_.attr("seek")(offset);
   while (!into.empty()) {
     throw_if_stopped(stop);
-    const size_t got = read_some(into);
+    const size_t got = read_some(offset, into);
     if (got == 0) io::throw_truncated(name_, offset, into.size(), offset);
     if (got > into.size())
       throw Error(Errc::io, name_ + " returned more bytes than asked for", name_);
@@ -103,11 +103,15 @@ void PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_
   }
 }
 
-size_t PyFileSource::read_some(io::Slice into) {
+size_t PyFileSource::read_some(uint64_t offset, io::Slice into) {
   if (has_readinto_) {
-    return call_with_view(
+    const std::optional<size_t> got = call_with_view(
         file_.attr("readinto"),
         py::memoryview::from_memory(into.data(), static_cast<py::ssize_t>(into.size())), name_);
+    if (got) return *got;
+    // Simple wrappers forget the answer. Their position tells whether anything was read.
+    const uint64_t now = file_.attr("tell")().cast<uint64_t>();
+    return now > offset ? now - offset : 0;
   }
   const py::object got = file_.attr("read")(into.size());
   const auto copy =

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <atomic>
+#include <optional>
 #include <string>
 
 #include "core/sync.h"
@@ -14,9 +15,10 @@ namespace tensorizer::bind {
 
 // Calls `method` with a memoryview of the memory, which is taken back before this returns or
 // throws: what the callee, or the traceback of its exception, keeps of it is dead. Returns the
-// count of bytes that the method answers; None is 0. REQUIRES: the interpreter lock is held.
-size_t call_with_view(const pybind11::object& method, const pybind11::memoryview& view,
-                      const std::string& name);
+// count of bytes that the method answers, if it answers one. REQUIRES: the interpreter lock is
+// held.
+std::optional<size_t> call_with_view(const pybind11::object& method,
+                                     const pybind11::memoryview& view, const std::string& name);
 
 class PyFileSource final : public io::RangeSource {
  public:
@@ -36,7 +38,7 @@ class PyFileSource final : public io::RangeSource {
 
  private:
   void read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop);
-  size_t read_some(io::Slice into);
+  size_t read_some(uint64_t offset, io::Slice into);
 
   pybind11::object file_;
   std::string name_;
