@@ -107,14 +107,16 @@ lint: system-lint $(VENV)/stamp-dev  ## ruff, clang-format, codespell, mypy --st
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell $$(git ls-files --cached --others --exclude-standard)
-	$(if $(strip $(CXX_FILES)),clang-format --dry-run -Werror $(CXX_FILES))
+	@echo clang-format --dry-run -Werror
+	@$(if $(strip $(CXX_FILES)),clang-format --dry-run -Werror $(CXX_FILES))
 	$(BIN)/mypy --strict
 	@JOBS=$(JOBS) scripts/tidy.sh $(TIDY_ROOMS)
 
 format: system-lint $(VENV)/stamp-dev  ## rewrite Python and C++ in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(if $(strip $(CXX_FILES)),clang-format -i $(CXX_FILES))
+	@echo clang-format -i
+	@$(if $(strip $(CXX_FILES)),clang-format -i $(CXX_FILES))
 
 # ---- C++ without Python ---------------------------------------------------------------------------------------------
 
