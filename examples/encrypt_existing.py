@@ -37,10 +37,12 @@ def copy_tensors(
     encryption: Optional[EncryptionParams],
     decryption: Optional[DecryptionParams],
     report: Callable[[str], None],
+    before_end: Callable[[], None],
 ) -> int:
     """Writes every tensor of one file to another; returns how many.
 
-    Hashes are verified on the way, and at most one tensor (or 64 MiB of small ones) is in memory.
+    Hashes are verified on the way, and at most one tensor (or 64 MiB of small ones) is in memory. ``before_end`` is
+    called when all are written and the target is not closed yet: if it raises, nothing is uploaded.
     """
     count = 0
     with (
@@ -52,16 +54,18 @@ def copy_tensors(
             count += 1
             shown = name if isinstance(name, str) else "/".join(map(str, name))
             report(f"{shown}: {tensor.dtype} {list(tensor.shape)}")
+        before_end()
     return count
 
 
 @contextlib.contextmanager
 def complete_or_absent(outfile: str) -> Iterator[str]:
-    """Where to write so that ``outfile`` appears when all of it is there. URIs have their own way of doing that."""
-    if "://" in outfile:
+    """Where to write so that ``outfile`` appears when all of it is there. Remote stores see to that themselves."""
+    scheme, separator, rest = outfile.partition("://")
+    if separator and scheme.lower() not in ("file", "local"):
         yield outfile
         return
-    target = Path(outfile).resolve()
+    target = Path(rest if separator else outfile).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         partial = Path(folder) / target.name
@@ -72,6 +76,7 @@ def complete_or_absent(outfile: str) -> Iterator[str]:
 def write_key(path: str, key: bytes) -> None:
     """Replaces ``path`` by a file that only its owner can read, and waits until it is on the disk."""
     target = Path(path).resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -206,10 +211,13 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     encryption = encryption_for(parser, args) if args.action == "add" else None
     decryption = decryption_for(parser, args) if args.action == "remove" else None
     report: Callable[[str], None] = (lambda text: None) if args.quiet else print
-    with complete_or_absent(args.outfile) as outfile:
-        count = copy_tensors(args.infile, outfile, encryption, decryption, report)
+
+    def keep_new_key() -> None:
         if encryption is not None and args.kind == "random":
             write_key(args.keyfile, encryption.key)  # before the encrypted file appears, which is useless without
+
+    with complete_or_absent(args.outfile) as outfile:
+        count = copy_tensors(args.infile, outfile, encryption, decryption, report, keep_new_key)
     if encryption is not None and args.kind == "pwhash":
         print(f"salt: {encryption.salt.hex()}")
     report(f"{'encrypted' if encryption else 'decrypted'} {count} tensors: {args.infile} -> {args.outfile}")

@@ -6,6 +6,7 @@ model than the default, on the Hugging Face hub or as a local folder. Needs ``tr
 
 from __future__ import annotations
 
+import argparse
 import getpass
 import os
 import sys
@@ -53,6 +54,7 @@ def show(what: str, nbytes: int, start: float) -> None:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     model_id = os.environ.get("MODEL_ID") or DEFAULT_MODEL
     passphrase = get_passphrase()
     original = AutoModelForCausalLM.from_pretrained(model_id)

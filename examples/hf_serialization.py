@@ -42,7 +42,7 @@ class ValueMismatchError(ValidationError):
 
 
 class ComponentMismatchError(ValidationError):
-    """A tokenizer or scheduler has other files."""
+    """A tokenizer or scheduler has other files, or the same with other content."""
 
 
 def stream_options() -> dict[str, Any]:
@@ -133,6 +133,9 @@ def validate_pretrained(component: Any, loaded: Any) -> None:
         names = [{path.name for path in Path(folder).iterdir()} for folder in (wanted, found)]
         if names[0] != names[1]:
             raise ComponentMismatchError(f"files that only one side has: {sorted(names[0] ^ names[1])}")
+        for name in sorted(names[0]):
+            if Path(wanted, name).read_bytes() != Path(found, name).read_bytes():
+                raise ComponentMismatchError(f"{name}: the contents differ")
 
 
 def hf_main(args: argparse.Namespace) -> None:

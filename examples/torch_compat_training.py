@@ -95,6 +95,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
     parser.add_argument("--background", action="store_true", help="write checkpoints in a thread")
     args = parser.parse_args()
+    if args.save_every < 1:
+        parser.error("--save-every: wanted 1 or more")
     args.out_dir.mkdir(parents=True, exist_ok=True)
 
     training = Training()

@@ -35,12 +35,16 @@ def progress_reporter(
 
     Raises:
         TypeError: `progress` is neither a bool nor callable.
+        ImportError: A bar was asked for and ``tqdm`` is not installed.
     """
     if progress is None or progress is False:
         yield None
         return
     if progress is True:
-        from tqdm.auto import tqdm
+        try:
+            from tqdm.auto import tqdm
+        except ImportError as error:
+            raise ImportError("progress=True needs the package tqdm (pip install tqdm); a function does not") from error
 
         with tqdm(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1024) as bar:
 

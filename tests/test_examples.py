@@ -18,11 +18,12 @@ import torch
 from tensorizer import TensorDeserializer, TensorSerializer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# examples/demo.py, encryption.py and encrypt_existing.py have tests of their own
+# examples/demo.py and encrypt_existing.py have tests of their own
 SCRIPTS = [
     "serialize.py",
     "deserialize-simple.py",
     "deserialize.py",
+    "encryption.py",
     "hf_serialization.py",
     "torch_compat_training.py",
     "numpy_arrays.py",
@@ -142,6 +143,14 @@ def test_training_resumes_where_it_stopped(tmp_path, background, run):
         assert torch.equal(tensor, right["model"][name]), name
 
 
+def test_saving_every_zero_steps_is_a_usage_error(tmp_path, run, capsys):
+    with pytest.raises(SystemExit) as end:
+        run("torch_compat_training.py", "--out-dir", tmp_path / "none", "--save-every", 0)
+    assert end.value.code == 2
+    assert "--save-every" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_resuming_from_nothing_is_a_usage_error(tmp_path, run, capsys):
     with pytest.raises(SystemExit) as end:
         run("torch_compat_training.py", "--out-dir", tmp_path, "--resume")
@@ -247,7 +256,11 @@ def test_buffer_sizes_are_swept_and_drawn(tmp_path, run):
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
-    [((), "name a model"), (("model.tensors", "--test-s3"), "--s3-endpoint")],
+    [
+        ((), "name a model"),
+        (("model.tensors", "--test-s3"), "--s3-endpoint"),
+        (("model.tensors", "--local-only", "--start-buffer-size", "0"), "--start-buffer-size"),  # doubles for ever
+    ],
 )
 def test_the_sweep_asks_for_what_it_needs(run, capsys, arguments, complaint):
     with pytest.raises(SystemExit) as end:

@@ -104,6 +104,25 @@ def test_a_random_key_file_can_be_read_by_its_owner_alone(work: Work) -> None:
     assert keyfile.read_bytes() != first
 
 
+def test_the_folder_of_a_random_key_file_is_made(work: Work) -> None:
+    keyfile = work.folder / "keys" / "new-key"
+    assert work.add("random", keyfile, "-q") == 0
+    assert_holds_the_model(work.secret, DecryptionParams.from_key(keyfile.read_bytes()))
+
+
+@pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
+def test_no_encrypted_file_appears_whose_random_key_could_not_be_kept(work: Work, scheme: str) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    target = f"{scheme}{work.secret}"
+    with fsspec.open(target, "wb") as file:
+        file.write(b"was here before")
+    (work.folder / "file").write_bytes(b"no folder")
+    arguments = ("--keyfile", work.folder / "file" / "key", "--infile", work.plain, "-q")
+    assert work.run("add", "random", *arguments, "--outfile", target) == 1
+    with fsspec.open(target, "rb") as file:
+        assert file.read() == b"was here before"
+
+
 def test_a_passphrase_file_works_with_and_without_its_line_end(work: Work) -> None:
     assert work.add("pwhash", work.passphrase, *LIMITS, "-q") == 0
     assert_holds_the_model(work.secret, DecryptionParams.from_string("correct horse"))

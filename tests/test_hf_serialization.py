@@ -276,6 +276,14 @@ def test_validation_names_what_differs(example):
     assert issubclass(example.ComponentMismatchError, example.ValidationError)
 
 
+def test_a_tokenizer_with_another_vocabulary_fails_the_validation(example):
+    tokenizer, other = tiny_models.tokenizer(), tiny_models.tokenizer()
+    example.validate_pretrained(tokenizer, other)
+    other.add_tokens(["another"])
+    with pytest.raises(example.ComponentMismatchError, match=r"tokenizer.*\.json"):
+        example.validate_pretrained(tokenizer, other)
+
+
 def test_a_wrong_reload_fails_the_validation(language_model, tmp_path, example, monkeypatch):
     def spoiled(*arguments, **keywords):
         model = huggingface.load_model(*arguments[:3], device="cpu")

@@ -90,7 +90,7 @@ def test_without_a_bar_tqdm_is_not_needed(path, tmp_path, monkeypatch):
     load(path, reports.append)
     save(tmp_path / "out.tensors", reports.append)
     assert len(reports) >= 2
-    with pytest.raises(ImportError):
+    with pytest.raises(ImportError, match="pip install tqdm"):
         load(path, True)
 
 

@@ -43,6 +43,8 @@ def parse_args() -> argparse.Namespace:
         "--convert-json", type=Path, metavar="FILE", help="print a file of such lines as one JSON array"
     )
     args = parser.parse_args()
+    if args.start_buffer_size < 1:
+        parser.error("--start-buffer-size: wanted 1 or more")
     if args.convert_json is None and args.model is None:
         parser.error("name a model, or a file with --convert-json")
     if (args.test_https or args.test_s3) and args.s3_endpoint is None:
