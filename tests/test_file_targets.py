@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
@@ -552,11 +553,8 @@ def test_whichever_operation_of_an_object_fails_the_content_is_that_of_the_calls
         complete: dict[str, torch.Tensor] = {}
         for call in CALLS[kind]:
             stream.armed = True
-            try:
+            with contextlib.suppress(OSError):
                 serializer.write_state_dict(call)
-            except OSError as error:
-                assert error.errno == 5
-            else:
                 complete.update(call)
             stream.armed = False
             if complete:
@@ -589,13 +587,12 @@ def test_an_object_that_fails_while_its_content_moves_is_not_written_to_any_more
         try:
             serializer.write_state_dict(call)
         except errors.StreamError as error:
-            outcomes.add("refused")
-            assert "nothing more can be written" in str(error)
+            outcomes.add(str(error).rpartition(", and ")[2])
         else:
             outcomes.add("complete")
             assert len(load(io.BytesIO(stream.getvalue()), verify_hash=True)) == 301
         serializer.close()
-        if outcomes == {"complete", "refused"}:
+        if outcomes == {"complete", "nothing more can be written"}:
             return
     raise AssertionError(outcomes)
 
