@@ -268,8 +268,8 @@ class TensorSerializer:
         if self._closed:
             raise ValueError("the serializer is closed")
         total = sum(item.nbytes for item in items)
-        self._session.begin_call([item.describe() for item in items], growing)
         try:
+            self._session.begin_call([item.describe() for item in items], growing)
             with progress_reporter(self._progress, total, "saving") as report:
                 record = 0
                 for batch in _batches(items):

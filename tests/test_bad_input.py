@@ -329,6 +329,27 @@ def test_a_shape_that_torch_cannot_have_is_refused_or_read_but_no_crash(shape):
             assert tuple(result["a"].shape) == shape
 
 
+def test_data_that_only_the_index_vouches_for_are_refused_where_no_memory_can_hold_them():
+    """The object does not say how long it is, so the claim cannot be compared with anything but memory."""
+
+    class Endless(io.BytesIO):
+        def seek(self, offset: int, whence: int = 0) -> int:
+            if whence == 2:
+                raise OSError("no end")
+            return super().seek(offset, whence)
+
+    honest = fmt.Tensor(("a",), "|u1", (16,), bytes(16))
+    data = fmt.write_file([honest], index_nbytes=None)
+    assert data.count(struct.pack("<Q", 16)) == 3  # in prologue, index and header
+    claimed = data.replace(struct.pack("<Q", 16), struct.pack("<Q", 1 << 61))
+    assert load(Endless(data))["a"].numel() == 16
+    with pytest.raises(errors.FormatError, match="more than memory can be"):
+        load(Endless(claimed))
+    planned = data.replace(struct.pack("<Q", 16), struct.pack("<Q", 1 << 46))  # address space would do
+    with pytest.raises(errors.FormatError, match="in a source of unknown size"):
+        load(Endless(planned))
+
+
 def damaged_header(change) -> bytes:
     """A file with one tensor whose header went through ``change`` and has its size fields put right again."""
     honest = fmt.Tensor(("a",), "<f4", (2, 3), bytes(range(24)))

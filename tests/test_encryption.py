@@ -329,8 +329,17 @@ def test_hostile_derivation_parameters_are_refused_not_executed():
     refused(hostile(4294967295, 8192), passphrase()[1], "opslimit 4294967295 is above the limit")
     refused(hostile(2, 8192), DecryptionParams.from_string("open sesame", max_opslimit=1), "above the limit of 1")
     for bad in (hostile(0, 8192), hostile(1, 8191), hostile(2**64 - 1, 8192), hostile(1, 2**64 - 1)):
-        with pytest.raises((CryptographyError, ValueError)):
-            load(io.BytesIO(bad), encryption=passphrase()[1])
+        refused(bad, passphrase()[1], "limit must be between")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 15])
+def test_a_salt_that_a_file_makes_shorter_is_refused_as_the_files_fault(nbytes):
+    data = bytearray(hostile(1, 8192))
+    (record,) = fmt.read_file(bytes(data)).records
+    at = data.index(record.header.crypt_info) + 14 + 8 + 8 + 4
+    assert data[at : at + 2] == struct.pack("<H", 16)
+    data[at : at + 2] = struct.pack("<H", nbytes)
+    refused(bytes(data), passphrase()[1], "salt must be 16 bytes")
 
 
 def test_more_different_derivations_than_allowed_are_refused():

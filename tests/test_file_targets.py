@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -503,6 +505,117 @@ def test_an_object_that_fails_in_a_later_call_keeps_the_last_complete_content():
     assert_same(load(io.BytesIO(stream.getvalue()), verify_hash=True), OTHER)
     serializer.close()
     assert_same(load(io.BytesIO(stream.getvalue()), verify_hash=True), OTHER)
+
+
+class FailsOnce(samples.KeptBytesIO):
+    """An object whose operation number `fails_at` raises, counted from `armed` on."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.fails_at, self.operations, self.armed = fails_at, 0, False
+
+    def _count(self) -> None:
+        self.operations += self.armed
+        if self.armed and self.operations == self.fails_at:
+            raise OSError(5, "Input/output error")
+
+    def write(self, data) -> int:
+        self._count()
+        return super().write(data)
+
+    def seek(self, *where) -> int:
+        self._count()
+        return super().seek(*where)
+
+    def readinto(self, into) -> int:
+        self._count()
+        return super().readinto(into)
+
+    def flush(self) -> None:
+        self._count()
+        super().flush()
+
+
+CALLS = {
+    "small": [{f"{call}.{i}": torch.full((300,), float(call)) for i in range(3)} for call in range(4)],
+    "retagged": [{"0": torch.ones(5)}, {"1": torch.ones(6)}, {"2": torch.empty(1 << 33, 0)}, {"3": torch.ones(7)}],
+    "outgrown": [
+        {f"{call}.{'n' * 200}.{i}": torch.full((300,), float(call)) for i in range(1 + 60 * call)} for call in range(4)
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_whichever_operation_of_an_object_fails_the_content_is_that_of_the_calls_that_succeeded(kind):
+    for fails_at in range(1, 1000):
+        stream = FailsOnce(fails_at)
+        serializer = TensorSerializer(stream)
+        complete: dict[str, torch.Tensor] = {}
+        for call in CALLS[kind]:
+            stream.armed = True
+            with contextlib.suppress(OSError):
+                serializer.write_state_dict(call)
+                complete.update(call)
+            stream.armed = False
+            if complete:
+                assert_same(load(io.BytesIO(stream.getvalue()), verify_hash=True), complete)
+        serializer.close()
+        if stream.operations < fails_at:
+            return  # every operation has had its turn
+    raise AssertionError("the calls never came to an end")
+
+
+def test_an_object_that_fails_while_its_content_moves_is_not_written_to_any_more():
+    """The index outgrows its room, the records move behind a larger one, and half of them are on their way."""
+
+    class FailsForGood(FailsOnce):
+        def _count(self) -> None:
+            self.operations += self.armed
+            if self.operations >= self.fails_at:
+                raise OSError(5, "Input/output error")
+
+    call = {f"{'n' * 200}.{i}": torch.ones(1) for i in range(300)}
+    outcomes = set()
+    for fails_at in range(1, 60):
+        stream = FailsForGood(fails_at)
+        serializer = TensorSerializer(stream)
+        serializer.write_state_dict({"large": torch.ones(1 << 20)})
+        stream.armed = True
+        with pytest.raises(OSError):
+            serializer.write_state_dict(call)
+        stream.fails_at = 1 << 40
+        try:
+            serializer.write_state_dict(call)
+        except errors.StreamError as error:
+            outcomes.add(str(error).rpartition(", and ")[2])
+        else:
+            outcomes.add("complete")
+            assert len(load(io.BytesIO(stream.getvalue()), verify_hash=True)) == 301
+        serializer.close()
+        if outcomes == {"complete", "nothing more can be written"}:
+            return
+    raise AssertionError(outcomes)
+
+
+def test_a_call_that_was_interrupted_before_its_first_byte_may_be_made_again():
+    class Interrupting(samples.KeptBytesIO):
+        armed = False
+
+        def flush(self) -> None:  # the index outgrows its room, which is done before the call's own data are written
+            if self.armed:
+                self.armed = False
+                os.kill(os.getpid(), signal.SIGINT)
+
+    stream = Interrupting()
+    serializer = TensorSerializer(stream)
+    serializer.write_state_dict(OTHER)
+    more = {f"{'n' * 200}.{i}": torch.ones(1) for i in range(300)}
+    stream.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        serializer.write_state_dict(more)
+    assert_same(load(io.BytesIO(stream.getvalue()), verify_hash=True), OTHER)
+    serializer.write_state_dict(more)
+    assert_same(load(io.BytesIO(stream.getvalue()), verify_hash=True), {**OTHER, **more})
 
 
 class Broken(samples.KeptBytesIO):

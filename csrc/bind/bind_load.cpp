@@ -59,7 +59,7 @@ uint64_t total_loaded(const OpenedIndex& opened, const std::vector<uint32_t>& se
 }
 
 // Host memory for the selected tensors, in file order.
-void allocate_on_host(const OpenedIndex& opened, std::vector<LoadTarget>& targets) {
+void allocate_on_host(const OpenedIndex& opened, bool sized, std::vector<LoadTarget>& targets) {
   auto wanted = [&](const LoadTarget& target) {
     const format::IndexEntry& entry = opened.index[target.entry];
     return std::max(entry.data_nbytes, entry.loaded_nbytes);  // surplus bytes of old files included
@@ -69,10 +69,12 @@ void allocate_on_host(const OpenedIndex& opened, std::vector<LoadTarget>& target
       return device::HostArena::create(wanted(target));
     } catch (const Error& error) {
       const format::IndexEntry& entry = opened.index[target.entry];
-      if (error.code() != Errc::out_of_memory || !entry.zero_filled()) throw;
+      // What the source's size vouches for is honest; the rest is only claimed.
+      if (error.code() != Errc::out_of_memory || (sized && !entry.zero_filled())) throw;
       throw Error(Errc::malformed, "tensor " + format::display_name(entry.name) + " claims " +
-                                       std::to_string(entry.loaded_nbytes) +
-                                       " bytes of zeros, more than memory can be");
+                                       std::to_string(wanted(target)) + " bytes" +
+                                       (entry.zero_filled() ? " of zeros" : "") +
+                                       ", more than memory can be");
     }
   };
   auto assign = [&](LoadTarget& target, const std::shared_ptr<device::HostArena>& arena,
@@ -127,7 +129,7 @@ class LoadBatch {
     if (addresses) {
       use_addresses(*addresses, device);
     } else {
-      allocate_on_host(*opened_, targets_);
+      allocate_on_host(*opened_, source_->size().has_value(), targets_);
     }
     const load::LoadOptions options{
         .verify = verify, .max_workers = max_workers, .keys = keys_.get(), .engine = engine_.get()};

@@ -76,21 +76,28 @@ void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from, const std::s
   }
 }
 
+void PyFileSink::reserve(uint64_t /*end*/) {
+  if (damaged_) io::throw_damaged(name_);
+}
+
 // Back to front, so that no byte is overwritten before it has moved.
 void PyFileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to,
                           const std::stop_token& stop) {
+  if (damaged_) io::throw_damaged(name_);
   std::unique_ptr<PyFileSource> source;
   {
     py::gil_scoped_acquire locked;
     source = std::make_unique<PyFileSource>(file_, name_);
   }
-  std::vector<std::byte> buffer(std::min(nbytes, kWriteNbytes));
+  std::vector<std::byte> buffer(std::min({nbytes, kWriteNbytes, to - from}));
   for (uint64_t left = nbytes; left > 0;) {
     const uint64_t n = std::min<uint64_t>(left, buffer.size());
     left -= n;
     source->read_at(from + left, io::Slice(buffer.data(), n), stop);
+    if (to + left < from + nbytes) damaged_ = true;  // until all has moved
     write_locked(to + left, io::ConstSlice(buffer.data(), n), stop);
   }
+  damaged_ = false;
 }
 
 void PyFileSink::publish(uint64_t end, const std::stop_token& /*stop*/) {

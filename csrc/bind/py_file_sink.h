@@ -22,6 +22,7 @@ class PyFileSink final : public io::RangeSink {
   using io::RangeSink::write_at;
   void write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
                 const std::stop_token& stop) override;
+  void reserve(uint64_t end) override;
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
   void publish(uint64_t end, const std::stop_token& stop) override;
   void finish(const std::stop_token& /*stop*/) override {}
@@ -31,7 +32,8 @@ class PyFileSink final : public io::RangeSink {
 
   pybind11::object file_;
   std::string name_;
-  Mutex mutex_;  // taken before the interpreter lock, never while holding it
+  bool damaged_ = false;  // a move in place failed halfway
+  Mutex mutex_;           // taken before the interpreter lock, never while holding it
 };
 
 }  // namespace tensorizer::bind

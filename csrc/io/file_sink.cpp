@@ -120,6 +120,7 @@ unsigned FileSink::concurrency() const noexcept {
 }
 
 void FileSink::reserve(uint64_t end) {
+  if (damaged_) throw_damaged(name_);
   if (!fd_ && !target_.empty()) open_unnamed();
   if (end <= extent_) return;
 #if defined(__linux__)
@@ -191,18 +192,21 @@ void FileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::
 // Back to front, so that no byte is overwritten before it has moved.
 void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to,
                                  const std::stop_token& stop) {
-  std::vector<std::byte> buffer(std::min(nbytes, kCopyNbytes));
+  reserve(to + nbytes);  // a full disk is noticed before anything has moved
+  std::vector<std::byte> buffer(std::min({nbytes, kCopyNbytes, to - from}));
   for (uint64_t left = nbytes; left > 0;) {
     throw_if_stopped(stop);
     const uint64_t n = std::min<uint64_t>(left, buffer.size());
     left -= n;
     read_all(fd_.get(), from + left, buffer.data(), n, name_);
+    if (to + left < from + nbytes) damaged_ = true;  // until all has moved
     write_all(fd_.get(), to + left, buffer.data(), n, name_);
   }
+  damaged_ = false;
   extent_ = std::max(extent_, to + nbytes);
 }
 
-// The published file stays as it is; the new one takes its name at the next publish().
+// The published file stays as it is, and at hand; the new one takes its name at the next publish().
 void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
                                     const std::stop_token& stop) {
   UniqueFd old = std::move(fd_);
@@ -225,6 +229,18 @@ void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
     throw;
   }
   extent_ = to + nbytes;
+  replaced_ = std::move(old);
+  replaced_extent_ = old_extent;
+}
+
+bool FileSink::undo_relocate() noexcept {
+  if (!replaced_) return false;
+  if (!temporary_.empty()) unlink(temporary_.c_str());
+  temporary_.clear();
+  fd_ = std::move(replaced_);
+  extent_ = replaced_extent_;
+  named_ = true;
+  return true;
 }
 
 // From another file into this one, inside the kernel where it can.
@@ -276,6 +292,7 @@ void FileSink::take_name() {
     throw_errno("cannot rename to", target_, errno);
   temporary_.clear();
   named_ = true;
+  replaced_.reset();
   if (!options_.fsync) return;
   const UniqueFd folder(open(folder_of(target_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (folder) fsync(folder.get());  // some file systems cannot; the rename stands either way
@@ -299,6 +316,7 @@ void FileSink::finish(const std::stop_token& /*stop*/) { close_all(); }
 
 void FileSink::close_all() noexcept {
   fd_.reset();
+  replaced_.reset();
   if (!temporary_.empty()) unlink(temporary_.c_str());
   temporary_.clear();
 }

@@ -36,6 +36,7 @@ class FileSink final : public RangeSink {
   void write_at(uint64_t offset, std::span<const ConstSlice> slices,
                 const std::stop_token& stop) override;
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
+  bool undo_relocate() noexcept override;
   void publish(uint64_t end, const std::stop_token& stop) override;
   void rollback(uint64_t end) noexcept override;
   void finish(const std::stop_token& stop) override;
@@ -61,6 +62,9 @@ class FileSink final : public RangeSink {
   UniqueFd fd_;
   bool named_ = false;   // published under target_
   uint64_t extent_ = 0;  // bytes reserved or written
+  UniqueFd replaced_;    // the published file, until one that was laid out anew takes its name
+  uint64_t replaced_extent_ = 0;
+  bool damaged_ = false;  // a move in place failed halfway
 };
 
 }  // namespace tensorizer::io

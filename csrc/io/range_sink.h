@@ -11,6 +11,7 @@
 #include <stop_token>
 #include <string>
 
+#include "core/error.h"
 #include "io/slices.h"
 
 namespace tensorizer::io {
@@ -48,6 +49,10 @@ class RangeSink {
   virtual void relocate(uint64_t from, uint64_t nbytes, uint64_t to,
                         const std::stop_token& stop) = 0;
 
+  // After a relocate() that was not published: back to the content before it, where the sink still
+  // has it. False: it has not, and the bytes are where relocate() moved them.
+  virtual bool undo_relocate() noexcept { return false; }
+
   // [start, end) is complete and consistent now: make it readable by others (flush, fsync, rename,
   // as the sink does).
   virtual void publish(uint64_t end, const std::stop_token& stop) = 0;
@@ -62,5 +67,14 @@ class RangeSink {
   // No call follows. Whatever can fail for the user's data happens here, not in the destructor.
   virtual void finish(const std::stop_token& stop) = 0;
 };
+
+// What sinks that move content in place say after a move that failed halfway.
+[[noreturn]] inline void throw_damaged(const std::string& name) {
+  throw Error(Errc::io,
+              name +
+                  ": an earlier call failed while it moved the content behind a larger index, "
+                  "and nothing more can be written",
+              name);
+}
 
 }  // namespace tensorizer::io

@@ -31,8 +31,15 @@ std::shared_ptr<const crypto::SecretKey> KeyRing::key_for(const format::CryptInf
                     "DecryptionParams if this file is to be trusted)");
   const crypto::DerivationParams params{wanted.opslimit, wanted.memlimit, wanted.algorithm,
                                         wanted.salt};
-  auto key =
-      std::make_shared<const crypto::SecretKey>(crypto::derive_key(passphrase_, params, limits_));
+  std::shared_ptr<const crypto::SecretKey> key;
+  try {
+    key =
+        std::make_shared<const crypto::SecretKey>(crypto::derive_key(passphrase_, params, limits_));
+  } catch (const Error& error) {
+    // The parameters are the file's, and no argument of the caller.
+    if (error.code() == Errc::invalid_argument) throw Error(Errc::crypto, error.what());
+    throw;
+  }
   derived_.push_back({wanted, key});
   return key;
 }

@@ -20,6 +20,7 @@ namespace {
 constexpr uint64_t kHeaderGapNbytes = 4096;
 constexpr size_t kWipedAtOnce = 256;  // destinations on a device, between two waits
 constexpr uint64_t kUnsizedHeaderLimit = uint64_t{256} << 20;
+constexpr uint64_t kUnsizedDataLimit = uint64_t{4} << 40;  // the plan of more would take memory
 // As much is read from memory sooner than another thread wakes up.
 constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;
 constexpr size_t kBriefUnits = 512;
@@ -520,11 +521,15 @@ LoadSession::LoadSession(io::RangeSource& source, std::shared_ptr<const OpenedIn
   if (has_crypt_info() && options_.keys == nullptr)
     throw Error(Errc::crypto, source_.name() + " is encrypted, but no key was given",
                 source_.name());
-  uint64_t header_nbytes = 0;
+  uint64_t header_nbytes = 0, data_nbytes = 0;  // records do not overlap: below 2^64
   for (uint32_t target = 0; target < targets_.size(); ++target) {
     headers_->begins.push_back(header_nbytes);
     header_nbytes += entry_of(target).header_nbytes();
+    data_nbytes += entry_of(target).data_nbytes;
   }
+  if (!source_.size() && data_nbytes > kUnsizedDataLimit)
+    throw Error(Errc::malformed, source_.name() + ": tensors claim " + std::to_string(data_nbytes) +
+                                     " bytes in a source of unknown size");
   if (!source_.size() && header_nbytes > kUnsizedHeaderLimit)
     throw Error(Errc::malformed, source_.name() + ": record headers claim " +
                                      std::to_string(header_nbytes) +

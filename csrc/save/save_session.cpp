@@ -418,16 +418,32 @@ void SaveSession::make_room(Call& call, bool growing, const std::stop_token& sto
 // anything new is written.
 void SaveSession::relayout(uint64_t room, const std::stop_token& stop) {
   const uint64_t begin = start_ + format::kPrologueNbytes + index_room_;
-  const uint64_t shift = room - index_room_;
+  const uint64_t old_room = index_room_, old_used = index_used_;
+  const uint64_t shift = room - old_room;
+  // Modulo 2^64, so that adding the negated shift undoes it.
+  const auto move_by = [this](uint64_t distance) {
+    for (SavedEntry& entry : entries_) {
+      entry.offset += distance;
+      entry.data_offset += distance;
+    }
+    end_ += distance;
+  };
   sink_->relocate(begin, end_ - begin, begin + shift, stop);
-  for (SavedEntry& entry : entries_) {
-    entry.offset += shift;
-    entry.data_offset += shift;
-  }
+  move_by(shift);
   index_room_ = room;
-  end_ += shift;
-  write_index(0, prologue_, stop);
-  write_end_and_publish(stop);
+  try {
+    write_index(0, prologue_, stop);
+    write_end_and_publish(stop);
+  } catch (...) {
+    if (sink_->undo_relocate()) {
+      move_by(-shift);
+      index_room_ = old_room;
+      index_used_ = old_used;
+    } else {
+      restore_head();
+    }
+    throw;
+  }
 }
 
 void SaveSession::place_records(Call& call) {
@@ -477,7 +493,7 @@ void SaveSession::finish_call(const std::stop_token& stop) {
     entries_.push_back(
         {std::move(tensor), call_->records[i].offset, call_->records[i].data_offset()});
   }
-  const uint64_t old_end = end_;
+  const uint64_t old_end = end_, old_used = index_used_;
   end_ = call_->records_end;
   try {
     write_index(retag ? 0 : first_new, call_->prologue, stop);
@@ -485,6 +501,8 @@ void SaveSession::finish_call(const std::stop_token& stop) {
   } catch (...) {
     entries_.resize(first_new);
     end_ = old_end;
+    index_used_ = old_used;
+    restore_head();
     throw;
   }
   prologue_ = call_->prologue;
@@ -495,13 +513,14 @@ void SaveSession::finish_call(const std::stop_token& stop) {
 // the room.
 void SaveSession::write_index(size_t first, const format::Prologue& prologue,
                               const std::stop_token& stop) {
+  if (head_stale_) first = 0;
   std::vector<std::byte> bytes;
   for (size_t i = first; i < entries_.size(); ++i) {
     format::append_index_entry(bytes, entries_[i].view(), prologue.tagged_entries());
   }
-  if (first == 0) index_used_ = 0;
-  const uint64_t at = start_ + format::kPrologueNbytes + index_used_;
-  const uint64_t used = index_used_ + bytes.size();
+  const uint64_t before = first == 0 ? 0 : index_used_;
+  const uint64_t at = start_ + format::kPrologueNbytes + before;
+  const uint64_t used = before + bytes.size();
   if (first == 0) bytes.resize(index_room_);  // zeros to the end of the room
   if (!bytes.empty()) sink_->write_at(at, io::ConstSlice(bytes), stop);
   format::Prologue stored = prologue;
@@ -512,6 +531,18 @@ void SaveSession::write_index(size_t first, const format::Prologue& prologue,
   sink_->write_at(end_, io::ConstSlice(end_mark), stop);
   sink_->write_at(start_, io::ConstSlice(head), stop);
   index_used_ = used;
+  head_stale_ = false;
+}
+
+// After a failure: the index and the prologue on disk may count records that are void. Puts back
+// those of the last complete content; where that fails too, the next call writes all of them.
+void SaveSession::restore_head() noexcept {
+  if (published_nbytes_ == 0) return;
+  head_stale_ = true;
+  try {
+    write_index(0, prologue_, {});
+  } catch (...) {  // what failed first tells more
+  }
 }
 
 void SaveSession::write_end_and_publish(const std::stop_token& stop) {
@@ -530,6 +561,7 @@ void SaveSession::forget(const Call& call) noexcept {
   if (published_nbytes_ == 0) {
     index_room_ = 0;
     index_used_ = 0;
+    head_stale_ = false;
     end_ = start_;
   }
   sink_->rollback(published_nbytes_ == 0 ? 0 : start_ + published_nbytes_);

@@ -83,6 +83,7 @@ class SaveSession {
   void relayout(uint64_t room, const std::stop_token& stop);
   void place_records(Call& call);
   void write_index(size_t first, const format::Prologue& prologue, const std::stop_token& stop);
+  void restore_head() noexcept;
   void forget(const Call& call) noexcept;
   void write_end_and_publish(const std::stop_token& stop);
 
@@ -97,6 +98,7 @@ class SaveSession {
   std::set<NoncePrefix> nonces_;   // upper parts of all first nonces: no two records share one
   uint64_t index_room_ = 0;        // reserved bytes; 0: no layout yet
   uint64_t index_used_ = 0;        // bytes of the entries on disk
+  bool head_stale_ = false;        // index and prologue on disk may be those of a failed call
   uint64_t end_;                   // first byte behind the last record
   uint64_t published_nbytes_ = 0;  // of the container, end mark included; 0: nothing published
   std::unique_ptr<Call> call_;
