@@ -766,3 +766,67 @@ def test_a_target_below_a_file_is_refused_with_the_name_of_that_file(tmp_path):
     with pytest.raises(FileExistsError, match="file"):
         TensorSerializer(tmp_path / "file" / "child")
     assert (tmp_path / "file").read_bytes() == b"old content"
+
+
+# --- file systems without files that have no name ---------------------------------------------------------------------
+
+NO_UNNAMED_FILES = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int open64(const char *path, int flags, ...) {
+  if ((flags & O_TMPFILE) == O_TMPFILE) return errno = EOPNOTSUPP, -1;
+  va_list more;
+  va_start(more, flags);
+  const int mode = flags & O_CREAT ? va_arg(more, int) : 0;
+  va_end(more);
+  return syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+int open(const char *path, int flags, ...) __attribute__((alias("open64")));
+"""
+
+SAVES_WITH_A_HIDDEN_NAME = """
+import os, sys, torch
+from tensorizer import TensorDeserializer, TensorSerializer
+folder, seen = sys.argv[1], []
+target = os.path.join(folder, "f")
+for round, value in enumerate([1.0, 2.0]):
+    watch = lambda *_: seen.append(os.listdir(folder))
+    with TensorSerializer(target, progress=watch) as serializer:
+        serializer.write_state_dict({"a": torch.full((3_000_000,), value)})
+        assert os.listdir(folder) == ["f"]
+    assert TensorDeserializer(target, device="cpu")["a"][-1] == value
+    hidden = {name for names in seen for name in names if name != "f"}
+    assert len(hidden) == round + 1, seen
+    assert all(name.startswith(".f.") for name in hidden), hidden
+
+def stop(*_):
+    raise KeyboardInterrupt
+
+try:
+    TensorSerializer(target, progress=stop).write_state_dict({"a": torch.full((3_000_000,), 3.0)})
+except KeyboardInterrupt:
+    pass
+assert os.listdir(folder) == ["f"]
+assert TensorDeserializer(target, device="cpu")["a"][-1] == 2.0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs a system with files that have no name")
+def test_where_every_file_has_a_name_a_hidden_one_serves_until_the_content_is_whole(tmp_path):
+    shim = tmp_path / "shim.so"
+    compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(shim)]
+    subprocess.run(compiler, input=NO_UNNAMED_FILES, text=True, check=True)
+    (tmp_path / "target").mkdir()
+    run = subprocess.run(
+        [sys.executable, "-c", SAVES_WITH_A_HIDDEN_NAME, str(tmp_path / "target")],
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
