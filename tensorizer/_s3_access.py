@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from . import stream_io
 from ._config import env_text
+from ._secrets import hidden
 from ._version import __version__
 from .streams.options import CAInfo
 
@@ -26,7 +27,6 @@ __all__ = [
     "access_at",
     "enforce_scheme",
     "explain",
-    "hidden",
     "infer_credentials",
     "parse_s3_uri",
     "resolve",
@@ -39,20 +39,6 @@ PathArgument = Union[str, bytes, "os.PathLike[Any]"]
 # Stores that know buckets as host names only.
 _VIRTUAL_HOSTS = ("cwobject.com", "cwlota.com")
 _announced: set[tuple[str, str]] = set()  # what was logged already
-
-
-class HiddenText(str):
-    """Text that ``repr`` does not show, and so no tool that records local variables."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "<hidden>"
-
-
-def hidden(text: Optional[str]) -> Optional[str]:
-    """The same text, for use and not for show; ``None`` and what is no text stay what they are."""
-    return HiddenText(text) if type(text) is str and text else text
 
 
 class S3Location(NamedTuple):

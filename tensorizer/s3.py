@@ -18,11 +18,11 @@ from ._s3_access import (
     S3Settings,
     access_at,
     enforce_scheme,
-    hidden,
     infer_credentials,
     parse_s3_uri,
     resolve,
 )
+from ._secrets import hidden
 from ._upload_on_close import UploadOnClose
 from .streams.http import CURLStreamFile
 from .streams.options import CAInfo, HTTPOptions

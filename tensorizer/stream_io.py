@@ -15,6 +15,7 @@ import sys
 import urllib.request
 from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, Union, cast
 
+from tensorizer._secrets import hidden
 from tensorizer.streams.http import CURLStreamFile
 from tensorizer.streams.options import CAInfo
 from tensorizer.streams.options import HTTPOptions as HTTPOptions
@@ -151,7 +152,6 @@ def open_stream(
     if scheme == "s3":
         _require_mode(mode, _S3_MODES, scheme)
         from tensorizer import s3
-        from tensorizer._s3_access import hidden
 
         s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
         settings: dict[str, Any] = {
