@@ -23,7 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Callable, Optional, Union
 
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, stream_io
 
 KEY_NBYTES = 32
 SALT_NBYTES = 16
@@ -61,11 +61,11 @@ def copy_tensors(
 @contextlib.contextmanager
 def complete_or_absent(outfile: str) -> Iterator[str]:
     """Where to write so that ``outfile`` appears when all of it is there. Remote stores see to that themselves."""
-    scheme, separator, rest = outfile.partition("://")
-    if separator and scheme.lower() not in ("file", "local"):
+    scheme, separator, _ = outfile.partition("://")
+    if separator and scheme.lower() not in stream_io.LOCAL_SCHEMES:
         yield outfile
         return
-    target = Path(rest if separator else outfile).resolve()
+    target = Path(stream_io.path_of_file_uri(outfile) if separator else outfile).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         partial = Path(folder) / target.name

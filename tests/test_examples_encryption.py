@@ -123,6 +123,14 @@ def test_no_encrypted_file_appears_whose_random_key_could_not_be_kept(work: Work
         assert file.read() == b"was here before"
 
 
+def test_a_file_uri_names_the_path_that_the_library_would_write(work: Work) -> None:
+    target, keyfile = work.folder / "a b.tensors", work.folder / "key"
+    arguments = ("--keyfile", keyfile, "--infile", work.plain, "-q")
+    assert work.run("add", "random", *arguments, "--outfile", target.as_uri()) == 0
+    assert "%20" in target.as_uri()
+    assert target.exists()
+
+
 def test_a_passphrase_file_works_with_and_without_its_line_end(work: Work) -> None:
     assert work.add("pwhash", work.passphrase, *LIMITS, "-q") == 0
     assert_holds_the_model(work.secret, DecryptionParams.from_string("correct horse"))
