@@ -61,6 +61,22 @@ def test_includes_between_rooms_point_one_way():
 
 
 @sources
+def test_the_folders_of_io_know_only_io_itself_and_core():
+    folders = {path.name for path in (CSRC / "io").iterdir() if path.is_dir()}
+    assert folders == {"local", "http", "redis", "upload"}
+    wrong = []
+    for path in native_files():
+        here = path.relative_to(CSRC).parts
+        if here[0] != "io":
+            continue
+        for _, name in INCLUDE.findall(path.read_text(encoding="utf-8")):
+            target = name.split("/")
+            if target[0] == "io" and len(target) == 3 and target[1] in folders and target[1] != here[1]:
+                wrong.append(f"{path.relative_to(ROOT)} includes {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+@sources
 def test_only_bind_knows_python_and_torch():
     wrong = [
         f"{path.relative_to(ROOT)} includes {name}"

@@ -8,9 +8,9 @@
 #include "bind/py_file_source.h"
 #include "bind/py_range_source.h"
 #include "core/error.h"
-#include "io/file_mapping.h"
-#include "io/file_sink.h"
-#include "io/file_source.h"
+#include "io/local/file_mapping.h"
+#include "io/local/file_sink.h"
+#include "io/local/file_source.h"
 
 namespace tensorizer::bind {
 namespace {

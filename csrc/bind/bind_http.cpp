@@ -9,8 +9,8 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
-#include "io/http_put.h"
-#include "io/http_source.h"
+#include "io/http/http_put.h"
+#include "io/http/http_source.h"
 #include "io/parallel_read.h"
 
 namespace tensorizer::bind {

@@ -11,7 +11,7 @@
 #include "core/checked_math.h"
 #include "core/error.h"
 #include "device/host_arena.h"
-#include "io/file_mapping.h"
+#include "io/local/file_mapping.h"
 #include "load/load_session.h"
 #include "load/open_index.h"
 

@@ -10,8 +10,8 @@
 #include "bind/gil.h"
 #include "bind/python_error.h"
 #include "core/sync.h"
-#include "io/http_put.h"
-#include "io/multipart_sink.h"
+#include "io/http/http_put.h"
+#include "io/upload/multipart_sink.h"
 
 namespace tensorizer::bind {
 namespace {

@@ -8,8 +8,8 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
-#include "io/redis_source.h"
-#include "io/redis_writer.h"
+#include "io/redis/redis_source.h"
+#include "io/redis/redis_writer.h"
 
 namespace tensorizer::bind {
 namespace {

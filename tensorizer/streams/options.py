@@ -1,6 +1,6 @@
 """Settings of HTTP(S) requests: every one in one place, with its default and the environment variable that changes it.
 
-Source: docs/remote.md; the defaults are those of csrc/io/http_options.h.
+Source: docs/remote.md; the defaults are those of csrc/io/http/http_options.h.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@
 #include "core/sync.h"
 #include "device/copy_engine.h"
 #include "format/tensor_path.h"
-#include "io/memory_source.h"
+#include "io/local/memory_source.h"
 #include "load/load_session.h"
 #include "save/save_session.h"
 

@@ -16,8 +16,8 @@
 
 #include "core/error.h"
 #include "core/task_group.h"
-#include "io/http_put.h"
-#include "io/http_source.h"
+#include "io/http/http_put.h"
+#include "io/http/http_source.h"
 #include "io/parallel_read.h"
 
 namespace tensorizer::io {

@@ -1,10 +1,10 @@
 // Heads, header values, URLs and the judgement over responses: pure, so tested without a network.
 #include <gtest/gtest.h>
 
-#include "io/http_check.h"
-#include "io/http_exchange.h"
-#include "io/http_message.h"
-#include "io/http_url.h"
+#include "io/http/http_check.h"
+#include "io/http/http_exchange.h"
+#include "io/http/http_message.h"
+#include "io/http/http_url.h"
 #include "io/scatter_cursor.h"
 
 namespace tensorizer::io {

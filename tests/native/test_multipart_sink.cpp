@@ -1,6 +1,6 @@
 // The multipart sink against a transport in memory: what is stored, in which order, within which
 // memory, and that a failure leaves nothing.
-#include "io/multipart_sink.h"
+#include "io/upload/multipart_sink.h"
 
 #include <gtest/gtest.h>
 

@@ -1,0 +1,116 @@
+// Addressing: where requests for one object go now, along redirects and through renewed URLs.
+// Internally locked.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stop_token>
+#include <string>
+
+#include "core/sync.h"
+#include "io/http/connection_gate.h"
+#include "io/http/curl_handle.h"
+#include "io/http/http_exchange.h"
+#include "io/http/http_options.h"
+#include "io/http/http_url.h"
+
+namespace tensorizer::io {
+
+// Where an object is.
+struct HttpAddress {
+  std::string url;
+  // For URLs that expire (presigned ones): gives a fresh URL of the same object; may throw, may
+  // wait, is never called by two threads at the same time. With it, `url` may be empty.
+  std::function<std::string()> renew;
+  // How long a URL is used before renew() is asked for another; zero: only when the server refuses
+  // it.
+  std::chrono::seconds lifetime{0};
+  // How messages call the object; empty: by URL, without query.
+  std::string display_name;
+};
+
+class HttpEndpoint {
+ public:
+  explicit HttpEndpoint(HttpAddress address);
+
+  struct Target {
+    HttpUrl url;
+    bool is_home = true;  // the origin that may see credentials
+    uint64_t generation = 0;
+    bool is_redirect = false;
+  };
+
+  // Where to send the next request. May call renew().
+  Target target(const std::stop_token& stop);
+  // The same without waiting for anything; nullopt where a fresh URL is due.
+  std::optional<Target> target_now() const;
+
+  // The object was found at `to`, so later requests go there at once.
+  void found_at(const Target& from, const HttpUrl& to);
+
+  // The server refused `target` with `status`: true when a request to the new target() may do
+  // better.
+  bool refused(const Target& target, int status);
+
+  // For messages; holds no credentials and no query. Valid after the first target().
+  std::string name() const;
+
+ private:
+  std::optional<Target> current() const REQUIRES_LOCK(mutex_);
+
+  HttpAddress address_;
+  mutable Mutex mutex_;
+  CondVar renewed_;
+  std::string name_ GUARDED_BY(mutex_);
+  std::optional<HttpUrl> home_ GUARDED_BY(mutex_);      // nullopt: to be renewed
+  std::optional<HttpUrl> resolved_ GUARDED_BY(mutex_);  // where a redirect has led
+  std::chrono::steady_clock::time_point renewed_at_ GUARDED_BY(mutex_);
+  bool renewing_ GUARDED_BY(mutex_) = false;
+  uint64_t generation_ GUARDED_BY(mutex_) = 0;
+};
+
+// Ends an operation that takes longer than HttpOptions::total_timeout.
+class HttpDeadline {
+ public:
+  explicit HttpDeadline(const HttpOptions& options) noexcept
+      : limit_(options.total_timeout), start_(std::chrono::steady_clock::now()) {}
+  // Throws HttpFailure.
+  void check() const;
+
+ private:
+  std::chrono::milliseconds limit_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+// What the parts of one HttpSource share. Safe from many threads.
+struct HttpClient {
+  HttpClient(HttpAddress address, HttpOptions http_options)
+      : options(std::move(http_options)),
+        endpoint(std::move(address)),
+        gate(options.connections, options.max_connections, counters.bytes) {}
+
+  // Sends a GET and follows redirects until a head was accepted; the caller goes on driving the
+  // exchange. Throws HttpFailure, or what renew() throws.
+  std::unique_ptr<HttpExchange> start(CurlLane& lane, const std::string& range,
+                                      const std::vector<std::string>& header_lines,
+                                      const HttpExchange::Accept& accept,
+                                      const HttpDeadline& deadline, const std::stop_token& stop);
+
+  const HttpOptions options;
+  HttpCounters counters;
+  HttpEndpoint endpoint;
+  CurlLanePool lanes;
+  ConnectionGate gate;
+};
+
+// Repeats `attempt` until it returns, as the policy of `options` has it, and turns the last failure
+// into an Error. `attempt` returns nothing and throws HttpFailure; `progress` says how many bytes
+// all tries together brought. `earlier`, if not null, is the failure of a try that was made before.
+void with_retries(const HttpOptions& options, const HttpDeadline& deadline,
+                  const std::function<void()>& attempt, const std::function<uint64_t()>& progress,
+                  const std::function<Error(const HttpFailure&, int tries)>& describe,
+                  const std::stop_token& stop, const HttpFailure* earlier = nullptr);
+
+}  // namespace tensorizer::io

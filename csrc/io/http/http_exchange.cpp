@@ -1,0 +1,412 @@
+#include "io/http/http_exchange.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "core/stop.h"
+
+namespace tensorizer::io {
+namespace {
+
+constexpr size_t kMaxHeadNbytes = size_t{256} << 10;
+// Of an error's body: enough for the S3 error code; more than the second number is not waited for.
+constexpr size_t kKeptErrorNbytes = 4096;
+constexpr size_t kMaxErrorNbytes = size_t{256} << 10;
+constexpr long kReceiveBufferNbytes = 256 << 10;
+constexpr long kSendBufferNbytes = 256 << 10;
+constexpr std::chrono::milliseconds kPollInterval{100};
+
+void replace_all(std::string& text, const std::string& what) {
+  if (what.size() < 3) return;  // too short to be told from ordinary words
+  for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at))
+    text.replace(at, what.size(), "<redacted>");
+}
+
+}  // namespace
+
+size_t GatherCursor::take(std::span<std::byte> into) noexcept {
+  size_t done = 0;
+  while (done < into.size() && slice_ < slices_.size()) {
+    const ConstSlice& slice = slices_[slice_];
+    const size_t step = std::min(into.size() - done, slice.size() - used_);
+    if (step > 0) std::memcpy(into.data() + done, slice.data() + used_, step);
+    done += step;
+    used_ += step;
+    if (used_ == slice.size()) {
+      ++slice_;
+      used_ = 0;
+    }
+  }
+  return done;
+}
+
+void GatherCursor::seek(uint64_t position) noexcept {
+  slice_ = 0;
+  while (slice_ < slices_.size() && position >= slices_[slice_].size())
+    position -= slices_[slice_++].size();
+  used_ = static_cast<size_t>(position);
+}
+
+void apply_connection_options(CURL* easy, const HttpOptions& options) {
+  curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L);
+  curl_easy_setopt(easy, CURLOPT_PROTOCOLS_STR, "http,https");
+  curl_easy_setopt(easy, CURLOPT_FOLLOWLOCATION, 0L);
+  curl_easy_setopt(easy, CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L);
+  curl_easy_setopt(easy, CURLOPT_TCP_KEEPALIVE, 1L);
+  curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, kReceiveBufferNbytes);
+  curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT_MS,
+                   std::max<long>(1, static_cast<long>(options.connect_timeout.count())));
+#if LIBCURL_VERSION_NUM >= 0x075700
+  curl_easy_setopt(easy, CURLOPT_QUICK_EXIT, 1L);  // a stop does not wait for a name server
+#endif
+  const long version = options.version == HttpVersion::http1   ? CURL_HTTP_VERSION_1_1
+                       : options.version == HttpVersion::http2 ? CURL_HTTP_VERSION_2_0
+                                                               : CURL_HTTP_VERSION_2TLS;
+  curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, version);
+  if (!options.ca_file.empty()) curl_easy_setopt(easy, CURLOPT_CAINFO, options.ca_file.c_str());
+  if (!options.ca_path.empty()) {
+    curl_easy_setopt(easy, CURLOPT_CAPATH, options.ca_path.c_str());
+    // A directory alone replaces the built-in bundle, as a file does.
+    if (options.ca_file.empty()) curl_easy_setopt(easy, CURLOPT_CAINFO, nullptr);
+  }
+  if (!options.verify_peer) {
+    curl_easy_setopt(easy, CURLOPT_SSL_VERIFYPEER, 0L);
+    curl_easy_setopt(easy, CURLOPT_SSL_VERIFYHOST, 0L);
+  }
+  if (options.proxy) curl_easy_setopt(easy, CURLOPT_PROXY, options.proxy->c_str());
+  if (options.no_proxy) curl_easy_setopt(easy, CURLOPT_NOPROXY, options.no_proxy->c_str());
+}
+
+HttpFailure failure_of_curl(CURLcode code, const std::string& text) {
+  HttpFailure failure;
+  failure.reason = text + " (curl error " + std::to_string(static_cast<int>(code)) + ")";
+  switch (code) {
+    case CURLE_OUT_OF_MEMORY:  // also what libcurl says of a header line beyond its bounds
+      failure.hint = "the head of the response may be too large";
+      break;
+    case CURLE_COULDNT_RESOLVE_PROXY:
+    case CURLE_COULDNT_RESOLVE_HOST:
+      failure.transient = true;
+      failure.hint = "check the host name and the name server";
+      break;
+    case CURLE_COULDNT_CONNECT:
+      failure.transient = true;
+      failure.hint = "check that the server runs and can be reached";
+      break;
+    case CURLE_OPERATION_TIMEDOUT:
+      failure.transient = true;
+      failure.hint = "the server may be unreachable; the connect timeout can be raised";
+      break;
+    case CURLE_PARTIAL_FILE:
+    case CURLE_GOT_NOTHING:
+    case CURLE_SEND_ERROR:
+    case CURLE_RECV_ERROR:
+    case CURLE_HTTP2:
+    case CURLE_HTTP2_STREAM:
+      failure.transient = true;
+      failure.hint = "the connection broke";
+      break;
+    case CURLE_SSL_CONNECT_ERROR:
+      // The one code stands for a handshake that broke off and for two sides that do not fit.
+      failure.transient =
+          text.find("reset") != std::string::npos || text.find("SYSCALL") != std::string::npos;
+      failure.hint = "check that the server speaks TLS on this port";
+      break;
+    case CURLE_PEER_FAILED_VERIFICATION:
+      failure.reason = text + " (cURL exit code 60)";
+      failure.hint =
+          "the server's certificate is not trusted: pass CAInfo(cacert=...) or set CURL_CA_BUNDLE";
+      break;
+    case CURLE_SSL_CACERT_BADFILE:
+      failure.hint = "the file or folder of trusted certificates cannot be read";
+      break;
+    case CURLE_UNSUPPORTED_PROTOCOL:
+    case CURLE_WEIRD_SERVER_REPLY:
+      failure.hint = "the server does not speak HTTP";
+      break;
+    default:
+      break;
+  }
+  return failure;
+}
+
+HttpExchange::HttpExchange(CurlLane& lane, const HttpOptions& options, const HttpRequest& request,
+                           Accept accept, HttpCounters& counters)
+    : lane_(lane),
+      options_(options),
+      accept_(std::move(accept)),
+      counters_(counters),
+      easy_(lane.take_easy()),
+      error_text_(CURL_ERROR_SIZE, '\0'),
+      watch_since_(Clock::now()) {
+  configure(request);
+  lane_.add(easy_.get());
+  counters_.requests.fetch_add(1, std::memory_order_relaxed);
+}
+
+HttpExchange::~HttpExchange() {
+  if (!easy_) return;
+  if (!lane_.belongs_to_this_process()) {
+    (void)easy_.release();
+    return;
+  }
+  lane_.remove(easy_.get());
+  lane_.give_easy(std::move(easy_));
+}
+
+void HttpExchange::configure(const HttpRequest& request) {
+  CURL* easy = easy_.get();
+  const HttpUrl& url = *request.url;
+  apply_connection_options(easy, options_);
+  curl_easy_setopt(easy, CURLOPT_URL, url.text().c_str());
+  curl_easy_setopt(easy, CURLOPT_USERAGENT, options_.user_agent.c_str());
+  secrets_.push_back(url.query());
+  if (options_.proxy) secrets_.push_back(*options_.proxy);
+  const bool chooses_encoding = std::any_of(
+      options_.headers.begin(), options_.headers.end(),
+      [](const auto& field) { return equals_ignoring_case(field.first, "accept-encoding"); });
+  if (!chooses_encoding || !request.send_credentials)
+    append_line(header_lines_, "Accept-Encoding: identity");
+  if (!request.range.empty()) append_line(header_lines_, "Range: bytes=" + request.range);
+  for (const std::string& line : request.header_lines) append_line(header_lines_, line);
+  if (request.send_credentials) {
+    for (const auto& [name, value] : options_.headers) {
+      // libcurl drops "Name:" and sends an empty value only for "Name;".
+      std::string line = name;
+      line += value.empty() ? ";" : ": ";
+      append_line(header_lines_, line += value);
+      secrets_.push_back(value);
+    }
+    if (url.has_credentials()) {
+      curl_easy_setopt(easy, CURLOPT_HTTPAUTH, static_cast<long>(CURLAUTH_BASIC));
+      curl_easy_setopt(easy, CURLOPT_USERNAME, url.user().c_str());
+      curl_easy_setopt(easy, CURLOPT_PASSWORD, url.password().c_str());
+      secrets_.push_back(url.password());
+    }
+  }
+  if (request.body) configure_upload(*request.body);
+  curl_easy_setopt(easy, CURLOPT_HTTPHEADER, header_lines_.get());
+  curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, error_text_.data());
+  curl_easy_setopt(easy, CURLOPT_PRIVATE, reinterpret_cast<char*>(&completion_));
+  curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, &HttpExchange::on_header);
+  curl_easy_setopt(easy, CURLOPT_HEADERDATA, this);
+  curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, &HttpExchange::on_body);
+  curl_easy_setopt(easy, CURLOPT_WRITEDATA, this);
+}
+
+void HttpExchange::configure_upload(std::span<const ConstSlice> body) {
+  CURL* easy = easy_.get();
+  upload_.emplace(body);
+  append_line(header_lines_, "Expect:");  // its answer would cost one round trip per part
+  curl_easy_setopt(easy, CURLOPT_UPLOAD, 1L);
+  curl_easy_setopt(easy, CURLOPT_UPLOAD_BUFFERSIZE, kSendBufferNbytes);
+  curl_easy_setopt(easy, CURLOPT_INFILESIZE_LARGE, static_cast<curl_off_t>(total_nbytes(body)));
+  curl_easy_setopt(easy, CURLOPT_READFUNCTION, &HttpExchange::on_send);
+  curl_easy_setopt(easy, CURLOPT_READDATA, this);
+  curl_easy_setopt(easy, CURLOPT_SEEKFUNCTION, &HttpExchange::on_seek);
+  curl_easy_setopt(easy, CURLOPT_SEEKDATA, this);
+}
+
+size_t HttpExchange::on_send(char* data, size_t size, size_t count, void* self) noexcept {
+  auto& exchange = *static_cast<HttpExchange*>(self);
+  const size_t nbytes = exchange.upload_->take({reinterpret_cast<std::byte*>(data), size * count});
+  exchange.sent_ += nbytes;
+  exchange.counters_.bytes.fetch_add(nbytes, std::memory_order_relaxed);
+  return nbytes;
+}
+
+int HttpExchange::on_seek(void* self, curl_off_t offset, int origin) noexcept {
+  if (origin != SEEK_SET || offset < 0) return CURL_SEEKFUNC_CANTSEEK;
+  static_cast<HttpExchange*>(self)->upload_->seek(static_cast<uint64_t>(offset));
+  return CURL_SEEKFUNC_OK;
+}
+
+size_t HttpExchange::on_header(char* data, size_t size, size_t count, void* self) noexcept {
+  auto& exchange = *static_cast<HttpExchange*>(self);
+  try {
+    exchange.take_header_line(std::string_view(data, size * count));
+    return size * count;
+  } catch (...) {
+    exchange.failure_ = std::current_exception();
+    return 0;
+  }
+}
+
+size_t HttpExchange::on_body(char* data, size_t size, size_t count, void* self) noexcept {
+  auto& exchange = *static_cast<HttpExchange*>(self);
+  try {
+    return exchange.take_body({reinterpret_cast<const std::byte*>(data), size * count});
+  } catch (...) {
+    exchange.failure_ = std::current_exception();
+    return 0;
+  }
+}
+
+void HttpExchange::take_header_line(std::string_view line) {
+  if (const auto status = parse_status_line(line)) {
+    // After a 1xx, a second head follows.
+    head_ = ResponseHead{*status, printable(line), {}};
+    head_complete_ = false;
+    return;
+  }
+  if (head_complete_) return;  // trailers of a chunked body
+  head_nbytes_ += line.size();
+  if (head_nbytes_ > kMaxHeadNbytes)
+    throw HttpFailure{Errc::io, "the head of the response is larger than 256 KiB", "",
+                      head_.status};
+  if (auto field = parse_header_line(line)) {
+    head_.headers.add(std::move(field->first), std::move(field->second));
+  } else if (line == "\r\n" || line == "\n") {
+    if (head_.status >= 200) head_is_complete();
+  }
+}
+
+void HttpExchange::head_is_complete() {
+  head_complete_ = true;
+  const int status = head_.status;
+  if (is_redirect(status)) return;
+  // A 416 may be the answer of an empty object; check_response knows.
+  if ((status >= 200 && status < 300) || status == 416) sink_ = accept_(head_);
+}
+
+size_t HttpExchange::take_body(std::span<const std::byte> bytes) {
+  if (sink_ == nullptr) {
+    const size_t room = kKeptErrorNbytes - error_body_.size();
+    error_body_.append(reinterpret_cast<const char*>(bytes.data()), std::min(bytes.size(), room));
+    error_body_nbytes_ += bytes.size();
+    return error_body_nbytes_ > kMaxErrorNbytes ? 0 : bytes.size();
+  }
+  if (!sink_->ready()) {
+    resting_ = true;
+    return CURL_WRITEFUNC_PAUSE;
+  }
+  sink_->put(bytes);
+  received_ += bytes.size();
+  counters_.bytes.fetch_add(bytes.size(), std::memory_order_relaxed);
+  return bytes.size();
+}
+
+void HttpExchange::resume() {
+  watch_since_ = Clock::now();
+  watch_nbytes_ = received_;
+  if (!resting_) return;
+  resting_ = false;
+  curl_easy_pause(easy_.get(), CURLPAUSE_CONT);
+}
+
+bool HttpExchange::check() {
+  if (failure_) std::rethrow_exception(failure_);
+  if (!counted_ && (head_complete_ || completion_.done)) {
+    counted_ = true;
+    long opened = 0;
+    curl_easy_getinfo(easy_.get(), CURLINFO_NUM_CONNECTS, &opened);
+    counters_.connections.fetch_add(static_cast<uint64_t>(opened), std::memory_order_relaxed);
+  }
+  if (!completion_.done) {
+    check_progress();
+    return false;
+  }
+  // An error's body that breaks off, or is too long to read on, does not change what the error is.
+  if (head_complete_ && sink_ == nullptr) {
+    if (is_redirect(head_.status)) return true;
+    throw failure_of_status(head_, error_body_);
+  }
+  if (completion_.code != CURLE_OK) fail(completion_.code);
+  if (sink_ == nullptr) {
+    HttpFailure failure{Errc::io, "the response ended within its head", "the connection broke",
+                        head_.status};
+    failure.transient = true;
+    throw failure;
+  }
+  return true;
+}
+
+void HttpExchange::check_progress() {
+  if (resting_) return;
+  const Clock::time_point now = Clock::now();
+  curl_off_t sent_at = 0;
+  curl_easy_getinfo(easy_.get(), CURLINFO_PRETRANSFER_TIME_T, &sent_at);
+  const auto window = options_.stall_timeout;
+  const uint64_t nbytes = received_ + sent_ + head_nbytes_ + error_body_nbytes_;
+  // Bytes that are due in one window: at least one.
+  const uint64_t due = std::max<uint64_t>(
+      1, options_.min_bytes_per_second * static_cast<uint64_t>(window.count()) / 1000);
+  if (sent_at == 0 || nbytes - watch_nbytes_ >= due) {  // connecting has its own timeout
+    watch_since_ = now;
+    watch_nbytes_ = nbytes;
+    return;
+  }
+  if (now - watch_since_ < window) return;
+  HttpFailure failure;
+  failure.transient = true;
+  failure.status = head_.status;
+  failure.reason = "the transfer stalled: " + std::to_string(nbytes - watch_nbytes_) +
+                   " bytes in " + std::to_string(window.count()) + " ms, wanted at least " +
+                   std::to_string(due);
+  throw failure;
+}
+
+void HttpExchange::fail(CURLcode code) const {
+  std::string text = error_text_.data();
+  if (text.empty()) text = curl_easy_strerror(code);
+  for (const std::string& secret : secrets_) replace_all(text, secret);
+  // Of a proxy that it cannot use libcurl quotes all, password included.
+  const bool is_bad_proxy = text.starts_with("Unsupported proxy");
+  if (is_bad_proxy) text = text.substr(0, text.find('\'')) + "<redacted>";
+  HttpFailure failure = failure_of_curl(code, printable(text, 300));
+  if (is_bad_proxy) {
+    failure.transient = false;
+    failure.hint = "check proxy, http_proxy, https_proxy and all_proxy";
+  }
+  if (head_complete_ && code == CURLE_PARTIAL_FILE)
+    failure.reason =
+        "the body ended after " + std::to_string(received_) + " bytes: " + failure.reason;
+  // On a connection that was used before, this may be what an earlier response left behind.
+  const bool is_garbage = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_WEIRD_SERVER_REPLY;
+  long opened = 0;
+  curl_easy_getinfo(easy_.get(), CURLINFO_NUM_CONNECTS, &opened);
+  if (is_garbage && opened == 0) failure.transient = true;
+  long proxy_status = 0;
+  curl_easy_getinfo(easy_.get(), CURLINFO_HTTP_CONNECTCODE, &proxy_status);
+  if (proxy_status >= 300 && head_.status == 0) {
+    failure.transient = is_passing(static_cast<int>(proxy_status));
+    failure.hint = proxy_status == 407 ? "the proxy wants credentials"
+                                       : "the proxy does not connect to this host";
+  }
+  failure.status = head_.status;
+  throw failure;
+}
+
+std::optional<std::string> HttpExchange::location() const {
+  if (!head_complete_ || !is_redirect(head_.status)) return std::nullopt;
+  const auto value = head_.headers.find("location");
+  return value ? std::optional<std::string>(*value) : std::nullopt;
+}
+
+std::chrono::duration<double> HttpExchange::time_to_connect() const noexcept {
+  curl_off_t tcp = 0;
+  curl_off_t tls = 0;
+  curl_easy_getinfo(easy_.get(), CURLINFO_CONNECT_TIME_T, &tcp);
+  curl_easy_getinfo(easy_.get(), CURLINFO_APPCONNECT_TIME_T, &tls);
+  return std::chrono::microseconds(std::max(tcp, tls));
+}
+
+std::chrono::duration<double> HttpExchange::time_to_first_byte() const noexcept {
+  curl_off_t time = 0;
+  curl_easy_getinfo(easy_.get(), CURLINFO_STARTTRANSFER_TIME_T, &time);
+  return std::chrono::microseconds(time);
+}
+
+void drive(CurlLane& lane, const std::stop_token& stop, const std::function<bool()>& done) {
+  SigpipeGuard guard;
+  std::stop_callback wake(stop, [&lane] { lane.wake(); });
+  for (;;) {
+    lane.perform();
+    if (done()) return;
+    throw_if_stopped(stop);
+    lane.wait(kPollInterval);
+  }
+}
+
+}  // namespace tensorizer::io

@@ -1,0 +1,147 @@
+// One GET or PUT on one lane: sends it, judges the head as soon as it is in, hands the body to a
+// sink, notices stalls.
+//
+// Confined to one thread. Nothing is written to the sink after the destructor. The caller drives
+// the lane (CurlLane::perform, wait) and looks at check() after every step.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "io/http/curl_handle.h"
+#include "io/http/http_check.h"
+#include "io/http/http_message.h"
+#include "io/http/http_options.h"
+#include "io/http/http_url.h"
+#include "io/scatter_cursor.h"
+
+namespace tensorizer::io {
+
+// Where the bytes of an accepted body go.
+class BodySink {
+ public:
+  virtual ~BodySink() = default;
+  // False while no byte can be taken: the transfer rests until resume().
+  virtual bool ready() const noexcept { return true; }
+  // Takes all of `bytes` or throws HttpFailure.
+  virtual void put(std::span<const std::byte> bytes) = 0;
+};
+
+struct HttpRequest {
+  const HttpUrl* url = nullptr;
+  bool send_credentials = true;  // false where a redirect has led to another host
+  std::string range;             // "0-99"; empty for none
+  std::vector<std::string> header_lines;
+  // With it the request is a PUT; borrowed for the exchange.
+  std::optional<std::span<const ConstSlice>> body = std::nullopt;
+};
+
+// Reads a gather list once, or again from a position that libcurl goes back to. Borrows.
+class GatherCursor {
+ public:
+  explicit GatherCursor(std::span<const ConstSlice> slices) noexcept : slices_(slices) {}
+  // Copies up to `into.size()` bytes; fewer only at the end.
+  size_t take(std::span<std::byte> into) noexcept;
+  void seek(uint64_t position) noexcept;
+
+ private:
+  const std::span<const ConstSlice> slices_;
+  size_t slice_ = 0;
+  size_t used_ = 0;  // of that slice
+};
+
+// Counters of a source, for its Python side and for tests.
+struct HttpCounters {
+  std::atomic<uint64_t> bytes{0};
+  std::atomic<uint64_t> requests{0};
+  std::atomic<uint64_t> connections{0};
+};
+
+class HttpExchange {
+ public:
+  using Clock = std::chrono::steady_clock;
+  // Called with the head of a response that is neither an error nor a redirect (and with a 416);
+  // returns the sink of the body. Throws HttpFailure to refuse it.
+  using Accept = std::function<BodySink*(const ResponseHead&)>;
+
+  HttpExchange(CurlLane& lane, const HttpOptions& options, const HttpRequest& request,
+               Accept accept, HttpCounters& counters);
+  ~HttpExchange();
+  HttpExchange(const HttpExchange&) = delete;
+  HttpExchange& operator=(const HttpExchange&) = delete;
+
+  // True when the response is in completely, or is a redirect. Throws HttpFailure when it failed or
+  // stalls.
+  bool check();
+
+  // Whether the head was accepted.
+  bool accepted() const noexcept { return sink_ != nullptr; }
+  const ResponseHead& head() const noexcept { return head_; }
+  // Where a redirect points to.
+  std::optional<std::string> location() const;
+  // The first bytes of the body of an error, or of an accepted PUT.
+  const std::string& kept_body() const noexcept { return error_body_; }
+  // Body bytes that went to the sink.
+  uint64_t received() const noexcept { return received_; }
+  // Goes on after the sink was not ready.
+  void resume();
+
+  std::chrono::duration<double> time_to_connect() const noexcept;
+  std::chrono::duration<double> time_to_first_byte() const noexcept;
+
+ private:
+  static size_t on_header(char* data, size_t size, size_t count, void* self) noexcept;
+  static size_t on_body(char* data, size_t size, size_t count, void* self) noexcept;
+  static size_t on_send(char* data, size_t size, size_t count, void* self) noexcept;
+  static int on_seek(void* self, curl_off_t offset, int origin) noexcept;
+  void take_header_line(std::string_view line);
+  void head_is_complete();
+  size_t take_body(std::span<const std::byte> bytes);
+  void configure(const HttpRequest& request);
+  void configure_upload(std::span<const ConstSlice> body);
+  void check_progress();
+  [[noreturn]] void fail(CURLcode code) const;
+
+  CurlLane& lane_;
+  const HttpOptions& options_;
+  Accept accept_;
+  HttpCounters& counters_;
+  UniqueCurlEasy easy_;
+  UniqueCurlList header_lines_;
+  CurlCompletion completion_;
+  std::vector<char> error_text_;
+  std::vector<std::string> secrets_;  // removed from libcurl's messages
+  ResponseHead head_;
+  size_t head_nbytes_ = 0;
+  bool head_complete_ = false;
+  BodySink* sink_ = nullptr;
+  std::string error_body_;
+  uint64_t error_body_nbytes_ = 0;
+  std::exception_ptr failure_;
+  uint64_t received_ = 0;
+  std::optional<GatherCursor> upload_;
+  uint64_t sent_ = 0;
+  bool resting_ = false;
+  bool counted_ = false;
+  // Start of the time in which bytes must come, and how many there were then.
+  Clock::time_point watch_since_;
+  uint64_t watch_nbytes_ = 0;
+};
+
+// Runs `lane` until `done()` says so; throws Errc::cancelled on a stop. done() may throw.
+void drive(CurlLane& lane, const std::stop_token& stop, const std::function<bool()>& done);
+
+// What a libcurl error means. `text` is its own description, already without secrets.
+HttpFailure failure_of_curl(CURLcode code, const std::string& text);
+
+// Settings that all requests share: connecting, TLS, proxies, HTTP version.
+void apply_connection_options(CURL* easy, const HttpOptions& options);
+
+}  // namespace tensorizer::io

@@ -1,0 +1,67 @@
+#include "io/http/http_put.h"
+
+#include <optional>
+
+namespace tensorizer::io {
+namespace {
+
+// Takes the body of the answer and forgets it.
+class NullSink final : public BodySink {
+ public:
+  void put(std::span<const std::byte>) override {}
+};
+
+// One try, along redirects (S3 sends 307 to the region of a bucket).
+ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, HttpUrl url,
+                      const HttpDeadline& deadline, const std::stop_token& stop) {
+  const HttpUrl home = url;
+  const CurlLanePool::Lease lane = uploader.lanes.take();
+  NullSink sink;
+  const auto accept = [&](const ResponseHead& head) -> BodySink* {
+    if (head.status == 416) throw failure_of_status(head, {});
+    return &sink;
+  };
+  for (int hops = 0;; ++hops) {
+    const bool is_home = url.origin() == home.origin();
+    HttpRequest request{&url, is_home, "", {}, put.body};
+    if (is_home) request.header_lines = put.header_lines;
+    HttpExchange exchange(*lane, uploader.options, request, accept, uploader.counters);
+    drive(*lane, stop, [&] {
+      deadline.check();
+      return exchange.check();
+    });
+    if (exchange.accepted()) return exchange.head();
+    const ResponseHead& head = exchange.head();
+    const auto location = exchange.location();
+    auto next = location ? url.resolve(*location) : std::nullopt;
+    // 301 to 303 would turn a PUT into a GET.
+    if (!next || hops == uploader.options.max_redirects ||
+        (head.status != 307 && head.status != 308))
+      throw HttpFailure{Errc::io, "a redirect that is not followed (" + head.status_line + ")",
+                        "check endpoint and region", head.status};
+    url = std::move(*next);
+  }
+}
+
+}  // namespace
+
+ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::stop_token& stop) {
+  const HttpDeadline deadline(uploader.options);
+  ResponseHead response;
+  std::string name = put.display_name;
+  with_retries(
+      uploader.options, deadline,
+      [&] {
+        const HttpUrl url = HttpUrl::parse(put.url());
+        if (put.display_name.empty()) name = url.shown();
+        response = put_once(uploader, put, url, deadline, stop);
+      },
+      [] { return uint64_t{0}; },
+      [&](const HttpFailure& failure, int tries) {
+        return to_error(failure, "Failed to write", name, tries, std::nullopt);
+      },
+      stop);
+  return response;
+}
+
+}  // namespace tensorizer::io

@@ -1,0 +1,254 @@
+#include "io/http/http_source.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/checked_math.h"
+
+namespace tensorizer::io {
+namespace {
+
+// What a connection of an object store brings in the time that one more request costs.
+constexpr uint64_t kGapNbytes = uint64_t{1} << 20;
+
+}  // namespace
+
+HttpSource::HttpSource(HttpAddress address, HttpOptions options, uint64_t begin,
+                       std::optional<uint64_t> end)
+    : client_(std::move(address), std::move(options)),
+      begin_(begin),
+      end_(end),
+      sequential_(client_) {}
+
+std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, HttpOptions options,
+                                             uint64_t begin, std::optional<uint64_t> end,
+                                             const std::stop_token& stop) {
+  if (end && *end <= begin)
+    throw Error(Errc::invalid_argument, "the range ends at " + std::to_string(*end) +
+                                            ", not after its begin " + std::to_string(begin));
+  std::shared_ptr<HttpSource> source(
+      new HttpSource(std::move(address), std::move(options), begin, end));
+  source->open_first(stop);
+  return source;
+}
+
+void HttpSource::open_first(const std::stop_token& stop) {
+  const HttpDeadline deadline(client_.options);
+  uint64_t received = 0;
+  std::optional<HttpFailure> broke;
+  {
+    const ConnectionGate::Ticket ticket = client_.gate.enter(stop);
+    received = request_head(deadline, broke, stop);
+  }
+  if (received == head_.size()) return;
+  const Slice rest(head_.data() + received, head_.size() - received);
+  received +=
+      fetch(begin_ + received, std::span<const Slice>(&rest, 1), stop, broke ? &*broke : nullptr);
+  head_.resize(received);
+}
+
+uint64_t HttpSource::request_head(const HttpDeadline& deadline, std::optional<HttpFailure>& broke,
+                                  const std::stop_token& stop) {
+  uint64_t nbytes = std::max<uint64_t>(1, client_.options.head_nbytes);
+  if (end_) nbytes = std::min(nbytes, *end_ - begin_);
+  const RangeRequest request{begin_, nbytes, nullptr, false};
+  std::string range = std::to_string(begin_) + "-" + std::to_string(begin_ + nbytes - 1);
+  CurlLanePool::Lease lane;
+  auto sink = std::make_unique<StreamSink>();
+  std::unique_ptr<HttpExchange> exchange;
+  with_retries(
+      client_.options, deadline,
+      [&] {
+        lane = client_.lanes.take();
+        const auto accept = [&](const ResponseHead& head) {
+          return accept_first(request, head, *sink);
+        };
+        try {
+          exchange = client_.start(*lane, range, {}, accept, deadline, stop);
+        } catch (const HttpFailure& failure) {
+          // Some stores refuse every range of an empty object without saying that it is empty.
+          if (failure.status != 416 || begin_ != 0 || range.empty()) throw;
+          range.clear();
+          exchange = client_.start(*lane, range, {}, accept, deadline, stop);
+        }
+      },
+      [] { return uint64_t{0}; },
+      [&](const HttpFailure& failure, int tries) { return open_error(failure, tries); }, stop);
+  name_ = client_.endpoint.name();
+  head_response_ = exchange->head();
+  seconds_to_connect_ = exchange->time_to_connect().count();
+  seconds_to_response_ = exchange->time_to_first_byte().count();
+  client_.gate.note_latency(exchange->time_to_first_byte() - exchange->time_to_connect());
+  bool ended = false;
+  try {
+    drive(*lane, stop, [&] {
+      deadline.check();
+      ended = exchange->check();
+      // A ranged body is read to its end, so that the connection can be used again.
+      return ended || (sink->satisfied() && (!has_ranges_ || head_.empty()));
+    });
+  } catch (const HttpFailure& failure) {
+    if (!failure.transient) throw open_error(failure, 1);
+    broke = failure;
+    return head_.size() - sink->room();  // the rest is another request's
+  }
+  const uint64_t received = head_.size() - sink->room();
+  if (has_ranges_) return received;
+  if (!ended) {
+    MutexLock lock(sequential_mutex_);
+    sequential_.adopt(std::move(lane), std::move(sink), std::move(exchange), begin_ + received);
+  } else if (!identity_.size) {
+    note_end(begin_ + received);
+    head_.resize(received);
+  }
+  return received;
+}
+
+BodySink* HttpSource::accept_first(const RangeRequest& request, const ResponseHead& response,
+                                   StreamSink& sink) {
+  const CheckedResponse checked = check_response(request, response);
+  has_ranges_ = checked.partial;
+  identity_ = checked.identity;
+  uint64_t nbytes = request.nbytes;
+  if (has_ranges_) {
+    nbytes = *checked.body_nbytes;
+  } else if (identity_.size) {
+    if (begin_ > 0 && begin_ >= *identity_.size)
+      throw HttpFailure{Errc::io,
+                        "the object has " + std::to_string(*identity_.size) +
+                            " bytes, the range begins at " + std::to_string(begin_),
+                        "", response.status};
+    nbytes = std::min(nbytes, *identity_.size - begin_);
+  }
+  head_.resize(nbytes);
+  head_slice_ = Slice(head_);
+  sink.aim(has_ranges_ ? 0 : begin_, std::span<const Slice>(&head_slice_, 1));
+  return &sink;
+}
+
+Error HttpSource::open_error(const HttpFailure& failure, int tries) const {
+  return to_error(failure, "Failed to open stream:", client_.endpoint.name(), tries, std::nullopt);
+}
+
+void HttpSource::note_end(uint64_t end) {
+  MutexLock lock(mutex_);
+  if (!found_end_) found_end_ = end;
+}
+
+std::optional<uint64_t> HttpSource::size() const {
+  std::optional<uint64_t> end = identity_.size;
+  if (!end) {
+    MutexLock lock(mutex_);
+    end = found_end_;
+  }
+  if (end && end_) end = std::min(*end, *end_);
+  return end;
+}
+
+bool HttpSource::is_in_memory() const {
+  const auto end = size();
+  return end && begin_ == 0 && head_.size() == *end;
+}
+
+SourceTraits HttpSource::traits() const {
+  SourceTraits traits;
+  traits.unit_nbytes = client_.options.unit_nbytes;
+  traits.gap_nbytes = kGapNbytes;
+  traits.sequential = !has_ranges_ && !is_in_memory();
+  if (traits.sequential || is_in_memory()) return traits;
+  traits.concurrency = client_.gate.most();
+  if (const auto end = size()) {
+    const uint64_t units = std::max<uint64_t>(1, ceil_div(*end, traits.unit_nbytes));
+    traits.concurrency = static_cast<unsigned>(std::min<uint64_t>(traits.concurrency, units));
+  }
+  return traits;
+}
+
+const std::byte* HttpSource::view(uint64_t offset, uint64_t nbytes) noexcept {
+  if (offset < begin_ || offset - begin_ > head_.size()) return nullptr;
+  if (nbytes > head_.size() - (offset - begin_)) return nullptr;
+  return head_.data() + (offset - begin_);
+}
+
+uint64_t HttpSource::bytes_read() const noexcept {
+  return client_.counters.bytes.load(std::memory_order_relaxed);
+}
+
+void HttpSource::read_at(uint64_t offset, std::span<const Slice> slices,
+                         const std::stop_token& stop) {
+  const uint64_t nbytes = total_nbytes(slices);
+  const auto end = size();
+  const auto last = checked_add(offset, nbytes);
+  uint64_t got = 0;
+  if (last && (!end || *last <= *end)) {
+    got = read_some(offset, slices, stop);
+    if (got == nbytes) return;
+  }
+  const auto found = size();
+  throw Error(Errc::truncated,
+              "Failed to read " + name_ + ": wanted " + std::to_string(nbytes) +
+                  " bytes at offset " + std::to_string(offset) + ", the object ends at " +
+                  std::to_string(found ? *found : offset + got),
+              name_, offset);
+}
+
+uint64_t HttpSource::read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) {
+  std::optional<uint64_t> end = size();
+  if (!end) end = end_;
+  if (end) {
+    if (offset >= *end) return 0;
+    into = into.first(static_cast<size_t>(std::min<uint64_t>(into.size(), *end - offset)));
+  }
+  return read_some(offset, std::span<const Slice>(&into, 1), stop);
+}
+
+uint64_t HttpSource::read_some(uint64_t offset, std::span<const Slice> slices,
+                               const std::stop_token& stop) {
+  const uint64_t nbytes = total_nbytes(slices);
+  if (closed_.load()) throw Error(Errc::invalid_argument, name_ + " is closed", name_, offset);
+  if (nbytes == 0) return 0;
+  uint64_t from_head = 0;
+  if (offset >= begin_ && offset - begin_ < head_.size()) {
+    from_head = std::min(nbytes, head_.size() - (offset - begin_));
+    ScatterCursor into(slices);
+    into.put({head_.data() + (offset - begin_), static_cast<size_t>(from_head)});
+  }
+  if (from_head == nbytes) return nbytes;
+  if (from_head == 0) return fetch(offset, slices, stop);
+  std::vector<Slice> rest;
+  uint64_t skip = from_head;
+  for (const Slice& slice : slices) {
+    const uint64_t step = std::min<uint64_t>(skip, slice.size());
+    skip -= step;
+    if (step < slice.size()) rest.push_back(slice.subspan(static_cast<size_t>(step)));
+  }
+  return from_head + fetch(offset + from_head, rest, stop);
+}
+
+uint64_t HttpSource::fetch(uint64_t offset, std::span<const Slice> slices,
+                           const std::stop_token& stop, const HttpFailure* earlier) {
+  uint64_t received = 0;
+  if (has_ranges_) {
+    received = RangeFetch(client_, typical_rate_, identity_, offset, slices).run(stop, earlier);
+  } else {
+    MutexLock lock(sequential_mutex_);
+    received = sequential_.read_at(identity_, offset, slices, stop, earlier);
+  }
+  if (received < total_nbytes(slices)) note_end(offset + received);
+  return received;
+}
+
+void HttpSource::close() noexcept {
+  closed_.store(true);
+  close_connections();
+}
+
+void HttpSource::close_connections() noexcept {
+  {
+    MutexLock lock(sequential_mutex_);
+    sequential_.close();
+  }
+  client_.lanes.close();
+}
+
+}  // namespace tensorizer::io

@@ -1,0 +1,99 @@
+// An object behind http(s)://, read by ranges over several connections, or in one pass where the
+// server knows no ranges.
+//
+// The request that opens it asks for its first bytes (HttpOptions::head_nbytes) and keeps them:
+// reads inside are served from memory. What the response says about size, ETag and date is held
+// against every later response, so the bytes of two versions never mix. Safe from many threads;
+// without ranges they take turns.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/http/http_client.h"
+#include "io/http/http_range_fetch.h"
+#include "io/http/http_sequential.h"
+#include "io/range_source.h"
+
+namespace tensorizer::io {
+
+class HttpSource final : public RangeSource {
+ public:
+  // Sends the first request, for the bytes from `begin` on, and returns when they are in. With
+  // `end`, the object is treated as if it ended there. Throws Error: io, not_found,
+  // invalid_argument, cancelled.
+  static std::shared_ptr<HttpSource> open(HttpAddress address, HttpOptions options, uint64_t begin,
+                                          std::optional<uint64_t> end, const std::stop_token& stop);
+
+  const std::string& name() const noexcept override { return name_; }
+  std::optional<uint64_t> size() const override;
+  SourceTraits traits() const override;
+  using RangeSource::read_at;
+  void read_at(uint64_t offset, std::span<const Slice> slices,
+               const std::stop_token& stop) override;
+  const std::byte* view(uint64_t offset, uint64_t nbytes) noexcept override;
+  uint64_t bytes_read() const noexcept override;
+  void close() noexcept override;
+
+  // Like read_at, but stops at the end of the object; returns the bytes read.
+  uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop);
+
+  // Connections at the same time from now on; bounded by HttpOptions::max_connections.
+  void fix_connections(unsigned connections) { client_.gate.fix(connections); }
+  // Ends idle connections now and the others after their request; later reads open new ones.
+  void close_connections() noexcept;
+
+  // Of the response that opened the object.
+  const ResponseHead& response_head() const noexcept { return head_response_; }
+  double seconds_to_connect() const noexcept { return seconds_to_connect_; }
+  double seconds_to_response() const noexcept { return seconds_to_response_; }
+
+  uint64_t requests() const noexcept { return client_.counters.requests.load(); }
+  uint64_t connections() const noexcept { return client_.counters.connections.load(); }
+
+ private:
+  HttpSource(HttpAddress address, HttpOptions options, uint64_t begin, std::optional<uint64_t> end);
+
+  void open_first(const std::stop_token& stop);
+  // Returns how many bytes of head_ are in place.
+  // Sets `broke` where the body broke off before they were all.
+  uint64_t request_head(const HttpDeadline& deadline, std::optional<HttpFailure>& broke,
+                        const std::stop_token& stop);
+  BodySink* accept_first(const RangeRequest& request, const ResponseHead& response,
+                         StreamSink& sink);
+  Error open_error(const HttpFailure& failure, int tries) const;
+  // Whether no read can need the server any more.
+  bool is_in_memory() const;
+  // Fills what lies behind the head; returns the bytes read, fewer only at the end of an object of
+  // unknown size.
+  uint64_t fetch(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
+                 const HttpFailure* earlier = nullptr);
+  uint64_t read_some(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop);
+  void note_end(uint64_t end);
+
+  HttpClient client_;
+  std::string name_;
+  const uint64_t begin_;
+  const std::optional<uint64_t> end_;
+
+  // Written while opening, read-only afterwards.
+  std::vector<std::byte> head_;  // the bytes [begin_, begin_ + head_.size())
+  Slice head_slice_;             // borrowed by the sink of the first request
+  ResourceIdentity identity_;
+  ResponseHead head_response_;
+  bool has_ranges_ = true;
+  double seconds_to_connect_ = 0;
+  double seconds_to_response_ = 0;
+
+  TypicalRate typical_rate_;
+  std::atomic<bool> closed_{false};
+  mutable Mutex mutex_;
+  std::optional<uint64_t> found_end_ GUARDED_BY(mutex_);  // of an object of unknown size
+  Mutex sequential_mutex_;
+  SequentialBody sequential_ GUARDED_BY(sequential_mutex_);
+};
+
+}  // namespace tensorizer::io

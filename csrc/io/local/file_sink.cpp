@@ -1,0 +1,324 @@
+#include "io/local/file_sink.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "core/checked_math.h"
+#include "core/error.h"
+#include "core/stop.h"
+#include "core/threads.h"
+
+namespace tensorizer::io {
+namespace {
+
+constexpr uint64_t kWritebackNbytes = uint64_t{1} << 20;  // smaller writes wait for company
+constexpr unsigned kSyncedWriters = 4;  // who waits for the disk leaves others to hash meanwhile
+constexpr uint64_t kCopyNbytes = uint64_t{8} << 20;
+constexpr size_t kIovMax = 512;
+
+std::string folder_of(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::string base_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
+
+// ".name.0123456789abcdef.tmp" beside the target; the base is cut so that the whole stays a legal
+// file name.
+std::string temporary_name(const std::string& target) {
+  std::random_device device;
+  char suffix[32];
+  std::snprintf(suffix, sizeof suffix, ".%08x%08x.tmp", device(), device());
+  return folder_of(target) + "/." + base_of(target).substr(0, 200) + suffix;
+}
+
+std::string proc_path(int fd) { return "/proc/self/fd/" + std::to_string(fd); }
+
+void write_all(int fd, uint64_t offset, const std::byte* data, uint64_t nbytes,
+               const std::string& name) {
+  while (nbytes > 0) {
+    const ssize_t wrote = pwrite(fd, data, nbytes, static_cast<off_t>(offset));
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0) throw_errno("cannot write", name, errno);
+    if (wrote == 0) throw_errno("cannot write", name, EIO);
+    offset += static_cast<uint64_t>(wrote);
+    data += wrote;
+    nbytes -= static_cast<uint64_t>(wrote);
+  }
+}
+
+void read_all(int fd, uint64_t offset, std::byte* data, uint64_t nbytes, const std::string& name) {
+  while (nbytes > 0) {
+    const ssize_t got = pread(fd, data, nbytes, static_cast<off_t>(offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw_errno("cannot read back", name, errno);
+    if (got == 0) throw Error(Errc::io, name + " was cut short by somebody else", name);
+    offset += static_cast<uint64_t>(got);
+    data += got;
+    nbytes -= static_cast<uint64_t>(got);
+  }
+}
+
+}  // namespace
+
+FileSink::FileSink(std::string name, std::string target, const PathOptions& options)
+    : name_(std::move(name)), target_(std::move(target)), options_(options) {}
+
+std::shared_ptr<FileSink> FileSink::replace(const std::string& target, const PathOptions& options) {
+  std::shared_ptr<FileSink> sink(new FileSink(target, target, options));
+  sink->open_unnamed();
+  return sink;
+}
+
+std::shared_ptr<FileSink> FileSink::overwrite(UniqueFd fd, const std::string& name) {
+  std::shared_ptr<FileSink> sink(new FileSink(name, {}, {}));
+  sink->fd_ = std::move(fd);
+  return sink;
+}
+
+FileSink::~FileSink() {
+  if (!temporary_.empty()) unlink(temporary_.c_str());
+}
+
+// An unnamed file leaves nothing behind, whatever kills this process; a hidden temporary name is
+// the second choice, for file systems without unnamed files.
+void FileSink::open_unnamed() {
+  const std::string folder = folder_of(target_);
+  UniqueFd fd;
+#if defined(O_TMPFILE)
+  fd = UniqueFd(open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, options_.mode));
+  if (!fd && errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL && errno != ENOENT)
+    throw_errno("cannot write", target_, errno);
+#endif
+  std::string temporary;
+  if (!fd) {
+    temporary = temporary_name(target_);
+    fd = UniqueFd(open(temporary.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, options_.mode));
+    if (!fd) throw_errno("cannot write", target_, errno);
+  }
+  if (!temporary_.empty()) unlink(temporary_.c_str());
+  temporary_ = temporary;
+  fd_ = std::move(fd);
+  named_ = false;
+  extent_ = 0;
+  if (options_.keep_mode && fchmod(fd_.get(), options_.mode) != 0 && errno != EPERM)
+    throw_errno("cannot set the mode of", target_, errno);
+}
+
+unsigned FileSink::concurrency() const noexcept {
+  return target_.empty() || !options_.fsync ? 0 : std::max(cpu_quota(), kSyncedWriters);
+}
+
+void FileSink::reserve(uint64_t end) {
+  if (damaged_) throw_damaged(name_);
+  if (!fd_ && !target_.empty()) open_unnamed();
+  if (end <= extent_) return;
+#if defined(__linux__)
+  if (fallocate(fd_.get(), target_.empty() ? FALLOC_FL_KEEP_SIZE : 0, static_cast<off_t>(extent_),
+                static_cast<off_t>(end - extent_)) != 0) {
+    if (errno == ENOSPC || errno == EFBIG || errno == EDQUOT)
+      throw_errno("no room for", name_, errno);
+    return;
+  }
+#endif
+  extent_ = end;
+}
+
+void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
+                        const std::stop_token& stop) {
+  const uint64_t begin = offset;
+  std::array<iovec, kIovMax> vectors;
+  size_t next = 0;
+  uint64_t done_in = 0;
+  while (next < slices.size()) {
+    size_t count = 0;
+    uint64_t wanted = 0;
+    for (size_t i = next; i < slices.size() && count < kIovMax; ++i) {
+      const uint64_t skip = i == next ? done_in : 0;
+      vectors[count++] = {const_cast<std::byte*>(slices[i].data()) + skip, slices[i].size() - skip};
+      wanted += slices[i].size() - skip;
+    }
+    throw_if_stopped(stop);
+    const ssize_t wrote = wanted == 0 ? 0
+                                      : pwritev(fd_.get(), vectors.data(), static_cast<int>(count),
+                                                static_cast<off_t>(offset));
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0) throw_errno("cannot write", name_, errno);
+    if (wrote == 0 && wanted > 0) throw_errno("cannot write", name_, EIO);
+    uint64_t left = static_cast<uint64_t>(wrote);
+    offset += left;
+    while (next < slices.size() && slices[next].size() - done_in <= left) {
+      left -= slices[next].size() - done_in;
+      done_in = 0;
+      ++next;
+    }
+    done_in += left;
+  }
+  begin_writeback(begin, offset - begin);
+}
+
+// Content that has to reach the disk sets out at once, so that the disk works while the next
+// tensors are hashed, and the final fsync finds little left to do. It stays in the page cache.
+void FileSink::begin_writeback(uint64_t offset, uint64_t nbytes) const noexcept {
+#if defined(SYNC_FILE_RANGE_WRITE)
+  if (target_.empty() || !options_.fsync || nbytes < kWritebackNbytes) return;
+  // Only a hint: failures of the disk are reported by fsync.
+  sync_file_range(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(nbytes),
+                  SYNC_FILE_RANGE_WRITE);
+#else
+  (void)offset;
+  (void)nbytes;
+#endif
+}
+
+void FileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {
+  if (target_.empty()) {
+    relocate_in_place(from, nbytes, to, stop);
+  } else {
+    relocate_to_new_file(from, nbytes, to, stop);
+  }
+}
+
+// Back to front, so that no byte is overwritten before it has moved.
+void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to,
+                                 const std::stop_token& stop) {
+  reserve(to + nbytes);  // a full disk is noticed before anything has moved
+  std::vector<std::byte> buffer(std::min({nbytes, kCopyNbytes, to - from}));
+  for (uint64_t left = nbytes; left > 0;) {
+    throw_if_stopped(stop);
+    const uint64_t n = std::min<uint64_t>(left, buffer.size());
+    left -= n;
+    read_all(fd_.get(), from + left, buffer.data(), n, name_);
+    if (to + left < from + nbytes) damaged_ = true;  // until all has moved
+    write_all(fd_.get(), to + left, buffer.data(), n, name_);
+  }
+  damaged_ = false;
+  extent_ = std::max(extent_, to + nbytes);
+}
+
+// The published file stays as it is, and at hand; the new one takes its name at the next publish().
+void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
+                                    const std::stop_token& stop) {
+  UniqueFd old = std::move(fd_);
+  struct stat info {};
+  if (fstat(old.get(), &info) == 0) {
+    options_.mode = info.st_mode & 07777;
+    options_.keep_mode = true;
+  }
+  const uint64_t old_extent = extent_;
+  const bool was_named = named_;
+  try {
+    open_unnamed();
+    copy_range(old.get(), from, nbytes, to, stop);
+  } catch (...) {
+    if (!temporary_.empty()) unlink(temporary_.c_str());
+    temporary_.clear();
+    fd_ = std::move(old);
+    extent_ = old_extent;
+    named_ = was_named;
+    throw;
+  }
+  extent_ = to + nbytes;
+  replaced_ = std::move(old);
+  replaced_extent_ = old_extent;
+}
+
+bool FileSink::undo_relocate() noexcept {
+  if (!replaced_) return false;
+  if (!temporary_.empty()) unlink(temporary_.c_str());
+  temporary_.clear();
+  fd_ = std::move(replaced_);
+  extent_ = replaced_extent_;
+  named_ = true;
+  return true;
+}
+
+// From another file into this one, inside the kernel where it can.
+void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
+                          const std::stop_token& stop) {
+  auto in = static_cast<off_t>(from);
+  auto out = static_cast<off_t>(to);
+  for (uint64_t left = nbytes; left > 0;) {
+    throw_if_stopped(stop);
+    const ssize_t copied =
+        copy_file_range(old, &in, fd_.get(), &out, std::min(left, kCopyNbytes), 0);
+    if (copied > 0) {
+      left -= static_cast<uint64_t>(copied);
+      continue;
+    }
+    if (copied < 0 && errno == EINTR) continue;
+    if (copied < 0 && (errno == ENOSPC || errno == EFBIG || errno == EDQUOT))
+      throw_errno("no room for", name_, errno);
+    std::vector<std::byte> buffer(
+        std::min(left, kCopyNbytes));  // this file system cannot: read and write
+    read_all(old, static_cast<uint64_t>(in), buffer.data(), buffer.size(), name_);
+    write_all(fd_.get(), static_cast<uint64_t>(out), buffer.data(), buffer.size(), name_);
+    in += static_cast<off_t>(buffer.size());
+    out += static_cast<off_t>(buffer.size());
+    left -= buffer.size();
+  }
+}
+
+void FileSink::publish(uint64_t end, const std::stop_token& stop) {
+  throw_if_stopped(stop);
+  extent_ = std::max(extent_, end);
+  if (target_.empty()) return;
+  if (ftruncate(fd_.get(), static_cast<off_t>(end)) != 0)
+    throw_errno("cannot set the size of", name_, errno);
+  extent_ = end;
+  if (options_.fsync && fsync(fd_.get()) != 0) throw_errno("cannot sync", name_, errno);
+  if (!named_) take_name();
+}
+
+void FileSink::take_name() {
+  if (temporary_.empty()) {
+    std::string temporary = temporary_name(target_);
+    if (linkat(AT_FDCWD, proc_path(fd_.get()).c_str(), AT_FDCWD, temporary.c_str(),
+               AT_SYMLINK_FOLLOW) != 0)
+      throw_errno("cannot name", target_, errno);
+    temporary_ = std::move(temporary);
+  }
+  if (rename(temporary_.c_str(), target_.c_str()) != 0)
+    throw_errno("cannot rename to", target_, errno);
+  temporary_.clear();
+  named_ = true;
+  replaced_.reset();
+  if (!options_.fsync) return;
+  const UniqueFd folder(open(folder_of(target_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (folder) fsync(folder.get());  // some file systems cannot; the rename stands either way
+}
+
+void FileSink::rollback(uint64_t end) noexcept {
+  if (target_.empty()) return;
+  extent_ = end;
+  if (!named_) {  // nothing of it may stay, on disk or open; reserve() starts anew
+    close_all();
+    return;
+  }
+  if (ftruncate(fd_.get(), static_cast<off_t>(end)) != 0 || end < 8) return;
+  const std::array<std::byte, 8> end_mark{};  // appended records had overwritten it
+  const ssize_t restored =
+      pwrite(fd_.get(), end_mark.data(), end_mark.size(), static_cast<off_t>(end - 8));
+  (void)restored;  // readers do not need the mark
+}
+
+void FileSink::finish(const std::stop_token& /*stop*/) { close_all(); }
+
+void FileSink::close_all() noexcept {
+  fd_.reset();
+  replaced_.reset();
+  if (!temporary_.empty()) unlink(temporary_.c_str());
+  temporary_.clear();
+}
+
+}  // namespace tensorizer::io

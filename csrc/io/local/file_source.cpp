@@ -1,0 +1,142 @@
+#include "io/local/file_source.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+
+#include "core/checked_math.h"
+#include "core/error.h"
+#include "core/stop.h"
+#include "core/threads.h"
+
+namespace tensorizer::io {
+namespace {
+
+constexpr uint64_t kPageNbytes = 4096;
+constexpr unsigned kColdReaders = 4;           // requests in flight that a disk wants to see
+constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
+constexpr size_t kIovMax = 512;
+
+// True when a sample of the file is in the page cache. A mapping that is never touched is what
+// mincore() wants; it cannot fault.
+bool is_cached(int fd, uint64_t nbytes) noexcept {
+  constexpr uint64_t kSamples = 16;
+  if (nbytes == 0) return true;
+  void* map = mmap(nullptr, nbytes, PROT_READ, MAP_SHARED, fd, 0);
+  if (map == MAP_FAILED) return true;
+  bool cached = true;
+  for (uint64_t i = 0; i < kSamples && cached; ++i) {
+    const uint64_t at = align_down(nbytes / kSamples * i, kPageNbytes);
+    unsigned char resident = 1;
+    if (mincore(static_cast<std::byte*>(map) + at, std::min(kPageNbytes, nbytes - at), &resident) ==
+        0)
+      cached = (resident & 1) != 0;
+  }
+  munmap(map, nbytes);
+  return cached;
+}
+
+}  // namespace
+
+// An open file. Immutable; reads share it.
+struct FileSource::Handle {
+  Handle(UniqueFd file, const std::string& file_name);
+  void read(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop) const;
+
+  const std::string& name;
+  UniqueFd fd;
+  uint64_t nbytes = 0;
+  bool cached = true;
+};
+
+FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
+    : name(file_name), fd(std::move(file)) {
+  struct stat info {};
+  if (fstat(fd.get(), &info) != 0) throw_errno("cannot examine", name, errno);
+  if (S_ISDIR(info.st_mode)) throw_errno("cannot read", name, EISDIR);
+  if (!S_ISREG(info.st_mode)) throw Error(Errc::io, name + " is not a regular file", name);
+  nbytes = static_cast<uint64_t>(info.st_size);
+  cached = is_cached(fd.get(), nbytes);
+}
+
+FileSource::FileSource(UniqueFd fd, std::string name) : name_(std::move(name)) {
+  auto handle = std::make_shared<const Handle>(std::move(fd), name_);
+  nbytes_ = handle->nbytes;
+  MutexLock lock(mutex_);
+  handle_ = std::move(handle);
+}
+
+FileSource::~FileSource() = default;
+
+std::shared_ptr<const FileSource::Handle> FileSource::handle() const {
+  MutexLock lock(mutex_);
+  if (!handle_) throw Error(Errc::invalid_argument, name_ + " is closed", name_);
+  return handle_;
+}
+
+void FileSource::close() noexcept {
+  std::shared_ptr<const Handle> last;  // destroyed after the lock is given back
+  MutexLock lock(mutex_);
+  last.swap(handle_);
+}
+
+std::shared_ptr<FileMapping> FileSource::map() const {
+  return FileMapping::create(handle()->fd.get(), nbytes_, name_);
+}
+
+SourceTraits FileSource::traits() const {
+  // A cached file is bound by the processors, a cold one by the disk.
+  const unsigned cpus = cpu_quota();
+  const bool cached = handle()->cached;
+  return {.concurrency = cached ? cpus : std::max(cpus, kColdReaders), .prompt = cached};
+}
+
+void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
+                         const std::stop_token& stop) {
+  const uint64_t wanted = total_nbytes(slices);
+  if (offset > nbytes_ || wanted > nbytes_ - offset)
+    throw_truncated(name_, offset, wanted, nbytes_);
+  const std::shared_ptr<const Handle> file = handle();
+  file->read(offset, slices, stop);
+  bytes_read_.fetch_add(wanted, std::memory_order_relaxed);
+}
+
+void FileSource::Handle::read(uint64_t offset, std::span<const Slice> slices,
+                              const std::stop_token& stop) const {
+  std::array<iovec, kIovMax> vectors;
+  size_t next = 0;       // first slice that is not complete
+  uint64_t done_in = 0;  // bytes of it that have arrived
+  while (next < slices.size()) {
+    size_t count = 0;
+    uint64_t room = cached ? nbytes : kColdCallNbytes;
+    for (size_t i = next; i < slices.size() && count < kIovMax && room > 0; ++i) {
+      const uint64_t skip = i == next ? done_in : 0;
+      const uint64_t n = std::min(slices[i].size() - skip, room);
+      vectors[count++] = {slices[i].data() + skip, n};
+      room -= n;
+    }
+    throw_if_stopped(stop);
+    const ssize_t got =
+        preadv(fd.get(), vectors.data(), static_cast<int>(count), static_cast<off_t>(offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw_errno("cannot read", name, errno);
+    uint64_t left = static_cast<uint64_t>(got);
+    offset += left;
+    const bool wanted_some = std::any_of(vectors.begin(), vectors.begin() + count,
+                                         [](const iovec& v) { return v.iov_len > 0; });
+    if (got == 0 && wanted_some) throw_truncated(name, offset, 1, offset);
+    while (next < slices.size() && left >= slices[next].size() - done_in) {
+      left -= slices[next].size() - done_in;
+      done_in = 0;
+      ++next;
+    }
+    done_in += left;
+  }
+}
+
+}  // namespace tensorizer::io

@@ -1,0 +1,55 @@
+// A regular local file, read with positional reads on a descriptor of its own. Safe from many
+// threads.
+//
+// Reads go through the page cache: whoever loads the file next, or at the same time, finds it
+// there. Where a file is not cached yet, each read is announced to the kernel as a whole and
+// several are in flight.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "core/sync.h"
+#include "core/unique_fd.h"
+#include "io/local/file_mapping.h"
+#include "io/range_source.h"
+
+namespace tensorizer::io {
+
+class FileSource final : public RangeSource {
+ public:
+  // Takes the descriptor of an open file. Throws Error: io (cannot be examined, not a regular
+  // file).
+  FileSource(UniqueFd fd, std::string name);
+  ~FileSource() override;
+
+  const std::string& name() const noexcept override { return name_; }
+  std::optional<uint64_t> size() const override { return nbytes_; }
+  SourceTraits traits() const override;
+  using RangeSource::read_at;
+  void read_at(uint64_t offset, std::span<const Slice> slices,
+               const std::stop_token& stop) override;
+  uint64_t bytes_read() const noexcept override {
+    return bytes_read_.load(std::memory_order_relaxed);
+  }
+
+  void close() noexcept override;
+
+  // A private mapping of the whole file. Throws Error(io).
+  std::shared_ptr<FileMapping> map() const;
+
+ private:
+  struct Handle;
+  // What reads use: they keep it alive, so that close() never pulls a descriptor from under one of
+  // them.
+  std::shared_ptr<const Handle> handle() const;
+
+  std::string name_;
+  uint64_t nbytes_ = 0;
+  mutable Mutex mutex_;
+  std::shared_ptr<const Handle> handle_ GUARDED_BY(mutex_);  // null once closed
+  std::atomic<uint64_t> bytes_read_{0};
+};
+
+}  // namespace tensorizer::io

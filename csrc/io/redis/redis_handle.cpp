@@ -1,0 +1,293 @@
+#include "io/redis/redis_handle.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstring>
+
+#include "core/stop.h"
+
+namespace tensorizer::io {
+namespace {
+
+constexpr size_t kInputNbytes = 64 << 10;
+// Pieces of a payload from this size on are received in place; smaller ones come through the input
+// buffer, where one system call serves many of them.
+constexpr size_t kDirectNbytes = 16 << 10;
+// Small replies are a page of key names or a number. A server that sends more than this is not
+// believed.
+constexpr uint64_t kMaxReplyNbytes = uint64_t{256} << 20;
+constexpr uint64_t kMaxReplyItems = uint64_t{1} << 22;
+
+struct CommandDeleter {
+  void operator()(char* command) const noexcept { redisFreeCommand(command); }
+};
+
+// hiredis builds replies through these functions. They may not throw: nullptr means out of memory
+// to it.
+RedisReply* place(const redisReadTask* task, RedisReply reply) noexcept {
+  try {
+    if (!task->parent) return new RedisReply(std::move(reply));
+    auto* parent = static_cast<RedisReply*>(task->parent->obj);
+    // Elements come in order, and an array is complete before its parent goes on: the addresses
+    // that hiredis holds stay valid. Growing as bytes arrive, and not by what the count promises,
+    // bounds the memory.
+    parent->items.push_back(std::move(reply));
+    return &parent->items.back();
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+RedisReply::Kind text_kind(int type) noexcept {
+  if (type == REDIS_REPLY_ERROR) return RedisReply::Kind::error;
+  if (type == REDIS_REPLY_STATUS) return RedisReply::Kind::status;
+  return RedisReply::Kind::string;
+}
+
+void* create_string(const redisReadTask* task, char* text, size_t nbytes) noexcept {
+  try {
+    return place(task, {text_kind(task->type), 0, std::string(text, nbytes), {}});
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+// The count is an int in hiredis 0.14 and a size_t later; taking the address below picks the type.
+template <class Count>
+void* create_array(const redisReadTask* task, Count count) noexcept {
+  try {
+    if (static_cast<uint64_t>(count) > kMaxReplyItems) return nullptr;
+    return place(task, {RedisReply::Kind::array, 0, {}, {}});
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+void* create_integer(const redisReadTask* task, long long value) noexcept {
+  return place(task, {RedisReply::Kind::integer, value, {}, {}});
+}
+
+void* create_nil(const redisReadTask* task) noexcept {
+  return place(task, {RedisReply::Kind::nil, 0, {}, {}});
+}
+
+void free_reply(void* reply) noexcept { delete static_cast<RedisReply*>(reply); }
+
+// Types of RESP3, which nobody asked for: known to hiredis 1.0 and later only.
+template <class Functions>
+void set_newer_types(Functions& functions) {
+  if constexpr (requires { functions.createDouble; })
+    functions.createDouble = [](const redisReadTask*, double, char*, size_t) -> void* {
+      return nullptr;
+    };
+  if constexpr (requires { functions.createBool; })
+    functions.createBool = [](const redisReadTask*, int) -> void* { return nullptr; };
+}
+
+redisReplyObjectFunctions* reply_functions() {
+  static redisReplyObjectFunctions functions = [] {
+    redisReplyObjectFunctions made{};
+    made.createString = &create_string;
+    made.createArray = &create_array;
+    made.createInteger = &create_integer;
+    made.createNil = &create_nil;
+    made.freeObject = &free_reply;
+    set_newer_types(made);
+    return made;
+  }();
+  return &functions;
+}
+
+bool starts_with_word(std::string_view text, std::string_view word) {
+  return text.starts_with(word) && (text.size() == word.size() || text[word.size()] == ' ');
+}
+
+bool worth_retrying(std::string_view text) {
+  constexpr std::array<std::string_view, 5> kPassing = {"LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN",
+                                                        "CLUSTERDOWN"};
+  return std::any_of(kPassing.begin(), kPassing.end(),
+                     [&](std::string_view word) { return starts_with_word(text, word); });
+}
+
+}  // namespace
+
+std::string redis_server_name(const SocketOptions& socket) {
+  if (!socket.unix_path.empty()) return "unix://" + socket.unix_path;
+  const bool ipv6 = socket.host.find(':') != std::string::npos;
+  return (socket.tls.enabled ? "rediss://" : "redis://") +
+         (ipv6 ? "[" + socket.host + "]" : socket.host) + ":" + std::to_string(socket.port);
+}
+
+RedisHandle::RedisHandle(const RedisOptions& options, const std::stop_token& stop)
+    : server_(redis_server_name(options.socket)),
+      socket_(options.socket, server_, stop),
+      input_(kInputNbytes),
+      reader_(redisReaderCreateWithFunctions(reply_functions())) {
+  if (!reader_) throw std::bad_alloc();
+  log_in(options, stop);
+}
+
+void RedisHandle::log_in(const RedisOptions& options, const std::stop_token& stop) {
+  if (!options.password.empty()) {
+    if (options.user.empty())
+      append({"AUTH", options.password});
+    else
+      append({"AUTH", options.user, options.password});
+    flush(stop);
+    output_.clear();
+    try {
+      read_reply(stop);
+    } catch (const RedisServerError& refused) {
+      if (refused.again) throw;
+      login_problem_ = refused.what();
+    }
+  }
+  if (options.database != 0) command({"SELECT", std::to_string(options.database)}, stop);
+}
+
+void RedisHandle::append(std::initializer_list<std::string_view> words) {
+  std::vector<const char*> texts;
+  std::vector<size_t> sizes;
+  for (std::string_view word : words) {
+    texts.push_back(word.data());
+    sizes.push_back(word.size());
+  }
+  char* raw = nullptr;
+  const int nbytes =
+      redisFormatCommandArgv(&raw, static_cast<int>(texts.size()), texts.data(), sizes.data());
+  std::unique_ptr<char, CommandDeleter> command(raw);
+  if (nbytes < 0) throw std::bad_alloc();
+  output_.append(command.get(), static_cast<size_t>(nbytes));
+}
+
+void RedisHandle::flush(const std::stop_token& stop) {
+  if (output_.empty()) return;
+  socket_.send_all(std::as_bytes(std::span(output_)), stop);
+  output_.clear();
+}
+
+void RedisHandle::begin_set(std::string_view key, uint64_t nbytes, const std::stop_token& stop) {
+  output_ += "*3\r\n$3\r\nSET\r\n$" + std::to_string(key.size()) + "\r\n";
+  output_ += key;
+  output_ += "\r\n$" + std::to_string(nbytes) + "\r\n";
+  flush(stop);
+}
+
+void RedisHandle::send_value(ConstSlice piece, bool last, const std::stop_token& stop) {
+  socket_.send_all(piece, stop);
+  if (last) output_ += "\r\n";
+}
+
+RedisReply RedisHandle::command(std::initializer_list<std::string_view> words,
+                                const std::stop_token& stop) {
+  append(words);
+  flush(stop);
+  return read_reply(stop);
+}
+
+// REQUIRES: the input buffer is empty, or holds less than its capacity of one unfinished line.
+void RedisHandle::fill_input(const std::stop_token& stop) {
+  if (begin_ == end_) {
+    begin_ = end_ = 0;
+  } else if (end_ == input_.size()) {
+    std::memmove(input_.data(), input_.data() + begin_, end_ - begin_);
+    end_ -= begin_;
+    begin_ = 0;
+    if (end_ == input_.size()) fail_protocol("a reply line of more than 64 KiB");
+  }
+  end_ += socket_.receive_some(Slice(input_).subspan(end_), stop);
+}
+
+RedisReply RedisHandle::read_reply(const std::stop_token& stop) {
+  uint64_t fed = 0;
+  while (true) {
+    void* raw = nullptr;
+    if (redisReaderGetReply(reader_.get(), &raw) != REDIS_OK)
+      fail_protocol(redisReaderGetError(reader_.get()));
+    if (raw) {
+      std::unique_ptr<RedisReply> reply(static_cast<RedisReply*>(raw));
+      if (reply->kind == RedisReply::Kind::error) fail_reply(reply->text);
+      return std::move(*reply);
+    }
+    if (begin_ == end_) fill_input(stop);
+    const ConstSlice bytes = input();
+    if ((fed += bytes.size()) > kMaxReplyNbytes) fail_protocol("a reply of more than 256 MiB");
+    if (redisReaderFeed(reader_.get(), reinterpret_cast<const char*>(bytes.data()), bytes.size()) !=
+        REDIS_OK)
+      throw std::bad_alloc();
+    begin_ = end_;
+  }
+}
+
+std::string RedisHandle::read_line(const std::stop_token& stop) {
+  size_t searched = 0;
+  while (true) {
+    const ConstSlice bytes = input();
+    const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    const size_t at = text.find("\r\n", searched);
+    if (at != std::string_view::npos) {
+      std::string line(text.substr(0, at));
+      begin_ += at + 2;
+      return line;
+    }
+    searched = text.empty() ? 0 : text.size() - 1;
+    fill_input(stop);
+  }
+}
+
+void RedisHandle::read_value(std::span<const Slice> into, std::string_view what, uint64_t& received,
+                             const std::stop_token& stop) {
+  const uint64_t wanted = total_nbytes(into);
+  const std::string line = read_line(stop);
+  if (line.starts_with('-')) fail_reply(line.substr(1));
+  int64_t found = 0;
+  const char* first = line.data() + 1;
+  const char* last = line.data() + line.size();
+  if (!line.starts_with('$') || std::from_chars(first, last, found).ptr != last || found < -1)
+    fail_protocol("wanted a string");
+  if (static_cast<uint64_t>(std::max<int64_t>(found, 0)) != wanted || found < 0)
+    throw Error(Errc::truncated,
+                server_ + ": " + std::string(what) + ": wanted " + std::to_string(wanted) +
+                    " bytes, found " + (found < 0 ? "no value" : std::to_string(found)) +
+                    "; the key was changed or removed while it was read",
+                server_);
+  for (const Slice& slice : into) receive_into(slice, received, stop);
+  std::array<std::byte, 2> end;
+  uint64_t ignored = 0;
+  receive_into(end, ignored, stop);
+  if (end[0] != std::byte{'\r'} || end[1] != std::byte{'\n'})
+    fail_protocol("a string that is longer than announced");
+}
+
+void RedisHandle::receive_into(Slice into, uint64_t& received, const std::stop_token& stop) {
+  while (!into.empty()) {
+    size_t n = 0;
+    if (begin_ == end_ && into.size() >= kDirectNbytes) {
+      n = socket_.receive_some(into, stop);
+    } else {
+      if (begin_ == end_) fill_input(stop);
+      n = std::min(into.size(), end_ - begin_);
+      std::memcpy(into.data(), input_.data() + begin_, n);
+      begin_ += n;
+    }
+    received += n;
+    into = into.subspan(n);
+  }
+}
+
+void RedisHandle::fail_protocol(const std::string& problem) const {
+  throw Error(Errc::io, server_ + ": not an answer that Redis gives: " + problem, server_);
+}
+
+void RedisHandle::fail_reply(const std::string& text) const {
+  std::string what = server_ + ": the server refused: " + text;
+  const bool denied = starts_with_word(text, "NOAUTH") || starts_with_word(text, "NOPERM");
+  if (denied && !login_problem_.empty()) what = login_problem_;
+  if (denied && login_problem_.empty()) what += " (give user and password in the URI)";
+  if (starts_with_word(text, "MOVED") || starts_with_word(text, "ASK"))
+    what += " (Redis Cluster is not supported: name the node that holds the keys)";
+  throw RedisServerError(what, server_, worth_retrying(text));
+}
+
+}  // namespace tensorizer::io

@@ -1,0 +1,111 @@
+// One connection to a Redis server: commands out, replies in, pipelined. Confined to one thread at
+// a time.
+//
+// hiredis formats the commands and parses small replies; it neither connects nor waits, so that
+// every release from 0.14 on will do and TLS needs no module of it. Payload replies do not pass
+// through its buffers: their bytes go from the socket straight to the destination. After an
+// exception other than a server's error reply the connection is out of step: destroy it.
+#pragma once
+
+#include <hiredis/hiredis.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <span>
+#include <stop_token>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/error.h"
+#include "io/redis/net_socket.h"
+#include "io/retry.h"
+
+namespace tensorizer::io {
+
+struct RedisOptions {
+  SocketOptions socket;
+  std::string user;      // empty: the default user
+  std::string password;  // empty: no AUTH
+  uint64_t database = 0;
+  unsigned connections = 4;  // at the same time, at most
+  RetryPolicy retry;         // of one read
+};
+
+// "redis://host:6379", "rediss://..." or "unix:///path", never with credentials.
+std::string redis_server_name(const SocketOptions& socket);
+
+// A small reply: status, integer, string, nil, or an array of them.
+struct RedisReply {
+  enum class Kind : uint8_t { nil, status, integer, string, array, error };
+  Kind kind = Kind::nil;
+  int64_t integer = 0;
+  std::string text;  // of a status, string or error
+  std::vector<RedisReply> items;
+};
+
+// The server answered, with an error: the connection is still in step. `again` when waiting may
+// help.
+class RedisServerError : public Error {
+ public:
+  RedisServerError(const std::string& what, std::string server, bool worth_retrying)
+      : Error(Errc::io, what, std::move(server)), again(worth_retrying) {}
+  bool again;
+};
+
+struct RedisReaderDeleter {
+  void operator()(redisReader* reader) const noexcept { redisReaderFree(reader); }
+};
+
+class RedisHandle {
+ public:
+  // Connects, authenticates and selects the database.
+  // A refused AUTH is no error by itself: a server that asks for no password still serves, and one
+  // that does says NOAUTH to the first command, which then reports both.
+  RedisHandle(const RedisOptions& options, const std::stop_token& stop);
+
+  // Queues one command; nothing is sent before flush().
+  void append(std::initializer_list<std::string_view> words);
+  void flush(const std::stop_token& stop);
+
+  // Sends `SET key <nbytes bytes>` up to and including the value's length; the value follows by
+  // send_value, in pieces whose sizes add up to `nbytes`, the last one with `last`.
+  void begin_set(std::string_view key, uint64_t nbytes, const std::stop_token& stop);
+  void send_value(ConstSlice piece, bool last, const std::stop_token& stop);
+
+  // The next reply. Throws RedisServerError where it is an error, Errc::io when it is no RESP or
+  // unreasonably large.
+  RedisReply read_reply(const std::stop_token& stop);
+
+  // Like read_reply for a reply that must be a string of exactly the slices' total size, which
+  // lands in them. `received` grows as bytes arrive. A string of another size or nil is
+  // Errc::truncated; `what` names it.
+  void read_value(std::span<const Slice> into, std::string_view what, uint64_t& received,
+                  const std::stop_token& stop);
+
+  // append, flush, read_reply.
+  RedisReply command(std::initializer_list<std::string_view> words, const std::stop_token& stop);
+
+  const std::string& server() const noexcept { return server_; }
+
+ private:
+  void log_in(const RedisOptions& options, const std::stop_token& stop);
+  void fill_input(const std::stop_token& stop);
+  std::string read_line(const std::stop_token& stop);
+  void receive_into(Slice into, uint64_t& received, const std::stop_token& stop);
+  [[noreturn]] void fail_protocol(const std::string& problem) const;
+  [[noreturn]] void fail_reply(const std::string& text) const;
+  ConstSlice input() const noexcept { return {input_.data() + begin_, end_ - begin_}; }
+
+  std::string server_;
+  std::string login_problem_;  // what AUTH said, for the error that follows from it
+  NetSocket socket_;
+  std::string output_;
+  std::vector<std::byte> input_;  // received and not yet consumed: [begin_, end_)
+  size_t begin_ = 0;
+  size_t end_ = 0;
+  std::unique_ptr<redisReader, RedisReaderDeleter> reader_;
+};
+
+}  // namespace tensorizer::io

@@ -1,0 +1,173 @@
+#include "io/redis/redis_source.h"
+
+#include <algorithm>
+
+#include "core/stop.h"
+
+namespace tensorizer::io {
+namespace {
+
+// One GETRANGE asks for this much: the server builds each reply in memory before it sends it.
+constexpr uint64_t kPieceNbytes = uint64_t{1} << 20;
+// Requests sent ahead of the reply that is being received.
+constexpr size_t kPipelined = 4;
+constexpr size_t kPipelinedLengths = 1024;
+constexpr std::string_view kScanCount = "4096";
+
+// Cuts consecutive stretches from a scatter list.
+class SliceCursor {
+ public:
+  explicit SliceCursor(std::span<const Slice> slices) : left_(slices.begin(), slices.end()) {}
+
+  std::vector<Slice> take(uint64_t nbytes) {
+    std::vector<Slice> taken;
+    while (nbytes > 0) {
+      Slice& first = left_[next_];
+      const size_t n = static_cast<size_t>(std::min<uint64_t>(nbytes, first.size()));
+      if (n > 0) taken.push_back(first.first(n));
+      first = first.subspan(n);
+      if (first.empty()) ++next_;
+      nbytes -= n;
+    }
+    return taken;
+  }
+
+ private:
+  std::vector<Slice> left_;
+  size_t next_ = 0;
+};
+
+}  // namespace
+
+RedisSource::RedisSource(RedisOptions options, std::string prefix, const std::stop_token& stop)
+    : prefix_(std::move(prefix)),
+      name_(redis_server_name(options.socket) + "/" + prefix_ +
+            (options.database ? "?db=" + std::to_string(options.database) : "")),
+      pool_(std::move(options)) {
+  open(stop);
+}
+
+// Unlike a read, opening does not insist: a server that is not there is reported at once, and only
+// one that is still loading its data is waited for.
+void RedisSource::open(const std::stop_token& stop) {
+  RetryState failures(pool_.options().retry);
+  while (!layout_) {
+    try {
+      std::unique_ptr<RedisHandle> redis = pool_.take(stop);
+      std::vector<std::string> keys = list_keys(*redis, stop);
+      if (keys.empty())
+        throw Error(Errc::not_found, name_ + ": no key begins with \"" + prefix_ + ":\"", name_);
+      layout_.emplace(measure(*redis, std::move(keys), stop));
+      pool_.give_back(std::move(redis));
+    } catch (const RedisServerError& error) {
+      if (!error.again) throw;
+      wait_before_retry(failures, 0, stop);
+    }
+  }
+}
+
+std::vector<std::string> RedisSource::list_keys(RedisHandle& redis,
+                                                const std::stop_token& stop) const {
+  const std::string pattern = escape_glob(prefix_) + ":*";
+  std::vector<std::string> keys;
+  std::string cursor = "0";
+  do {
+    RedisReply reply = redis.command({"SCAN", cursor, "MATCH", pattern, "COUNT", kScanCount}, stop);
+    using Kind = RedisReply::Kind;
+    if (reply.kind != Kind::array || reply.items.size() != 2 ||
+        reply.items[0].kind != Kind::string || reply.items[1].kind != Kind::array)
+      throw Error(Errc::io, name_ + ": not an answer that Redis gives to SCAN", name_);
+    cursor = std::move(reply.items[0].text);
+    for (RedisReply& key : reply.items[1].items) keys.push_back(std::move(key.text));
+  } while (cursor != "0");
+  // SCAN may name a key twice.
+  std::sort(keys.begin(), keys.end());
+  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
+  drop_nested_models(prefix_, keys);
+  return keys;
+}
+
+RedisReply RedisSource::read_length(RedisHandle& redis, const std::string& key,
+                                    const std::stop_token& stop) const {
+  try {
+    return redis.read_reply(stop);
+  } catch (const RedisServerError& error) {
+    if (error.again) throw;
+    throw Error(Errc::io, name_ + ": key " + key + ": " + error.what(), name_);
+  }
+}
+
+std::vector<RedisValue> RedisSource::measure(RedisHandle& redis, std::vector<std::string> keys,
+                                             const std::stop_token& stop) const {
+  std::vector<RedisValue> values;
+  values.reserve(keys.size());
+  for (size_t first = 0; first < keys.size(); first += kPipelinedLengths) {
+    const size_t last = std::min(keys.size(), first + kPipelinedLengths);
+    for (size_t i = first; i < last; ++i) redis.append({"STRLEN", keys[i]});
+    redis.flush(stop);
+    for (size_t i = first; i < last; ++i) {
+      const std::optional<uint64_t> position = key_position(keys[i]);
+      if (!position)
+        throw Error(Errc::malformed,
+                    name_ + ": key " + keys[i] + " does not end in a colon and a position", name_);
+      const RedisReply reply = read_length(redis, keys[i], stop);
+      if (reply.kind != RedisReply::Kind::integer || reply.integer < 0)
+        throw Error(Errc::io, name_ + ": not an answer that Redis gives to STRLEN", name_);
+      values.push_back({std::move(keys[i]), *position, static_cast<uint64_t>(reply.integer)});
+    }
+  }
+  return values;
+}
+
+SourceTraits RedisSource::traits() const {
+  // Between two values there may be a hole, so bytes nobody asked for are never fetched along.
+  return {.concurrency = pool_.options().connections, .gap_nbytes = 0};
+}
+
+void RedisSource::read_at(uint64_t offset, std::span<const Slice> slices,
+                          const std::stop_token& stop) {
+  const uint64_t wanted = total_nbytes(slices);
+  uint64_t received = 0;
+  struct Counter {  // what arrived counts, also when the read fails
+    ~Counter() { total.fetch_add(received, std::memory_order_relaxed); }
+    std::atomic<uint64_t>& total;
+    const uint64_t& received;
+  } counter{bytes_read_, received};
+  with_connection(
+      pool_, stop, [&] { return received; },
+      [&](RedisHandle& redis) {
+        SliceCursor cursor(slices);
+        cursor.take(received);
+        std::vector<Slice> rest = cursor.take(wanted - received);
+        const auto pieces =
+            layout_->plan(name_, offset + received, wanted - received, kPieceNbytes);
+        fetch(redis, pieces, rest, received, stop);
+      });
+}
+
+void RedisSource::fetch(RedisHandle& redis, std::span<const RedisPiece> pieces,
+                        std::span<const Slice> slices, uint64_t& received,
+                        const std::stop_token& stop) {
+  SliceCursor cursor(slices);
+  size_t asked = 0;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    if (asked == i || asked - i <= kPipelined / 2) {
+      for (; asked < pieces.size() && asked < i + kPipelined; ++asked)
+        request(redis, pieces[asked]);
+      redis.flush(stop);
+    }
+    const std::vector<Slice> into = cursor.take(pieces[i].nbytes);
+    redis.read_value(into, layout_->values()[pieces[i].value].key, received, stop);
+  }
+}
+
+void RedisSource::request(RedisHandle& redis, const RedisPiece& piece) const {
+  const RedisValue& value = layout_->values()[piece.value];
+  if (piece.nbytes == value.nbytes)
+    redis.append({"GET", value.key});
+  else
+    redis.append({"GETRANGE", value.key, std::to_string(piece.from),
+                  std::to_string(piece.from + piece.nbytes - 1)});
+}
+
+}  // namespace tensorizer::io

@@ -1,0 +1,404 @@
+#include "io/upload/multipart_sink.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/checked_math.h"
+#include "core/error.h"
+#include "core/stop.h"
+
+namespace tensorizer::io {
+namespace {
+
+constexpr uint64_t kFlatParts = 6'000;
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+// A write call ends with a mark of a few bytes that the next call overwrites. So neither the last
+// bytes of the call in progress nor those of the one published before it are final: parts that hold
+// some of them have to wait.
+constexpr uint64_t kTailNbytes = uint64_t{64} << 10;
+// Objects of this many parts of the smallest size and below get that size.
+constexpr uint64_t kFewParts = 256;
+
+Error aborted(const std::string& name, const std::string& reason) {
+  return Error(Errc::io, "Failed to write " + name + ": " + reason + "; nothing was stored", name);
+}
+
+}  // namespace
+
+PartSizes::PartSizes(uint64_t expected_nbytes, uint64_t min_part_nbytes,
+                     uint64_t max_part_nbytes) noexcept {
+  if (expected_nbytes > kFlatParts * max_part_nbytes)
+    flat_nbytes_ = align_up(ceil_div(expected_nbytes, kFlatParts), kMiB);
+  else
+    flat_nbytes_ = std::clamp(align_up(ceil_div(expected_nbytes, kFewParts), kMiB), min_part_nbytes,
+                              max_part_nbytes);
+  // The sum of growth * 1, growth * 2, ... over the parts behind the flat ones makes up for what is
+  // missing.
+  constexpr uint64_t kGrowing = kMaxParts - kFlatParts;
+  const uint64_t flat_total = flat_nbytes_ * kMaxParts;
+  const uint64_t missing = kMaxObjectNbytes > flat_total ? kMaxObjectNbytes - flat_total : 0;
+  growth_nbytes_ = ceil_div(missing, kGrowing * (kGrowing + 1) / 2);
+}
+
+uint64_t PartSizes::nbytes(uint64_t index) const noexcept {
+  if (index < kFlatParts) return flat_nbytes_;
+  return flat_nbytes_ + growth_nbytes_ * (index - kFlatParts + 1);
+}
+
+MultipartSink::MultipartSink(std::unique_ptr<MultipartTransport> transport, std::string name,
+                             const MultipartOptions& options)
+    : transport_(std::move(transport)),
+      name_(std::move(name)),
+      options_(options),
+      process_(::getpid()) {}
+
+MultipartSink::~MultipartSink() {
+  abandon();
+  if (is_foreign_process()) static_cast<void>(threads_.release());  // they run in the parent
+}
+
+bool MultipartSink::is_foreign_process() const noexcept { return ::getpid() != process_; }
+
+uint64_t MultipartSink::peak_nbytes() const {
+  MutexLock lock(mutex_);
+  return peak_;
+}
+
+uint64_t MultipartSink::budget_nbytes() const {
+  return options_.budget_nbytes ? options_.budget_nbytes : 10 * sizes_->nbytes(0);
+}
+
+void MultipartSink::reserve_head(uint64_t end) {
+  MutexLock lock(mutex_);
+  head_end_ = std::max(head_end_, end);
+}
+
+void MultipartSink::reserve(uint64_t end) {
+  MutexLock lock(mutex_);
+  throw_if_failed();
+  if (end > kMaxObjectNbytes)
+    throw aborted(name_, "it would have " + std::to_string(end) + " bytes, an object holds up to " +
+                             std::to_string(kMaxObjectNbytes));
+  extent_ = std::max(extent_, end);
+  for (size_t i = 0; i < parts_.size(); ++i) queue_if_due(i);
+}
+
+size_t MultipartSink::part_at(uint64_t offset) {
+  if (!sizes_) sizes_.emplace(extent_, options_.min_part_nbytes, options_.max_part_nbytes);
+  while (parts_.empty() || parts_.back().end() <= offset) {
+    if (parts_.size() == kMaxParts)
+      throw aborted(name_, "an upload has 10,000 parts at most, and they are full");
+    Part& part = parts_.emplace_back();
+    part.begin = parts_.size() == 1 ? 0 : parts_[parts_.size() - 2].end();
+    part.nbytes = sizes_->nbytes(parts_.size() - 1);
+  }
+  const auto after =
+      std::upper_bound(parts_.begin(), parts_.end(), offset,
+                       [](uint64_t position, const Part& part) { return position < part.begin; });
+  return static_cast<size_t>(after - parts_.begin()) - 1;
+}
+
+// Room for up to `nbytes` at `offset`, in the part that holds it; leave_part() gives it back.
+MultipartSink::Room MultipartSink::enter_part(uint64_t offset, uint64_t nbytes,
+                                              const std::stop_token& stop) {
+  MutexLock lock(mutex_);
+  throw_if_failed();
+  const size_t index = part_at(offset);
+  Part& part = parts_[index];
+  if (!part.bytes && part.state == Part::State::filling) {
+    // While uploads are running, one of them will make room. Without any, waiting would be for
+    // nothing.
+    const bool ready = changed_.wait(mutex_, stop, [&]() REQUIRES_LOCK(mutex_) {
+      return error_ || part.bytes || pending_ == 0 || in_memory_ + part.nbytes <= budget_nbytes();
+    });
+    if (!ready) throw Error(Errc::cancelled, "cancelled");
+    throw_if_failed();
+  }
+  if (part.state != Part::State::filling)
+    throw aborted(name_, "byte " + std::to_string(offset) + " was written after its part was sent");
+  if (!part.bytes) {
+    part.bytes = allocate_pages(part.nbytes);
+    in_memory_ += part.nbytes;
+    peak_ = std::max(peak_, in_memory_);
+  }
+  ++part.writers;
+  dirty_ = true;
+  const uint64_t n = std::min(nbytes, part.end() - offset);
+  return {index, Slice(part.bytes.get() + (offset - part.begin), n)};
+}
+
+void MultipartSink::leave_part(size_t index, uint64_t begin, uint64_t end) {
+  MutexLock lock(mutex_);
+  Part& part = parts_[index];
+  --part.writers;
+  part.written.add(begin, end);
+  extent_ = std::max(extent_, end);
+  queue_if_due(index);
+}
+
+void MultipartSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
+                             const std::stop_token& stop) {
+  for (ConstSlice from : slices) {
+    while (!from.empty()) {
+      throw_if_stopped(stop);
+      const Room room = enter_part(offset, from.size(), stop);
+      const size_t n = room.bytes.size();
+      std::memcpy(room.bytes.data(), from.data(), n);
+      leave_part(room.index, offset, offset + n);
+      offset += n;
+      from = from.subspan(n);
+    }
+  }
+}
+
+// Whole, and final: not of the head, not at the tail of this or the last call.
+bool MultipartSink::is_due(size_t index) const {
+  const Part& part = parts_[index];
+  return part.state == Part::State::filling && part.writers == 0 && part.bytes &&
+         part.begin >= head_end_ && part.end() + kTailNbytes <= extent_ &&
+         (part.begin >= published_ || part.end() + kTailNbytes <= published_) &&
+         part.written.contains(part.begin, part.end());
+}
+
+void MultipartSink::queue_if_due(size_t index) {
+  if (!error_ && is_due(index)) queue(index);
+}
+
+void MultipartSink::queue(size_t index) {
+  parts_[index].state = Part::State::queued;
+  queue_.push_back(index);
+  ++pending_;
+  if (idle_ < queue_.size() && threads_->size() < std::max(1u, options_.uploads)) {
+    threads_->emplace_back([this] { run_uploads(); });
+    ++running_;
+  }
+  changed_.notify_all();
+}
+
+void MultipartSink::free_part(Part& part) {
+  if (part.bytes) in_memory_ -= part.nbytes;
+  part.bytes.reset();
+}
+
+// One upload thread. The last one to leave a failed upload aborts it: no part is on its way any
+// more then.
+void MultipartSink::run_uploads() noexcept {
+  while (true) {
+    size_t index = 0;
+    {
+      MutexLock lock(mutex_);
+      ++idle_;
+      changed_.wait(mutex_, {},
+                    [&]() REQUIRES_LOCK(mutex_) { return error_ || closing_ || !queue_.empty(); });
+      --idle_;
+      if (error_ || queue_.empty()) break;
+      index = queue_.front();
+      queue_.pop_front();
+    }
+    try {
+      create_once();
+      upload(index);
+    } catch (...) {
+      fail(std::current_exception());
+    }
+  }
+  bool abort = false;
+  {
+    MutexLock lock(mutex_);
+    abort = --running_ == 0 && error_ && upload_ == Upload::created;
+    if (abort) upload_ = Upload::ended;
+  }
+  if (abort) transport_->abort();
+}
+
+void MultipartSink::create_once() {
+  {
+    MutexLock lock(mutex_);
+    changed_.wait(mutex_, {},
+                  [&]() REQUIRES_LOCK(mutex_) { return error_ || upload_ != Upload::creating; });
+    throw_if_failed();
+    if (upload_ == Upload::created) return;
+    upload_ = Upload::creating;
+  }
+  try {
+    transport_->create(stop_.get_token());
+  } catch (...) {
+    MutexLock lock(mutex_);
+    upload_ = Upload::none;
+    throw;
+  }
+  MutexLock lock(mutex_);
+  upload_ = Upload::created;
+  changed_.notify_all();
+}
+
+void MultipartSink::upload(size_t index) {
+  ConstSlice bytes;
+  {
+    MutexLock lock(mutex_);
+    bytes = ConstSlice(parts_[index].bytes.get(), parts_[index].nbytes);
+  }
+  std::string etag = transport_->put_part(static_cast<int>(index) + 1, bytes, stop_.get_token());
+  MutexLock lock(mutex_);
+  Part& part = parts_[index];
+  part.etag = std::move(etag);
+  part.state = Part::State::uploaded;
+  free_part(part);
+  --pending_;
+  changed_.notify_all();
+}
+
+void MultipartSink::fail(std::exception_ptr error) noexcept {
+  {
+    MutexLock lock(mutex_);
+    if (error_) return;
+    error_ = std::move(error);
+    queue_.clear();
+    changed_.notify_all();
+  }
+  stop_.request_stop();
+}
+
+void MultipartSink::throw_if_failed() const {
+  if (error_) std::rethrow_exception(error_);
+}
+
+// The index has outgrown its room. The part that holds the room's end grows, and everything behind
+// moves with it: parts have numbers and no positions, so those that were sent stay as they are.
+void MultipartSink::relocate(uint64_t from, uint64_t, uint64_t to, const std::stop_token&) {
+  MutexLock lock(mutex_);
+  throw_if_failed();
+  const uint64_t shift = to - from;
+  const size_t index = part_at(from - 1);
+  Part& part = parts_[index];
+  if (part.state != Part::State::filling || !part.bytes)
+    throw aborted(name_, "bytes before " + std::to_string(from) + " were sent already");
+  Pages longer = allocate_pages(part.nbytes + shift);
+  const uint64_t kept = from - part.begin;
+  std::memcpy(longer.get(), part.bytes.get(), kept);
+  std::memcpy(longer.get() + kept + shift, part.bytes.get() + kept, part.nbytes - kept);
+  part.bytes = std::move(longer);
+  part.written.insert_gap(from, shift);
+  part.nbytes += shift;
+  for (size_t i = index + 1; i < parts_.size(); ++i) {
+    parts_[i].begin += shift;
+    parts_[i].written.insert_gap(0, shift);
+  }
+  in_memory_ += shift;
+  peak_ = std::max(peak_, in_memory_);
+  extent_ += shift;
+  if (published_ > 0) published_ += shift;
+  head_end_ += shift;
+  dirty_ = true;
+}
+
+void MultipartSink::publish(uint64_t end, const std::stop_token&) {
+  MutexLock lock(mutex_);
+  throw_if_failed();
+  published_ = end;
+  dirty_ = false;
+  for (size_t i = 0; i < parts_.size(); ++i) queue_if_due(i);
+}
+
+// Parts that hold void bytes may be on their way, and what they replaced is gone, so there is
+// nothing to go back to.
+void MultipartSink::rollback(uint64_t) noexcept {
+  {
+    MutexLock lock(mutex_);
+    if (!dirty_) return;
+  }
+  fail(std::make_exception_ptr(
+      aborted(name_, "an earlier write failed, so the upload was aborted")));
+  stop_threads();
+}
+
+void MultipartSink::abandon() noexcept {
+  if (is_foreign_process()) return;
+  fail(std::make_exception_ptr(aborted(name_, "the upload was given up")));
+  stop_threads();
+}
+
+void MultipartSink::stop_threads() noexcept {
+  std::vector<std::thread> threads;
+  {
+    MutexLock lock(mutex_);
+    closing_ = true;
+    changed_.notify_all();
+    threads.swap(*threads_);
+  }
+  for (std::thread& thread : threads) thread.join();
+  MutexLock lock(mutex_);
+  for (Part& part : parts_)
+    if (part.writers == 0) free_part(part);
+}
+
+void MultipartSink::finish(const std::stop_token& stop) {
+  try {
+    size_t parts = 0;
+    {
+      MutexLock lock(mutex_);
+      throw_if_failed();
+      if (published_ > 0) parts = cut_parts(published_);
+    }
+    if (parts == 1) put_single(stop);
+    if (parts > 1) put_rest(stop);
+  } catch (...) {
+    fail(std::current_exception());
+    stop_threads();
+    throw;
+  }
+  fail(std::make_exception_ptr(aborted(name_, "it is closed")));
+  stop_threads();
+}
+
+// Cuts the parts at `end`, makes sure that every byte before it was written, and returns how many
+// parts there are.
+size_t MultipartSink::cut_parts(uint64_t end) {
+  while (!parts_.empty() && parts_.back().begin >= end) {
+    free_part(parts_.back());
+    parts_.pop_back();
+  }
+  uint64_t whole = 0;  // bytes from 0 on that are there
+  for (Part& part : parts_) {
+    const bool sent = part.state != Part::State::filling;
+    whole = sent ? part.end() : part.written.first_missing(part.begin, std::min(part.end(), end));
+    if (whole < std::min(part.end(), end)) break;
+  }
+  if (whole < end) throw aborted(name_, "byte " + std::to_string(whole) + " was never written");
+  if (whole > end) throw aborted(name_, "more was sent than there is to store");
+  Part& last = parts_.back();
+  in_memory_ -= last.end() - end;
+  last.nbytes -= last.end() - end;
+  return parts_.size();
+}
+
+void MultipartSink::put_single(const std::stop_token& stop) {
+  ConstSlice bytes;
+  {
+    MutexLock lock(mutex_);
+    bytes = ConstSlice(parts_[0].bytes.get(), parts_[0].nbytes);
+  }
+  transport_->put_object(bytes, stop);
+}
+
+void MultipartSink::put_rest(const std::stop_token& stop) {
+  std::vector<std::string> etags;
+  {
+    MutexLock lock(mutex_);
+    for (size_t i = 1; i < parts_.size(); ++i)
+      if (parts_[i].state == Part::State::filling) queue(i);
+    if (parts_[0].state == Part::State::filling) queue(0);
+    const bool ended = changed_.wait(
+        mutex_, stop, [&]() REQUIRES_LOCK(mutex_) { return error_ || pending_ == 0; });
+    throw_if_failed();
+    if (!ended) throw Error(Errc::cancelled, "cancelled");
+    for (Part& part : parts_) etags.push_back(std::move(part.etag));
+  }
+  transport_->complete(etags, stop);
+  MutexLock lock(mutex_);
+  upload_ = Upload::ended;
+}
+
+}  // namespace tensorizer::io
