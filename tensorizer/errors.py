@@ -18,8 +18,10 @@ __all__ = [
     "InvalidVersionError",
     "StreamError",
     "StreamNotFoundError",
+    "TargetExistsError",
     "TensorizerError",
     "TruncatedError",
+    "UnsupportedContentError",
 ]
 
 
@@ -75,3 +77,11 @@ class StreamNotFoundError(StreamError, FileNotFoundError):
 
 class DeviceError(TensorizerError, RuntimeError):
     """The accelerator or its driver failed."""
+
+
+class TargetExistsError(TensorizerError, FileExistsError):
+    """The target of a conversion or copy exists, and nobody said that it may be replaced."""
+
+
+class UnsupportedContentError(TensorizerError, ValueError):
+    """What is to be written cannot be expressed in the format of the target; nothing was written."""
