@@ -1,4 +1,4 @@
-"""Walking a module or a nested object on the way out, and putting tensors back into one on the way in."""
+"""Listing the tensors of a module or a nested object, and putting tensors back into one."""
 
 from __future__ import annotations
 
