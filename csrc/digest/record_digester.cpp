@@ -6,7 +6,7 @@ namespace tensorizer::digest {
 
 using format::Sha256;
 
-// A record of several steps. `start` is written before `expected`, and then by whoever has taken
+// A record that comes in steps. `start` is written before `expected`, and then by whoever has taken
 // the next step; crcs[i] by whoever adds step i, before its bytes are listed.
 struct RecordDigester::Chain {
   explicit Chain(uint32_t steps) : crcs(steps), bytes(steps), here(steps) {}
@@ -30,7 +30,7 @@ RecordDigester::RecordDigester(std::span<const uint32_t> steps, Completed comple
     : completed_(std::move(completed)), chains_(steps.size()) {
   MutexLock lock(mutex_);
   for (size_t record = 0; record < steps.size(); ++record) {
-    if (steps[record] < 2) continue;
+    if (steps[record] == 0) continue;
     chains_[record] = std::make_unique<Chain>(steps[record]);
     steps_left_ += steps[record];
   }

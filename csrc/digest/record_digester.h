@@ -11,7 +11,7 @@
 //   again.
 //     It helps meanwhile. It cannot lock up as long as steps are taken in one common order, and
 //     whoever has taken one never waits for anything but steps before it.
-// A record that comes whole (one step, or none) needs no state here: add_whole() ends it at once.
+// A record that comes whole needs no state here: add_whole() ends it at once.
 #pragma once
 
 #include <atomic>
@@ -46,7 +46,7 @@ class RecordDigester {
   // throws leaves the method that was called; the record counts as unfinished for good.
   using Completed = std::function<void(uint32_t record, const RecordDigests& digests)>;
 
-  // steps[r]: how many steps record r has. Records of fewer than two are left to add_whole().
+  // steps[r]: how many steps record r comes in; 0: it comes whole, through add_whole().
   RecordDigester(std::span<const uint32_t> steps, Completed completed);
   ~RecordDigester();
 
@@ -58,7 +58,7 @@ class RecordDigester {
   // Digests records that are complete here and now, two at a time.
   void add_whole(std::span<Whole> records);
 
-  // Once per record of several steps, before its step 0 is added.
+  // Once per record that comes in steps, before its step 0 is added.
   void expect(uint32_t record, const RecordStart& start);
 
   // The bytes of a step; each comes once. They stay until the record is completed or wait() has

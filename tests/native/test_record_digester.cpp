@@ -73,7 +73,7 @@ class Results {
 };
 
 TEST(RecordDigester, RecordsThatComeWholeAreDigestedWhateverIsWantedOfThem) {
-  const std::vector<uint32_t> steps(9, 1);
+  const std::vector<uint32_t> steps(9, 0);
   std::vector<Record> records;
   std::vector<RecordDigester::Whole> whole;
   Results results;
@@ -157,6 +157,16 @@ TEST(RecordDigester, ABufferMayBeUsedAgainOnceItsStepWasWaitedFor) {
   }
 }
 
+TEST(RecordDigester, ARecordMayComeInOneStep) {
+  const Record record{noise(100, 1), noise(1000, 2), 1000};
+  Results results;
+  RecordDigester digester(std::vector{1U}, results.note());
+  digester.expect(0, start_of(record.header));
+  digester.add(0, 0, record.payload);
+  digester.wait(0, 0, {});
+  results.expect(0, digests_of(record.header, record.payload));
+}
+
 TEST(RecordDigester, ARecordWithoutSha256IsNotWaitedFor) {
   const Record record{noise(10, 1), noise(3000, 2), 1000};
   Results results;
@@ -189,7 +199,7 @@ TEST(RecordDigester, WhatTheCompletionThrowsReachesTheCaller) {
   const auto refuse = [](uint32_t, const RecordDigests&) {
     throw Error(Errc::hash_mismatch, "no match");
   };
-  RecordDigester digester(std::vector{1U, record.steps()}, refuse);
+  RecordDigester digester(std::vector{0U, record.steps()}, refuse);
   std::vector<RecordDigester::Whole> whole{{0, start_of(record.header), record.payload}};
   EXPECT_THROW(digester.add_whole(whole), Error);
   digester.expect(1, start_of(record.header));
