@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import serialization as serialization
-from . import stream_io, torch_compat, utils
-from ._version import __version__ as __version__
-from .errors import HashMismatchError as HashMismatchError
-from .serialization import (
+from tensorizer import serialization as serialization
+from tensorizer import stream_io, torch_compat, utils
+from tensorizer._version import __version__ as __version__
+from tensorizer.errors import HashMismatchError as HashMismatchError
+from tensorizer.serialization import (
     CryptographyError,
     DecryptionParams,
     EncryptionParams,
@@ -36,7 +36,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("load_model", "serialize_model"):  # the names of releases before 1.0
-        from . import legacy
+        from tensorizer import legacy
 
         return getattr(legacy, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,15 +14,16 @@ from typing import Any, Optional, Union, cast
 import numpy as np
 import torch
 
-from . import _C, _dtypes, module_tree
-from ._devices import DeviceArgument, DeviceChooser, target_device
-from ._entries import FileFeatureFlags, FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
-from ._keys import check_decryption, key_ring
-from ._payloads import contiguous
-from ._reading import LoadedBatch, ReadAhead, TensorReader
-from ._sources import OpenedSource, open_source
-from .errors import CryptographyError, FormatError, HashMismatchError
-from .progress import ProgressArgument, progress_reporter
+from tensorizer import _C, module_tree
+from tensorizer._crypto.keys import check_decryption, key_ring
+from tensorizer._format import dtypes
+from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
+from tensorizer._format.payloads import contiguous
+from tensorizer._io.sources import OpenedSource, open_source
+from tensorizer._load.reader import LoadedBatch, ReadAhead, TensorReader
+from tensorizer._system.devices import DeviceArgument, DeviceChooser, target_device
+from tensorizer.errors import CryptographyError, FormatError, HashMismatchError
+from tensorizer.progress import ProgressArgument, progress_reporter
 
 __all__ = ["TensorDeserializer"]
 
@@ -215,7 +216,7 @@ class TensorDeserializer(
 
     def _repr_html_(self) -> str:
         """What Jupyter shows: a table of the tensors, from the index alone."""
-        from ._html import entries_table
+        from tensorizer._format.table import entries_table
 
         return entries_table(repr(self)[1:-1], self.entries())
 
@@ -388,7 +389,7 @@ class TensorDeserializer(
         self, i: int, tensor: torch.Tensor, allow_raw_data: bool
     ) -> tuple[int, TensorType, Name, np.ndarray[Any, Any], bool, Optional[str]]:
         headers, position = self._header(i)
-        numpy_dtype, opaque = _dtypes.numpy_storage(tensor.dtype)
+        numpy_dtype, opaque = dtypes.numpy_storage(tensor.dtype)
         if opaque and not allow_raw_data:
             raise ValueError(
                 f"tensor {self._names[i]!r} has dtype {tensor.dtype}, which numpy lacks; "
@@ -460,7 +461,7 @@ class TensorDeserializer(
         cached = self._cache.get(i)
         if cached is not None and i in self._headers:
             headers, position = self._header(i)
-            return cached.dtype != _dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
+            return cached.dtype != dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
         return self._reader_or_raise().may_cast(i)
 
     # ---- modules ----------------------------------------------------------------------------------------------------
@@ -568,7 +569,7 @@ class TensorDeserializer(
             raise ValueError("to_redis needs the file open: use lazy_load=True")
         if self._index.start != 0:
             raise ValueError("to_redis stores files, and this container starts in the middle of one")
-        from .streams.redis_export import export_to_redis
+        from tensorizer._io.redis_export import export_to_redis
 
         index = self._index
         header = self._opened.source.read(0, _PROLOGUE_NBYTES + index.metadata_nbytes)

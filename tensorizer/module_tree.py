@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
-from ._devices import ordinary_tensors
+from tensorizer._system.devices import ordinary_tensors
 
 __all__ = [
     "ModuleTensor",

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple, Optional, Union
 import numpy as np
 import torch
 
-from . import _C, _cuda, module_tree
-from ._entries import TensorType
-from ._keys import check_encryption, encryption_key
-from ._payloads import adopt, contiguous, stored_dtype
-from ._sinks import open_sink
-from ._upload_on_close import UploadOnClose
-from .errors import FieldRangeError
-from .progress import ProgressArgument, progress_reporter
+from tensorizer import _C, module_tree
+from tensorizer._crypto.keys import check_encryption, encryption_key
+from tensorizer._format.entries import TensorType
+from tensorizer._format.payloads import adopt, contiguous, stored_dtype
+from tensorizer._io.sinks import open_sink
+from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._system import cuda_engine
+from tensorizer.errors import FieldRangeError
+from tensorizer.progress import ProgressArgument, progress_reporter
 
 __all__ = ["TensorSerializer"]
 
@@ -285,14 +286,14 @@ class TensorSerializer:
 
     def _write_batch(self, first_record: int, batch: list[_Item], report: Optional[Callable[[int], None]]) -> None:
         device = batch[0].tensor.device
-        fast = not batch[0].tensor.is_meta and _cuda.is_fast_device(device)
+        fast = not batch[0].tensor.is_meta and cuda_engine.is_fast_device(device)
         data = [contiguous(item.tensor, on_device=fast) for item in batch]  # kept alive until the call returns
         payloads = [
             (first_record + i, tensor.data_ptr() if tensor.numel() else 0, tensor.numel() * tensor.element_size())
             for i, tensor in enumerate(data)
         ]
         if fast:
-            engine = _cuda.engine_for(device)
+            engine = cuda_engine.engine_for(device)
             engine.order_after_caller()
             self._session.write_payloads(payloads, device=device.index, engine=engine, progress=report)
         else:
@@ -336,7 +337,7 @@ def _copied_nbytes(item: _Item) -> int:
     if tensor.is_meta:
         return 0
     in_place = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    direct = tensor.device.type == "cpu" or _cuda.is_fast_device(tensor.device)
+    direct = tensor.device.type == "cpu" or cuda_engine.is_fast_device(tensor.device)
     return 0 if in_place and direct and item.owner is None else item.nbytes
 
 

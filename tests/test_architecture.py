@@ -157,9 +157,32 @@ def imports(path: Path, top_level_only: bool):
 
 
 def test_foundations_import_nothing_of_the_package():
-    for name in ("errors", "_config", "_version"):
+    for name in ("errors", "_system/config", "_system/cgroup", "_version"):
         own, _ = imports(PACKAGE / f"{name}.py", top_level_only=False)
         assert own == set(), name
+
+
+# From a folder of the package to what it may import of the package, itself left out.
+FOLDERS = {
+    "_system": {"_C", "errors"},
+    "_crypto": {"_C", "_system", "errors"},
+    "_format": {"_C", "_system", "errors"},
+    "_io": {"_C", "_version", "_system", "_crypto", "errors"},
+    "_load": {"_C", "_system", "_crypto", "_format", "_io", "errors", "progress"},
+    "_save": {"_C", "_system", "_crypto", "_format", "_io", "errors", "progress"},
+}
+
+
+def test_folders_of_the_package_import_what_is_below_them():
+    found = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name.startswith("_")} - {"__pycache__"}
+    assert found == set(FOLDERS)
+    wrong = []
+    for path in modules():
+        folder = (package_of(path) or [""])[0]
+        if folder in FOLDERS:
+            own, _ = imports(path, top_level_only=True)
+            wrong += [f"{name_of(path)}: {t}" for t in own if t.split(".")[0] not in FOLDERS[folder] | {folder}]
+    assert sorted(wrong) == ["_io.s3.access: stream_io", "_io.s3.objects: stream_io"]
 
 
 def test_the_core_does_not_import_what_is_built_on_it():
@@ -206,7 +229,7 @@ def test_environment_variables_are_read_in_one_place():
     wrong = []
     for path in modules():
         text = path.read_text(encoding="utf-8")
-        if path.name != "_config.py" and re.search(r"os\.environ|os\.getenv|\bgetenv\(|\benviron\b", text):
+        if name_of(path) != "_system.config" and re.search(r"os\.environ|os\.getenv|\bgetenv\(|\benviron\b", text):
             wrong.append(name_of(path))
     assert not wrong
     if CSRC.is_dir():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Protocol
 
-from .. import _C
+from tensorizer import _C
 
 if TYPE_CHECKING:
     import redis

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
-from . import _C
-from ._upload_on_close import UploadOnClose
+from tensorizer import _C
+from tensorizer._io.upload_on_close import UploadOnClose
 
 __all__ = ["OpenedSource", "is_path", "open_source", "real_file", "scheme_of"]
 
@@ -57,7 +57,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
     if not is_path(file_obj):
         return _open_object(file_obj)
     if scheme_of(file_obj) is not None:
-        from . import stream_io
+        from tensorizer import stream_io
 
         stream: Any = stream_io.open_stream(file_obj, "rb", **(stream_options or {}))
         return _open_object(stream)

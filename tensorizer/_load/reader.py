@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
-from . import _C, _cuda, _dtypes, _perf
-from ._devices import ordinary_tensors, resolve_cuda_device
-from .errors import FormatError
+from tensorizer import _C
+from tensorizer._format import dtypes
+from tensorizer._system import cuda_engine, perf
+from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
+from tensorizer.errors import FormatError
 
 __all__ = ["BATCH_NBYTES", "LoadedBatch", "ReadAhead", "TensorReader"]
 
@@ -66,7 +68,7 @@ class TensorReader:
         self.keys = keys
         self._max_workers = max_workers
         self._mapping = mapping
-        self._factory = _C.TensorFactory(_dtypes.resolve)
+        self._factory = _C.TensorFactory(dtypes.resolve)
 
     def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
         """Loads `entries` (ascending) to the target device and dtype, as Parameters, in order.
@@ -96,23 +98,23 @@ class TensorReader:
                 parameters = batch.parameters(self._factory)
             yield LoadedBatch(entries, parameters, batch.headers)
             return
-        fast = _cuda.is_fast_device(device)
+        fast = cuda_engine.is_fast_device(device)
         done = 0
         for part in [entries] if fast and not casts else self.batches(entries, BATCH_NBYTES):
             report = None if progress is None else functools.partial(_report_from, progress, done)
             raw = self._read_fast(device, part, verify, report) if fast else self.read_raw(part, verify, report)
             done += sum(map(self.index.data_nbytes, part))
-            with _perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
+            with perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
                 with ordinary_tensors():
                     delivered = [self._deliver(entry, tensor, device) for entry, tensor in zip(part, raw.tensors)]
                 yield raw._replace(tensors=delivered)
 
     def _read_fast(self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress) -> LoadedBatch:
         """Loads `entries` to a CUDA device through its ring of pinned slots, straight to their final addresses."""
-        engine = _cuda.engine_for(device)
+        engine = cuda_engine.engine_for(device)
         sizes = [self.index.loaded_nbytes(entry) for entry in entries]
         with ordinary_tensors():
-            flat = _cuda.allocate(sizes, device)
+            flat = cuda_engine.allocate(sizes, device)
             for entry, tensor in zip(entries, flat):
                 if self.index.data_nbytes(entry) == 0:  # written without data: zeros
                     tensor.zero_()
@@ -123,7 +125,7 @@ class TensorReader:
         headers = batch.headers
         with ordinary_tensors():
             tensors = [
-                tensor.view(_dtypes.torch_dtype(headers.dtype(i).decode("utf-8", "replace"))).view(headers.shape(i))
+                tensor.view(dtypes.torch_dtype(headers.dtype(i).decode("utf-8", "replace"))).view(headers.shape(i))
                 for i, tensor in enumerate(flat)
             ]
         return LoadedBatch(entries, tensors, headers)
@@ -149,7 +151,7 @@ class TensorReader:
     def stored_dtype(self, entry: int) -> Optional[torch.dtype]:
         """The dtype that the index shows; ``None`` where only the record header names it."""
         try:
-            return _dtypes.torch_dtype(self.index.dtype(entry).decode("utf-8", "replace"))
+            return dtypes.torch_dtype(self.index.dtype(entry).decode("utf-8", "replace"))
         except FormatError:
             return None
 
@@ -176,7 +178,7 @@ class TensorReader:
             mapping=None if to else self._mapping,
             **to,
         )
-        with _perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if _perf.enabled else 0):
+        with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
             batch.run(progress)
         return batch
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _dtypes
+from tensorizer._format import dtypes
 
 __all__ = ["adopt", "contiguous", "stored_dtype"]
 
@@ -24,7 +24,7 @@ def stored_dtype(name: Any, tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).rpartition(".")[2].lstrip("_")
         raise NotImplementedError(f"tensor {name!r} cannot be stored: wanted a dense tensor, found a {kind} one")
-    stored = _dtypes.stored_for_tensor(tensor.dtype)
+    stored = dtypes.stored_for_tensor(tensor.dtype)
     if tensor.device.type in ("cpu", "cuda") and not (_has_memory(tensor) or _detaches_to_memory(tensor)):
         raise NotImplementedError(
             f"tensor {name!r} cannot be stored: this {type(tensor).__name__} has no memory that holds all its elements"
@@ -66,7 +66,7 @@ def adopt(name: Any, tensor: Any) -> tuple[torch.Tensor, str]:
         return tensor, stored_dtype(name, tensor)
     if isinstance(tensor, (np.ndarray, np.generic)):
         array = np.asarray(tensor)
-        stored = _dtypes.stored_for_array(array.dtype)
+        stored = dtypes.stored_for_array(array.dtype)
         return _from_array(np.ascontiguousarray(array).reshape(array.shape)), stored
     raise TypeError(f"tensor: wanted a torch.Tensor or a numpy.ndarray, found {type(tensor).__name__}")
 
@@ -91,5 +91,5 @@ def contiguous(tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
         data = data.to("cpu")
     if data.is_contiguous():
         return data
-    integers = _dtypes.INTEGER_OF_WIDTH.get(data.dtype.itemsize)  # torch copies not all types, but all of these
+    integers = dtypes.INTEGER_OF_WIDTH.get(data.dtype.itemsize)  # torch copies not all types, but all of these
     return (data if integers is None else data.view(integers)).contiguous()

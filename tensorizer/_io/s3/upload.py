@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Optional
 
-from . import _C
-from ._s3_access import S3Access, S3Location, explain
-from .errors import StreamError, StreamNotFoundError
+from tensorizer import _C
+from tensorizer._io.s3.access import S3Access, S3Location, explain
+from tensorizer.errors import StreamError, StreamNotFoundError
 
 if TYPE_CHECKING:
-    from .streams.options import CAInfo, HTTPOptions
+    from tensorizer._io.options import CAInfo, HTTPOptions
 
 __all__ = ["S3Upload", "open_multipart_sink"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
-from . import _dtypes
-from .errors import FormatError
+from tensorizer._format import dtypes
+from tensorizer.errors import FormatError
 
 __all__ = ["FileFeatureFlags", "FilterFuncType", "HashType", "TensorEntry", "TensorHash", "TensorType"]
 
@@ -90,7 +90,7 @@ class TensorEntry:
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        digits = self.dtype.partition(_dtypes.OPAQUE_SEPARATOR)[0].lstrip("<>|=")[1:]
+        digits = self.dtype.partition(dtypes.OPAQUE_SEPARATOR)[0].lstrip("<>|=")[1:]
         if not digits.isdigit():
             raise FormatError(f"tensor {self.name!r}: stored dtype {self.dtype!r} has no size")
         return int(digits)

@@ -7,8 +7,8 @@ from typing import Optional
 
 import torch
 
-from . import _C
-from ._config import env_float, env_int, env_text
+from tensorizer import _C
+from tensorizer._system.config import env_float, env_int, env_text
 
 __all__ = ["allocate", "engine_for", "is_fast_device", "set_ring_size", "use_driver_library"]
 

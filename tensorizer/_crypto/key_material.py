@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Optional, Union
 
-from . import _C
+from tensorizer import _C
 
 __all__ = [
     "BytesLike",

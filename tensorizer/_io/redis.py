@@ -12,11 +12,11 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from .. import _C
-from .._config import env_int
+from tensorizer import _C
+from tensorizer._system.config import env_int
 
 if TYPE_CHECKING:
-    from .options import CAInfo
+    from tensorizer._io.options import CAInfo
 
 __all__ = ["RedisAddress", "RedisStreamFile", "parse_redis_address"]
 

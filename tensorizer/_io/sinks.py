@@ -10,8 +10,8 @@ import stat
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional
 
-from . import _C
-from ._sources import describe, is_path, real_file, scheme_of
+from tensorizer import _C
+from tensorizer._io.sources import describe, is_path, real_file, scheme_of
 
 __all__ = ["OpenedSink", "open_sink"]
 
@@ -46,11 +46,11 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
         return _open_descriptor(file_obj)
     scheme = scheme_of(file_obj)
     if scheme == "s3":
-        from . import s3
+        from tensorizer._io.s3 import objects
 
-        return OpenedSink(s3.open_sink(file_obj, **(stream_options or {})), 0, None, _nothing)
+        return OpenedSink(objects.open_sink(file_obj, **(stream_options or {})), 0, None, _nothing)
     if scheme is not None:
-        from . import stream_io
+        from tensorizer import stream_io
 
         if scheme in stream_io.LOCAL_SCHEMES:
             return _open_path(stream_io.path_of_file_uri(file_obj), fsync)

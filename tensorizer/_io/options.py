@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
-from tensorizer import _config
+from tensorizer._system import config
 from tensorizer._version import __version__
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class CAInfo:
 
 
 def _environment_seconds(name: str, default: float) -> Any:
-    return dataclasses.field(default_factory=lambda: _float_or(_config.env_float(name, 0), default))
+    return dataclasses.field(default_factory=lambda: _float_or(config.env_float(name, 0), default))
 
 
 def _float_or(value: Optional[float], default: float) -> float:
@@ -143,7 +143,7 @@ class HTTPOptions:
     stall_timeout: float = _environment_seconds("TENSORIZER_HTTP_STALL_TIMEOUT", 30.0)
     min_bytes_per_second: int = 1024
     total_timeout: Optional[float] = None
-    retries: int = dataclasses.field(default_factory=lambda: _int_or(_config.env_int("TENSORIZER_HTTP_RETRIES", 0), 4))
+    retries: int = dataclasses.field(default_factory=lambda: _int_or(config.env_int("TENSORIZER_HTTP_RETRIES", 0), 4))
     retry_seconds: float = _environment_seconds("TENSORIZER_HTTP_RETRY_SECONDS", 120.0)
     first_retry_delay: float = 0.2
     max_retry_delay: float = 15.0
@@ -174,7 +174,7 @@ class HTTPOptions:
         self._require("http_version", self.http_version in _HTTP_VERSIONS, f"one of {sorted(_HTTP_VERSIONS)}")
         if self.certificate_handling is not None and not isinstance(self.certificate_handling, CAInfo):
             raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(self.certificate_handling)}")
-        cap = _config.env_int("TENSORIZER_MAX_CONNECTIONS", 1)
+        cap = config.env_int("TENSORIZER_MAX_CONNECTIONS", 1)
         if cap is not None and cap < self.max_connections:
             object.__setattr__(self, "max_connections", cap)
         for header, value in self.headers.items():
@@ -229,9 +229,9 @@ def check_header(name: Any, value: Any) -> None:
 def _set_trust(native: _C.HttpOptions, certificates: Optional[CAInfo]) -> None:
     """As the curl program has it: a choice of the caller's, else its variables, else libcurl's default."""
     if certificates is None:
-        bundle = _config.env_text("CURL_CA_BUNDLE")
-        native.ca_file = bundle or _config.env_text("SSL_CERT_FILE") or ""
-        native.ca_path = "" if bundle else _config.env_text("SSL_CERT_DIR") or ""
+        bundle = config.env_text("CURL_CA_BUNDLE")
+        native.ca_file = bundle or config.env_text("SSL_CERT_FILE") or ""
+        native.ca_path = "" if bundle else config.env_text("SSL_CERT_DIR") or ""
     else:
         native.ca_file = certificates.cacert or ""
         native.ca_path = certificates.capath or ""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .errors import FormatError
+from tensorizer.errors import FormatError
 
 __all__ = [
     "INTEGER_OF_WIDTH",

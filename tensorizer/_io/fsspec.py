@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
-from .._config import env_int
-from .._upload_on_close import UploadOnClose
-from ..errors import StreamError
+from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._system.config import env_int
+from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
-    from .. import _C
+    from tensorizer import _C
 
 __all__ = ["FsspecReader", "FsspecWriter", "open"]
 
@@ -169,7 +169,7 @@ class FsspecReader(io.BufferedIOBase):
 
     def _tensorizer_source(self) -> _C.RangeSource:
         """Reads of ranges, safe from many threads."""
-        from .. import _C
+        from tensorizer import _C
 
         if self._source is None:
             with _network_errors(self.name):

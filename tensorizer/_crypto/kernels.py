@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from . import _C
-from ._config import env_text
-from .errors import CryptographyError
+from tensorizer import _C
+from tensorizer._system.config import env_text
+from tensorizer.errors import CryptographyError
 
 __all__ = ["CryptographyError", "available", "require_crypto"]
 

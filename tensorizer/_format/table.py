@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Union
 
-from . import _dtypes
-from ._entries import TensorEntry, TensorType
-from .errors import FormatError
-from .utils import convert_bytes
+from tensorizer._format import dtypes
+from tensorizer._format.entries import TensorEntry, TensorType
+from tensorizer._system.sizes import convert_bytes
+from tensorizer.errors import FormatError
 
 __all__ = ["entries_table"]
 
@@ -33,9 +33,9 @@ def _shown_name(name: Union[str, tuple[Union[str, int], ...]]) -> str:
 
 def _shown_dtype(entry: TensorEntry) -> str:
     try:
-        return str(_dtypes.torch_dtype(entry.dtype)).removeprefix("torch.")
+        return str(dtypes.torch_dtype(entry.dtype)).removeprefix("torch.")
     except FormatError:  # a dtype of a newer torch, or of a tensor without data, whose entry does not name it
-        return entry.dtype.partition(_dtypes.OPAQUE_SEPARATOR)[2].removeprefix("torch.") or entry.dtype
+        return entry.dtype.partition(dtypes.OPAQUE_SEPARATOR)[2].removeprefix("torch.") or entry.dtype
 
 
 def _shown_hashes(entry: TensorEntry) -> str:

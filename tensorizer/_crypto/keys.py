@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from . import _C
+from tensorizer import _C
 
 __all__ = ["check_decryption", "check_encryption", "encryption_key", "key_ring"]
 
@@ -18,7 +18,7 @@ def check_decryption(params: Any) -> None:
     """
     if params is None:
         return
-    from .encryption import DecryptionParams
+    from tensorizer.encryption import DecryptionParams
 
     if not isinstance(params, DecryptionParams):
         raise TypeError(f"encryption: wanted DecryptionParams, found {type(params).__name__}")
@@ -34,7 +34,7 @@ def check_encryption(params: Any) -> None:
     """
     if params is None:
         return
-    from .encryption import EncryptionParams
+    from tensorizer.encryption import EncryptionParams
 
     if not isinstance(params, EncryptionParams):
         raise TypeError(f"encryption: wanted EncryptionParams, found {type(params).__name__}")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from ._config import env_text
+from tensorizer._system.config import env_text
 
 __all__ = ["enabled", "measured", "totals"]
 

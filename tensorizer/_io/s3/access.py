@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Optional, Union
 from urllib.parse import urlsplit
 
-from . import stream_io
-from ._config import env_text
-from ._secrets import hidden
-from ._version import __version__
-from .streams.options import CAInfo
+from tensorizer import stream_io
+from tensorizer._crypto.key_material import hidden
+from tensorizer._io.options import CAInfo
+from tensorizer._system.config import env_text
+from tensorizer._version import __version__
 
 __all__ = [
     "S3Access",

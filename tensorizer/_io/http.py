@@ -12,8 +12,8 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
+from tensorizer._io.options import CAInfo, HTTPOptions, check_header
 from tensorizer.errors import StreamError
-from tensorizer.streams.options import CAInfo, HTTPOptions, check_header
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

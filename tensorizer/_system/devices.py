@@ -38,7 +38,7 @@ def target_device(device: DeviceArgument) -> Union[torch.device, DeviceChooser]:
 
 def _one_device(device: Optional[_Device]) -> torch.device:
     if device is None:
-        from .utils import get_device
+        from tensorizer.utils import get_device
 
         return get_device()
     resolved = torch.device(device)
