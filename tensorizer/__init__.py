@@ -30,6 +30,15 @@ if TYPE_CHECKING:
     from tensorizer import tensors_pb2 as tensors_pb2
     from tensorizer import torch_compat as torch_compat
     from tensorizer import utils as utils
+    from tensorizer._files.convert import ConversionReport as ConversionReport
+    from tensorizer._files.convert import convert as convert
+    from tensorizer._files.diff import DiffReport as DiffReport
+    from tensorizer._files.diff import diff as diff
+    from tensorizer._files.inspect import FileInfo as FileInfo
+    from tensorizer._files.inspect import TensorInfo as TensorInfo
+    from tensorizer._files.inspect import inspect as inspect
+    from tensorizer._files.verify import VerifyReport as VerifyReport
+    from tensorizer._files.verify import verify as verify
     from tensorizer._format.entries import FilterFuncType as FilterFuncType
     from tensorizer._format.entries import TensorType as TensorType
     from tensorizer.deserializer import TensorDeserializer as TensorDeserializer
@@ -71,6 +80,15 @@ _DEFINED_IN = {
     "TensorDeserializer": "deserializer",
     "TensorSerializer": "serializer",
     "TensorType": "_format.entries",
+    "ConversionReport": "_files.convert",
+    "DiffReport": "_files.diff",
+    "FileInfo": "_files.inspect",
+    "TensorInfo": "_files.inspect",
+    "VerifyReport": "_files.verify",
+    "convert": "_files.convert",
+    "diff": "_files.diff",
+    "inspect": "_files.inspect",
+    "verify": "_files.verify",
     "load_model": "legacy",  # this one and the next: names of releases before 1.0
     "serialize_model": "legacy",
 }

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Optional, Protocol
 import torch
 
 from tensorizer import _C
-from tensorizer._files.opened import BATCH_NBYTES, Name, OpenedFile
+from tensorizer._files.opened import BATCH_NBYTES, OpenedFile
 from tensorizer._format import dtypes
 from tensorizer._format.entries import TensorType
+from tensorizer._format.names import Name
 from tensorizer._format.payloads import contiguous
 from tensorizer._load.reader import CASTABLE
 
@@ -66,15 +67,17 @@ class FileContents:
     def __init__(self, file: OpenedFile, verify: bool) -> None:
         self._file, self._verify = file, verify
         self.label = file.label
-        self.metadata: Mapping[str, str] = {}
-        self.ties: Mapping[str, str] = {}
+        self.metadata: Mapping[str, str] = file.index.metadata() or {}
+        self.ties: Mapping[str, str] = ties_in(self.metadata, file.names)
         file.reader  # noqa: B018 - asks for the key
-        facts = _C.record_facts(file.source, file.index, range(len(file.names)))
+        modules = [0] * len(file.names)
+        if file.index.stores_hashes:
+            modules = [module for module, _ in _C.record_facts(file.source, file.index, range(len(file.names)))]
         self.items = [
             Content(
                 name,
                 TensorType(file.index.type(i)),
-                facts[i][0],
+                modules[i],
                 dtypes.torch_dtype(file.stored_dtype(i)),
                 file.shape(i),
                 file.index.data_nbytes(i) == 0 and file.index.loaded_nbytes(i) > 0,
@@ -113,6 +116,16 @@ class StateDictContents:
 
     def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
         return [contiguous(self._tensors[item.position], on_device=False) for item in items]
+
+
+def ties_in(metadata: Mapping[str, str], names: Sequence[Name]) -> dict[str, str]:
+    """Aliases that ``safetensors.torch.save_model`` recorded: a name that was dropped, and the tensor that was kept."""
+    known = set(names)
+    return {
+        dropped: kept
+        for dropped, kept in metadata.items()
+        if kept in known and dropped not in known and not dropped.startswith("tensorizer.")
+    }
 
 
 def _place(tensor: torch.Tensor) -> Optional[tuple[Any, ...]]:

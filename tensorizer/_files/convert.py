@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
@@ -18,6 +18,9 @@ from tensorizer._files.copy import check_target
 from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._files.pickled import is_pickled, read_pickled
 from tensorizer._files.targets import SafetensorsTarget, Target, TensorsTarget
+from tensorizer._files.together import TogetherOrNot
+from tensorizer._format import shards
+from tensorizer._format.names import Name
 from tensorizer._format.safetensors import HeaderEntry, canonical_order, check_entries
 from tensorizer.errors import HashMismatchError, UnsupportedContentError
 from tensorizer.progress import ProgressArgument, progress_reporter
@@ -25,6 +28,7 @@ from tensorizer.progress import ProgressArgument, progress_reporter
 __all__ = ["ConversionReport", "convert"]
 
 FORMATS = ("tensors", "safetensors")
+TIES = ("once", "twice", "error")
 _HASHES = frozenset({"crc32", "sha256"})
 
 
@@ -36,6 +40,8 @@ class ConversionReport:
     target: str
     format: str
     """Of the target."""
+    files: tuple[str, ...]
+    """What was written: one file, or shards and their index."""
     tensors: int
     nbytes: int
     """Of the payloads in the target."""
@@ -62,6 +68,8 @@ def convert(
     *,
     format: Optional[str] = None,
     dtype: Optional[torch.dtype] = None,
+    max_shard_size: Union[str, int, None] = None,
+    ties: str = "once",
     encryption: Any = None,
     decryption: Any = None,
     check: bool = True,
@@ -70,6 +78,7 @@ def convert(
     key: Optional[str] = None,
     skip_non_tensors: bool = False,
     force: bool = True,
+    dry_run: bool = False,
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
 ) -> ConversionReport:
@@ -86,6 +95,10 @@ def convert(
         format: ``"tensors"`` or ``"safetensors"``; ``None`` goes by the extension of `target`, ``"tensors"`` without
             one that is known.
         dtype: Converts floating-point tensors of 16 bits and more; others stay as they are.
+        max_shard_size: Writes several files and an index beside the name of `target`, each of at most so many bytes,
+            or a text like ``"5GB"``; ``None``, the default, writes one file.
+        ties: What becomes of names that share one tensor: ``"once"`` stores it once and records the other names,
+            ``"twice"`` stores it under each name, ``"error"`` refuses.
         encryption: Encrypts the target (``.tensors`` only).
         decryption: The key of an encrypted source.
         check: Reads the target back and compares every payload with what was read from the source.
@@ -95,6 +108,7 @@ def convert(
         key: Where the state dict is in a pickled file, in dots.
         skip_non_tensors: Leaves out what is no tensor in a pickled file.
         force: Replaces a target that exists.
+        dry_run: Writes nothing, and reports what would be written.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.
 
@@ -109,37 +123,34 @@ def convert(
         FormatError: The source is no file of tensors.
         OSError: It cannot be read or written.
     """
+    begin = time.monotonic()
     chosen = _format_of(target, format)
+    if ties not in TIES:
+        raise ValueError(f"ties: wanted one of {', '.join(TIES)}, found {ties!r}")
+    limit = None if max_shard_size is None else shards.nbytes_of(max_shard_size)
     if chosen == "safetensors" and encryption is not None:
         raise UnsupportedContentError("a .safetensors file cannot be encrypted")
-    check_target(target, force, stream_options)
-    begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         contents, skipped = _open_contents(stack, source, decryption, key, skip_non_tensors, stream_options)
-        items = [cast(item, dtype) for item in contents.items]
-        total = sum(item.nbytes for item in items)
-        if chosen == "safetensors":
-            names = _flat_names(items, flatten)
-            order = range(len(items)) if keep_order else _canonical(items, names)
-            items, names = [items[i] for i in order], [names[i] for i in order]
-            metadata = _safetensors_metadata(contents)
-            opened: Target = SafetensorsTarget(target, items, names, metadata, stream_options)
-        else:
-            opened = TensorsTarget(target, items, encryption=encryption, hashes=_HASHES, stream_options=stream_options)
-        with progress_reporter(progress, total * (2 if check else 1), "converting") as report:
-            with opened:
-                crcs = _copy(contents, items, opened, check, report)
-            if check:
-                _check(target, items, crcs, encryption, stream_options, report, total)
+        plan = _plan(contents, chosen, dtype, ties, keep_order, flatten, limit)
+        names = shards.shard_names(str(target), len(plan.shards))
+        for name in names:
+            check_target(name, force, stream_options)
+        if not dry_run:
+            with progress_reporter(progress, plan.nbytes * (2 if check else 1), "converting") as report:
+                run = _Run(contents, plan, encryption, check, stream_options, report)
+                run.write(names, str(target))
+        files = names if len(names) == 1 else [*names, shards.index_name(str(target))]
         return ConversionReport(
             source=contents.label,
             target=str(target),
             format=chosen,
-            tensors=len(items),
-            nbytes=total,
-            ties=dict(contents.ties),
+            files=tuple(files),
+            tensors=len(plan.items),
+            nbytes=plan.nbytes,
+            ties=dict(plan.ties),
             skipped=tuple(skipped),
-            checked=check,
+            checked=check and not dry_run,
             seconds=time.monotonic() - begin,
         )
 
@@ -160,74 +171,62 @@ def _open_contents(
     key: Optional[str],
     skip_non_tensors: bool,
     stream_options: Optional[Mapping[str, Any]],
-) -> tuple[Union[FileContents, StateDictContents], list[str]]:
+) -> tuple[Contents, list[str]]:
+    contents: Contents
     if is_pickled(source):
         tensors, skipped = read_pickled(source, key, skip_non_tensors)
-        return StateDictContents(os.fspath(source), tensors), skipped
+        contents = StateDictContents(os.fspath(source), tensors)
+        return contents, skipped
     file = stack.enter_context(OpenedFile(source, encryption=decryption, stream_options=stream_options))
-    return FileContents(file, verify=True), []
+    contents = FileContents(file, verify=file.index.stores_hashes)
+    return contents, []
 
 
-def _copy(contents: Contents, items: Sequence[Content], target: Target, check: bool, report: Any) -> list[int]:
-    """Writes all payloads; the CRC-32 of each, where they are wanted."""
-    crcs: list[int] = []
-    for tensors in _read_ahead(contents, items):
-        if check:
-            crcs += _C.crc32_of([(t.data_ptr() if t.numel() else 0, t.numel() * t.element_size()) for t in tensors])
-        target.write(tensors, report)
-    return crcs
+# --- what will be written -------------------------------------------------------------------------------------------
 
 
-def _read_ahead(contents: Contents, items: Sequence[Content]) -> Iterator[list[torch.Tensor]]:
-    """The tensors of each batch; the next one is read while the caller has the one before."""
+class _Plan(NamedTuple):
+    """Tensors in the order of the target, by file."""
 
-    def read(batch: list[Content]) -> list[torch.Tensor]:
-        return [tensor.to(item.dtype) for item, tensor in zip(batch, contents.read(batch))]
+    format: str
+    items: list[Content]
+    names: list[Name]  # as they will be stored
+    shards: list[range]
+    metadata: Mapping[str, str]
+    ties: Mapping[str, str]
 
-    with concurrent.futures.ThreadPoolExecutor(1, "tensorizer-convert") as reader:
-        ahead: Optional[concurrent.futures.Future[list[torch.Tensor]]] = None
-        for batch in batches(items):
-            following = reader.submit(read, batch)
-            if ahead is not None:
-                yield ahead.result()
-            ahead = following
-        if ahead is not None:
-            yield ahead.result()
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
 
 
-def _check(
-    target: Any,
-    items: Sequence[Content],
-    crcs: Sequence[int],
-    encryption: Any,
-    stream_options: Optional[Mapping[str, Any]],
-    report: Any,
-    before: int,
-) -> None:
-    """Reads the target back."""
-    decryption = None if encryption is None else _decryption_of(encryption)
-    with OpenedFile(target, encryption=decryption, stream_options=stream_options) as file:
-        if len(file.names) != len(items):
-            raise HashMismatchError(f"{file.label}: wanted {len(items)} tensors, found {len(file.names)}")
-        done = before
-        for entries in file.batches(range(len(items))):
-            tensors = file.read(entries, verify=True)
-            found = _C.crc32_of([(t.data_ptr() if t.numel() else 0, t.numel() * t.element_size()) for t in tensors])
-            for i, crc in zip(entries, found):
-                if crc != crcs[i] and not items[i].without_data:
-                    raise HashMismatchError(
-                        f"{file.label}: tensor {name_text(items[i].name)!r}: "
-                        f"wanted CRC-32 {crcs[i]:08x}, as read from the source, found {crc:08x}"
-                    )
-            done += sum(map(file.index.data_nbytes, entries))
-            if report is not None:
-                report(min(done, 2 * before))
-
-
-def _decryption_of(encryption: Any) -> Any:
-    from tensorizer.encryption import DecryptionParams
-
-    return DecryptionParams.from_key(encryption.key)
+def _plan(
+    contents: Contents,
+    format: str,
+    dtype: Optional[torch.dtype],
+    ties: str,
+    keep_order: bool,
+    flatten: bool,
+    limit: Optional[int],
+) -> _Plan:
+    items = [cast(item, dtype) for item in contents.items]
+    aliases = dict(contents.ties)
+    if aliases and ties == "error":
+        raise UnsupportedContentError(f"tensors share memory: {', '.join(f'{a} = {b}' for a, b in aliases.items())}")
+    if ties == "twice":
+        stored = {item.name: item for item in items}
+        items += [stored[kept]._replace(name=alias) for alias, kept in aliases.items()]
+        aliases = {}
+    names: list[Name] = [item.name for item in items]
+    if format == "safetensors":
+        flat = _flat_names(items, flatten)
+        entries = [HeaderEntry(name, item.dtype, item.shape) for name, item in zip(flat, items)]
+        check_entries(entries)
+        order = range(len(items)) if keep_order else canonical_order(entries)
+        items, names = [items[i] for i in order], [flat[i] for i in order]
+        aliases = {_without_dot(alias): _without_dot(kept) for alias, kept in aliases.items()}
+    runs = shards.split([item.nbytes for item in items], limit)
+    return _Plan(format, items, names, runs, contents.metadata, aliases)
 
 
 def _flat_names(items: Sequence[Content], flatten: bool) -> list[str]:
@@ -240,9 +239,11 @@ def _flat_names(items: Sequence[Content], flatten: bool) -> list[str]:
         )
     names = [_without_dot(item.name) if isinstance(item.name, str) else ".".join(map(str, item.name)) for item in items]
     seen: set[str] = set()
-    double = sorted({name for name in names if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+    double: set[str] = set()
+    for name in names:
+        (double if name in seen else seen).add(name)
     if double:
-        raise UnsupportedContentError(f"several tensors would be named {', '.join(map(repr, double))}")
+        raise UnsupportedContentError(f"several tensors would be named {', '.join(map(repr, sorted(double)))}")
     return names
 
 
@@ -250,15 +251,122 @@ def _without_dot(name: str) -> str:
     return name[1:] if name.startswith(".") and len(name) > 1 else name
 
 
-def _canonical(items: Sequence[Content], names: Sequence[str]) -> list[int]:
-    entries = [HeaderEntry(name, item.dtype, item.shape) for name, item in zip(names, items)]
-    check_entries(entries)
-    return canonical_order(entries)
+# --- writing --------------------------------------------------------------------------------------------------------
 
 
-def _safetensors_metadata(contents: Contents) -> Optional[dict[str, str]]:
-    """The source's metadata, and each alias as ``safetensors.torch.save_model`` records it."""
-    merged = dict(contents.metadata)
-    for alias, kept in contents.ties.items():
-        merged.setdefault(_without_dot(alias), _without_dot(kept))
-    return merged or None
+class _Run:
+    """One conversion."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        plan: _Plan,
+        encryption: Any,
+        check: bool,
+        stream_options: Optional[Mapping[str, Any]],
+        report: Any,
+    ) -> None:
+        self._contents, self._plan, self._encryption, self._check = contents, plan, encryption, check
+        self._stream_options, self._report = stream_options, report
+        self._done = 0
+
+    def write(self, names: Sequence[str], target: str) -> None:
+        if len(names) == 1:
+            self._write_one(names[0], self._plan.shards[0], with_ties=True)
+            return
+        with TogetherOrNot(names, self._stream_options) as places:
+            for place, run in zip(places, self._plan.shards):
+                self._write_one(place, run, with_ties=False)
+            files = {
+                name_text(self._plan.names[i]): os.path.basename(name)
+                for name, run in zip(names, self._plan.shards)
+                for i in run
+            }
+            for alias, kept in self._plan.ties.items():
+                files[alias] = files[kept]
+            metadata = {**self._plan.metadata, **self._plan.ties}
+            places.finish(shards.index_name(target), shards.index_bytes(files, self._plan.nbytes, metadata))
+
+    def _write_one(self, target: str, run: range, with_ties: bool) -> None:
+        items = self._plan.items[run.start : run.stop]
+        with self._open(target, run, with_ties) as opened:
+            crcs = self._copy(items, opened)
+        if self._check:
+            self._check_target(target, items, crcs)
+
+    def _open(self, target: str, run: range, with_ties: bool) -> Target:
+        plan = self._plan
+        items = plan.items[run.start : run.stop]
+        if plan.format == "tensors":
+            return TensorsTarget(
+                target,
+                items,
+                encryption=self._encryption,
+                hashes=_HASHES,
+                metadata=plan.metadata if with_ties else {},
+                ties=plan.ties if with_ties else {},
+                stream_options=self._stream_options,
+            )
+        # Shards carry what transformers insists on; one file carries what the source had, and aliases beside it.
+        metadata = {**plan.metadata, **plan.ties} or None if with_ties else {"format": "pt"}
+        names = [name_text(name) for name in plan.names[run.start : run.stop]]
+        return SafetensorsTarget(target, items, names, metadata, self._stream_options)
+
+    def _copy(self, items: Sequence[Content], target: Target) -> list[int]:
+        """Writes all payloads of one file; the CRC-32 of each, where they are wanted."""
+        crcs: list[int] = []
+        for batch, tensors in self._read_ahead(items):
+            if self._check:
+                crcs += _C.crc32_of([_memory(tensor) for tensor in tensors])
+            target.write(tensors, None)
+            self._note(sum(item.nbytes for item in batch))
+        return crcs
+
+    def _read_ahead(self, items: Sequence[Content]) -> Iterator[tuple[list[Content], list[torch.Tensor]]]:
+        """Batch by batch; the next one is read while the caller has the one before."""
+
+        def read(batch: list[Content]) -> tuple[list[Content], list[torch.Tensor]]:
+            return batch, [tensor.to(item.dtype) for item, tensor in zip(batch, self._contents.read(batch))]
+
+        with concurrent.futures.ThreadPoolExecutor(1, "tensorizer-convert") as reader:
+            ahead: Optional[concurrent.futures.Future[tuple[list[Content], list[torch.Tensor]]]] = None
+            for batch in batches(items):
+                following = reader.submit(read, batch)
+                if ahead is not None:
+                    yield ahead.result()
+                ahead = following
+            if ahead is not None:
+                yield ahead.result()
+
+    def _check_target(self, target: str, items: Sequence[Content], crcs: Sequence[int]) -> None:
+        """Reads the target back."""
+        decryption = None if self._encryption is None else _decryption_of(self._encryption)
+        with OpenedFile(target, encryption=decryption, stream_options=self._stream_options) as file:
+            if len(file.names) != len(items):
+                raise HashMismatchError(f"{file.label}: wanted {len(items)} tensors, found {len(file.names)}")
+            for entries in file.batches(range(len(items))):
+                tensors = file.read(entries, verify=file.index.stores_hashes)
+                found = _C.crc32_of([_memory(tensor) for tensor in tensors])
+                for i, crc in zip(entries, found):
+                    if crc != crcs[i] and not items[i].without_data:
+                        raise HashMismatchError(
+                            f"{file.label}: tensor {name_text(items[i].name)!r}: "
+                            f"wanted CRC-32 {crcs[i]:08x}, as read from the source, found {crc:08x}"
+                        )
+                self._note(sum(items[i].nbytes for i in entries))
+
+    def _note(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._report is not None:
+            self._report(self._done)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    nbytes = tensor.numel() * tensor.element_size()
+    return (tensor.data_ptr() if nbytes else 0, nbytes)
+
+
+def _decryption_of(encryption: Any) -> Any:
+    from tensorizer.encryption import DecryptionParams
+
+    return DecryptionParams.from_key(encryption.key)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from tensorizer import _C
-from tensorizer._files.opened import BATCH_NBYTES, Name, OpenedFile, dtype_text
+from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, dtype_text
 from tensorizer._format.entries import FilterFuncType
+from tensorizer._format.names import Name
 
 __all__ = ["Change", "DiffReport", "diff"]
 

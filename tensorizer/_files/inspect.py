@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from tensorizer._files.opened import Name, OpenedFile, dtype_text
+from tensorizer._files.contents import ties_in
+from tensorizer._files.opened import OpenedFile, dtype_text
 from tensorizer._format.entries import TensorType
+from tensorizer._format.names import Name
 
 __all__ = ["FileInfo", "TensorInfo", "inspect"]
 
@@ -91,13 +93,14 @@ def info_of(file: OpenedFile) -> FileInfo:
         )
         for i, name in enumerate(file.names)
     )
+    metadata = index.metadata() or {}
     return FileInfo(
         source=file.label,
-        format="tensors",
-        version=index.version,
+        format=index.format,
+        version=index.version if index.format == "tensors" else None,
         encrypted=index.encrypted,
         file_nbytes=file.source.size(),
         tensors=tensors,
-        metadata={},
-        ties={},
+        metadata=metadata,
+        ties=ties_in(metadata, file.names),
     )

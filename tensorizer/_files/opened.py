@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 
 from tensorizer import _C
 from tensorizer._crypto.keys import check_decryption, key_ring
 from tensorizer._format import dtypes
+from tensorizer._format.names import Name
 from tensorizer._io.sources import OpenedSource, open_source
 from tensorizer._load.reader import TensorReader
 from tensorizer.errors import CryptographyError, FormatError
 
-__all__ = ["Name", "OpenedFile", "dtype_text", "name_text"]
-
-Name = Union[str, "tuple[Union[str, int], ...]"]
+__all__ = ["OpenedFile", "dtype_text", "name_text"]
 
 #: Memory for payloads that are on their way, unless one tensor alone is larger.
 BATCH_NBYTES = 64 << 20

@@ -87,6 +87,8 @@ class TensorsTarget(Target):
         *,
         encryption: Any,
         hashes: frozenset[str],
+        metadata: Mapping[str, str],
+        ties: Mapping[str, str],
         stream_options: Optional[Mapping[str, Any]],
     ) -> None:
         check_encryption(encryption)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
-from tensorizer._files.opened import Name, OpenedFile, name_text
+from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._format.entries import FilterFuncType
+from tensorizer._format.names import Name
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
@@ -101,7 +102,7 @@ def verify(
                 ).hex()
         return VerifyReport(
             source=file.label,
-            format="tensors",
+            format=file.index.format,
             verified=tuple(run.verified),
             mismatched=tuple(run.mismatched),
             unverified=tuple(run.unverified),

@@ -41,7 +41,6 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--flatten", action="store_true", help="join the steps of nested names with dots")
     parser.add_argument("--key", metavar="PATH", help="where the state dict is in a .pt file, in dots")
     parser.add_argument("--skip-non-tensors", action="store_true", help="leave out what is no tensor in a .pt file")
-    parser.add_argument("--all", action="store_true", help="copy the other files of a folder as well")
     parser.add_argument("--no-check", action="store_true", help="do not read the target back")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")
     add_force(parser)
@@ -75,7 +74,6 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         flatten=arguments.flatten,
         key=arguments.key,
         skip_non_tensors=arguments.skip_non_tensors,
-        copy_other_files=arguments.all,
         dry_run=arguments.dry_run,
         force=arguments.force,
         progress=output.progress(),
