@@ -20,6 +20,7 @@ from tensorizer._format.payloads import adopt, contiguous, stored_dtype
 from tensorizer._format.tree import flatten
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._save.hashes import HASH_NAMES, check_hashes
 from tensorizer._save.items import Item, batches, check_name
 from tensorizer._save.modules import walk_module
 from tensorizer._system import cuda_engine
@@ -30,8 +31,6 @@ from tensorizer.progress import ProgressArgument, progress_reporter
 __all__ = ["TensorSerializer"]
 
 logger = logging.getLogger("tensorizer.serialization")
-
-_HASH_NAMES = ("crc32", "sha256")
 
 
 class TensorSerializer:
@@ -72,7 +71,7 @@ class TensorSerializer:
         *,
         encryption: Any = None,
         limit_cpu_concurrency: Optional[int] = None,
-        hashes: Union[str, Collection[str], None] = _HASH_NAMES,
+        hashes: Union[str, Collection[str], None] = HASH_NAMES,
         fsync: bool = True,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
@@ -81,7 +80,7 @@ class TensorSerializer:
         max_workers = thread_limit("limit_cpu_concurrency", limit_cpu_concurrency)
         self.cpu_limit = int(_C.cpu_quota()) if limit_cpu_concurrency is None else limit_cpu_concurrency
         check_encryption(encryption)
-        chosen = _check_hashes(hashes, encrypted=encryption is not None)
+        chosen = check_hashes(hashes, encrypted=encryption is not None)
         key, derivation = encryption_key(encryption)
         self.compress_tensors = compress_tensors
         self.lz4_frame = None
@@ -274,11 +273,3 @@ class TensorSerializer:
         for item in batch:
             if item.owner is not None:
                 setattr(item.owner.module, item.owner.attribute, None)
-
-
-def _check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> frozenset[str]:
-    chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes or ())
-    unknown = sorted(map(str, chosen.difference(_HASH_NAMES)))
-    if unknown:
-        raise ValueError(f"hashes: wanted names out of {', '.join(_HASH_NAMES)}, found {', '.join(unknown)}")
-    return chosen - {"crc32"} if encrypted else chosen

@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Union
 
@@ -22,14 +22,14 @@ from tensorizer._files.together import TogetherOrNot
 from tensorizer._format import shards
 from tensorizer._format.names import Name
 from tensorizer._format.safetensors import HeaderEntry, canonical_order, check_entries
+from tensorizer._save.hashes import HASH_NAMES, check_hashes
 from tensorizer.errors import HashMismatchError, UnsupportedContentError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
-__all__ = ["ConversionReport", "convert"]
+__all__ = ["ConversionReport", "Plan", "convert", "write_contents"]
 
 FORMATS = ("tensors", "safetensors")
 TIES = ("once", "twice", "error")
-_HASHES = frozenset({"crc32", "sha256"})
 
 
 @dataclass(frozen=True)
@@ -124,28 +124,29 @@ def convert(
         OSError: It cannot be read or written.
     """
     begin = time.monotonic()
-    chosen = _format_of(target, format)
-    if ties not in TIES:
-        raise ValueError(f"ties: wanted one of {', '.join(TIES)}, found {ties!r}")
-    limit = None if max_shard_size is None else shards.nbytes_of(max_shard_size)
-    if chosen == "safetensors" and encryption is not None:
-        raise UnsupportedContentError("a .safetensors file cannot be encrypted")
     with contextlib.ExitStack() as stack:
         contents, skipped = _open_contents(stack, source, decryption, key, skip_non_tensors, stream_options)
-        plan = _plan(contents, chosen, dtype, ties, keep_order, flatten, limit)
-        names = shards.shard_names(str(target), len(plan.shards))
-        for name in names:
-            check_target(name, force, stream_options)
-        if not dry_run:
-            with progress_reporter(progress, plan.nbytes * (2 if check else 1), "converting") as report:
-                run = _Run(contents, plan, encryption, check, stream_options, report)
-                run.write(names, str(target))
-        files = names if len(names) == 1 else [*names, shards.index_name(str(target))]
+        plan, files = write_contents(
+            contents,
+            target,
+            format=format,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            ties=ties,
+            encryption=encryption,
+            check=check,
+            keep_order=keep_order,
+            flatten=flatten,
+            force=force,
+            dry_run=dry_run,
+            progress=progress,
+            stream_options=stream_options,
+        )
         return ConversionReport(
             source=contents.label,
             target=str(target),
-            format=chosen,
-            files=tuple(files),
+            format=plan.format,
+            files=tuple(map(str, files)),
             tensors=len(plan.items),
             nbytes=plan.nbytes,
             ties=dict(plan.ties),
@@ -153,6 +154,50 @@ def convert(
             checked=check and not dry_run,
             seconds=time.monotonic() - begin,
         )
+
+
+def write_contents(
+    contents: Contents,
+    target: Any,
+    *,
+    format: Optional[str] = None,
+    dtype: Optional[torch.dtype] = None,
+    max_shard_size: Union[str, int, None] = None,
+    ties: str = "once",
+    encryption: Any = None,
+    hashes: Union[str, Collection[str], None] = HASH_NAMES,
+    check: bool = False,
+    keep_order: bool = False,
+    flatten: bool = False,
+    force: bool = True,
+    dry_run: bool = False,
+    progress: ProgressArgument = False,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> tuple[Plan, list[Any]]:
+    """Writes tensors to one file or several; arguments and errors as :func:`convert`.
+
+    Returns:
+        What was planned, and the files in the order in which they were written.
+    """
+    chosen = _format_of(target, format)
+    if ties not in TIES:
+        raise ValueError(f"ties: wanted one of {', '.join(TIES)}, found {ties!r}")
+    limit = None if max_shard_size is None else shards.nbytes_of(max_shard_size)
+    if chosen == "safetensors" and encryption is not None:
+        raise UnsupportedContentError("a .safetensors file cannot be encrypted")
+    plan = _plan(contents, chosen, dtype, ties, keep_order, flatten, limit)
+    names: list[Any] = [target]
+    if len(plan.shards) > 1:
+        if not isinstance(target, (str, os.PathLike)):
+            raise ValueError(f"max_shard_size: wanted a path or URI as target, found {type(target).__name__}")
+        names = list(shards.shard_names(os.fspath(target), len(plan.shards)))
+    for name in names:
+        check_target(name, force, stream_options)
+    if not dry_run:
+        with progress_reporter(progress, plan.nbytes * (2 if check else 1), "writing") as report:
+            chosen_hashes = check_hashes(hashes, encrypted=encryption is not None)
+            _Run(contents, plan, encryption, chosen_hashes, check, stream_options, report).write(names)
+    return plan, names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
 
 
 def _format_of(target: Any, format: Optional[str]) -> str:
@@ -185,7 +230,7 @@ def _open_contents(
 # --- what will be written -------------------------------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """Tensors in the order of the target, by file."""
 
     format: str
@@ -208,7 +253,7 @@ def _plan(
     keep_order: bool,
     flatten: bool,
     limit: Optional[int],
-) -> _Plan:
+) -> Plan:
     items = [cast(item, dtype) for item in contents.items]
     aliases = dict(contents.ties)
     if aliases and ties == "error":
@@ -226,7 +271,7 @@ def _plan(
         items, names = [items[i] for i in order], [flat[i] for i in order]
         aliases = {_without_dot(alias): _without_dot(kept) for alias, kept in aliases.items()}
     runs = shards.split([item.nbytes for item in items], limit)
-    return _Plan(format, items, names, runs, contents.metadata, aliases)
+    return Plan(format, items, names, runs, contents.metadata, aliases)
 
 
 def _flat_names(items: Sequence[Content], flatten: bool) -> list[str]:
@@ -260,17 +305,19 @@ class _Run:
     def __init__(
         self,
         contents: Contents,
-        plan: _Plan,
+        plan: Plan,
         encryption: Any,
+        hashes: frozenset[str],
         check: bool,
         stream_options: Optional[Mapping[str, Any]],
         report: Any,
     ) -> None:
-        self._contents, self._plan, self._encryption, self._check = contents, plan, encryption, check
+        self._contents, self._plan, self._check = contents, plan, check
+        self._encryption, self._hashes = encryption, hashes
         self._stream_options, self._report = stream_options, report
         self._done = 0
 
-    def write(self, names: Sequence[str], target: str) -> None:
+    def write(self, names: Sequence[Any]) -> None:
         if len(names) == 1:
             self._write_one(names[0], self._plan.shards[0], with_ties=True)
             return
@@ -285,16 +332,17 @@ class _Run:
             for alias, kept in self._plan.ties.items():
                 files[alias] = files[kept]
             metadata = {**self._plan.metadata, **self._plan.ties}
-            places.finish(shards.index_name(target), shards.index_bytes(files, self._plan.nbytes, metadata))
+            index = shards.index_bytes(files, self._plan.nbytes, metadata)
+            places.finish(shards.index_name(shards.name_of_shard(names[0])), index)
 
-    def _write_one(self, target: str, run: range, with_ties: bool) -> None:
+    def _write_one(self, target: Any, run: range, with_ties: bool) -> None:
         items = self._plan.items[run.start : run.stop]
         with self._open(target, run, with_ties) as opened:
             crcs = self._copy(items, opened)
         if self._check:
             self._check_target(target, items, crcs)
 
-    def _open(self, target: str, run: range, with_ties: bool) -> Target:
+    def _open(self, target: Any, run: range, with_ties: bool) -> Target:
         plan = self._plan
         items = plan.items[run.start : run.stop]
         if plan.format == "tensors":
@@ -302,7 +350,7 @@ class _Run:
                 target,
                 items,
                 encryption=self._encryption,
-                hashes=_HASHES,
+                hashes=self._hashes,
                 metadata=plan.metadata if with_ties else {},
                 ties=plan.ties if with_ties else {},
                 stream_options=self._stream_options,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
-__all__ = ["index_bytes", "index_name", "nbytes_of", "shard_names", "split"]
+__all__ = ["index_bytes", "index_name", "name_of_shard", "nbytes_of", "shard_names", "split"]
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?B)?\s*\Z", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -49,6 +49,11 @@ def shard_names(name: str, count: int) -> list[str]:
         return [name]
     stem, extension = os.path.splitext(name)
     return [f"{stem}-{number:05}-of-{count:05}{extension}" for number in range(1, count + 1)]
+
+
+def name_of_shard(name: str) -> str:
+    """The name without the number: what :func:`shard_names` was given."""
+    return re.sub(r"-\d{5}-of-\d{5}(?=\.[^./]*\Z|\Z)", "", name)
 
 
 def index_name(name: str) -> str:
