@@ -213,7 +213,7 @@ def _distance(
     relative = torch.where(delta == 0, torch.zeros_like(delta), delta / wide_y.abs())
     max_rel = float(relative.max()) if relative.numel() else 0.0
     exact = rtol == 0 and atol == 0 and x.dtype == y.dtype
-    equal = not exact and bool((delta <= atol + rtol * wide_y.abs()).all())
+    equal = not exact and bool(((delta == 0) | (delta <= atol + rtol * wide_y.abs())).all())
     return equal, None if math.isnan(max_abs) else max_abs, None if math.isnan(max_rel) else max_rel
 
 
