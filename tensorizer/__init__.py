@@ -8,6 +8,9 @@ from tensorizer import serialization as serialization
 from tensorizer import stream_io, torch_compat, utils
 from tensorizer._version import __version__ as __version__
 from tensorizer.errors import HashMismatchError as HashMismatchError
+from tensorizer.errors import LoadError as LoadError
+from tensorizer.errors import MissingHashError as MissingHashError
+from tensorizer.errors import VerificationError as VerificationError
 from tensorizer.serialization import (
     CryptographyError,
     DecryptionParams,
