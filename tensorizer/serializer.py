@@ -17,7 +17,6 @@ from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._format.entries import TensorType
 from tensorizer._format.payloads import adopt, contiguous, stored_dtype
 from tensorizer._io.sinks import open_sink
-from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._system import cuda_engine
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
@@ -116,9 +115,7 @@ class TensorSerializer:
         self._progress = progress
 
         opened = open_sink(file_obj, fsync, stream_options)
-        self._close_stream = opened.close
-        # Half of a file is not uploaded.
-        self._discard_stream = opened.stream.discard if isinstance(opened.stream, UploadOnClose) else opened.close
+        self._opened = opened
         self._session = _C.SaveSession(
             opened.sink,
             opened.start,
@@ -128,7 +125,6 @@ class TensorSerializer:
             key=key,
             derivation=derivation,
         )
-        self._sink = opened.sink  # its Python half is what ends an upload when the interpreter does
         self._closed = False
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -149,9 +145,12 @@ class TensorSerializer:
         self._closed = True
         try:
             self._session.finish()
-        finally:
-            self._close_stream()
-        logger.debug("closed %s: %d bytes of tensors", self._sink.name, self.total_tensor_bytes)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first failure tells more
+                self._opened.discard()
+            raise
+        self._opened.close()
+        logger.debug("closed %s: %d bytes of tensors", self._opened.sink.name, self.total_tensor_bytes)
 
     def __enter__(self) -> TensorSerializer:
         return self
@@ -165,22 +164,22 @@ class TensorSerializer:
         if exc_type is None:
             self.close()
             return
-        self._close_stream = self._discard_stream
         with contextlib.suppress(Exception):  # the exception that is on its way tells more
-            self._abandon()
+            self._abandon(self._opened.discard)
 
-    def _abandon(self) -> None:
+    def _abandon(self, end_stream: Callable[[], None]) -> None:
         if not self._closed:
             self._closed = True
             try:
                 self._session.abandon()
             finally:
-                self._close_stream()
+                end_stream()
 
     def __del__(self) -> None:
         # Completed calls left complete content; an upload that nobody closed is not completed by chance.
-        with contextlib.suppress(Exception):
-            self._abandon()
+        if not self._closed and not self._opened.is_lent:
+            with contextlib.suppress(Exception):
+                self._abandon(self._opened.close)
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
