@@ -17,6 +17,7 @@ from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._format.entries import TensorType
 from tensorizer._format.payloads import adopt, contiguous, stored_dtype
 from tensorizer._io.sinks import open_sink
+from tensorizer._io.unclosed import tell_if_unclosed
 from tensorizer._system import cuda_engine
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
@@ -64,9 +65,16 @@ class _Item(NamedTuple):
 class TensorSerializer:
     """Writes tensors to one ``.tensors`` file.
 
-    After each successful call of a ``write_*`` method the content is complete and can be read by others, before
-    :meth:`close`. A path is written without a name and takes it at the end of the first successful call; until then an
-    existing file is untouched. A later call that fails leaves the last complete content readable.
+    When the content appears:
+
+    - A local path: after each successful call of a ``write_*`` method, before :meth:`close`. It is written without a
+      name and takes it at the end of the first successful call; until then an existing file is untouched. A later call
+      that fails leaves the last complete content readable. An open file object likewise, but in place.
+    - A URI of a store (``s3://…``): when :meth:`close` returns, or the ``with`` block is left, and not before. A failure,
+      an exception in the block, or a serializer that is never closed stores nothing; the latter is a
+      ``ResourceWarning`` and a line in the log.
+    - A new, empty stream of ``open_stream("s3://…", "wb+")``: as for a URI, and also when the stream is closed after a
+      successful call, even if the serializer is not. Nothing but closing can be done with the stream any more.
 
     As a context manager it closes the file; an exception inside the block abandons what was not complete.
 
@@ -92,6 +100,8 @@ class TensorSerializer:
         OSError: The target cannot be written.
     """
 
+    _closed = True  # until there is something to close
+
     def __init__(
         self,
         file_obj: Any,
@@ -104,7 +114,6 @@ class TensorSerializer:
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self._closed = True  # until there is something to close
         self.cpu_limit = _check_cpu_limit(limit_cpu_concurrency)
         check_encryption(encryption)
         chosen = _check_hashes(hashes, encrypted=encryption is not None)
@@ -125,6 +134,7 @@ class TensorSerializer:
             key=key,
             derivation=derivation,
         )
+        self._unclosed = tell_if_unclosed(self, opened.sink.name) if opened.appears_on_close else None
         self._closed = False
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -142,7 +152,7 @@ class TensorSerializer:
         """
         if self._closed:
             return
-        self._closed = True
+        self._end()
         try:
             self._session.finish()
         except BaseException:
@@ -165,21 +175,29 @@ class TensorSerializer:
             self.close()
             return
         with contextlib.suppress(Exception):  # the exception that is on its way tells more
-            self._abandon(self._opened.discard)
+            self._abandon()
 
-    def _abandon(self, end_stream: Callable[[], None]) -> None:
+    def _abandon(self) -> None:
         if not self._closed:
-            self._closed = True
+            self._end()
             try:
                 self._session.abandon()
             finally:
-                end_stream()
+                self._opened.discard()
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._unclosed is not None:
+            self._unclosed.detach()
 
     def __del__(self) -> None:
         # Completed calls left complete content; an upload that nobody closed is not completed by chance.
         if not self._closed and not self._opened.is_lent:
+            self._closed = True
             with contextlib.suppress(Exception):
-                self._abandon(self._opened.close)
+                self._session.abandon()
+            with contextlib.suppress(Exception):
+                self._opened.close()
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -268,8 +286,10 @@ class TensorSerializer:
         if self._closed:
             raise ValueError("the serializer is closed")
         total = sum(item.nbytes for item in items)
+        begun = False
         try:
             self._session.begin_call([item.describe() for item in items], growing)
+            begun = True
             with progress_reporter(self._progress, total, "saving") as report:
                 record = 0
                 for batch in _batches(items):
@@ -277,6 +297,8 @@ class TensorSerializer:
                     record += len(batch)
             self._session.finish_call()
         except BaseException:
+            if begun and self._unclosed is not None:
+                self._unclosed.detach()  # the failure says that nothing will be stored
             self._session.abort_call()
             raise
         if logger.isEnabledFor(logging.DEBUG):
