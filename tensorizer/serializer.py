@@ -19,7 +19,7 @@ from tensorizer._format.names import Name, display
 from tensorizer._format.payloads import adopt, contiguous, stored_dtype
 from tensorizer._format.tree import flatten
 from tensorizer._io.sinks import open_sink
-from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.unclosed import tell_if_unclosed
 from tensorizer._save.items import Item, batches, check_name
 from tensorizer._save.modules import walk_module
 from tensorizer._system import cuda_engine
@@ -37,9 +37,16 @@ _HASH_NAMES = ("crc32", "sha256")
 class TensorSerializer:
     """Writes tensors to one ``.tensors`` file.
 
-    After each successful call of a ``write_*`` method the content is complete and can be read by others, before
-    :meth:`close`. A path is written without a name and takes it at the end of the first successful call; until then an
-    existing file is untouched. A later call that fails leaves the last complete content readable.
+    When the content appears:
+
+    - A local path: after each successful call of a ``write_*`` method, before :meth:`close`. It is written without a
+      name and takes it at the end of the first successful call; until then an existing file is untouched. A later call
+      that fails leaves the last complete content readable. An open file object likewise, but in place.
+    - A URI of a store (``s3://…``): when :meth:`close` returns, or the ``with`` block is left, and not before. A
+      failure, an exception in the block, or a serializer that is never closed stores nothing; the latter is a
+      ``ResourceWarning`` and a line in the log.
+    - A new, empty stream of ``open_stream("s3://…", "wb+")``: as for a URI, and also when the stream is closed after a
+      successful call, even if the serializer is not. Nothing but closing can be done with the stream any more.
 
     As a context manager it closes the file; an exception inside the block abandons what was not complete.
 
@@ -65,6 +72,8 @@ class TensorSerializer:
         OSError: The target cannot be written.
     """
 
+    _closed = True  # until there is something to close
+
     def __init__(
         self,
         file_obj: Any,
@@ -77,7 +86,6 @@ class TensorSerializer:
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self._closed = True  # until there is something to close
         max_workers = thread_limit("limit_cpu_concurrency", limit_cpu_concurrency)
         self.cpu_limit = int(_C.cpu_quota()) if limit_cpu_concurrency is None else limit_cpu_concurrency
         check_encryption(encryption)
@@ -89,9 +97,7 @@ class TensorSerializer:
         self._progress = progress
 
         opened = open_sink(file_obj, fsync, stream_options)
-        self._close_stream = opened.close
-        # Half of a file is not uploaded.
-        self._discard_stream = opened.stream.discard if isinstance(opened.stream, UploadOnClose) else opened.close
+        self._opened = opened
         self._session = _C.SaveSession(
             opened.sink,
             opened.start,
@@ -101,7 +107,7 @@ class TensorSerializer:
             key=key,
             derivation=derivation,
         )
-        self._sink = opened.sink  # its Python half is what ends an upload when the interpreter does
+        self._unclosed = tell_if_unclosed(self, opened.sink.name) if opened.appears_on_close else None
         self._closed = False
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -119,12 +125,15 @@ class TensorSerializer:
         """
         if self._closed:
             return
-        self._closed = True
+        self._end()
         try:
             self._session.finish()
-        finally:
-            self._close_stream()
-        logger.debug("closed %s: %d bytes of tensors", self._sink.name, self.total_tensor_bytes)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first failure tells more
+                self._opened.discard()
+            raise
+        self._opened.close()
+        logger.debug("closed %s: %d bytes of tensors", self._opened.sink.name, self.total_tensor_bytes)
 
     def __enter__(self) -> TensorSerializer:
         return self
@@ -138,22 +147,30 @@ class TensorSerializer:
         if exc_type is None:
             self.close()
             return
-        self._close_stream = self._discard_stream
         with contextlib.suppress(Exception):  # the exception that is on its way tells more
             self._abandon()
 
     def _abandon(self) -> None:
         if not self._closed:
-            self._closed = True
+            self._end()
             try:
                 self._session.abandon()
             finally:
-                self._close_stream()
+                self._opened.discard()
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._unclosed is not None:
+            self._unclosed.detach()
 
     def __del__(self) -> None:
         # Completed calls left complete content; an upload that nobody closed is not completed by chance.
-        with contextlib.suppress(Exception):
-            self._abandon()
+        if not self._closed and not self._opened.is_lent:
+            self._closed = True
+            with contextlib.suppress(Exception):
+                self._session.abandon()
+            with contextlib.suppress(Exception):
+                self._opened.close()
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -242,8 +259,10 @@ class TensorSerializer:
         if self._closed:
             raise ValueError("the serializer is closed")
         total = sum(item.nbytes for item in items)
+        begun = False
         try:
             self._session.begin_call([item.describe() for item in items], growing)
+            begun = True
             with progress_reporter(self._progress, total, "saving") as report:
                 record = 0
                 for batch in batches(items):
@@ -251,6 +270,8 @@ class TensorSerializer:
                     record += len(batch)
             self._session.finish_call()
         except BaseException:
+            if begun and self._unclosed is not None:
+                self._unclosed.detach()  # the failure says that nothing will be stored
             self._session.abort_call()
             raise
         if logger.isEnabledFor(logging.DEBUG):
