@@ -58,7 +58,11 @@ __all__ = [
     "HashMismatchError",
     "InvalidVersionError",
     "StreamError",
+    "StreamExistsError",
+    "StreamIsADirectoryError",
+    "StreamNotADirectoryError",
     "StreamNotFoundError",
+    "StreamPermissionError",
     "TensorizerError",
     "TruncatedError",
 ]

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "format/foreign.h"
 
 namespace tensorizer::load {
 namespace {
@@ -38,6 +39,14 @@ std::vector<std::byte> read_block(io::RangeSource& source, uint64_t offset, uint
   throw named;
 }
 
+// Throws what the pointer says, for which more of it has to be read than of a tensors file.
+void describe_pointer(io::RangeSource& source, uint64_t start, const std::stop_token& stop) {
+  std::array<std::byte, format::kForeignHeadNbytes> head;
+  const auto bytes = std::span(head).first(std::min<uint64_t>(head.size(), *source.size() - start));
+  source.read_at(start, io::Slice(bytes.data(), bytes.size()), stop);
+  format::parse_prologue(bytes, start, format::KeyGiven::no);
+}
+
 uint64_t size_or_unlimited(const io::RangeSource& source) {
   return source.size().value_or(std::numeric_limits<uint64_t>::max());
 }
@@ -52,7 +61,9 @@ format::Prologue open_prologue(io::RangeSource& source, uint64_t start, format::
     const uint64_t available = source_nbytes - std::min(start, source_nbytes);
     const uint64_t head_nbytes = std::min<uint64_t>(head.size(), available);
     if (head_nbytes > 0) source.read_at(start, io::Slice(head.data(), head_nbytes), stop);
-    return format::parse_prologue(std::span(head).first(head_nbytes), start, key);
+    const auto bytes = std::span(head).first(head_nbytes);
+    if (source.size() && format::begins_lfs_pointer(bytes)) describe_pointer(source, start, stop);
+    return format::parse_prologue(bytes, start, key);
   } catch (const Error& error) {
     rethrow_with_source(error, source.name());
   }
