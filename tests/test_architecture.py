@@ -184,6 +184,14 @@ def test_folders_of_the_package_import_what_is_below_them():
     assert sorted(wrong) == ["_io.s3.access: stream_io", "_io.s3.objects: stream_io"]
 
 
+def test_reading_and_writing_are_one_class_each_of_at_most_350_lines():
+    for name in ("serializer", "deserializer"):
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
+        sizes = [node.end_lineno - node.lineno + 1 for node in tree.body if isinstance(node, ast.ClassDef)]
+        assert len(sizes) == 1, name
+        assert sizes[0] <= 350, name
+
+
 def test_the_core_does_not_import_what_is_built_on_it():
     above = ("integrations", "torch_compat", "protobuf", "tensors_pb2", "serialization")
     for name in ("serializer", "deserializer", "module_tree", "errors", "encryption"):
