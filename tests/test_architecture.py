@@ -25,8 +25,9 @@ LAYERS = {
     "crypto": {"core"},
     "io": {"core"},
     "device": {"core"},
-    "load": {"core", "format", "crypto", "io", "device"},
-    "save": {"core", "format", "crypto", "io", "device"},
+    "digest": {"core", "format"},
+    "load": {"core", "format", "crypto", "io", "device", "digest"},
+    "save": {"core", "format", "crypto", "io", "device", "digest"},
     "bind": {"core", "format", "crypto", "io", "device", "load", "save"},
 }
 PYTHON_HEADERS = re.compile(r"^(Python\.h|pybind11/|torch/|ATen/|c10/|numpy/)")

@@ -21,10 +21,11 @@ void check_magic(std::span<const std::byte> bytes, uint64_t origin) {
                 "not a tensors file: " + std::to_string(bytes.size()) +
                     " bytes where the magic |TZR| wants 5",
                 {}, origin);
-  const std::string hint = foreign_format(bytes);
-  throw Error(Errc::malformed,
-              "not a tensors file: the magic |TZR| is missing" + (hint.empty() ? "" : "; " + hint),
-              {}, origin);
+  std::string text = "not a tensors file: the magic |TZR| is missing";
+  if (const std::string_view hint = foreign_format(bytes); !hint.empty())
+    text.append("; ").append(hint);
+  throw Error(Errc::malformed, text, {}, origin);
+}, origin);
 }
 
 // The whole 256-bit field must be 0..3, in every version.
