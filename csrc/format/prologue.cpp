@@ -25,7 +25,6 @@ void check_magic(std::span<const std::byte> bytes, uint64_t origin) {
   if (const std::string_view hint = foreign_format(bytes); !hint.empty())
     text.append("; ").append(hint);
   throw Error(Errc::malformed, text, {}, origin);
-}, origin);
 }
 
 // The whole 256-bit field must be 0..3, in every version.

@@ -13,7 +13,7 @@ namespace {
 using testing::Build;
 
 std::string told(const std::string& text) {
-  return std::string(foreign_format(Build().text(text)));
+  return std::string(foreign_format(Build().text(text).bytes()));
 }
 
 TEST(Foreign, known_beginnings_are_named) {
