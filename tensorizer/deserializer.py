@@ -16,6 +16,7 @@ from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorE
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
 from tensorizer._io.sources import OpenedSource, open_source
+from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
@@ -104,8 +105,8 @@ class TensorDeserializer(
         self._stream = opened.stream
         self._container: Container
         try:
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise TypeError(f"dtype: wanted a torch.dtype, found {type(dtype).__name__}")
+            check_filter(filter_func)
+            check_dtype(dtype)
             limit = thread_limit("num_readers", num_readers)
             options = ReadOptions(self._device, dtype, limit, encryption, mmap, allow_missing_hashes)
             self._open(opened, filter_func, options, bool(verify_hash), progress)
@@ -302,7 +303,7 @@ class TensorDeserializer(
             NotImplementedError: The file holds a state dict; use ``m.load_state_dict(deserializer)``.
         """
         try:
-            module_tree.check_module(m)
+            module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
             return load_into_module(self._container, self._loaded, m, filter_func, verify_hash)
         finally:
             self.close()

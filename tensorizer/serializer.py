@@ -196,7 +196,7 @@ class TensorSerializer:
             NotImplementedError: Quantized, sparse or nested tensors; tensors without memory of their own.
             OSError: The data could not be written.
         """
-        module_tree.check_module(m)
+        module_tree.check_module(m, "write_state_dict writes state dicts")
         items = [
             Item(
                 (entry.name,),
