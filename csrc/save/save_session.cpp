@@ -25,7 +25,8 @@ constexpr size_t kUnitRecords = 512;
 struct SaveSession::Call {
   std::vector<TensorToWrite> tensors;
   std::vector<PlannedRecord> records;
-  format::Prologue prologue;  // as it will be when the call is finished
+  std::vector<format::OwnedPair> ties;  // stored names
+  format::Prologue prologue;            // as it will be when the call is finished
   size_t path_mark = 0;
   uint64_t records_end = 0;
   uint32_t written = 0;  // records handed over so far
@@ -359,12 +360,17 @@ format::Nonce SaveSession::draw_nonce() {
 }
 
 void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
-                             std::span<const format::TensorPath> paths, bool growing,
+                             std::span<const format::TensorPath> paths,
+                             std::span<const TieToWrite> ties, bool growing,
                              const std::stop_token& stop) {
   auto call = std::make_unique<Call>();
   call->path_mark = paths_.mark();
   try {
     for (const format::TensorPath& path : paths) paths_.add(path);
+    for (const TieToWrite& tie : ties) {
+      if (!tie.listed) paths_.add(tie.alias);
+      call->ties.emplace_back(format::encode_name(tie.alias), format::encode_name(tie.target));
+    }
     call->prologue = prologue_;
     for (const TensorToWrite& tensor : tensors) {
       call->prologue = raise_version(call->prologue, tensor, options_.key != nullptr);
@@ -396,6 +402,7 @@ uint64_t SaveSession::index_nbytes(const Call& call) const {
 }
 
 void SaveSession::make_room(Call& call, bool growing, const std::stop_token& stop) {
+  const uint64_t annex = format::annex_nbytes(annex_of(call.ties), sealed_overhead());
   uint64_t needed = index_used_;
   if (call.prologue.tagged_entries() != prologue_.tagged_entries()) {
     needed = index_nbytes(call);
@@ -405,6 +412,7 @@ void SaveSession::make_room(Call& call, bool growing, const std::stop_token& sto
           {tensor.name, tensor.dtype, tensor.shape, tensor.type, 0, 0, 0},
           call.prologue.tagged_entries());
   }
+  needed += annex;
   if (index_room_ == 0) {
     index_room_ = index_room(needed, growing);
     end_ = start_ + format::kPrologueNbytes + index_room_;
@@ -494,12 +502,15 @@ void SaveSession::finish_call(const std::stop_token& stop) {
         {std::move(tensor), call_->records[i].offset, call_->records[i].data_offset()});
   }
   const uint64_t old_end = end_, old_used = index_used_;
+  const size_t old_ties = ties_.size();
+  ties_.insert(ties_.end(), call_->ties.begin(), call_->ties.end());
   end_ = call_->records_end;
   try {
     write_index(retag ? 0 : first_new, call_->prologue, stop);
     write_end_and_publish(stop);
   } catch (...) {
     entries_.resize(first_new);
+    ties_.resize(old_ties);
     end_ = old_end;
     index_used_ = old_used;
     restore_head();
@@ -509,11 +520,49 @@ void SaveSession::finish_call(const std::stop_token& stop) {
   call_.reset();
 }
 
-// Entries from number `first` on, then the prologue, which makes them visible. REQUIRES: they fit
-// the room.
+format::AnnexToWrite SaveSession::annex_of(std::span<const format::OwnedPair> more_ties) const {
+  format::AnnexToWrite annex;
+  for (const auto& [key, value] : options_.metadata) annex.metadata.push_back({key, value});
+  for (const auto& [alias, target] : ties_) annex.ties.push_back({alias, target});
+  for (const auto& [alias, target] : more_ties) annex.ties.push_back({alias, target});
+  return annex;
+}
+
+uint64_t SaveSession::sealed_overhead() const noexcept {
+  if (!options_.key) return 0;
+  return format::kSectionHeadNbytes +
+         format::message_crypt_info_nbytes(options_.derivation.has_value());
+}
+
+// One message under a nonce of its own, drawn like those of records.
+std::vector<std::byte> SaveSession::seal_metadata() {
+  if (!options_.key || options_.metadata.empty()) return {};
+  const std::vector<std::byte> plain = format::serialize_metadata(annex_of({}).metadata);
+  std::vector<std::byte> cipher(plain.size());
+  std::array<std::byte, format::kMacNbytes> mac;
+  const format::Nonce nonce = draw_nonce();
+  crypto::seal(cipher, mac, plain, crypto::NonceView(nonce), *options_.key);
+  const auto& derivation = options_.derivation;
+  std::vector<std::byte> sealed =
+      format::serialize_message_crypt_info(derivation ? &*derivation : nullptr, nonce, mac);
+  sealed.insert(sealed.end(), cipher.begin(), cipher.end());
+  return sealed;
+}
+
+// Entries from number `first` on and the annex behind them, then the prologue, which makes them
+// visible. REQUIRES: they fit the room.
 void SaveSession::write_index(size_t first, const format::Prologue& prologue,
                               const std::stop_token& stop) {
   if (head_stale_) first = 0;
+  format::Prologue stored = prologue;
+  stored.metadata_nbytes = index_room_;
+  stored.tensor_count = entries_.size();
+  const auto head = format::serialize_prologue(stored);
+  const format::AnnexToWrite annex = annex_of({});
+  // The annex holds a digest of all entries.
+  const bool with_annex = !annex.metadata.empty() || !annex.ties.empty();
+  if (with_annex) first = 0;
+
   std::vector<std::byte> bytes;
   for (size_t i = first; i < entries_.size(); ++i) {
     format::append_index_entry(bytes, entries_[i].view(), prologue.tagged_entries());
@@ -521,12 +570,13 @@ void SaveSession::write_index(size_t first, const format::Prologue& prologue,
   const uint64_t before = first == 0 ? 0 : index_used_;
   const uint64_t at = start_ + format::kPrologueNbytes + before;
   const uint64_t used = before + bytes.size();
+  if (with_annex) {
+    const std::vector<std::byte> section =
+        format::serialize_annex(annex, seal_metadata(), format::digest_index(head, bytes));
+    bytes.insert(bytes.end(), section.begin(), section.end());
+  }
   if (first == 0) bytes.resize(index_room_);  // zeros to the end of the room
   if (!bytes.empty()) sink_->write_at(at, io::ConstSlice(bytes), stop);
-  format::Prologue stored = prologue;
-  stored.metadata_nbytes = index_room_;
-  stored.tensor_count = entries_.size();
-  const auto head = format::serialize_prologue(stored);
   const std::array<std::byte, kEndMarkNbytes> end_mark{};
   sink_->write_at(end_, io::ConstSlice(end_mark), stop);
   sink_->write_at(start_, io::ConstSlice(head), stop);

@@ -17,6 +17,7 @@
 #include "crypto/secret_key.h"
 #include "device/copy_engine.h"
 #include "device/destination.h"
+#include "format/annex.h"
 #include "format/tensor_path.h"
 #include "io/range_sink.h"
 #include "save/save_plan.h"
@@ -28,6 +29,14 @@ struct SaveOptions {
   unsigned max_workers = 0;                         // 0: as many as are useful
   std::shared_ptr<const crypto::SecretKey> key;     // set: encrypt
   std::optional<format::KeyDerivation> derivation;  // how the key came from a passphrase
+  std::vector<format::OwnedPair> metadata{};        // sealed where there is a key
+};
+
+// What a call says of a tensor that another one of the file stands for.
+struct TieToWrite {
+  format::TensorPath alias;
+  format::TensorPath target;
+  bool listed = false;  // the alias is among the call's tensors too
 };
 
 // Where the bytes of one planned record are. Host memory, or device memory with the session's
@@ -46,9 +55,9 @@ class SaveSession {
   // Plans a call; nothing is written. `paths` are the decoded names of `tensors`. `growing`: more
   // calls will follow (single tensors), so room is left in the index. Throws
   // Error(invalid_argument), with the session unchanged, for names in use and fields that do not
-  // fit.
+  // fit. REQUIRES: the targets of `ties` are tensors of this call.
   void begin_call(std::vector<TensorToWrite> tensors, std::span<const format::TensorPath> paths,
-                  bool growing, const std::stop_token& stop);
+                  std::span<const TieToWrite> ties, bool growing, const std::stop_token& stop);
 
   // Writes records of the current call, headers and hashes included. Every record is handed over
   // once, in order, those without data too; the bytes are only read, and no longer needed on
@@ -56,7 +65,7 @@ class SaveSession {
   void write_payloads(std::span<const PayloadToWrite> payloads, device::CopyEngine* engine,
                       const std::stop_token& stop);
 
-  // Index, end mark, prologue; then the sink publishes.
+  // Index and annex, end mark, prologue; then the sink publishes.
   void finish_call(const std::stop_token& stop);
 
   // Forgets the current call. The content that was last published stays valid.
@@ -78,6 +87,9 @@ class SaveSession {
 
   PlannedRecord& record_of(const PayloadToWrite& payload);
   format::Nonce draw_nonce();
+  format::AnnexToWrite annex_of(std::span<const format::OwnedPair> more_ties) const;
+  std::vector<std::byte> seal_metadata();
+  uint64_t sealed_overhead() const noexcept;
   uint64_t index_nbytes(const Call& call) const;
   void make_room(Call& call, bool growing, const std::stop_token& stop);
   void relayout(uint64_t room, const std::stop_token& stop);
@@ -94,6 +106,7 @@ class SaveSession {
   format::PathRegistry paths_;
   format::Prologue prologue_;
   std::vector<SavedEntry> entries_;
+  std::vector<format::OwnedPair> ties_;  // of the published content
   using NoncePrefix = std::array<std::byte, 16>;
   std::set<NoncePrefix> nonces_;   // upper parts of all first nonces: no two records share one
   uint64_t index_room_ = 0;        // reserved bytes; 0: no layout yet
