@@ -65,9 +65,23 @@ class _Item(NamedTuple):
 class TensorSerializer:
     """Writes tensors to one ``.tensors`` file.
 
-    After each successful call of a ``write_*`` method the content is complete and can be read by others, before
-    :meth:`close`. A path is written without a name and takes it at the end of the first successful call; until then an
-    existing file is untouched. A later call that fails leaves the last complete content readable.
+    After each successful call of :meth:`write_module` or :meth:`write_state_dict` the content is complete and can be
+    read by others, before :meth:`close`. A path is written without a name and takes it at the end of the first
+    successful call; until then an existing file is untouched. A later call that fails leaves the last complete
+    content readable.
+
+    A crash of the machine, at any moment, leaves a path with the old file, or with the content of whole calls: what
+    took the name was synced before, what a later call adds is on the disk before the file says so, and all of it is
+    on the disk when :meth:`close` returns. That needs a sync per call. Tensors of :meth:`write_tensor` therefore wait
+    for each other: what has been written since the last sync becomes part of the content with the next call that
+    writes many tensors, when 64 MiB have come together, with the first call a second later, and at the latest when
+    the serializer is closed or dropped. With ``fsync=False``, and in descriptors and file objects, each call is
+    visible when it returns.
+
+    Tensors must not change while a call that writes them runs. Contiguous tensors in host memory are read where they
+    are, once for the digests and once to be written, so a change in between gives a file that fails its own
+    verification. Where a copy is made anyway (encryption, other devices, tensors that are not contiguous) both come
+    from that copy.
 
     As a context manager it closes the file; an exception inside the block abandons what was not complete.
 
@@ -81,8 +95,9 @@ class TensorSerializer:
         hashes: Digests to store per tensor: ``"crc32"``, ``"sha256"``, a collection of these; ``None`` or an empty
             collection stores none. The default is both, as readers expect. Encrypted tensors never get a CRC32, whose
             four bytes would say too much about short plaintexts.
-        fsync: Syncs a local path before it takes its name, so that a crash of the machine leaves the old file or the
-            new one. ``False`` is faster and gives that up.
+        fsync: Syncs a local path before it takes its name, before what later calls add becomes part of it, and at the
+            end, so that a crash of the machine leaves the old file or whole calls of the new one. ``False`` is faster
+            and gives that up; the end of the process alone, however sudden, does no harm either way.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
 
@@ -244,6 +259,8 @@ class TensorSerializer:
         tensor: Union[torch.Tensor, np.ndarray[Any, Any]],
     ) -> None:
         """Writes one tensor or array. Slower per tensor than the methods that take many.
+
+        On a path that is synced the tensor may wait for others before it is part of the file: see the class.
 
         Args:
             idx: Module index, 0 to 65535.
