@@ -66,10 +66,22 @@ __all__ = [
     "FormatError",
     "HashMismatchError",
     "InvalidVersionError",
+    "LoadError",
+    "MissingHashError",
     "StreamError",
+    "StreamExistsError",
+    "StreamIsADirectoryError",
+    "StreamNotADirectoryError",
     "StreamNotFoundError",
+    "StreamPermissionError",
     "TensorizerError",
     "TruncatedError",
+    "UnsupportedContentError",
+    "VerificationError",
+    "inspect",
+    "verify",
+    "diff",
+    "convert",
 ]
 
 # Names that are resolved on demand, and where they are defined. Type checkers read the imports above instead.

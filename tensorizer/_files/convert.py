@@ -117,7 +117,7 @@ def convert(
 
     Raises:
         UnsupportedContentError: The target's format cannot hold something; nothing was written.
-        TargetExistsError: The target exists, without `force`.
+        StreamExistsError: The target exists, without `force`.
         HashMismatchError: The source does not agree with its digests, or the target with what was written.
         CryptographyError: A key is missing, wrong or not wanted.
         FormatError: The source is no file of tensors.

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Optional
 from tensorizer import _C
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.sources import open_source
-from tensorizer.errors import HashMismatchError, TargetExistsError
+from tensorizer.errors import HashMismatchError, StreamExistsError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
 __all__ = ["check_target", "copy_file", "exists"]
@@ -32,9 +32,9 @@ def exists(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> b
 
 
 def check_target(target: Any, force: bool, stream_options: Optional[Mapping[str, Any]] = None) -> None:
-    """Raises :class:`TargetExistsError` for a target that exists, unless `force`."""
+    """Raises :class:`StreamExistsError` for a target that exists, unless `force`."""
     if not force and exists(target, stream_options):
-        raise TargetExistsError(f"{target} exists; it is replaced with force alone")
+        raise StreamExistsError(f"{target} exists; it is replaced with force alone")
 
 
 def copy_file(

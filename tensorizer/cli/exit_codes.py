@@ -43,7 +43,7 @@ def status_of(error: BaseException) -> int:
         return KEY
     if isinstance(error, errors.HashMismatchError):
         return DIFFERS
-    if isinstance(error, (errors.TargetExistsError, errors.UnsupportedContentError, errors.FieldRangeError)):
+    if isinstance(error, (errors.StreamExistsError, errors.UnsupportedContentError, errors.FieldRangeError)):
         return TARGET
     if isinstance(error, errors.FormatError):
         return INVALID

@@ -89,7 +89,7 @@ def encryption(
 
     Raises:
         UsageError: A key is `required`, and there is neither one nor a terminal to ask on.
-        TargetExistsError: The file for a new key exists.
+        StreamExistsError: The file for a new key exists.
     """
     from tensorizer.encryption import EncryptionParams
 
@@ -116,7 +116,7 @@ def encryption(
 
 def write_new_key(path: str, key: bytes) -> None:
     """Writes a file that only its owner can read, whole before it has its name; an existing one is never replaced."""
-    from tensorizer.errors import TargetExistsError
+    from tensorizer.errors import StreamExistsError
 
     folder = os.path.dirname(os.path.abspath(path))
     partial = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
@@ -129,7 +129,7 @@ def write_new_key(path: str, key: bytes) -> None:
         try:
             os.link(partial, path)
         except FileExistsError:
-            raise TargetExistsError(f"{path} exists: a key is never replaced") from None
+            raise StreamExistsError(f"{path} exists: a key is never replaced") from None
     finally:
         os.unlink(partial)
 
