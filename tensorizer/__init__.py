@@ -47,6 +47,12 @@ if TYPE_CHECKING:
     from tensorizer.legacy import load_model as load_model
     from tensorizer.legacy import serialize_model as serialize_model
     from tensorizer.serializer import TensorSerializer as TensorSerializer
+    from tensorizer.torch import load as load
+    from tensorizer.torch import load_file as load_file
+    from tensorizer.torch import safe_open as safe_open
+    from tensorizer.torch import save as save
+    from tensorizer.torch import save_file as save_file
+    from tensorizer.torch import save_model as save_model
 
 __all__ = [
     "TensorSerializer",
@@ -78,10 +84,6 @@ __all__ = [
     "TruncatedError",
     "UnsupportedContentError",
     "VerificationError",
-    "inspect",
-    "verify",
-    "diff",
-    "convert",
 ]
 
 # Names that are resolved on demand, and where they are defined. Type checkers read the imports above instead.
@@ -101,6 +103,12 @@ _DEFINED_IN = {
     "diff": "_files.diff",
     "inspect": "_files.inspect",
     "verify": "_files.verify",
+    "load": "torch",  # this one and the next five: functions of safetensors.torch
+    "load_file": "torch",
+    "safe_open": "torch",
+    "save": "torch",
+    "save_file": "torch",
+    "save_model": "torch",
     "load_model": "legacy",  # this one and the next: names of releases before 1.0
     "serialize_model": "legacy",
 }
@@ -109,7 +117,7 @@ _DEFINED_IN = {
 _SUBMODULES = frozenset(
     {
         "cuda", "deserializer", "encryption", "errors", "integrations", "legacy", "module_tree", "progress", "protobuf",
-        "s3", "serialization", "serializer", "stream_io", "tensors_pb2", "torch_compat", "utils",
+        "s3", "serialization", "serializer", "stream_io", "tensors_pb2", "torch", "torch_compat", "utils",
     }
 )  # fmt: skip
 

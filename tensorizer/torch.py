@@ -13,16 +13,20 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer._files.convert import write_contents
+from tensorizer._files.convert import format_of, write_contents
+from tensorizer._files.fill_model import device_of_names, fill_model
+from tensorizer._files.plain import load_plain
+from tensorizer._files.safe_open import safe_open
 from tensorizer._files.state_dicts import check_state_dict, contents_of
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._load.device_choice import DeviceArgument
-from tensorizer._load.plain import load_plain
-from tensorizer._load.safe_open import safe_open
+from tensorizer._load.report import LoadReport
 from tensorizer._save.hashes import HASH_NAMES
+from tensorizer.deserializer import TensorDeserializer
 from tensorizer.progress import ProgressArgument
+from tensorizer.serializer import TensorSerializer
 
-__all__ = ["load", "load_file", "safe_open", "save", "save_file"]
+__all__ = ["load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
 
 
 def load_file(
@@ -146,6 +150,102 @@ def save(
     memory = _Memory()
     save_file(tensors, memory, metadata, format=format, ties=ties, encryption=encryption)
     return memory.getvalue()
+
+
+def load_model(
+    model: torch.nn.Module,
+    source: Any,
+    strict: bool = True,
+    device: DeviceArgument = None,
+    *,
+    assign: Union[bool, str] = "auto",
+    ignore_mismatched_sizes: bool = False,
+    dtype: Optional[torch.dtype] = None,
+    verify: bool = False,
+    encryption: Any = None,
+    num_readers: Optional[int] = None,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> LoadReport:
+    """Fills a model from a file, by the names of its state dict.
+
+    What fits is decided from the index and the model, before a payload is read or a tensor touched. Tensors that the
+    model shares stay shared. Modules with hooks or a ``_load_from_state_dict`` of their own get a state dict instead.
+
+    Args:
+        model: The model; its parameters may be on the meta device.
+        source: As for :func:`load_file`.
+        strict: Raises where names are missing or unexpected, or where names that the model ties hold other contents.
+        device: Where tensors are read to; ``None``: where the model has them, and to the CPU what it has on meta.
+        assign: ``False`` copies into the tensors of the model, which keep their dtype, device and identity; ``True``
+            replaces them; ``"auto"`` replaces those on the meta device and copies into the others. Copying is not
+            atomic: an error of reading comes before it, an error of the device may come in the middle.
+        ignore_mismatched_sizes: Leaves tensors of another shape or kind as they are, and reports them.
+        dtype: As for :func:`load_file`.
+        verify: As for :func:`load_file`.
+        encryption: The key of an encrypted file.
+        num_readers: Upper bound for reading threads.
+        stream_options: Keywords for opening a URI.
+
+    Returns:
+        The report; ``missing, unexpected = load_model(…)`` works as with ``safetensors``.
+
+    Raises:
+        LoadError: What does not fit, in the words of ``load_state_dict``, with the report as ``.report``; the model is
+            as it was.
+    """
+    if assign not in (True, False, "auto"):
+        raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
+    with TensorDeserializer(
+        source,
+        device_of_names(model, device),
+        dtype=dtype,
+        lazy_load=True,
+        num_readers=num_readers,
+        verify_hash=verify,
+        encryption=encryption,
+        stream_options=stream_options,
+    ) as file:
+        return fill_model(model, file, strict, assign, ignore_mismatched_sizes)
+
+
+def save_model(
+    model: torch.nn.Module,
+    target: Any,
+    metadata: Optional[Mapping[str, str]] = None,
+    force_contiguous: bool = True,
+    *,
+    format: Optional[str] = None,
+    include_non_persistent_buffers: bool = False,
+    ties: str = "once",
+    encryption: Any = None,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> None:
+    """Writes the state dict of a model; shared tensors once, their other names recorded.
+
+    Args:
+        model: The model; never modified.
+        target: As for :func:`save_file`.
+        metadata: Texts to store. In ``.safetensors`` each name that was left out is recorded as
+            ``metadata[dropped] = kept``, where ``kept`` is the alphabetically first one.
+        force_contiguous: Accepted, without effect: tensors need not be contiguous.
+        format: As for :func:`save_file`.
+        include_non_persistent_buffers: Writes also buffers that are not part of the state dict (``.tensors`` only).
+        ties: As for :func:`save_file`.
+        encryption: Encrypts the file (``.tensors`` only).
+        stream_options: Keywords for opening a URI.
+
+    Raises:
+        ValueError: As for :func:`save_file`.
+        OSError: The target cannot be written.
+    """
+    if format_of(target, format) == "tensors" and ties != "error":
+        with TensorSerializer(
+            target, encryption=encryption, metadata=metadata, ties=ties, stream_options=stream_options
+        ) as serializer:
+            serializer.write_module(model, include_non_persistent_buffers=include_non_persistent_buffers)
+        return
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    save_file(state, target, metadata, format=format, ties=ties, encryption=encryption, stream_options=stream_options)
 
 
 class _Memory(io.BytesIO):

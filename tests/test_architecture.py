@@ -169,6 +169,18 @@ FOLDERS = {
     "_format": {"_C", "_system", "errors"},
     "_io": {"_C", "_version", "_system", "_crypto", "errors"},
     "_load": {"_C", "_system", "_crypto", "_format", "_io", "errors", "progress"},
+    "_files": {
+        "_C",
+        "_system",
+        "_crypto",
+        "_format",
+        "_io",
+        "_load",
+        "_save",
+        "deserializer",
+        "errors",
+        "progress",
+    },
     "_save": {"_C", "_system", "_crypto", "_format", "_io", "errors", "progress"},
 }
 

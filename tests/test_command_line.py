@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import samples
 import torch
 
 from tensorizer import EncryptionParams, TensorDeserializer, TensorSerializer
-from tensorizer.cli.main import main
+from tensorizer.cli.main import main, make_parser
 
 KEY = bytes(range(32))
 
@@ -369,3 +370,15 @@ def test_bench_prints_medians(model):
     document = json.loads(run("bench", "--json", "--repeat", "2", "--readers", "1,2", model).stdout)
     assert [phase["name"] for phase in document["phases"]] == ["load, 1 readers", "load, 2 readers", "load, verified"]
     assert all(len(phase["seconds"]) == 2 for phase in document["phases"])
+
+
+def test_the_reference_page_lists_every_command_and_option():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
+    commands = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        if name == "ls":
+            continue
+        section = page.partition(f"### {name}\n")[2].partition("\n### ")[0]
+        assert section, name
+        for option in command._option_string_actions:
+            assert option in section, (name, option)

@@ -98,21 +98,19 @@ class StateDictContents:
     def __init__(self, label: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self.label = label
         self.metadata: Mapping[str, str] = {}
-        self._tensors: list[torch.Tensor] = []
-        self.ties: dict[str, str] = {}
-        self.items: list[Content] = []
+        self._tensors = list(tensors.values())
         kept: dict[tuple[Any, ...], str] = {}
-        for name, tensor in tensors.items():
-            place = _place(tensor)
-            if place is not None and place in kept:
-                self.ties[name] = kept[place]
-                continue
+        for name in sorted(tensors):  # of the names of one tensor, the alphabetically first one
+            place = _place(tensors[name])
             if place is not None:
-                kept[place] = name
-            self.items.append(
-                Content(name, TensorType.STATE_DICT, 0, tensor.dtype, tuple(tensor.shape), False, len(self._tensors))
-            )
-            self._tensors.append(tensor)
+                kept.setdefault(place, name)
+        stands_for = {name: kept.get(_place(tensor) or (), name) for name, tensor in tensors.items()}
+        self.ties: dict[str, str] = {name: other for name, other in stands_for.items() if other != name}
+        self.items = [
+            Content(name, TensorType.STATE_DICT, 0, tensor.dtype, tuple(tensor.shape), False, position)
+            for position, (name, tensor) in enumerate(tensors.items())
+            if name not in self.ties
+        ]
 
     def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
         return [contiguous(self._tensors[item.position], on_device=False) for item in items]

@@ -26,7 +26,7 @@ from tensorizer._save.hashes import HASH_NAMES, check_hashes
 from tensorizer.errors import HashMismatchError, UnsupportedContentError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
-__all__ = ["ConversionReport", "Plan", "convert", "write_contents"]
+__all__ = ["ConversionReport", "Plan", "convert", "format_of", "write_contents"]
 
 FORMATS = ("tensors", "safetensors")
 TIES = ("once", "twice", "error")
@@ -179,7 +179,7 @@ def write_contents(
     Returns:
         What was planned, and the files in the order in which they were written.
     """
-    chosen = _format_of(target, format)
+    chosen = format_of(target, format)
     if ties not in TIES:
         raise ValueError(f"ties: wanted one of {', '.join(TIES)}, found {ties!r}")
     limit = None if max_shard_size is None else shards.nbytes_of(max_shard_size)
@@ -200,7 +200,8 @@ def write_contents(
     return plan, names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
 
 
-def _format_of(target: Any, format: Optional[str]) -> str:
+def format_of(target: Any, format: Optional[str]) -> str:
+    """The format of a target: what was asked for, else what its extension says."""
     if format is not None:
         if format not in FORMATS:
             raise ValueError(f"format: wanted one of {', '.join(FORMATS)}, found {format!r}")

@@ -7,7 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["SliceSource", "TensorSlice"]
+from tensorizer._format.dtypes import torch_dtype
+from tensorizer._format.safetensors import safetensors_dtype
+from tensorizer._load.container import Container
+
+__all__ = ["ContainerSlice", "SliceSource", "TensorSlice"]
 
 
 class SliceSource(Protocol):
@@ -87,3 +91,32 @@ class TensorSlice:
             begin = min(wanted)
             return self._source.read_rows(begin, max(wanted) + 1)[[i - begin for i in wanted]]
         return self._source.read_whole()[index]
+
+
+class ContainerSlice:
+    """Elements of one tensor of an open container."""
+
+    def __init__(self, container: Container, entry: int, device: torch.device) -> None:
+        self._container, self._entry, self._device = container, entry, device
+        index = container.index
+        text = index.dtype(entry).decode("utf-8", "replace")
+        self.dtype = torch_dtype(text)
+        self.shape = tuple(index.shape(entry))
+        self.stored_dtype = safetensors_dtype(self.dtype) or text
+
+    def read_rows(self, begin: int, end: int) -> torch.Tensor:
+        index, source = self._container.index, self._container.source
+        if source is None:
+            raise RuntimeError("the file is closed; tensors that were not loaded before are out of reach")
+        row_nbytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        nbytes = (end - begin) * row_nbytes
+        whole = index.encrypted or index.data_nbytes(self._entry) < index.loaded_nbytes(self._entry)
+        if whole or nbytes == 0:  # chunks of a cipher are authenticated together; zeros are not stored
+            return self.read_whole()[begin:end]
+        rows = torch.empty(nbytes, dtype=torch.uint8)
+        source.readinto(index.data_offset(self._entry) + begin * row_nbytes, rows.numpy())
+        return rows.view(self.dtype).view(end - begin, *self.shape[1:]).to(self._device)
+
+    def read_whole(self) -> torch.Tensor:
+        (tensor,) = self._container.read_raw([self._entry], False).tensors
+        return tensor.to(self._device)

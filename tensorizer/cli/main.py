@@ -28,7 +28,6 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         kwargs.setdefault("allow_abbrev", False)
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
 
@@ -38,7 +37,6 @@ def make_parser() -> argparse.ArgumentParser:
         prog="tensorizer",
         description="Look into, check, convert, copy, encrypt and compare files of tensors (.tensors, .safetensors).",
         epilog=_EPILOG,
-        formatter_class=argparse.HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tensorizer {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)

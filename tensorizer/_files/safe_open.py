@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 
 from tensorizer._load.device_choice import DeviceArgument
-from tensorizer._load.slices import TensorSlice
+from tensorizer._load.slices import ContainerSlice, TensorSlice
 from tensorizer.deserializer import TensorDeserializer
 
 __all__ = ["safe_open"]
@@ -44,6 +44,9 @@ class safe_open(AbstractContextManager["safe_open"]):
             raise ValueError(f"framework: wanted 'pt', found {framework!r}")
         self._file = TensorDeserializer(
             source, device, lazy_load=True, encryption=encryption, stream_options=stream_options
+        )
+        self._device = torch.device(
+            "cpu" if device is None or callable(device) or isinstance(device, Mapping) else device
         )
         self._metadata = self._file.metadata
         self._kept = dict(self._file.ties)
@@ -82,4 +85,10 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: There is none of that name.
         """
-        return self._file.get_slice(self._kept.get(name, name))
+        kept = self._kept.get(name, name)
+        container = self._file._container
+        try:
+            entry = container.names.index(kept)
+        except ValueError:
+            raise KeyError(name) from None
+        return TensorSlice(name, ContainerSlice(container, entry, self._device))
