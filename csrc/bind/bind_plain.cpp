@@ -13,7 +13,6 @@
 #include "core/stop.h"
 #include "core/threads.h"
 #include "format/digest.h"
-#include "load/record_facts.h"
 #include "save/copy_bytes.h"
 #include "save/plain_writer.h"
 
@@ -62,26 +61,6 @@ std::vector<uint32_t> crc32_of(const std::vector<std::pair<uint64_t, uint64_t>>&
     });
   });
   return crcs;
-}
-
-// (module number, [(kind, digest)]) per entry.
-py::list record_facts(io::RangeSource& source, const load::OpenedIndex& opened,
-                      const std::vector<uint32_t>& entries) {
-  for (const uint32_t i : entries)
-    if (i >= opened.index.size()) throw py::index_error("no such entry");
-  const auto facts = run_interruptible([&](const std::stop_token& stop) {
-    return load::read_record_facts(source, opened, entries, stop);
-  });
-  py::list result;
-  for (const load::RecordFacts& fact : facts) {
-    py::list digests;
-    for (const load::StoredDigest& digest : fact.digests)
-      digests.append(py::make_tuple(
-          static_cast<int>(digest.type),
-          py::bytes(reinterpret_cast<const char*>(digest.value.data()), digest.value.size())));
-    result.append(py::make_tuple(fact.module_idx, digests));
-  }
-  return result;
 }
 
 uint64_t copy_from(PlainWriter& writer, io::RangeSource& source, const py::object& progress) {
@@ -139,7 +118,6 @@ void register_plain(py::module_& m) {
              w.sink().abandon();
            })
       .def_property_readonly("nbytes_done", &PlainWriter::nbytes_done);
-  m.def("record_facts", &record_facts, py::arg("source"), py::arg("index"), py::arg("entries"));
   m.def("sha256_of", &sha256_of, py::arg("source"), py::arg("progress") = py::none());
   m.def("crc32_of", &crc32_of, py::arg("payloads"));
 }

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 
-from tensorizer import _C
 from tensorizer._files.opened import BATCH_NBYTES, OpenedFile
 from tensorizer._format import dtypes
 from tensorizer._format.entries import TensorType
@@ -47,7 +46,14 @@ class Contents(Protocol):
     @property
     def metadata(self) -> Mapping[str, str]: ...
     @property
-    def ties(self) -> Mapping[str, str]: ...
+    def ties(self) -> Mapping[Name, Name]:
+        """From each name that has no payload of its own to the one whose payload it shares."""
+        ...
+
+    @property
+    def stored_ties(self) -> Mapping[Name, Name]:
+        """From each name that is a copy of another one and is stored all the same to that one."""
+        ...
 
     def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
         """Host tensors of the stored dtype, in C order."""
@@ -67,17 +73,16 @@ class FileContents:
     def __init__(self, file: OpenedFile, verify: bool) -> None:
         self._file, self._verify = file, verify
         self.label = file.label
-        self.metadata: Mapping[str, str] = file.index.metadata() or {}
-        self.ties: Mapping[str, str] = ties_in(self.metadata, file.names)
-        file.reader  # noqa: B018 - asks for the key
-        modules = [0] * len(file.names)
-        if file.index.stores_hashes:
-            modules = [module for module, _ in _C.record_facts(file.source, file.index, range(len(file.names)))]
+        self.metadata: Mapping[str, str] = file.metadata()
+        self.ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if not stored}
+        self.stored_ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if stored}
+        entries = range(len(file.names))
+        headers = file.headers(entries) if file.index.stores_hashes else None
         self.items = [
             Content(
                 name,
                 TensorType(file.index.type(i)),
-                modules[i],
+                0 if headers is None else headers.module_idx(i),
                 dtypes.torch_dtype(file.stored_dtype(i)),
                 file.shape(i),
                 file.index.data_nbytes(i) == 0 and file.index.loaded_nbytes(i) > 0,
@@ -105,7 +110,8 @@ class StateDictContents:
             if place is not None:
                 kept.setdefault(place, name)
         stands_for = {name: kept.get(_place(tensor) or (), name) for name, tensor in tensors.items()}
-        self.ties: dict[str, str] = {name: other for name, other in stands_for.items() if other != name}
+        self.ties: Mapping[Name, Name] = {name: other for name, other in stands_for.items() if other != name}
+        self.stored_ties: Mapping[Name, Name] = {}
         self.items = [
             Content(name, TensorType.STATE_DICT, 0, tensor.dtype, tuple(tensor.shape), False, position)
             for position, (name, tensor) in enumerate(tensors.items())
@@ -114,16 +120,6 @@ class StateDictContents:
 
     def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
         return [contiguous(self._tensors[item.position], on_device=False) for item in items]
-
-
-def ties_in(metadata: Mapping[str, str], names: Sequence[Name]) -> dict[str, str]:
-    """Aliases that ``safetensors.torch.save_model`` recorded: a name that was dropped, and the tensor that was kept."""
-    known = set(names)
-    return {
-        dropped: kept
-        for dropped, kept in metadata.items()
-        if kept in known and dropped not in known and not dropped.startswith("tensorizer.")
-    }
 
 
 def _place(tensor: torch.Tensor) -> Optional[tuple[Any, ...]]:

@@ -149,7 +149,7 @@ def convert(
             files=tuple(map(str, files)),
             tensors=len(plan.items),
             nbytes=plan.nbytes,
-            ties=dict(plan.ties),
+            ties={name_text(alias): name_text(kept) for alias, kept in plan.ties.items()},
             skipped=tuple(skipped),
             checked=check and not dry_run,
             seconds=time.monotonic() - begin,
@@ -239,7 +239,8 @@ class Plan(NamedTuple):
     names: list[Name]  # as they will be stored
     shards: list[range]
     metadata: Mapping[str, str]
-    ties: Mapping[str, str]
+    ties: Mapping[Name, Name]
+    stored_ties: Mapping[Name, Name]
 
     @property
     def nbytes(self) -> int:
@@ -256,13 +257,18 @@ def _plan(
     limit: Optional[int],
 ) -> Plan:
     items = [cast(item, dtype) for item in contents.items]
-    aliases = dict(contents.ties)
-    if aliases and ties == "error":
-        raise UnsupportedContentError(f"tensors share memory: {', '.join(f'{a} = {b}' for a, b in aliases.items())}")
+    aliases, stored_twice = dict(contents.ties), dict(contents.stored_ties)
+    if (aliases or stored_twice) and ties == "error":
+        shared = {**aliases, **stored_twice}
+        texts = [f"{name_text(alias)} = {name_text(kept)}" for alias, kept in shared.items()]
+        raise UnsupportedContentError(f"tensors share memory: {', '.join(texts)}")
+    if ties == "once":
+        items = [item for item in items if item.name not in stored_twice]
+        aliases, stored_twice = {**aliases, **stored_twice}, {}
     if ties == "twice":
         stored = {item.name: item for item in items}
         items += [stored[kept]._replace(name=alias) for alias, kept in aliases.items()]
-        aliases = {}
+        aliases, stored_twice = {}, {**aliases, **stored_twice}
     names: list[Name] = [item.name for item in items]
     if format == "safetensors":
         flat = _flat_names(items, flatten)
@@ -270,9 +276,9 @@ def _plan(
         check_entries(entries)
         order = range(len(items)) if keep_order else canonical_order(entries)
         items, names = [items[i] for i in order], [flat[i] for i in order]
-        aliases = {_without_dot(alias): _without_dot(kept) for alias, kept in aliases.items()}
+        aliases = {_flat(alias): _flat(kept) for alias, kept in aliases.items()}
     runs = shards.split([item.nbytes for item in items], limit)
-    return Plan(format, items, names, runs, contents.metadata, aliases)
+    return Plan(format, items, names, runs, contents.metadata, aliases, stored_twice)
 
 
 def _flat_names(items: Sequence[Content], flatten: bool) -> list[str]:
@@ -293,8 +299,9 @@ def _flat_names(items: Sequence[Content], flatten: bool) -> list[str]:
     return names
 
 
-def _without_dot(name: str) -> str:
-    return name[1:] if name.startswith(".") and len(name) > 1 else name
+def _flat(name: Name) -> str:
+    text = name if isinstance(name, str) else ".".join(map(str, name))
+    return text[1:] if text.startswith(".") and len(text) > 1 else text
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -331,8 +338,8 @@ class _Run:
                 for i in run
             }
             for alias, kept in self._plan.ties.items():
-                files[alias] = files[kept]
-            metadata = {**self._plan.metadata, **self._plan.ties}
+                files[name_text(alias)] = files[name_text(kept)]
+            metadata = {**self._plan.metadata, **self._aliases()}
             index = shards.index_bytes(files, self._plan.nbytes, metadata)
             places.finish(shards.index_name(shards.name_of_shard(names[0])), index)
 
@@ -354,12 +361,17 @@ class _Run:
                 hashes=self._hashes,
                 metadata=plan.metadata if with_ties else {},
                 ties=plan.ties if with_ties else {},
+                stored_ties=plan.stored_ties if with_ties else {},
                 stream_options=self._stream_options,
             )
         # Shards carry what transformers insists on; one file carries what the source had, and aliases beside it.
-        metadata = {**plan.metadata, **plan.ties} or None if with_ties else {"format": "pt"}
+        metadata = {**plan.metadata, **self._aliases()} or None if with_ties else {"format": "pt"}
         names = [name_text(name) for name in plan.names[run.start : run.stop]]
         return SafetensorsTarget(target, items, names, metadata, self._stream_options)
+
+    def _aliases(self) -> dict[str, str]:
+        """As ``safetensors.torch.save_model`` records them; what the source recorded already stays in its place."""
+        return {name_text(alias): name_text(kept) for alias, kept in self._plan.ties.items()}
 
     def _copy(self, items: Sequence[Content], target: Target) -> list[int]:
         """Writes all payloads of one file; the CRC-32 of each, where they are wanted."""

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from tensorizer import _C
 from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, dtype_text
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
@@ -173,8 +172,11 @@ def _form(file: OpenedFile, i: int) -> str:
 
 def _digests(file: OpenedFile, entries: Sequence[int]) -> dict[int, Optional[bytes]]:
     """The stored SHA-256 of each entry; ``None`` where there is none."""
-    facts = _C.record_facts(file.source, file.index, entries)
-    return {i: dict(digests).get(1) for i, (_, digests) in zip(entries, facts)}
+    if not file.index.stores_hashes or not file.readable:
+        return {}
+    ordered = sorted(entries)
+    headers = file.headers(ordered)
+    return {i: dict(headers.hashes(position)).get(1) for position, i in enumerate(ordered)}
 
 
 def _read(file: OpenedFile, entries: Sequence[int]) -> dict[int, torch.Tensor]:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from tensorizer._files.contents import ties_in
-from tensorizer._files.opened import OpenedFile, dtype_text
+from tensorizer._files.opened import OpenedFile, dtype_text, name_text
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name
 
@@ -93,7 +92,6 @@ def info_of(file: OpenedFile) -> FileInfo:
         )
         for i, name in enumerate(file.names)
     )
-    metadata = index.metadata() or {}
     return FileInfo(
         source=file.label,
         format=index.format,
@@ -101,6 +99,6 @@ def info_of(file: OpenedFile) -> FileInfo:
         encrypted=index.encrypted,
         file_nbytes=file.source.size(),
         tensors=tensors,
-        metadata=metadata,
-        ties=ties_in(metadata, file.names),
+        metadata=file.metadata(),
+        ties={name_text(alias): name_text(kept) for alias, kept, _ in file.ties},
     )

@@ -50,7 +50,8 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         try:
             self.source: _C.RangeSource = self._opened.source
             self.index: _C.Index = _open_index(self.source, self._opened.start, encryption is not None)
-            self.names: list[Name] = self.index.names()
+            self.names: list[Name] = self.index.names()[: self.index.entry_count]
+            self.ties: list[tuple[Name, Name, bool]] = self.index.ties()
             self._encryption = encryption
             self._num_readers = num_readers or 0
             self._reader: Optional[TensorReader] = None
@@ -71,6 +72,11 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         return self.source.name
 
     @property
+    def readable(self) -> bool:
+        """Whether payloads can be read: there is a key, or none is needed."""
+        return self._encryption is not None or not self.index.encrypted
+
+    @property
     def reader(self) -> TensorReader:
         """Reads tensors to host memory.
 
@@ -78,7 +84,7 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
             CryptographyError: The file is encrypted and there is no key.
         """
         if self._reader is None:
-            if self.index.encrypted and self._encryption is None:
+            if not self.readable:
                 raise CryptographyError(f"{self.label} is encrypted: a key is needed")
             self._reader = TensorReader(
                 self.source,
@@ -88,6 +94,7 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
                 max_workers=self._num_readers,
                 keys=key_ring(self._encryption) if self.index.encrypted else None,
                 mapping=None,
+                allow_missing_hashes=True,
             )
         return self._reader
 
@@ -98,6 +105,17 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
     def read(self, entries: Sequence[int], verify: bool) -> list[torch.Tensor]:
         """Plain tensors of the stored dtype in host memory."""
         return list(self.reader.read_raw(entries, verify).tensors)
+
+    def headers(self, entries: Sequence[int]) -> _C.LoadedHeaders:
+        """What the record headers of `entries` say, without their payloads."""
+        return self.reader.read_headers(entries).headers
+
+    def metadata(self) -> dict[str, str]:
+        """What the writer noted; nothing where it is encrypted and there is no key."""
+        sealed = self.index.metadata_is_sealed
+        if sealed and self._encryption is None:
+            return {}
+        return self.index.metadata(self.reader.keys if sealed else None) or {}
 
     def shape(self, entry: int) -> tuple[int, ...]:
         return self.index.shape(entry)

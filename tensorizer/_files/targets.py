@@ -13,6 +13,7 @@ from tensorizer import _C
 from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._files.contents import Content
 from tensorizer._format import dtypes
+from tensorizer._format.names import Name, Path
 from tensorizer._format.safetensors import HeaderEntry
 from tensorizer._io.sinks import open_sink
 from tensorizer._save.safetensors import SafetensorsWriter
@@ -88,7 +89,8 @@ class TensorsTarget(Target):
         encryption: Any,
         hashes: frozenset[str],
         metadata: Mapping[str, str],
-        ties: Mapping[str, str],
+        ties: Mapping[Name, Name],
+        stored_ties: Mapping[Name, Name],
         stream_options: Optional[Mapping[str, Any]],
     ) -> None:
         check_encryption(encryption)
@@ -104,9 +106,12 @@ class TensorsTarget(Target):
             sha256="sha256" in hashes,
             key=key,
             derivation=derivation,
+            metadata=list(metadata.items()),
         )
         try:
-            self._session.begin_call([_described(item) for item in items], False)
+            tied = [(_path(alias), _path(kept), False) for alias, kept in ties.items()]
+            tied += [(_path(alias), _path(kept), True) for alias, kept in stored_ties.items()]
+            self._session.begin_call([_described(item) for item in items], False, tied)
         except BaseException:
             self.abandon()
             raise
@@ -134,9 +139,12 @@ class TensorsTarget(Target):
             self._close_stream()
 
 
+def _path(name: Name) -> Path:
+    return (name,) if isinstance(name, str) else name
+
+
 def _described(item: Content) -> tuple[Any, ...]:
-    path = (item.name,) if isinstance(item.name, str) else item.name
     stored = dtypes.stored_for_tensor(item.dtype)
     scalar = item.without_data and not item.shape
     nbytes = item.dtype.itemsize if scalar else item.nbytes
-    return (path, stored.encode(), item.shape, int(item.type), item.module_idx, nbytes, item.without_data)
+    return (_path(item.name), stored.encode(), item.shape, int(item.type), item.module_idx, nbytes, item.without_data)
