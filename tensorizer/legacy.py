@@ -46,8 +46,8 @@ def load_model(*args: Any, **kwargs: Any) -> Any:
     """Fills a model, or loads one that :func:`serialize_model` wrote: the first argument tells.
 
     - ``load_model(model, source, strict=True, device=None, …)`` is :func:`tensorizer.torch.load_model`.
-    - ``load_model(path_uri, modelclass, configclass=None, model_prefix="model", device=None, dtype=None)`` is the one of
-      the releases before 1.0. Deprecated: use :func:`tensorizer.integrations.huggingface.load_model`, or
+    - ``load_model(path_uri, modelclass, configclass=None, model_prefix="model", device=None, dtype=None)`` is
+      the one of the releases before 1.0. Deprecated: use :func:`tensorizer.integrations.huggingface.load_model`, or
       :meth:`tensorizer.TensorDeserializer.load_into_module` for a model that you build.
 
     Args of the latter:

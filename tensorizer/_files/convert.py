@@ -289,7 +289,7 @@ def _flat_names(items: Sequence[Content], flatten: bool) -> list[str]:
             f".safetensors holds no nested names: {', '.join(nested[:10])}{' …' if len(nested) > 10 else ''}; "
             "flatten joins their steps with dots"
         )
-    names = [_without_dot(item.name) if isinstance(item.name, str) else ".".join(map(str, item.name)) for item in items]
+    names = [_flat(item.name) for item in items]
     seen: set[str] = set()
     double: set[str] = set()
     for name in names:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
+
+from tensorizer._system.config import env_text
 
 __all__ = ["Output", "escaped", "table"]
 
@@ -72,7 +73,7 @@ class Output:
     def progress(self) -> bool | Any:
         """What to pass as ``progress=``: a bar on a terminal, for work that lasts."""
         if self._progress is None:
-            wanted = sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
+            wanted = sys.stderr.isatty() and not self.quiet and env_text("TERM") != "dumb"
         else:
             wanted = self._progress
         if not wanted:
@@ -83,7 +84,7 @@ class Output:
 
 
 def _wants_colour(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return stream.isatty() and not env_text("NO_COLOR") and env_text("TERM") != "dumb"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[int], width: int | None) -> list[str]:
