@@ -107,6 +107,8 @@ class TensorDeserializer(
             self._open(opened, filter_func, options, bool(verify_hash), progress)
             if not lazy_load:
                 self._loaded.load(self._container.selection)
+                if self._container.index.metadata_is_sealed:  # its key is known by now, and about to be forgotten
+                    self._container.metadata()
                 self.close()
         except BaseException:
             if hasattr(self, "_container"):
@@ -124,6 +126,8 @@ class TensorDeserializer(
         progress: ProgressArgument,
     ) -> None:
         container = self._container = open_container(opened, filter_func, options)
+        if verify:
+            container.verify_index()
         self._loaded = LoadedTensors(container, verify, progress)
         self._root = build_tree(container.names, container.selection)
         self._cursor = Cursor(container, self._loaded)
@@ -132,11 +136,11 @@ class TensorDeserializer(
         self.read_bytes = 0
         self.total_compressed_tensor_bytes = 0
         logger.debug(
-            "opened %s: %d tensors, %d bytes, data version %d, device %s, dtype %s, encrypted %s, verify %s",
+            "opened %s: %d tensors, %d bytes, %s, device %s, dtype %s, encrypted %s, verify %s",
             opened.source.name,
             len(container.selection),
             self.total_tensor_bytes,
-            container.index.version,
+            _kind_text(container.index),
             self._device_text(),
             options.dtype,
             container.index.encrypted,
@@ -168,7 +172,7 @@ class TensorDeserializer(
         state = "closed" if container.closed else "open"
         return (
             f"<{type(self).__name__}: {len(container.selection)} tensors, {self.total_tensor_bytes:,} bytes, "
-            f"data version {container.index.version}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
+            f"{_kind_text(container.index)}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
             f"{state}>"
         )
 
@@ -194,6 +198,26 @@ class TensorDeserializer(
             return self.total_tensor_bytes
         mapped = sum(map(self._container.index.data_nbytes, self._loaded.kept)) if self._container.mapped else 0
         return int(source.bytes_read) + mapped
+
+    @property
+    def format(self) -> str:
+        """What the source holds: ``"tensors"`` or ``"safetensors"``, told by its content."""
+        return self._container.format
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The text that the writer kept in the file, by key; a copy.
+
+        Raises:
+            CryptographyError: It is encrypted with another key, or was altered.
+            RuntimeError: It is encrypted, and the file was closed before it was asked for.
+        """
+        return self._container.metadata()
+
+    @property
+    def ties(self) -> dict[Name, Name]:
+        """Names that stand for another tensor of the file, and which one; both give the same parameter."""
+        return self._container.ties()
 
     @property
     def cache_status(self) -> Optional[str]:
@@ -281,8 +305,8 @@ class TensorDeserializer(
     ) -> int:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
-        Parameters are replaced, not copied into, so `m` may be on the meta device; ties are broken. Buffers become
-        plain tensors and keep their persistence. Tensors of `m` that the file lacks stay as they are.
+        Parameters are replaced, not copied into, so `m` may be on the meta device; parameters that the file ties
+        are tied again, other ties are broken. Buffers become plain tensors and keep their persistence. Tensors of `m` that the file lacks stay as they are.
 
         Args:
             m: The module, with the structure it had when it was written.
@@ -337,3 +361,7 @@ class TensorDeserializer(
             raise ValueError("to_redis stores files, and this container starts in the middle of one")
         records = container.stored_records(container.selection)
         export_to_redis(container.source, container.prologue(), records, redis_client, key_prefix, force)
+
+
+def _kind_text(index: Any) -> str:
+    return f"data version {index.version}" if index.format == "tensors" else str(index.format)

@@ -20,6 +20,7 @@ from tensorizer._format.names import Name
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.device_choice import DeviceChooser
 from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader
+from tensorizer.errors import HashMismatchError
 
 __all__ = ["Container", "ReadOptions", "open_container"]
 
@@ -57,6 +58,7 @@ class Container:
     ) -> None:
         self.index = index
         self.names = names
+        self.targets: dict[int, int] = index.targets()  # names to the entries that hold their data, where they differ
         self.selection = selection  # the entries that exist for the user, ascending
         self.mapped = mapped
         self.casts = reader.dtype is not None  # loaded tensors may differ from the stored ones
@@ -64,6 +66,7 @@ class Container:
         self._opened: Optional[OpenedSource] = opened
         self._reader: Optional[TensorReader] = reader
         self._headers: dict[int, _BatchHeaders] = {}
+        self._metadata: Optional[dict[str, str]] = None
         self._lock = threading.Lock()
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -122,21 +125,54 @@ class Container:
         return self.reader.source.read(self.index.start, _PROLOGUE_NBYTES + self.index.metadata_nbytes)
 
     def stored_records(self, entries: Sequence[int]) -> list[tuple[bytes, int, int, int]]:
-        """(name as stored, header offset, payload offset, payload bytes) of the records of `entries`."""
+        """(name as stored, header offset, payload offset, payload bytes) of the records that `entries` need."""
         index = self.index
-        return [(index.stored_name(i), index.offset(i), index.data_offset(i), index.data_nbytes(i)) for i in entries]
+        wanted = {i for i in entries if i < index.entry_count} | {self.targets.get(i, i) for i in entries}
+        return [
+            (index.stored_name(i), index.offset(i), index.data_offset(i), index.data_nbytes(i)) for i in sorted(wanted)
+        ]
 
     # ---- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def format(self) -> str:
+        """``"tensors"`` or ``"safetensors"``."""
+        return self.index.format
+
+    def metadata(self) -> dict[str, str]:
+        """What the writer noted; decrypted when it is first asked for, which has to be while the file is open.
+
+        Raises:
+            RuntimeError: It is encrypted, and the file is closed.
+        """
+        if self._metadata is None:
+            keys = self.reader.keys if self.index.metadata_is_sealed else None
+            self._metadata = self.index.metadata(keys) or {}
+        return dict(self._metadata)
+
+    def ties(self) -> dict[Name, Name]:
+        """Names that stand for another tensor of the file, and which one."""
+        return {alias: target for alias, target, _ in self.index.ties()}
+
+    def verify_index(self) -> None:
+        """Compares the index with its digest, where the file has one.
+
+        Raises:
+            HashMismatchError: They disagree.
+        """
+        if self.index.index_matches is False:
+            raise HashMismatchError("the index does not match its digest: entries or metadata were changed")
 
     def type(self, i: int) -> TensorType:
         return TensorType(self.index.type(i))
 
     def has_header(self, i: int) -> bool:
         """Whether the record header of an entry was read, which holds its module index and digests."""
-        return i in self._headers
+        return self.targets.get(i, i) in self._headers
 
     def header(self, i: int) -> tuple[_C.LoadedHeaders, int]:
         """The headers among which that of an entry is, and its position there."""
+        i = self.targets.get(i, i)
         entries, headers = self._headers[i]
         return headers, bisect.bisect_left(entries, i)
 
@@ -144,7 +180,7 @@ class Container:
         """What the file says about one tensor; digests are known once it was read."""
         index = self.index
         dtype, shape, hashes = index.dtype(i), index.shape(i), None
-        if self.has_header(i):
+        if index.stores_hashes and self.has_header(i):
             headers, position = self.header(i)
             dtype, shape = headers.dtype(position), headers.shape(position)
             hashes = [TensorHash(HashType(kind), value) for kind, value in headers.hashes(position)]

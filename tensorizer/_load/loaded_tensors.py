@@ -19,7 +19,8 @@ class LoadedTensors:
     """The cache of one container. May be used from several threads: everybody gets the same tensor."""
 
     def __init__(self, container: Container, verify: bool, progress: ProgressArgument) -> None:
-        self.kept: dict[int, torch.nn.Parameter] = {}
+        self.kept: dict[int, torch.nn.Parameter] = {}  # by the entry that holds the data
+        self._targets = container.targets
         self._container = container
         self._verify = verify
         self._progress = progress
@@ -31,14 +32,24 @@ class LoadedTensors:
         return self._verify if verify_hash is None else bool(verify_hash)
 
     def load(self, entries: Sequence[int], verify_hash: Optional[bool] = None) -> list[torch.nn.Parameter]:
-        """The parameters of `entries` (ascending), read where they are not kept, kept from then on."""
+        """The parameters of `entries` (ascending), read where they are not kept, kept from then on.
+
+        Names that stand for one tensor get one parameter.
+        """
+        if self._targets:
+            wanted = [self._targets.get(i, i) for i in entries]
+            self._load(sorted(set(wanted)), verify_hash)
+            return [self.kept[i] for i in wanted]
+        self._load(entries, verify_hash)
+        return [self.kept[i] for i in entries]
+
+    def _load(self, entries: Sequence[int], verify_hash: Optional[bool]) -> None:
         missing = [i for i in entries if i not in self.kept]
         if missing:
             total = sum(map(self._container.reader.index.data_nbytes, missing)) if self._progress else 0
             with progress_reporter(self._progress, total, "loading") as report:
                 for batch in self._container.read(missing, self.must_verify(verify_hash), report):
                     self._keep(batch.entries, cast("Sequence[torch.nn.Parameter]", batch.tensors))
-        return [self.kept[i] for i in entries]
 
     def _keep(self, entries: Sequence[int], tensors: Sequence[torch.nn.Parameter]) -> None:
         with self._lock:
@@ -50,6 +61,7 @@ class LoadedTensors:
 
     def load_one(self, i: int) -> torch.nn.Parameter:
         """One tensor; over a network, those that a loop will ask for next come along."""
+        i = self._targets.get(i, i)
         together = [i] if self._ahead is None else self._ahead.together_with(i, self.kept)
         if len(together) > 1:
             try:
