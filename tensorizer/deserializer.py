@@ -15,13 +15,14 @@ from tensorizer._crypto.keys import check_decryption
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
-from tensorizer._io.sources import OpenedSource, open_source
+from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
 from tensorizer._load.modules import load_into_module
+from tensorizer._load.shards import open_shards
 from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
 from tensorizer.progress import ProgressArgument
@@ -35,7 +36,7 @@ class TensorDeserializer(
     TensorMapping,
     contextlib.AbstractContextManager["TensorDeserializer"],
 ):
-    """A ``.tensors`` file as a read-only mapping from names to parameters.
+    """A ``.tensors`` or ``.safetensors`` file, or a folder of either, as a read-only mapping from names to parameters.
 
     The keys are the names on the top level of what was written; nested state dicts give nested mappings. Values are
     :class:`torch.nn.Parameter` objects on the target device, contiguous, with ``requires_grad`` for floating-point and
@@ -44,7 +45,8 @@ class TensorDeserializer(
     Args:
         file_obj: What to read: a local path (``str``, ``bytes``, ``PathLike``), a descriptor, an ``http(s)://``,
             ``s3://`` or ``redis://`` URI, or an open binary file object, read from its current position on. Objects are
-            closed by this one, descriptors are not.
+            closed by this one, descriptors are not. A folder, a ``*.index.json``, or an ``http(s)://`` or ``s3://``
+            prefix stands for all shards of its model (docs/safetensors.md).
         device: Target device; ``None`` is CUDA where available, else the CPU (surrounding CPU contexts do not count). A
             mapping from (prefixes of) names to devices, like a ``device_map``, or a callable that is given each name,
             spreads one file over several devices.
@@ -96,7 +98,7 @@ class TensorDeserializer(
         self._device = target_device(device)
         check_decryption(encryption)
 
-        opened = open_source(file_obj, stream_options)
+        opened = open_files(file_obj, stream_options)
         self._stream = opened.stream
         self._container: Container
         try:
@@ -119,13 +121,17 @@ class TensorDeserializer(
 
     def _open(
         self,
-        opened: OpenedSource,
+        opened: OpenedFiles,
         filter_func: Optional[FilterFuncType],
         options: ReadOptions,
         verify: bool,
         progress: ProgressArgument,
     ) -> None:
-        container = self._container = open_container(opened, filter_func, options)
+        container = self._container = (
+            open_shards(opened, filter_func, options)
+            if isinstance(opened, OpenedShards)
+            else open_container(opened, filter_func, options)
+        )
         if verify:
             container.verify_index()
         self._loaded = LoadedTensors(container, verify, progress)
@@ -137,7 +143,7 @@ class TensorDeserializer(
         self.total_compressed_tensor_bytes = 0
         logger.debug(
             "opened %s: %d tensors, %d bytes, %s, device %s, dtype %s, encrypted %s, verify %s",
-            opened.source.name,
+            opened.name,
             len(container.selection),
             self.total_tensor_bytes,
             _kind_text(container.index),
@@ -193,11 +199,11 @@ class TensorDeserializer(
         counter = getattr(self._stream, "bytes_read", None)
         if isinstance(counter, int):
             return counter
-        source = self._container.source
-        if source is None:
+        nbytes = self._container.bytes_read
+        if nbytes is None:
             return self.total_tensor_bytes
         mapped = sum(map(self._container.index.data_nbytes, self._loaded.kept)) if self._container.mapped else 0
-        return int(source.bytes_read) + mapped
+        return nbytes + mapped
 
     @property
     def format(self) -> str:
@@ -305,8 +311,9 @@ class TensorDeserializer(
     ) -> int:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
-        Parameters are replaced, not copied into, so `m` may be on the meta device; parameters that the file ties
-        are tied again, other ties are broken. Buffers become plain tensors and keep their persistence. Tensors of `m` that the file lacks stay as they are.
+        Parameters are replaced, not copied into, so `m` may be on the meta device. Those that the file ties are tied
+        again, other ties are broken. Buffers become plain tensors and keep their persistence. Tensors of `m` that the
+        file lacks stay as they are.
 
         Args:
             m: The module, with the structure it had when it was written.
@@ -356,7 +363,7 @@ class TensorDeserializer(
 
         container = self._container
         if container.source is None:
-            raise ValueError("to_redis needs the file open: use lazy_load=True")
+            raise ValueError("to_redis needs one file, open: use lazy_load=True")
         if container.index.start != 0:
             raise ValueError("to_redis stores files, and this container starts in the middle of one")
         records = container.stored_records(container.selection)

@@ -87,6 +87,11 @@ class Container:
         return None if self._opened is None else self._opened.source
 
     @property
+    def bytes_read(self) -> Optional[int]:
+        """Bytes that came from the source so far; ``None`` once it is closed."""
+        return None if self._opened is None else int(self._opened.source.bytes_read)
+
+    @property
     def reader(self) -> TensorReader:
         """The way to the data.
 
@@ -103,16 +108,27 @@ class Container:
     def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
         """Batches of the entries (ascending) as Parameters on their device, in the wanted dtype."""
         for batch in self.reader.read(entries, verify, progress):
-            self._note(batch)
+            self.note(batch)
             yield batch
+
+    def read_headers(self, entries: Sequence[int]) -> None:
+        """Reads the headers of records whose data another record gave (ascending; those read before are left out)."""
+        wanted = [i for i in entries if i not in self._headers and i < self.index.entry_count]
+        if wanted and self.index.stores_hashes:
+            self.note(self.reader.read_headers(wanted))
+
+    def may_cast(self, i: int) -> bool:
+        """Whether the wanted dtype may change a tensor, as far as the index tells."""
+        return self.reader.may_cast(i)
 
     def read_raw(self, entries: Sequence[int], verify: bool) -> LoadedBatch:
         """The entries as plain host tensors of their stored dtype."""
         batch = self.reader.read_raw(entries, verify)
-        self._note(batch)
+        self.note(batch)
         return batch
 
-    def _note(self, batch: LoadedBatch) -> None:
+    def note(self, batch: LoadedBatch) -> None:
+        """Keeps the record headers of what was read."""
         with self._lock:
             self._headers.update(dict.fromkeys(batch.entries, (batch.entries, batch.headers)))
 
@@ -168,11 +184,12 @@ class Container:
 
     def has_header(self, i: int) -> bool:
         """Whether the record header of an entry was read, which holds its module index and digests."""
-        return self.targets.get(i, i) in self._headers
+        return i in self._headers or self.targets.get(i) in self._headers
 
     def header(self, i: int) -> tuple[_C.LoadedHeaders, int]:
         """The headers among which that of an entry is, and its position there."""
-        i = self.targets.get(i, i)
+        if i not in self._headers:
+            i = self.targets[i]
         entries, headers = self._headers[i]
         return headers, bisect.bisect_left(entries, i)
 

@@ -115,6 +115,8 @@ class Cursor:
         if targets:
             needed = sorted({targets.get(i, i) for i in entries})
             found = self._read_entries(needed, verify, cache, raw)
+            if not self._container.closed:
+                self._container.read_headers([i for i in entries if i in targets])
             return {i: found[targets.get(i, i)] for i in entries}
         return self._read_entries(entries, verify, cache, raw)
 
@@ -139,7 +141,7 @@ class Cursor:
         if kept is not None and self._container.has_header(i):
             headers, position = self._container.header(i)
             return kept.dtype != dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
-        return self._container.reader.may_cast(i)
+        return self._container.may_cast(i)
 
 
 def _as_array(tensor: torch.Tensor, dtype: np.dtype[Any], opaque: bool) -> np.ndarray[Any, Any]:

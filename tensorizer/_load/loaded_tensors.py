@@ -39,6 +39,8 @@ class LoadedTensors:
         if self._targets:
             wanted = [self._targets.get(i, i) for i in entries]
             self._load(sorted(set(wanted)), verify_hash)
+            if wanted != list(entries) and not self._container.closed:
+                self._container.read_headers([i for i in entries if i in self._targets])
             return [self.kept[i] for i in wanted]
         self._load(entries, verify_hash)
         return [self.kept[i] for i in entries]
@@ -46,7 +48,7 @@ class LoadedTensors:
     def _load(self, entries: Sequence[int], verify_hash: Optional[bool]) -> None:
         missing = [i for i in entries if i not in self.kept]
         if missing:
-            total = sum(map(self._container.reader.index.data_nbytes, missing)) if self._progress else 0
+            total = sum(map(self._container.index.data_nbytes, missing)) if self._progress else 0
             with progress_reporter(self._progress, total, "loading") as report:
                 for batch in self._container.read(missing, self.must_verify(verify_hash), report):
                     self._keep(batch.entries, cast("Sequence[torch.nn.Parameter]", batch.tensors))
