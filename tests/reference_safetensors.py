@@ -46,9 +46,8 @@ class _Integer(int):
 
 
 def _plain_integer(text):
-    if not text.isdigit() or (len(text) > 1 and text[0] == "0"):
-        raise BadFile(f"not a plain integer: {text}")
-    return _Integer(text)
+    """An integer that counts, or else any number."""
+    return _Integer(text) if text.isdigit() and str(int(text)) == text else float(text)
 
 
 def _check_depth(text, limit=128):
