@@ -16,7 +16,7 @@ import torch
 from samples import same, tensor
 
 from tensorizer import _C, DecryptionParams, TensorDeserializer
-from tensorizer.errors import CryptographyError, FormatError, TruncatedError
+from tensorizer.errors import CryptographyError, FormatError, MissingHashError, TruncatedError
 
 st = pytest.importorskip("safetensors.torch")
 
@@ -89,7 +89,7 @@ def assert_equal_to_reference(data, path, **options):
 @pytest.mark.parametrize("name", CONTENTS)
 def test_every_file_of_the_reference_writer_loads_bit_by_bit(name, tmp_path):
     data = saved(CONTENTS[name](), {"format": "pt"})
-    for options in ({}, {"lazy_load": True}, {"mmap": True}, {"num_readers": 1}, {"verify_hash": True}):
+    for options in ({}, {"lazy_load": True}, {"mmap": True}, {"num_readers": 1}):
         assert_equal_to_reference(data, tmp_path / "m.bin", **options)
     oracle = ref.read(data)
     index = _C.open_index(_C.PyFileSource(io.BytesIO(data), "m"), 0, False)
@@ -292,6 +292,10 @@ def test_a_key_for_a_safetensors_file_is_refused():
 def test_files_without_digests_say_that_they_store_none():
     index = _C.open_index(_C.PyFileSource(io.BytesIO(GOOD), "m"), 0, False)
     assert not index.stores_hashes
+    with pytest.raises(MissingHashError, match="'w'"):
+        TensorDeserializer(io.BytesIO(GOOD), device="cpu", verify_hash=True)
+    with TensorDeserializer(io.BytesIO(GOOD), device="cpu", verify_hash=True, allow_missing_hashes=True) as found:
+        assert found["w"].item() == 7
     other = io.BytesIO(samples.state_dict_bytes({"w": torch.ones(1)}))
     assert _C.open_index(_C.PyFileSource(other, "m"), 0, False).stores_hashes
 

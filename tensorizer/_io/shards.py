@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.sources import OpenedSource, is_path, open_source, scheme_of
+from tensorizer._io.sources import OpenedSource, is_path, open_source
+from tensorizer._io.uri import scheme_of
 from tensorizer.errors import FormatError, StreamNotFoundError
 
 __all__ = ["OpenedFiles", "OpenedShards", "open_files"]

@@ -15,6 +15,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format import dtypes
+from tensorizer._load.digests import missing_hashes
 from tensorizer._system import cuda_engine, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer.errors import FormatError
@@ -67,6 +68,7 @@ class TensorReader:
         max_workers: int,
         keys: Optional[_C.KeyRing],
         mapping: Optional[_C.FileMapping],
+        allow_missing_hashes: bool = False,
     ) -> None:
         self.source = source
         self.index = index
@@ -75,6 +77,7 @@ class TensorReader:
         self.keys = keys
         self._max_workers = max_workers
         self._mapping = mapping
+        self._allow_missing_hashes = allow_missing_hashes
         self._factory = _C.TensorFactory(dtypes.resolve)
 
     def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
@@ -133,6 +136,7 @@ class TensorReader:
         batch = self._batch(entries, verify)
 
         def finish() -> LoadedBatch:
+            self._check_hashes_are_there(entries, batch.headers, verify)
             with _no_collections(), ordinary_tensors():
                 return LoadedBatch(entries, batch.parameters(self._factory), batch.headers)
 
@@ -167,6 +171,7 @@ class TensorReader:
 
         def finish() -> LoadedBatch:
             headers = batch.headers
+            self._check_hashes_are_there(entries, headers, verify)
             with ordinary_tensors():
                 tensors = [
                     tensor.view(dtypes.torch_dtype(headers.dtype(i).decode("utf-8", "replace"))).view(headers.shape(i))
@@ -180,6 +185,7 @@ class TensorReader:
         """Loads `entries` as plain host tensors of their stored dtype."""
         batch = self._batch(entries, verify)
         self._run(batch, entries, progress)
+        self._check_hashes_are_there(entries, batch.headers, verify)
         with ordinary_tensors():
             return LoadedBatch(entries, batch.tensors(self._factory), batch.headers)
 
@@ -235,6 +241,19 @@ class TensorReader:
     def _run(self, batch: _C.LoadBatch, entries: Sequence[int], progress: Progress) -> None:
         with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
             batch.run(progress)
+
+    def _check_hashes_are_there(self, entries: Sequence[int], headers: _C.LoadedHeaders, verify: bool) -> None:
+        """Nothing is passed on as verified that nothing vouches for. Tensors without data have nothing to verify."""
+        if not verify or self._allow_missing_hashes:
+            return
+        bare = [
+            entry
+            for position, entry in enumerate(entries)
+            if self.index.data_nbytes(entry) > 0 and not headers.hashes(position)
+        ]
+        if bare:
+            names = self.index.names()
+            raise missing_hashes(self.source.name, [names[entry] for entry in bare])
 
     def _deliver(self, entry: int, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
         differentiable = tensor.is_floating_point() or tensor.is_complex()

@@ -122,6 +122,8 @@ class ShardedContainer(Container):
         self.selection = selection
         self.mapped = shards[0].mapped
         self.casts = shards[0].casts
+        self.allow_missing_hashes = shards[0].allow_missing_hashes
+        self.source_name = opened.name
         self.network = any(shard.network for shard in shards)
         self._metadata = None
 
