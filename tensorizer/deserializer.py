@@ -15,7 +15,7 @@ from tensorizer._crypto.keys import check_decryption
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
-from tensorizer._io.sources import OpenedSource, open_source
+from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
 from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
@@ -23,6 +23,7 @@ from tensorizer._load.device_choice import DeviceArgument, target_device
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
 from tensorizer._load.modules import load_into_module
+from tensorizer._load.shards import open_shards
 from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
 from tensorizer.progress import ProgressArgument
@@ -36,7 +37,7 @@ class TensorDeserializer(
     TensorMapping,
     contextlib.AbstractContextManager["TensorDeserializer"],
 ):
-    """A ``.tensors`` file as a read-only mapping from names to parameters.
+    """A ``.tensors`` or ``.safetensors`` file, or a folder of either, as a read-only mapping from names to parameters.
 
     The keys are the names on the top level of what was written; nested state dicts give nested mappings. Values are
     :class:`torch.nn.Parameter` objects on the target device, contiguous, with ``requires_grad`` for floating-point and
@@ -45,7 +46,8 @@ class TensorDeserializer(
     Args:
         file_obj: What to read: a local path (``str``, ``bytes``, ``PathLike``), a descriptor, an ``http(s)://``,
             ``s3://`` or ``redis://`` URI, or an open binary file object, read from its current position on. Objects are
-            closed by this one, descriptors are not.
+            closed by this one, descriptors are not. A folder, a ``*.index.json``, or an ``http(s)://`` or ``s3://``
+            prefix stands for all shards of its model (docs/safetensors.md).
         device: Target device; ``None`` is CUDA where available, else the CPU (surrounding CPU contexts do not count). A
             mapping from (prefixes of) names to devices, like a ``device_map``, or a callable that is given each name,
             spreads one file over several devices.
@@ -101,7 +103,7 @@ class TensorDeserializer(
         self._device = target_device(device)
         check_decryption(encryption)
 
-        opened = open_source(file_obj, stream_options)
+        opened = open_files(file_obj, stream_options)
         self._stream = opened.stream
         self._container: Container
         try:
@@ -112,6 +114,8 @@ class TensorDeserializer(
             self._open(opened, filter_func, options, bool(verify_hash), progress)
             if not lazy_load:
                 self._loaded.load(self._container.selection)
+                if self._container.index.metadata_is_sealed:  # its key is known by now, and about to be forgotten
+                    self._container.metadata()
                 self.close()
         except BaseException:
             if hasattr(self, "_container"):
@@ -122,13 +126,19 @@ class TensorDeserializer(
 
     def _open(
         self,
-        opened: OpenedSource,
+        opened: OpenedFiles,
         filter_func: Optional[FilterFuncType],
         options: ReadOptions,
         verify: bool,
         progress: ProgressArgument,
     ) -> None:
-        container = self._container = open_container(opened, filter_func, options)
+        container = self._container = (
+            open_shards(opened, filter_func, options)
+            if isinstance(opened, OpenedShards)
+            else open_container(opened, filter_func, options)
+        )
+        if verify:
+            container.verify_index()
         self._loaded = LoadedTensors(container, verify, progress)
         self._root = build_tree(container.names, container.selection)
         self._cursor = Cursor(container, self._loaded)
@@ -137,11 +147,11 @@ class TensorDeserializer(
         self.read_bytes = 0
         self.total_compressed_tensor_bytes = 0
         logger.debug(
-            "opened %s: %d tensors, %d bytes, data version %d, device %s, dtype %s, encrypted %s, verify %s",
-            opened.source.name,
+            "opened %s: %d tensors, %d bytes, %s, device %s, dtype %s, encrypted %s, verify %s",
+            opened.name,
             len(container.selection),
             self.total_tensor_bytes,
-            container.index.version,
+            _kind_text(container.index),
             self._device_text(),
             options.dtype,
             container.index.encrypted,
@@ -173,7 +183,7 @@ class TensorDeserializer(
         state = "closed" if container.closed else "open"
         return (
             f"<{type(self).__name__}: {len(container.selection)} tensors, {self.total_tensor_bytes:,} bytes, "
-            f"data version {container.index.version}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
+            f"{_kind_text(container.index)}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
             f"{state}>"
         )
 
@@ -194,11 +204,31 @@ class TensorDeserializer(
         counter = getattr(self._stream, "bytes_read", None)
         if isinstance(counter, int):
             return counter
-        source = self._container.source
-        if source is None:
+        nbytes = self._container.bytes_read
+        if nbytes is None:
             return self.total_tensor_bytes
         mapped = sum(map(self._container.index.data_nbytes, self._loaded.kept)) if self._container.mapped else 0
-        return int(source.bytes_read) + mapped
+        return nbytes + mapped
+
+    @property
+    def format(self) -> str:
+        """What the source holds: ``"tensors"`` or ``"safetensors"``, told by its content."""
+        return self._container.format
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The text that the writer kept in the file, by key; a copy.
+
+        Raises:
+            CryptographyError: It is encrypted with another key, or was altered.
+            RuntimeError: It is encrypted, and the file was closed before it was asked for.
+        """
+        return self._container.metadata()
+
+    @property
+    def ties(self) -> dict[Name, Name]:
+        """Names that stand for another tensor of the file, and which one; both give the same parameter."""
+        return self._container.ties()
 
     @property
     def cache_status(self) -> Optional[str]:
@@ -287,8 +317,9 @@ class TensorDeserializer(
     ) -> int:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
-        Parameters are replaced, not copied into, so `m` may be on the meta device; ties are broken. Buffers become
-        plain tensors and keep their persistence. Tensors of `m` that the file lacks stay as they are.
+        Parameters are replaced, not copied into, so `m` may be on the meta device. Those that the file ties are tied
+        again, other ties are broken. Buffers become plain tensors and keep their persistence. Tensors of `m` that the
+        file lacks stay as they are.
 
         Args:
             m: The module, with the structure it had when it was written.
@@ -339,8 +370,12 @@ class TensorDeserializer(
 
         container = self._container
         if container.source is None:
-            raise ValueError("to_redis needs the file open: use lazy_load=True")
+            raise ValueError("to_redis needs one file, open: use lazy_load=True")
         if container.index.start != 0:
             raise ValueError("to_redis stores files, and this container starts in the middle of one")
         records = container.stored_records(container.selection)
         export_to_redis(container.source, container.prologue(), records, redis_client, key_prefix, force)
+
+
+def _kind_text(index: Any) -> str:
+    return f"data version {index.version}" if index.format == "tensors" else str(index.format)

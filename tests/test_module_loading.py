@@ -149,14 +149,14 @@ def test_parameters_are_replaced_and_not_copied_into():
     model, target = samples.net(seed=1), samples.net(seed=2)
     old = target.scale
     old_bytes = samples.raw(old)
-    target.head = nn.Linear(5, 5)  # of another shape: no matter
+    target.head = nn.Linear(5, 5)  # of another shape, and not tied: no matter
     target.head.bias = None
     load_into(target, module_bytes(model))
     assert target.scale is not old
     assert samples.raw(old) == old_bytes
     assert isinstance(target.scale, nn.Parameter)
     assert target.head.weight.shape == model.head.weight.shape
-    assert target.head.weight is not target.embed.weight  # ties do not survive
+    assert target.head.weight is target.embed.weight  # the file tells of the tie
 
 
 def test_buffers_stay_plain_tensors_and_keep_their_persistence():

@@ -27,6 +27,11 @@ class OpenedSource(NamedTuple):
     stream: Any  # the caller's object, or the stream opened for a URI; None for local paths
     close: Callable[[], None]
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.source.name
+
 
 def is_path(file_obj: object) -> bool:
     """Whether the argument names something to open, as opposed to being an open object."""
