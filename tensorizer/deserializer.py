@@ -21,7 +21,8 @@ from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
-from tensorizer._load.modules import load_into_module
+from tensorizer._load.modules import ModuleLoad
+from tensorizer._load.report import LoadedCount, LoadReport
 from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
 from tensorizer.progress import ProgressArgument
@@ -77,6 +78,9 @@ class TensorDeserializer(
 
     Source: docs/format.md for the bytes, docs/errors.md for the errors.
     """
+
+    #: What the last :meth:`load_into_module` put into the module and what did not fit; ``None`` before.
+    report: Optional[LoadReport] = None
 
     def __init__(
         self,
@@ -283,27 +287,42 @@ class TensorDeserializer(
         m: torch.nn.Module,
         filter_func: Optional[FilterFuncType] = None,
         verify_hash: Optional[bool] = None,
-    ) -> int:
+        *,
+        strict: bool = False,
+    ) -> LoadedCount:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
-        Parameters are replaced, not copied into, so `m` may be on the meta device; ties are broken. Buffers become
-        plain tensors and keep their persistence. Tensors of `m` that the file lacks stay as they are.
+        Parameters are replaced, not copied into, so `m` may be on the meta device; they need gradients where those of
+        `m` do. Buffers become plain tensors and keep their persistence. Tensors of `m` that the file lacks stay as they
+        are, except that names which `m` ties to a name of the file follow it. Other ties are broken.
 
         Args:
             m: The module, with the structure it had when it was written.
-            filter_func: Takes only the tensors it accepts.
+            filter_func: Takes only the tensors it accepts; also asked about names of `m` that the file lacks.
             verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
+            strict: Raises where names are missing or unexpected, or shapes or kinds differ, as ``load_state_dict``.
 
         Returns:
-            The number of tensors placed.
+            The number of tensors placed, which also carries ``.loaded``, ``.missing``, ``.unexpected`` and
+            ``.mismatched``; the whole :class:`LoadReport` is :attr:`report`.
 
         Raises:
-            KeyError: `m` has no such submodule, or has the attribute as the other kind.
+            LoadError: Tensors of `m` with data have another shape or kind (floating point, complex, integer, bool) than
+                the file's; all are named. With `strict`, everything else that does not fit. `m` is as it was. Without
+                `strict` tensors of `m` on the meta device are replaced all the same, with one warning.
+            KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
             NotImplementedError: The file holds a state dict; use ``m.load_state_dict(deserializer)``.
+            VerificationError: As in the constructor. `m` is as it was.
+            ValueError: As in :meth:`read_tensors`.
         """
         try:
             module_tree.check_module(m)
-            return load_into_module(self._container, self._loaded, m, filter_func, verify_hash)
+            load = ModuleLoad(self._container, m, filter_func)
+            self.report = load.report
+            load.check(strict)
+            load.run(self._loaded, verify_hash)
+            self.report = load.report
+            return LoadedCount(load.report)
         finally:
             self.close()
 

@@ -1,4 +1,4 @@
-"""Walking a module or a nested object, and putting tensors back into one; the bodies are in private folders."""
+"""Listing the tensors of a module or a nested object, and putting tensors back; the bodies are in private folders."""
 
 from __future__ import annotations
 

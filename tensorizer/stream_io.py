@@ -1,6 +1,6 @@
 """Opening files wherever they are: :func:`open_stream`, and the stream classes behind it.
 
-What needs boto3, redis or fsspec lives in its own module and is imported when it is first used.
+What needs boto3, redis or fsspec has a module of its own, which is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, Te
 from tensorizer._format.names import Name
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.device_choice import DeviceChooser
-from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader
+from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader, converts, stored_dtype
 
 __all__ = ["Container", "ReadOptions", "open_container"]
 
@@ -62,7 +62,8 @@ class Container:
         self.mapped = options.mmap
         self.allow_missing_hashes = options.allow_missing_hashes
         self.source_name = opened.source.name
-        self.casts = options.dtype is not None  # loaded tensors may differ from the stored ones
+        self.converts = options.dtype is not None  # loaded tensors may differ from the stored ones
+        self._dtype = options.dtype
         self.network = isinstance(opened.source, _NETWORK_SOURCES)
         self._opened: Optional[OpenedSource] = opened
         self._reader: Optional[TensorReader] = reader
@@ -133,6 +134,21 @@ class Container:
 
     def type(self, i: int) -> TensorType:
         return TensorType(self.index.type(i))
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        return self.index.shape(i)
+
+    def may_be_scalar(self, i: int) -> bool:
+        """Whether the index shows a scalar without data, whose shape it writes as ``(1,)``."""
+        return self.index.data_nbytes(i) == 0 and self.index.shape(i) == (1,)
+
+    def stored_dtype(self, i: int) -> Optional[torch.dtype]:
+        """The dtype that the index shows; ``None`` where only the record header names it, or torch does not know it."""
+        return stored_dtype(self.index, i)
+
+    def may_cast(self, i: int) -> bool:
+        """Whether the constructor's ``dtype`` converts this tensor, as far as the index tells."""
+        return self._dtype is not None and converts(self.stored_dtype(i), self._dtype)
 
     def has_header(self, i: int) -> bool:
         """Whether the record header of an entry was read, which holds its module index and digests."""

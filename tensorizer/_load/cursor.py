@@ -125,13 +125,13 @@ class Cursor:
 
     def _is_cast(self, i: int) -> bool:
         """Whether the kept form of a tensor is, or would be, another one than the stored one."""
-        if not self._container.casts:
+        if not self._container.converts:
             return False
         kept = self._loaded.kept.get(i)
         if kept is not None and self._container.has_header(i):
             headers, position = self._container.header(i)
             return kept.dtype != dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
-        return self._container.reader.may_cast(i)
+        return self._container.may_cast(i)
 
 
 def _as_array(tensor: torch.Tensor, dtype: np.dtype[Any], opaque: bool) -> np.ndarray[Any, Any]:
