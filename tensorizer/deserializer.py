@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -12,13 +11,15 @@ import torch
 
 from tensorizer import module_tree
 from tensorizer._crypto.keys import check_decryption
-from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
+from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
 from tensorizer._io.sources import OpenedSource, open_source
+from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
+from tensorizer._load.facts import FileFacts
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
 from tensorizer._load.modules import ModuleLoad
@@ -33,6 +34,7 @@ logger = logging.getLogger("tensorizer.serialization")
 
 
 class TensorDeserializer(
+    FileFacts,
     TensorMapping,
     contextlib.AbstractContextManager["TensorDeserializer"],
 ):
@@ -108,13 +110,15 @@ class TensorDeserializer(
         self._stream = opened.stream
         self._container: Container
         try:
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise TypeError(f"dtype: wanted a torch.dtype, found {type(dtype).__name__}")
+            check_filter(filter_func)
+            check_dtype(dtype)
             limit = thread_limit("num_readers", num_readers)
             options = ReadOptions(self._device, dtype, limit, encryption, mmap, allow_missing_hashes)
             self._open(opened, filter_func, options, bool(verify_hash), progress)
             if not lazy_load:
                 self._loaded.load(self._container.selection)
+                if self._container.index.metadata_is_sealed:  # its key is known by now, and about to be forgotten
+                    self._container.metadata()
                 self.close()
         except BaseException:
             if hasattr(self, "_container"):
@@ -182,48 +186,6 @@ class TensorDeserializer(
 
     def _device_text(self) -> str:
         return str(self._device) if isinstance(self._device, torch.device) else "per tensor"
-
-    def _repr_html_(self) -> str:
-        """What Jupyter shows: a table of the tensors, from the index alone."""
-        from tensorizer._format.table import entries_table
-
-        return entries_table(repr(self)[1:-1], self.entries())
-
-    # ---- facts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def total_bytes_read(self) -> int:
-        """Bytes that came from the source so far."""
-        counter = getattr(self._stream, "bytes_read", None)
-        if isinstance(counter, int):
-            return counter
-        source = self._container.source
-        if source is None:
-            return self.total_tensor_bytes
-        mapped = sum(map(self._container.index.data_nbytes, self._loaded.kept)) if self._container.mapped else 0
-        return int(source.bytes_read) + mapped
-
-    @property
-    def cache_status(self) -> Optional[str]:
-        """The ``x-cache-status`` response header of an HTTP source, else ``None``."""
-        headers = getattr(self._stream, "response_headers", None)
-        return None if headers is None else headers.get("x-cache-status")
-
-    @property
-    def _file_header(self) -> types.SimpleNamespace:
-        """What integrators' tests look at: ``version_number``."""
-        return types.SimpleNamespace(version_number=self._container.index.version)
-
-    @property
-    def _file_flags(self) -> FileFeatureFlags:
-        return FileFeatureFlags(self._container.index.flags)
-
-    def entries(self) -> list[TensorEntry]:
-        """What the file says about every (selected) tensor, in file order, without loading any.
-
-        Digests are in the record headers, so ``hashes`` is ``None`` for tensors that were not read yet.
-        """
-        return [self._container.entry(i) for i in self._container.selection]
 
     # ---- generators -------------------------------------------------------------------------------------------------
 
@@ -293,8 +255,9 @@ class TensorDeserializer(
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
         Parameters are replaced, not copied into, so `m` may be on the meta device; they need gradients where those of
-        `m` do. Buffers become plain tensors and keep their persistence. Tensors of `m` that the file lacks stay as they
-        are, except that names which `m` ties to a name of the file follow it. Other ties are broken.
+        `m` do. Buffers become plain tensors and keep their persistence. Extra states that the file has are given to
+        ``set_extra_state``. Tensors of `m` that the file lacks stay as they are, except that names which `m` ties to a
+        name of the file follow it. Other ties are broken.
 
         Args:
             m: The module, with the structure it had when it was written.
@@ -316,7 +279,7 @@ class TensorDeserializer(
             ValueError: As in :meth:`read_tensors`.
         """
         try:
-            module_tree.check_module(m)
+            module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
             load = ModuleLoad(self._container, m, filter_func)
             self.report = load.report
             load.check(strict)

@@ -19,7 +19,11 @@ __all__ = [
     "LoadError",
     "MissingHashError",
     "StreamError",
+    "StreamExistsError",
+    "StreamIsADirectoryError",
+    "StreamNotADirectoryError",
     "StreamNotFoundError",
+    "StreamPermissionError",
     "TensorizerError",
     "TruncatedError",
     "VerificationError",
@@ -87,11 +91,27 @@ class CryptographyError(TensorizerError):
 
 
 class StreamError(TensorizerError, OSError):
-    """The source or destination could not answer, after all retries."""
+    """The source or destination could not answer, after all retries; ``errno`` is set where a system call failed."""
 
 
 class StreamNotFoundError(StreamError, FileNotFoundError):
     """The source says that there is no such file, object or key."""
+
+
+class StreamPermissionError(StreamError, PermissionError):
+    """The file, or a folder on the way to it, may not be read or written."""
+
+
+class StreamIsADirectoryError(StreamError, IsADirectoryError):
+    """A folder is where a file was wanted."""
+
+
+class StreamNotADirectoryError(StreamError, NotADirectoryError):
+    """A file is where a folder was wanted."""
+
+
+class StreamExistsError(StreamError, FileExistsError):
+    """Something is where a new file or folder was wanted."""
 
 
 class DeviceError(TensorizerError, RuntimeError):

@@ -15,11 +15,13 @@ import torch
 
 from tensorizer import _C
 from tensorizer._crypto.keys import key_ring
+from tensorizer._format import extra_state
 from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from tensorizer._format.names import Name
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.device_choice import DeviceChooser
 from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader, converts, stored_dtype
+from tensorizer._system.devices import ordinary_tensors
 
 __all__ = ["Container", "ReadOptions", "open_container"]
 
@@ -64,10 +66,12 @@ class Container:
         self.source_name = opened.source.name
         self.converts = options.dtype is not None  # loaded tensors may differ from the stored ones
         self._dtype = options.dtype
+        self._device = options.device
         self.network = isinstance(opened.source, _NETWORK_SOURCES)
         self._opened: Optional[OpenedSource] = opened
         self._reader: Optional[TensorReader] = reader
         self._headers: dict[int, _BatchHeaders] = {}
+        self._metadata: Optional[dict[str, str]] = None
         self._lock = threading.Lock()
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -132,6 +136,31 @@ class Container:
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
+    def metadata(self) -> dict[str, str]:
+        """What the writer noted; decrypted when it is first asked for, which has to be while the file is open.
+
+        Raises:
+            RuntimeError: It is encrypted, and the file is closed.
+        """
+        if self._metadata is None:
+            keys = self.reader.keys if self.index.metadata_is_sealed else None
+            self._metadata = self.index.metadata(keys) or {}
+        return dict(self._metadata)
+
+    def extra_states(self) -> dict[str, Any]:
+        """Extra states of modules by module path, their new tensors on the device of the load."""
+        text = self.metadata().get(extra_state.KEY, "") if self.index.has_annex else ""
+        if not text:
+            return {}
+        states = extra_state.unpack(text)
+        with ordinary_tensors():
+            return {
+                path: _moved(state, self._device_of(extra_state.state_name(path))) for path, state in states.items()
+            }
+
+    def _device_of(self, name: Name) -> torch.device:
+        return self._device if isinstance(self._device, torch.device) else self._device(name)
+
     def type(self, i: int) -> TensorType:
         return TensorType(self.index.type(i))
 
@@ -161,6 +190,8 @@ class Container:
 
     def lacks_hashes(self, i: int) -> bool:
         """Whether a tensor that was read has data and no digest, so that nothing vouches for it."""
+        if not self.index.stores_hashes:
+            return self.index.data_nbytes(i) > 0
         headers, position = self.header(i)
         return self.index.data_nbytes(i) > 0 and not headers.hashes(position)
 
@@ -214,6 +245,12 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
         allow_missing_hashes=options.allow_missing_hashes,
     )
     return Container(opened, index, names, selection, reader, options)
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    return {key: _moved(value, device) for key, value in state.items()}
 
 
 def _device_of_entries(

@@ -12,6 +12,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
+from tensorizer._format.extra_state import state_name
 from tensorizer._load.container import Container
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.report import LoadReport, Mismatch, kind_of
@@ -58,6 +59,7 @@ class ModuleLoad:
 
     def __init__(self, container: Container, module: torch.nn.Module, filter_func: Optional[FilterFuncType]) -> None:
         self._container = container
+        self._adapted: dict[int, torch.nn.Parameter] = {}  # by the id of the loaded one
         self._modules = dict(module.named_modules())
         self._slots = slots_of(module)
         self._wanted = _places(container, container.accepted_by(filter_func))
@@ -65,6 +67,12 @@ class ModuleLoad:
         if filter_func is not None:
             refused = set(container.names)
             absent = [name for name in absent if name not in refused and filter_func(name)]
+        plain = torch.nn.Module.set_extra_state
+        self._receivers = {
+            p: m for p, m in self._modules.items() if getattr(type(m), "set_extra_state", plain) is not plain
+        }
+        self._extra = {p: s for p, s in container.extra_states().items() if _accepts(filter_func, state_name(p))}
+        without = [state_name(path) for path in self._receivers if path not in self._extra]
         self._ties = dict(self._ties_among(absent))
         self._absent = [name for name in absent if name not in self._ties]
         self.report = LoadReport(
@@ -72,8 +80,14 @@ class ModuleLoad:
             source=container.source_name,
             loaded=tuple(map(shown, self._wanted)),
             nbytes=sum(map(container.index.loaded_nbytes, self._wanted.values())),
-            missing=tuple(shown(name) for name in self._absent if self._slots[name].in_state_dict),
-            unexpected=tuple(shown(name) for name in self._wanted if self._target(name) is None),
+            missing=(
+                *(shown(name) for name in self._absent if self._slots[name].in_state_dict),
+                *(name for name in without if _accepts(filter_func, name)),
+            ),
+            unexpected=(
+                *(shown(name) for name in self._wanted if self._target(name) is None),
+                *(state_name(path) for path in self._extra if path not in self._receivers),
+            ),
             mismatched=tuple(self._mismatches()),
             cast=tuple(shown(name) for name, i in self._wanted.items() if container.may_cast(i)),
             tied={shown(alias): shown(name) for alias, name in self._ties.items()},
@@ -147,11 +161,24 @@ class ModuleLoad:
         for name, tensor in tensors.items():
             target = self._target(name)
             is_buffer = self._container.type(self._wanted[name]) is TensorType.BUFFER
-            tensors[name] = tensor if is_buffer or target is None else _as_trainable_as(target, tensor)
+            tensors[name] = tensor if is_buffer or target is None else self._as_trainable_as(target, tensor)
             insert_into_module(self._modules, name, is_buffer, tensors[name])
         for alias, name in self._ties.items():
             insert_into_module(self._modules, alias, self._slots[alias].is_buffer, tensors[name])
+        for path, state in self._extra.items():
+            if path in self._receivers:
+                self._receivers[path].set_extra_state(state)
         self.report = dataclasses.replace(self.report, seconds=time.perf_counter() - started)
+
+    def _as_trainable_as(self, target: torch.Tensor, tensor: torch.nn.Parameter) -> torch.nn.Parameter:
+        """The parameter, or another one over its memory, with the ``requires_grad`` of what it replaces."""
+        wanted = target.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+        if wanted == tensor.requires_grad:
+            return tensor
+        if id(tensor) not in self._adapted:  # what is tied stays tied
+            with ordinary_tensors():
+                self._adapted[id(tensor)] = torch.nn.Parameter(tensor.detach(), requires_grad=wanted)
+        return self._adapted[id(tensor)]
 
     def _tell(self) -> None:
         if self.report.mismatched:
@@ -188,13 +215,13 @@ def _places(container: Container, entries: Sequence[int]) -> dict[str, int]:
     return found
 
 
-def _as_trainable_as(target: torch.Tensor, tensor: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The parameter, or another one over its memory, with the ``requires_grad`` of what it replaces."""
-    wanted = target.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-    if wanted == tensor.requires_grad:
-        return tensor
-    with ordinary_tensors():
-        return torch.nn.Parameter(tensor.detach(), requires_grad=wanted)
+def _takes_extra_state(module: torch.nn.Module) -> bool:
+    plain = torch.nn.Module.set_extra_state
+    return getattr(type(module), "set_extra_state", plain) is not plain
+
+
+def _accepts(filter_func: Optional[FilterFuncType], name: str) -> bool:
+    return filter_func is None or bool(filter_func(name))
 
 
 def insert_into_module(
