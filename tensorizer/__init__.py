@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tensorizer._files.verify import verify as verify
     from tensorizer._format.entries import FilterFuncType as FilterFuncType
     from tensorizer._format.entries import TensorType as TensorType
+    from tensorizer._load.report import LoadReport as LoadReport
     from tensorizer.deserializer import TensorDeserializer as TensorDeserializer
     from tensorizer.encryption import DecryptionParams as DecryptionParams
     from tensorizer.encryption import EncryptionParams as EncryptionParams
@@ -73,6 +74,7 @@ __all__ = [
     "HashMismatchError",
     "InvalidVersionError",
     "LoadError",
+    "LoadReport",
     "MissingHashError",
     "StreamError",
     "StreamExistsError",
@@ -91,6 +93,7 @@ _DEFINED_IN = {
     "DecryptionParams": "encryption",
     "EncryptionParams": "encryption",
     "FilterFuncType": "_format.entries",
+    "LoadReport": "_load.report",
     "TensorDeserializer": "deserializer",
     "TensorSerializer": "serializer",
     "TensorType": "_format.entries",

@@ -55,7 +55,7 @@ def _by_load_state_dict(
     begin = time.perf_counter()
     tensors = {shown(str(name)): tensor.detach() for name, tensor in file.items()}
     replaces = any(t.is_meta for t in model.state_dict().values() if isinstance(t, torch.Tensor))
-    report = LoadReport(module=type(model).__name__, source=file.source_name)
+    report = LoadReport(module=type(model).__name__, source=file._container.source_name)
     try:
         result = model.load_state_dict(tensors, strict=False, assign=replaces if assign == "auto" else bool(assign))
     except RuntimeError as error:
@@ -90,7 +90,7 @@ class _ModelFill:
         self._groups = self._tied_names()
         self._facts = {shown(str(entry.name)): entry for entry in file.entries()}
         for alias, kept in file.ties.items():
-            self._facts.setdefault(shown(alias), self._facts[shown(kept)])
+            self._facts.setdefault(shown(str(alias)), self._facts[shown(str(kept))])
 
     def run(self, strict: bool) -> LoadReport:
         begin = time.perf_counter()
@@ -130,7 +130,7 @@ class _ModelFill:
         loaded = [name for name in self._stored if name in self._slots]
         return LoadReport(
             module=type(self._model).__name__,
-            source=self._file.source_name,
+            source=self._file._container.source_name,
             loaded=tuple(loaded),
             nbytes=sum(self._facts[name].deserialized_length for name in loaded),
             missing=tuple(missing),

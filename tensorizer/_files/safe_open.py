@@ -49,7 +49,7 @@ class safe_open(AbstractContextManager["safe_open"]):
             "cpu" if device is None or callable(device) or isinstance(device, Mapping) else device
         )
         self._metadata = self._file.metadata
-        self._kept = dict(self._file.ties)
+        self._kept = {str(alias): str(kept) for alias, kept in self._file.ties.items()}
 
     def __exit__(self, *exc: object) -> None:
         self._file.close()

@@ -114,7 +114,7 @@ class ContainerSlice:
         if whole or nbytes == 0:  # chunks of a cipher are authenticated together; zeros are not stored
             return self.read_whole()[begin:end]
         rows = torch.empty(nbytes, dtype=torch.uint8)
-        source.readinto(index.data_offset(self._entry) + begin * row_nbytes, rows.numpy())
+        source.readinto(index.data_offset(self._entry) + begin * row_nbytes, memoryview(rows.numpy()))
         return rows.view(self.dtype).view(end - begin, *self.shape[1:]).to(self._device)
 
     def read_whole(self) -> torch.Tensor:
