@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -114,7 +114,7 @@ class ContainerSlice:
         if whole or nbytes == 0:  # chunks of a cipher are authenticated together; zeros are not stored
             return self.read_whole()[begin:end]
         rows = torch.empty(nbytes, dtype=torch.uint8)
-        source.readinto(index.data_offset(self._entry) + begin * row_nbytes, memoryview(rows.numpy()))
+        source.readinto(index.data_offset(self._entry) + begin * row_nbytes, cast(Any, rows.numpy()))
         return rows.view(self.dtype).view(end - begin, *self.shape[1:]).to(self._device)
 
     def read_whole(self) -> torch.Tensor:
