@@ -18,12 +18,14 @@ from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, display
 from tensorizer._format.payloads import adopt, contiguous, stored_dtype
 from tensorizer._format.tree import flatten
+from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._save.items import Item, batches, check_name
 from tensorizer._save.modules import walk_module
 from tensorizer._system import cuda_engine
 from tensorizer._system.threads import thread_limit
+from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
@@ -67,10 +69,10 @@ class TensorSerializer:
 
     def __init__(
         self,
-        file_obj: Any,
+        file_obj: TargetArgument,
         compress_tensors: bool = False,
         *,
-        encryption: Any = None,
+        encryption: Optional[EncryptionParams] = None,
         limit_cpu_concurrency: Optional[int] = None,
         hashes: Union[str, Collection[str], None] = _HASH_NAMES,
         fsync: bool = True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 
 import torch
 
@@ -20,6 +20,9 @@ from tensorizer._format.names import Name
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.device_choice import DeviceChooser
 from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader
+
+if TYPE_CHECKING:
+    from tensorizer.encryption import DecryptionParams
 
 __all__ = ["Container", "ReadOptions", "open_container"]
 
@@ -39,7 +42,7 @@ class ReadOptions(NamedTuple):
     device: Union[torch.device, DeviceChooser]
     dtype: Optional[torch.dtype]
     max_workers: int
-    encryption: Any
+    encryption: Optional[DecryptionParams]
     mmap: bool
 
 
