@@ -57,6 +57,8 @@ __all__ = [
     "FormatError",
     "HashMismatchError",
     "InvalidVersionError",
+    "LoadError",
+    "MissingHashError",
     "StreamError",
     "StreamExistsError",
     "StreamIsADirectoryError",
@@ -65,6 +67,7 @@ __all__ = [
     "StreamPermissionError",
     "TensorizerError",
     "TruncatedError",
+    "VerificationError",
 ]
 
 # Names that are resolved on demand, and where they are defined. Type checkers read the imports above instead.

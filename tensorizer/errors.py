@@ -7,7 +7,7 @@ Each class derives from :class:`TensorizerError` *and* from the builtin that cal
 from __future__ import annotations
 
 import struct
-from typing import Optional
+from typing import Any, Optional
 
 __all__ = [
     "CryptographyError",
@@ -16,6 +16,8 @@ __all__ = [
     "FormatError",
     "HashMismatchError",
     "InvalidVersionError",
+    "LoadError",
+    "MissingHashError",
     "StreamError",
     "StreamExistsError",
     "StreamIsADirectoryError",
@@ -24,6 +26,7 @@ __all__ = [
     "StreamPermissionError",
     "TensorizerError",
     "TruncatedError",
+    "VerificationError",
 ]
 
 
@@ -61,8 +64,26 @@ class TruncatedError(FormatError, OSError):
     """The source ended before the format said it would: a cut file, an incomplete download."""
 
 
-class HashMismatchError(TensorizerError):
+class VerificationError(TensorizerError):
+    """Data that were to be verified are not what the file vouches for."""
+
+
+class HashMismatchError(VerificationError):
     """A stored digest disagrees with the data it belongs to."""
+
+
+class MissingHashError(VerificationError):
+    """A tensor that was to be verified has data, but no digest in the file to compare them with."""
+
+
+class LoadError(TensorizerError, RuntimeError):
+    """The tensors of a file do not fit the module they were to be loaded into. The module is as it was.
+
+    Attributes:
+        report: What fits and what does not, a :class:`tensorizer.LoadReport`.
+    """
+
+    report: Any = None
 
 
 class CryptographyError(TensorizerError):
