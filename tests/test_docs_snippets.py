@@ -73,10 +73,10 @@ def test_the_snippets_of_a_document_run_one_after_the_other(path, tmp_path, web,
         for module in ("transformers", "accelerate", "diffusers"):
             pytest.importorskip(module, reason=f"{module} is not installed")
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "snippets", "model": torch.nn.Linear(4, 4)}  # what every reader has
-    for name in ("model.tensors", "gpt.tensors"):
+    namespace = {"__name__": "snippets"}
+    for name in ("model.tensors", "gpt.tensors"):  # what a reader has been given
         with TensorSerializer(name) as serializer:
-            serializer.write_module(namespace["model"])
+            serializer.write_module(torch.nn.Linear(4, 4))
     for snippet in snippets(path):
         if not snippet.runs:
             continue
