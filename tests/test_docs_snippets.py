@@ -10,7 +10,7 @@ import pytest
 import torch
 from servers.file_server import serve_folder
 
-from tensorizer import TensorSerializer
+from tensorizer import TensorSerializer, errors
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -163,6 +163,12 @@ def test_extras_that_the_documents_name_exist():
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r"\btensorizer\[([\w-]+)\]|\bextra `\[([\w-]+)\]`", text):
             assert (name[0] or name[1]) in extras, f"{path.relative_to(ROOT)}: {name}"
+
+
+def test_every_exception_is_in_the_guide_to_errors():
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    for name in errors.__all__:
+        assert re.search(rf"\b{name}`", text), name
 
 
 def test_every_guide_is_in_the_navigation():
