@@ -14,6 +14,7 @@ from tensorizer._crypto.keys import check_decryption
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
+from tensorizer._io.file_types import SourceArgument
 from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
 from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.container import Container, ReadOptions, open_container
@@ -27,6 +28,7 @@ from tensorizer._load.report import LoadedCount, LoadReport
 from tensorizer._load.shards import open_shards
 from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
+from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 
 __all__ = ["TensorDeserializer"]
@@ -70,6 +72,13 @@ class TensorDeserializer(
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream` where it opens a URI.
         allow_missing_hashes: With ``verify_hash``, takes tensors that have no stored hash, unverified.
 
+    Attributes:
+        total_tensor_bytes: Bytes of the (selected) tensors once they are loaded.
+        total_file_bytes: Bytes of tensor data in the whole file, as its header says; not the size of the file. The
+            name is that of earlier releases.
+        read_bytes: Always 0, as in earlier releases; :attr:`total_bytes_read` counts.
+        total_compressed_tensor_bytes: Always 0, as in earlier releases: nothing is compressed.
+
     Raises:
         ValueError: Not a ``.tensors`` file, an unknown version, a damaged index (:class:`FormatError` and subclasses);
             a text file; ``num_readers`` below 1; ``mmap`` with a source that cannot be mapped.
@@ -88,7 +97,7 @@ class TensorDeserializer(
 
     def __init__(
         self,
-        file_obj: Any,
+        file_obj: SourceArgument,
         device: DeviceArgument = None,
         filter_func: Optional[FilterFuncType] = None,
         dtype: Optional[torch.dtype] = None,
@@ -98,7 +107,7 @@ class TensorDeserializer(
         plaid_mode_buffers: Optional[int] = None,
         num_readers: Optional[int] = None,
         verify_hash: Optional[bool] = False,
-        encryption: Any = None,
+        encryption: Optional[DecryptionParams] = None,
         mmap: bool = False,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,

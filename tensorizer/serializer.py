@@ -20,6 +20,7 @@ from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, Path, display
 from tensorizer._format.payloads import adopt, contiguous, stored_dtype
 from tensorizer._format.tree import flatten
+from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.unclosed import tell_if_unclosed
 from tensorizer._save.hashes import HASH_NAMES, check_hashes
@@ -28,6 +29,7 @@ from tensorizer._save.modules import extra_states, modules_with_extra_state, wal
 from tensorizer._save.ties import check_metadata, check_ties, without_aliases
 from tensorizer._system import cuda_engine
 from tensorizer._system.threads import thread_limit
+from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
@@ -100,10 +102,10 @@ class TensorSerializer:
 
     def __init__(
         self,
-        file_obj: Any,
+        file_obj: TargetArgument,
         compress_tensors: bool = False,
         *,
-        encryption: Any = None,
+        encryption: Optional[EncryptionParams] = None,
         limit_cpu_concurrency: Optional[int] = None,
         hashes: Union[str, Collection[str], None] = HASH_NAMES,
         fsync: bool = True,

@@ -22,6 +22,8 @@ from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, PathArgumen
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
 from tensorizer._io.uri import scheme_of
+from tensorizer._system.os_errors import stream_errors
+from tensorizer._system.paths import expanded
 from tensorizer._system.redaction import hidden
 
 if TYPE_CHECKING:
@@ -113,7 +115,8 @@ def open_stream(
 ) -> Union[CURLStreamFile, RedisStreamFile, BinaryIO]:
     """Opens a local path or a URI as a binary stream.
 
-    A ``PathLike`` is always a local path. A ``str`` with ``://`` is a URI; its scheme decides, in any case:
+    A ``PathLike`` is always a local path; ``~`` in front of a path is the home folder. A ``str`` with ``://`` is a URI;
+    its scheme decides, in any case:
 
     - ``http``, ``https``: :class:`CURLStreamFile`, mode ``rb`` only;
     - ``s3``: reading (``rb``) gives a :class:`CURLStreamFile`, writing (``wb``, ``wb+``, ``ab``, ``ab+``) a stream
@@ -155,7 +158,8 @@ def open_stream(
     Raises:
         ValueError: The mode does not fit, the range is empty or negative, or no installed package knows the scheme.
         TypeError: ``path_uri`` is no ``str`` or ``PathLike`` of one.
-        OSError: It cannot be opened (``FileNotFoundError``, ``PermissionError``, :class:`StreamError`, ...).
+        OSError: It cannot be opened: a :class:`~tensorizer.StreamError`, which is a ``FileNotFoundError`` or
+            ``PermissionError``, too, where it says so.
     """
     if not isinstance(path_uri, (str, os.PathLike)):
         raise TypeError(f"path_uri: wanted str or os.PathLike, found {type(path_uri).__name__}")
@@ -206,7 +210,8 @@ def open_stream(
         return objects.open_write(uri, options, _s3_defaults())
     from tensorizer._io import fsspec
 
-    return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, end=end)
+    with stream_errors():
+        return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, end=end)
 
 
 def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:
@@ -215,11 +220,13 @@ def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:
         raise ValueError(f"mode for {scheme}:// must be one of {names}, found {mode!r}")
 
 
+@stream_errors()
 def _open_local(path: Any, mode: str, buffer_size: Optional[int], begin: Optional[int]) -> BinaryIO:
     if not isinstance(path, str):
         raise TypeError(f"path_uri: wanted a path of type str, found {type(path).__name__}")
     if "b" not in mode:
         raise ValueError(f"mode must be binary, with a b; found {mode!r}")
+    path = expanded(path)
     if any(letter in mode for letter in "wax"):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     buffering = io.DEFAULT_BUFFER_SIZE if buffer_size is None else buffer_size

@@ -124,13 +124,13 @@ def test_paths_of_bytes_in_a_path_object_are_refused():
 @pytest.mark.parametrize("scheme", ["http", "HTTPS", "redis"])
 @pytest.mark.parametrize("mode", ["wb", "rb+", "ab", "r", "rbb", ""])
 def test_streams_of_servers_are_read_only(scheme, mode):
-    with pytest.raises(ValueError, match="must be one of rb"):
+    with pytest.raises(ValueError, match=r"\brb\b"):
         open_stream(f"{scheme}://127.0.0.1:1/x", mode)
 
 
 @pytest.mark.parametrize("mode", ["rb+", "xb", "w", "rwb"])
 def test_objects_of_s3_are_read_or_written_whole(mode):
-    with pytest.raises(ValueError, match="must be one of"):
+    with pytest.raises(ValueError, match=r"\bwb\b"):
         open_stream("s3://bucket/key", mode)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import torch
 
@@ -23,6 +23,9 @@ from tensorizer._load.device_choice import DeviceChooser
 from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader, converts, stored_dtype
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.errors import HashMismatchError
+
+if TYPE_CHECKING:
+    from tensorizer.encryption import DecryptionParams
 
 __all__ = ["Container", "ReadOptions", "open_container"]
 
@@ -42,7 +45,7 @@ class ReadOptions(NamedTuple):
     device: Union[torch.device, DeviceChooser]
     dtype: Optional[torch.dtype]
     max_workers: int
-    encryption: Any
+    encryption: Optional[DecryptionParams]
     mmap: bool
     allow_missing_hashes: bool = False
 
