@@ -70,10 +70,10 @@ demo: say-how-long $(VENV)/stamp-build  ## a real network written, loaded back a
 PYTEST_ARGS ?=
 .PHONY: test test-slow
 test: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the Python tests (PYTEST_ARGS='-k name')
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
 
 test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that take more than a few seconds
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
 
 CASES ?=
 CONTENDERS ?=
