@@ -45,12 +45,12 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
   void complete(const std::vector<std::string>& etags, const std::stop_token&) override {
-    uploader_.lanes.close();
+    uploader_.connections.close();
     call_python([&] { upload().attr("complete")(etags); });
   }
 
   void abort() noexcept override {
-    uploader_.lanes.close();
+    uploader_.connections.close();
     if (interpreter_is_finalizing()) return;
     try {
       call_python([&] { upload().attr("abort")(); });
@@ -60,7 +60,7 @@ class PythonTransport final : public io::MultipartTransport {
 
   void put_object(io::ConstSlice bytes, const std::stop_token& stop) override {
     put(bytes, stop, [this] { return upload().attr("object_url")().cast<std::string>(); });
-    uploader_.lanes.close();
+    uploader_.connections.close();
   }
 
  private:

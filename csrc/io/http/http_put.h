@@ -14,15 +14,18 @@ namespace tensorizer::io {
 
 // What uploads share: settings, connections that are kept, counters. Safe from many threads.
 struct HttpUploader {
-  explicit HttpUploader(HttpOptions http_options) : options(std::move(http_options)) {}
+  explicit HttpUploader(HttpOptions http_options)
+      : options(std::move(http_options)),
+        connections(options.max_connections, options.connection_key()) {}
 
   const HttpOptions options;
   HttpCounters counters;  // bytes counts what was sent, repetitions included
-  CurlLanePool lanes;
+  HttpConnections connections;
 };
 
 struct HttpPut {
-  // Gives the URL of each try: a presigned one may have expired meanwhile.
+  // Gives the URL of each try: a presigned one may have expired meanwhile. What it throws after an
+  // upload has worked counts as a failed try.
   std::function<std::string()> url;
   // For messages, without credentials: "s3://bucket/key". Empty: the URL without its query.
   std::string display_name;
