@@ -7,7 +7,8 @@ from typing import Optional, Union
 
 import torch
 
-from . import _C, _cuda
+from tensorizer import _C
+from tensorizer._system import cuda_engine
 
 __all__ = ["PinnedMemory", "pinned_memory", "release_pinned_memory", "set_pinned_memory"]
 
@@ -80,7 +81,7 @@ def set_pinned_memory(*, slots: Optional[int] = None, slot_nbytes: Optional[int]
         raise ValueError(f"slots: wanted 2 or more, found {slots}")
     if slot_nbytes is not None and slot_nbytes < 2 << 20:
         raise ValueError(f"slot_nbytes: wanted 2 MiB ({2 << 20}) or more, found {slot_nbytes}")
-    _cuda.set_ring_size(slots, slot_nbytes)
+    cuda_engine.set_ring_size(slots, slot_nbytes)
 
 
 def _index(device: Union[torch.device, str, int]) -> int:

@@ -1,4 +1,4 @@
-"""Compatibility door: the names that callers import from here. Everything lives elsewhere."""
+"""The names that callers import from here. All of them are defined elsewhere."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from . import _C, _perf
-from ._devices import resolve_cuda_device
-from ._entries import FileFeatureFlags, FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
-from .deserializer import TensorDeserializer, logger
-from .encryption import DecryptionParams, EncryptionParams
-from .errors import (
+from tensorizer import _C
+from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
+from tensorizer._system import perf
+from tensorizer._system.devices import resolve_cuda_device
+from tensorizer.deserializer import TensorDeserializer, logger
+from tensorizer.encryption import DecryptionParams, EncryptionParams
+from tensorizer.errors import (
     CryptographyError,
     FormatError,
     HashMismatchError,
@@ -20,7 +21,7 @@ from .errors import (
     TensorizerError,
     TruncatedError,
 )
-from .serializer import TensorSerializer
+from tensorizer.serializer import TensorSerializer
 
 __all__ = [
     "TensorSerializer",
@@ -47,8 +48,8 @@ OPAQUE_DTYPE_SEP = "\0"
 cpu_count: int = _C.cpu_quota()
 lz4 = None
 
-_enable_perf_stats: bool = _perf.enabled
-_get_perf_stats = _perf.totals
+_enable_perf_stats: bool = perf.enabled
+_get_perf_stats = perf.totals
 
 
 _FileFeatureFlags = FileFeatureFlags

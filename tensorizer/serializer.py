@@ -5,60 +5,33 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 import torch
 
-from . import _C, _cuda, module_tree
-from ._entries import TensorType
-from ._keys import check_encryption, encryption_key
-from ._payloads import adopt, contiguous, stored_dtype
-from ._sinks import open_sink
-from ._upload_on_close import UploadOnClose
-from .errors import FieldRangeError
-from .progress import ProgressArgument, progress_reporter
+from tensorizer import _C, module_tree
+from tensorizer._crypto.keys import check_encryption, encryption_key
+from tensorizer._format.entries import TensorType
+from tensorizer._format.names import Name, display
+from tensorizer._format.payloads import adopt, contiguous, stored_dtype
+from tensorizer._format.tree import flatten
+from tensorizer._io.sinks import open_sink
+from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._save.items import Item, batches, check_name
+from tensorizer._save.modules import walk_module
+from tensorizer._system import cuda_engine
+from tensorizer._system.threads import thread_limit
+from tensorizer.errors import FieldRangeError
+from tensorizer.progress import ProgressArgument, progress_reporter
 
 __all__ = ["TensorSerializer"]
 
 logger = logging.getLogger("tensorizer.serialization")
 
-# Bytes of copies (non-contiguous tensors, other devices) that exist at a time.
-_COPY_BUDGET_NBYTES = 256 << 20
-
-_KIND_LETTERS = {TensorType.PARAM: "p", TensorType.BUFFER: "b", TensorType.STATE_DICT: "sd"}
 _HASH_NAMES = ("crc32", "sha256")
-
-
-class _Item(NamedTuple):
-    """One tensor of a write call."""
-
-    path: module_tree.Path
-    tensor: torch.Tensor
-    dtype: str  # as stored
-    type: TensorType
-    module_idx: int
-    owner: Optional[module_tree.ModuleTensor] = None  # where remove_tensors takes it from
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.tensor.is_meta else self.tensor.numel() * self.tensor.element_size()
-
-    def describe(self) -> tuple[module_tree.Path, bytes, tuple[int, ...], int, int, int, bool]:
-        """What the extension plans with."""
-        scalar_meta = self.tensor.is_meta and self.tensor.dim() == 0
-        nbytes = self.tensor.element_size() if scalar_meta else self.nbytes
-        return (
-            self.path,
-            self.dtype.encode(),
-            tuple(self.tensor.shape),
-            int(self.type),
-            self.module_idx,
-            nbytes,
-            self.tensor.is_meta,
-        )
 
 
 class TensorSerializer:
@@ -105,7 +78,8 @@ class TensorSerializer:
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
         self._closed = True  # until there is something to close
-        self.cpu_limit = _check_cpu_limit(limit_cpu_concurrency)
+        max_workers = thread_limit("limit_cpu_concurrency", limit_cpu_concurrency)
+        self.cpu_limit = int(_C.cpu_quota()) if limit_cpu_concurrency is None else limit_cpu_concurrency
         check_encryption(encryption)
         chosen = _check_hashes(hashes, encrypted=encryption is not None)
         key, derivation = encryption_key(encryption)
@@ -123,7 +97,7 @@ class TensorSerializer:
             opened.start,
             crc32="crc32" in chosen,
             sha256="sha256" in chosen,
-            max_workers=min(limit_cpu_concurrency or 0, 0xFFFF),  # more than there will ever be
+            max_workers=max_workers,
             key=key,
             derivation=derivation,
         )
@@ -207,7 +181,7 @@ class TensorSerializer:
         """
         module_tree.check_module(m)
         items = [
-            _Item(
+            Item(
                 (entry.name,),
                 entry.tensor,
                 stored_dtype(entry.name, entry.tensor),
@@ -215,7 +189,7 @@ class TensorSerializer:
                 min(entry.module_idx, 0xFFFF),
                 entry if remove_tensors else None,
             )
-            for entry in module_tree.walk_module(m, include_non_persistent_buffers)
+            for entry in walk_module(m, include_non_persistent_buffers)
         ]
         self._write(items)
 
@@ -230,15 +204,15 @@ class TensorSerializer:
         """
         self._write(
             [
-                _Item(path, tensor, stored_dtype(module_tree.display(path), tensor), TensorType.STATE_DICT, 0)
-                for path, tensor in module_tree.flatten(state_dict)
+                Item(path, tensor, stored_dtype(display(path), tensor), TensorType.STATE_DICT, 0)
+                for path, tensor in flatten(state_dict)
             ]
         )
 
     def write_tensor(
         self,
         idx: int,
-        name: Union[str, tuple[Union[str, int], ...]],
+        name: Name,
         tensor_type: TensorType,
         tensor: Union[torch.Tensor, np.ndarray[Any, Any]],
     ) -> None:
@@ -262,9 +236,9 @@ class TensorSerializer:
         if not 0 <= idx <= 0xFFFF:
             raise FieldRangeError(f"idx: wanted 0 to 65535, found {idx}")
         kind = TensorType(tensor_type)
-        self._write([_Item(_check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
+        self._write([Item(check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
 
-    def _write(self, items: list[_Item], growing: bool = False) -> None:
+    def _write(self, items: list[Item], growing: bool = False) -> None:
         if self._closed:
             raise ValueError("the serializer is closed")
         total = sum(item.nbytes for item in items)
@@ -272,7 +246,7 @@ class TensorSerializer:
             self._session.begin_call([item.describe() for item in items], growing)
             with progress_reporter(self._progress, total, "saving") as report:
                 record = 0
-                for batch in _batches(items):
+                for batch in batches(items):
                     self._write_batch(record, batch, report)
                     record += len(batch)
             self._session.finish_call()
@@ -281,18 +255,18 @@ class TensorSerializer:
             raise
         if logger.isEnabledFor(logging.DEBUG):
             for item in items:
-                _log_written(item)
+                logger.debug("wrote %s", item)
 
-    def _write_batch(self, first_record: int, batch: list[_Item], report: Optional[Callable[[int], None]]) -> None:
+    def _write_batch(self, first_record: int, batch: list[Item], report: Optional[Callable[[int], None]]) -> None:
         device = batch[0].tensor.device
-        fast = not batch[0].tensor.is_meta and _cuda.is_fast_device(device)
+        fast = not batch[0].tensor.is_meta and cuda_engine.is_fast_device(device)
         data = [contiguous(item.tensor, on_device=fast) for item in batch]  # kept alive until the call returns
         payloads = [
             (first_record + i, tensor.data_ptr() if tensor.numel() else 0, tensor.numel() * tensor.element_size())
             for i, tensor in enumerate(data)
         ]
         if fast:
-            engine = _cuda.engine_for(device)
+            engine = cuda_engine.engine_for(device)
             engine.order_after_caller()
             self._session.write_payloads(payloads, device=device.index, engine=engine, progress=report)
         else:
@@ -302,66 +276,9 @@ class TensorSerializer:
                 setattr(item.owner.module, item.owner.attribute, None)
 
 
-def _check_cpu_limit(limit: Optional[int]) -> int:
-    if limit is None:
-        return int(_C.cpu_quota())
-    if not isinstance(limit, int):
-        raise TypeError(f"limit_cpu_concurrency: wanted an int, found {type(limit).__name__}")
-    if limit < 1:
-        raise ValueError(f"limit_cpu_concurrency: wanted 1 or more, found {limit}")
-    return limit
-
-
 def _check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> frozenset[str]:
     chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes or ())
     unknown = sorted(map(str, chosen.difference(_HASH_NAMES)))
     if unknown:
         raise ValueError(f"hashes: wanted names out of {', '.join(_HASH_NAMES)}, found {', '.join(unknown)}")
     return chosen - {"crc32"} if encrypted else chosen
-
-
-def _check_name(name: Any, kind: TensorType) -> module_tree.Path:
-    if isinstance(name, str):
-        return (name,)
-    if not isinstance(name, tuple):
-        raise TypeError(f"name: wanted a str or a tuple of str and int, found {type(name).__name__}")
-    if kind is not TensorType.STATE_DICT and not (len(name) == 1 and isinstance(name[0], str)):
-        raise ValueError(f"name: paths like {name!r} are legal for STATE_DICT tensors only")
-    return name
-
-
-def _copied_nbytes(item: _Item) -> int:
-    """Bytes that writing the item takes beyond the item itself, or sets free."""
-    tensor = item.tensor
-    if tensor.is_meta:
-        return 0
-    in_place = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    direct = tensor.device.type == "cpu" or _cuda.is_fast_device(tensor.device)
-    return 0 if in_place and direct and item.owner is None else item.nbytes
-
-
-def _batches(items: list[_Item]) -> Iterator[list[_Item]]:
-    """Consecutive items of one device whose copies fit the budget together."""
-    batch: list[_Item] = []
-    nbytes = 0
-    for item in items:
-        size = _copied_nbytes(item)
-        if batch and (nbytes + size > _COPY_BUDGET_NBYTES or item.tensor.device != batch[0].tensor.device):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(item)
-        nbytes += size
-    if batch:
-        yield batch
-
-
-def _log_written(item: _Item) -> None:
-    logger.debug(
-        "wrote %d:%s:%s dtype %s shape %s, %d bytes",
-        item.module_idx,
-        _KIND_LETTERS[item.type],
-        item.path[0] if len(item.path) == 1 else item.path,
-        item.tensor.dtype,
-        tuple(item.tensor.shape),
-        item.nbytes,
-    )

@@ -1,6 +1,6 @@
 """Opening files wherever they are: :func:`open_stream`, and the stream classes behind it.
 
-What needs boto3, redis or fsspec lives in its own module and is imported when it is first used.
+What needs boto3, redis or fsspec has a module of its own, which is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import sys
 import urllib.request
 from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, Union, cast
 
-from tensorizer._secrets import hidden
-from tensorizer.streams.http import CURLStreamFile
-from tensorizer.streams.options import CAInfo
-from tensorizer.streams.options import HTTPOptions as HTTPOptions
+from tensorizer._crypto.key_material import hidden
+from tensorizer._io.http import CURLStreamFile
+from tensorizer._io.options import CAInfo
+from tensorizer._io.options import HTTPOptions as HTTPOptions
 
 if TYPE_CHECKING:
-    from tensorizer.streams.redis import RedisStreamFile
+    from tensorizer._io.redis import RedisStreamFile
 
 __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa: RUF022 - as callers know it
 
@@ -38,13 +38,13 @@ _s3_default_config_paths: tuple[str, ...] = tuple(
 
 # Names that other modules define and callers import from here.
 _ELSEWHERE = {
-    "RedisStreamFile": "tensorizer.streams.redis",
-    "_parse_redis_uri": "tensorizer.streams.redis",
-    "s3_upload": "tensorizer.s3",
-    "s3_download": "tensorizer.s3",
-    "_s3_download_url": "tensorizer.s3",
-    "_infer_credentials": "tensorizer.s3",
-    "_enforce_scheme": "tensorizer.s3",
+    "RedisStreamFile": "tensorizer._io.redis",
+    "_parse_redis_uri": "tensorizer._io.redis",
+    "s3_upload": "tensorizer._io.s3.objects",
+    "s3_download": "tensorizer._io.s3.objects",
+    "_s3_download_url": "tensorizer._io.s3.objects",
+    "_infer_credentials": "tensorizer._io.s3.objects",
+    "_enforce_scheme": "tensorizer._io.s3.objects",
 }
 
 # URIs that name paths; the second is fsspec's word.
@@ -144,14 +144,14 @@ def open_stream(
         )
     if scheme in ("redis", "rediss"):
         _require_mode(mode, {frozenset("rb")}, scheme)
-        from tensorizer.streams.redis import RedisStreamFile
+        from tensorizer._io.redis import RedisStreamFile
 
         return RedisStreamFile(
             uri, begin=begin, end=end, buffer_size=buffer_size, certificate_handling=certificate_handling
         )
     if scheme == "s3":
         _require_mode(mode, _S3_MODES, scheme)
-        from tensorizer import s3
+        from tensorizer._io.s3 import objects
 
         s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
         settings: dict[str, Any] = {
@@ -169,9 +169,9 @@ def open_stream(
             "http_options": http_options,
         }
         if "r" in mode:
-            return s3.open_read(uri, begin=begin, end=end, buffer_size=buffer_size, **settings)
-        return s3.open_write(uri, mode, **settings)
-    from tensorizer.streams import fsspec
+            return objects.open_read(uri, begin=begin, end=end, buffer_size=buffer_size, **settings)
+        return objects.open_write(uri, mode, **settings)
+    from tensorizer._io import fsspec
 
     return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, end=end)
 

@@ -21,8 +21,7 @@ from typing import Any, BinaryIO, Callable, NamedTuple, Optional, Union
 
 import torch
 
-from tensorizer._config import env_text
-from tensorizer._sidecar import (
+from tensorizer._format.sidecar import (
     LoadSession,
     PickleForLoading,
     PickleForSaving,
@@ -32,6 +31,7 @@ from tensorizer._sidecar import (
     default_load,
     default_save,
 )
+from tensorizer._system.config import env_text
 
 __all__ = ("tensorizer_saving", "tensorizer_loading")  # noqa: RUF022 - the order that callers know
 

@@ -1,7 +1,7 @@
 """A CUDA device for tests: the real one, or the fake driver of ``tests/native/fake_cuda`` under the real engine.
 
 The fake driver moves real bytes through the whole C++ pipeline (ring, streams, events) and checks CUDA's rules. Torch's
-CPU build cannot allocate "device" memory, so the few lines of ``tensorizer._cuda`` that ask torch for it are replaced:
+CPU build cannot allocate "device" memory, so the lines of ``_system.cuda_engine`` that ask torch for it are replaced:
 destinations are then memory of the fake driver, which the host cannot touch.
 """
 
@@ -20,7 +20,9 @@ from typing import Any, Optional
 
 import torch
 
-from tensorizer import _C, TensorDeserializer, TensorSerializer, _cuda, _reading
+from tensorizer import _C, TensorDeserializer, TensorSerializer
+from tensorizer._load import reader
+from tensorizer._system import cuda_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 FAKE = ROOT / "tests" / "native" / "fake_cuda"
@@ -163,8 +165,8 @@ class FakeDevice(Accelerator):
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
-        monkeypatch.setattr(_cuda, "allocate", allocate)
-        monkeypatch.setattr(_reading.TensorReader, "_deliver", deliver)
+        monkeypatch.setattr(cuda_engine, "allocate", allocate)
+        monkeypatch.setattr(reader.TensorReader, "_deliver", deliver)
 
     def _allocate(self, nbytes: int, device: int) -> torch.Tensor:
         flat = self.driver.memory(nbytes, device).as_subclass(FakeAllocation)

@@ -19,15 +19,8 @@ import samples
 import torch
 
 import tensorizer.cuda
-from tensorizer import (
-    _C,
-    CryptographyError,
-    DecryptionParams,
-    EncryptionParams,
-    TensorDeserializer,
-    TensorSerializer,
-    _cuda,
-)
+from tensorizer import _C, CryptographyError, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer._system import cuda_engine
 from tensorizer.errors import DeviceError, HashMismatchError
 
 MIB = 1 << 20
@@ -140,8 +133,8 @@ def test_encrypted_tensors_are_decrypted_on_their_way(gpu, verify):
 
 def test_what_was_decrypted_before_a_damaged_chunk_is_wiped_on_the_device(gpu, monkeypatch):
     allocated = []
-    allocate = _cuda.allocate
-    monkeypatch.setattr(_cuda, "allocate", lambda *args: allocated.append(allocate(*args)) or allocated[-1])
+    allocate = cuda_engine.allocate
+    monkeypatch.setattr(cuda_engine, "allocate", lambda *args: allocated.append(allocate(*args)) or allocated[-1])
     encryption = EncryptionParams.random()
     state = {f"t{i}": samples.tensor((5 * MIB + 3,), torch.uint8, i) for i in range(3)}
     damaged = bytearray(written(state, encryption=encryption).getvalue())

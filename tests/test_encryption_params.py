@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorizer import _C, _crypt
+from tensorizer import _C
+from tensorizer._crypto import kernels
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import CryptographyError
 
@@ -478,14 +479,14 @@ def test_nonces_count_as_one_little_endian_number() -> None:
 
 
 def test_encryption_is_available_here() -> None:
-    assert _crypt.available is True
-    assert _crypt.CryptographyError is CryptographyError
+    assert kernels.available is True
+    assert kernels.CryptographyError is CryptographyError
 
 
 def test_without_libsodium_every_way_to_a_key_is_a_runtime_error(
     monkeypatch: pytest.MonkeyPatch, key_file: Path
 ) -> None:
-    monkeypatch.setattr(_crypt, "available", False)
+    monkeypatch.setattr(kernels, "available", False)
     ways = [
         lambda: EncryptionParams(KEY),
         EncryptionParams.random,

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import torch
 
 from tensorizer import TensorDeserializer, TensorSerializer
-from tensorizer._html import entries_table
+from tensorizer._format.table import entries_table
 
 
 class Table(HTMLParser):

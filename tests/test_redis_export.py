@@ -9,9 +9,9 @@ import threading
 import pytest
 from servers.redis_server import RedisServer, redis_is_installed
 
+from tensorizer._io.redis import RedisStreamFile
+from tensorizer._io.redis_export import _ClientWriter, _writer_for, export_to_redis
 from tensorizer.errors import StreamError
-from tensorizer.streams.redis import RedisStreamFile
-from tensorizer.streams.redis_export import _ClientWriter, _writer_for, export_to_redis
 
 redis = pytest.importorskip("redis")
 pytestmark = [pytest.mark.skipif(not redis_is_installed(), reason="no redis-server"), pytest.mark.timeout(120)]
@@ -170,7 +170,7 @@ def test_records_of_a_filter_are_stored_alone(server, file):
 
 @pytest.mark.parametrize("kind", ["tcp", "subclass"])
 def test_payloads_above_the_limit_of_a_value_are_stored_in_pieces(monkeypatch, kind):
-    from tensorizer.streams import redis_export
+    from tensorizer._io import redis_export
 
     limit = 1 << 20  # the smallest that a server can be told
     monkeypatch.setattr(redis_export, "MAX_VALUE_NBYTES", limit)

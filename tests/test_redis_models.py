@@ -8,8 +8,8 @@ from samples import assert_same, tensor
 from servers.redis_server import RedisServer, redis_is_installed
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer._io.redis import RedisStreamFile
 from tensorizer.errors import TruncatedError
-from tensorizer.streams.redis import RedisStreamFile
 
 pytest.importorskip("redis")
 pytestmark = [pytest.mark.skipif(not redis_is_installed(), reason="no redis-server"), pytest.mark.timeout(120)]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tensorizer._io.redis import parse_redis_address
 from tensorizer.stream_io import HTTPOptions, RedisStreamFile, open_stream
-from tensorizer.streams.redis import parse_redis_address
 
 ROOT = Path(__file__).parents[1]
 REMOTE = (ROOT / "docs" / "remote.md").read_text()

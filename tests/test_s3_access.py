@@ -11,7 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tensorizer import s3, stream_io
+from tensorizer import stream_io
+from tensorizer._io.s3 import objects
 
 botocore = pytest.importorskip("botocore")
 boto3 = pytest.importorskip("boto3")
@@ -32,16 +33,16 @@ def clean(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "aws-credentials"))
     monkeypatch.setattr(stream_io, "_s3_default_config_paths", (str(tmp_path / "s3cfg"),))
-    monkeypatch.setattr("tensorizer._s3_access._announced", set())
+    monkeypatch.setattr("tensorizer._io.s3.access._announced", set())
 
 
 def resolved(write=False, **settings):
     default = stream_io.default_s3_write_endpoint if write else stream_io.default_s3_read_endpoint
-    return s3.resolve(s3._settings(**settings), default, anonymous=not write)
+    return objects.resolve(objects._settings(**settings), default, anonymous=not write)
 
 
 def url_of(uri="s3://bucket/some/key", **settings):
-    return s3._presigned(resolved(**settings), uri)
+    return objects._presigned(resolved(**settings), uri)
 
 
 def host_of(url):
@@ -270,7 +271,7 @@ class TestUrls:
 class TestSecrets:
     def test_no_repr_log_or_error_shows_a_secret(self, caplog):
         caplog.set_level(logging.DEBUG, "tensorizer")
-        settings = s3._settings(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
+        settings = objects._settings(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
         access = resolved(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
         parsed = stream_io._infer_credentials(KEY, SECRET)
         assert (parsed.s3_access_key, parsed.s3_secret_key, parsed.config_file) == (KEY, SECRET, None)

@@ -22,7 +22,8 @@ from servers.http_faults import FaultyServer, Reply
 from servers.redis_server import free_port
 from servers.s3_server import S3Server, s3_is_installed
 
-from tensorizer import TensorDeserializer, TensorSerializer, s3, stream_io
+from tensorizer import TensorDeserializer, TensorSerializer, stream_io
+from tensorizer._io.s3 import objects
 from tensorizer.errors import StreamError, StreamNotFoundError
 from tensorizer.stream_io import HTTPOptions, open_stream
 
@@ -58,7 +59,7 @@ def no_other_credentials(monkeypatch, tmp_path):
 @pytest.fixture
 def small_parts(monkeypatch):
     """The smallest parts that S3 takes, so that small objects have many."""
-    monkeypatch.setattr("tensorizer._s3_upload.MIN_PART_NBYTES", 5 * MIB)
+    monkeypatch.setattr("tensorizer._io.s3.upload.MIN_PART_NBYTES", 5 * MIB)
 
 
 def random_bytes(nbytes, seed=1):
@@ -294,7 +295,7 @@ class TestStreamingWrites:
             assert_same(dict(TensorDeserializer(stream, device="cpu").items()), {**expected, **more})
 
     def test_memory_stays_within_the_budget(self, store, small_parts):
-        sink = s3.open_sink("s3://bucket/budget", memory_budget=20 * MIB, **store.arguments)
+        sink = objects.open_sink("s3://bucket/budget", memory_budget=20 * MIB, **store.arguments)
         data = random_bytes(60 * MIB)
         sink.reserve(len(data))
         for at in range(0, len(data), MIB):
@@ -334,7 +335,7 @@ class TestStreamingWrites:
     def test_a_process_that_ends_early_leaves_neither_object_nor_upload(self, store, ending):
         program = """
 import sys, os, signal, threading, torch
-import tensorizer, tensorizer._s3_upload as u
+import tensorizer, tensorizer._io.s3.upload as u
 u.MIN_PART_NBYTES = 5 << 20
 options = dict(s3_access_key_id=sys.argv[1], s3_secret_access_key=sys.argv[2], s3_endpoint=sys.argv[3], force_http=True)
 s = tensorizer.TensorSerializer("s3://bucket/early", stream_options=options)

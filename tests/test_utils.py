@@ -13,7 +13,8 @@ import psutil
 import pytest
 import torch
 
-from tensorizer import _cgroup, utils
+from tensorizer import utils
+from tensorizer._system import cgroup
 from tensorizer.utils import (
     CPUMemoryUsage,
     GlobalGPUMemoryUsage,
@@ -133,9 +134,9 @@ def test_peak_memory_covers_this_process_and_free_memory_is_what_is_available():
 
 
 def test_free_memory_is_bounded_by_what_the_container_leaves(monkeypatch):
-    monkeypatch.setattr(_cgroup, "memory_available", lambda: 123 * MIB)
+    monkeypatch.setattr(cgroup, "memory_available", lambda: 123 * MIB)
     assert CPUMemoryUsage.now().free == 123 * MIB
-    monkeypatch.setattr(_cgroup, "memory_available", lambda: None)
+    monkeypatch.setattr(cgroup, "memory_available", lambda: None)
     assert CPUMemoryUsage.now().free > 123 * MIB
 
 
@@ -164,7 +165,7 @@ class FakeMachine:
         self.write("proc/self/mountinfo", mountinfo)
 
     def memory(self):
-        return _cgroup.memory_available(self.root)
+        return cgroup.memory_available(self.root)
 
 
 @pytest.fixture
@@ -250,7 +251,7 @@ def test_a_system_without_control_groups_has_no_limits(machine):
 
 
 def test_the_real_system_gives_a_plausible_figure():
-    memory = _cgroup.memory_available()
+    memory = cgroup.memory_available()
     assert memory is None or memory >= 0
 
 

@@ -36,9 +36,20 @@ const format::IndexEntry& entry_at(const OpenedIndex& opened, size_t i) {
 
 py::list names(const OpenedIndex& opened) {
   py::list result(opened.index.size());
+  const bool structured = opened.container == format::Container::tensors;
   for (size_t i = 0; i < opened.index.size(); ++i) {
-    result[i] = name_to_python(opened.index[i].name);
+    const std::string_view name = opened.index[i].name;
+    result[i] = structured ? name_to_python(name) : text_to_python(name);
   }
+  return result;
+}
+
+// In the order of the file; None where it has none.
+std::optional<py::dict> metadata(const OpenedIndex& opened) {
+  if (!opened.metadata) return std::nullopt;
+  py::dict result;
+  for (const format::TextPair& pair : *opened.metadata)
+    result[text_to_python(pair.key)] = text_to_python(pair.value);
   return result;
 }
 
@@ -238,6 +249,14 @@ void register_index(py::module_& m) {
   py::class_<OpenedIndex, std::shared_ptr<OpenedIndex>>(m, "Index")
       .def("__len__", [](const OpenedIndex& o) { return o.index.size(); })
       .def_readonly("start", &OpenedIndex::start)
+      .def_property_readonly("format",
+                             [](const OpenedIndex& o) {
+                               return o.container == format::Container::tensors ? "tensors"
+                                                                                : "safetensors";
+                             })
+      .def_property_readonly("stores_hashes",
+                             [](const OpenedIndex& o) { return o.has_record_headers(); })
+      .def("metadata", &metadata)
       .def_property_readonly("version", [](const OpenedIndex& o) { return o.prologue.version; })
       .def_property_readonly("flags", [](const OpenedIndex& o) { return o.prologue.flags; })
       .def_property_readonly("encrypted",
@@ -258,6 +277,10 @@ void register_index(py::module_& m) {
              const std::string_view dtype = entry_at(o, i).dtype;
              return py::bytes(dtype.data(), dtype.size());
            })
+      .def("container_dtype",
+           [](const OpenedIndex& o, size_t i) {
+             return text_to_python(entry_at(o, i).container_dtype);
+           })
       .def("shape",
            [](const OpenedIndex& o, size_t i) { return shape_tuple(entry_at(o, i).shape); })
       .def("type",
@@ -275,13 +298,13 @@ void register_index(py::module_& m) {
       [](io::RangeSource& source, uint64_t start, bool key_given) {
         const auto key = key_given ? format::KeyGiven::yes : format::KeyGiven::no;
         const bool prompt = source.traits().prompt;
-        const format::Prologue prologue = run_interruptible(
+        const load::ContainerHead head = run_interruptible(
             prompt ? Where::here : Where::helper_thread,
-            [&](auto& stop) { return load::open_prologue(source, start, key, stop); });
-        const bool brief = prompt && prologue.metadata_nbytes <= kBriefIndexNbytes;
-        return std::const_pointer_cast<OpenedIndex>(run_interruptible(
-            brief ? Where::here : Where::helper_thread,
-            [&](auto& stop) { return load::open_index(source, start, prologue, stop); }));
+            [&](auto& stop) { return load::open_head(source, start, key, stop); });
+        const bool brief = prompt && head.index_nbytes() <= kBriefIndexNbytes;
+        return std::const_pointer_cast<OpenedIndex>(
+            run_interruptible(brief ? Where::here : Where::helper_thread,
+                              [&](auto& stop) { return load::open_index(source, head, stop); }));
       },
       py::arg("source"), py::arg("start"), py::arg("key_given"));
 }

@@ -31,9 +31,9 @@ TensorToWrite describe(const py::tuple& item, format::TensorPath& path) {
 
 // Waits for a step of a call; an interpreter that exits meanwhile undoes the call.
 template <class Step, class Poll>
-void run_step(SaveSession& session, Step&& step, Poll&& on_poll) {
-  run_interruptible(Where::helper_thread, std::forward<Step>(step), std::forward<Poll>(on_poll),
-                    [&] { session.abort_call(); });
+void run_step(SaveSession& session, bool brief, Step&& step, Poll&& on_poll) {
+  run_interruptible(brief ? Where::here : Where::helper_thread, std::forward<Step>(step),
+                    std::forward<Poll>(on_poll), [&] { session.abort_call(); });
 }
 
 void begin_call(SaveSession& session, const py::list& items, bool growing) {
@@ -43,7 +43,7 @@ void begin_call(SaveSession& session, const py::list& items, bool growing) {
   for (size_t i = 0; i < items.size(); ++i)
     tensors.push_back(describe(items[i].cast<py::tuple>(), paths[i]));
   run_step(
-      session,
+      session, session.is_brief(tensors, growing),
       [&](const std::stop_token& stop) {
         session.begin_call(std::move(tensors), paths, growing, stop);
       },
@@ -60,7 +60,8 @@ void write_payloads(SaveSession& session, const py::list& items, int device,
     payloads.push_back({record, {reinterpret_cast<std::byte*>(address), nbytes, device, nullptr}});
   }
   run_step(
-      session, [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
+      session, session.call_is_brief() && engine == nullptr,
+      [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
       [&] {
         if (!progress.is_none()) progress(session.nbytes_done());
       });
@@ -98,7 +99,8 @@ void register_save(py::module_& m) {
       .def("finish_call",
            [](SaveSession& session) {
              run_step(
-                 session, [&](const std::stop_token& stop) { session.finish_call(stop); }, [] {});
+                 session, session.call_is_brief(),
+                 [&](const std::stop_token& stop) { session.finish_call(stop); }, [] {});
            })
       .def("abort_call",
            [](SaveSession& session) {

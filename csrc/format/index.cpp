@@ -175,6 +175,10 @@ Index::Index(const Prologue& prologue, std::vector<std::byte> block, uint64_t or
   }
 }
 
+Index::Index(std::vector<std::byte> block, std::vector<uint64_t> dims,
+             std::vector<IndexEntry> entries)
+    : block_(std::move(block)), dims_(std::move(dims)), entries_(std::move(entries)) {}
+
 bool EntryToWrite::is_long() const noexcept {
   return std::ranges::any_of(shape, [](uint64_t dim) { return dim > kMaxShortDim; });
 }

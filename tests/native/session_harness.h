@@ -217,7 +217,7 @@ struct LoadSettings {
 inline std::shared_ptr<const load::OpenedIndex> open_all(io::RangeSource& source,
                                                          format::KeyGiven key,
                                                          const std::stop_token& stop = {}) {
-  return load::open_index(source, 0, load::open_prologue(source, 0, key, stop), stop);
+  return load::open_index(source, load::open_head(source, 0, key, stop), stop);
 }
 
 // Loads every entry to memory of its own; the buffers are returned even when the load throws

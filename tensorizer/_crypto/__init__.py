@@ -1,0 +1,1 @@
+"""Keys: what callers pass, what the extension gets."""

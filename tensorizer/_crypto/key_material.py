@@ -1,0 +1,155 @@
+"""Where the parameters classes keep their keys, the checks on what callers pass as keys, and text that is not shown."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Optional, Union
+
+from tensorizer import _C
+
+__all__ = [
+    "BytesLike",
+    "Key",
+    "Provided",
+    "hidden",
+    "passphrase_bytes",
+    "salt_bytes",
+    "same_bytes",
+    "same_key",
+    "secret_from_bytes",
+    "secret_from_file",
+    "secret_of",
+]
+
+BytesLike = Union[bytes, bytearray, memoryview]
+
+_KEY_NBYTES = 32
+_SALT_NBYTES = 16
+
+
+class Provided:
+    """A key that somebody else hands out: asked for when first needed, once, whichever thread needs it first."""
+
+    __slots__ = ("_lock", "_secret", "provider")
+
+    def __init__(self, provider: Callable[[], BytesLike]) -> None:
+        if not callable(provider):
+            raise TypeError(f"provider: wanted a callable without arguments, found {type(provider).__name__}")
+        self.provider = provider
+        self._secret: Optional[_C.SecretKey] = None
+        self._lock = threading.Lock()
+
+    def secret(self) -> _C.SecretKey:
+        with self._lock:
+            if self._secret is None:
+                self._secret = secret_from_bytes(self.provider(), "the key that the provider returned")
+            return self._secret
+
+
+Key = Union[_C.SecretKey, Provided]
+
+
+def secret_of(key: Key) -> _C.SecretKey:
+    """The key itself; asks a provider that has not been asked yet."""
+    return key.secret() if isinstance(key, Provided) else key
+
+
+def same_key(a: Optional[Key], b: Optional[Key]) -> bool:
+    """Constant-time comparison; two providers are equal where they are the same object."""
+    if a is None or b is None:
+        return a is b
+    if isinstance(a, Provided) or isinstance(b, Provided):
+        # Comparing must not ask a key service for anything.
+        return isinstance(a, Provided) and isinstance(b, Provided) and a.provider is b.provider
+    return _C.same_secret(a, b)
+
+
+def same_bytes(a: Optional[bytes], b: Optional[bytes]) -> bool:
+    """Constant-time comparison."""
+    if a is None or b is None:
+        return a is b
+    return _C.same_secret(a, b)
+
+
+def secret_from_bytes(key: Any, what: str) -> _C.SecretKey:
+    """A key from 32 bytes; ``what`` names them in a ``TypeError`` or ``ValueError``."""
+    if not isinstance(key, (bytes, bytearray, memoryview)):
+        raise TypeError(
+            f"{what}: wanted {_KEY_NBYTES} bytes from a secure source of randomness, found {type(key).__name__} "
+            "(from_string() derives a key from a passphrase)"
+        )
+    nbytes = key.nbytes if isinstance(key, memoryview) else len(key)
+    if nbytes != _KEY_NBYTES:
+        raise ValueError(f"{what}: wanted {_KEY_NBYTES} bytes, found {nbytes}")
+    if isinstance(key, memoryview) and not key.contiguous:
+        key = key.tobytes()
+    return _C.SecretKey(key)
+
+
+def secret_from_file(path: Union[str, os.PathLike[str]]) -> _C.SecretKey:
+    """A key from a file of exactly 32 bytes; ``ValueError`` for another size."""
+    with open(path, "rb", buffering=0) as file:  # unbuffered, so that no other copy stays behind
+        key = bytearray(_KEY_NBYTES + 1)
+        nbytes = 0
+        while nbytes < len(key):
+            got = file.readinto(memoryview(key)[nbytes:])
+            if not got:
+                break
+            nbytes += got
+    try:
+        if nbytes != _KEY_NBYTES:
+            found = "more" if nbytes > _KEY_NBYTES else nbytes
+            raise ValueError(f"key file {path!r}: wanted {_KEY_NBYTES} bytes, found {found}")
+        with memoryview(key) as view:
+            return _C.SecretKey(view[:_KEY_NBYTES])
+    finally:
+        key[:] = bytes(len(key))
+
+
+def _encoded(what: str, text: str, encoding: str) -> bytes:
+    try:
+        return text.encode(encoding)
+    except UnicodeEncodeError:
+        pass  # raised below, outside, because this error quotes the text
+    raise ValueError(f"{what}: it cannot be encoded as {encoding}")
+
+
+def passphrase_bytes(source: Any, encoding: str) -> bytes:
+    """What Argon2id is given; ``ValueError`` for nothing, ``TypeError`` for what is neither text nor bytes."""
+    if not source:
+        raise ValueError("passphrase: it is empty")
+    if isinstance(source, str):
+        return _encoded("passphrase", source, encoding)
+    if not isinstance(source, bytes):
+        raise TypeError(f"passphrase: wanted str or bytes, found {type(source).__name__}")
+    return source
+
+
+def salt_bytes(salt: Any, encoding: str) -> bytes:
+    """The salt as 16 bytes, random ones for ``None``."""
+    if salt is None:
+        return _C.random_bytes(_SALT_NBYTES)
+    if isinstance(salt, str):
+        salt = _encoded("salt", salt, encoding)
+    if not isinstance(salt, (bytes, bytearray, memoryview)):
+        raise TypeError(f"salt: wanted bytes-like or None, found {type(salt).__name__}")
+    salted = bytes(salt)
+    if len(salted) != _SALT_NBYTES:
+        raise ValueError(f"salt: wanted {_SALT_NBYTES} bytes, found {len(salted)}")
+    return salted
+
+
+class HiddenText(str):
+    """Text that ``repr`` does not show, and so no tool that records local variables."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<hidden>"
+
+
+def hidden(text: Optional[str]) -> Optional[str]:
+    """The same text, for use and not for show; ``None`` and what is no text stay what they are."""
+    return HiddenText(text) if type(text) is str and text else text

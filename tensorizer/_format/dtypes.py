@@ -1,0 +1,167 @@
+"""Stored dtypes and torch dtypes: which text stands for which type (docs/format.md, "dtypes")."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tensorizer.errors import FormatError
+
+__all__ = [
+    "INTEGER_OF_WIDTH",
+    "OPAQUE_SEPARATOR",
+    "LoadedDtype",
+    "numpy_storage",
+    "resolve",
+    "stored_for_array",
+    "stored_for_tensor",
+]
+
+OPAQUE_SEPARATOR = "\0"
+
+# torch dtypes with a numpy counterpart, by what numpy calls them
+_NUMPY_NAMES = {
+    "|u1": "uint8",
+    "|i1": "int8",
+    "<i2": "int16",
+    "<i4": "int32",
+    "<i8": "int64",
+    "<u2": "uint16",
+    "<u4": "uint32",
+    "<u8": "uint64",
+    "<f2": "float16",
+    "<f4": "float32",
+    "<f8": "float64",
+    "<c8": "complex64",
+    "<c16": "complex128",
+    "|b1": "bool",
+}
+_STORED_TO_TORCH: dict[str, torch.dtype] = {
+    stored: getattr(torch, name) for stored, name in _NUMPY_NAMES.items() if hasattr(torch, name)
+}  # uint16/32/64 came with torch 2.3
+_TORCH_TO_STORED = {dtype: stored for stored, dtype in _STORED_TO_TORCH.items()}
+_QUANTIZED = {
+    getattr(torch, name) for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if hasattr(torch, name)
+}
+_VOID = {1: "|V1", 2: "<V2", 4: "<V4", 8: "<V8"}
+
+# DLPack type codes (dlpack.h)
+_INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX = 0, 1, 2, 4, 5
+_DLPACK = {
+    torch.uint8: (_UINT, 8),
+    torch.int8: (_INT, 8),
+    torch.int16: (_INT, 16),
+    torch.int32: (_INT, 32),
+    torch.int64: (_INT, 64),
+    torch.float16: (_FLOAT, 16),
+    torch.float32: (_FLOAT, 32),
+    torch.float64: (_FLOAT, 64),
+    torch.bfloat16: (_BFLOAT, 16),
+    torch.complex64: (_COMPLEX, 64),
+    torch.complex128: (_COMPLEX, 128),
+}
+INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TORCH_NAME = re.compile(r"torch\.([A-Za-z_]\w*)\Z")
+
+
+class LoadedDtype(NamedTuple):
+    """How the extension makes a tensor of one stored dtype."""
+
+    code: int  # DLPack type code
+    bits: int
+    dtype: torch.dtype
+    reinterpret: bool  # made as integers of the same width, then viewed as `dtype`
+    differentiable: bool  # the Parameter's requires_grad: floating point and complex types
+
+
+def torch_dtype(stored: str) -> torch.dtype:
+    """The torch dtype that a stored dtype names.
+
+    Raises:
+        FormatError: The text names no dtype that the running torch has.
+    """
+    numpy_part, _, name = stored.partition(OPAQUE_SEPARATOR)
+    if "V" not in numpy_part:
+        return _STORED_TO_TORCH.get(numpy_part) or _normalized(numpy_part)
+    if not np.dtype(numpy_part.replace("V", "i")).isnative:
+        raise FormatError(f"stored dtype {stored!r} has foreign byte order")
+    match = _TORCH_NAME.match(name)
+    found = getattr(torch, match.group(1), None) if match else None
+    if not isinstance(found, torch.dtype):
+        raise FormatError(f"stored dtype {stored!r}: this torch ({torch.__version__}) has no dtype {name!r}")
+    if found.itemsize != np.dtype(numpy_part).itemsize:
+        raise FormatError(
+            f"stored dtype {stored!r}: wanted elements of {np.dtype(numpy_part).itemsize} bytes, "
+            f"{name} has {found.itemsize}"
+        )
+    return found
+
+
+def _normalized(numpy_part: str) -> torch.dtype:
+    """Other spellings of a native dtype ("<i1", "=f4", "bool"); foreign byte order is refused, as torch does."""
+    try:
+        dtype = np.dtype(numpy_part)
+    except TypeError:
+        raise FormatError(f"stored dtype {numpy_part!r} is not a numpy dtype") from None
+    if not dtype.isnative:
+        raise FormatError(f"stored dtype {numpy_part!r} has foreign byte order")
+    known = _STORED_TO_TORCH.get(dtype.str)
+    if known is None:
+        raise FormatError(f"stored dtype {numpy_part!r} has no counterpart in torch {torch.__version__}")
+    return known
+
+
+def resolve(stored: bytes) -> LoadedDtype:
+    """What the extension asks once per distinct stored dtype of a load."""
+    dtype = torch_dtype(stored.decode("utf-8", "replace"))
+    differentiable = dtype.is_floating_point or dtype.is_complex
+    direct = _DLPACK.get(dtype)
+    if direct is not None:
+        return LoadedDtype(*direct, dtype, False, differentiable)
+    code, bits = _DLPACK[INTEGER_OF_WIDTH[dtype.itemsize]]
+    return LoadedDtype(code, bits, dtype, True, differentiable)
+
+
+def stored_for_tensor(dtype: torch.dtype) -> str:
+    """The text to store for a torch dtype.
+
+    Raises:
+        NotImplementedError: Quantized dtypes, whose scales the format cannot hold.
+        ValueError: An element width other than 1, 2, 4 or 8 bytes.
+    """
+    stored = _TORCH_TO_STORED.get(dtype)
+    if stored is not None:
+        return stored
+    if dtype in _QUANTIZED:
+        raise NotImplementedError(f"tensors of dtype {dtype} cannot be stored: the format holds no scales")
+    void = _VOID.get(dtype.itemsize)
+    if void is None:
+        raise ValueError(
+            f"tensors of dtype {dtype} cannot be stored: wanted elements of 1, 2, 4 or 8 bytes, found {dtype.itemsize}"
+        )
+    return f"{void}{OPAQUE_SEPARATOR}{dtype}"
+
+
+def stored_for_array(dtype: np.dtype[np.generic]) -> str:
+    """The text to store for a numpy dtype that torch can adopt.
+
+    Raises:
+        ValueError: Foreign byte order.
+        TypeError: A dtype that torch does not know.
+    """
+    if not dtype.isnative:
+        raise ValueError(f"arrays of dtype {dtype.str} cannot be stored: convert them to native byte order first")
+    if dtype.str not in _STORED_TO_TORCH:
+        raise TypeError(f"arrays of dtype {dtype} cannot be stored: torch has no such type")
+    return dtype.str
+
+
+def numpy_storage(dtype: torch.dtype) -> tuple[np.dtype[np.generic], bool]:
+    """The numpy dtype that holds elements of `dtype`, and whether it is only a stand-in of the same width."""
+    stored = _TORCH_TO_STORED.get(dtype)
+    if stored is not None:
+        return np.dtype(stored), False
+    return np.dtype(f"i{dtype.itemsize}"), True

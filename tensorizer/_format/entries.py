@@ -1,0 +1,97 @@
+"""The small public records that describe what is in a file (docs/format.md, "Index" and "Hashes")."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from tensorizer._format import dtypes
+from tensorizer._format.names import Name
+from tensorizer.errors import FormatError
+
+__all__ = ["FileFeatureFlags", "FilterFuncType", "HashType", "TensorEntry", "TensorHash", "TensorType"]
+
+#: Called with a plain name or a tuple of ``str`` and ``int``; the result is judged by truthiness.
+FilterFuncType = Callable[[Name], Any]
+
+
+class TensorType(enum.IntEnum):
+    """What a tensor was when it was written."""
+
+    PARAM = 0
+    BUFFER = 1
+    STATE_DICT = 2
+
+
+class FileFeatureFlags(enum.IntFlag):
+    """Bits of the prologue's flags field."""
+
+    encrypted = 1
+    versioned_headers = 2
+
+
+class HashType(enum.IntEnum):
+    """Kinds of stored digests."""
+
+    CRC32 = 0
+    SHA256 = 1
+
+
+@dataclass(order=True)
+class TensorHash:
+    """One stored digest; ``hash`` is its value, little-endian for CRC32."""
+
+    __slots__ = ("hash", "type")
+    type: HashType
+    hash: bytes
+
+
+@dataclass(order=True)
+class TensorEntry:
+    """One tensor as the file describes it."""
+
+    __slots__ = (
+        "data_length",
+        "data_offset",
+        "dtype",
+        "hashes",
+        "header_hashes",
+        "metadata_version",
+        "name",
+        "offset",
+        "shape",
+        "type",
+    )
+    metadata_version: int  # 1, or 5 where dimensions are stored with 64 bits
+    name: Name
+    type: TensorType
+    dtype: str  # as stored: a numpy dtype, and a torch name after a NUL where numpy has none
+    shape: tuple[int, ...]
+    offset: int  # of the record header, absolute
+    data_offset: int  # of the payload
+    data_length: int  # payload bytes; 0 for tensors without data
+    hashes: Optional[list[TensorHash]]  # None until the tensor has been read
+    header_hashes: Optional[dict[HashType, Any]]
+
+    @property
+    def is_long_tensor(self) -> bool:
+        """Whether dimensions take 64 bits."""
+        return self.metadata_version >= 5
+
+    @property
+    def deserialized_length(self) -> int:
+        """Bytes that the tensor occupies once loaded."""
+        if self.data_length:
+            return self.data_length
+        return self.itemsize * math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        digits = self.dtype.partition(dtypes.OPAQUE_SEPARATOR)[0].lstrip("<>|=")[1:]
+        if not digits.isdigit():
+            raise FormatError(f"tensor {self.name!r}: stored dtype {self.dtype!r} has no size")
+        return int(digits)

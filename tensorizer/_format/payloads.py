@@ -1,0 +1,95 @@
+"""From the tensors and arrays that callers give to memory that can be written as it stands."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorizer._format import dtypes
+
+__all__ = ["adopt", "contiguous", "stored_dtype"]
+
+
+def stored_dtype(name: Any, tensor: torch.Tensor) -> str:
+    """The dtype to store for a tensor that can be stored.
+
+    Raises:
+        NotImplementedError: A tensor that the format cannot hold: quantized, sparse or nested; or one without memory
+            of its own, such as a wrapper around other tensors, which would be written as something else.
+        ValueError: An element width that the format does not know.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).rpartition(".")[2].lstrip("_")
+        raise NotImplementedError(f"tensor {name!r} cannot be stored: wanted a dense tensor, found a {kind} one")
+    stored = dtypes.stored_for_tensor(tensor.dtype)
+    if tensor.device.type in ("cpu", "cuda") and not (_has_memory(tensor) or _detaches_to_memory(tensor)):
+        raise NotImplementedError(
+            f"tensor {name!r} cannot be stored: this {type(tensor).__name__} has no memory that holds all its elements"
+            "; give the plain tensors that it stands for"
+        )
+    return stored
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements are where the tensor's address, strides and storage say."""
+    if tensor.numel() == 0:
+        return True
+    storage = tensor.untyped_storage()
+    # fake tensors; then wrapper subclasses, and storages that were resized away
+    if storage.device.type == "meta" or tensor.data_ptr() == 0:
+        return False
+    if tensor.is_contiguous():
+        span = tensor.numel()
+    else:
+        span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    return (tensor.storage_offset() + span) * tensor.element_size() <= storage.nbytes()
+
+
+def _detaches_to_memory(tensor: torch.Tensor) -> bool:
+    """Whether a wrapper gives the plain tensor it stands for when detached, which is what is written then."""
+    plain = tensor.detach()
+    return (plain.shape, plain.dtype) == (tensor.shape, tensor.dtype) and _has_memory(plain)
+
+
+def adopt(name: Any, tensor: Any) -> tuple[torch.Tensor, str]:
+    """The tensor to write, and its stored dtype, of a tensor or array.
+
+    Raises:
+        TypeError: Neither, or an array of a dtype that torch does not know.
+        ValueError: An array in foreign byte order.
+        NotImplementedError: As :func:`stored_dtype`.
+    """
+    if isinstance(tensor, torch.Tensor):
+        return tensor, stored_dtype(name, tensor)
+    if isinstance(tensor, (np.ndarray, np.generic)):
+        array = np.asarray(tensor)
+        stored = dtypes.stored_for_array(array.dtype)
+        return _from_array(np.ascontiguousarray(array).reshape(array.shape)), stored
+    raise TypeError(f"tensor: wanted a torch.Tensor or a numpy.ndarray, found {type(tensor).__name__}")
+
+
+def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    with warnings.catch_warnings():  # about read-only memory: it is only read here
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(array)
+
+
+def contiguous(tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
+    """Contiguous memory with the tensor's bytes, in C order; the tensor itself where it is that already.
+
+    On the host, unless `on_device`: then where the tensor is.
+    """
+    data = tensor.detach()
+    if data.is_meta:  # a scalar is stored as a real zero, everything else without data (docs/format.md)
+        return torch.zeros((), dtype=data.dtype, device="cpu") if data.dim() == 0 else torch.empty(0, device="cpu")
+    if data.is_conj() or data.is_neg():
+        data = data.resolve_conj().resolve_neg()
+    if not on_device:
+        data = data.to("cpu")
+    if data.is_contiguous():
+        return data
+    integers = dtypes.INTEGER_OF_WIDTH.get(data.dtype.itemsize)  # torch copies not all types, but all of these
+    return (data if integers is None else data.view(integers)).contiguous()

@@ -1,0 +1,342 @@
+"""Every other file system, by way of the optional package ``fsspec``: ``gs://``, ``az://``, ``hf://``, ``memory://``.
+
+Loads read ranges in parallel, through Python. Writers that go straight on stream to the file system's own upload; those
+that jump back, as :class:`~tensorizer.TensorSerializer` does, write to a temporary file that is uploaded at the end.
+Either way the file appears when it is whole: where the file system writes in place, under another name until then.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
+
+from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._system.config import env_int
+from tensorizer.errors import StreamError
+
+if TYPE_CHECKING:
+    from tensorizer import _C
+
+__all__ = ["FsspecReader", "FsspecWriter", "open"]
+
+_CONNECTIONS = 8
+_UNIT_NBYTES = 8 << 20
+_GAP_NBYTES = 1 << 20
+_MODES = ("rb", "wb", "wb+", "ab", "xb")
+
+
+def open(
+    uri: str,
+    mode: str = "rb",
+    *,
+    buffer_size: Optional[int] = None,
+    begin: Optional[int] = None,
+    end: Optional[int] = None,
+) -> BinaryIO:
+    """Opens a file of any file system that ``fsspec`` knows.
+
+    Args:
+        uri: ``scheme://...``; settings of the file system come from fsspec's own configuration.
+        mode: ``rb`` to read; ``wb``, ``xb`` and ``ab`` (where the file system can append) to write straight on; ``wb+``
+            for a seekable temporary file that is uploaded when it is closed.
+        buffer_size: Bytes that small reads fetch ahead; ``None`` for the file system's own choice.
+        begin: First position of a reader.
+        end: Ignored: a reader ends where the file ends.
+
+    Raises:
+        ValueError: fsspec or the scheme's driver is not installed, nobody knows the scheme, or another mode.
+        OSError: The file cannot be opened.
+    """
+    wanted = "".join(sorted(mode, key="rwaxb+".find))
+    if wanted not in _MODES:
+        raise ValueError(f"mode for {_scheme(uri)}:// must be one of {', '.join(_MODES)}, found {mode!r}")
+    fs, path = _file_system(uri)
+    if wanted == "rb":
+        return cast(BinaryIO, FsspecReader(fs, path, uri, buffer_size, begin or 0))
+    if wanted == "wb+":
+        return cast(BinaryIO, UploadOnClose(lambda local, _threads: _store(local, fs, path, uri), _shown(uri)))
+    if wanted == "xb" and fs.exists(path):
+        raise FileExistsError(f"{_shown(uri)} exists")
+    return cast(BinaryIO, FsspecWriter(fs, path, uri, append=wanted == "ab"))
+
+
+def _scheme(uri: str) -> str:
+    return uri.partition("://")[0]
+
+
+def _shown(uri: str) -> str:
+    """The URI without credentials and query."""
+    scheme, _, rest = uri.partition("://")
+    host, slash, path = rest.partition("?")[0].partition("/")
+    return f"{scheme}://{host.rpartition('@')[2] if scheme not in ('az', 'abfs', 'abfss') else host}{slash}{path}"
+
+
+@contextlib.contextmanager
+def _network_errors(name: str) -> Iterator[None]:
+    """Drivers raise what their HTTP clients raise; callers know ``OSError``."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, NotImplementedError, ImportError):
+        raise
+    except Exception as error:
+        message = re.sub(r"\?[^\s\"']*|(?<=://)[^/\s\"'@]*@", "", str(error))  # signed URLs keep their secrets
+        cause = error if message == str(error) else None  # tracebacks, too
+        raise StreamError(f"{name}: {type(error).__name__}: {message}") from cause
+
+
+def _file_system(uri: str) -> tuple[Any, str]:
+    scheme = _scheme(uri)
+    try:
+        import fsspec
+    except ImportError:
+        raise ValueError(
+            f"{scheme}:// is no scheme that tensorizer speaks itself; install tensorizer[fsspec] for what fsspec speaks"
+        ) from None
+    try:
+        fs, path = fsspec.core.url_to_fs(uri)
+    except ImportError as error:
+        raise ValueError(f"{scheme}:// needs a driver of fsspec that is not installed: {error}") from error
+    except ValueError as error:
+        if scheme.lower() in fsspec.available_protocols():
+            raise
+        raise ValueError(
+            f"nobody knows the scheme {scheme}://: neither tensorizer nor fsspec (extra tensorizer[fsspec]): {error}"
+        ) from error
+    return fs, path
+
+
+def _store(local: str, fs: Any, path: str, uri: str) -> None:
+    """Uploads a local file."""
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    if isinstance(fs, AsyncFileSystem) or type(fs).put_file is not AbstractFileSystem.put_file:
+        with _network_errors(_shown(uri)):
+            fs.put_file(local, path)
+        return
+    with builtins.open(local, "rb") as source, FsspecWriter(fs, path, uri, append=False) as target:
+        shutil.copyfileobj(source, target, _UNIT_NBYTES)
+
+
+def _can_rename(fs: Any) -> bool:
+    """Whether files of the file system can take another name; object stores need not, their uploads end at once."""
+    from fsspec.spec import AbstractFileSystem
+
+    def has_own(name: str) -> bool:
+        return getattr(type(fs), name) is not getattr(AbstractFileSystem, name)
+
+    return has_own("mv") or (has_own("cp_file") and (has_own("rm_file") or has_own("_rm")))
+
+
+def _rename(fs: Any, source: str, target: str) -> None:
+    from fsspec.spec import AbstractFileSystem
+
+    if type(fs).mv is AbstractFileSystem.mv:  # which takes brackets and asterisks in names for patterns
+        fs.cp_file(source, target)
+        fs.rm_file(source)
+        return
+    try:
+        fs.mv(source, target)
+    except Exception:
+        if not fs.exists(target):
+            raise
+        fs.rm_file(target)  # some servers replace nothing
+        fs.mv(source, target)
+
+
+class FsspecReader(io.BufferedIOBase):
+    """A file of an fsspec file system, for reading. Loads go around it, by ranges and in parallel."""
+
+    def __init__(self, fs: Any, path: str, uri: str, buffer_size: Optional[int], begin: int) -> None:
+        super().__init__()
+        self._fs, self._path, self.name = fs, path, _shown(uri)
+        options = {} if buffer_size is None else {"block_size": max(1, buffer_size)}
+        with _network_errors(self.name):
+            self._file = fs.open(path, "rb", **options)
+        self._source: Optional[_C.RangeSource] = None
+        try:
+            self._file.seek(begin)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _tensorizer_source(self) -> _C.RangeSource:
+        """Reads of ranges, safe from many threads."""
+        from tensorizer import _C
+
+        if self._source is None:
+            with _network_errors(self.name):
+                size = int(self._fs.size(self._path))
+            self._source = _C.PyRangeSource(
+                self._read_range,
+                size,
+                self.name,
+                concurrency=min(_CONNECTIONS, env_int("TENSORIZER_MAX_CONNECTIONS", 1) or _CONNECTIONS),
+                unit_nbytes=_UNIT_NBYTES,
+                gap_nbytes=_GAP_NBYTES,
+            )
+        return self._source
+
+    def _read_range(self, offset: int, nbytes: int) -> bytes:
+        with _network_errors(self.name):
+            data: bytes = self._fs.cat_file(self._path, start=offset, end=offset + nbytes)
+        return data
+
+    def __repr__(self) -> str:
+        return f"<FsspecReader {self.name}>"
+
+    def read(self, size: Optional[int] = -1, /) -> bytes:
+        """Up to ``size`` bytes; all the rest for ``None`` or a negative number."""
+        with _network_errors(self.name):
+            data: bytes = self._file.read(-1 if size is None else size)
+        return data
+
+    def read1(self, size: int = -1, /) -> bytes:
+        """Same as :meth:`read`."""
+        return self.read(size)
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fills ``buffer``; returns the bytes, fewer than its size only at the end."""
+        with memoryview(buffer) as whole, whole.cast("B") as view:
+            data = self.read(len(view))
+            view[: len(data)] = data
+        return len(data)
+
+    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
+        """Moves; returns the new position."""
+        return int(self._file.seek(position, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+class FsspecWriter(io.BufferedIOBase):
+    """A file of an fsspec file system, written straight on.
+
+    Blocks go to the file system's own upload, which ends with :meth:`close`. Where it has none and writes in place,
+    they go to a file beside the target, which takes its name then; so what was there stays until the new one is whole.
+    Leaving a ``with`` block by an exception, a write that fails, and :meth:`discard` give the file up.
+    """
+
+    def __init__(self, fs: Any, path: str, uri: str, append: bool) -> None:
+        super().__init__()
+        self._fs, self._path, self._append, self.name = fs, path, append, _shown(uri)
+        self._beside: Optional[str] = None  # the name until close()
+        with _network_errors(self.name):
+            self._file = self._open_beside() if _can_rename(fs) else fs.open(path, self._mode)
+
+    @property
+    def _mode(self) -> str:
+        return "ab" if self._append else "wb"
+
+    def _open_beside(self) -> Any:
+        beside = f"{self._path}.{secrets.token_hex(4)}.part"
+        with contextlib.suppress(Exception):
+            self._fs.makedirs(self._fs._parent(self._path), exist_ok=True)
+        file = self._fs.open(beside, "wb")
+        if _is_upload(file):
+            _abandon(file)
+            return self._fs.open(self._path, self._mode)
+        self._beside = beside
+        if self._append and self._fs.exists(self._path):
+            with self._fs.open(self._path, "rb") as before:
+                shutil.copyfileobj(before, file, _UNIT_NBYTES)
+        return file
+
+    def __repr__(self) -> str:
+        return f"<FsspecWriter {self.name}>"
+
+    def write(self, data: Any, /) -> int:
+        """Writes all of ``data``; returns its size in bytes."""
+        with memoryview(data) as view:
+            nbytes = view.nbytes
+        if self.closed:
+            raise ValueError(f"write to closed file {self.name}")
+        try:
+            with _network_errors(self.name):
+                self._file.write(data)
+        except BaseException:
+            self.discard()
+            raise
+        return nbytes
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def writable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        """Does nothing: file systems take blocks of their own size, and the rest at the end."""
+
+    def close(self) -> None:
+        """Completes the file. A second call does nothing."""
+        if self.closed:
+            return
+        try:
+            with _network_errors(self.name):
+                self._file.close()
+                if self._beside is not None:
+                    _rename(self._fs, self._beside, self._path)
+        except BaseException:
+            self.discard()
+            raise
+        super().close()
+
+    def discard(self) -> None:
+        """Closes without completing the file."""
+        if self.closed:
+            return
+        _abandon(self._file)
+        unfinished = self._path if self._beside is None and not self._append else self._beside
+        if unfinished is not None and not _is_upload(self._file):
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(unfinished)
+        super().close()
+
+    def __exit__(
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        trace: Optional[TracebackType],
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def _is_upload(file: Any) -> bool:
+    """Whether what is written becomes a file at the end only."""
+    from fsspec.spec import AbstractBufferedFile
+
+    return isinstance(file, AbstractBufferedFile)
+
+
+def _abandon(file: Any) -> None:
+    """Lets go of a file without completing its upload."""
+    with contextlib.suppress(Exception):
+        file.discard()
+    if _is_upload(file):
+        file.closed = True  # what close() looks at before it completes the upload
+    else:
+        with contextlib.suppress(Exception):
+            file.close()

@@ -1,0 +1,238 @@
+"""Settings of HTTP(S) requests: every one in one place, with its default and the environment variable that changes it.
+
+Source: docs/remote.md; the defaults are those of csrc/io/http/http_options.h.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Optional
+
+from tensorizer._system import config
+from tensorizer._version import __version__
+
+if TYPE_CHECKING:
+    from tensorizer import _C
+
+__all__ = ["CAInfo", "HTTPOptions"]
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+# A range, or a condition on it, of the caller's would contradict those that every request needs.
+_OWN_HEADERS = frozenset({"range", "if-range", "if-match", "if-unmodified-since"})
+_HTTP_VERSIONS = {"auto": "automatic", "1.1": "http1", "2": "http2"}
+
+
+class CAInfo:
+    """Which certificates an HTTPS server may have. Exactly one argument must be given.
+
+    Args:
+        cacert: File of trusted certificates in PEM format; a self-signed server certificate may be among them.
+        capath: Folder of trusted certificates, as ``openssl rehash`` prepares it.
+        allow_untrusted: Accept every certificate. Anyone on the way can then read and change the data.
+
+    Raises:
+        ValueError: Not exactly one argument, or no such file or folder.
+    """
+
+    def __init__(
+        self, *, cacert: Optional[str] = None, capath: Optional[str] = None, allow_untrusted: bool = False
+    ) -> None:
+        if sum((cacert is not None, capath is not None, bool(allow_untrusted))) != 1:
+            raise ValueError("CAInfo: exactly one of cacert, capath and allow_untrusted must be given")
+        if cacert is not None and not os.path.isfile(cacert):
+            raise ValueError(f"CAInfo: cacert is no existing file: {cacert}")
+        if capath is not None and not os.path.isdir(capath):
+            raise ValueError(f"CAInfo: capath is no existing folder: {capath}")
+        self._cacert = None if cacert is None else os.fspath(cacert)
+        self._capath = None if capath is None else os.fspath(capath)
+
+    @property
+    def cacert(self) -> Optional[str]:
+        """The file of trusted certificates, or ``None``."""
+        return self._cacert
+
+    @property
+    def capath(self) -> Optional[str]:
+        """The folder of trusted certificates, or ``None``."""
+        return self._capath
+
+    @property
+    def allow_untrusted(self) -> bool:
+        """Whether every certificate is accepted."""
+        return self._cacert is None and self._capath is None
+
+    @property
+    def curl_flags(self) -> tuple[str, ...]:
+        """The same choice as arguments of the ``curl`` program."""
+        if self._cacert is not None:
+            return ("--cacert", self._cacert)
+        if self._capath is not None:
+            return ("--capath", self._capath)
+        return ("--insecure",)
+
+    def __eq__(self, other: object) -> bool:
+        return self.curl_flags == other.curl_flags if isinstance(other, CAInfo) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.curl_flags)
+
+    def __repr__(self) -> str:
+        return f"CAInfo{self.curl_flags!r}"
+
+
+def _environment_seconds(name: str, default: float) -> Any:
+    return dataclasses.field(default_factory=lambda: _float_or(config.env_float(name, 0), default))
+
+
+def _float_or(value: Optional[float], default: float) -> float:
+    return default if value is None else value
+
+
+def _int_or(value: Optional[int], default: int) -> int:
+    return default if value is None else value
+
+
+@dataclasses.dataclass(frozen=True)
+class HTTPOptions:
+    """How HTTP(S) objects are requested. Immutable; pass it by keyword (``http_options=``).
+
+    A variable in parentheses changes the default of its field. Times are in seconds.
+
+    Attributes:
+        connect_timeout: For name lookup, TCP and TLS together (``TENSORIZER_HTTP_CONNECT_TIMEOUT``).
+        stall_timeout: A request that brings fewer than ``min_bytes_per_second * stall_timeout`` bytes in this time has
+            stalled and is tried again (``TENSORIZER_HTTP_STALL_TIMEOUT``).
+        min_bytes_per_second: See ``stall_timeout``; 0 still wants one byte.
+        total_timeout: For one read, all its tries included; ``None`` sets no limit. A read is one unit of a load, not
+            the load.
+        retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``). Connection errors, timeouts, bodies
+            cut short and the statuses 408, 429 and 5xx are tried again, from the byte where the body broke; a try that
+            brought 256 KiB or more starts the count anew.
+        retry_seconds: No try begins later than this after the first failure in a row
+            (``TENSORIZER_HTTP_RETRY_SECONDS``).
+        first_retry_delay: Pause before the second try; doubles with each one, half of it by chance. A longer
+            ``Retry-After`` of the server is obeyed.
+        max_retry_delay: Upper bound of that pause.
+        max_redirects: Redirects followed per request. ``headers`` and the credentials of the URL do not go to another
+            host, and https is not left for http.
+        connections: Requests at the same time; ``None`` starts with 8, or with 32 where the server takes 10 ms or more
+            to answer, and doubles while that brings more bytes per second.
+        max_connections: Upper bound of ``connections`` (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values
+            given here are lowered to it).
+        head_nbytes: Bytes of the first request, kept in memory: format header, index, often the first tensors.
+        unit_nbytes: Bytes of each further request of a load.
+        hedge_after: A request that has run for this long, at less than a quarter of the usual speed while other
+            connections are idle, is sent again on another one; 0 for never.
+        http_version: ``"auto"`` (HTTP/2 where a TLS server offers it, else 1.1), ``"1.1"`` or ``"2"``.
+        headers: Extra request headers. Not shown in ``repr``.
+        certificate_handling: Which server certificates are trusted; ``None`` for ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``
+            or ``SSL_CERT_DIR`` where they are set, else the system's.
+        proxy: URL of a proxy, ``""`` for none, ``None`` for ``http_proxy``, ``https_proxy`` and ``all_proxy`` as
+            libcurl reads them. Not shown in ``repr``.
+        no_proxy: Hosts that are reached without it, separated by commas; ``None`` for ``no_proxy``.
+
+    Raises:
+        ValueError: A number is out of range, or a header is malformed; for the environment, the variable is named.
+        TypeError: ``certificate_handling`` is no ``CAInfo``.
+    """
+
+    connect_timeout: float = _environment_seconds("TENSORIZER_HTTP_CONNECT_TIMEOUT", 10.0)
+    stall_timeout: float = _environment_seconds("TENSORIZER_HTTP_STALL_TIMEOUT", 30.0)
+    min_bytes_per_second: int = 1024
+    total_timeout: Optional[float] = None
+    retries: int = dataclasses.field(default_factory=lambda: _int_or(config.env_int("TENSORIZER_HTTP_RETRIES", 0), 4))
+    retry_seconds: float = _environment_seconds("TENSORIZER_HTTP_RETRY_SECONDS", 120.0)
+    first_retry_delay: float = 0.2
+    max_retry_delay: float = 15.0
+    max_redirects: int = 10
+    connections: Optional[int] = None
+    max_connections: int = 64
+    head_nbytes: int = 1 << 20
+    unit_nbytes: int = 8 << 20
+    hedge_after: float = 2.0
+    http_version: str = "auto"
+    headers: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    certificate_handling: Optional[CAInfo] = None
+    proxy: Optional[str] = dataclasses.field(default=None, repr=False)
+    no_proxy: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        for name in ("connect_timeout", "stall_timeout"):
+            self._require(name, getattr(self, name) > 0, "a time above 0")
+        for name in ("retry_seconds", "first_retry_delay", "max_retry_delay", "hedge_after", "min_bytes_per_second"):
+            self._require(name, getattr(self, name) >= 0, "a number >= 0")
+        for name in ("retries", "max_redirects"):
+            self._require(name, 0 <= getattr(self, name) <= 1000, "an integer from 0 to 1000")
+        self._require("total_timeout", self.total_timeout is None or self.total_timeout > 0, "a time above 0, or None")
+        self._require("connections", self.connections is None or self.connections >= 1, "an integer >= 1, or None")
+        self._require("max_connections", 1 <= self.max_connections <= 1024, "an integer from 1 to 1024")
+        self._require("head_nbytes", 1 <= self.head_nbytes <= 1 << 30, "an integer from 1 to 1 GiB")
+        self._require("unit_nbytes", 1 <= self.unit_nbytes <= 1 << 30, "an integer from 1 to 1 GiB")
+        self._require("http_version", self.http_version in _HTTP_VERSIONS, f"one of {sorted(_HTTP_VERSIONS)}")
+        if self.certificate_handling is not None and not isinstance(self.certificate_handling, CAInfo):
+            raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(self.certificate_handling)}")
+        cap = config.env_int("TENSORIZER_MAX_CONNECTIONS", 1)
+        if cap is not None and cap < self.max_connections:
+            object.__setattr__(self, "max_connections", cap)
+        for header, value in self.headers.items():
+            check_header(header, value)
+
+    def _require(self, name: str, holds: bool, wanted: str) -> None:
+        if not holds:
+            raise ValueError(f"HTTPOptions: {name}: wanted {wanted}, found {getattr(self, name)!r}")
+
+    def _native(
+        self, headers: Optional[Mapping[str, Any]] = None, certificate_handling: Optional[CAInfo] = None
+    ) -> _C.HttpOptions:
+        """These settings for the C++ side, with the headers and certificates of one stream over them."""
+        from tensorizer import _C
+
+        native = _C.HttpOptions()
+        for name in _PLAIN_FIELDS:
+            setattr(native, name, getattr(self, name))
+        native.total_timeout = self.total_timeout or 0.0
+        native.connections = self.connections or 0
+        native.version = getattr(_C.HttpVersion, _HTTP_VERSIONS[self.http_version])
+        native.user_agent = f"Tensorizer/{__version__} (curl)"
+        merged = {name.lower(): (name, str(value)) for name, value in {**self.headers, **(headers or {})}.items()}
+        native.headers = list(merged.values())
+        native.proxy = self.proxy
+        native.no_proxy = self.no_proxy
+        _set_trust(native, certificate_handling or self.certificate_handling)
+        return native
+
+
+_PLAIN_FIELDS = (
+    "connect_timeout", "stall_timeout", "min_bytes_per_second", "retries", "retry_seconds", "first_retry_delay",
+    "max_retry_delay", "max_redirects", "max_connections", "head_nbytes", "unit_nbytes", "hedge_after",
+)  # fmt: skip
+
+
+def check_header(name: Any, value: Any) -> None:
+    """Refuses what would change a request beyond its one header.
+
+    Raises:
+        ValueError: ``name`` is no header name or one that is set by the library, or ``value`` has a line break. The
+            value is not quoted.
+    """
+    if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+        raise ValueError(f"headers: not a header name: {name!r}")
+    if name.lower() in _OWN_HEADERS:
+        raise ValueError(f"headers: {name} is set by every request itself; use begin= and end= for a range")
+    if any(c in str(value) for c in "\r\n\0"):
+        raise ValueError(f"headers: the value of {name} has a line break or a NUL")
+
+
+def _set_trust(native: _C.HttpOptions, certificates: Optional[CAInfo]) -> None:
+    """As the curl program has it: a choice of the caller's, else its variables, else libcurl's default."""
+    if certificates is None:
+        bundle = config.env_text("CURL_CA_BUNDLE")
+        native.ca_file = bundle or config.env_text("SSL_CERT_FILE") or ""
+        native.ca_path = "" if bundle else config.env_text("SSL_CERT_DIR") or ""
+    else:
+        native.ca_file = certificates.cacert or ""
+        native.ca_path = certificates.capath or ""
+        native.verify_peer = not certificates.allow_untrusted

@@ -1,0 +1,291 @@
+"""Files kept in Redis, read as a stream.
+
+A file is stored as strings whose keys end in the position of their first byte (docs/format.md, section 8). The bytes
+are moved by ``_C.RedisSource``; here are the URI and the stream object. ``redis_export.py`` is the other direction.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from tensorizer import _C
+from tensorizer._system.config import env_int
+
+if TYPE_CHECKING:
+    from tensorizer._io.options import CAInfo
+
+__all__ = ["RedisAddress", "RedisStreamFile", "parse_redis_address"]
+
+DEFAULT_PORT = 6379
+DEFAULT_CONNECTIONS = 4
+# Small reads are served from a window of this size, so that parsing a header is not one round trip per field.
+WINDOW_NBYTES = 1 << 20
+MAX_DATABASE = 2**31 - 1
+
+
+class RedisAddress(NamedTuple):
+    """What a ``redis://`` or ``rediss://`` URI says. The password shows in no ``repr``."""
+
+    host: str
+    port: int
+    prefix: str
+    user: str
+    password: str
+    database: int
+    tls: bool
+
+    def __repr__(self) -> str:
+        scheme = "rediss" if self.tls else "redis"
+        return f"RedisAddress({scheme}://{self.host}:{self.port}/{self.prefix}?db={self.database})"
+
+
+def parse_redis_address(uri: str) -> RedisAddress:
+    """Takes ``redis[s]://[user:password@]host[:port]/prefix[?db=N]`` apart.
+
+    Everything between the first slash and a ``?`` or ``#`` is the key prefix, digits and further slashes included, and
+    is taken as it is; so the database has to be named in the query. User and password are percent-decoded.
+
+    Raises:
+        ValueError: The scheme, port, database or prefix is missing or malformed. The message holds no password.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme.lower() not in ("redis", "rediss"):
+        raise ValueError(f"not a Redis URI: wanted redis:// or rediss://, found {parts.scheme or 'no scheme'}://")
+    host = parts.hostname or "localhost"
+    try:
+        port = parts.port or DEFAULT_PORT
+    except ValueError:
+        raise ValueError(f"Redis URI for host {host}: the port is no number from 1 to 65535") from None
+    return RedisAddress(
+        host=host,
+        port=port,
+        prefix=parts.path.lstrip("/"),
+        user=unquote(parts.username or ""),
+        password=unquote(parts.password or ""),
+        database=_database(parts.query, host),
+        tls=parts.scheme.lower() == "rediss",
+    )
+
+
+def _database(query: str, host: str) -> int:
+    values = parse_qs(query, keep_blank_values=True).get("db")
+    if not values:
+        return 0
+    text = values[-1]
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_DATABASE):
+        raise ValueError(f"Redis URI for host {host}: ?db= wants a database number, found {text!r}")
+    return int(text)
+
+
+def _parse_redis_uri(uri: str) -> tuple[str, int, str]:
+    """Host, port and key prefix of a URI."""
+    address = parse_redis_address(uri)
+    return address.host, address.port, address.prefix
+
+
+def _connections(wanted: Optional[int]) -> int:
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"connections: wanted at least 1, found {wanted}")
+    limit = env_int("TENSORIZER_MAX_CONNECTIONS", 1)
+    count = DEFAULT_CONNECTIONS if wanted is None else wanted
+    return count if limit is None else min(count, limit)
+
+
+def _tls_settings(certificate_handling: Optional[CAInfo]) -> dict[str, Any]:
+    if certificate_handling is None:
+        return {}
+    flags = certificate_handling.curl_flags
+    if flags[0] == "--cacert":
+        return {"ca_file": flags[1]}
+    if flags[0] == "--capath":
+        return {"ca_path": flags[1]}
+    return {"verify_certificate": False}
+
+
+class RedisStreamFile(io.BufferedIOBase):
+    """A file stored in Redis, as a read-only seekable binary stream.
+
+    The keys are listed when the object is made; the bytes are fetched by pipelined requests over connections that it
+    opens as needed. :class:`~tensorizer.TensorDeserializer` reads straight from the underlying source.
+
+    Args:
+        uri: ``redis://[user:password@]host[:port]/prefix[?db=N]``; ``rediss://`` for TLS. See
+            :func:`parse_redis_address`.
+        begin: Position the stream starts at, in bytes; default 0.
+        end: Accepted and ignored: the file ends where its last key ends.
+        buffer_size: Receive buffer of each connection in bytes; default: the kernel's own sizing.
+        certificate_handling: Whom to trust with ``rediss://``; default: the system's certificates.
+        connections: Connections at the same time, at most; default 4, capped by ``TENSORIZER_MAX_CONNECTIONS``.
+        connect_timeout: Seconds for connecting, TLS and login.
+        stall_timeout: Seconds without a byte after which a connection counts as broken.
+        retries: Further tries, per read, after a connection broke; a read resumes at the byte where it stopped.
+        retry_seconds: No try begins later than this after the first failure.
+
+    Attributes:
+        setup_latency: Seconds that connecting and listing the keys took.
+        response_latencies: Seconds of each fetch.
+        bytes_read: Bytes delivered to the caller.
+        bytes_skipped: Bytes that forward seeks passed over.
+        read_operations: Number of ``read`` and ``readinto`` calls.
+
+    Raises:
+        ValueError: Not a Redis URI, or a key below the prefix does not end in a position.
+        StreamNotFoundError: No key begins with the prefix.
+        StreamError: The server cannot be reached, refuses the login, or fails; an ``OSError``.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        begin: Optional[int] = None,
+        end: Optional[int] = None,
+        buffer_size: Optional[int] = None,
+        certificate_handling: Optional[CAInfo] = None,
+        connections: Optional[int] = None,
+        connect_timeout: float = 10.0,
+        stall_timeout: float = 30.0,
+        retries: int = 4,
+        retry_seconds: float = 120.0,
+    ) -> None:
+        super().__init__()
+        self._closed = True  # until the constructor is through
+        address = parse_redis_address(uri)
+        if begin is not None and begin < 0:
+            raise ValueError(f"begin: wanted a position >= 0, found {begin}")
+        settings = {
+            "host": address.host,
+            "port": address.port,
+            "user": address.user,
+            "password": address.password,
+            "database": address.database,
+            "tls": address.tls,
+            "connections": _connections(connections),
+            "connect_timeout": connect_timeout,
+            "stall_timeout": stall_timeout,
+            "retries": retries,
+            "retry_seconds": retry_seconds,
+            **_tls_settings(certificate_handling),
+        }
+        if buffer_size is not None and buffer_size > 0:
+            settings["receive_buffer_nbytes"] = min(buffer_size, 2**30)
+        self.response_latencies: list[float] = []
+        self.bytes_read = 0
+        self.bytes_skipped = 0
+        self.read_operations = 0
+        self._position = begin or 0
+        self._window = b""
+        self._window_start = 0
+        started = time.perf_counter()
+        self._source = _C.RedisSource(settings, address.prefix)
+        self.setup_latency = time.perf_counter() - started
+        self._size: int = self._source.end
+        self._closed = False
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_source"):
+            return "<RedisStreamFile (not open)>"
+        return f"<RedisStreamFile {self._source.name} at {self._position}>"
+
+    def _tensorizer_source(self) -> _C.RangeSource:
+        """The source behind the stream, for reads that need no Python."""
+        self._check_open()
+        return self._source
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OSError("I/O operation on closed RedisStreamFile")
+
+    def _fetch_into(self, offset: int, view: memoryview) -> None:
+        started = time.perf_counter()
+        self._source.readinto(offset, view)
+        self.response_latencies.append(time.perf_counter() - started)
+
+    def _fill(self, view: memoryview) -> None:
+        """Fills the view with the bytes at the position: from the window, or past it, without moving."""
+        start = self._position - self._window_start
+        kept = self._window[start : start + len(view)] if 0 <= start < len(self._window) else b""
+        view[: len(kept)] = kept
+        rest, offset = view[len(kept) :], self._position + len(kept)
+        if not len(rest):
+            return
+        end = self._source.contiguous_end(offset)
+        if len(rest) >= WINDOW_NBYTES or end - offset < len(rest):
+            self._fetch_into(offset, rest)  # the source says where a hole is
+            return
+        window = bytearray(min(WINDOW_NBYTES, end - offset))
+        self._fetch_into(offset, memoryview(window))
+        self._window, self._window_start = bytes(window), offset
+        rest[:] = self._window[: len(rest)]
+
+    def read(self, size: Optional[int] = None) -> bytes:
+        """Up to ``size`` bytes from the position on, fewer only at the end; all the rest for ``None``."""
+        self._check_open()
+        if size is not None and size < 0:
+            raise ValueError(f"read length must not be negative: {size}")
+        left = max(0, self._size - self._position)
+        wanted = left if size is None else min(size, left)
+        buffer = bytearray(wanted)
+        self.readinto(buffer)
+        return bytes(buffer)
+
+    def readline(self, size: Optional[int] = -1, /) -> bytes:
+        """Not supported: the stream holds binary records."""
+        raise io.UnsupportedOperation("readline")
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fills ``buffer``; returns the number of bytes, fewer than its size only at the end of the file.
+
+        Raises:
+            TruncatedError: A key is missing in the middle of the file.
+        """
+        self._check_open()
+        with memoryview(buffer) as whole, whole.cast("B") as view:
+            nbytes = min(len(view), max(0, self._size - self._position))
+            if nbytes:
+                self._fill(view[:nbytes])
+        self._position += nbytes
+        self.bytes_read += nbytes
+        self.read_operations += 1
+        return nbytes
+
+    def tell(self) -> int:
+        self._check_open()
+        return self._position
+
+    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
+        """Moves to a position, which may lie past the end; returns it."""
+        self._check_open()
+        if whence not in (io.SEEK_SET, io.SEEK_CUR):
+            raise ValueError(f"wanted whence SEEK_SET or SEEK_CUR, found {whence}")
+        target = operator.index(position) + (self._position if whence == io.SEEK_CUR else 0)
+        if target < 0:
+            raise ValueError(f"negative seek position {target}")
+        self.bytes_skipped += max(0, target - self._position)
+        self._position = target
+        return target
+
+    def close(self) -> None:
+        self._closed = True
+        self._window = b""
+        super().close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return -1

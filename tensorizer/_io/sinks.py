@@ -1,0 +1,144 @@
+"""From what callers pass as ``file_obj`` to the extension's sink, and who closes what."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import stat
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Optional
+
+from tensorizer import _C
+from tensorizer._io.sources import describe, is_path, real_file, scheme_of
+
+__all__ = ["OpenedSink", "open_sink"]
+
+_MODE_WANTED = "wb+"
+
+
+class OpenedSink(NamedTuple):
+    """A sink ready to be written."""
+
+    sink: _C.RangeSink
+    start: int  # position of the container in it
+    stream: Any  # the caller's object; None for paths
+    close: Callable[[], None]
+
+
+def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSink:
+    """Opens what ``TensorSerializer`` was given. Nothing is written, and no existing file is touched.
+
+    Args:
+        file_obj: A path, URI, descriptor, or open binary file object.
+        fsync: Sync files before they take their name.
+        stream_options: Further keywords for opening a URI.
+
+    Raises:
+        OSError: The target cannot be written.
+        ValueError: A text file, one that is not readable and writable or not seekable, append mode, a read-only scheme.
+        TypeError: Not something that can be written.
+    """
+    if not is_path(file_obj):
+        return _open_object(file_obj)
+    if isinstance(file_obj, int):
+        return _open_descriptor(file_obj)
+    scheme = scheme_of(file_obj)
+    if scheme == "s3":
+        from tensorizer._io.s3 import objects
+
+        return OpenedSink(objects.open_sink(file_obj, **(stream_options or {})), 0, None, _nothing)
+    if scheme is not None:
+        from tensorizer import stream_io
+
+        if scheme in stream_io.LOCAL_SCHEMES:
+            return _open_path(stream_io.path_of_file_uri(file_obj), fsync)
+        return _open_object(stream_io.open_stream(file_obj, "wb+", **(stream_options or {})))
+    return _open_path(os.fsdecode(file_obj), fsync)
+
+
+def _nothing() -> None:
+    """For sinks that finish by themselves."""
+
+
+def _open_path(path: str, fsync: bool) -> OpenedSink:
+    if not path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    try:
+        existing: Optional[os.stat_result] = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):  # for the latter makedirs says which name is in the way
+        existing = None
+        os.makedirs(folder, exist_ok=True)
+    if path.endswith(os.sep) or (existing is not None and stat.S_ISDIR(existing.st_mode)):
+        raise IsADirectoryError(f"cannot write tensors to {path}: it is a directory")
+    if existing is None:
+        return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, None), 0, None, _nothing)
+    if not stat.S_ISREG(existing.st_mode):  # devices are written to, not replaced
+        return _open_object(open(path, "rb+"))
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"cannot write tensors to {path}: permission denied")
+    if not _can_be_replaced(target, folder, existing):
+        return _open_object(open(path, "wb+"))
+    return OpenedSink(
+        _C.FileSink.replace(os.fsencode(target), fsync, stat.S_IMODE(existing.st_mode)), 0, None, _nothing
+    )
+
+
+def _can_be_replaced(target: str, folder: str, existing: os.stat_result) -> bool:
+    """Whether another file can take the name: not for files without one (``/proc/self/fd/N``) or in a locked folder."""
+    try:
+        named = os.path.samestat(os.stat(target), existing)
+    except OSError:
+        named = False
+    return named and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _open_descriptor(descriptor: int) -> OpenedSink:
+    _refuse_append(descriptor)
+    start = os.lseek(descriptor, 0, os.SEEK_CUR)
+    return OpenedSink(
+        _C.FileSink.overwrite(descriptor, f"<descriptor {descriptor}>"),
+        start,
+        None,
+        _nothing,
+    )
+
+
+def _open_object(file_obj: Any) -> OpenedSink:
+    _check_object(file_obj)
+    descriptor = real_file(file_obj)
+    if descriptor is None:
+        return OpenedSink(_C.PyFileSink(file_obj, describe(file_obj)), file_obj.tell(), file_obj, file_obj.close)
+    _refuse_append(descriptor)
+    file_obj.flush()
+    start = file_obj.tell()
+    return OpenedSink(_C.FileSink.overwrite(descriptor, describe(file_obj)), start, file_obj, file_obj.close)
+
+
+def _refuse_append(descriptor: int) -> None:
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND:
+        raise ValueError(
+            f"wanted a file opened with mode {_MODE_WANTED}, found append mode, whose writes all land at the end"
+        )
+
+
+def _check_object(file_obj: Any) -> None:
+    mode = getattr(file_obj, "mode", "unknown")
+    if isinstance(file_obj, io.TextIOBase):
+        raise ValueError(f"wanted a binary file opened with mode {_MODE_WANTED}, found a text file (mode {mode!r})")
+    if not hasattr(file_obj, "write"):
+        raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
+    if isinstance(mode, str) and "a" in mode and not mode.startswith("unknown"):
+        raise ValueError(f"wanted a file opened with mode {_MODE_WANTED}, found append mode {mode!r}")
+    for ability in ("readable", "writable"):
+        check = getattr(file_obj, ability, None)
+        if check is not None and not check():
+            raise ValueError(
+                f"wanted a file opened with mode {_MODE_WANTED}, found mode {mode!r}, which is not {ability}"
+            )
+    seekable = getattr(file_obj, "seekable", None)
+    if seekable is not None and not seekable():
+        raise ValueError(f"wanted a seekable file opened with mode {_MODE_WANTED}, found one that cannot seek")

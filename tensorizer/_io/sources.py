@@ -1,0 +1,168 @@
+"""From what callers pass as ``file_obj`` to the extension's source, and who closes what."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Optional, Union
+
+from tensorizer import _C
+from tensorizer._io.upload_on_close import UploadOnClose
+
+__all__ = ["OpenedSource", "is_path", "open_source", "real_file", "scheme_of"]
+
+PathArgument = Union[str, bytes, "os.PathLike[Any]", int]
+
+
+class OpenedSource(NamedTuple):
+    """A source ready to be read."""
+
+    source: _C.RangeSource
+    start: int  # position of the container in it
+    stream: Any  # the caller's object, or the stream opened for a URI; None for local paths
+    close: Callable[[], None]
+
+
+def is_path(file_obj: object) -> bool:
+    """Whether the argument names something to open, as opposed to being an open object."""
+    return isinstance(file_obj, (str, bytes, os.PathLike)) or (
+        isinstance(file_obj, int) and not isinstance(file_obj, bool)
+    )
+
+
+def scheme_of(file_obj: object) -> Optional[str]:
+    """The URI scheme of a ``str`` in lower case, ``None`` for local paths (PathLike objects are always local)."""
+    if not isinstance(file_obj, str):
+        return None
+    scheme, separator, _ = file_obj.partition("://")
+    return scheme.lower() if separator else None
+
+
+def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSource:
+    """Opens what ``TensorDeserializer`` was given.
+
+    Args:
+        file_obj: A path, URI, descriptor, or open binary file object.
+        stream_options: Further keywords for ``stream_io.open_stream`` where it opens the URI.
+
+    Raises:
+        OSError: The file cannot be opened, or not positioned (``io.UnsupportedOperation``).
+        ValueError: A text file, or one opened without reading.
+        TypeError: Not something that can be read.
+    """
+    if not is_path(file_obj):
+        return _open_object(file_obj)
+    if scheme_of(file_obj) is not None:
+        from tensorizer import stream_io
+
+        stream: Any = stream_io.open_stream(file_obj, "rb", **(stream_options or {}))
+        return _open_object(stream)
+    if isinstance(file_obj, int):
+        source = _C.FileSource(file_obj, f"<descriptor {file_obj}>")
+        return OpenedSource(source, os.lseek(file_obj, 0, os.SEEK_CUR), None, source.close)
+    path = os.fsdecode(file_obj)
+    if stat.S_ISFIFO(os.stat(path).st_mode):  # opening it would wait for a writer, to no purpose
+        raise io.UnsupportedOperation(f"{path}: wanted a seekable file, found a named pipe")
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return _open_object(open(path, "rb"))  # directories raise here; devices are read like objects
+        source = _C.FileSource(descriptor, shown_path(path))
+    finally:
+        os.close(descriptor)
+    return OpenedSource(source, 0, None, source.close)
+
+
+def real_file(file_obj: Any) -> Optional[int]:
+    """The descriptor of a plain file object over a regular file, else ``None``.
+
+    Only Python's own file classes are trusted, and subclasses that leave their methods alone: other objects may offer
+    the descriptor of something they transform.
+    """
+    if isinstance(file_obj, (tempfile._TemporaryFileWrapper, tempfile.SpooledTemporaryFile, UploadOnClose)):
+        file_obj = getattr(file_obj, "file", None) or getattr(file_obj, "_file", None)
+    raw = getattr(file_obj, "raw", file_obj)
+    if not (_is_plain(file_obj, _FILE_CLASSES) and _is_plain(raw, (io.FileIO,))):
+        return None
+    descriptor = raw.fileno()
+    return descriptor if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+
+
+_FILE_CLASSES = (io.FileIO, io.BufferedReader, io.BufferedRandom, io.BufferedWriter)
+_DATA_METHODS = ("read", "read1", "readall", "readinto", "write", "seek", "tell")
+
+
+def _is_plain(file_obj: Any, classes: tuple[type, ...]) -> bool:
+    """Whether the object is one of `classes`, or of a subclass that moves bytes as they do."""
+    for base in classes:
+        if isinstance(file_obj, base):
+            kind = type(file_obj)
+            return all(getattr(kind, name, None) is getattr(base, name, None) for name in _DATA_METHODS)
+    return False
+
+
+def describe(file_obj: Any) -> str:
+    """A name for messages, without credentials."""
+    name = getattr(file_obj, "name", None)
+    if isinstance(name, (str, bytes)):
+        return shown_path(name)
+    return f"<{type(file_obj).__name__}>"
+
+
+def shown_path(path: Union[str, bytes]) -> str:
+    """A path for messages: bytes that are no UTF-8 appear escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _open_object(file_obj: Any) -> OpenedSource:
+    try:
+        _check_readable(file_obj)
+    except (ValueError, OSError):
+        file_obj.close()  # a failed constructor closes the file, from its opening on
+        raise
+    offered = getattr(file_obj, "_tensorizer_source", None)
+    start = file_obj.tell()
+    if offered is not None:
+        return OpenedSource(offered(), start, file_obj, file_obj.close)
+    descriptor = real_file(file_obj)
+    if descriptor is not None:
+        if getattr(file_obj, "writable", lambda: False)():
+            file_obj.flush()
+        source = _C.FileSource(descriptor, describe(file_obj))
+        return OpenedSource(source, start, file_obj, functools.partial(_close_both, source, file_obj))
+    return OpenedSource(_C.PyFileSource(file_obj, describe(file_obj)), start, file_obj, file_obj.close)
+
+
+def _close_both(source: _C.RangeSource, file_obj: Any) -> None:
+    source.close()
+    file_obj.close()
+
+
+def _check_readable(file_obj: Any) -> None:
+    if isinstance(file_obj, io.TextIOBase):
+        raise ValueError(
+            f"wanted a binary file opened with mode rb, found a text file (mode {getattr(file_obj, 'mode', 'r')!r})"
+        )
+    if not (hasattr(file_obj, "read") or hasattr(file_obj, "readinto")):
+        raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
+    readable = getattr(file_obj, "readable", None)
+    if readable is not None and not readable():
+        raise ValueError(
+            f"wanted a readable file opened with mode rb, found mode {getattr(file_obj, 'mode', 'unknown')!r}"
+        )
+    seekable = getattr(file_obj, "seekable", None)
+    if seekable is not None and not seekable() and not _seeks(file_obj):
+        raise io.UnsupportedOperation(f"{describe(file_obj)}: wanted a seekable file, found one that cannot seek")
+
+
+def _seeks(file_obj: Any) -> bool:
+    """Whether an object that says it cannot seek does: io.RawIOBase says so for every subclass that does not object."""
+    try:
+        file_obj.seek(file_obj.tell())
+    except (OSError, ValueError, AttributeError, NotImplementedError):
+        return False
+    return True

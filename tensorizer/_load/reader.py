@@ -1,0 +1,253 @@
+"""Entries of an opened container to tensors on a device: batches, casts, keys. Knows nothing about caching."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import gc
+import itertools
+import mmap
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+
+from tensorizer import _C
+from tensorizer._format import dtypes
+from tensorizer._system import cuda_engine, perf
+from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
+from tensorizer.errors import FormatError
+
+__all__ = ["BATCH_NBYTES", "LoadedBatch", "ReadAhead", "TensorReader"]
+
+# Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
+BATCH_NBYTES = 256 << 20
+
+# Zeros from here on are not written out where nobody asks for their memory.
+_UNTOUCHED_NBYTES = 1 << 20
+
+# Reading ahead over a network: after so many tensors in a row, and how much.
+_ROW = 3
+_FIRST_AHEAD_NBYTES = 1 << 20
+_MAX_AHEAD_NBYTES = 16 << 20
+
+CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+Progress = Optional[Callable[[int], object]]
+#: One device, or the device of each entry.
+DeviceChoice = Union[torch.device, Callable[[int], torch.device]]
+
+
+class LoadedBatch(NamedTuple):
+    """Tensors that were loaded together; the same position in all three is the same tensor."""
+
+    entries: Sequence[int]
+    tensors: Sequence[torch.Tensor]  # Parameters, or plain tensors where raw ones were asked for
+    headers: _C.LoadedHeaders
+
+
+class TensorReader:
+    """Reads tensors of one container. Safe from several threads at once: every read is a session of its own."""
+
+    def __init__(
+        self,
+        source: _C.RangeSource,
+        index: _C.Index,
+        *,
+        device: DeviceChoice,
+        dtype: Optional[torch.dtype],
+        max_workers: int,
+        keys: Optional[_C.KeyRing],
+        mapping: Optional[_C.FileMapping],
+    ) -> None:
+        self.source = source
+        self.index = index
+        self.device = device
+        self.dtype = dtype
+        self.keys = keys
+        self._max_workers = max_workers
+        self._mapping = mapping
+        self._factory = _C.TensorFactory(dtypes.resolve)
+
+    def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
+        """Loads `entries` (ascending) to the target device and dtype, as Parameters, in order.
+
+        On the CPU without a cast all of them are one batch; otherwise batches hold at most 256 MiB.
+        """
+        for device, part in self._by_device(entries):
+            yield from self._read_to(device, part, verify, progress)
+
+    def _by_device(self, entries: Sequence[int]) -> Iterator[tuple[torch.device, Sequence[int]]]:
+        """The entries of each device; more than one only where the caller spread them."""
+        if isinstance(self.device, torch.device):
+            yield resolve_cuda_device(self.device), entries
+            return
+        groups: dict[torch.device, list[int]] = {}
+        for entry in entries:
+            groups.setdefault(resolve_cuda_device(self.device(entry)), []).append(entry)
+        yield from groups.items()
+
+    def _read_to(
+        self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress
+    ) -> Iterator[LoadedBatch]:
+        casts = self._casts_any(entries)
+        if device.type == "cpu" and not casts:
+            batch = self._run(entries, verify, progress)
+            with _no_collections(), ordinary_tensors():
+                parameters = batch.parameters(self._factory)
+            yield LoadedBatch(entries, parameters, batch.headers)
+            return
+        fast = cuda_engine.is_fast_device(device)
+        done = 0
+        for part in [entries] if fast and not casts else self.batches(entries, BATCH_NBYTES):
+            report = None if progress is None else functools.partial(_report_from, progress, done)
+            raw = self._read_fast(device, part, verify, report) if fast else self.read_raw(part, verify, report)
+            done += sum(map(self.index.data_nbytes, part))
+            with perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
+                with ordinary_tensors():
+                    delivered = [self._deliver(entry, tensor, device) for entry, tensor in zip(part, raw.tensors)]
+                yield raw._replace(tensors=delivered)
+
+    def _read_fast(self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress) -> LoadedBatch:
+        """Loads `entries` to a CUDA device through its ring of pinned slots, straight to their final addresses."""
+        engine = cuda_engine.engine_for(device)
+        sizes = [self.index.loaded_nbytes(entry) for entry in entries]
+        with ordinary_tensors():
+            flat = cuda_engine.allocate(sizes, device)
+            for entry, tensor in zip(entries, flat):
+                if self.index.data_nbytes(entry) == 0:  # written without data: zeros
+                    tensor.zero_()
+        engine.order_after_caller()
+        batch = self._run(
+            entries, verify, progress, addresses=[t.data_ptr() for t in flat], device=device.index, engine=engine
+        )
+        headers = batch.headers
+        with ordinary_tensors():
+            tensors = [
+                tensor.view(dtypes.torch_dtype(headers.dtype(i).decode("utf-8", "replace"))).view(headers.shape(i))
+                for i, tensor in enumerate(flat)
+            ]
+        return LoadedBatch(entries, tensors, headers)
+
+    def read_raw(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> LoadedBatch:
+        """Loads `entries` as plain host tensors of their stored dtype."""
+        batch = self._run(entries, verify, progress)
+        with ordinary_tensors():
+            return LoadedBatch(entries, batch.tensors(self._factory), batch.headers)
+
+    def batches(self, entries: Sequence[int], limit: int) -> Iterator[Sequence[int]]:
+        """Cuts `entries` into runs of at most `limit` bytes, or one entry where that alone is larger."""
+        begin, nbytes = 0, 0
+        for position, entry in enumerate(entries):
+            size = self.index.loaded_nbytes(entry)
+            if position > begin and nbytes + size > limit:
+                yield entries[begin:position]
+                begin, nbytes = position, 0
+            nbytes += size
+        if begin < len(entries):
+            yield entries[begin:]
+
+    def stored_dtype(self, entry: int) -> Optional[torch.dtype]:
+        """The dtype that the index shows; ``None`` where only the record header names it."""
+        try:
+            return dtypes.torch_dtype(self.index.dtype(entry).decode("utf-8", "replace"))
+        except FormatError:
+            return None
+
+    def casts(self, stored: torch.dtype) -> bool:
+        """Whether the constructor's ``dtype=`` changes tensors of this stored dtype: floating point only."""
+        return self.dtype in CASTABLE and stored in CASTABLE and stored != self.dtype
+
+    def may_cast(self, entry: int) -> bool:
+        """Whether ``dtype=`` may change this tensor, as far as the index tells."""
+        stored = self.stored_dtype(entry)
+        return self.dtype in CASTABLE if stored is None else self.casts(stored)
+
+    def _casts_any(self, entries: Sequence[int]) -> bool:
+        return self.dtype is not None and any(map(self.may_cast, entries))
+
+    def _run(self, entries: Sequence[int], verify: bool, progress: Progress, **to: Any) -> _C.LoadBatch:
+        batch = _C.LoadBatch(
+            self.source,
+            self.index,
+            list(entries),
+            verify=verify,
+            max_workers=self._max_workers,
+            keys=self.keys,
+            mapping=None if to else self._mapping,
+            **to,
+        )
+        with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
+            batch.run(progress)
+        return batch
+
+    def _deliver(self, entry: int, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
+        differentiable = tensor.is_floating_point() or tensor.is_complex()
+        dtype = self.dtype if self.casts(tensor.dtype) else None
+        if dtype is not None and device.type == "cpu" and self.index.data_nbytes(entry) == 0:
+            tensor = _zeros(tensor.shape, dtype)
+        # Off the CPU a cast happens on the target: less to transfer, or the same.
+        moved = tensor.to(device=device).to(dtype=dtype) if dtype is not None else tensor.to(device=device)
+        return torch.nn.Parameter(moved, requires_grad=differentiable)
+
+
+class ReadAhead:
+    """Which tensors a loop over single ones should read together, where each request costs a round trip.
+
+    Tensors that are asked for in file order are read ahead from the fourth on, 1 MiB at first and up to 16 MiB. Others
+    are read alone. May be used from several threads: at worst too little or too much is read ahead.
+    """
+
+    def __init__(self, index: _C.Index, selection: Sequence[int]) -> None:
+        self._index, self._selection = index, selection
+        self._next = -1  # position in the selection that would go on with the row
+        self._row = 0
+        self._window_nbytes = _FIRST_AHEAD_NBYTES
+
+    def together_with(self, entry: int, cached: Container[int]) -> list[int]:
+        """`entry`, and what to read with it."""
+        position = bisect.bisect_left(self._selection, entry)
+        self._row = self._row + 1 if position == self._next else 0
+        self._next = position + 1
+        if self._row < _ROW:
+            self._window_nbytes = _FIRST_AHEAD_NBYTES
+        if self._row < _ROW or entry in cached:
+            return [entry]
+        chosen, nbytes = [entry], self._index.data_nbytes(entry)
+        for following in itertools.islice(self._selection, position + 1, None):
+            nbytes += self._index.data_nbytes(following)
+            if nbytes > self._window_nbytes or following in cached:
+                break
+            chosen.append(following)
+        self._window_nbytes = min(2 * self._window_nbytes, _MAX_AHEAD_NBYTES)
+        return chosen
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU that take memory where they are written to: files may claim any number of them."""
+    nbytes = shape.numel() * dtype.itemsize
+    if nbytes < _UNTOUCHED_NBYTES:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    try:
+        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    except (OSError, OverflowError, ValueError):
+        raise FormatError(f"a tensor claims {nbytes} bytes of zeros, more than memory can be") from None
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _report_from(progress: Callable[[int], object], before: int, done: int) -> None:
+    progress(before + done)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Holds back the cyclic garbage collector, which thousands of new objects would set off again and again."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,1 @@
+"""The process and the machine: environment variables, memory limits, devices, counters."""

@@ -1,0 +1,71 @@
+"""The fast path to and from CUDA devices: which tensors take it, and the engine that moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+
+from tensorizer import _C
+from tensorizer._system.config import env_float, env_int, env_text
+
+__all__ = ["allocate", "engine_for", "is_fast_device", "set_ring_size", "use_driver_library"]
+
+_MEBIBYTE = 1 << 20
+# 16 slots of 8 MiB keep a PCIe link busy while workers fill the others; more gains nothing.
+DEFAULT_RING_SLOTS = 16
+DEFAULT_RING_SLOT_NBYTES = 8 * _MEBIBYTE
+DEFAULT_IDLE_SECONDS = 30.0  # an unused ring goes back after that
+
+
+def is_fast_device(device: torch.device) -> bool:
+    """Whether copies to this device go through the pinned ring: CUDA itself, with a driver; not ROCm."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    use_driver_library()
+    return bool(_C.cuda_driver_is_present())
+
+
+def use_driver_library() -> None:
+    """Hands ``TENSORIZER_CUDA_LIBRARY`` (default: ``libcuda.so.1``) to the extension; it counts until first use."""
+    library = env_text("TENSORIZER_CUDA_LIBRARY")
+    if library is not None:
+        _C.cuda_set_driver_library(library)
+
+
+class _RingSize:
+    """What the process asked for; ``None`` leaves it to the environment."""
+
+    slots: Optional[int] = None
+    slot_nbytes: Optional[int] = None
+
+
+def set_ring_size(slots: Optional[int], slot_nbytes: Optional[int]) -> None:
+    """The size of rings that loads and saves ask for from now on; see :func:`tensorizer.cuda.set_pinned_memory`."""
+    _RingSize.slots, _RingSize.slot_nbytes = slots, slot_nbytes
+
+
+def engine_for(device: torch.device) -> _C.CudaCopyEngine:
+    """An engine for one load or save, ordered against the caller's current stream on `device`, which has an index."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    slots, slot_nbytes = _RingSize.slots, _RingSize.slot_nbytes
+    if slots is None:
+        slots = env_int("TENSORIZER_RING_SLOTS", 2)
+    if slot_nbytes is None:
+        slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 2)
+        slot_nbytes = slot_mib and slot_mib * _MEBIBYTE
+    idle_seconds = env_float("TENSORIZER_RING_IDLE_SECONDS", 0.0)
+    return _C.CudaCopyEngine(
+        device.index,
+        stream,
+        slots=DEFAULT_RING_SLOTS if slots is None else slots,
+        slot_nbytes=DEFAULT_RING_SLOT_NBYTES if slot_nbytes is None else slot_nbytes,
+        keep_idle_seconds=DEFAULT_IDLE_SECONDS if idle_seconds is None else idle_seconds,
+        scatter_kernel=env_text("TENSORIZER_CUDA_SCATTER") == "1",
+    )
+
+
+def allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """One flat byte tensor per size, on `device`, in order of the caller's current stream."""
+    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
