@@ -14,6 +14,7 @@ import pytest
 from http_tools import nothing_left, quick, random_bytes
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from servers.certificates import make_certificates
 from servers.http_faults import GOOD, FaultyServer, Reply
 
 from tensorizer import _C
@@ -23,6 +24,11 @@ from tensorizer.stream_io import CAInfo, CURLStreamFile, HTTPOptions, open_strea
 CONTENT = random_bytes(200_000)
 HEAD = 4096
 DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @contextlib.contextmanager
