@@ -31,7 +31,7 @@ void set_from(const py::dict& settings, const char* name, std::chrono::milliseco
   if (settings.contains(name)) field = from_seconds(settings[name].cast<double>());
 }
 
-// The keys are those that tensorizer/streams/redis.py makes; a missing one leaves the default of
+// The keys are those that tensorizer/_io/redis.py makes; a missing one leaves the default of
 // the C++ struct.
 RedisOptions to_options(const py::dict& settings) {
   RedisOptions options;
