@@ -19,7 +19,7 @@ from tensorizer._format.names import Name, display
 from tensorizer._format.payloads import adopt, contiguous, stored_dtype
 from tensorizer._format.tree import flatten
 from tensorizer._io.sinks import open_sink
-from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.unclosed import tell_if_unclosed
 from tensorizer._save.items import Item, batches, check_name
 from tensorizer._save.modules import walk_module
 from tensorizer._system import cuda_engine
@@ -37,9 +37,30 @@ _HASH_NAMES = ("crc32", "sha256")
 class TensorSerializer:
     """Writes tensors to one ``.tensors`` file.
 
-    After each successful call of a ``write_*`` method the content is complete and can be read by others, before
-    :meth:`close`. A path is written without a name and takes it at the end of the first successful call; until then an
-    existing file is untouched. A later call that fails leaves the last complete content readable.
+    When the content appears:
+
+    - A local path: after each successful call of :meth:`write_module` or :meth:`write_state_dict`, before
+      :meth:`close`; after calls of :meth:`write_tensor` as said below. It is written without a name and takes it at
+      the end of the first successful call; until then an existing file is untouched. A later call that fails leaves
+      the last complete content readable. An open file object likewise, but in place.
+    - A URI of a store (``s3://…``): when :meth:`close` returns, or the ``with`` block is left, and not before. A
+      failure, an exception in the block, or a serializer that is never closed stores nothing; the latter is a
+      ``ResourceWarning`` and a line in the log.
+    - A new, empty stream of ``open_stream("s3://…", "wb+")``: as for a URI, and also when the stream is closed after a
+      successful call, even if the serializer is not. Nothing but closing can be done with the stream any more.
+
+    A crash of the machine, at any moment, leaves a path with the old file, or with the content of whole calls: what
+    took the name was synced before, what a later call adds is on the disk before the file says so, and all of it is
+    on the disk when :meth:`close` returns. That needs a sync per call. Tensors of :meth:`write_tensor` therefore wait
+    for each other: what has been written since the last sync becomes part of the content with the next call that
+    writes many tensors, when 64 MiB have come together, with the first call a second later, and at the latest when
+    the serializer is closed or dropped. With ``fsync=False``, and in descriptors and file objects, each call is
+    visible when it returns.
+
+    Tensors must not change while a call that writes them runs. Contiguous tensors in host memory are read where they
+    are, once for the digests and once to be written, so a change in between gives a file that fails its own
+    verification. Where a copy is made anyway (encryption, other devices, tensors that are not contiguous) both come
+    from that copy.
 
     As a context manager it closes the file; an exception inside the block abandons what was not complete.
 
@@ -53,8 +74,9 @@ class TensorSerializer:
         hashes: Digests to store per tensor: ``"crc32"``, ``"sha256"``, a collection of these; ``None`` or an empty
             collection stores none. The default is both, as readers expect. Encrypted tensors never get a CRC32, whose
             four bytes would say too much about short plaintexts.
-        fsync: Syncs a local path before it takes its name, so that a crash of the machine leaves the old file or the
-            new one. ``False`` is faster and gives that up.
+        fsync: Syncs a local path before it takes its name, before what later calls add becomes part of it, and at the
+            end, so that a crash of the machine leaves the old file or whole calls of the new one. ``False`` is faster
+            and gives that up; the end of the process alone, however sudden, does no harm either way.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
 
@@ -64,6 +86,8 @@ class TensorSerializer:
         TypeError: An argument of the wrong type.
         OSError: The target cannot be written.
     """
+
+    _closed = True  # until there is something to close
 
     def __init__(
         self,
@@ -77,7 +101,6 @@ class TensorSerializer:
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self._closed = True  # until there is something to close
         max_workers = thread_limit("limit_cpu_concurrency", limit_cpu_concurrency)
         self.cpu_limit = int(_C.cpu_quota()) if limit_cpu_concurrency is None else limit_cpu_concurrency
         check_encryption(encryption)
@@ -89,9 +112,7 @@ class TensorSerializer:
         self._progress = progress
 
         opened = open_sink(file_obj, fsync, stream_options)
-        self._close_stream = opened.close
-        # Half of a file is not uploaded.
-        self._discard_stream = opened.stream.discard if isinstance(opened.stream, UploadOnClose) else opened.close
+        self._opened = opened
         self._session = _C.SaveSession(
             opened.sink,
             opened.start,
@@ -101,7 +122,7 @@ class TensorSerializer:
             key=key,
             derivation=derivation,
         )
-        self._sink = opened.sink  # its Python half is what ends an upload when the interpreter does
+        self._unclosed = tell_if_unclosed(self, opened.sink.name) if opened.appears_on_close else None
         self._closed = False
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -119,12 +140,15 @@ class TensorSerializer:
         """
         if self._closed:
             return
-        self._closed = True
+        self._end()
         try:
             self._session.finish()
-        finally:
-            self._close_stream()
-        logger.debug("closed %s: %d bytes of tensors", self._sink.name, self.total_tensor_bytes)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first failure tells more
+                self._opened.discard()
+            raise
+        self._opened.close()
+        logger.debug("closed %s: %d bytes of tensors", self._opened.sink.name, self.total_tensor_bytes)
 
     def __enter__(self) -> TensorSerializer:
         return self
@@ -138,22 +162,30 @@ class TensorSerializer:
         if exc_type is None:
             self.close()
             return
-        self._close_stream = self._discard_stream
         with contextlib.suppress(Exception):  # the exception that is on its way tells more
             self._abandon()
 
     def _abandon(self) -> None:
         if not self._closed:
-            self._closed = True
+            self._end()
             try:
                 self._session.abandon()
             finally:
-                self._close_stream()
+                self._opened.discard()
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._unclosed is not None:
+            self._unclosed.detach()
 
     def __del__(self) -> None:
         # Completed calls left complete content; an upload that nobody closed is not completed by chance.
-        with contextlib.suppress(Exception):
-            self._abandon()
+        if not self._closed and not self._opened.is_lent:
+            self._closed = True
+            with contextlib.suppress(Exception):
+                self._session.abandon()
+            with contextlib.suppress(Exception):
+                self._opened.close()
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +211,7 @@ class TensorSerializer:
             NotImplementedError: Quantized, sparse or nested tensors; tensors without memory of their own.
             OSError: The data could not be written.
         """
-        module_tree.check_module(m)
+        module_tree.check_module(m, "write_state_dict writes state dicts")
         items = [
             Item(
                 (entry.name,),
@@ -218,6 +250,8 @@ class TensorSerializer:
     ) -> None:
         """Writes one tensor or array. Slower per tensor than the methods that take many.
 
+        On a path that is synced the tensor may wait for others before it is part of the file: see the class.
+
         Args:
             idx: Module index, 0 to 65535.
             name: The name, or a path as :meth:`TensorDeserializer.read_tensors` yields it.
@@ -242,8 +276,10 @@ class TensorSerializer:
         if self._closed:
             raise ValueError("the serializer is closed")
         total = sum(item.nbytes for item in items)
+        begun = False
         try:
             self._session.begin_call([item.describe() for item in items], growing)
+            begun = True
             with progress_reporter(self._progress, total, "saving") as report:
                 record = 0
                 for batch in batches(items):
@@ -251,6 +287,8 @@ class TensorSerializer:
                     record += len(batch)
             self._session.finish_call()
         except BaseException:
+            if begun and self._unclosed is not None:
+                self._unclosed.detach()  # the failure says that nothing will be stored
             self._session.abort_call()
             raise
         if logger.isEnabledFor(logging.DEBUG):

@@ -60,7 +60,7 @@ bool HostConnections::has_place(unsigned limit) const {
   return running_ < limit;
 }
 
-std::unique_ptr<CurlLane> HostConnections::take(const std::string& key) {
+std::unique_ptr<CurlLane> HostConnections::take(const std::string& key, unsigned limit) {
   std::unique_ptr<CurlLane> lane;
   std::unique_ptr<CurlLane> in_the_way;  // ends outside the lock
   {
@@ -70,8 +70,7 @@ std::unique_ptr<CurlLane> HostConnections::take(const std::string& key) {
     if (found != waiting_.rend()) {
       lane = std::move(found->lane);
       waiting_.erase(std::next(found).base());
-    } else if (!waiting_.empty()) {
-      // One of another kind makes room, so that lanes are never more than requests have been.
+    } else if (!waiting_.empty() && waiting_.size() + running_ > limit) {
       in_the_way = std::move(waiting_.front().lane);
       waiting_.erase(waiting_.begin());
     }
@@ -119,7 +118,7 @@ HttpConnections::Ticket HttpConnections::enter(const std::string& origin,
 }
 
 HttpConnections::Lease HttpConnections::take(const std::string& origin) {
-  return {host(origin), key_};
+  return {host(origin), key_, limit_};
 }
 
 bool HttpConnections::has_place(const std::string& origin) {

@@ -28,8 +28,9 @@ class HostConnections {
   void leave() noexcept;
   bool has_place(unsigned limit) const;
 
-  // A lane that waits under `key` (what its connections may be used for), or a new one.
-  std::unique_ptr<CurlLane> take(const std::string& key);
+  // A lane that waits under `key` (what its connections may be used for), or a new one. One that
+  // waits under another key makes room where there would be more than `limit`.
+  std::unique_ptr<CurlLane> take(const std::string& key, unsigned limit);
   // Keeps the lane while anybody uses this origin, else ends its connections.
   void give_back(const std::string& key, std::unique_ptr<CurlLane> lane) noexcept;
 
@@ -67,8 +68,8 @@ class HttpConnections {
   class Lease {
    public:
     Lease() = default;
-    Lease(std::shared_ptr<HostConnections> host, std::string key)
-        : host_(std::move(host)), key_(std::move(key)), lane_(host_->take(key_)) {}
+    Lease(std::shared_ptr<HostConnections> host, std::string key, unsigned limit)
+        : host_(std::move(host)), key_(std::move(key)), lane_(host_->take(key_, limit)) {}
     Lease(Lease&&) = default;
     Lease& operator=(Lease&& other) noexcept {
       std::swap(host_, other.host_);

@@ -2,6 +2,7 @@
 
 #include <exception>
 #include <optional>
+#include <utility>
 
 namespace tensorizer::io {
 namespace {
@@ -14,14 +15,17 @@ class NullSink final : public BodySink {
 
 struct PutTarget {
   HttpUrl url;
-  HttpHeaderList headers;
+  std::vector<std::string> header_lines;
+  HttpHeaderList further_headers;
 };
 
 // Throws HttpFailure where it has worked before, so that it may work again.
 PutTarget target_of(const HttpUploader& uploader, const HttpPut& put) {
   try {
     const auto& provider = uploader.options.header_provider;
-    return {HttpUrl::parse(put.url()), provider ? provider() : HttpHeaderList()};
+    HttpPut::Target target = put.target();
+    return {HttpUrl::parse(target.url), std::move(target.header_lines),
+            provider ? provider() : HttpHeaderList()};
   } catch (...) {
     if (!uploader.counters.answered.load()) throw;
     HttpFailure failure{Errc::io, "a fresh URL or fresh headers could not be had", ""};
@@ -45,8 +49,8 @@ ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarge
   };
   for (int hops = 0;; ++hops) {
     const bool is_home = url.origin() == home.origin();
-    HttpRequest request{&url, is_home, "", {}, &target.headers, put.body};
-    if (is_home) request.header_lines = put.header_lines;
+    HttpRequest request{&url, is_home, "", {}, &target.further_headers, put.body};
+    if (is_home) request.header_lines = target.header_lines;
     HttpExchange exchange(*lane, uploader.options, request, accept, uploader.counters);
     drive(*lane, stop, [&] {
       deadline.check();
@@ -74,9 +78,16 @@ ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::sto
   with_retries(
       uploader.options, uploader.counters, deadline,
       [&] {
-        const PutTarget target = target_of(uploader, put);
-        if (put.display_name.empty()) name = target.url.shown();
-        response = put_once(uploader, put, target, deadline, stop);
+        while (true) {
+          const PutTarget target = target_of(uploader, put);
+          if (put.display_name.empty()) name = target.url.shown();
+          try {
+            response = put_once(uploader, put, target, deadline, stop);
+            return;
+          } catch (const HttpFailure& failure) {
+            if (failure.transient || !put.adapt || !put.adapt(failure)) throw;
+          }
+        }
       },
       [] { return uint64_t{0}; },
       [&](const HttpFailure& failure, int tries) {
