@@ -169,6 +169,9 @@ void apply_trust(CURL* easy, const CurlTrust& trust) {
   if (X509_STORE* store = share.store()) {
     curl_easy_setopt(easy, CURLOPT_CAINFO, nullptr);
     curl_easy_setopt(easy, CURLOPT_CAPATH, kNoFolder);
+    // Connections to an HTTPS proxy get the same store, to which nothing may be added either.
+    curl_easy_setopt(easy, CURLOPT_PROXY_CAINFO, nullptr);
+    curl_easy_setopt(easy, CURLOPT_PROXY_CAPATH, kNoFolder);
     curl_easy_setopt(easy, CURLOPT_SSL_CTX_FUNCTION, &use_store);
     curl_easy_setopt(easy, CURLOPT_SSL_CTX_DATA, store);
   } else {
