@@ -191,7 +191,7 @@ def test_ca_info_wants_exactly_one_choice(tmp_path):
 def test_options_take_their_defaults_from_the_environment(monkeypatch):
     defaults = HTTPOptions()
     assert (defaults.connect_timeout, defaults.stall_timeout, defaults.retries, defaults.retry_seconds) == (
-        10, 30, 4, 120,
+        10, 30, None, 120,
     )  # fmt: skip
     monkeypatch.setenv("TENSORIZER_HTTP_CONNECT_TIMEOUT", "1.5")
     monkeypatch.setenv("TENSORIZER_HTTP_STALL_TIMEOUT", "2.5")

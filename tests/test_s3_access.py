@@ -278,7 +278,13 @@ class TestSecrets:
         parsed = stream_io._infer_credentials(KEY, SECRET)
         assert (parsed.s3_access_key, parsed.s3_secret_key, parsed.config_file) == (KEY, SECRET, None)
         with pytest.raises(OSError) as caught:
-            stream_io.open_stream("s3://b/k", s3_endpoint="http://127.0.0.1:1", force_http=True, **TestEndpoints.BOTH)
+            stream_io.open_stream(
+                "s3://b/k",
+                s3_endpoint="http://127.0.0.1:1",
+                force_http=True,
+                http_options=stream_io.HTTPOptions(retries=0),
+                **TestEndpoints.BOTH,
+            )
         text = repr(settings) + repr(found) + repr(parsed) + caplog.text + str(caught.value) + repr(caught.value)
         assert KEY not in text
         assert SECRET not in text

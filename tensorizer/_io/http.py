@@ -9,10 +9,9 @@ import os
 import sys
 import time
 import urllib.parse
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
-from tensorizer._io.options import CAInfo, HTTPOptions, check_header
+from tensorizer._io.options import CAInfo, Headers, HTTPOptions, check_header
 from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
@@ -49,7 +48,8 @@ class CURLStreamFile(io.BufferedIOBase):
         uri: The URL. Credentials in it (``https://user:password@...``) are sent as Basic authentication.
         begin: First byte of the range that is read, ``None`` for 0; also the first position.
         end: One past the last byte, ``None`` for the end of the object.
-        headers: Extra request headers; values go through ``str``. Not sent to another host after a redirect.
+        headers: Extra request headers; values go through ``str``. Not sent to another host after a redirect. A callable
+            as in ``HTTPOptions`` gives those that expire.
         buffer_size: Upper bound in bytes of what is read ahead; ``None`` for 16 MiB.
         certificate_handling: Which server certificates are trusted; over that of ``http_options``.
         http_options: Timeouts, retries, connections and the rest; ``None`` for the defaults.
@@ -78,7 +78,7 @@ class CURLStreamFile(io.BufferedIOBase):
         uri: str,
         begin: Optional[int] = None,
         end: Optional[int] = None,
-        headers: Optional[Mapping[str, Any]] = None,
+        headers: Optional[Headers] = None,
         *,
         buffer_size: Optional[int] = None,
         certificate_handling: Optional[CAInfo] = None,
@@ -93,8 +93,9 @@ class CURLStreamFile(io.BufferedIOBase):
             raise TypeError(f"uri: wanted str, found {type(uri).__name__}")
         if certificate_handling is not None and not isinstance(certificate_handling, CAInfo):
             raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(certificate_handling).__name__}")
-        for name, value in (headers or {}).items():
-            check_header(name, value)
+        if headers is not None and not callable(headers):
+            for name, value in headers.items():
+                check_header(name, value)
         native = (http_options or HTTPOptions())._native(headers, certificate_handling)
         url = _quoted(uri)
 

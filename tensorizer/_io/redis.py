@@ -122,8 +122,10 @@ class RedisStreamFile(io.BufferedIOBase):
         connections: Connections at the same time, at most; default 4, capped by ``TENSORIZER_MAX_CONNECTIONS``.
         connect_timeout: Seconds for connecting, TLS and login.
         stall_timeout: Seconds without a byte after which a connection counts as broken.
-        retries: Further tries, per read, after a connection broke; a read resumes at the byte where it stopped.
-        retry_seconds: No try begins later than this after the first failure.
+        retries: Further tries of a read after a connection broke, which resumes at the byte where it stopped; ``None``
+            bounds them by time alone.
+        retry_seconds: How long tries go on without progress, also while the server loads its data. A server that has
+            never answered is given up after ten seconds.
 
     Attributes:
         setup_latency: Seconds that connecting and listing the keys took.
@@ -149,7 +151,7 @@ class RedisStreamFile(io.BufferedIOBase):
         connections: Optional[int] = None,
         connect_timeout: float = 10.0,
         stall_timeout: float = 30.0,
-        retries: int = 4,
+        retries: Optional[int] = None,
         retry_seconds: float = 120.0,
     ) -> None:
         super().__init__()
@@ -270,6 +272,9 @@ class RedisStreamFile(io.BufferedIOBase):
         return target
 
     def close(self) -> None:
+        """Ends the connections: idle ones now, those of a load that reads from this source after their read."""
+        if not self._closed:
+            self._source.close_connections()
         self._closed = True
         self._window = b""
         super().close()
