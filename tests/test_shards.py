@@ -129,7 +129,7 @@ def refused(folder, error, words):
 def test_every_lie_of_a_map_is_refused_before_the_first_payload(folder, leaves_no_descriptors):
     first, second, third = CONTENT
     for weight_map, words in (
-        ({**MAP, "c.weight": first}, f"wanted in '{first}', found in '{second}'"),
+        ({**MAP, "a.weight": second}, f"wanted in '{second}', found in '{first}'"),
         ({**MAP, "z": second}, "'z': wanted in"),
         ({**MAP, "z": "../x.safetensors"}, "'../x.safetensors'"),
         ({**MAP, "z": "/etc/x.safetensors"}, "'/etc/x.safetensors'"),
