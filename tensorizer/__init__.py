@@ -57,10 +57,17 @@ __all__ = [
     "FormatError",
     "HashMismatchError",
     "InvalidVersionError",
+    "LoadError",
+    "MissingHashError",
     "StreamError",
+    "StreamExistsError",
+    "StreamIsADirectoryError",
+    "StreamNotADirectoryError",
     "StreamNotFoundError",
+    "StreamPermissionError",
     "TensorizerError",
     "TruncatedError",
+    "VerificationError",
 ]
 
 # Names that are resolved on demand, and where they are defined. Type checkers read the imports above instead.

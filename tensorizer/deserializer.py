@@ -16,6 +16,7 @@ from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorE
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
 from tensorizer._io.sources import OpenedSource, open_source
+from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
@@ -56,12 +57,14 @@ class TensorDeserializer(
         plaid_mode: Accepted, without effect.
         plaid_mode_buffers: Accepted, without effect.
         num_readers: Upper bound for reading threads; ``None`` uses as many as are useful.
-        verify_hash: Compares the stored hashes with the data; ``None`` means ``False``.
+        verify_hash: Compares the stored hashes with the data; ``None`` means ``False``. A tensor with data and without
+            a stored hash is an error then.
         encryption: The key of an encrypted file.
         mmap: Makes tensors copy-on-write views of a local file instead of reading it. They keep the mapping alive.
             Tensors of older files that are not aligned are copied.
         progress: ``True`` shows a bar; a callable is told about bytes done (docs/quickstart.md).
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream` where it opens a URI.
+        allow_missing_hashes: With ``verify_hash``, takes tensors that have no stored hash, unverified.
 
     Raises:
         ValueError: Not a ``.tensors`` file, an unknown version, a damaged index (:class:`FormatError` and subclasses);
@@ -70,6 +73,7 @@ class TensorDeserializer(
         OSError: The source cannot be opened or read (:class:`StreamError`).
         CryptographyError: The file is encrypted and there is no key, or the other way round, or the key is wrong.
         HashMismatchError: Data disagree with their stored hash.
+        MissingHashError: Verification was asked for, and a tensor with data has no stored hash.
         RuntimeError: CUDA was asked for and is not available.
 
     Source: docs/format.md for the bytes, docs/errors.md for the errors.
@@ -91,6 +95,7 @@ class TensorDeserializer(
         mmap: bool = False,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
+        allow_missing_hashes: bool = False,
     ) -> None:
         self.total_tensor_bytes = 0
         self._device = target_device(device)
@@ -100,10 +105,10 @@ class TensorDeserializer(
         self._stream = opened.stream
         self._container: Container
         try:
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise TypeError(f"dtype: wanted a torch.dtype, found {type(dtype).__name__}")
+            check_filter(filter_func)
+            check_dtype(dtype)
             limit = thread_limit("num_readers", num_readers)
-            options = ReadOptions(self._device, dtype, limit, encryption, mmap)
+            options = ReadOptions(self._device, dtype, limit, encryption, mmap, allow_missing_hashes)
             self._open(opened, filter_func, options, bool(verify_hash), progress)
             if not lazy_load:
                 self._loaded.load(self._container.selection)
@@ -232,12 +237,13 @@ class TensorDeserializer(
         Args:
             filter_func: Skips tensors it does not accept.
             num_tensors: At most this many; ``-1`` is all.
-            verify_hash: Overrides the constructor's value for tensors read by this call.
+            verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
             cache: ``False`` keeps nothing of what is yielded, and reads at most 64 MiB (or one tensor) ahead, so files
                 larger than memory can be streamed.
 
         Raises:
-            ValueError: `num_tensors` below -1.
+            ValueError: `num_tensors` below -1; a tensor was loaded before and cannot be verified any more: the file is
+                closed, and the constructor's ``dtype`` converted it.
         """
         yield from self._cursor.read_tensors(filter_func, num_tensors, verify_hash, cache)
 
@@ -259,7 +265,7 @@ class TensorDeserializer(
             num_tensors: At most this many; ``-1`` is all.
             allow_raw_data: Yields dtypes that numpy lacks (bfloat16, float8...) as signed integers of the same width,
                 with ``is opaque`` true and the torch dtype's name; otherwise they raise.
-            verify_hash: Overrides the constructor's value for tensors read by this call.
+            verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
             cache: As in :meth:`read_tensors`.
 
         Raises:
@@ -287,7 +293,7 @@ class TensorDeserializer(
         Args:
             m: The module, with the structure it had when it was written.
             filter_func: Takes only the tensors it accepts.
-            verify_hash: Overrides the constructor's value for tensors read by this call.
+            verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
 
         Returns:
             The number of tensors placed.
@@ -297,7 +303,7 @@ class TensorDeserializer(
             NotImplementedError: The file holds a state dict; use ``m.load_state_dict(deserializer)``.
         """
         try:
-            module_tree.check_module(m)
+            module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
             return load_into_module(self._container, self._loaded, m, filter_func, verify_hash)
         finally:
             self.close()
@@ -307,7 +313,8 @@ class TensorDeserializer(
 
         Returns:
             Whether everything matches, and one ``(name, matches)`` per stored tensor. Stored tensors that `m` lacks do
-            not match; tensors of `m` that are not in the file are ignored.
+            not match, nor do those with data and without a stored hash, which nothing vouches for; tensors of `m` that
+            are not in the file are ignored.
 
         Raises:
             RuntimeError: A tensor of the file was not read yet, so that its hashes are unknown.

@@ -39,14 +39,28 @@ class TensorSerializer:
 
     When the content appears:
 
-    - A local path: after each successful call of a ``write_*`` method, before :meth:`close`. It is written without a
-      name and takes it at the end of the first successful call; until then an existing file is untouched. A later call
-      that fails leaves the last complete content readable. An open file object likewise, but in place.
+    - A local path: after each successful call of :meth:`write_module` or :meth:`write_state_dict`, before
+      :meth:`close`; after calls of :meth:`write_tensor` as said below. It is written without a name and takes it at
+      the end of the first successful call; until then an existing file is untouched. A later call that fails leaves
+      the last complete content readable. An open file object likewise, but in place.
     - A URI of a store (``s3://…``): when :meth:`close` returns, or the ``with`` block is left, and not before. A
       failure, an exception in the block, or a serializer that is never closed stores nothing; the latter is a
       ``ResourceWarning`` and a line in the log.
     - A new, empty stream of ``open_stream("s3://…", "wb+")``: as for a URI, and also when the stream is closed after a
       successful call, even if the serializer is not. Nothing but closing can be done with the stream any more.
+
+    A crash of the machine, at any moment, leaves a path with the old file, or with the content of whole calls: what
+    took the name was synced before, what a later call adds is on the disk before the file says so, and all of it is
+    on the disk when :meth:`close` returns. That needs a sync per call. Tensors of :meth:`write_tensor` therefore wait
+    for each other: what has been written since the last sync becomes part of the content with the next call that
+    writes many tensors, when 64 MiB have come together, with the first call a second later, and at the latest when
+    the serializer is closed or dropped. With ``fsync=False``, and in descriptors and file objects, each call is
+    visible when it returns.
+
+    Tensors must not change while a call that writes them runs. Contiguous tensors in host memory are read where they
+    are, once for the digests and once to be written, so a change in between gives a file that fails its own
+    verification. Where a copy is made anyway (encryption, other devices, tensors that are not contiguous) both come
+    from that copy.
 
     As a context manager it closes the file; an exception inside the block abandons what was not complete.
 
@@ -60,8 +74,9 @@ class TensorSerializer:
         hashes: Digests to store per tensor: ``"crc32"``, ``"sha256"``, a collection of these; ``None`` or an empty
             collection stores none. The default is both, as readers expect. Encrypted tensors never get a CRC32, whose
             four bytes would say too much about short plaintexts.
-        fsync: Syncs a local path before it takes its name, so that a crash of the machine leaves the old file or the
-            new one. ``False`` is faster and gives that up.
+        fsync: Syncs a local path before it takes its name, before what later calls add becomes part of it, and at the
+            end, so that a crash of the machine leaves the old file or whole calls of the new one. ``False`` is faster
+            and gives that up; the end of the process alone, however sudden, does no harm either way.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
 
@@ -196,7 +211,7 @@ class TensorSerializer:
             NotImplementedError: Quantized, sparse or nested tensors; tensors without memory of their own.
             OSError: The data could not be written.
         """
-        module_tree.check_module(m)
+        module_tree.check_module(m, "write_state_dict writes state dicts")
         items = [
             Item(
                 (entry.name,),
@@ -234,6 +249,8 @@ class TensorSerializer:
         tensor: Union[torch.Tensor, np.ndarray[Any, Any]],
     ) -> None:
         """Writes one tensor or array. Slower per tensor than the methods that take many.
+
+        On a path that is synced the tensor may wait for others before it is part of the file: see the class.
 
         Args:
             idx: Module index, 0 to 65535.

@@ -62,8 +62,17 @@ class Index {
   const IndexEntry& operator[](size_t i) const noexcept { return entries_[i]; }
   size_t size() const noexcept { return entries_.size(); }
 
+  // The bytes of the entries, and what follows the last of them in the block.
+  std::span<const std::byte> entry_bytes() const noexcept {
+    return std::span(block_).first(entries_nbytes_);
+  }
+  std::span<const std::byte> slack() const noexcept {
+    return std::span(block_).subspan(entries_nbytes_);
+  }
+
  private:
   std::vector<std::byte> block_;
+  size_t entries_nbytes_ = 0;
   std::vector<uint64_t> dims_;
   std::vector<IndexEntry> entries_;
 };

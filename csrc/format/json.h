@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -21,6 +22,9 @@ struct TextPair {
   std::string_view value;
   bool operator==(const TextPair&) const = default;
 };
+
+// The same with texts of its own.
+using OwnedPair = std::pair<std::string, std::string>;
 
 class JsonReader {
  public:

@@ -65,6 +65,30 @@ std::vector<std::byte> read_block(io::RangeSource& source, const ContainerHead& 
   return block;
 }
 
+void take_ties(OpenedIndex& opened, std::vector<format::Tie> ties) {
+  opened.ties = std::move(ties);
+  for (uint32_t i = 0; i < opened.ties.size(); ++i) {
+    if (!opened.ties[i].listed) opened.unlisted.push_back(i);
+  }
+}
+
+std::shared_ptr<const OpenedIndex> open_tensors(const ContainerHead& head,
+                                                std::vector<std::byte> block,
+                                                uint64_t source_nbytes) {
+  auto opened = std::make_shared<OpenedIndex>(
+      head, format::Index(head.prologue, std::move(block), head.index_at(), source_nbytes));
+  const format::Index& index = opened->index;
+  const auto prologue = std::span(head.bytes).first(format::kPrologueNbytes);
+  opened->annex =
+      format::parse_annex(index.slack(), head.index_at() + index.entry_bytes().size(),
+                          [&] { return format::digest_index(prologue, index.entry_bytes()); });
+  if (opened->annex) {
+    opened->metadata = opened->annex->metadata;
+    take_ties(*opened, format::resolve_ties(index, opened->annex->ties));
+  }
+  return opened;
+}
+
 std::shared_ptr<const OpenedIndex> open_safetensors(const ContainerHead& head,
                                                     std::vector<std::byte> block,
                                                     uint64_t source_nbytes) {
@@ -72,6 +96,7 @@ std::shared_ptr<const OpenedIndex> open_safetensors(const ContainerHead& head,
       format::parse_safetensors(std::move(block), head.start, source_nbytes);
   auto opened = std::make_shared<OpenedIndex>(head, std::move(header.index));
   opened->metadata = std::move(header.metadata);
+  take_ties(*opened, format::ties_in_metadata(opened->index, opened->metadata));
   opened->prologue.tensor_count = opened->index.size();
   for (const format::IndexEntry& entry : opened->index.entries())
     opened->prologue.tensor_size += entry.data_nbytes;
@@ -94,6 +119,14 @@ uint64_t size_or_unlimited(const io::RangeSource& source) {
 }
 
 }  // namespace
+
+uint32_t OpenedIndex::target(size_t i) const noexcept {
+  if (i >= index.size()) return ties[unlisted[i - index.size()]].target;
+  for (const format::Tie& tie : ties) {
+    if (tie.listed == static_cast<uint32_t>(i)) return tie.target;
+  }
+  return static_cast<uint32_t>(i);
+}
 
 ContainerHead open_head(io::RangeSource& source, uint64_t start, format::KeyGiven key,
                         const std::stop_token& stop) {
@@ -131,8 +164,7 @@ std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, const Con
     std::vector<std::byte> block =
         read_block(source, head, source_nbytes, source.size().has_value(), stop);
     if (head.container == format::Container::tensors)
-      return std::make_shared<const OpenedIndex>(
-          head, format::Index(head.prologue, std::move(block), head.index_at(), source_nbytes));
+      return open_tensors(head, std::move(block), source_nbytes);
     return open_safetensors(head, std::move(block), source_nbytes);
   } catch (const Error& error) {
     rethrow_with_source(error, source.name());

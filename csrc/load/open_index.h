@@ -4,13 +4,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stop_token>
 #include <vector>
 
+#include "format/annex.h"
 #include "format/container.h"
 #include "format/index.h"
 #include "format/prologue.h"
 #include "format/safetensors.h"
+#include "format/ties.h"
 #include "io/range_source.h"
 
 namespace tensorizer::load {
@@ -42,11 +45,22 @@ struct OpenedIndex {
   // Whether records have a header in front of their payload, with digests and the rest.
   bool has_record_headers() const noexcept { return container == format::Container::tensors; }
 
+  // Names: those of the entries, then those that only ties give.
+  size_t name_count() const noexcept { return index.size() + unlisted.size(); }
+  std::string_view name(size_t i) const noexcept {
+    return i < index.size() ? index[i].name : ties[unlisted[i - index.size()]].alias;
+  }
+  // The entry that a name stands for.
+  uint32_t target(size_t i) const noexcept;
+
   uint64_t start = 0;
   format::Container container;
   format::Prologue prologue;
   format::Index index;
-  format::Metadata metadata;  // borrows the index
+  std::optional<format::Annex> annex;  // of a .tensors file that has one
+  format::Metadata metadata;           // in clear; borrows the index or the annex
+  std::vector<format::Tie> ties;       // likewise
+  std::vector<uint32_t> unlisted;      // ties whose alias is no entry
 };
 
 // Reads the first bytes of the container that starts at `start`. Throws Error: malformed,

@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union, cast
 
+import numpy as np
 import torch
 
 from tensorizer._format.names import Key, Name, Path, display
@@ -69,7 +70,9 @@ def flatten(structure: Any) -> Iterator[tuple[Path, torch.Tensor]]:
             structure that contains itself, or a top level that is neither mapping nor sequence.
     """
     if isinstance(structure, torch.Tensor) or not isinstance(structure, (Mapping, Sequence)):
-        raise TypeError(f"wanted a mapping or a sequence of tensors, found {type(structure).__name__}")
+        raise TypeError(
+            f"wanted a mapping or a sequence of tensors, found {type(structure).__name__}{_method_for(structure)}"
+        )
     # An explicit stack: nesting is bounded by memory, not by the interpreter's recursion limit.
     stack: list[Iterator[tuple[Path, Any]]] = [_children((), structure)]
     open_ids = [id(structure)]
@@ -83,12 +86,32 @@ def flatten(structure: Any) -> Iterator[tuple[Path, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             yield path, value
         elif isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, (Mapping, Sequence)):
-            raise TypeError(f"wanted a tensor at {display(path)}, found {type(value).__name__}")
+            raise TypeError(f"wanted a tensor at {display(path)}, found {type(value).__name__}; {_instead_of(value)}")
         elif id(value) in open_ids:
             raise TypeError(f"the structure at {display(path)} contains itself")
         else:
             stack.append(_children(path, value))
             open_ids.append(id(value))
+
+
+_WHOLE_CHECKPOINT = "torch.save within torch_compat.tensorizer_saving() keeps whole checkpoints, values and all"
+
+
+def _method_for(value: object) -> str:
+    if isinstance(value, torch.nn.Module):
+        return "; write_module writes modules"
+    return "; write_tensor writes single tensors" if isinstance(value, torch.Tensor) else ""
+
+
+def _instead_of(value: object) -> str:
+    """What to do with a leaf that is not a tensor."""
+    if isinstance(value, (bool, int, float, complex)):
+        return f"store it as torch.tensor({value!r}), or keep it elsewhere; {_WHOLE_CHECKPOINT}"
+    if isinstance(value, np.ndarray):
+        return "torch.from_numpy(array) makes a tensor of it"
+    if isinstance(value, torch.nn.Module):
+        return "its state_dict() is a mapping of tensors"
+    return f"keep it elsewhere; {_WHOLE_CHECKPOINT}"
 
 
 def _children(path: Path, container: Union[Mapping[Any, Any], Sequence[Any]]) -> Iterator[tuple[Path, Any]]:
@@ -97,7 +120,10 @@ def _children(path: Path, container: Union[Mapping[Any, Any], Sequence[Any]]) ->
     if isinstance(container, Mapping):
         for key, value in container.items():
             if not isinstance(key, str):
-                raise TypeError(f"wanted str keys at {display(path)}, found {type(key).__name__} ({key!r:.100})")
+                raise TypeError(
+                    f"wanted str keys at {display(path)}, found {type(key).__name__} ({key!r:.100}); "
+                    f"{_WHOLE_CHECKPOINT}"
+                )
             yield (*path, key), value
     else:
         for index, value in enumerate(container):

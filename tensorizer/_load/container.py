@@ -41,6 +41,7 @@ class ReadOptions(NamedTuple):
     max_workers: int
     encryption: Any
     mmap: bool
+    allow_missing_hashes: bool = False
 
 
 class Container:
@@ -53,13 +54,15 @@ class Container:
         names: list[Name],
         selection: Sequence[int],
         reader: TensorReader,
-        mapped: bool,
+        options: ReadOptions,
     ) -> None:
         self.index = index
         self.names = names
         self.selection = selection  # the entries that exist for the user, ascending
-        self.mapped = mapped
-        self.casts = reader.dtype is not None  # loaded tensors may differ from the stored ones
+        self.mapped = options.mmap
+        self.allow_missing_hashes = options.allow_missing_hashes
+        self.source_name = opened.source.name
+        self.casts = options.dtype is not None  # loaded tensors may differ from the stored ones
         self.network = isinstance(opened.source, _NETWORK_SOURCES)
         self._opened: Optional[OpenedSource] = opened
         self._reader: Optional[TensorReader] = reader
@@ -140,6 +143,11 @@ class Container:
         entries, headers = self._headers[i]
         return headers, bisect.bisect_left(entries, i)
 
+    def lacks_hashes(self, i: int) -> bool:
+        """Whether a tensor that was read has data and no digest, so that nothing vouches for it."""
+        headers, position = self.header(i)
+        return self.index.data_nbytes(i) > 0 and not headers.hashes(position)
+
     def entry(self, i: int) -> TensorEntry:
         """What the file says about one tensor; digests are known once it was read."""
         index = self.index
@@ -187,8 +195,9 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
         max_workers=options.max_workers,
         keys=key_ring(options.encryption) if index.encrypted else None,
         mapping=_map_source(opened.source) if options.mmap else None,
+        allow_missing_hashes=options.allow_missing_hashes,
     )
-    return Container(opened, index, names, selection, reader, options.mmap)
+    return Container(opened, index, names, selection, reader, options)
 
 
 def _device_of_entries(

@@ -82,13 +82,12 @@ class Cursor:
     ) -> Iterator[tuple[int, list[Any]]]:
         if num_tensors < -1:
             raise ValueError(f"num_tensors: wanted -1 (all) or more, found {num_tensors}")
-        verify = self._loaded.must_verify(verify_hash)
         left = math.inf if num_tensors == -1 else num_tensors
         while left > 0:
             batch = self._next_batch(filter_func, left)
             if not batch:
                 return
-            tensors = self._read_batch([i for _, i in batch], verify, cache, raw)
+            tensors = self._read_batch([i for _, i in batch], verify_hash, cache, raw)
             for position, i in batch:
                 self._position = position + 1
                 left -= 1
@@ -109,14 +108,15 @@ class Cursor:
                 nbytes += size
         return batch
 
-    def _read_batch(self, entries: list[int], verify: bool, cache: bool, raw: bool) -> dict[int, Any]:
+    def _read_batch(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
         """The tensors of `entries`, from the cache where they are there."""
+        verify = self._loaded.must_verify(verify_hash)
         if raw and any(map(self._is_cast, entries)):
             return dict(zip(entries, self._container.read_raw(entries, verify).tensors))
         if cache:
-            return dict(zip(entries, self._loaded.load(entries, verify)))
-        kept = self._loaded.kept
-        result: dict[int, Any] = {i: kept[i] for i in entries if i in kept}
+            return dict(zip(entries, self._loaded.load(entries, verify_hash)))
+        kept = [i for i in entries if i in self._loaded.kept]
+        result: dict[int, Any] = dict(zip(kept, self._loaded.load(kept, verify_hash)))
         missing = [i for i in entries if i not in result]
         if missing:
             for batch in self._container.read(missing, verify):

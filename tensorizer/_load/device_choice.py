@@ -27,6 +27,8 @@ def target_device(device: DeviceArgument) -> Union[torch.device, DeviceChooser]:
 
     Raises:
         RuntimeError: CUDA was asked for and there is none.
+        ValueError: Text or a number that torch takes for no device.
+        TypeError: Something else.
     """
     if isinstance(device, Mapping):
         return _chooser_of(device)
@@ -41,10 +43,26 @@ def _one_device(device: Optional[_Device]) -> torch.device:
         from tensorizer.utils import get_device
 
         return get_device()
-    resolved = torch.device(device)
+    resolved = _parsed(device)
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"device {str(resolved)!r} was asked for, but CUDA is not available")
     return resolved
+
+
+def _parsed(device: _Device) -> torch.device:
+    if isinstance(device, torch.dtype):
+        raise TypeError(f"device: found {device}, which is a dtype: pass it by name, dtype={device}")
+    if not isinstance(device, (torch.device, str, int)):
+        raise TypeError(
+            f"device: wanted text, a number, a torch.device, a mapping or a function, found {type(device).__name__}"
+        )
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device: found {device!r}; wanted None (CUDA where there is one, else the CPU), a device of torch such as "
+            "'cpu' or 'cuda:1', or, for several devices, a mapping from names to devices or a function of the name"
+        ) from error
 
 
 def _chooser_of(devices: Mapping[str, _Device]) -> DeviceChooser:

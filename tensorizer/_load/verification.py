@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from tensorizer._format.names import Name
-from tensorizer._format.payloads import contiguous
 from tensorizer._load.container import Container
+from tensorizer._load.digests import holds
 from tensorizer._load.modules import live_tensors
 
 __all__ = ["verify_module"]
@@ -42,11 +42,4 @@ def _matches(container: Container, i: int, live: Mapping[str, torch.Tensor]) -> 
         return False
     if tensor.is_meta:
         raise NotImplementedError(f"tensor {name!r} of the module is on the meta device: it has no data to compare")
-    data = contiguous(tensor, on_device=False)
-    nbytes = data.numel() * data.element_size()
-    index = container.index
-    if index.data_nbytes(i) == 0 and index.loaded_nbytes(i) > 0:  # written without data: zeros
-        flat = data.reshape(-1).view(torch.uint8)
-        return nbytes == index.loaded_nbytes(i) and not bool(flat.any())
-    headers, position = container.header(i)
-    return bool(headers.matches(position, data.data_ptr() if nbytes else 0, nbytes))
+    return holds(container, i, tensor) is True

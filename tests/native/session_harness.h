@@ -188,7 +188,7 @@ inline void write_call(save::SaveSession& session, const std::vector<Tensor>& te
                         {const_cast<std::byte*>(tensor.data.data()), tensor.data.size(),
                          engine ? 0 : device::kHost, nullptr}});
   }
-  session.begin_call(std::move(plan), paths, growing, stop);
+  session.begin_call(std::move(plan), paths, {}, growing, stop);
   try {
     session.write_payloads(payloads, engine, stop);
     session.finish_call(stop);
