@@ -232,6 +232,8 @@ def open_write(uri: str, options: S3Options, defaults: S3Defaults) -> BinaryIO:
     if replaced is not None:
         return cast(BinaryIO, UploadOnClose(lambda path, _: replaced(path, uri, *access.arguments), str(location)))
 
+    import boto3.s3.transfer  # noqa: F401 - now: at the end of the interpreter its imports fail
+
     def upload(path: str, with_threads: bool) -> None:
         _upload_file(access, path, location, extra, with_threads)
 
