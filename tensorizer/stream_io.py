@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, TypeVar, Union, cast
 
 from tensorizer._io.http import CURLStreamFile
@@ -111,6 +112,7 @@ def open_stream(
     s3_profile: Optional[str] = None,
     s3_client_factory: Optional[Callable[..., Any]] = None,
     http_options: Optional[HTTPOptions] = None,
+    s3_extra_args: Optional[Mapping[str, Mapping[str, Any]]] = None,
     memory_budget: Optional[int] = None,
 ) -> Union[CURLStreamFile, RedisStreamFile, BinaryIO]:
     """Opens a local path or a URI as a binary stream.
@@ -148,6 +150,9 @@ def open_stream(
         s3_profile: Profile of the AWS configuration files.
         s3_client_factory: Makes the boto3 client instead of this package; picklable, for use in worker processes.
         http_options: Timeouts, retries, connections and the rest of HTTP and S3 transfers.
+        s3_extra_args: ``{"get": {...}, "put": {...}}``: parameters by boto3's names that are signed and sent with the
+            requests of reads (``VersionId``, ``RequestPayer``, ``SSECustomerKey``, ...) and writes (``StorageClass``,
+            ``IfNoneMatch``, ``SSECustomerKey``, ``Metadata``, ...), each with the requests that it belongs to.
         memory_budget: Bytes of parts in memory, at most, while a serializer writes to S3; ``None`` for as many parts as
             there are connections (8 unless ``http_options`` says otherwise), and two, of 16 MiB each for objects up to
             4 GiB, growing to 64 MiB.
@@ -201,6 +206,7 @@ def open_stream(
             session_token=s3_session_token,
             profile=s3_profile,
             client_factory=s3_client_factory,
+            extra_args=s3_extra_args,
             memory_budget=memory_budget,
             certificate_handling=certificate_handling,
             http_options=http_options,
