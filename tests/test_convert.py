@@ -173,7 +173,7 @@ class Canary:
 def test_a_malicious_pickle_is_refused_and_does_nothing(tmp_path):
     canary = tmp_path / "canary"
     torch.save({"a": torch.zeros(1), "b": Canary(canary)}, tmp_path / "zip.pt")
-    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"a": Canary(canary)}))
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"a": Canary(canary)}, protocol=2))
     for name in ("zip.pt", "plain.pt"):
         with pytest.raises(tensorizer.FormatError):
             tensorizer.convert(tmp_path / name, tmp_path / "out.tensors")

@@ -44,7 +44,7 @@ class Contents(Protocol):
     @property
     def label(self) -> str: ...
     @property
-    def metadata(self) -> Mapping[str, str]: ...
+    def metadata(self) -> Optional[Mapping[str, str]]: ...
     @property
     def ties(self) -> Mapping[Name, Name]:
         """From each name that has no payload of its own to the one whose payload it shares."""
@@ -73,7 +73,7 @@ class FileContents:
     def __init__(self, file: OpenedFile, verify: bool) -> None:
         self._file, self._verify = file, verify
         self.label = file.label
-        self.metadata: Mapping[str, str] = file.metadata()
+        self.metadata: Optional[Mapping[str, str]] = file.metadata()
         self.ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if not stored}
         self.stored_ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if stored}
         entries = range(len(file.names))
@@ -102,7 +102,7 @@ class StateDictContents:
 
     def __init__(self, label: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self.label = label
-        self.metadata: Mapping[str, str] = {}
+        self.metadata: Optional[Mapping[str, str]] = None
         self._tensors = list(tensors.values())
         kept: dict[tuple[Any, ...], str] = {}
         for name in sorted(tensors):  # of the names of one tensor, the alphabetically first one
@@ -119,7 +119,12 @@ class StateDictContents:
         ]
 
     def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
-        return [contiguous(self._tensors[item.position], on_device=False) for item in items]
+        return [_host(self._tensors[item.position]) for item in items]
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements in C order in host memory."""
+    return contiguous(tensor, on_device=False).view(tensor.dtype).view(tensor.shape)
 
 
 def _place(tensor: torch.Tensor) -> Optional[tuple[Any, ...]]:

@@ -238,7 +238,7 @@ class Plan(NamedTuple):
     items: list[Content]
     names: list[Name]  # as they will be stored
     shards: list[range]
-    metadata: Mapping[str, str]
+    metadata: Optional[Mapping[str, str]]
     ties: Mapping[Name, Name]
     stored_ties: Mapping[Name, Name]
 
@@ -339,7 +339,7 @@ class _Run:
             }
             for alias, kept in self._plan.ties.items():
                 files[name_text(alias)] = files[name_text(kept)]
-            metadata = {**self._plan.metadata, **self._aliases()}
+            metadata = {**(self._plan.metadata or {}), **self._aliases()}
             index = shards.index_bytes(files, self._plan.nbytes, metadata)
             places.finish(shards.index_name(shards.name_of_shard(names[0])), index)
 
@@ -359,13 +359,16 @@ class _Run:
                 items,
                 encryption=self._encryption,
                 hashes=self._hashes,
-                metadata=plan.metadata if with_ties else {},
+                metadata=(plan.metadata or {}) if with_ties else {},
                 ties=plan.ties if with_ties else {},
                 stored_ties=plan.stored_ties if with_ties else {},
                 stream_options=self._stream_options,
             )
         # Shards carry what transformers insists on; one file carries what the source had, and aliases beside it.
-        metadata = {**plan.metadata, **self._aliases()} or None if with_ties else {"format": "pt"}
+        metadata: Optional[dict[str, str]] = {"format": "pt"}
+        if with_ties:
+            noted = plan.metadata is not None or plan.ties
+            metadata = {**(plan.metadata or {}), **self._aliases()} if noted else None
         names = [name_text(name) for name in plan.names[run.start : run.stop]]
         return SafetensorsTarget(target, items, names, metadata, self._stream_options)
 

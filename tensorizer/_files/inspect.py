@@ -99,6 +99,6 @@ def info_of(file: OpenedFile) -> FileInfo:
         encrypted=index.encrypted,
         file_nbytes=file.source.size(),
         tensors=tensors,
-        metadata=file.metadata(),
+        metadata=file.metadata() or {},
         ties={name_text(alias): name_text(kept) for alias, kept, _ in file.ties},
     )

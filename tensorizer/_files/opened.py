@@ -110,12 +110,12 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         """What the record headers of `entries` say, without their payloads."""
         return self.reader.read_headers(entries).headers
 
-    def metadata(self) -> dict[str, str]:
-        """What the writer noted; nothing where it is encrypted and there is no key."""
+    def metadata(self) -> Optional[dict[str, str]]:
+        """What the writer noted; ``None`` where that is nothing, or encrypted and there is no key."""
         sealed = self.index.metadata_is_sealed
         if sealed and self._encryption is None:
-            return {}
-        return self.index.metadata(self.reader.keys if sealed else None) or {}
+            return None
+        return self.index.metadata(self.reader.keys if sealed else None)
 
     def shape(self, entry: int) -> tuple[int, ...]:
         return self.index.shape(entry)

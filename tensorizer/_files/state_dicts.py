@@ -48,7 +48,7 @@ def contents_of(tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[
         if not isinstance(key, str) or not isinstance(value, str):
             raise ValueError(f"metadata: wanted texts, found {key!r}: {value!r}")
     contents = StateDictContents("a state dict", tensors)
-    contents.metadata = dict(metadata or {})
+    contents.metadata = None if metadata is None else dict(metadata)
     overlapping = _overlapping({name: tensor for name, tensor in tensors.items() if name not in contents.ties})
     if overlapping:
         warnings.warn(
