@@ -58,8 +58,12 @@ build: $(VENV)/stamp-build  ## the virtual environment with the compiled module
 # ---- what a new user types -------------------------------------------------------------------------------------------
 
 MODEL ?=
-.PHONY: demo
-demo: $(VENV)/stamp-build  ## a real network written, loaded back and used (MODEL=path: your own)
+.PHONY: demo say-how-long
+say-how-long:
+	@test -e $(VENV)/stamp-build || echo "== first run: setting up takes about five minutes on two cores with a fast network" \
+	  "(system packages, 200 MB of torch, then the compiler); later runs start at once"
+
+demo: say-how-long $(VENV)/stamp-build  ## a real network written, loaded back and used (MODEL=path: your own)
 	@$(if $(MODEL),$(PIP) install --constraint constraints.txt safetensors)
 	@$(BIN)/python examples/demo.py --cache $(CACHE)/demo $(if $(MODEL),--model "$(MODEL)")
 

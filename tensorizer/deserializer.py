@@ -14,7 +14,8 @@ from tensorizer._crypto.keys import check_decryption
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
-from tensorizer._io.sources import OpenedSource, open_source
+from tensorizer._io.file_types import SourceArgument
+from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
 from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
@@ -24,8 +25,10 @@ from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
 from tensorizer._load.modules import ModuleLoad
 from tensorizer._load.report import LoadedCount, LoadReport
+from tensorizer._load.shards import open_shards
 from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
+from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 
 __all__ = ["TensorDeserializer"]
@@ -38,7 +41,7 @@ class TensorDeserializer(
     TensorMapping,
     contextlib.AbstractContextManager["TensorDeserializer"],
 ):
-    """A ``.tensors`` file as a read-only mapping from names to parameters.
+    """A ``.tensors`` or ``.safetensors`` file, or a folder of either, as a read-only mapping from names to parameters.
 
     The keys are the names on the top level of what was written; nested state dicts give nested mappings. Values are
     :class:`torch.nn.Parameter` objects on the target device, contiguous, with ``requires_grad`` for floating-point and
@@ -47,7 +50,8 @@ class TensorDeserializer(
     Args:
         file_obj: What to read: a local path (``str``, ``bytes``, ``PathLike``), a descriptor, an ``http(s)://``,
             ``s3://`` or ``redis://`` URI, or an open binary file object, read from its current position on. Objects are
-            closed by this one, descriptors are not.
+            closed by this one, descriptors are not. A folder, a ``*.index.json``, or an ``http(s)://`` or ``s3://``
+            prefix stands for all shards of its model (docs/safetensors.md).
         device: Target device; ``None`` is CUDA where available, else the CPU (surrounding CPU contexts do not count). A
             mapping from (prefixes of) names to devices, like a ``device_map``, or a callable that is given each name,
             spreads one file over several devices.
@@ -68,6 +72,13 @@ class TensorDeserializer(
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream` where it opens a URI.
         allow_missing_hashes: With ``verify_hash``, takes tensors that have no stored hash, unverified.
 
+    Attributes:
+        total_tensor_bytes: Bytes of the (selected) tensors once they are loaded.
+        total_file_bytes: Bytes of tensor data in the whole file, as its header says; not the size of the file. The
+            name is that of earlier releases.
+        read_bytes: Always 0, as in earlier releases; :attr:`total_bytes_read` counts.
+        total_compressed_tensor_bytes: Always 0, as in earlier releases: nothing is compressed.
+
     Raises:
         ValueError: Not a ``.tensors`` file, an unknown version, a damaged index (:class:`FormatError` and subclasses);
             a text file; ``num_readers`` below 1; ``mmap`` with a source that cannot be mapped.
@@ -86,7 +97,7 @@ class TensorDeserializer(
 
     def __init__(
         self,
-        file_obj: Any,
+        file_obj: SourceArgument,
         device: DeviceArgument = None,
         filter_func: Optional[FilterFuncType] = None,
         dtype: Optional[torch.dtype] = None,
@@ -96,7 +107,7 @@ class TensorDeserializer(
         plaid_mode_buffers: Optional[int] = None,
         num_readers: Optional[int] = None,
         verify_hash: Optional[bool] = False,
-        encryption: Any = None,
+        encryption: Optional[DecryptionParams] = None,
         mmap: bool = False,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
@@ -106,7 +117,7 @@ class TensorDeserializer(
         self._device = target_device(device)
         check_decryption(encryption)
 
-        opened = open_source(file_obj, stream_options)
+        opened = open_files(file_obj, stream_options)
         self._stream = opened.stream
         self._container: Container
         try:
@@ -129,13 +140,19 @@ class TensorDeserializer(
 
     def _open(
         self,
-        opened: OpenedSource,
+        opened: OpenedFiles,
         filter_func: Optional[FilterFuncType],
         options: ReadOptions,
         verify: bool,
         progress: ProgressArgument,
     ) -> None:
-        container = self._container = open_container(opened, filter_func, options)
+        container = self._container = (
+            open_shards(opened, filter_func, options)
+            if isinstance(opened, OpenedShards)
+            else open_container(opened, filter_func, options)
+        )
+        if verify:
+            container.verify_index()
         self._loaded = LoadedTensors(container, verify, progress)
         self._root = build_tree(container.names, container.selection)
         self._cursor = Cursor(container, self._loaded)
@@ -144,11 +161,11 @@ class TensorDeserializer(
         self.read_bytes = 0
         self.total_compressed_tensor_bytes = 0
         logger.debug(
-            "opened %s: %d tensors, %d bytes, data version %d, device %s, dtype %s, encrypted %s, verify %s",
-            opened.source.name,
+            "opened %s: %d tensors, %d bytes, %s, device %s, dtype %s, encrypted %s, verify %s",
+            opened.name,
             len(container.selection),
             self.total_tensor_bytes,
-            container.index.version,
+            _kind_text(container.index),
             self._device_text(),
             options.dtype,
             container.index.encrypted,
@@ -180,7 +197,7 @@ class TensorDeserializer(
         state = "closed" if container.closed else "open"
         return (
             f"<{type(self).__name__}: {len(container.selection)} tensors, {self.total_tensor_bytes:,} bytes, "
-            f"data version {container.index.version}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
+            f"{_kind_text(container.index)}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
             f"{state}>"
         )
 
@@ -257,7 +274,7 @@ class TensorDeserializer(
         Parameters are replaced, not copied into, so `m` may be on the meta device; they need gradients where those of
         `m` do. Buffers become plain tensors and keep their persistence. Extra states that the file has are given to
         ``set_extra_state``. Tensors of `m` that the file lacks stay as they are, except that names which `m` ties to a
-        name of the file follow it. Other ties are broken.
+        name of the file follow it. Those that the file ties are tied again, other ties are broken.
 
         Args:
             m: The module, with the structure it had when it was written.
@@ -320,8 +337,12 @@ class TensorDeserializer(
 
         container = self._container
         if container.source is None:
-            raise ValueError("to_redis needs the file open: use lazy_load=True")
+            raise ValueError("to_redis needs one file, open: use lazy_load=True")
         if container.index.start != 0:
             raise ValueError("to_redis stores files, and this container starts in the middle of one")
         records = container.stored_records(container.selection)
         export_to_redis(container.source, container.prologue(), records, redis_client, key_prefix, force)
+
+
+def _kind_text(index: Any) -> str:
+    return f"data version {index.version}" if index.format == "tensors" else str(index.format)

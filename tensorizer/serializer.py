@@ -20,20 +20,22 @@ from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, Path, display
 from tensorizer._format.payloads import adopt, contiguous, stored_dtype
 from tensorizer._format.tree import flatten
+from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.unclosed import tell_if_unclosed
+from tensorizer._save.hashes import HASH_NAMES, check_hashes
 from tensorizer._save.items import Item, batches, check_name
 from tensorizer._save.modules import extra_states, modules_with_extra_state, walk_module
+from tensorizer._save.ties import check_metadata, check_ties, without_aliases
 from tensorizer._system import cuda_engine
 from tensorizer._system.threads import thread_limit
+from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
 __all__ = ["TensorSerializer"]
 
 logger = logging.getLogger("tensorizer.serialization")
-
-_HASH_NAMES = ("crc32", "sha256")
 
 
 class TensorSerializer:
@@ -81,10 +83,17 @@ class TensorSerializer:
             and gives that up; the end of the process alone, however sudden, does no harm either way.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
+        metadata: Text to keep in the file, by key, up to 100 MB; :attr:`TensorDeserializer.metadata` gives it back. In
+            encrypted files it is encrypted too. Releases before this one do not see it. Keys that begin with
+            ``tensorizer.`` are this library's own.
+        ties: What becomes of tensors that a call writes under several names, such as tied embeddings. ``"twice"``
+            stores their data under each name, as every release expects; ``"once"`` under the first one, and earlier
+            releases do not see the others. Either way the file says that they are one, they are one tensor again after
+            loading, and a module that they are loaded into is tied.
 
     Raises:
         ValueError: An object in the wrong mode (text, append, not readable, not seekable); a read-only scheme; a
-            ``limit_cpu_concurrency`` below 1; unknown `hashes`.
+            ``limit_cpu_concurrency`` below 1; unknown `hashes` or `ties`.
         TypeError: An argument of the wrong type.
         OSError: The target cannot be written.
     """
@@ -93,20 +102,24 @@ class TensorSerializer:
 
     def __init__(
         self,
-        file_obj: Any,
+        file_obj: TargetArgument,
         compress_tensors: bool = False,
         *,
-        encryption: Any = None,
+        encryption: Optional[EncryptionParams] = None,
         limit_cpu_concurrency: Optional[int] = None,
-        hashes: Union[str, Collection[str], None] = _HASH_NAMES,
+        hashes: Union[str, Collection[str], None] = HASH_NAMES,
         fsync: bool = True,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
+        metadata: Optional[Mapping[str, str]] = None,
+        ties: str = "twice",
     ) -> None:
         max_workers = thread_limit("limit_cpu_concurrency", limit_cpu_concurrency)
         self.cpu_limit = int(_C.cpu_quota()) if limit_cpu_concurrency is None else limit_cpu_concurrency
         check_encryption(encryption)
-        chosen = _check_hashes(hashes, encrypted=encryption is not None)
+        chosen = check_hashes(hashes, encrypted=encryption is not None)
+        self._once = check_ties(ties)
+        pairs = check_metadata(metadata)
         key, derivation = encryption_key(encryption)
         self.compress_tensors = compress_tensors
         self.lz4_frame = None
@@ -124,6 +137,7 @@ class TensorSerializer:
             max_workers=max_workers,
             key=key,
             derivation=derivation,
+            metadata=pairs,
         )
         self._unclosed = tell_if_unclosed(self, opened.sink.name) if opened.appears_on_close else None
         self._closed = False
@@ -203,7 +217,7 @@ class TensorSerializer:
         """Writes every parameter and buffer of a module, named ``"<module path>.<tensor name>"``.
 
         Tensors of the root module get names that start with a dot. Tensors shared by different modules are written
-        once per name.
+        as the constructor's ``ties`` says.
 
         Args:
             m: The module; never modified, unless `remove_tensors`.
@@ -295,12 +309,13 @@ class TensorSerializer:
     def _write(self, items: list[Item], growing: bool = False, extra: Optional[extra_state.Nodes] = None) -> None:
         if self._closed:
             raise ValueError("the serializer is closed")
+        items, left_out, ties = without_aliases(items, self._once)
         total = sum(item.nbytes for item in items)
         begun = False
         try:
             if extra is not None:
                 self._session.set_metadata(extra_state.KEY, extra_state.to_text(extra))
-            self._session.begin_call([item.describe() for item in items], growing)
+            self._session.begin_call([item.describe() for item in items], growing, ties)
             begun = True
             with progress_reporter(self._progress, total, "saving") as report:
                 record = 0
@@ -308,6 +323,7 @@ class TensorSerializer:
                     self._write_batch(record, batch, report)
                     record += len(batch)
             self._session.finish_call()
+            _release(left_out)
         except BaseException:
             if begun and self._unclosed is not None:
                 self._unclosed.detach()  # the failure says that nothing will be stored
@@ -334,20 +350,17 @@ class TensorSerializer:
             self._session.write_payloads(payloads, device=device.index, engine=engine, progress=report)
         else:
             self._session.write_payloads(payloads, progress=report)
-        for item in batch:
-            if item.owner is not None:
-                setattr(item.owner.module, item.owner.attribute, None)
+        _release(batch)
+
+
+def _release(items: list[Item]) -> None:
+    """Takes tensors that were written out of their module, where ``remove_tensors`` wants that."""
+    for item in items:
+        if item.owner is not None:
+            setattr(item.owner.module, item.owner.attribute, None)
 
 
 def _warn_of(what: str, names: list[str]) -> None:
     """One warning, on behalf of the caller's caller, about what a write call leaves out."""
     shown = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
     warnings.warn(f"not stored: {what}: {shown}", stacklevel=3)
-
-
-def _check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> frozenset[str]:
-    chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes or ())
-    unknown = sorted(map(str, chosen.difference(_HASH_NAMES)))
-    if unknown:
-        raise ValueError(f"hashes: wanted names out of {', '.join(_HASH_NAMES)}, found {', '.join(unknown)}")
-    return chosen - {"crc32"} if encrypted else chosen

@@ -156,7 +156,7 @@ def test_parameters_are_replaced_and_not_copied_into():
     assert samples.raw(old) == old_bytes
     assert isinstance(target.scale, nn.Parameter)
     assert target.head.weight.shape == model.head.weight.shape
-    assert target.head.weight is not target.embed.weight  # ties do not survive
+    assert target.head.weight is target.embed.weight  # the file tells of the tie
 
 
 def test_buffers_stay_plain_tensors_and_keep_their_persistence():

@@ -6,6 +6,7 @@ import types
 from typing import Any, Optional
 
 from tensorizer._format.entries import FileFeatureFlags, TensorEntry
+from tensorizer._format.names import Name
 from tensorizer._load.container import Container
 from tensorizer._load.loaded_tensors import LoadedTensors
 
@@ -26,11 +27,31 @@ class FileFacts:
         counter = getattr(self._stream, "bytes_read", None)
         if isinstance(counter, int):
             return counter
-        source = self._container.source
-        if source is None:
+        nbytes = self._container.bytes_read
+        if nbytes is None:
             return self.total_tensor_bytes
         mapped = sum(map(self._container.index.data_nbytes, self._loaded.kept)) if self._container.mapped else 0
-        return int(source.bytes_read) + mapped
+        return nbytes + mapped
+
+    @property
+    def format(self) -> str:
+        """What the source holds: ``"tensors"`` or ``"safetensors"``, told by its content."""
+        return self._container.format
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The text that the writer kept in the file, by key; a copy.
+
+        Raises:
+            CryptographyError: It is encrypted with another key, or was altered.
+            RuntimeError: It is encrypted, and the file was closed before it was asked for.
+        """
+        return self._container.metadata()
+
+    @property
+    def ties(self) -> dict[Name, Name]:
+        """Names that stand for another tensor of the file, and which one; both give the same parameter."""
+        return self._container.ties()
 
     @property
     def cache_status(self) -> Optional[str]:

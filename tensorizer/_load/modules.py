@@ -1,4 +1,4 @@
-"""Putting tensors into a module on the way in."""
+"""Placing tensors into a module."""
 
 from __future__ import annotations
 

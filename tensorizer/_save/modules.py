@@ -1,4 +1,4 @@
-"""Walking a module on the way out."""
+"""The tensors of a module, as they are stored."""
 
 from __future__ import annotations
 
