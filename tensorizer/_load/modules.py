@@ -38,8 +38,12 @@ class Slot(NamedTuple):
         return self.tensor is not None and not hidden
 
 
-def slots_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, Slot]:
-    """Every place for a tensor, by stored name."""
+def slots_of(module: torch.nn.Module) -> dict[str, Slot]:
+    """Every place for a tensor, by stored name; a module that is registered twice is there once."""
+    return _slots_in(dict(module.named_modules()))
+
+
+def _slots_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, Slot]:
     found: dict[str, Slot] = {}
     for path, child in modules.items():
         for attribute, tensor in child._parameters.items():
@@ -61,7 +65,7 @@ class ModuleLoad:
         self._container = container
         self._adapted: dict[int, torch.nn.Parameter] = {}  # by the id of the loaded one
         self._modules = dict(module.named_modules())
-        self._slots = slots_of(self._modules)  # a module that is registered twice is there once
+        self._slots = _slots_in(self._modules)
         self._wanted = _places(container, container.accepted_by(filter_func))
         absent = [name for name, slot in self._slots.items() if slot.tensor is not None and name not in self._wanted]
         if filter_func is not None:
