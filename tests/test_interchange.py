@@ -210,4 +210,5 @@ def test_extra_state_does_not_disturb_a_release_that_loads_into_a_module(release
     samples.assert_same(target.state, state)
     own = target.state_dict()
     del own["_extra_state"]
-    assert [row[2:] for row in rows] == [row[2:] for row in worker.describe((0, 0, n, v) for n, v in own.items())]
+    wanted = worker.describe((0, 0, name, value) for name, value in own.items())
+    assert [row for row in rows if row[2] != ["cache"]] == wanted  # the releases make every buffer persistent

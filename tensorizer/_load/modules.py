@@ -40,12 +40,16 @@ class Slot(NamedTuple):
 
 def slots_of(module: torch.nn.Module) -> dict[str, Slot]:
     """Every place for a tensor, by stored name; a module that is registered twice is there once."""
-    found = {}
-    for path, child in module.named_modules():
+    return _slots_in(dict(module.named_modules()))
+
+
+def _slots_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, Slot]:
+    found: dict[str, Slot] = {}
+    for path, child in modules.items():
         for attribute, tensor in child._parameters.items():
             found[f"{path}.{attribute}"] = Slot(child, attribute, False, tensor)
-        for attribute, tensor in child._buffers.items():
-            found[f"{path}.{attribute}"] = Slot(child, attribute, True, tensor)
+        for attribute, buffer in child._buffers.items():
+            found[f"{path}.{attribute}"] = Slot(child, attribute, True, buffer)
     return found
 
 
@@ -61,7 +65,7 @@ class ModuleLoad:
         self._container = container
         self._adapted: dict[int, torch.nn.Parameter] = {}  # by the id of the loaded one
         self._modules = dict(module.named_modules())
-        self._slots = slots_of(module)
+        self._slots = _slots_in(self._modules)
         self._wanted = _places(container, container.accepted_by(filter_func))
         absent = [name for name, slot in self._slots.items() if slot.tensor is not None and name not in self._wanted]
         if filter_func is not None:

@@ -255,8 +255,13 @@ class TensorReader:
 
 def stored_dtype(index: _C.Index, entry: int) -> Optional[torch.dtype]:
     """The dtype that the index shows; ``None`` where only the record header names it."""
+    return _known_dtype(index.dtype(entry))
+
+
+@functools.lru_cache(maxsize=64)
+def _known_dtype(stored: bytes) -> Optional[torch.dtype]:
     try:
-        return dtypes.torch_dtype(index.dtype(entry).decode("utf-8", "replace"))
+        return dtypes.torch_dtype(stored.decode("utf-8", "replace"))
     except FormatError:
         return None
 
