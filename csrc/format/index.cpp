@@ -126,6 +126,8 @@ class EntryParser {
     return entry;
   }
 
+  size_t position() const noexcept { return cursor_.position(); }
+
  private:
   void register_name(std::string_view name) {
     // Plain names need no path of their own.
@@ -169,6 +171,7 @@ Index::Index(const Prologue& prologue, std::vector<std::byte> block, uint64_t or
     first_dims.push_back(dims_.size());
     entries_.push_back(parser.parse(dims_));
   }
+  entry_nbytes_ = parser.position();
   first_dims.push_back(dims_.size());
   for (size_t i = 0; i < count; ++i) {
     entries_[i].shape = std::span(dims_).subspan(first_dims[i], first_dims[i + 1] - first_dims[i]);

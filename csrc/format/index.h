@@ -54,11 +54,16 @@ class Index {
   const std::vector<IndexEntry>& entries() const noexcept { return entries_; }
   const IndexEntry& operator[](size_t i) const noexcept { return entries_[i]; }
   size_t size() const noexcept { return entries_.size(); }
+  // The part of the block that the entries take.
+  std::span<const std::byte> entry_bytes() const noexcept {
+    return std::span(block_).first(entry_nbytes_);
+  }
 
  private:
   std::vector<std::byte> block_;
   std::vector<uint64_t> dims_;
   std::vector<IndexEntry> entries_;
+  size_t entry_nbytes_ = 0;
 };
 
 // Writing. Bytes of one entry; `tagged` adds the entry version.

@@ -74,6 +74,7 @@ class LoadSession {
   class Worker;
 
   void make_plan();
+  void run_and_compare(const std::stop_token& stop);
   void run_workers(const std::stop_token& stop);
   void wipe_destinations() noexcept;
   bool plan_has_many_steps(uint32_t target) const noexcept;

@@ -15,7 +15,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format import dtypes
-from tensorizer._system import cuda_engine, perf
+from tensorizer._system import cuda_engine, kept_memory, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer.errors import FormatError
 
@@ -66,6 +66,7 @@ class TensorReader:
         self.device = device
         self.dtype = dtype
         self.keys = keys
+        kept_memory.configure()
         self._max_workers = max_workers
         self._mapping = mapping
         self._factory = _C.TensorFactory(dtypes.resolve)
