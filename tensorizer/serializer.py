@@ -5,20 +5,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 import torch
 
 from tensorizer import _C, module_tree
 from tensorizer._crypto.keys import check_encryption, encryption_key
+from tensorizer._format import extra_state
 from tensorizer._format.entries import TensorType
+from tensorizer._format.names import Name, Path, display
 from tensorizer._format.payloads import adopt, contiguous, stored_dtype
+from tensorizer._format.tree import flatten
+from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
-from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.unclosed import tell_if_unclosed
+from tensorizer._save.hashes import HASH_NAMES, check_hashes
+from tensorizer._save.items import Item, batches, check_name
+from tensorizer._save.modules import extra_states, modules_with_extra_state, walk_module
+from tensorizer._save.ties import check_metadata, check_ties, without_aliases
 from tensorizer._system import cuda_engine
+from tensorizer._system.threads import thread_limit
+from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
@@ -26,49 +37,21 @@ __all__ = ["TensorSerializer"]
 
 logger = logging.getLogger("tensorizer.serialization")
 
-# Bytes of copies (non-contiguous tensors, other devices) that exist at a time.
-_COPY_BUDGET_NBYTES = 256 << 20
-
-_KIND_LETTERS = {TensorType.PARAM: "p", TensorType.BUFFER: "b", TensorType.STATE_DICT: "sd"}
-_HASH_NAMES = ("crc32", "sha256")
-
-
-class _Item(NamedTuple):
-    """One tensor of a write call."""
-
-    path: module_tree.Path
-    tensor: torch.Tensor
-    dtype: str  # as stored
-    type: TensorType
-    module_idx: int
-    owner: Optional[module_tree.ModuleTensor] = None  # where remove_tensors takes it from
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.tensor.is_meta else self.tensor.numel() * self.tensor.element_size()
-
-    def describe(self) -> tuple[module_tree.Path, bytes, tuple[int, ...], int, int, int, bool]:
-        """What the extension plans with."""
-        scalar_meta = self.tensor.is_meta and self.tensor.dim() == 0
-        nbytes = self.tensor.element_size() if scalar_meta else self.nbytes
-        return (
-            self.path,
-            self.dtype.encode(),
-            tuple(self.tensor.shape),
-            int(self.type),
-            self.module_idx,
-            nbytes,
-            self.tensor.is_meta,
-        )
-
 
 class TensorSerializer:
     """Writes tensors to one ``.tensors`` file.
 
-    After each successful call of :meth:`write_module` or :meth:`write_state_dict` the content is complete and can be
-    read by others, before :meth:`close`. A path is written without a name and takes it at the end of the first
-    successful call; until then an existing file is untouched. A later call that fails leaves the last complete
-    content readable.
+    When the content appears:
+
+    - A local path: after each successful call of :meth:`write_module` or :meth:`write_state_dict`, before
+      :meth:`close`; after calls of :meth:`write_tensor` as said below. It is written without a name and takes it at
+      the end of the first successful call; until then an existing file is untouched. A later call that fails leaves
+      the last complete content readable. An open file object likewise, but in place.
+    - A URI of a store (``s3://…``): when :meth:`close` returns, or the ``with`` block is left, and not before. A
+      failure, an exception in the block, or a serializer that is never closed stores nothing; the latter is a
+      ``ResourceWarning`` and a line in the log.
+    - A new, empty stream of ``open_stream("s3://…", "wb+")``: as for a URI, and also when the stream is closed after a
+      successful call, even if the serializer is not. Nothing but closing can be done with the stream any more.
 
     A crash of the machine, at any moment, leaves a path with the old file, or with the content of whole calls: what
     took the name was synced before, what a later call adds is on the disk before the file says so, and all of it is
@@ -100,50 +83,63 @@ class TensorSerializer:
             and gives that up; the end of the process alone, however sudden, does no harm either way.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
+        metadata: Text to keep in the file, by key, up to 100 MB; :attr:`TensorDeserializer.metadata` gives it back. In
+            encrypted files it is encrypted too. Releases before this one do not see it. Keys that begin with
+            ``tensorizer.`` are this library's own.
+        ties: What becomes of tensors that a call writes under several names, such as tied embeddings. ``"twice"``
+            stores their data under each name, as every release expects; ``"once"`` under the first one, and earlier
+            releases do not see the others. Either way the file says that they are one, they are one tensor again after
+            loading, and a module that they are loaded into is tied.
 
     Raises:
         ValueError: An object in the wrong mode (text, append, not readable, not seekable); a read-only scheme; a
-            ``limit_cpu_concurrency`` below 1; unknown `hashes`.
+            ``limit_cpu_concurrency`` below 1; unknown `hashes` or `ties`.
         TypeError: An argument of the wrong type.
         OSError: The target cannot be written.
     """
 
+    _closed = True  # until there is something to close
+
     def __init__(
         self,
-        file_obj: Any,
+        file_obj: TargetArgument,
         compress_tensors: bool = False,
         *,
-        encryption: Any = None,
+        encryption: Optional[EncryptionParams] = None,
         limit_cpu_concurrency: Optional[int] = None,
-        hashes: Union[str, Collection[str], None] = _HASH_NAMES,
+        hashes: Union[str, Collection[str], None] = HASH_NAMES,
         fsync: bool = True,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
+        metadata: Optional[Mapping[str, str]] = None,
+        ties: str = "twice",
     ) -> None:
-        self._closed = True  # until there is something to close
-        self.cpu_limit = _check_cpu_limit(limit_cpu_concurrency)
+        max_workers = thread_limit("limit_cpu_concurrency", limit_cpu_concurrency)
+        self.cpu_limit = int(_C.cpu_quota()) if limit_cpu_concurrency is None else limit_cpu_concurrency
         check_encryption(encryption)
-        chosen = _check_hashes(hashes, encrypted=encryption is not None)
+        chosen = check_hashes(hashes, encrypted=encryption is not None)
+        self._once = check_ties(ties)
+        pairs = check_metadata(metadata)
         key, derivation = encryption_key(encryption)
         self.compress_tensors = compress_tensors
         self.lz4_frame = None
         self.total_compressed_tensor_bytes = 0
         self._progress = progress
+        self._extra_state: extra_state.Nodes = {}  # in the file so far
 
         opened = open_sink(file_obj, fsync, stream_options)
-        self._close_stream = opened.close
-        # Half of a file is not uploaded.
-        self._discard_stream = opened.stream.discard if isinstance(opened.stream, UploadOnClose) else opened.close
+        self._opened = opened
         self._session = _C.SaveSession(
             opened.sink,
             opened.start,
             crc32="crc32" in chosen,
             sha256="sha256" in chosen,
-            max_workers=min(limit_cpu_concurrency or 0, 0xFFFF),  # more than there will ever be
+            max_workers=max_workers,
             key=key,
             derivation=derivation,
+            metadata=pairs,
         )
-        self._sink = opened.sink  # its Python half is what ends an upload when the interpreter does
+        self._unclosed = tell_if_unclosed(self, opened.sink.name) if opened.appears_on_close else None
         self._closed = False
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -161,12 +157,15 @@ class TensorSerializer:
         """
         if self._closed:
             return
-        self._closed = True
+        self._end()
         try:
             self._session.finish()
-        finally:
-            self._close_stream()
-        logger.debug("closed %s: %d bytes of tensors", self._sink.name, self.total_tensor_bytes)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first failure tells more
+                self._opened.discard()
+            raise
+        self._opened.close()
+        logger.debug("closed %s: %d bytes of tensors", self._opened.sink.name, self.total_tensor_bytes)
 
     def __enter__(self) -> TensorSerializer:
         return self
@@ -180,22 +179,30 @@ class TensorSerializer:
         if exc_type is None:
             self.close()
             return
-        self._close_stream = self._discard_stream
         with contextlib.suppress(Exception):  # the exception that is on its way tells more
             self._abandon()
 
     def _abandon(self) -> None:
         if not self._closed:
-            self._closed = True
+            self._end()
             try:
                 self._session.abandon()
             finally:
-                self._close_stream()
+                self._opened.discard()
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._unclosed is not None:
+            self._unclosed.detach()
 
     def __del__(self) -> None:
         # Completed calls left complete content; an upload that nobody closed is not completed by chance.
-        with contextlib.suppress(Exception):
-            self._abandon()
+        if not self._closed and not self._opened.is_lent:
+            self._closed = True
+            with contextlib.suppress(Exception):
+                self._session.abandon()
+            with contextlib.suppress(Exception):
+                self._opened.close()
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -205,25 +212,31 @@ class TensorSerializer:
         remove_tensors: bool = False,
         *,
         include_non_persistent_buffers: bool = True,
+        include_extra_state: bool = False,
     ) -> None:
         """Writes every parameter and buffer of a module, named ``"<module path>.<tensor name>"``.
 
         Tensors of the root module get names that start with a dot. Tensors shared by different modules are written
-        once per name.
+        as the constructor's ``ties`` says.
 
         Args:
             m: The module; never modified, unless `remove_tensors`.
             remove_tensors: Sets each parameter and buffer to ``None`` once its data are written, to free memory early.
             include_non_persistent_buffers: Writes also buffers that are not part of the state dict.
+            include_extra_state: Stores also what ``get_extra_state`` of the modules returns, where that is tensors or
+                nested dictionaries of tensors (64 MiB at most), for ``load_into_module`` to give it to
+                ``set_extra_state``. Releases before this one do not see it. Otherwise one warning names the modules
+                whose extra state is left out.
 
         Raises:
             ValueError: A name that is in the file already.
             NotImplementedError: Quantized, sparse or nested tensors; tensors without memory of their own.
+            TypeError: With `include_extra_state`, a state of another kind. Nothing was written then.
             OSError: The data could not be written.
         """
-        module_tree.check_module(m)
+        module_tree.check_module(m, "write_state_dict writes state dicts")
         items = [
-            _Item(
+            Item(
                 (entry.name,),
                 entry.tensor,
                 stored_dtype(entry.name, entry.tensor),
@@ -231,12 +244,20 @@ class TensorSerializer:
                 min(entry.module_idx, 0xFFFF),
                 entry if remove_tensors else None,
             )
-            for entry in module_tree.walk_module(m, include_non_persistent_buffers)
+            for entry in walk_module(m, include_non_persistent_buffers)
         ]
+        if include_extra_state:
+            self._write(items, extra={**self._extra_state, **extra_state.pack(extra_states(m))})
+            return
         self._write(items)
+        left_out = [extra_state.state_name(path) for path in modules_with_extra_state(m)]
+        if left_out:
+            _warn_of("extra state of modules, which include_extra_state=True would store", left_out)
 
     def write_state_dict(self, state_dict: Any) -> None:
         """Writes nested mappings (with ``str`` keys) and sequences of tensors; sequences come back as lists.
+
+        Nothing is left of mappings and sequences without anything in them; one warning names them.
 
         Raises:
             TypeError: A key that is not a ``str``, a leaf that is not a tensor. Nothing was written then.
@@ -244,17 +265,20 @@ class TensorSerializer:
             NotImplementedError: As for :meth:`write_module`.
             OSError: The data could not be written.
         """
+        empty: list[Path] = []
         self._write(
             [
-                _Item(path, tensor, stored_dtype(module_tree.display(path), tensor), TensorType.STATE_DICT, 0)
-                for path, tensor in module_tree.flatten(state_dict)
+                Item(path, tensor, stored_dtype(display(path), tensor), TensorType.STATE_DICT, 0)
+                for path, tensor in flatten(state_dict, empty)
             ]
         )
+        if empty:
+            _warn_of("containers without a tensor", [display(path) for path in empty])
 
     def write_tensor(
         self,
         idx: int,
-        name: Union[str, tuple[Union[str, int], ...]],
+        name: Name,
         tensor_type: TensorType,
         tensor: Union[torch.Tensor, np.ndarray[Any, Any]],
     ) -> None:
@@ -280,28 +304,39 @@ class TensorSerializer:
         if not 0 <= idx <= 0xFFFF:
             raise FieldRangeError(f"idx: wanted 0 to 65535, found {idx}")
         kind = TensorType(tensor_type)
-        self._write([_Item(_check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
+        self._write([Item(check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
 
-    def _write(self, items: list[_Item], growing: bool = False) -> None:
+    def _write(self, items: list[Item], growing: bool = False, extra: Optional[extra_state.Nodes] = None) -> None:
         if self._closed:
             raise ValueError("the serializer is closed")
+        items, left_out, ties = without_aliases(items, self._once)
         total = sum(item.nbytes for item in items)
+        begun = False
         try:
-            self._session.begin_call([item.describe() for item in items], growing)
+            if extra is not None:
+                self._session.set_metadata(extra_state.KEY, extra_state.to_text(extra))
+            self._session.begin_call([item.describe() for item in items], growing, ties)
+            begun = True
             with progress_reporter(self._progress, total, "saving") as report:
                 record = 0
-                for batch in _batches(items):
+                for batch in batches(items):
                     self._write_batch(record, batch, report)
                     record += len(batch)
             self._session.finish_call()
+            _release(left_out)
         except BaseException:
+            if begun and self._unclosed is not None:
+                self._unclosed.detach()  # the failure says that nothing will be stored
+            if extra is not None:  # as before the call
+                self._session.set_metadata(extra_state.KEY, extra_state.to_text(self._extra_state))
             self._session.abort_call()
             raise
+        self._extra_state = self._extra_state if extra is None else extra
         if logger.isEnabledFor(logging.DEBUG):
             for item in items:
-                _log_written(item)
+                logger.debug("wrote %s", item)
 
-    def _write_batch(self, first_record: int, batch: list[_Item], report: Optional[Callable[[int], None]]) -> None:
+    def _write_batch(self, first_record: int, batch: list[Item], report: Optional[Callable[[int], None]]) -> None:
         device = batch[0].tensor.device
         fast = not batch[0].tensor.is_meta and cuda_engine.is_fast_device(device)
         data = [contiguous(item.tensor, on_device=fast) for item in batch]  # kept alive until the call returns
@@ -315,71 +350,17 @@ class TensorSerializer:
             self._session.write_payloads(payloads, device=device.index, engine=engine, progress=report)
         else:
             self._session.write_payloads(payloads, progress=report)
-        for item in batch:
-            if item.owner is not None:
-                setattr(item.owner.module, item.owner.attribute, None)
+        _release(batch)
 
 
-def _check_cpu_limit(limit: Optional[int]) -> int:
-    if limit is None:
-        return int(_C.cpu_quota())
-    if not isinstance(limit, int):
-        raise TypeError(f"limit_cpu_concurrency: wanted an int, found {type(limit).__name__}")
-    if limit < 1:
-        raise ValueError(f"limit_cpu_concurrency: wanted 1 or more, found {limit}")
-    return limit
-
-
-def _check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> frozenset[str]:
-    chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes or ())
-    unknown = sorted(map(str, chosen.difference(_HASH_NAMES)))
-    if unknown:
-        raise ValueError(f"hashes: wanted names out of {', '.join(_HASH_NAMES)}, found {', '.join(unknown)}")
-    return chosen - {"crc32"} if encrypted else chosen
-
-
-def _check_name(name: Any, kind: TensorType) -> module_tree.Path:
-    if isinstance(name, str):
-        return (name,)
-    if not isinstance(name, tuple):
-        raise TypeError(f"name: wanted a str or a tuple of str and int, found {type(name).__name__}")
-    if kind is not TensorType.STATE_DICT and not (len(name) == 1 and isinstance(name[0], str)):
-        raise ValueError(f"name: paths like {name!r} are legal for STATE_DICT tensors only")
-    return name
-
-
-def _copied_nbytes(item: _Item) -> int:
-    """Bytes that writing the item takes beyond the item itself, or sets free."""
-    tensor = item.tensor
-    if tensor.is_meta:
-        return 0
-    in_place = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    direct = tensor.device.type == "cpu" or cuda_engine.is_fast_device(tensor.device)
-    return 0 if in_place and direct and item.owner is None else item.nbytes
-
-
-def _batches(items: list[_Item]) -> Iterator[list[_Item]]:
-    """Consecutive items of one device whose copies fit the budget together."""
-    batch: list[_Item] = []
-    nbytes = 0
+def _release(items: list[Item]) -> None:
+    """Takes tensors that were written out of their module, where ``remove_tensors`` wants that."""
     for item in items:
-        size = _copied_nbytes(item)
-        if batch and (nbytes + size > _COPY_BUDGET_NBYTES or item.tensor.device != batch[0].tensor.device):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(item)
-        nbytes += size
-    if batch:
-        yield batch
+        if item.owner is not None:
+            setattr(item.owner.module, item.owner.attribute, None)
 
 
-def _log_written(item: _Item) -> None:
-    logger.debug(
-        "wrote %d:%s:%s dtype %s shape %s, %d bytes",
-        item.module_idx,
-        _KIND_LETTERS[item.type],
-        item.path[0] if len(item.path) == 1 else item.path,
-        item.tensor.dtype,
-        tuple(item.tensor.shape),
-        item.nbytes,
-    )
+def _warn_of(what: str, names: list[str]) -> None:
+    """One warning, on behalf of the caller's caller, about what a write call leaves out."""
+    shown = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
+    warnings.warn(f"not stored: {what}: {shown}", stacklevel=3)

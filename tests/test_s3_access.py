@@ -12,12 +12,14 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tensorizer import stream_io
-from tensorizer._io.s3 import objects
+from tensorizer._io.s3 import access, objects
+from tensorizer._io.s3.options import S3Location, S3Options, parse_s3_uri
 
 botocore = pytest.importorskip("botocore")
 boto3 = pytest.importorskip("boto3")
 
 KEY, SECRET, TOKEN = "AKIDEXAMPLE", "topsecret/+key", "tokentokentoken"
+LOCATION = S3Location("bucket", "some/key")
 READ_DEFAULT, WRITE_DEFAULT = "accel-object.ord1.coreweave.com", "object.ord1.coreweave.com"
 
 
@@ -36,13 +38,16 @@ def clean(monkeypatch, tmp_path):
     monkeypatch.setattr("tensorizer._io.s3.access._announced", set())
 
 
-def resolved(write=False, **settings):
-    default = stream_io.default_s3_write_endpoint if write else stream_io.default_s3_read_endpoint
-    return objects.resolve(objects._settings(**settings), default, anonymous=not write)
+def options_of(**arguments):
+    return S3Options(**{name.removeprefix("s3_"): value for name, value in arguments.items()})
+
+
+def resolved(write=False, location=LOCATION, **arguments):
+    return access.resolve(location, options_of(**arguments), stream_io._s3_defaults(), write=write)
 
 
 def url_of(uri="s3://bucket/some/key", **settings):
-    return objects._presigned(resolved(**settings), uri)
+    return objects._signed(resolved(**settings), parse_s3_uri(uri), {}).url
 
 
 def host_of(url):
@@ -121,9 +126,7 @@ class TestCredentials:
     def test_a_profile_is_used_with_its_keys_region_and_endpoint(self, tmp_path, monkeypatch):
         write_config(tmp_path / "s3cfg", access_key="FROMFILE", secret_key="s", host_base="store.example")
         (tmp_path / "aws-credentials").write_text("[work]\naws_access_key_id = WORK\naws_secret_access_key = x\n")
-        (tmp_path / "aws-config").write_text(
-            "[profile work]\nregion = eu-1\ns3 =\n  endpoint_url = http://work.example\n"
-        )
+        (tmp_path / "aws-config").write_text("[profile work]\nregion = eu-1\nendpoint_url = http://work.example\n")
         url = url_of(s3_profile="work")
         assert (key_of(url), host_of(url)) == ("WORK", "work.example")
         assert "%2Feu-1%2Fs3" in url
@@ -142,9 +145,9 @@ class TestCredentials:
     def test_without_credentials_reads_are_anonymous_and_writes_have_none(self):
         assert url_of() == f"https://{READ_DEFAULT}/bucket/some/key"
         assert url_of(s3_access_key_id="", s3_secret_access_key="").partition("?")[1] == ""
-        access = resolved(write=True)
+        found = resolved(write=True)
         with pytest.raises(botocore.exceptions.NoCredentialsError):
-            access.client.generate_presigned_url("put_object", Params={"Bucket": "bucket", "Key": "k"})
+            found.client.generate_presigned_url("put_object", Params={"Bucket": "bucket", "Key": "k"})
 
     def test_half_of_the_credentials_is_botocores_error(self):
         for settings in ({"s3_access_key_id": KEY}, {"s3_secret_access_key": SECRET}):
@@ -179,6 +182,51 @@ class TestEndpoints:
         assert host_of(url_of(**self.BOTH)) == "special.example"
         assert host_of(url_of(s3_endpoint="argument.example", **self.BOTH)) == "argument.example"
         assert host_of(url_of(s3_endpoint="", **self.BOTH)) == "special.example"
+
+    def test_configured_endpoints_are_those_of_botocore(self, monkeypatch, tmp_path):
+        config = tmp_path / "aws-config"
+        config.write_text("[default]\nendpoint_url = https://profile.example\n")
+        assert host_of(url_of(**self.BOTH)) == "profile.example"
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://special.example")
+        monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+        assert host_of(url_of(**self.BOTH)) == READ_DEFAULT
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "CHAIN")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        assert host_of(url_of()) == "bucket.s3.amazonaws.com"
+        assert host_of(url_of(s3_endpoint="argument.example")) == "argument.example"
+        monkeypatch.delenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
+        config.write_text("[default]\nignore_configured_endpoint_urls = true\nendpoint_url = https://x.example\n")
+        assert host_of(url_of(**self.BOTH)) == READ_DEFAULT
+
+    def test_a_default_host_that_gets_keys_is_named_once_and_loud(self, caplog, tmp_path):
+        for _ in range(2):
+            resolved(**self.BOTH)
+            resolved(write=True, **self.BOTH)
+        loud = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert [READ_DEFAULT in loud[0], WRITE_DEFAULT in loud[1], len(loud)] == [True, True, 2]
+        assert KEY not in caplog.text
+        assert SECRET not in caplog.text
+        caplog.clear()
+        resolved()  # nobody's keys
+        resolved(s3_access_key_id="", s3_secret_access_key="")
+        resolved(s3_endpoint=READ_DEFAULT, **self.BOTH)
+        assert [record for record in caplog.records if record.levelno == logging.WARNING] == []
+
+    def test_keys_of_a_configuration_file_without_a_host_are_told_of_too(self, caplog, tmp_path):
+        write_config(tmp_path / "s3cfg", access_key="FROMFILE", secret_key="s")
+        resolved()
+        assert [READ_DEFAULT in record.getMessage() for record in caplog.records] == [True]
+
+    def test_a_bucket_of_s3_express_is_at_aws_where_nobody_names_an_endpoint(self, caplog):
+        express = S3Location("models--usw2-az1--x-s3", "key")
+        assert resolved(location=express, **self.BOTH).endpoint is None
+        assert resolved(location=express, s3_endpoint="store.example", **self.BOTH).host == "store.example"
+        assert [record for record in caplog.records if record.levelno == logging.WARNING] == []
+
+    def test_the_validation_of_answers_is_what_the_aws_variable_says(self, monkeypatch):
+        assert resolved(**self.BOTH).client.meta.config.response_checksum_validation == "when_required"
+        monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_supported")
+        assert resolved(**self.BOTH).client.meta.config.response_checksum_validation == "when_supported"
 
     def test_the_defaults_are_looked_up_when_they_are_needed(self, monkeypatch):
         monkeypatch.setattr(stream_io, "default_s3_read_endpoint", "https://patched.example:4433")
@@ -271,13 +319,19 @@ class TestUrls:
 class TestSecrets:
     def test_no_repr_log_or_error_shows_a_secret(self, caplog):
         caplog.set_level(logging.DEBUG, "tensorizer")
-        settings = objects._settings(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
-        access = resolved(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
+        settings = options_of(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
+        found = resolved(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
         parsed = stream_io._infer_credentials(KEY, SECRET)
         assert (parsed.s3_access_key, parsed.s3_secret_key, parsed.config_file) == (KEY, SECRET, None)
         with pytest.raises(OSError) as caught:
-            stream_io.open_stream("s3://b/k", s3_endpoint="http://127.0.0.1:1", force_http=True, **TestEndpoints.BOTH)
-        text = repr(settings) + repr(access) + repr(parsed) + caplog.text + str(caught.value) + repr(caught.value)
+            stream_io.open_stream(
+                "s3://b/k",
+                s3_endpoint="http://127.0.0.1:1",
+                force_http=True,
+                http_options=stream_io.HTTPOptions(retries=0),
+                **TestEndpoints.BOTH,
+            )
+        text = repr(settings) + repr(found) + repr(parsed) + caplog.text + str(caught.value) + repr(caught.value)
         assert KEY not in text
         assert SECRET not in text
         assert TOKEN not in text

@@ -36,7 +36,12 @@ void run_step(SaveSession& session, bool brief, Step&& step, Poll&& on_poll) {
                     std::forward<Poll>(on_poll), [&] { session.abort_call(); });
 }
 
-void begin_call(SaveSession& session, const py::list& items, bool growing) {
+void begin_call(SaveSession& session, const py::list& items, bool growing, const py::list& pairs) {
+  std::vector<save::TieToWrite> ties;
+  for (const py::handle pair : pairs) {
+    const auto [alias, target, listed] = pair.cast<std::tuple<py::tuple, py::tuple, bool>>();
+    ties.push_back({path_from_python(alias), path_from_python(target), listed});
+  }
   std::vector<TensorToWrite> tensors;
   std::vector<format::TensorPath> paths(items.size());
   tensors.reserve(items.size());
@@ -45,7 +50,7 @@ void begin_call(SaveSession& session, const py::list& items, bool growing) {
   run_step(
       session, session.is_brief(tensors, growing),
       [&](const std::stop_token& stop) {
-        session.begin_call(std::move(tensors), paths, growing, stop);
+        session.begin_call(std::move(tensors), paths, ties, growing, stop);
       },
       [] {});
 }
@@ -70,11 +75,13 @@ void write_payloads(SaveSession& session, const py::list& items, int device,
 std::unique_ptr<SaveSession> make_session(
     std::shared_ptr<io::RangeSink> sink, uint64_t start, bool crc32, bool sha256,
     unsigned max_workers, std::shared_ptr<crypto::SecretKey> key,
-    const std::optional<std::tuple<uint64_t, uint64_t, py::bytes>>& derivation) {
+    const std::optional<std::tuple<uint64_t, uint64_t, py::bytes>>& derivation,
+    std::vector<format::OwnedPair> metadata) {
   save::SaveOptions options{.hashes = {crc32, sha256},
                             .max_workers = max_workers,
                             .key = std::move(key),
-                            .derivation = std::nullopt};
+                            .derivation = std::nullopt,
+                            .metadata = std::move(metadata)};
   if (derivation) {
     const auto& [opslimit, memlimit, salt] = *derivation;
     const std::string_view text = salt;
@@ -91,8 +98,11 @@ void register_save(py::module_& m) {
   py::class_<SaveSession>(m, "SaveSession")
       .def(py::init(&make_session), py::arg("sink"), py::arg("start"), py::kw_only(),
            py::arg("crc32"), py::arg("sha256"), py::arg("max_workers") = 0,
-           py::arg("key") = py::none(), py::arg("derivation") = py::none())
-      .def("begin_call", &begin_call, py::arg("tensors"), py::arg("growing"))
+           py::arg("key") = py::none(), py::arg("derivation") = py::none(),
+           py::arg("metadata") = std::vector<format::OwnedPair>{})
+      .def("begin_call", &begin_call, py::arg("tensors"), py::arg("growing"),
+           py::arg("ties") = py::list())
+      .def("set_metadata", &SaveSession::set_metadata, py::arg("key"), py::arg("value"))
       .def("write_payloads", &write_payloads, py::arg("payloads"), py::kw_only(),
            py::arg("device") = device::kHost, py::arg("engine") = py::none(),
            py::arg("progress") = py::none())

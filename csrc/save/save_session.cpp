@@ -29,10 +29,12 @@ constexpr size_t kBriefRecords = 64;
 struct SaveSession::Call {
   std::vector<TensorToWrite> tensors;
   std::vector<PlannedRecord> records;
-  format::Prologue prologue;  // as it will be when the call is finished
-  Head before;                // what abort_call() goes back to
+  std::vector<format::OwnedPair> ties;  // stored names
+  format::Prologue prologue;            // as it will be when the call is finished
+  Head before;                          // what abort_call() goes back to
   size_t path_mark = 0;
   size_t entry_mark = 0;
+  size_t tie_mark = 0;
   uint64_t shift = 0;  // how far the records moved into a new file
   bool aside = false;  // they did, and the published file is as it was
   bool brief = false;
@@ -344,6 +346,7 @@ SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
     : sink_(std::move(sink)),
       start_(start),
       options_(options),
+      metadata_(options.metadata),
       process_(getpid()),
       crypt_{options.derivation} {
   paths_.set_error_is_caller(true);
@@ -380,8 +383,9 @@ bool SaveSession::is_brief(std::span<const TensorToWrite> tensors, bool growing)
     prologue = raise_version(prologue, tensor, options_.key != nullptr);
   }
   const bool tagged = prologue.tagged_entries();
-  const bool fits = head_.room == 0 || (tagged == head_.prologue.tagged_entries() &&
-                                        index_nbytes_with(tensors, tagged) <= head_.room);
+  const bool fits =
+      head_.room == 0 || (tagged == head_.prologue.tagged_entries() &&
+                          index_nbytes_with(tensors, tagged) + annex_nbytes_with({}) <= head_.room);
   return nbytes <= kBriefNbytes && fits &&
          (sink_->prompt() || (growing && sink_->may_wait(waiting_nbytes() + nbytes)));
 }
@@ -389,15 +393,21 @@ bool SaveSession::is_brief(std::span<const TensorToWrite> tensors, bool growing)
 bool SaveSession::call_is_brief() const noexcept { return call_ && call_->brief; }
 
 void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
-                             std::span<const format::TensorPath> paths, bool growing,
+                             std::span<const format::TensorPath> paths,
+                             std::span<const TieToWrite> ties, bool growing,
                              const std::stop_token& stop) {
   auto call = std::make_unique<Call>();
   call->path_mark = paths_.mark();
   call->entry_mark = entries_.size();
+  call->tie_mark = ties_.size();
   call->before = head_;
   call->brief = is_brief(tensors, growing);
   try {
     for (const format::TensorPath& path : paths) paths_.add(path);
+    for (const TieToWrite& tie : ties) {
+      if (!tie.listed) paths_.add(tie.alias);
+      call->ties.emplace_back(format::encode_name(tie.alias), format::encode_name(tie.target));
+    }
     call->prologue = head_.prologue;
     for (const TensorToWrite& tensor : tensors) {
       call->prologue = raise_version(call->prologue, tensor, options_.key != nullptr);
@@ -436,15 +446,16 @@ uint64_t SaveSession::index_nbytes_with(std::span<const TensorToWrite> tensors, 
 void SaveSession::make_room(Call& call, bool growing, const std::stop_token& stop) {
   const bool tagged = call.prologue.tagged_entries();
   call.index_nbytes = index_nbytes_with(call.tensors, tagged);
+  const uint64_t needed = call.index_nbytes + annex_nbytes_with(call.ties);
   if (head_.room == 0) {
-    head_.room = index_room(call.index_nbytes, growing);
+    head_.room = index_room(needed, growing);
     head_.end = start_ + format::kPrologueNbytes + head_.room;
     return;
   }
   // An index whose entries change their form is not written over the published one.
   const bool anew = tagged != head_.prologue.tagged_entries() && sink_->relocates_aside();
-  if (anew || call.index_nbytes > head_.room)
-    relayout(call, std::max(head_.room, index_room(call.index_nbytes, true)), stop);
+  if (anew || needed > head_.room)
+    relayout(call, std::max(head_.room, index_room(needed, true)), stop);
 }
 
 // All records move behind a larger index. Where the sink copies them into a new file, the published
@@ -519,6 +530,7 @@ void SaveSession::finish_call(const std::stop_token& stop) {
     entries_.push_back(
         {std::move(tensor), call_->records[i].offset, call_->records[i].data_offset()});
   }
+  ties_.insert(ties_.end(), call_->ties.begin(), call_->ties.end());
   if (call_->prologue.tagged_entries() != head_.prologue.tagged_entries()) head_.indexed = false;
   head_.prologue = call_->prologue;
   head_.index_nbytes = call_->index_nbytes;
@@ -530,7 +542,8 @@ void SaveSession::finish_call(const std::stop_token& stop) {
 void SaveSession::publish(const std::stop_token& stop) {
   const std::array<std::byte, kEndMarkNbytes> end_mark{};
   sink_->write_at(head_.end, io::ConstSlice(end_mark), stop);
-  if (head_.indexed && !index_touched_) {
+  // An annex lies where further entries would go, and has a digest of all of them.
+  if (head_.indexed && !index_touched_ && annex_nbytes_with({}) == 0) {
     write_new_entries(stop);
   } else {
     write_head(stop);
@@ -564,8 +577,13 @@ void SaveSession::write_head(const std::stop_token& stop) {
   for (const SavedEntry& entry : entries_)
     format::append_index_entry(index, entry.view(), head_.prologue.tagged_entries());
   const uint64_t nbytes = index.size();
-  index.resize(head_.room);
   const auto prologue = stored_prologue();
+  if (annex_nbytes_with({}) > 0) {
+    const std::vector<std::byte> annex = format::serialize_annex(
+        annex_with({}), seal_metadata(), format::digest_index(prologue, index));
+    index.insert(index.end(), annex.begin(), annex.end());
+  }
+  index.resize(head_.room);
   sink_->barrier(stop);
   prologue_touched_ = index_touched_ = true;
   if (published_end_ == 0) {
@@ -578,6 +596,43 @@ void SaveSession::write_head(const std::stop_token& stop) {
   head_.indexed = true;
   head_.written = entries_.size();
   head_.written_nbytes = nbytes;
+}
+
+format::AnnexToWrite SaveSession::annex_with(std::span<const format::OwnedPair> more_ties) const {
+  format::AnnexToWrite annex;
+  for (const auto& [key, value] : metadata_) annex.metadata.push_back({key, value});
+  for (const auto& [alias, target] : ties_) annex.ties.push_back({alias, target});
+  for (const auto& [alias, target] : more_ties) annex.ties.push_back({alias, target});
+  return annex;
+}
+
+uint64_t SaveSession::annex_nbytes_with(std::span<const format::OwnedPair> more_ties) const {
+  if (metadata_.empty() && ties_.empty() && more_ties.empty()) return 0;
+  const uint64_t sealed_overhead =
+      options_.key ? format::kSectionHeadNbytes +
+                         format::message_crypt_info_nbytes(options_.derivation.has_value())
+                   : 0;
+  return format::annex_nbytes(annex_with(more_ties), sealed_overhead);
+}
+
+// One message under a nonce of its own, drawn like those of records.
+std::vector<std::byte> SaveSession::seal_metadata() {
+  if (!options_.key || metadata_.empty()) return {};
+  const std::vector<std::byte> plain = format::serialize_metadata(annex_with({}).metadata);
+  std::vector<std::byte> cipher(plain.size());
+  std::array<std::byte, format::kMacNbytes> mac;
+  const format::Nonce nonce = draw_nonce();
+  crypto::seal(cipher, mac, plain, crypto::NonceView(nonce), *options_.key);
+  const auto& derivation = options_.derivation;
+  std::vector<std::byte> sealed =
+      format::serialize_message_crypt_info(derivation ? &*derivation : nullptr, nonce, mac);
+  sealed.insert(sealed.end(), cipher.begin(), cipher.end());
+  return sealed;
+}
+
+void SaveSession::set_metadata(const std::string& key, const std::string& value) {
+  std::erase_if(metadata_, [&](const format::OwnedPair& pair) { return pair.first == key; });
+  if (!value.empty()) metadata_.emplace_back(key, value);
 }
 
 std::array<std::byte, format::kPrologueNbytes> SaveSession::stored_prologue() const {
@@ -612,6 +667,7 @@ void SaveSession::abort_call() noexcept {
 void SaveSession::undo(Call& call) noexcept {
   paths_.rollback(call.path_mark);
   entries_.resize(call.entry_mark);
+  ties_.resize(call.tie_mark);
   if (published_end_ == 0) {
     head_ = call.before;
     prologue_touched_ = index_touched_ = false;

@@ -17,6 +17,7 @@
 #include "crypto/secret_key.h"
 #include "device/copy_engine.h"
 #include "device/destination.h"
+#include "format/annex.h"
 #include "format/tensor_path.h"
 #include "io/range_sink.h"
 #include "save/save_plan.h"
@@ -28,6 +29,14 @@ struct SaveOptions {
   unsigned max_workers = 0;                         // 0: as many as are useful
   std::shared_ptr<const crypto::SecretKey> key;     // set: encrypt
   std::optional<format::KeyDerivation> derivation;  // how the key came from a passphrase
+  std::vector<format::OwnedPair> metadata{};        // sealed where there is a key
+};
+
+// A tensor of the call that has a second name.
+struct TieToWrite {
+  format::TensorPath alias;
+  format::TensorPath target;  // a tensor of the call
+  bool listed = false;        // the alias is one too
 };
 
 // Where the bytes of one planned record are. Host memory, or device memory with the session's
@@ -53,7 +62,11 @@ class SaveSession {
   // content wait for that of later calls. Throws Error(invalid_argument), with the session
   // unchanged, for names in use and fields that do not fit.
   void begin_call(std::vector<TensorToWrite> tensors, std::span<const format::TensorPath> paths,
-                  bool growing, const std::stop_token& stop);
+                  std::span<const TieToWrite> ties, bool growing, const std::stop_token& stop);
+
+  // Text to keep from the next call on, besides that of the options; "" forgets it. To be put back
+  // before abort_call() where that call fails.
+  void set_metadata(const std::string& key, const std::string& value);
 
   // Writes records of the current call, headers and hashes included. Every record is handed over
   // once, in order, those without data too; the bytes are only read, and no longer needed on
@@ -61,8 +74,8 @@ class SaveSession {
   void write_payloads(std::span<const PayloadToWrite> payloads, device::CopyEngine* engine,
                       const std::stop_token& stop);
 
-  // The records are complete content now: index, end mark and prologue are written and the sink
-  // publishes, here or, where it may wait, in a later call. After a failure abort_call() must
+  // The records are complete content now: index, annex, end mark and prologue are written and the
+  // sink publishes, here or, where it may wait, in a later call. After a failure abort_call() must
   // follow.
   void finish_call(const std::stop_token& stop);
 
@@ -95,6 +108,9 @@ class SaveSession {
 
   PlannedRecord& record_of(const PayloadToWrite& payload);
   format::Nonce draw_nonce();
+  format::AnnexToWrite annex_with(std::span<const format::OwnedPair> more_ties) const;
+  uint64_t annex_nbytes_with(std::span<const format::OwnedPair> more_ties) const;
+  std::vector<std::byte> seal_metadata();
   uint64_t index_nbytes_with(std::span<const TensorToWrite> tensors, bool tagged) const;
   void make_room(Call& call, bool growing, const std::stop_token& stop);
   void relayout(Call& call, uint64_t room, const std::stop_token& stop);
@@ -111,10 +127,12 @@ class SaveSession {
   std::shared_ptr<io::RangeSink> sink_;
   const uint64_t start_;
   const SaveOptions options_;
+  std::vector<format::OwnedPair> metadata_;
   const int process_;  // that writes the file; a child that copied it does not
   CryptChoice crypt_;
   format::PathRegistry paths_;
   std::vector<SavedEntry> entries_;
+  std::vector<format::OwnedPair> ties_;  // stored names of aliases and targets
   using NoncePrefix = std::array<std::byte, 16>;
   std::set<NoncePrefix> nonces_;  // upper parts of all first nonces: no two records share one
   Head head_;

@@ -10,16 +10,18 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
-import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
+from tensorizer._io.discarding import ClosesOrDiscards
 from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.uri import scheme_of
+from tensorizer._io.window import WindowedReader
 from tensorizer._system.config import env_int
-from tensorizer.errors import StreamError
+from tensorizer._system.redaction import shown_uri, without_secrets
+from tensorizer.errors import StreamError, TruncatedError
 
 if TYPE_CHECKING:
     from tensorizer import _C
@@ -56,26 +58,15 @@ def open(
     """
     wanted = "".join(sorted(mode, key="rwaxb+".find))
     if wanted not in _MODES:
-        raise ValueError(f"mode for {_scheme(uri)}:// must be one of {', '.join(_MODES)}, found {mode!r}")
+        raise ValueError(f"mode for {scheme_of(uri)}:// must be one of {', '.join(_MODES)}, found {mode!r}")
     fs, path = _file_system(uri)
     if wanted == "rb":
         return cast(BinaryIO, FsspecReader(fs, path, uri, buffer_size, begin or 0))
     if wanted == "wb+":
-        return cast(BinaryIO, UploadOnClose(lambda local, _threads: _store(local, fs, path, uri), _shown(uri)))
+        return cast(BinaryIO, UploadOnClose(lambda local, _threads: _store(local, fs, path, uri), shown_uri(uri)))
     if wanted == "xb" and fs.exists(path):
-        raise FileExistsError(f"{_shown(uri)} exists")
+        raise FileExistsError(f"{shown_uri(uri)} exists")
     return cast(BinaryIO, FsspecWriter(fs, path, uri, append=wanted == "ab"))
-
-
-def _scheme(uri: str) -> str:
-    return uri.partition("://")[0]
-
-
-def _shown(uri: str) -> str:
-    """The URI without credentials and query."""
-    scheme, _, rest = uri.partition("://")
-    host, slash, path = rest.partition("?")[0].partition("/")
-    return f"{scheme}://{host.rpartition('@')[2] if scheme not in ('az', 'abfs', 'abfss') else host}{slash}{path}"
 
 
 @contextlib.contextmanager
@@ -86,13 +77,13 @@ def _network_errors(name: str) -> Iterator[None]:
     except (OSError, ValueError, TypeError, NotImplementedError, ImportError):
         raise
     except Exception as error:
-        message = re.sub(r"\?[^\s\"']*|(?<=://)[^/\s\"'@]*@", "", str(error))  # signed URLs keep their secrets
+        message = without_secrets(str(error))
         cause = error if message == str(error) else None  # tracebacks, too
         raise StreamError(f"{name}: {type(error).__name__}: {message}") from cause
 
 
 def _file_system(uri: str) -> tuple[Any, str]:
-    scheme = _scheme(uri)
+    scheme = scheme_of(uri)
     try:
         import fsspec
     except ImportError:
@@ -104,7 +95,7 @@ def _file_system(uri: str) -> tuple[Any, str]:
     except ImportError as error:
         raise ValueError(f"{scheme}:// needs a driver of fsspec that is not installed: {error}") from error
     except ValueError as error:
-        if scheme.lower() in fsspec.available_protocols():
+        if scheme in fsspec.available_protocols():
             raise
         raise ValueError(
             f"nobody knows the scheme {scheme}://: neither tensorizer nor fsspec (extra tensorizer[fsspec]): {error}"
@@ -118,7 +109,7 @@ def _store(local: str, fs: Any, path: str, uri: str) -> None:
     from fsspec.spec import AbstractFileSystem
 
     if isinstance(fs, AsyncFileSystem) or type(fs).put_file is not AbstractFileSystem.put_file:
-        with _network_errors(_shown(uri)):
+        with _network_errors(shown_uri(uri)):
             fs.put_file(local, path)
         return
     with builtins.open(local, "rb") as source, FsspecWriter(fs, path, uri, append=False) as target:
@@ -151,21 +142,26 @@ def _rename(fs: Any, source: str, target: str) -> None:
         fs.mv(source, target)
 
 
-class FsspecReader(io.BufferedIOBase):
+class FsspecReader(WindowedReader):
     """A file of an fsspec file system, for reading. Loads go around it, by ranges and in parallel."""
 
     def __init__(self, fs: Any, path: str, uri: str, buffer_size: Optional[int], begin: int) -> None:
         super().__init__()
-        self._fs, self._path, self.name = fs, path, _shown(uri)
+        self._fs, self._path, self.name = fs, path, shown_uri(uri)
+        self._name = self.name
         options = {} if buffer_size is None else {"block_size": max(1, buffer_size)}
         with _network_errors(self.name):
             self._file = fs.open(path, "rb", **options)
         self._source: Optional[_C.RangeSource] = None
+        self._size: Optional[int] = None
         try:
+            with contextlib.suppress(TypeError, io.UnsupportedOperation):  # drivers that know no size
+                self._size = int(self._file.seek(0, io.SEEK_END))
             self._file.seek(begin)
         except BaseException:
             self._file.close()
             raise
+        self._start_at(begin, _UNIT_NBYTES if buffer_size is None else max(1, buffer_size))
 
     def _tensorizer_source(self) -> _C.RangeSource:
         """Reads of ranges, safe from many threads."""
@@ -192,43 +188,38 @@ class FsspecReader(io.BufferedIOBase):
     def __repr__(self) -> str:
         return f"<FsspecReader {self.name}>"
 
-    def read(self, size: Optional[int] = -1, /) -> bytes:
-        """Up to ``size`` bytes; all the rest for ``None`` or a negative number."""
+    def _check_open(self) -> None:
+        if self.closed:
+            raise StreamError(f"{self!r} is closed")
+
+    def _limit(self) -> Optional[int]:
+        return self._size
+
+    def _knows_size(self) -> bool:
+        return self._size is not None
+
+    def _fetch_some(self, offset: int, into: memoryview) -> int:
         with _network_errors(self.name):
-            data: bytes = self._file.read(-1 if size is None else size)
-        return data
-
-    def read1(self, size: int = -1, /) -> bytes:
-        """Same as :meth:`read`."""
-        return self.read(size)
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Fills ``buffer``; returns the bytes, fewer than its size only at the end."""
-        with memoryview(buffer) as whole, whole.cast("B") as view:
-            data = self.read(len(view))
-            view[: len(data)] = data
+            self._file.seek(offset)
+            data = self._file.read(len(into))
+        into[: len(data)] = data
         return len(data)
 
-    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves; returns the new position."""
-        return int(self._file.seek(position, whence))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
+    def _fetch_all(self, offset: int, into: memoryview) -> None:
+        while len(into) > 0:
+            got = self._fetch_some(offset, into)
+            if got == 0:
+                raise TruncatedError(f"{self.name}: wanted {self._size} bytes, found {offset}")
+            offset, into = offset + got, into[got:]
 
     def close(self) -> None:
         if not self.closed:
             self._file.close()
+            self._drop_window()
         super().close()
 
 
-class FsspecWriter(io.BufferedIOBase):
+class FsspecWriter(ClosesOrDiscards, io.BufferedIOBase):
     """A file of an fsspec file system, written straight on.
 
     Blocks go to the file system's own upload, which ends with :meth:`close`. Where it has none and writes in place,
@@ -238,7 +229,7 @@ class FsspecWriter(io.BufferedIOBase):
 
     def __init__(self, fs: Any, path: str, uri: str, append: bool) -> None:
         super().__init__()
-        self._fs, self._path, self._append, self.name = fs, path, append, _shown(uri)
+        self._fs, self._path, self._append, self.name = fs, path, append, shown_uri(uri)
         self._beside: Optional[str] = None  # the name until close()
         with _network_errors(self.name):
             self._file = self._open_beside() if _can_rename(fs) else fs.open(path, self._mode)
@@ -311,17 +302,6 @@ class FsspecWriter(io.BufferedIOBase):
             with contextlib.suppress(Exception):
                 self._fs.rm_file(unfinished)
         super().close()
-
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
 
 
 def _is_upload(file: Any) -> bool:

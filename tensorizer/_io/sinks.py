@@ -11,11 +11,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
-from tensorizer._io.sources import describe, is_path, real_file, scheme_of
+from tensorizer._io.sources import describe, is_path, real_file
+from tensorizer._io.stream_options import check_stream_options
+from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._system.os_errors import stream_errors
+from tensorizer._system.paths import expanded
 
 __all__ = ["OpenedSink", "open_sink"]
 
 _MODE_WANTED = "wb+"
+
+
+def _nothing() -> None:
+    """For sinks that finish by themselves."""
 
 
 class OpenedSink(NamedTuple):
@@ -23,8 +32,11 @@ class OpenedSink(NamedTuple):
 
     sink: _C.RangeSink
     start: int  # position of the container in it
-    stream: Any  # the caller's object; None for paths
-    close: Callable[[], None]
+    stream: Any = None  # the caller's object; None for paths
+    close: Callable[[], None] = _nothing
+    discard: Callable[[], None] = _nothing  # in place of close() after a failure
+    appears_on_close: bool = False  # no complete call shows before close()
+    is_lent: bool = False  # the stream ends the sink, if nobody else does
 
 
 def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSink:
@@ -38,30 +50,26 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
     Raises:
         OSError: The target cannot be written.
         ValueError: A text file, one that is not readable and writable or not seekable, append mode, a read-only scheme.
-        TypeError: Not something that can be written.
+        TypeError: Not something that can be written, or unknown `stream_options`.
     """
+    check_stream_options(stream_options)
     if not is_path(file_obj):
         return _open_object(file_obj)
     if isinstance(file_obj, int):
         return _open_descriptor(file_obj)
     scheme = scheme_of(file_obj)
-    if scheme == "s3":
-        from tensorizer._io.s3 import objects
+    if scheme is None:
+        return _open_path(expanded(os.fsdecode(file_obj)), fsync)
+    if scheme in LOCAL_SCHEMES:
+        return _open_path(path_of_file_uri(file_obj), fsync)
+    from tensorizer import stream_io
 
-        return OpenedSink(objects.open_sink(file_obj, **(stream_options or {})), 0, None, _nothing)
-    if scheme is not None:
-        from tensorizer import stream_io
-
-        if scheme in stream_io.LOCAL_SCHEMES:
-            return _open_path(stream_io.path_of_file_uri(file_obj), fsync)
-        return _open_object(stream_io.open_stream(file_obj, "wb+", **(stream_options or {})))
-    return _open_path(os.fsdecode(file_obj), fsync)
+    stream: Any = stream_io.open_stream(file_obj, "wb+", **(stream_options or {}))
+    sink = stream.detach_sink() if isinstance(stream, UploadOnClose) else None
+    return _open_object(stream) if sink is None else OpenedSink(sink, 0, appears_on_close=True)
 
 
-def _nothing() -> None:
-    """For sinks that finish by themselves."""
-
-
+@stream_errors()
 def _open_path(path: str, fsync: bool) -> OpenedSink:
     if not path:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -73,18 +81,16 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
         existing = None
         os.makedirs(folder, exist_ok=True)
     if path.endswith(os.sep) or (existing is not None and stat.S_ISDIR(existing.st_mode)):
-        raise IsADirectoryError(f"cannot write tensors to {path}: it is a directory")
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if existing is None:
-        return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, None), 0, None, _nothing)
+        return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, None), 0)
     if not stat.S_ISREG(existing.st_mode):  # devices are written to, not replaced
         return _open_object(open(path, "rb+"))
     if not os.access(path, os.W_OK):
-        raise PermissionError(f"cannot write tensors to {path}: permission denied")
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     if not _can_be_replaced(target, folder, existing):
         return _open_object(open(path, "wb+"))
-    return OpenedSink(
-        _C.FileSink.replace(os.fsencode(target), fsync, stat.S_IMODE(existing.st_mode)), 0, None, _nothing
-    )
+    return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, stat.S_IMODE(existing.st_mode)), 0)
 
 
 def _can_be_replaced(target: str, folder: str, existing: os.stat_result) -> bool:
@@ -99,23 +105,24 @@ def _can_be_replaced(target: str, folder: str, existing: os.stat_result) -> bool
 def _open_descriptor(descriptor: int) -> OpenedSink:
     _refuse_append(descriptor)
     start = os.lseek(descriptor, 0, os.SEEK_CUR)
-    return OpenedSink(
-        _C.FileSink.overwrite(descriptor, f"<descriptor {descriptor}>"),
-        start,
-        None,
-        _nothing,
-    )
+    return OpenedSink(_C.FileSink.overwrite(descriptor, f"<descriptor {descriptor}>"), start)
 
 
 def _open_object(file_obj: Any) -> OpenedSink:
     _check_object(file_obj)
+    close = discard = file_obj.close
+    if isinstance(file_obj, UploadOnClose):
+        discard = file_obj.discard
+        sink = file_obj.take_over()
+        if sink is not None:
+            return OpenedSink(sink, 0, file_obj, close, discard, is_lent=True)
     descriptor = real_file(file_obj)
     if descriptor is None:
-        return OpenedSink(_C.PyFileSink(file_obj, describe(file_obj)), file_obj.tell(), file_obj, file_obj.close)
+        return OpenedSink(_C.PyFileSink(file_obj, describe(file_obj)), file_obj.tell(), file_obj, close, discard)
     _refuse_append(descriptor)
     file_obj.flush()
     start = file_obj.tell()
-    return OpenedSink(_C.FileSink.overwrite(descriptor, describe(file_obj)), start, file_obj, file_obj.close)
+    return OpenedSink(_C.FileSink.overwrite(descriptor, describe(file_obj)), start, file_obj, close, discard)
 
 
 def _refuse_append(descriptor: int) -> None:

@@ -44,7 +44,7 @@ struct Call {
 void write(save::SaveSession& session, const Call& call, const std::string& stem) {
   if (call.wide_shape.empty()) return write_call(session, call.tensors, call.growing);
   session.begin_call({{.name = stem + "wide", .dtype = "|u1", .shape = call.wide_shape}},
-                     std::vector<format::TensorPath>{{stem + "wide"}}, call.growing, {});
+                     std::vector<format::TensorPath>{{stem + "wide"}}, {}, call.growing, {});
   try {
     session.write_payloads(std::vector<save::PayloadToWrite>{{0, {}}}, nullptr, {});
     session.finish_call({});
@@ -275,7 +275,7 @@ TEST(PowerCut, ASessionThatIsAbandonedPublishesWhatWasComplete) {
   save::SaveSession session(io::FileSink::replace(folder.target(), options(disk)), 0, {});
   for (size_t i = 0; i < calls.size(); ++i) write(session, calls[i], "");
   session.begin_call({{.name = "half", .dtype = "|u1", .shape = {5}, .data_nbytes = 5}},
-                     std::vector<format::TensorPath>{{std::string("half")}}, true, {});
+                     std::vector<format::TensorPath>{{std::string("half")}}, {}, true, {});
   session.abandon();
   for (const bool whole : {true, false})
     EXPECT_EQ(calls_in(*disk.after(disk.steps.size(), folder.target(), true, random), calls),

@@ -14,26 +14,35 @@ namespace tensorizer::io {
 
 // What uploads share: settings, connections that are kept, counters. Safe from many threads.
 struct HttpUploader {
-  explicit HttpUploader(HttpOptions http_options) : options(std::move(http_options)) {}
+  explicit HttpUploader(HttpOptions http_options)
+      : options(std::move(http_options)),
+        connections(options.max_connections, options.connection_key()) {}
 
   const HttpOptions options;
   HttpCounters counters;  // bytes counts what was sent, repetitions included
-  CurlLanePool lanes;
+  HttpConnections connections;
 };
 
 struct HttpPut {
-  // Gives the URL of each try: a presigned one may have expired meanwhile.
-  std::function<std::string()> url;
+  struct Target {
+    std::string url;
+    // "Name: value", sent to the origin of the URL only.
+    std::vector<std::string> header_lines = {};
+  };
+  // Asked before each try: a presigned URL may have expired meanwhile. What it throws after a
+  // server has answered counts as a failed try.
+  std::function<Target()> target;
+  // Asked about a failure that another try as it is would meet again: true where target() gives
+  // another one now. May be empty.
+  std::function<bool(const HttpFailure&)> adapt;
   // For messages, without credentials: "s3://bucket/key". Empty: the URL without its query.
   std::string display_name;
-  // "Name: value", sent to the origin of the URL only.
-  std::vector<std::string> header_lines;
   std::span<const ConstSlice> body;
 };
 
 // Returns the head of the 2xx response (its ETag, for a part of a multipart upload). Throws Error:
-// io, not_found, cancelled, and what url() throws. Nothing reads the body any more when it returns
-// or throws.
+// io, not_found, cancelled, and what target() throws. Nothing reads the body any more when it
+// returns or throws.
 ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::stop_token& stop);
 
 }  // namespace tensorizer::io

@@ -1,46 +1,35 @@
 """Object stores that speak S3: opening objects for reading and writing.
 
 boto3 decides (credentials, region, signatures, beginning and end of uploads), libcurl moves the bytes: reads are ranged
-GETs of presigned URLs that are renewed before they expire, writes are PUTs of parts. The functions that
-:mod:`tensorizer.stream_io` re-exports are looked up there at call time, so that programs may replace them.
+GETs of presigned URLs that are renewed before they expire, writes are PUTs of parts.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
-from tensorizer import stream_io
-from tensorizer._crypto.key_material import hidden
 from tensorizer._io.http import CURLStreamFile
-from tensorizer._io.options import CAInfo, HTTPOptions
-from tensorizer._io.s3.access import (
-    PathArgument,
-    S3Access,
-    S3Settings,
-    access_at,
-    enforce_scheme,
-    infer_credentials,
-    parse_s3_uri,
-    resolve,
-)
+from tensorizer._io.options import CAInfo
+from tensorizer._io.s3.access import S3Access, access_at, resolve
+from tensorizer._io.s3.extra_args import check_names
+from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults, S3Location, S3Options, parse_s3_uri
+from tensorizer._io.s3.signing import SignedRequest, presign
 from tensorizer._io.upload_on_close import UploadOnClose
 
 if TYPE_CHECKING:
     from tensorizer import _C
 
-__all__ = ["open_read", "open_sink", "open_write", "s3_download", "s3_upload"]
-
-# By these names callers know them.
-_infer_credentials = infer_credentials
-_enforce_scheme = enforce_scheme
+__all__ = ["open_read", "open_write", "s3_download", "s3_download_url", "s3_upload"]
 
 _DAY = 86400
 # Presigned URLs are replaced this long before they expire.
 _RENEW_SECONDS = 3600.0
-# Signatures of credentials that change are worth no more than the credentials.
+# Signatures of credentials that change are worth no more than the credentials; those of S3 Express end after 300 s.
 _CHANGING_SECONDS = 300.0
+_SESSION_SECONDS = 60.0
 
 
 def _url_seconds() -> int:
@@ -49,31 +38,22 @@ def _url_seconds() -> int:
     return (now // _DAY + 2) * _DAY - now
 
 
-def _presigned(access: S3Access, uri: str) -> str:
-    location = parse_s3_uri(uri)
-    url: str = access.client.generate_presigned_url(
-        "get_object", Params={"Bucket": location.bucket, "Key": location.key}, ExpiresIn=_url_seconds()
-    )
-    return cast(str, hidden(url))
-
-
-def _read_url(access: S3Access, uri: str) -> str:
-    replaced = stream_io._s3_download_url
-    if replaced is not _s3_download_url:
-        return cast(str, replaced(uri, *access.arguments))
-    return _presigned(access, uri)
+def _signed(access: S3Access, location: S3Location, extra: Mapping[str, Any]) -> SignedRequest:
+    return presign(access.client, "get_object", {**location.params, **extra}, _url_seconds())
 
 
 def _explicit_access(
+    location: S3Location,
     access_key_id: Optional[str],
     secret_access_key: Optional[str],
     endpoint: Optional[str],
     region_name: Optional[str],
     signature_version: Optional[str],
-    anonymous: bool,
+    *,
+    write: bool,
 ) -> S3Access:
     """For the functions that look into no configuration file: arguments, else the AWS chain, at the given endpoint."""
-    settings = S3Settings(
+    options = S3Options(
         access_key_id=access_key_id,
         secret_access_key=secret_access_key,
         region_name=region_name,
@@ -81,33 +61,32 @@ def _explicit_access(
     )
     if endpoint and "://" not in endpoint:
         endpoint = "https://" + endpoint
-    return access_at(settings, endpoint or None, anonymous)
+    return access_at(location, options, endpoint or None, write=write)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _s3_download_url(
+def s3_download_url(
     path_uri: str,
     s3_access_key_id: Optional[str],
     s3_secret_access_key: Optional[str],
-    s3_endpoint: Optional[str] = stream_io.default_s3_read_endpoint,
+    s3_endpoint: Optional[str] = READ_ENDPOINT,
     s3_region_name: Optional[str] = None,
     s3_signature_version: Optional[str] = None,
 ) -> str:
     """A presigned URL of an object, good for 24 to 48 hours; plain where there are no credentials."""
-    parse_s3_uri(path_uri)
-    access = _explicit_access(
-        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, anonymous=True
-    )
-    return _presigned(access, path_uri)
+    location = parse_s3_uri(path_uri)
+    keys = s3_access_key_id, s3_secret_access_key
+    access = _explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
+    return _signed(access, location, {}).url
 
 
 def s3_download(
     path_uri: str,
     s3_access_key_id: Optional[str],
     s3_secret_access_key: Optional[str],
-    s3_endpoint: Optional[str] = stream_io.default_s3_read_endpoint,
+    s3_endpoint: Optional[str] = READ_ENDPOINT,
     s3_region_name: Optional[str] = None,
     s3_signature_version: Optional[str] = None,
     buffer_size: Optional[int] = None,
@@ -121,86 +100,76 @@ def s3_download(
         ValueError: Not an S3 URI.
         OSError: It cannot be opened.
     """
-    parse_s3_uri(path_uri)
-    access = _explicit_access(
-        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, anonymous=True
-    )
-    return _open_presigned(access, path_uri, begin, end, buffer_size, certificate_handling, None)
+    location = parse_s3_uri(path_uri)
+    keys = s3_access_key_id, s3_secret_access_key
+    access = _explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
+    options = S3Options(certificate_handling=certificate_handling)
+    return _open_presigned(access, location, options, begin, end, buffer_size)
 
 
 def _open_presigned(
     access: S3Access,
-    uri: str,
+    location: S3Location,
+    options: S3Options,
     begin: Optional[int],
     end: Optional[int],
     buffer_size: Optional[int],
-    certificate_handling: Optional[CAInfo],
-    http_options: Optional[HTTPOptions],
+    make_url: Optional[Callable[[], str]] = None,
 ) -> CURLStreamFile:
     lifetime = _CHANGING_SECONDS if access.refreshes else max(60.0, _url_seconds() - _RENEW_SECONDS)
+    if location.is_express:
+        lifetime = _SESSION_SECONDS
+
+    extra = options.extra("get")
+    first = SignedRequest(make_url(), {}) if make_url is not None else _signed(access, location, extra)
     return CURLStreamFile(
-        _read_url(access, uri),
+        first.url,
         begin=begin,
         end=end,
+        headers=first.headers,  # the same for every URL of the object
         buffer_size=buffer_size,
-        certificate_handling=certificate_handling,
-        http_options=http_options,
-        url_provider=lambda: _read_url(access, uri),
+        certificate_handling=options.certificate_handling,
+        http_options=options.http_options,
+        url_provider=make_url or (lambda: _signed(access, location, extra).url),
         url_lifetime=lifetime,
-        display_name=access.describe(parse_s3_uri(uri)),
-    )
-
-
-def _settings(
-    s3_access_key_id: Optional[str] = None,
-    s3_secret_access_key: Optional[str] = None,
-    s3_endpoint: Optional[str] = None,
-    s3_config_path: Optional[PathArgument] = None,
-    force_http: Optional[bool] = None,
-    s3_region_name: Optional[str] = None,
-    s3_signature_version: Optional[str] = None,
-    s3_session_token: Optional[str] = None,
-    s3_profile: Optional[str] = None,
-    s3_client_factory: Optional[Callable[..., Any]] = None,
-) -> S3Settings:
-    return S3Settings(
-        s3_access_key_id,
-        s3_secret_access_key,
-        s3_endpoint,
-        s3_config_path,
-        force_http,
-        s3_region_name,
-        s3_signature_version,
-        s3_session_token,
-        s3_profile,
-        s3_client_factory,
+        display_name=access.describe(location),
     )
 
 
 def open_read(
     uri: str,
+    options: S3Options,
+    defaults: S3Defaults,
     *,
     begin: Optional[int] = None,
     end: Optional[int] = None,
     buffer_size: Optional[int] = None,
-    certificate_handling: Optional[CAInfo] = None,
-    http_options: Optional[HTTPOptions] = None,
-    **settings: Any,
 ) -> CURLStreamFile:
     """Opens an object for reading; arguments as for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
-        ValueError: Not an S3 URI, a bad range, plain HTTP that nobody asked for.
+        ValueError: Not an S3 URI, a bad range, plain HTTP that nobody asked for, unknown ``s3_extra_args``.
         botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile, an empty key.
         OSError: It cannot be opened.
     """
-    parse_s3_uri(uri)
-    access = resolve(_settings(**settings), stream_io.default_s3_read_endpoint, certificate_handling, anonymous=True)
-    replaced = stream_io.s3_download
-    if replaced is not s3_download:
-        stream = replaced(uri, *access.arguments, buffer_size, begin, end, certificate_handling)
+    location = parse_s3_uri(uri)
+    access = resolve(location, options, defaults, write=False)
+    make_url = None
+    if options.extra("get"):
+        _refuse_extra_args("get", defaults.download or defaults.download_url)
+        check_names(access.client, "get", options.extra("get"))
+    if defaults.download_url is not None:
+        make_url = functools.partial(defaults.download_url, uri, *access.arguments)
+    if defaults.download is not None:
+        stream = defaults.download(uri, *access.arguments, buffer_size, begin, end, options.certificate_handling)
         return cast(CURLStreamFile, stream)
-    return _open_presigned(access, uri, begin, end, buffer_size, certificate_handling, http_options)
+    return _open_presigned(access, location, options, begin, end, buffer_size, make_url)
+
+
+def _refuse_extra_args(kind: str, replaced: Optional[Callable[..., Any]]) -> None:
+    if replaced is not None:
+        name = getattr(replaced, "__name__", repr(replaced))
+        raise ValueError(f"s3_extra_args[{kind!r}]: the function {name} that replaces the package's own takes none")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -211,7 +180,7 @@ def s3_upload(
     target_uri: str,
     s3_access_key_id: Optional[str],
     s3_secret_access_key: Optional[str],
-    s3_endpoint: Optional[str] = stream_io.default_s3_write_endpoint,
+    s3_endpoint: Optional[str] = WRITE_ENDPOINT,
     s3_region_name: Optional[str] = None,
     s3_signature_version: Optional[str] = None,
 ) -> None:
@@ -221,80 +190,56 @@ def s3_upload(
         ValueError: Not an S3 URI.
         Exception: What boto3 raises.
     """
-    parse_s3_uri(target_uri)
-    access = _explicit_access(
-        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, anonymous=False
-    )
-    _upload_file(access, path, target_uri, with_threads=True)
+    location = _parse_target(target_uri)
+    keys = s3_access_key_id, s3_secret_access_key
+    access = _explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=True)
+    _upload_file(access, path, location, {}, with_threads=True)
 
 
-def _upload_file(access: S3Access, path: str, uri: str, with_threads: bool) -> None:
+def _parse_target(uri: str) -> S3Location:
+    location = parse_s3_uri(uri)
+    if location.version is not None:
+        raise ValueError(f"{location}: a version of an object cannot be written, it is the store that numbers them")
+    return location
+
+
+def _upload_file(
+    access: S3Access, path: str, location: S3Location, extra: Mapping[str, Any], with_threads: bool
+) -> None:
     from boto3.s3.transfer import TransferConfig
 
-    location = parse_s3_uri(uri)
-    access.client.upload_file(path, location.bucket, location.key, Config=TransferConfig(use_threads=with_threads))
+    config = TransferConfig(use_threads=with_threads)
+    access.client.upload_file(path, location.bucket, location.key, ExtraArgs=dict(extra), Config=config)
 
 
-def open_write(
-    uri: str,
-    mode: str = "wb",
-    *,
-    certificate_handling: Optional[CAInfo] = None,
-    http_options: Optional[HTTPOptions] = None,
-    **settings: Any,
-) -> BinaryIO:
-    """A temporary file that is uploaded when it is closed; see :class:`UploadOnClose`.
+def open_write(uri: str, options: S3Options, defaults: S3Defaults) -> BinaryIO:
+    """A stream whose content becomes the object when it is closed; see :class:`UploadOnClose`.
 
-    Every mode begins with an empty file. Credentials are used at the upload, not before. ``certificate_handling`` and
-    ``http_options`` are about reads; the upload follows boto3's own settings.
+    It begins empty in every mode. Credentials are used at the upload, not before. What is written by hand goes to a
+    temporary file, which boto3 uploads; a serializer writes the parts of an upload instead, without a file.
 
     Raises:
-        ValueError: Not an S3 URI, plain HTTP that nobody asked for.
+        ValueError: Not an S3 URI, one of a version, plain HTTP that nobody asked for, unknown ``s3_extra_args``.
         botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile.
     """
-    parse_s3_uri(uri)
-    access = resolve(_settings(**settings), stream_io.default_s3_write_endpoint)
+    location = _parse_target(uri)
+    access = resolve(location, options, defaults, write=True)
+    extra = options.extra("put")
+    if extra:
+        _refuse_extra_args("put", defaults.upload)
+        check_names(access.client, "put", extra)
+    replaced = defaults.upload
+    if replaced is not None:
+        return cast(BinaryIO, UploadOnClose(lambda path, _: replaced(path, uri, *access.arguments), str(location)))
+
+    import boto3.s3.transfer  # noqa: F401 - now: at the end of the interpreter its imports fail
 
     def upload(path: str, with_threads: bool) -> None:
-        replaced = stream_io.s3_upload
-        if replaced is not s3_upload:
-            replaced(path, uri, *access.arguments)
-        else:
-            _upload_file(access, path, uri, with_threads)
+        _upload_file(access, path, location, extra, with_threads)
 
-    return cast(BinaryIO, UploadOnClose(upload, uri))
+    def open_sink() -> _C.MultipartSink:
+        from tensorizer._io.s3.upload import open_multipart_sink
 
+        return open_multipart_sink(access, location, options)
 
-def open_sink(
-    uri: str,
-    *,
-    certificate_handling: Optional[CAInfo] = None,
-    http_options: Optional[HTTPOptions] = None,
-    memory_budget: Optional[int] = None,
-    buffer_size: Optional[int] = None,
-    begin: Optional[int] = None,
-    end: Optional[int] = None,
-    **settings: Any,
-) -> _C.MultipartSink:
-    """A sink for :class:`tensorizer.TensorSerializer`: a multipart upload without a temporary file.
-
-    Args:
-        uri: ``s3://bucket/key``.
-        certificate_handling: Whom to trust.
-        http_options: Timeouts, retries and connections of the transfers.
-        memory_budget: Bytes of parts that wait or are on their way, at most; ``None`` for ten parts, of 16 MiB each
-            for objects up to 4 GiB and growing to 64 MiB. The first part is kept besides.
-        buffer_size: Ignored, as are ``begin`` and ``end``: they are about reads.
-        begin: Ignored.
-        end: Ignored.
-        **settings: The S3 arguments of :func:`tensorizer.stream_io.open_stream`.
-
-    Raises:
-        ValueError: Not an S3 URI, plain HTTP that nobody asked for, a bad budget.
-        botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile.
-    """
-    from tensorizer._io.s3.upload import open_multipart_sink
-
-    location = parse_s3_uri(uri)
-    access = resolve(_settings(**settings), stream_io.default_s3_write_endpoint, certificate_handling)
-    return open_multipart_sink(access, location, http_options or HTTPOptions(), certificate_handling, memory_budget)
+    return cast(BinaryIO, UploadOnClose(upload, str(location), open_sink))
