@@ -18,8 +18,15 @@ def _field(name: str) -> int:
 
 
 def resident() -> int:
-    """Bytes of this process in memory now."""
-    return _field("VmRSS")
+    """Bytes of this process in memory now, without those that the kernel may take at any time."""
+    return _field("VmRSS") - _lazily_free()
+
+
+def _lazily_free() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("LazyFree:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def can_measure() -> bool:

@@ -50,6 +50,7 @@ void register_io(py::module_& m) {
       .def_property_readonly("bytes_read", &RangeSource::bytes_read)
       .def_property_readonly("concurrency",
                              [](const RangeSource& s) { return s.traits().concurrency; })
+      .def_property_readonly("prompt", [](const RangeSource& s) { return s.traits().prompt; })
       .def("read", &read_bytes, py::arg("offset"), py::arg("nbytes"))
       .def("readinto", &read_into, py::arg("offset"), py::arg("buffer"));
   py::class_<RangeSink, std::shared_ptr<RangeSink>>(m, "RangeSink")

@@ -14,9 +14,10 @@
 #include "core/error.h"
 #include "core/stop.h"
 #include "core/task_group.h"
-#include "device/host_arena.h"
+#include "device/kept_memory.h"
 #include "format/shard_index.h"
 #include "io/local/file_mapping.h"
+#include "load/host_memory.h"
 #include "load/load_session.h"
 #include "load/open_index.h"
 #include "load/sealed_metadata.h"
@@ -28,11 +29,6 @@ using load::LoadedHeaders;
 using load::LoadTarget;
 using load::OpenedIndex;
 
-// A tensor of at least this size has pages of its own; smaller ones share an arena of at most twice
-// that, so a tensor that stays alive keeps at most 16 MiB beyond its own bytes.
-constexpr uint64_t kOwnPagesNbytes = uint64_t{8} << 20;
-constexpr uint64_t kArenaNbytes = uint64_t{16} << 20;
-constexpr uint64_t kTensorAlignment = 64;
 constexpr uint64_t kBriefIndexNbytes = uint64_t{1} << 20;  // parsed in a few milliseconds
 
 // The entry of a name's own; of the target where a tie alone gives the name.
@@ -113,53 +109,6 @@ uint64_t total_loaded(const OpenedIndex& opened, const std::vector<uint32_t>& se
   return total;
 }
 
-// Host memory for the selected tensors, in file order.
-void allocate_on_host(const OpenedIndex& opened, bool sized, std::vector<LoadTarget>& targets) {
-  auto wanted = [&](const LoadTarget& target) {
-    const format::IndexEntry& entry = opened.index[target.entry];
-    return std::max(entry.data_nbytes, entry.loaded_nbytes);  // surplus bytes of old files included
-  };
-  auto own_arena = [&](const LoadTarget& target) {
-    try {
-      return device::HostArena::create(wanted(target));
-    } catch (const Error& error) {
-      const format::IndexEntry& entry = opened.index[target.entry];
-      // What the source's size vouches for is honest; the rest is only claimed.
-      if (error.code() != Errc::out_of_memory || (sized && !entry.zero_filled())) throw;
-      throw Error(Errc::malformed, "tensor " + format::display_name(entry.name) + " claims " +
-                                       std::to_string(wanted(target)) + " bytes" +
-                                       (entry.zero_filled() ? " of zeros" : "") +
-                                       ", more than memory can be");
-    }
-  };
-  auto assign = [&](LoadTarget& target, const std::shared_ptr<device::HostArena>& arena,
-                    uint64_t at) {
-    target.destination = {arena->bytes().data() + at, wanted(target), device::kHost, arena};
-  };
-  for (size_t i = 0; i < targets.size();) {
-    if (targets[i].in_place || wanted(targets[i]) == 0) {
-      ++i;
-      continue;
-    }
-    if (wanted(targets[i]) >= kOwnPagesNbytes) {
-      assign(targets[i], own_arena(targets[i]), 0);
-      ++i;
-      continue;
-    }
-    std::vector<std::pair<size_t, uint64_t>> group;  // target, position in the arena
-    uint64_t used = 0;
-    for (; i < targets.size() && wanted(targets[i]) < kOwnPagesNbytes; ++i) {
-      if (targets[i].in_place || wanted(targets[i]) == 0) continue;
-      const uint64_t at = align_up(used, kTensorAlignment);
-      if (at + wanted(targets[i]) > kArenaNbytes) break;
-      group.emplace_back(i, at);
-      used = at + wanted(targets[i]);
-    }
-    const auto arena = device::HostArena::create(used);
-    for (const auto& [target, at] : group) assign(targets[target], arena, at);
-  }
-}
-
 // One load of selected tensors into memory that belongs to the batch until tensors are made over
 // it.
 class LoadBatch {
@@ -187,7 +136,7 @@ class LoadBatch {
     if (addresses) {
       use_addresses(*addresses, device);
     } else {
-      allocate_on_host(*opened_, source_->size().has_value(), targets_);
+      load::allocate_on_host(*opened_, source_->size().has_value(), targets_);
     }
     const load::LoadOptions options{
         .verify = verify, .max_workers = max_workers, .keys = keys_.get(), .engine = engine_.get()};
@@ -435,6 +384,19 @@ void register_batch(py::module_& m) {
   py::class_<TensorFactory>(m, "TensorFactory").def(py::init<py::function>(), py::arg("resolve"));
 }
 
+void register_memory(py::module_& m) {
+  using device::KeptMemory;
+  m.def(
+      "keep_memory",
+      [](uint64_t max_nbytes, double seconds) {
+        const auto idle = std::chrono::duration<double>(std::min(seconds, 1e6));
+        KeptMemory::instance().configure(
+            max_nbytes, std::chrono::duration_cast<std::chrono::milliseconds>(idle));
+      },
+      py::arg("max_nbytes"), py::arg("seconds"));
+  m.def("kept_nbytes", [] { return KeptMemory::instance().nbytes(); });
+}
+
 void register_keys(py::module_& m) {
   py::class_<load::KeyRing, std::shared_ptr<load::KeyRing>>(m, "KeyRing")
       .def(py::init([](std::shared_ptr<crypto::SecretKey> key) {
@@ -455,6 +417,7 @@ void register_keys(py::module_& m) {
 
 void register_load(py::module_& m) {
   register_index(m);
+  register_memory(m);
   register_keys(m);
   register_batch(m);
 }

@@ -1,5 +1,5 @@
 // Host memory for loaded tensors: anonymous pages, huge where the system offers them, faulted in by
-// whoever writes first and zero until then. Immutable handle; the bytes belong to the writers.
+// whoever writes first. Immutable handle; the bytes belong to the writers.
 #pragma once
 
 #include <cstddef>
@@ -11,21 +11,29 @@ namespace tensorizer::device {
 
 class HostArena {
  public:
-  // Throws Error(out_of_memory) naming the size.
+  // Zeros, which go back to the system with the arena. Throws Error(out_of_memory) naming the size.
   static std::shared_ptr<HostArena> create(uint64_t nbytes);
+
+  // Any content: memory that tensors before these have left, where there is some (see KeptMemory);
+  // and it is left to those that follow. For what is no secret.
+  static std::shared_ptr<HostArena> recycle(uint64_t nbytes);
+
   ~HostArena();
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
+  // Its content may be anything.
+  bool recycled() const noexcept { return recycled_; }
   std::span<std::byte> bytes() const noexcept { return {data_, nbytes_}; }
 
  private:
-  HostArena(std::byte* data, uint64_t nbytes, uint64_t mapped) noexcept
-      : data_(data), nbytes_(nbytes), mapped_(mapped) {}
+  HostArena(std::byte* data, uint64_t nbytes, uint64_t mapped, bool recycled) noexcept
+      : data_(data), nbytes_(nbytes), mapped_(mapped), recycled_(recycled) {}
 
   std::byte* data_;
   uint64_t nbytes_;
   uint64_t mapped_;
+  bool recycled_;
 };
 
 }  // namespace tensorizer::device

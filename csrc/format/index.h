@@ -61,7 +61,6 @@ class Index {
   const std::vector<IndexEntry>& entries() const noexcept { return entries_; }
   const IndexEntry& operator[](size_t i) const noexcept { return entries_[i]; }
   size_t size() const noexcept { return entries_.size(); }
-
   // The bytes of the entries, and what follows the last of them in the block.
   std::span<const std::byte> entry_bytes() const noexcept {
     return std::span(block_).first(entries_nbytes_);

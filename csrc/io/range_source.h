@@ -31,6 +31,14 @@ struct SourceTraits {
   bool prompt = false;
 };
 
+// A source that is not as it was when it was opened.
+struct SourceChange {
+  enum class Kind : uint8_t { written, grown, cut };
+  Kind kind;
+  uint64_t nbytes;   // its size now
+  std::string what;  // for messages
+};
+
 // "<name> ends at byte <size>, but bytes <offset> to <offset+nbytes> are wanted" (Errc::truncated).
 [[noreturn]] void throw_truncated(const std::string& name, uint64_t offset, uint64_t nbytes,
                                   uint64_t source_nbytes);
@@ -56,6 +64,10 @@ class RangeSource {
   void read_at(uint64_t offset, Slice into, const std::stop_token& stop) {
     read_at(offset, std::span<const Slice>(&into, 1), stop);
   }
+
+  // What tells that the content is no longer that of the opening. nullopt: nothing does, or every
+  // read is checked by itself.
+  virtual std::optional<SourceChange> change() const { return std::nullopt; }
 
   // Address of bytes [offset, offset + nbytes) if they are in memory already and stay there as long
   // as this object lives; nullptr otherwise. Lets the cipher read from where the bytes are.

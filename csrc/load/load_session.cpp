@@ -12,6 +12,7 @@
 #include "crypto/chunked_box.h"
 #include "device/host_arena.h"
 #include "format/tensor_path.h"
+#include "load/changed_source.h"
 
 namespace tensorizer::load {
 
@@ -612,13 +613,27 @@ bool LoadSession::plan_has_many_steps(uint32_t target) const noexcept {
 
 void LoadSession::run(const std::stop_token& stop) {
   try {
-    run_workers(stop);
+    run_and_compare(stop);
     if (options_.engine != nullptr) options_.engine->drain();
   } catch (...) {
     if (options_.engine != nullptr) options_.engine->abandon();
     if (has_crypt_info()) wipe_destinations();
     throw;
   }
+}
+
+// A source that changed meanwhile explains what is wrong with its bytes, or that nothing seems to
+// be.
+void LoadSession::run_and_compare(const std::stop_token& stop) {
+  try {
+    run_workers(stop);
+  } catch (const Error& error) {
+    const bool of_bytes = error.code() == Errc::malformed || error.code() == Errc::truncated ||
+                          error.code() == Errc::hash_mismatch || error.code() == Errc::crypto;
+    if (of_bytes) blame_change(source_);
+    throw;
+  }
+  check_unchanged(source_, *opened_, targets_, options_.verify, stop);
 }
 
 void LoadSession::run_workers(const std::stop_token& stop) {

@@ -76,6 +76,7 @@ class LoadSession {
   class Worker;
 
   void make_plan();
+  void run_and_compare(const std::stop_token& stop);
   void take_headers_from_index();
   void run_workers(const std::stop_token& stop);
   void wipe_destinations() noexcept;

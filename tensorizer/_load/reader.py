@@ -16,7 +16,7 @@ import torch
 from tensorizer import _C
 from tensorizer._format import dtypes
 from tensorizer._load.digests import missing_hashes
-from tensorizer._system import cuda_engine, perf
+from tensorizer._system import cuda_engine, kept_memory, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer.errors import FormatError
 
@@ -75,6 +75,7 @@ class TensorReader:
         self.device = device
         self.dtype = dtype
         self.keys = keys
+        kept_memory.configure()
         self._max_workers = max_workers
         self._mapping = mapping
         self._allow_missing_hashes = allow_missing_hashes

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-__all__ = ["memory_available"]
+__all__ = ["memory_available", "memory_limit"]
 
 # cgroup v1 says "no limit" with a number near 2**63 (rounded down to a page); nothing real comes close to this.
 _UNLIMITED = 1 << 60
@@ -143,3 +143,20 @@ def memory_available(root: Path = _ROOT) -> Optional[int]:
         if (amount := _group_memory_available(hierarchy.version, group)) is not None
     ]
     return min(amounts, default=None)
+
+
+def memory_limit(root: Path = _ROOT) -> Optional[int]:
+    """Bytes that the control groups of this process allow it; ``None`` without a limit.
+
+    Args:
+        root: Folder that stands for ``/`` (tests).
+    """
+    limits = [
+        limit
+        for hierarchy in _hierarchies("memory", root)
+        for group in hierarchy.ancestors()
+        if (limit := _read_int(group / ("memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes")))
+        is not None
+        and limit < _UNLIMITED
+    ]
+    return min(limits, default=None)

@@ -1,13 +1,13 @@
 #include "io/local/file_source.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 
 #include "core/checked_math.h"
 #include "core/error.h"
@@ -18,27 +18,36 @@ namespace tensorizer::io {
 namespace {
 
 constexpr uint64_t kPageNbytes = 4096;
-constexpr unsigned kColdReaders = 4;           // requests in flight that a disk wants to see
+constexpr unsigned kColdReaders = 8;           // requests in flight that a disk wants to see
 constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
 constexpr size_t kIovMax = 512;
 
-// True when a sample of the file is in the page cache. A mapping that is never touched is what
-// mincore() wants; it cannot fault.
+// True when bytes all over the file are read without waiting for a disk. False where that cannot be
+// found out: mincore() would say more, but says "yes" for files of others.
 bool is_cached(int fd, uint64_t nbytes) noexcept {
-  constexpr uint64_t kSamples = 16;
   if (nbytes == 0) return true;
-  void* map = mmap(nullptr, nbytes, PROT_READ, MAP_SHARED, fd, 0);
-  if (map == MAP_FAILED) return true;
-  bool cached = true;
-  for (uint64_t i = 0; i < kSamples && cached; ++i) {
-    const uint64_t at = align_down(nbytes / kSamples * i, kPageNbytes);
-    unsigned char resident = 1;
-    if (mincore(static_cast<std::byte*>(map) + at, std::min(kPageNbytes, nbytes - at), &resident) ==
-        0)
-      cached = (resident & 1) != 0;
+#if defined(RWF_NOWAIT)
+  constexpr uint64_t kSamples = 16;
+  // Not the same places for each opening: a miss makes the kernel read what is around it.
+  uint64_t shift =
+      static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+  for (uint64_t i = 0; i < kSamples; ++i) {
+    shift = shift * 6364136223846793005U + 1442695040888963407U;
+    const uint64_t part = std::max<uint64_t>(nbytes / kSamples, 1);
+    const uint64_t at = std::min(part * i + (shift >> 33) % part, nbytes - 1);
+    std::byte byte;
+    const iovec one{&byte, 1};
+    ssize_t got = 0;
+    do {
+      got = preadv2(fd, &one, 1, static_cast<off_t>(at), RWF_NOWAIT);
+    } while (got < 0 && errno == EINTR);
+    if (got != 1) return false;
   }
-  munmap(map, nbytes);
-  return cached;
+  return true;
+#else
+  (void)fd;
+  return false;
+#endif
 }
 
 }  // namespace
@@ -50,17 +59,17 @@ struct FileSource::Handle {
 
   const std::string& name;
   UniqueFd fd;
+  struct stat opened {};  // as it was then
   uint64_t nbytes = 0;
   bool cached = true;
 };
 
 FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
     : name(file_name), fd(std::move(file)) {
-  struct stat info {};
-  if (fstat(fd.get(), &info) != 0) throw_errno("cannot examine", name, errno);
-  if (S_ISDIR(info.st_mode)) throw_errno("cannot read", name, EISDIR);
-  if (!S_ISREG(info.st_mode)) throw Error(Errc::io, name + " is not a regular file", name);
-  nbytes = static_cast<uint64_t>(info.st_size);
+  if (fstat(fd.get(), &opened) != 0) throw_errno("cannot examine", name, errno);
+  if (S_ISDIR(opened.st_mode)) throw_errno("cannot read", name, EISDIR);
+  if (!S_ISREG(opened.st_mode)) throw Error(Errc::io, name + " is not a regular file", name);
+  nbytes = static_cast<uint64_t>(opened.st_size);
   cached = is_cached(fd.get(), nbytes);
 }
 
@@ -83,6 +92,28 @@ void FileSource::close() noexcept {
   std::shared_ptr<const Handle> last;  // destroyed after the lock is given back
   MutexLock lock(mutex_);
   last.swap(handle_);
+}
+
+std::optional<SourceChange> FileSource::change() const {
+  std::shared_ptr<const Handle> file;
+  {
+    MutexLock lock(mutex_);
+    file = handle_;
+  }
+  struct stat now {};
+  if (!file || fstat(file->fd.get(), &now) != 0) return std::nullopt;
+  const auto size = static_cast<uint64_t>(now.st_size);
+  using Kind = SourceChange::Kind;
+  if (size != nbytes_)
+    return SourceChange{size < nbytes_ ? Kind::cut : Kind::grown, size,
+                        "it had " + std::to_string(nbytes_) + " bytes when it was opened and has " +
+                            std::to_string(size) + " now"};
+  const struct stat& then = file->opened;
+  if (now.st_ino != then.st_ino || now.st_dev != then.st_dev)
+    return SourceChange{Kind::written, size, "another file is in its place"};
+  if (now.st_mtim.tv_sec != then.st_mtim.tv_sec || now.st_mtim.tv_nsec != then.st_mtim.tv_nsec)
+    return SourceChange{Kind::written, size, "it was written to"};
+  return std::nullopt;
 }
 
 std::shared_ptr<FileMapping> FileSource::map() const {

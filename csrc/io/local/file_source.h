@@ -4,6 +4,9 @@
 // Reads go through the page cache: whoever loads the file next, or at the same time, finds it
 // there. Where a file is not cached yet, each read is announced to the kernel as a whole and
 // several are in flight.
+//
+// A file that is replaced goes on to exist for who has it open. One that is written to, cut or
+// extended is noticed by its size and time of modification, see change().
 #pragma once
 
 #include <atomic>
@@ -33,6 +36,8 @@ class FileSource final : public RangeSource {
   uint64_t bytes_read() const noexcept override {
     return bytes_read_.load(std::memory_order_relaxed);
   }
+
+  std::optional<SourceChange> change() const override;
 
   void close() noexcept override;
 

@@ -1,0 +1,104 @@
+#include "load/changed_source.h"
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "core/error.h"
+#include "core/stop.h"
+#include "format/record_header.h"
+
+namespace tensorizer::load {
+namespace {
+
+class Recheck {
+ public:
+  Recheck(io::RangeSource& source, const OpenedIndex& opened, const std::stop_token& stop)
+      : source_(source), opened_(opened), stop_(stop) {}
+
+  // The prologue may count more entries, and the block may be used further than before.
+  bool index_is_the_same() const {
+    std::array<std::byte, format::kPrologueNbytes> head;
+    source_.read_at(opened_.start, io::Slice(head), stop_);
+    const auto key =
+        opened_.prologue.has_crypt_info() ? format::KeyGiven::yes : format::KeyGiven::no;
+    const format::Prologue now = format::parse_prologue(head, opened_.start, key);
+    if (now.tagged_entries() != opened_.prologue.tagged_entries() ||
+        now.metadata_nbytes != opened_.prologue.metadata_nbytes ||
+        now.tensor_count < opened_.prologue.tensor_count)
+      return false;
+    const std::span<const std::byte> entries = opened_.index.entry_bytes();
+    std::vector<std::byte> found(entries.size());
+    source_.read_at(opened_.start + head.size(), io::Slice(found), stop_);
+    return std::ranges::equal(entries, found);
+  }
+
+  // Whether the bytes at hand are those that the record has digests of; throws if they are not.
+  bool matches(const LoadTarget& target) const {
+    const format::IndexEntry& entry = opened_.index[target.entry];
+    std::vector<std::byte> bytes(entry.header_nbytes());
+    source_.read_at(entry.offset, io::Slice(bytes), stop_);
+    const format::RecordHeader header =
+        format::parse_record_header(bytes, entry, opened_.prologue.has_crypt_info());
+    if (header.hashes.empty()) return false;
+    format::HeaderDigest digest = format::digest_header(bytes, header, true, true);
+    const std::span<const std::byte> data(target.destination.data, entry.data_nbytes);
+    const uint32_t crc32 = format::crc32(digest.crc32, data);
+    digest.sha256.update(data);
+    const format::Sha256Digest sha256 = digest.sha256.finish();
+    format::check_hashes(header, &crc32, &sha256);
+    return true;
+  }
+
+ private:
+  io::RangeSource& source_;
+  const OpenedIndex& opened_;
+  const std::stop_token& stop_;
+};
+
+bool is_harmless(const io::SourceChange& change, io::RangeSource& source, const OpenedIndex& opened,
+                 std::span<const LoadTarget> targets, bool verified, const std::stop_token& stop) {
+  if (change.kind == io::SourceChange::Kind::written) return false;
+  const Recheck again(source, opened, stop);
+  if (!again.index_is_the_same()) return false;
+  if (verified) return true;
+  for (const LoadTarget& target : targets) {
+    throw_if_stopped(stop);
+    const format::IndexEntry& entry = opened.index[target.entry];
+    if (entry.data_nbytes == 0) continue;
+    if (entry.end() > change.nbytes) return false;  // of a mapping, not even there to be looked at
+    const bool on_host = target.destination.device == device::kHost;
+    if (!on_host || !again.matches(target)) return false;
+  }
+  return true;
+}
+
+[[noreturn]] void throw_changed(const io::RangeSource& source, const io::SourceChange& change) {
+  const bool cut = change.kind == io::SourceChange::Kind::cut;
+  throw Error(cut ? Errc::truncated : Errc::io,
+              source.name() + " changed while it was being loaded: " + change.what +
+                  "; what was read may be a mix of both contents: load it again",
+              source.name());
+}
+
+}  // namespace
+
+void check_unchanged(io::RangeSource& source, const OpenedIndex& opened,
+                     std::span<const LoadTarget> targets, bool verified,
+                     const std::stop_token& stop) {
+  const std::optional<io::SourceChange> change = source.change();
+  if (!change) return;
+  try {
+    if (is_harmless(*change, source, opened, targets, verified, stop)) return;
+  } catch (const Error& error) {  // it cannot even be read again
+    if (error.code() == Errc::cancelled) throw;
+  }
+  throw_changed(source, *change);
+}
+
+void blame_change(const io::RangeSource& source) {
+  const std::optional<io::SourceChange> change = source.change();
+  if (change && change->kind != io::SourceChange::Kind::grown) throw_changed(source, *change);
+}
+
+}  // namespace tensorizer::load

@@ -1,0 +1,151 @@
+"""Local files that are written to while they are loaded: never a mix of two contents without an error."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import samples
+import torch
+from samples import assert_same, load, tensor
+
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, errors
+
+OLD = {name: torch.full((300_000,), 1.0) for name in "abc"}
+NEW = {name: torch.full((300_000,), 2.0) for name in "abc"}
+
+
+def overwrite(path, data: bytes) -> None:
+    """In place, as ``cp`` does: the same inode, other bytes."""
+    with open(path, "rb+") as stream:
+        stream.write(data)
+        stream.truncate()
+
+
+def touch_later(path) -> None:
+    """Clocks of file systems tick every few milliseconds: what happens within one tick gets its own time here."""
+    now = os.stat(path)
+    os.utime(path, ns=(now.st_atime_ns, now.st_mtime_ns + 10_000_000))
+
+
+@pytest.mark.parametrize("options", [{}, {"verify_hash": True}, {"mmap": True}], ids=str)
+def test_a_file_that_was_overwritten_since_it_was_opened_is_an_error_that_says_so(tmp_path, options):
+    path = samples.write_state_dict(tmp_path / "f", OLD)
+    new = samples.state_dict_bytes(NEW)
+    with TensorDeserializer(path, device="cpu", lazy_load=True, **options) as deserializer:
+        if not options.get("mmap"):
+            assert_same(deserializer["a"], OLD["a"])
+        overwrite(path, new)
+        touch_later(path)
+        with pytest.raises(errors.StreamError, match="changed while it was being loaded: it was written to") as caught:
+            deserializer["b"]
+        assert str(path) in str(caught.value)
+    assert_same(load(path), NEW)
+
+
+def test_a_damage_that_an_overwriting_explains_is_reported_as_such(tmp_path):
+    path = samples.write_state_dict(tmp_path / "f", OLD)
+    with TensorDeserializer(path, device="cpu", lazy_load=True, verify_hash=True) as deserializer:
+        overwrite(path, b"\xff" * path.stat().st_size)
+        touch_later(path)
+        with pytest.raises(errors.StreamError, match="changed while it was being loaded"):
+            deserializer["b"]
+
+
+def test_a_longer_or_shorter_content_is_an_error(tmp_path):
+    other = samples.state_dict_bytes({"z": torch.ones(1), **NEW})
+    alike = samples.state_dict_bytes({**NEW, "d": torch.ones(10)}, hashes=None)
+    for data in (other, alike, other[:2_000_000], alike[:2_000_000]):
+        path = samples.write_state_dict(tmp_path / "f", OLD)
+        with TensorDeserializer(path, device="cpu", lazy_load=True) as deserializer:
+            overwrite(path, data)
+            with pytest.raises(OSError, match="changed while it was being loaded"):
+                deserializer["a"]
+
+
+def test_a_file_that_was_only_cut_gives_what_is_left_of_it(tmp_path):
+    path = samples.write_state_dict(tmp_path / "f", OLD)
+    with TensorDeserializer(path, device="cpu", lazy_load=True) as deserializer:
+        os.truncate(path, 2_000_000)
+        assert_same(deserializer["a"], OLD["a"])
+        with pytest.raises(errors.TruncatedError, match="changed while it was being loaded"):
+            deserializer["c"]
+
+
+def test_a_file_without_digests_that_grew_or_was_cut_is_an_error(tmp_path):
+    path = tmp_path / "f"
+    serializer = TensorSerializer(path, hashes=None, fsync=False)
+    serializer.write_state_dict(OLD)
+    with TensorDeserializer(path, device="cpu", lazy_load=True) as deserializer:
+        serializer.write_state_dict({"more": torch.ones(100)})
+        serializer.close()
+        with pytest.raises(errors.StreamError, match="changed while it was being loaded: it had"):
+            deserializer["a"]
+        os.truncate(path, 2_000_000)
+        with pytest.raises(errors.TruncatedError, match="changed while it was being loaded"):
+            deserializer["b"]
+
+
+def test_records_that_are_appended_do_no_harm_to_who_reads_those_before(tmp_path):
+    key = bytes(32)
+    for options, reading in (
+        ({}, {}),
+        ({"encryption": EncryptionParams(key)}, {"encryption": DecryptionParams.from_key(key)}),
+    ):
+        path = tmp_path / f"f{len(options)}"
+        serializer = TensorSerializer(path, **options)
+        serializer.write_state_dict(OLD)
+        with TensorDeserializer(path, device="cpu", lazy_load=True, **reading) as deserializer:
+            for call in range(3):
+                serializer.write_state_dict({f"{call}": tensor((1000,), seed=call)})
+                assert_same(deserializer["abc"[call]], OLD["abc"[call]])
+        serializer.close()
+        assert len(load(path, **reading)) == 6
+
+
+def test_a_file_that_is_replaced_goes_on_being_read_as_it_was(tmp_path):
+    path = samples.write_state_dict(tmp_path / "f", OLD)
+    with TensorDeserializer(path, device="cpu", lazy_load=True) as deserializer:
+        samples.write_state_dict(path, NEW)
+        assert_same(deserializer.tree(), OLD)
+        os.unlink(path)
+        assert_same(deserializer["a"], OLD["a"])
+
+
+def test_reading_alone_changes_nothing(tmp_path):
+    path = samples.write_state_dict(tmp_path / "f", OLD)
+    os.chmod(path, 0o600)
+    with TensorDeserializer(path, device="cpu", lazy_load=True) as deserializer:
+        os.chmod(path, 0o644)
+        os.link(path, tmp_path / "other name")
+        assert_same(deserializer["a"], OLD["a"])
+        load(path)
+        assert_same(deserializer["b"], OLD["b"])
+
+
+COLD = """
+import os, sys
+from tensorizer import _C
+with open(sys.argv[1], "rb") as file:
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    child = os.fork()
+    if child == 0:
+        if os.geteuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        os._exit(int(_C.FileSource(file.fileno(), "f").prompt))
+    found = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+    file.read()
+    source = _C.FileSource(file.fileno(), "f")
+    print(*found, int(source.prompt), source.concurrency == _C.cpu_quota())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs a page cache that can be emptied")
+def test_a_file_of_somebody_else_that_is_not_cached_is_not_taken_for_cached(fresh_process, tmp_path):
+    """mincore() says that all of it is, where the process neither owns the file nor may write to it."""
+    path = samples.write_state_dict(tmp_path / "f", {"a": torch.ones(4 << 20)})
+    path.chmod(0o444)
+    done = fresh_process(COLD, path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "1", "True"]
