@@ -1,4 +1,4 @@
-"""Files with metadata and ties in the hands of the installed releases of the reference: they read all that is listed."""
+"""Files with metadata and ties in the hands of the installed releases of the reference: they read what is listed."""
 
 from __future__ import annotations
 
