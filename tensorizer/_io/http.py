@@ -95,7 +95,9 @@ class CURLStreamFile(io.BufferedIOBase):
             raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(certificate_handling).__name__}")
         for name, value in (headers or {}).items():
             check_header(name, value)
-        native = (http_options or HTTPOptions())._native(headers, certificate_handling)
+        native = (http_options or HTTPOptions())._native(
+            headers, certificate_handling, secure=not uri.lower().startswith("http:")
+        )
         url = _quoted(uri)
 
         def open_source(first: int) -> _C.HttpSource:
