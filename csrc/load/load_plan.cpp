@@ -12,10 +12,13 @@ class Planner {
   Planner(const PlanOptions& options, LoadPlan& plan) : options_(options), plan_(plan) {}
 
   void add_record(uint32_t target, const format::IndexEntry& entry) {
-    begin_record(entry.offset, entry.header_nbytes());
-    add({Segment::Kind::header, target, 0, entry.offset, entry.header_nbytes(), 0});
     plan_.payload_steps.push_back(0);
-    if (options_.payloads) add_payload(target, entry);
+    const uint64_t header_nbytes = entry.header_nbytes();
+    const bool payload = options_.payloads && entry.data_nbytes > 0;
+    if (header_nbytes == 0 && !payload) return;
+    begin_record(entry.offset, header_nbytes);
+    if (header_nbytes > 0) add({Segment::Kind::header, target, 0, entry.offset, header_nbytes, 0});
+    if (payload) add_payload(target, entry);
   }
 
   void finish() { close_unit(); }

@@ -536,7 +536,27 @@ LoadSession::LoadSession(io::RangeSource& source, std::shared_ptr<const OpenedIn
                                      " bytes in a source of unknown size");
   headers_->bytes.resize(header_nbytes);  // records do not overlap: at most the size of the source
   headers_->headers.resize(targets_.size());
+  if (!opened_->has_record_headers()) take_headers_from_index();
   make_plan();
+}
+
+// The index says all there is to know, and there are no digests to compare.
+void LoadSession::take_headers_from_index() {
+  options_.verify = false;
+  headers_->index = opened_;
+  for (uint32_t target = 0; target < targets_.size(); ++target) {
+    const format::IndexEntry& entry = entry_of(target);
+    with_tensor_name(entry, source_.name(), [&] {
+      if (entry.dtype.empty()) throw Error(Errc::malformed, format::why_not_loadable(entry));
+    });
+    format::RecordHeader& header = headers_->headers[target];
+    header.type = entry.type;
+    header.name = entry.name;
+    header.dtype = entry.dtype;
+    header.shape.assign(entry.shape.begin(), entry.shape.end());
+    header.data_nbytes = entry.data_nbytes;
+    states_[target].parsed.store(true, std::memory_order_relaxed);
+  }
 }
 
 LoadSession::~LoadSession() = default;

@@ -34,17 +34,19 @@ struct LoadTarget {
 };
 
 struct LoadOptions {
-  bool verify = false;                   // compare stored hashes with the data
-  unsigned max_workers = 0;              // 0: as many as are useful
-  KeyRing* keys = nullptr;               // set iff the file has crypt_info
+  bool verify = false;       // compare stored hashes, where there are any, with the data
+  unsigned max_workers = 0;  // 0: as many as are useful
+  KeyRing* keys = nullptr;   // set iff the file has crypt_info
   device::CopyEngine* engine = nullptr;  // set iff destinations are on its device
 };
 
-// The record headers of the selection, as read; borrowed by what is derived from them.
+// The record headers of the selection, as read; borrowed by what is derived from them. In a
+// container without record headers: what its index says.
 struct LoadedHeaders {
   std::vector<std::byte> bytes;
   std::vector<uint64_t> begins;               // per target, into bytes
-  std::vector<format::RecordHeader> headers;  // per target; borrow `bytes`
+  std::vector<format::RecordHeader> headers;  // per target; borrow `bytes`, or `index`
+  std::shared_ptr<const OpenedIndex> index;   // set where the headers borrow it
   std::span<const std::byte> bytes_of(size_t target) const noexcept {
     const uint64_t end = target + 1 < begins.size() ? begins[target + 1] : bytes.size();
     return std::span(bytes).subspan(begins[target], end - begins[target]);
@@ -74,6 +76,7 @@ class LoadSession {
   class Worker;
 
   void make_plan();
+  void take_headers_from_index();
   void run_workers(const std::stop_token& stop);
   void wipe_destinations() noexcept;
   bool plan_has_many_steps(uint32_t target) const noexcept;

@@ -1,0 +1,196 @@
+#include "digest/record_digester.h"
+
+#include "core/error.h"
+
+namespace tensorizer::digest {
+
+using format::Sha256;
+
+// A record that comes in steps. `start` is written before `expected`, and then by whoever has taken
+// the next step; crcs[i] by whoever adds step i, before its bytes are listed.
+struct RecordDigester::Chain {
+  explicit Chain(uint32_t steps) : crcs(steps), bytes(steps), here(steps) {}
+
+  uint32_t steps() const noexcept { return static_cast<uint32_t>(crcs.size()); }
+  bool wants_crc32() const noexcept {
+    return !expected.load(std::memory_order_acquire) || start.wanted.crc32;
+  }
+
+  RecordStart start;
+  std::atomic<bool> expected{false};
+  std::vector<uint32_t> crcs;
+  // Guarded by the digester's mutex:
+  std::vector<std::span<const std::byte>> bytes;
+  std::vector<bool> here;
+  uint32_t next = 0;   // first step not hashed
+  bool taken = false;  // queued, or some thread hashes `next`
+};
+
+RecordDigester::RecordDigester(std::span<const uint32_t> steps, Completed completed)
+    : completed_(std::move(completed)), chains_(steps.size()) {
+  MutexLock lock(mutex_);
+  for (size_t record = 0; record < steps.size(); ++record) {
+    if (steps[record] == 0) continue;
+    chains_[record] = std::make_unique<Chain>(steps[record]);
+    steps_left_ += steps[record];
+  }
+}
+
+RecordDigester::~RecordDigester() = default;
+
+void RecordDigester::add_whole(std::span<Whole> records) {
+  const auto complete_one = [this](Whole& one) {
+    RecordDigests digests;
+    if (one.start.wanted.crc32) digests.crc32 = format::crc32(one.start.header.crc32, one.bytes);
+    if (one.start.wanted.sha256) digests.sha256 = one.start.header.sha256.finish();
+    completed_(one.record, digests);
+  };
+  Whole* first = nullptr;  // waits for a second one to be hashed with
+  for (Whole& one : records) {
+    if (!one.start.wanted.sha256) {
+      complete_one(one);
+    } else if (first == nullptr) {
+      first = &one;
+    } else {
+      Sha256::update_pair(first->start.header.sha256, first->bytes, one.start.header.sha256,
+                          one.bytes);
+      complete_one(*first);
+      complete_one(one);
+      first = nullptr;
+    }
+  }
+  if (first == nullptr) return;
+  first->start.header.sha256.update(first->bytes);
+  complete_one(*first);
+}
+
+void RecordDigester::expect(uint32_t record, const RecordStart& start) {
+  Chain& chain = *chains_[record];
+  chain.start = start;
+  chain.expected.store(true, std::memory_order_release);
+}
+
+void RecordDigester::add(uint32_t record, uint32_t step, std::span<const std::byte> bytes) {
+  Chain& chain = *chains_[record];
+  if (chain.wants_crc32()) chain.crcs[step] = format::crc32(0, bytes);
+  MutexLock lock(mutex_);
+  chain.bytes[step] = bytes;
+  chain.here[step] = true;
+  queue_if_ready(record, chain);
+}
+
+void RecordDigester::queue_if_ready(uint32_t record, Chain& chain) {
+  if (chain.taken || chain.next == chain.steps() || !chain.here[chain.next]) return;
+  chain.taken = true;
+  ready_.push_back(record);
+  ready_count_.store(ready_.size(), std::memory_order_relaxed);
+  changed_.notify_one();
+}
+
+RecordDigester::Work RecordDigester::take(int at_least) {
+  Work work;
+  if (ready_.size() < static_cast<size_t>(at_least)) return work;
+  while (work.count < 2 && !ready_.empty()) {
+    const uint32_t record = ready_.front();
+    ready_.pop_front();
+    Chain& chain = *chains_[record];
+    work.steps[work.count++] = {record, &chain, chain.next};
+  }
+  ready_count_.store(ready_.size(), std::memory_order_relaxed);
+  return work;
+}
+
+void RecordDigester::hash(const Work& work) {
+  std::span<const std::byte> bytes[2];
+  Chain* hashed[2]{};
+  int count = 0;
+  {
+    MutexLock lock(mutex_);
+    for (int i = 0; i < work.count; ++i) {
+      Chain& chain = *work.steps[i].chain;
+      if (!chain.start.wanted.sha256) continue;
+      bytes[count] = chain.bytes[work.steps[i].step];
+      hashed[count++] = &chain;
+    }
+  }
+  if (count == 2) {
+    Sha256::update_pair(hashed[0]->start.header.sha256, bytes[0], hashed[1]->start.header.sha256,
+                        bytes[1]);
+  } else if (count == 1) {
+    hashed[0]->start.header.sha256.update(bytes[0]);
+  }
+  for (int i = 0; i < work.count; ++i) {
+    const Step& step = work.steps[i];
+    if (step.step + 1 == step.chain->steps()) complete(step.record, *step.chain);
+  }
+  MutexLock lock(mutex_);
+  for (int i = 0; i < work.count; ++i) {
+    Chain& chain = *work.steps[i].chain;
+    ++chain.next;
+    chain.taken = false;
+    --steps_left_;
+    queue_if_ready(work.steps[i].record, chain);
+  }
+  changed_.notify_all();  // whoever waits for one of these steps, or for the last of all
+}
+
+void RecordDigester::complete(uint32_t record, Chain& chain) {
+  RecordDigests digests;
+  if (chain.start.wanted.crc32) {
+    digests.crc32 = chain.start.header.crc32;
+    MutexLock lock(mutex_);
+    for (uint32_t step = 0; step < chain.steps(); ++step)
+      digests.crc32 =
+          format::crc32_combine(digests.crc32, chain.crcs[step], chain.bytes[step].size());
+  }
+  if (chain.start.wanted.sha256) digests.sha256 = chain.start.header.sha256.finish();
+  completed_(record, digests);
+}
+
+void RecordDigester::wait(uint32_t record, uint32_t step, const std::stop_token& stop) {
+  Chain& chain = *chains_[record];
+  if (chain.expected.load(std::memory_order_acquire) && !chain.start.wanted.sha256) return;
+  for (;;) {
+    Work work;
+    {
+      MutexLock lock(mutex_);
+      const bool decided = changed_.wait(mutex_, stop, [&]() REQUIRES_LOCK(mutex_) {
+        return chain.next > step || !ready_.empty();
+      });
+      if (!decided) throw Error(Errc::cancelled, "cancelled");
+      if (chain.next > step) return;
+      work = take(1);
+    }
+    hash(work);
+  }
+}
+
+bool RecordDigester::help() {
+  if (ready_count_.load(std::memory_order_relaxed) < 2) return false;
+  Work work;
+  {
+    MutexLock lock(mutex_);
+    work = take(2);
+  }
+  if (work.count == 0) return false;
+  hash(work);
+  return true;
+}
+
+void RecordDigester::finish(const std::stop_token& stop) {
+  for (;;) {
+    Work work;
+    {
+      MutexLock lock(mutex_);
+      const bool decided = changed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) {
+        return steps_left_ == 0 || !ready_.empty();
+      });
+      if (!decided) throw Error(Errc::cancelled, "cancelled");
+      if (steps_left_ == 0) return;
+      work = take(1);
+    }
+    hash(work);
+  }
+}
+
+}  // namespace tensorizer::digest

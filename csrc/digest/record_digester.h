@@ -1,0 +1,107 @@
+// The digests of many records at once: which bytes come next, two SHA-256 streams side by side,
+// CRCs of parts combined. For loads, which compare the result, and saves, which store it.
+// Internally locked; every method may be called by any number of threads.
+//
+// A record's payload comes in steps, numbered from 0, in any order and from any thread. Its CRC32
+// is made of parts, each by the thread that brings it. Its SHA-256 runs over the steps in order: a
+// step is hashed, by whichever thread looks for work next, once those before it are done. The steps
+// of a record can come long before anybody hashes them, so their bytes have to stay:
+//   - bytes that outlive the session (a tensor's own memory) are added and forgotten;
+//   - bytes in a buffer that goes on are added, and wait() is called before the buffer is used
+//   again.
+//     It helps meanwhile. It cannot lock up as long as steps are taken in one common order, and
+//     whoever has taken one never waits for anything but steps before it.
+// A record that comes whole needs no state here: add_whole() ends it at once.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <span>
+#include <stop_token>
+#include <vector>
+
+#include "core/sync.h"
+#include "format/record_header.h"
+
+namespace tensorizer::digest {
+
+// What a record's hash input begins with, and which hashes of it are wanted.
+struct RecordStart {
+  format::HeaderDigest header;
+  format::HashChoice wanted;
+};
+
+// Complete; a kind that was not wanted is zero.
+struct RecordDigests {
+  uint32_t crc32 = 0;
+  format::Sha256Digest sha256{};
+};
+
+class RecordDigester {
+ public:
+  // Called once per record, by the thread that hashed the last of it, without a lock. What it
+  // throws leaves the method that was called; the record counts as unfinished for good.
+  using Completed = std::function<void(uint32_t record, const RecordDigests& digests)>;
+
+  // steps[r]: how many steps record r comes in; 0: it comes whole, through add_whole().
+  RecordDigester(std::span<const uint32_t> steps, Completed completed);
+  ~RecordDigester();
+
+  struct Whole {
+    uint32_t record;
+    RecordStart start;
+    std::span<const std::byte> bytes;
+  };
+  // Digests records that are complete here and now, two at a time.
+  void add_whole(std::span<Whole> records);
+
+  // Once per record that comes in steps, before its step 0 is added.
+  void expect(uint32_t record, const RecordStart& start);
+
+  // The bytes of a step; each comes once. They stay until the record is completed or wait() has
+  // returned for this step.
+  void add(uint32_t record, uint32_t step, std::span<const std::byte> bytes);
+
+  // Returns when nobody needs the bytes of this step any more; digests what can be digested until
+  // then. Throws Error(cancelled). REQUIRES: the steps before it were added, or will be, by threads
+  // that do not wait for this one.
+  void wait(uint32_t record, uint32_t step, const std::stop_token& stop);
+
+  // Digests one step each of two records, where there are two: between other work, before the bytes
+  // leave the cache. False: nothing was done.
+  bool help();
+
+  // Returns when all steps have been digested, by this thread too. Throws Error(cancelled).
+  // REQUIRES: they were added, or will be, by others.
+  void finish(const std::stop_token& stop);
+
+ private:
+  struct Chain;
+  struct Step {
+    uint32_t record;
+    Chain* chain;
+    uint32_t step;
+  };
+  struct Work {
+    Step steps[2]{};
+    int count = 0;
+  };
+
+  Work take(int at_least) REQUIRES_LOCK(mutex_);
+  void queue_if_ready(uint32_t record, Chain& chain) REQUIRES_LOCK(mutex_);
+  void hash(const Work& work);
+  void complete(uint32_t record, Chain& chain);
+
+  const Completed completed_;
+  std::vector<std::unique_ptr<Chain>> chains_;  // per record; null for those that come whole
+  std::atomic<size_t> ready_count_{0};          // ready_.size(), to look at without the lock
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<uint32_t> ready_ GUARDED_BY(mutex_);  // records whose next step is here, oldest first
+  uint64_t steps_left_ GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace tensorizer::digest
