@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "core/stop.h"
 
@@ -50,8 +51,8 @@ void GatherCursor::seek(uint64_t position) noexcept {
 
 // The server and an https proxy on the way to it are trusted alike; libcurl has options for each.
 void apply_trust(CURL* easy, const HttpOptions& options) {
-  for (const auto [file, path] : {std::pair(CURLOPT_CAINFO, CURLOPT_CAPATH),
-                                  std::pair(CURLOPT_PROXY_CAINFO, CURLOPT_PROXY_CAPATH)}) {
+  for (const auto& [file, path] : {std::pair(CURLOPT_CAINFO, CURLOPT_CAPATH),
+                                   std::pair(CURLOPT_PROXY_CAINFO, CURLOPT_PROXY_CAPATH)}) {
     if (!options.ca_file.empty()) curl_easy_setopt(easy, file, options.ca_file.c_str());
     if (options.ca_path.empty()) continue;
     curl_easy_setopt(easy, path, options.ca_path.c_str());
