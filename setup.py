@@ -42,10 +42,7 @@ LIBRARIES = [
     ("libisal", "isa-l.h", "isal", "libisal-dev", "isa-l-devel", "isa-l"),
 ]
 
-# Linked into wheels, in this order: an archive uses those behind it.
-ARCHIVES = ["curl", "nghttp2", "ssl", "crypto", "hiredis", "sodium", "isal"]
-LIBC_FAMILY = re.compile(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux[\w-]*)\.so")
-OLDEST_CURL = "7.68.0"
+OLDEST_CURL = 0x074400  # 7.68; scripts/old_curl_check.sh compiles as if it were that one
 
 COMPILE_FLAGS = [
     "-std=c++20",
@@ -71,6 +68,10 @@ if sys.platform.startswith("linux"):
 else:
     LINK_FLAGS = []
 
+# Linked into wheels, in this order: an archive uses those behind it.
+ARCHIVES = ["curl", "nghttp2", "ssl", "crypto", "hiredis", "sodium", "isal"]
+LIBC_FAMILY = re.compile(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux[\w-]*)\.so")
+
 
 def folder_of(variable: str) -> Path | None:
     folder = os.environ.get(variable)
@@ -91,21 +92,31 @@ def pkg_config(option: str, name: str) -> list[str] | None:
     return result.stdout.split() if result.returncode == 0 else None
 
 
-def preprocess(source: str, flags: list[str]) -> str | None:
-    """What the compiler's preprocessor makes of a text, or None where it refuses."""
+def compiler_has_header(header: str, flags: list[str]) -> bool:
     compiler = os.environ.get("CXX", "c++").split()
-    command = [*compiler, "-std=c++20", *flags, "-x", "c++", "-E", "-P", "-"]
-    probe = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
-    return probe.stdout if probe.returncode == 0 else None
+    probe = subprocess.run(
+        [*compiler, "-std=c++20", *flags, "-x", "c++", "-fsyntax-only", "-"],
+        input=f"#include <{header}>\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return probe.returncode == 0
 
 
 def refuse_old_curl(flags: list[str]) -> None:
-    """Ends the build with one line where libcurl lacks what the module calls."""
-    text = preprocess("#include <curl/curlver.h>\nfound LIBCURL_VERSION_NUM LIBCURL_VERSION\n", flags) or ""
-    found = re.search(r"^found (0x[0-9a-fA-F]+) \"([^\"]*)\"$", text, re.MULTILINE)
-    oldest = sum(int(part) << shift for part, shift in zip(OLDEST_CURL.split("."), (16, 8, 0)))
-    if found and int(found[1], 16) < oldest:
-        sys.exit(f"tensorizer: libcurl {found[2]} is too old: wanted {OLDEST_CURL} or later; {PIP_HINT}")
+    """Ends the build with one line where libcurl is older than the sources can be compiled with."""
+    compiler = os.environ.get("CXX", "c++").split()
+    probe = subprocess.run(
+        [*compiler, "-std=c++20", *flags, "-x", "c++", "-E", "-P", "-"],
+        input="#include <curl/curl.h>\nLIBCURL_VERSION_NUM LIBCURL_VERSION\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = re.search(r'0x([0-9a-fA-F]{6}) "([^"]*)"\s*$', probe.stdout)
+    if found and int(found[1], 16) < OLDEST_CURL:
+        sys.exit(f"tensorizer: libcurl {found[2]} is too old: 7.68 or later is needed (that of Ubuntu 20.04, RHEL 9)")
 
 
 # Stock pip of RHEL 8 and Ubuntu 20.04 does not know the names of today's wheels and takes the sources.
@@ -148,7 +159,7 @@ def system_flags() -> tuple[list[str], list[str]]:
         if prefix is None:
             own_compile = pkg_config("--cflags", name) or []
             own_link = pkg_config("--libs", name) or own_link
-        if preprocess(f"#include <{header}>\n", compile_flags + own_compile) is None:
+        if not compiler_has_header(header, compile_flags + own_compile):
             missing.append((link_name, debian, fedora, homebrew))
             continue
         compile_flags += own_compile

@@ -9,7 +9,7 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
-#include "io/http/curl_handle.h"
+#include "io/http/default_certificates.h"
 #include "io/http/http_put.h"
 #include "io/http/http_source.h"
 #include "io/parallel_read.h"

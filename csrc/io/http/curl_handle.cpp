@@ -30,18 +30,6 @@ sigset_t sigpipe_set() noexcept {
 
 }  // namespace
 
-std::optional<DefaultCertificates> default_certificates() {
-#if defined(CURL_STATICLIB)
-  return DefaultCertificates{};  // built to know of none
-#elif LIBCURL_VERSION_NUM >= 0x074600
-  const curl_version_info_data* info = curl_version_info(CURLVERSION_NOW);
-  if (info->age < CURLVERSION_SEVENTH) return std::nullopt;
-  return DefaultCertificates{info->cainfo ? info->cainfo : "", info->capath ? info->capath : ""};
-#else
-  return std::nullopt;
-#endif
-}
-
 void append_line(UniqueCurlList& list, const std::string& line) {
   curl_slist* longer = curl_slist_append(list.get(), line.c_str());
   if (longer == nullptr) throw std::bad_alloc();

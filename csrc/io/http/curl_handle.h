@@ -11,7 +11,6 @@
 
 #include <chrono>
 #include <memory>
-#include <optional>
 #include <stop_token>
 #include <string>
 #include <vector>
@@ -32,14 +31,6 @@ struct FreeCurlList {
 using UniqueCurlEasy = std::unique_ptr<CURL, FreeCurlEasy>;
 using UniqueCurlMulti = std::unique_ptr<CURLM, FreeCurlMulti>;
 using UniqueCurlList = std::unique_ptr<curl_slist, FreeCurlList>;
-
-// Where this libcurl looks for trust anchors unless told otherwise.
-struct DefaultCertificates {
-  std::string file;
-  std::string folder;
-};
-// Nothing where this release of libcurl cannot say; empty texts where it has no such place.
-std::optional<DefaultCertificates> default_certificates();
 
 // Appends `line` to a list of header lines.
 void append_line(UniqueCurlList& list, const std::string& line);
