@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "core/stop.h"
 
@@ -48,6 +49,22 @@ void GatherCursor::seek(uint64_t position) noexcept {
   used_ = static_cast<size_t>(position);
 }
 
+// The server and an https proxy on the way to it are trusted alike; libcurl has options for each.
+static void apply_trust(CURL* easy, const HttpOptions& options) {
+  for (const auto& [file, path] : {std::pair(CURLOPT_CAINFO, CURLOPT_CAPATH),
+                                   std::pair(CURLOPT_PROXY_CAINFO, CURLOPT_PROXY_CAPATH)}) {
+    if (!options.ca_file.empty()) curl_easy_setopt(easy, file, options.ca_file.c_str());
+    if (options.ca_path.empty()) continue;
+    curl_easy_setopt(easy, path, options.ca_path.c_str());
+    // A directory alone replaces the built-in bundle, as a file does.
+    if (options.ca_file.empty()) curl_easy_setopt(easy, file, nullptr);
+  }
+  if (options.verify_peer) return;
+  for (const CURLoption check : {CURLOPT_SSL_VERIFYPEER, CURLOPT_SSL_VERIFYHOST,
+                                 CURLOPT_PROXY_SSL_VERIFYPEER, CURLOPT_PROXY_SSL_VERIFYHOST})
+    curl_easy_setopt(easy, check, 0L);
+}
+
 void apply_connection_options(CURL* easy, const HttpOptions& options) {
   curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L);
   curl_easy_setopt(easy, CURLOPT_PROTOCOLS_STR, "http,https");
@@ -64,16 +81,7 @@ void apply_connection_options(CURL* easy, const HttpOptions& options) {
                        : options.version == HttpVersion::http2 ? CURL_HTTP_VERSION_2_0
                                                                : CURL_HTTP_VERSION_2TLS;
   curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, version);
-  if (!options.ca_file.empty()) curl_easy_setopt(easy, CURLOPT_CAINFO, options.ca_file.c_str());
-  if (!options.ca_path.empty()) {
-    curl_easy_setopt(easy, CURLOPT_CAPATH, options.ca_path.c_str());
-    // A directory alone replaces the built-in bundle, as a file does.
-    if (options.ca_file.empty()) curl_easy_setopt(easy, CURLOPT_CAINFO, nullptr);
-  }
-  if (!options.verify_peer) {
-    curl_easy_setopt(easy, CURLOPT_SSL_VERIFYPEER, 0L);
-    curl_easy_setopt(easy, CURLOPT_SSL_VERIFYHOST, 0L);
-  }
+  apply_trust(easy, options);
   if (options.proxy) curl_easy_setopt(easy, CURLOPT_PROXY, options.proxy->c_str());
   if (options.no_proxy) curl_easy_setopt(easy, CURLOPT_NOPROXY, options.no_proxy->c_str());
 }
