@@ -154,7 +154,7 @@ LAYOUTS = {
     "rhel": "mkdir -p /etc/pki/tls/certs; cp $CA /etc/pki/tls/certs/ca-bundle.crt",
     "fedora": "mkdir -p /etc/pki/ca-trust/extracted/pem; cp $CA /etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
     "suse": "mkdir -p /etc/ssl; cp $CA /etc/ssl/ca-bundle.pem",
-    "hashed folder": "mkdir -p /etc/ssl/certs; cp $CA /etc/ssl/certs/all.pem; openssl rehash /etc/ssl/certs",
+    "hashed folder": "mkdir -p /etc/ssl/certs; cp $SINGLE/*.pem /etc/ssl/certs; openssl rehash /etc/ssl/certs",
     "folder without hashes": "mkdir -p /etc/ssl/certs /etc/pki/tls/certs; cp $CA /etc/ssl/certs/all.pem; "
     "cp $CA /etc/pki/tls/certs/ca-bundle.crt",
     "nothing": ":",
@@ -230,11 +230,15 @@ def test_every_layout_of_certificates_serves_https_proxies_and_redis(tmp_path):
         redis.client().set("model:0", b"over redis")
         authorities = tmp_path / "authorities.pem"
         authorities.write_bytes(certificates.authority.read_bytes() + redis.certificate.read_bytes())
+        single = tmp_path / "single"
+        single.mkdir()
+        (single / "one.pem").write_bytes(certificates.authority.read_bytes())
+        (single / "two.pem").write_bytes(redis.certificate.read_bytes())
         for name, commands in layouts.items():
             result = subprocess.run(
                 ["unshare", "--mount", "sh", "-c", f'{SETUP}{commands}\nexec "$@"', "sh", sys.executable, "-c",
                  PROGRAM, server.url, proxy, redis.uri("model")],
-                env={**os.environ, "WORK": str(work), "CA": str(authorities)},
+                env={**os.environ, "WORK": str(work), "CA": str(authorities), "SINGLE": str(single)},
                 capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
             )  # fmt: skip
             wanted = ["https b'over https'", "proxy b'over https'", "rediss b'over redis'"]
