@@ -9,6 +9,7 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 export PYTHON
+export TENSORIZER_WERROR := 1
 VENV ?= .venv
 # The CPU build, never gigabytes of CUDA libraries; `make TORCH=torch==2.13.0` takes whatever the index offers instead.
 TORCH ?= $(shell cat constraints.txt)+cpu
@@ -26,8 +27,8 @@ help:  ## list the commands
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
-.PHONY: system-build system-test system-lint system-constant-time
-system-build system-test system-lint system-constant-time:
+.PHONY: system-build system-test system-lint system-constant-time system-wheels
+system-build system-test system-lint system-constant-time system-wheels:
 	@scripts/system-packages.sh $(@:system-%=%)
 
 # A package manager may bring in the Python headers and `venv`, so it goes first; order-only, so that it never rebuilds.
@@ -68,12 +69,34 @@ demo: say-how-long $(VENV)/stamp-build  ## a real network written, loaded back a
 	@$(BIN)/python examples/demo.py --cache $(CACHE)/demo $(if $(MODEL),--model "$(MODEL)")
 
 PYTEST_ARGS ?=
-.PHONY: test test-slow
+.PHONY: test test-slow test-all
 test: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the Python tests (PYTEST_ARGS='-k name')
 	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
 
 test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that take more than a few seconds
 	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
+
+test-all: export TENSORIZER_REQUIRE_ALL := 1
+test-all: test test-slow  ## all tests; a server or program that is missing is a failure, not a skipped test
+
+# ---- wheels ---------------------------------------------------------------------------------------------------------
+
+# Pythons with torch, setuptools, wheel and ninja; one wheel is built for each.
+PYTHONS ?= $(BIN)/python
+.PHONY: wheels wheel-test matrix
+wheels: system-wheels $(VENV)/stamp-torch  ## wheels that need no library, in dist/ (PYTHONS='a/bin/python b/bin/python')
+	$(BIN)/python scripts/packaging/build_wheels.py --out dist --jobs $(JOBS) $(PYTHONS)
+
+.PHONY: sdist
+sdist: $(VENV)/stamp-torch  ## the source distribution, in dist/
+	$(BIN)/python scripts/packaging/build_sdist.py --out dist
+
+wheel-test: system-test system-wheels $(VENV)/stamp-dev  ## the wheels of dist/ in a clean environment and a bare Debian
+	$(BIN)/python scripts/packaging/wheel_test.py dist
+
+MATRIX_ARGS ?=
+matrix: system-test $(VENV)/stamp-dev  ## build and test with every Python that is here (MATRIX_ARGS='--torch oldest')
+	$(BIN)/python scripts/packaging/matrix.py $(MATRIX_ARGS)
 
 CASES ?=
 CONTENDERS ?=

@@ -1,7 +1,14 @@
 """Builds the one compiled module, ``tensorizer._C``, with torch's extension builder.
 
 The compiled file uses torch's copy of pybind11 but links nothing of torch, so one build serves every torch release.
-System libraries are found with pkg-config, or below ``TENSORIZER_DEPS_PREFIX`` (packages unpacked without root).
+The libraries it needs come from one of three places:
+
+* the system, found with pkg-config: the default;
+* ``TENSORIZER_DEPS_PREFIX``: a folder with include/ and lib/ (packages unpacked without root); the module remembers it;
+* ``TENSORIZER_STATIC_DEPS``: a folder of static archives that ``scripts/packaging/build_deps.py`` made; the module then
+  needs nothing but the C library, and is what wheels hold. Its debug information goes to ``TENSORIZER_DEBUG_FILES``.
+
+``TENSORIZER_WERROR=1`` makes warnings errors, as ``make`` and continuous integration do.
 """
 
 from __future__ import annotations
@@ -47,7 +54,7 @@ COMPILE_FLAGS = [
     "-fno-plt",
     "-Wall",
     "-Wextra",
-    "-Werror",
+    *(["-Werror"] if os.environ.get("TENSORIZER_WERROR") == "1" else []),  # not for users: later compilers warn of more
     "-Wno-missing-field-initializers",  # designated initializers leave the rest at its default
 ]
 if sys.platform.startswith("linux"):
@@ -61,10 +68,14 @@ if sys.platform.startswith("linux"):
 else:
     LINK_FLAGS = []
 
+# Linked into wheels, in this order: an archive uses those behind it.
+ARCHIVES = ["curl", "nghttp2", "ssl", "crypto", "hiredis", "sodium", "isal"]
+LIBC_FAMILY = re.compile(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux[\w-]*)\.so")
 
-def deps_prefix() -> Path | None:
-    prefix = os.environ.get("TENSORIZER_DEPS_PREFIX")
-    return Path(prefix).resolve() if prefix else None
+
+def folder_of(variable: str) -> Path | None:
+    folder = os.environ.get(variable)
+    return Path(folder).resolve() if folder else None
 
 
 def library_dirs_below(prefix: Path) -> list[Path]:
@@ -108,9 +119,33 @@ def refuse_old_curl(flags: list[str]) -> None:
         sys.exit(f"tensorizer: libcurl {found[2]} is too old: 7.68 or later is needed (that of Ubuntu 20.04, RHEL 9)")
 
 
+# Stock pip of RHEL 8 and Ubuntu 20.04 does not know the names of today's wheels and takes the sources.
+PIP_HINT = "an up-to-date pip (20.3 or later: 'pip install -U pip') installs a wheel that needs no library"
+
+
+def static_flags(prefix: Path) -> tuple[list[str], list[str]]:
+    """Compile and link flags for the archives in ``prefix``; ends the build with one line if one is missing."""
+    archives = [prefix / "lib" / f"lib{name}.a" for name in ARCHIVES]
+    missing = [archive.name for archive in archives if not archive.is_file()]
+    if missing:
+        sys.exit(
+            f"tensorizer: no {', '.join(missing)} in {prefix / 'lib'} (TENSORIZER_STATIC_DEPS): "
+            "make them with scripts/packaging/build_deps.py"
+        )
+    sections = ["-ffunction-sections", "-fdata-sections"]
+    # Texts of the build's folders would differ from one machine to the next.
+    renamed = [f"-ffile-prefix-map={folder}={name}" for folder, name in [(ROOT, "."), (prefix, "/static")]]
+    renamed += [f"-ffile-prefix-map={folder}=/torch" for folder in include_paths()]
+    # What _GLIBCXX_ASSERTIONS is to the other C++ library; zig defines it too.
+    checks = ["-U_LIBCPP_HARDENING_MODE", "-D_LIBCPP_HARDENING_MODE=_LIBCPP_HARDENING_MODE_FAST"]
+    macros = ["-DCURL_STATICLIB", "-DNGHTTP2_STATICLIB"]
+    link = ["-Wl,--gc-sections", *map(str, archives), "-lpthread", "-ldl", "-lm"]
+    return [f"-I{prefix / 'include'}", *sections, *renamed, *checks, *macros], link
+
+
 def system_flags() -> tuple[list[str], list[str]]:
     """Compile and link flags of all system libraries; ends the build with one line if one is missing."""
-    prefix = deps_prefix()
+    prefix = folder_of("TENSORIZER_DEPS_PREFIX")
     compile_flags: list[str] = []
     link_flags: list[str] = []
     if prefix is not None:
@@ -132,7 +167,7 @@ def system_flags() -> tuple[list[str], list[str]]:
     if missing:
         names, debian, fedora, homebrew = (" ".join(dict.fromkeys(column)) for column in zip(*missing))
         sys.exit(
-            f"tensorizer: missing system libraries ({names}): install them with "
+            f"tensorizer: {PIP_HINT}; this build from source misses system libraries ({names}): install them with "
             f"'apt-get install {debian}', 'dnf install {fedora}' or 'brew install {homebrew}', "
             "or point TENSORIZER_DEPS_PREFIX at a folder that has include/ and lib/"
         )
@@ -155,13 +190,15 @@ COMPILED_TOGETHER = [
 
 
 def source_files() -> list[str]:
-    """What the compiler is given: all of csrc, with some files of csrc/bind/ included by generated ones."""
-    together = {ROOT / "csrc" / "bind" / f"{name}.cpp" for names in COMPILED_TOGETHER for name in names}
-    files = [path for path in sorted((ROOT / "csrc").rglob("*.cpp")) if path not in together]
+    """What the compiler is given: csrc, where the files of csrc/bind/ are included by generated ones."""
+    files = [path for path in sorted((ROOT / "csrc").rglob("*.cpp")) if path.parent.name != "bind"]
+    together = {name for names in COMPILED_TOGETHER for name in names}
+    alone = [[path.stem] for path in sorted((ROOT / "csrc" / "bind").glob("*.cpp")) if path.stem not in together]
     folder = ROOT / "build" / "together"
     folder.mkdir(parents=True, exist_ok=True)
-    for number, names in enumerate(COMPILED_TOGETHER):
+    for number, names in enumerate([*COMPILED_TOGETHER, *alone]):
         text = "".join(f'#include "bind/{name}.cpp"\n' for name in names)
+        text = f'#include "bind/private_pybind.h"\n{text}'
         path = folder / f"bind_{number}.cpp"
         if not path.exists() or path.read_text() != text:  # an untouched file is not compiled again
             path.write_text(text)
@@ -170,12 +207,14 @@ def source_files() -> list[str]:
 
 
 def make_extension() -> Extension:
-    compile_flags, link_flags = system_flags()
+    static = folder_of("TENSORIZER_STATIC_DEPS")
+    compile_flags, link_flags = static_flags(static) if static else system_flags()
+    archives = [str(static / "lib" / f"lib{name}.a") for name in ARCHIVES] if static else []
     return Extension(
         "tensorizer._C",
         sources=source_files(),
         include_dirs=[str(ROOT / "csrc"), str(GENERATED), *include_paths()],
-        depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")),
+        depends=[*sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")), *archives],
         extra_compile_args=[*COMPILE_FLAGS, *compile_flags, *sanitizer_flags()],
         extra_link_args=[*LINK_FLAGS, *link_flags, *sanitizer_flags()],
         language="c++",
@@ -189,6 +228,25 @@ class Build(BuildExtension):
         script = KERNELS / "compile_kernels.py"
         subprocess.run([sys.executable, str(script), str(GENERATED / "tensorizer_kernels.inc")], check=True)
         super().build_extensions()
+        if folder_of("TENSORIZER_STATIC_DEPS"):
+            for extension in self.extensions:
+                finish_static(Path(self.get_ext_fullpath(extension.name)))
+
+
+def finish_static(module: Path) -> None:
+    """Checks that no shared library slipped in, and splits off the debug information."""
+    listed = subprocess.run(["readelf", "--dynamic", str(module)], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", listed)
+    wrong = [
+        name for name in needed if not re.match(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux[\w-]*)\.so", name)
+    ]
+    if wrong:
+        sys.exit(f"tensorizer: {module.name} needs {', '.join(wrong)}: wanted the C and C++ libraries alone")
+    symbols = folder_of("TENSORIZER_DEBUG_FILES")
+    if symbols:
+        symbols.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["objcopy", "--only-keep-debug", module, symbols / f"{module.name}.debug"], check=True)
+    subprocess.run(["strip", "--strip-unneeded", str(module)], check=True)
 
 
 setup(

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that a group of commands needs: as root by apt, otherwise prints the command to type.
-# usage: system-packages.sh build|test|lint|constant-time
+# usage: system-packages.sh build|test|lint|constant-time|wheels
 # Quick when nothing is missing. Systems without dpkg are left alone: the build names what it misses there.
 set -euo pipefail
 
-group=${1:?build, test, lint or constant-time}
+group=${1:?build, test, lint, constant-time or wheels}
 build=(g++ make pkg-config libcurl4-openssl-dev libsodium-dev libssl-dev libhiredis-dev libisal-dev)
 native=(cmake ninja-build libgtest-dev ccache binutils)
 servers=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl)
+wheels=(git make perl cmake nasm patch binutils mmdebstrap)
 lint=(git clang clang-format clang-tidy libclang-rt-14-dev)
 
 missing_of() {
@@ -71,6 +72,7 @@ case $group in
   test) wanted=("${build[@]}" "${native[@]}" "${servers[@]}") ;;
   lint) wanted=("${build[@]}" "${native[@]}" "${lint[@]}") ;;
   constant-time) wanted=("${build[@]}" "${native[@]}" "${lint[@]}" valgrind) ;;
+  wheels) wanted=("${wheels[@]}") ;;
   *) echo "unknown group: $group" >&2; exit 2 ;;
 esac
 # Libraries may come from a prefix instead of the system (TENSORIZER_DEPS_PREFIX, see setup.py).

@@ -63,8 +63,11 @@ class TestDynamicSection:
         assert "RWE" not in stack
 
 
+FOREIGN = ("TENSORIZER_DEPS_PREFIX", "TENSORIZER_STATIC_DEPS", "CXX")
+
+
 def run_setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in ("TENSORIZER_DEPS_PREFIX", "CXX")}
+    clean = {name: value for name, value in os.environ.items() if name not in FOREIGN}
     return subprocess.run(
         [sys.executable, "setup.py", *arguments],
         cwd=ROOT,
@@ -124,6 +127,21 @@ class TestMissingLibraries:
         result = run_setup("--version", CXX="c++ -nostdinc", TENSORIZER_DEPS_PREFIX=str(tmp_path))
         assert result.returncode == 0, result.stderr
         assert result.stdout.strip() == VERSION
+
+    def test_the_missing_library_message_begins_with_the_way_that_needs_none(self) -> None:
+        message = run_setup("--version", CXX="c++ -nostdinc").stderr
+        assert message.startswith("tensorizer: an up-to-date pip (20.3 or later")
+
+    def test_a_missing_static_archive_is_named_and_no_shared_library_taken_for_it(self, tmp_path: Path) -> None:
+        (tmp_path / "lib").mkdir()
+        for name in ("curl", "nghttp2", "ssl", "crypto", "hiredis", "isal"):
+            (tmp_path / "lib" / f"lib{name}.a").touch()
+        result = run_setup("--version", TENSORIZER_STATIC_DEPS=str(tmp_path))
+        assert result.returncode != 0
+        (line,) = result.stderr.strip().splitlines()
+        assert f"no libsodium.a in {tmp_path / 'lib'} (TENSORIZER_STATIC_DEPS)" in line
+        (tmp_path / "lib" / "libsodium.a").touch()
+        assert run_setup("--version", TENSORIZER_STATIC_DEPS=str(tmp_path)).returncode == 0
 
 
 class TestOldLibcurl:

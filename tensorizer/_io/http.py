@@ -87,7 +87,9 @@ class CURLStreamFile(WindowedReader):
         if headers is not None and not callable(headers):
             for name, value in headers.items():
                 check_header(name, value)
-        native = (http_options or HTTPOptions())._native(headers, certificate_handling)
+        native = (http_options or HTTPOptions())._native(
+            headers, certificate_handling, secure=not uri.lower().startswith("http:")
+        )
         url = _quoted(uri)
 
         def open_source(first: int) -> _C.HttpSource:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
+from tensorizer._io.certificates import trust_for
 from tensorizer._system import config
 from tensorizer._version import __version__
 
@@ -132,8 +133,8 @@ class HTTPOptions:
         headers: Extra request headers, or a callable without arguments that returns them, for tokens that expire: it is
             called before the first request, again a minute later at the earliest, and when the server answers 401 or
             403 (the request is then repeated once). It may be called from another thread. Not shown in ``repr``.
-        certificate_handling: Which server certificates are trusted; ``None`` for ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``
-            or ``SSL_CERT_DIR`` where they are set, else the system's.
+        certificate_handling: Which server certificates are trusted; ``None`` for ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``,
+            ``SSL_CERT_DIR`` or ``REQUESTS_CA_BUNDLE`` where they are set, else the system's.
         proxy: URL of a proxy, ``""`` for none, ``None`` for ``http_proxy``, ``https_proxy`` and ``all_proxy`` as
             libcurl reads them. Not shown in ``repr``.
         no_proxy: Hosts that are reached without it, separated by commas; ``None`` for ``no_proxy``.
@@ -191,9 +192,16 @@ class HTTPOptions:
             raise ValueError(f"HTTPOptions: {name}: wanted {wanted}, found {getattr(self, name)!r}")
 
     def _native(
-        self, headers: Optional[Headers] = None, certificate_handling: Optional[CAInfo] = None
+        self,
+        headers: Optional[Headers] = None,
+        certificate_handling: Optional[CAInfo] = None,
+        *,
+        secure: bool = True,
     ) -> _C.HttpOptions:
-        """These settings for the C++ side, with the headers and certificates of one stream over them."""
+        """These settings for the C++ side, with the headers and certificates of one stream over them.
+
+        ``secure`` is false for an address of plain http, which needs no certificates.
+        """
         from tensorizer import _C
 
         native = _C.HttpOptions()
@@ -210,7 +218,8 @@ class HTTPOptions:
             native.headers = _merged(*all_headers)
         native.proxy = self.proxy
         native.no_proxy = self.no_proxy
-        _set_trust(native, certificate_handling or self.certificate_handling)
+        trust = trust_for(certificate_handling or self.certificate_handling, secure=secure)
+        native.ca_file, native.ca_path, native.verify_peer = trust.file, trust.path, trust.verify
         return native
 
 
@@ -255,15 +264,3 @@ def _merged(*headers: Headers) -> list[tuple[str, str]]:
     for some in headers:
         merged.update(_pairs(some))
     return list(merged.values())
-
-
-def _set_trust(native: _C.HttpOptions, certificates: Optional[CAInfo]) -> None:
-    """As the curl program has it: a choice of the caller's, else its variables, else libcurl's default."""
-    if certificates is None:
-        bundle = config.env_text("CURL_CA_BUNDLE")
-        native.ca_file = bundle or config.env_text("SSL_CERT_FILE") or ""
-        native.ca_path = "" if bundle else config.env_text("SSL_CERT_DIR") or ""
-    else:
-        native.ca_file = certificates.cacert or ""
-        native.ca_path = certificates.capath or ""
-        native.verify_peer = not certificates.allow_untrusted

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from tensorizer import _C
+from tensorizer._io.certificates import trust_for
 from tensorizer._io.window import WindowedReader
 from tensorizer._system.config import env_int
 from tensorizer.errors import StreamError
@@ -96,14 +97,8 @@ def _connections(wanted: Optional[int]) -> int:
 
 
 def _tls_settings(certificate_handling: Optional[CAInfo]) -> dict[str, Any]:
-    if certificate_handling is None:
-        return {}
-    flags = certificate_handling.curl_flags
-    if flags[0] == "--cacert":
-        return {"ca_file": flags[1]}
-    if flags[0] == "--capath":
-        return {"ca_path": flags[1]}
-    return {"verify_certificate": False}
+    trust = trust_for(certificate_handling)
+    return {"ca_file": trust.file, "ca_path": trust.path, "verify_certificate": trust.verify}
 
 
 class RedisStreamFile(WindowedReader):
@@ -171,7 +166,7 @@ class RedisStreamFile(WindowedReader):
             "stall_timeout": stall_timeout,
             "retries": retries,
             "retry_seconds": retry_seconds,
-            **_tls_settings(certificate_handling),
+            **(_tls_settings(certificate_handling) if address.tls else {}),
         }
         if buffer_size is not None and buffer_size > 0:
             settings["receive_buffer_nbytes"] = min(buffer_size, 2**30)

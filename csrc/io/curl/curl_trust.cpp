@@ -130,6 +130,14 @@ class Shares {
 
 PerProcess<Shares> shares_of_process;
 
+void set_places(CURL* easy, const CurlTrust& trust, CURLoption file, CURLoption folder) {
+  if (!trust.ca_file.empty()) curl_easy_setopt(easy, file, trust.ca_file.c_str());
+  if (trust.ca_path.empty()) return;
+  curl_easy_setopt(easy, folder, trust.ca_path.c_str());
+  // A folder alone replaces the built-in bundle, as a file does.
+  if (trust.ca_file.empty()) curl_easy_setopt(easy, file, nullptr);
+}
+
 CURLcode use_store(CURL*, void* context, void* store) noexcept {
   SSL_CTX_set1_cert_store(static_cast<SSL_CTX*>(context), static_cast<X509_STORE*>(store));
   return CURLE_OK;
@@ -175,12 +183,13 @@ void apply_trust(CURL* easy, const CurlTrust& trust) {
     curl_easy_setopt(easy, CURLOPT_SSL_CTX_FUNCTION, &use_store);
     curl_easy_setopt(easy, CURLOPT_SSL_CTX_DATA, store);
   } else {
-    if (!trust.ca_file.empty()) curl_easy_setopt(easy, CURLOPT_CAINFO, trust.ca_file.c_str());
-    if (!trust.ca_path.empty()) {
-      curl_easy_setopt(easy, CURLOPT_CAPATH, trust.ca_path.c_str());
-      // A folder alone replaces the built-in bundle, as a file does.
-      if (trust.ca_file.empty()) curl_easy_setopt(easy, CURLOPT_CAINFO, nullptr);
-    }
+    // An https proxy is trusted like the server behind it; libcurl has options for each.
+    set_places(easy, trust, CURLOPT_CAINFO, CURLOPT_CAPATH);
+    set_places(easy, trust, CURLOPT_PROXY_CAINFO, CURLOPT_PROXY_CAPATH);
+  }
+  if (!trust.verify_peer) {
+    curl_easy_setopt(easy, CURLOPT_PROXY_SSL_VERIFYPEER, 0L);
+    curl_easy_setopt(easy, CURLOPT_PROXY_SSL_VERIFYHOST, 0L);
   }
   curl_easy_setopt(easy, CURLOPT_SSL_VERIFYPEER, trust.verify_peer ? 1L : 0L);
   curl_easy_setopt(easy, CURLOPT_SSL_VERIFYHOST, trust.verify_peer && trust.verify_host ? 2L : 0L);

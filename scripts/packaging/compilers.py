@@ -1,0 +1,74 @@
+"""The compilers that wheels are built with: zig's clang, told once which machine and which glibc to build for.
+
+Build systems want a program called ``cc``, so each tool becomes a small script. The target belongs into these scripts
+and not into ``CFLAGS``: configure's probes must look at the headers of that glibc too, not at the host's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+GLIBC = "2.28"
+# The oldest processor of the architecture; everything faster is chosen at run time.
+_BASELINE = {"x86_64": "x86_64", "aarch64": "generic"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Toolchain:
+    """Programs as environment variables have them, and what tells this toolchain from another one."""
+
+    environment: dict[str, str]
+    identity: str
+
+
+def zig_program(python: str = sys.executable) -> Path:
+    """The zig that is installed as the package ``ziglang`` of ``python``."""
+    code = "import ziglang, os; print(os.path.join(os.path.dirname(ziglang.__file__), 'zig'))"
+    result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        sys.exit(f"{python} has no package ziglang: pip install ziglang, or give --compiler system")
+    return Path(result.stdout.strip())
+
+
+def zig_toolchain(zig: Path, folder: Path, machine: str = platform.machine()) -> Toolchain:
+    """Scripts for ``zig`` in ``folder``: ``cc``, ``c++``, ``ar`` and ``ranlib``."""
+    if machine not in _BASELINE:
+        sys.exit(f"no wheels for {machine}: wanted one of {', '.join(_BASELINE)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    target = f"-target {machine}-linux-gnu.{GLIBC} -mcpu={_BASELINE[machine]} -fno-sanitize=undefined"
+    quoted = shlex.quote(str(zig))
+    texts = {
+        # Asked for its version alone, zig refuses the target with the glibc in it; OpenSSL chooses its assembly by it.
+        tool: (
+            "#!/bin/sh\n[ $# = 1 ] && case $1 in -v | --version | -dump*) "
+            f'exec {quoted} {tool} "$@" ;; esac\nexec {quoted} {tool} {target} "$@"\n'
+        )
+        for tool in ("cc", "c++")
+    }
+    texts |= {tool: f'#!/bin/sh\nexec {quoted} {tool} "$@"\n' for tool in ("ar", "ranlib")}
+    for tool, text in texts.items():
+        script = folder / tool
+        if not script.exists() or script.read_text() != text:
+            script.write_text(text)
+            script.chmod(0o755)
+    version = subprocess.run([str(zig), "version"], capture_output=True, text=True, check=True).stdout.strip()
+    # Found by their plain names: OpenSSL keeps the command line of its compiler as a text.
+    environment = {"CC": "cc", "CXX": "c++", "AR": "ar", "RANLIB": "ranlib"}
+    environment["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environment["ZIG_GLOBAL_CACHE_DIR"] = str(folder.parent / "zig-cache")
+    environment["ZIG_LOCAL_CACHE_DIR"] = str(folder.parent / "zig-cache")
+    return Toolchain(environment, f"zig {version} {target}")
+
+
+def system_toolchain() -> Toolchain:
+    """The compilers of ``CC``, ``CXX``, ``AR`` and ``RANLIB``, else those of the machine."""
+    defaults = {"CC": "cc", "CXX": "c++", "AR": "ar", "RANLIB": "ranlib"}
+    environment = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    version = subprocess.run([*shlex.split(environment["CC"]), "--version"], capture_output=True, text=True, check=True)
+    return Toolchain(environment, version.stdout.splitlines()[0])

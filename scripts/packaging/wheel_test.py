@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""Proves wheels: installs each in a clean virtual environment and in a bare Debian, and runs smoke.py there.
+
+    wheel_test.py [--require-root] WHEEL_OR_FOLDER ...
+
+Run with a Python that has what the tests need: its torch and other packages are lent to the environments, and the
+servers of ``tests/servers`` run beside them. What cannot be started is said in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from servers.certificates import make_certificates  # noqa: E402
+from servers.file_server import serve_folder  # noqa: E402
+from servers.http_faults import FaultyServer  # noqa: E402
+from servers.redis_server import RedisServer, redis_is_installed  # noqa: E402
+from servers.s3_server import S3Server, s3_is_installed  # noqa: E402
+
+SMOKE = Path(__file__).with_name("smoke.py")
+MIRROR = "http://deb.debian.org/debian"
+
+
+def lent_packages() -> list[str]:
+    """Folders with torch and the other packages that tensorizer needs, for a .pth file."""
+    import torch
+
+    return list(dict.fromkeys([sysconfig.get_paths()["purelib"], str(Path(torch.__file__).parents[1])]))
+
+
+def make_environment(folder: Path, wheel: Path) -> Path:
+    """A Python that has ``wheel`` installed by pip, and borrows the rest."""
+    venv.create(folder, with_pip=True, symlinks=True)
+    python = folder / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", str(wheel)]
+    subprocess.run(install, check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "lent.pth").write_text("".join(f"{path}\n" for path in lent_packages()))
+    return python
+
+
+@contextlib.contextmanager
+def servers(folder: Path, model: Path) -> Iterator[list[str]]:
+    """Arguments for smoke.py with the addresses of servers that have ``model``."""
+    arguments: list[str] = []
+    content = model.read_bytes()
+    with contextlib.ExitStack() as stack:
+        (folder / "public").mkdir()
+        shutil.copy(model, folder / "public" / "model.tensors")
+        arguments += ["--http", stack.enter_context(serve_folder(folder / "public")) + "/model.tensors"]
+        certificates = make_certificates(folder)
+        authority = folder / "public" / "authority.pem"
+        authority.write_bytes(certificates.authority.read_bytes())
+        https = stack.enter_context(FaultyServer(content, tls=certificates.context()))
+        arguments += ["--https", https.url]
+        if redis_is_installed():
+            for name, tls in (("redis", False), ("rediss", True)):
+                redis = stack.enter_context(RedisServer(tls=tls))
+                redis.client().set("model:0", content)
+                arguments += [f"--{name}", redis.uri("model")]
+                if redis.certificate:
+                    authority.write_bytes(authority.read_bytes() + redis.certificate.read_bytes())
+        else:
+            print("skipped: redis (no redis-server)")
+        if s3_is_installed():
+            s3 = stack.enter_context(S3Server())
+            s3.client().create_bucket(Bucket="models")
+            arguments += ["--s3", s3.endpoint, "--s3-bucket", "models"]
+            arguments += ["--s3-key", s3.access_key, "--s3-secret", s3.secret_key]
+        else:
+            print("skipped: s3 (no Swift)")
+        yield [*arguments, "--authority", str(authority)]
+
+
+def run_clean(python: Path, folder: Path, arguments: list[str]) -> None:
+    inside = python.parents[1]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TENSORIZER_"))}
+    command = [str(python), str(SMOKE), "--folder", str(folder), "--inside", str(inside), *arguments]
+    subprocess.run(command, check=True, cwd=folder, env=environment)
+
+
+def debian_root(suite: str, cache: Path) -> Path | None:
+    """A minimal Debian with python3 and nothing else, made once; None where this machine cannot."""
+    root = cache / "roots" / suite
+    stamp = cache / "roots" / f"{suite}.stamp"
+    if stamp.exists():
+        return root
+    if shutil.which("mmdebstrap") is None or os.geteuid() != 0:
+        return None
+    shutil.rmtree(root, ignore_errors=True)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        "mmdebstrap",
+        "--variant=minbase",
+        "--mode=root",
+        "--include=python3,python3-venv",
+        suite,
+        str(root),
+        MIRROR,
+    ]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        return None
+    stamp.touch()
+    return root
+
+
+# The root sees this machine's packages and the folder of the test, nothing else; the overlay keeps it as it was.
+IN_ROOT = """set -e
+mount -t tmpfs none "$WORK"
+mkdir "$WORK/upper" "$WORK/work" "$WORK/root"
+mount -t overlay none -o "lowerdir=$ROOT,upperdir=$WORK/upper,workdir=$WORK/work" "$WORK/root"
+for folder in $LENT; do
+  mkdir -p "$WORK/root$folder"
+  mount --bind -o ro "$folder" "$WORK/root$folder"
+done
+mount -t proc none "$WORK/root/proc"
+mount --bind /dev "$WORK/root/dev"
+exec chroot "$WORK/root" /bin/sh -ec '
+  python3 -m venv /environment
+  /environment/bin/pip install --quiet --no-index --no-deps "$1"
+  printf "%s\\\\n" $PACKAGES >"$(echo /environment/lib/python*/site-packages)/lent.pth"
+  mkdir /result
+  shift
+  exec /environment/bin/python "$@" --folder /result --inside /environment
+' sh "$@"
+"""
+
+
+def run_in_root(root: Path, wheel: Path, folder: Path, arguments: list[str]) -> None:
+    work = folder / "work"
+    work.mkdir()
+    packages = lent_packages()
+    lent = [*packages, str(SMOKE.parent), str(folder / "public"), str(wheel.parent)]
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "WORK": str(work), "ROOT": str(root)}
+    environment |= {"LENT": " ".join(lent), "PACKAGES": " ".join(packages), "LC_ALL": "C.UTF-8"}
+    command = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", IN_ROOT, "sh", str(wheel), str(SMOKE), *arguments]
+    subprocess.run(command, check=True, env=environment)
+
+
+def write_model(python: Path, folder: Path) -> Path:
+    """The file that the servers have: made by the wheel itself."""
+    run_clean(python, folder, [])
+    return folder / "model.tensors"
+
+
+def fits_this_python(wheel: Path) -> bool:
+    return f"-cp{sys.version_info[0]}{sys.version_info[1]}-" in wheel.name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL_OR_FOLDER")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"))
+    parser.add_argument("--require-root", action="store_true", help="fail where no bare Debian can be made")
+    options = parser.parse_args()
+    wheels = [w for path in options.wheels for w in (sorted(path.glob("*.whl")) if path.is_dir() else [path])]
+    fitting = [wheel.resolve() for wheel in wheels if fits_this_python(wheel)]
+    if not fitting:
+        sys.exit(f"no wheel for Python {platform.python_version()} among {[wheel.name for wheel in wheels]}")
+    for wheel in fitting:
+        with tempfile.TemporaryDirectory() as text:
+            folder = Path(text)
+            python = make_environment(folder / "environment", wheel)
+            model = write_model(python, folder)
+            with servers(folder, model) as arguments:
+                print(f"== {wheel.name} in a clean environment", flush=True)
+                run_clean(python, folder, arguments)
+                root = debian_root("bookworm", options.cache.resolve()) if sys.version_info[:2] == (3, 11) else None
+                if root is not None:
+                    print(f"== {wheel.name} in a bare Debian 12", flush=True)
+                    run_in_root(root, wheel, folder, arguments)
+                elif options.require_root:
+                    sys.exit("no bare Debian could be made (mmdebstrap, root, Python 3.11)")
+                else:
+                    print("skipped: a bare Debian (wants mmdebstrap, root and Python 3.11)")
+
+
+if __name__ == "__main__":
+    main()

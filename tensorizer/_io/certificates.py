@@ -1,0 +1,164 @@
+"""Whom to trust, decided once for https, uploads, ``rediss://`` and https proxies.
+
+The order: the caller's :class:`CAInfo`; ``CURL_CA_BUNDLE``; ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``;
+``REQUESTS_CA_BUNDLE``; what libcurl was built with, where that exists; the places where distributions keep their
+bundle; a folder of hashed certificates; the bundle of certifi or botocore. A variable that names something unreadable
+is an error: what somebody set on purpose is not passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from tensorizer._system.config import env_text
+from tensorizer.errors import StreamError
+
+if TYPE_CHECKING:
+    from tensorizer._io.options import CAInfo
+
+__all__ = ["Trust", "trust_for"]
+
+_logger = logging.getLogger("tensorizer")
+
+# Debian and Ubuntu; RHEL 8 to 10 and Amazon Linux 2023; Fedora 43 and RHEL 11; SUSE; others; older systems.
+BUNDLES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "/etc/ssl/ca-bundle.pem",
+    "/var/lib/ca-certificates/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+    "/etc/ssl/certs/ca-bundle.crt",
+    "/etc/pki/tls/cacert.pem",
+)
+# Only with names as `openssl rehash` gives them: RHEL's folder has none, and would count as trusting nobody.
+FOLDERS = ("/etc/ssl/certs", "/etc/pki/tls/certs")
+WAYS_OUT = "install the package ca-certificates (or certifi), set SSL_CERT_FILE, or pass CAInfo(cacert=...)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trust:
+    """Trust anchors as the C++ side takes them.
+
+    Attributes:
+        file: PEM file, or ``""``.
+        path: Folder of hashed certificates, or ``""``. Both empty leave it to libcurl and OpenSSL.
+        verify: Whether certificates are checked at all.
+    """
+
+    file: str = ""
+    path: str = ""
+    verify: bool = True
+
+
+_found: Optional[Trust] = None  # of the system; certificates do not move while a process runs
+
+
+def trust_for(certificates: Optional[CAInfo], *, secure: bool = True) -> Trust:
+    """The trust anchors of a connection.
+
+    Args:
+        certificates: The caller's choice, or ``None``.
+        secure: Whether the connection certainly uses TLS. Without, nothing that is missing or unreadable is an error:
+            the anchors are for a redirect to https, or an https proxy, which may never come.
+
+    Raises:
+        StreamError: A variable names something unreadable, or no certificates were found anywhere.
+    """
+    if certificates is not None:
+        return Trust(certificates.cacert or "", certificates.capath or "", not certificates.allow_untrusted)
+    return _of_environment(secure) or _of_system(secure)
+
+
+def _of_environment(secure: bool) -> Optional[Trust]:
+    for names in (("CURL_CA_BUNDLE",), ("SSL_CERT_FILE", "SSL_CERT_DIR"), ("REQUESTS_CA_BUNDLE",)):
+        values = {name: env_text(name) for name in names}
+        if not any(values.values()):
+            continue
+        if secure:
+            for name, value in values.items():
+                _require_readable(name, value)
+        first = values[names[0]] or ""
+        if names[0] == "REQUESTS_CA_BUNDLE" and os.path.isdir(first):
+            return Trust(path=first)
+        return Trust(file=first, path=values.get("SSL_CERT_DIR") or "")
+    return None
+
+
+def _require_readable(name: str, value: Optional[str]) -> None:
+    """Refuses a variable that would end in trusting nobody, or in a message that does not name it."""
+    if value is None:
+        return
+    wanted = "file" if name in ("CURL_CA_BUNDLE", "SSL_CERT_FILE") else "folder" if name == "SSL_CERT_DIR" else ""
+    # OpenSSL takes a list of folders.
+    paths = value.split(os.pathsep) if wanted == "folder" else [value]
+    fits = {"file": os.path.isfile, "folder": os.path.isdir, "": os.path.exists}[wanted]
+    if not any(fits(path) and os.access(path, os.R_OK) for path in paths):
+        raise StreamError(
+            f"no certificate to trust: environment variable {name} names {value}: wanted a readable {wanted or 'file'}"
+        )
+
+
+def _of_system(secure: bool) -> Trust:
+    global _found
+    if _found is not None:
+        return _found
+    trust = _of_libcurl() or _of_distribution()
+    if trust is None and secure:
+        trust = _of_package()
+        if trust is None:
+            tried = ", ".join([*BUNDLES, *(f"{folder}/????????.0" for folder in FOLDERS)])
+            raise StreamError(
+                "no certificate to trust: none of CURL_CA_BUNDLE, SSL_CERT_FILE, SSL_CERT_DIR and REQUESTS_CA_BUNDLE "
+                f"is set; not found: {tried}, and the Python packages certifi and botocore; {WAYS_OUT}"
+            )
+    if trust is None:
+        return Trust()
+    _found = trust
+    return trust
+
+
+def _of_libcurl() -> Optional[Trust]:
+    """What libcurl was built with, if it is there; named, so that connections without libcurl trust the same."""
+    from tensorizer import _C
+
+    built_in = _C.default_certificates()
+    if built_in is None:  # an old release, which does not say
+        return Trust()
+    file, folder = built_in
+    if os.path.isfile(file):
+        return Trust(file=file)
+    return Trust(path=folder) if folder and _is_hashed(folder) else None
+
+
+def _of_distribution() -> Optional[Trust]:
+    for file in BUNDLES:
+        if os.path.isfile(file) and os.access(file, os.R_OK):
+            return Trust(file=file)
+    for folder in FOLDERS:
+        if _is_hashed(folder):
+            return Trust(path=folder)
+    return None
+
+
+def _is_hashed(folder: str) -> bool:
+    return any(Path(folder).glob("????????.0"))
+
+
+def _of_package() -> Optional[Trust]:
+    """The bundle of a Python package: the last choice, for it is as old as the package."""
+    for name, inside in (("certifi", "cacert.pem"), ("botocore", "cacert.pem")):
+        spec = importlib.util.find_spec(name)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            file = os.path.join(folder, inside)
+            if os.path.isfile(file):
+                _logger.warning(
+                    "no certificates of the system found: trusting those of the package %s (%s)", name, file
+                )
+                return Trust(file=file)
+    return None

@@ -1,0 +1,247 @@
+"""Whom https, uploads, rediss:// and https proxies trust: one order, and errors that say what was tried."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+from servers.certificates import make_certificates
+from servers.http_faults import FaultyServer
+from servers.redis_server import RedisServer, redis_is_installed
+from servers.tls_proxy import tls_proxy
+
+from tensorizer import _C
+from tensorizer._io import certificates as module
+from tensorizer._io.certificates import Trust, trust_for
+from tensorizer.errors import StreamError
+from tensorizer.stream_io import CAInfo
+
+VARIABLES = ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "_found", None)
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    file = tmp_path / "bundle.pem"
+    file.write_text("")
+    return str(file)
+
+
+def nothing_on_this_machine(monkeypatch, tmp_path, packages=()):
+    """A system without certificates, where libcurl was built to know of none."""
+    monkeypatch.setattr(module, "BUNDLES", (str(tmp_path / "absent.pem"),))
+    monkeypatch.setattr(module, "FOLDERS", (str(tmp_path / "folder"),))
+    monkeypatch.setattr("tensorizer._C.default_certificates", lambda: ("", ""))
+    found = {name: module.importlib.util.find_spec(name) for name in packages}
+    monkeypatch.setattr(module.importlib.util, "find_spec", found.get)
+
+
+def test_the_callers_choice_goes_before_every_variable(monkeypatch, bundle, tmp_path):
+    for name in VARIABLES:
+        monkeypatch.setenv(name, str(tmp_path / "absent"))
+    assert trust_for(CAInfo(cacert=bundle)) == Trust(file=bundle)
+    assert trust_for(CAInfo(capath=str(tmp_path))) == Trust(path=str(tmp_path))
+    assert trust_for(CAInfo(allow_untrusted=True)) == Trust(verify=False)
+
+
+def test_variables_are_read_in_one_order_alone_and_in_pairs(monkeypatch, tmp_path):
+    values = {name: str(tmp_path / name) for name in VARIABLES}
+    for name, path in values.items():
+        Path(path).mkdir() if name == "SSL_CERT_DIR" else Path(path).touch()
+    expected = {
+        "CURL_CA_BUNDLE": Trust(file=values["CURL_CA_BUNDLE"]),
+        "SSL_CERT_FILE": Trust(file=values["SSL_CERT_FILE"]),
+        "SSL_CERT_DIR": Trust(path=values["SSL_CERT_DIR"]),
+        "REQUESTS_CA_BUNDLE": Trust(file=values["REQUESTS_CA_BUNDLE"]),
+    }
+    for chosen in [*itertools.combinations(VARIABLES, 1), *itertools.combinations(VARIABLES, 2)]:
+        with monkeypatch.context() as patch:
+            for name in chosen:
+                patch.setenv(name, values[name])
+            both = chosen == ("SSL_CERT_FILE", "SSL_CERT_DIR")
+            wanted = Trust(values["SSL_CERT_FILE"], values["SSL_CERT_DIR"]) if both else expected[chosen[0]]
+            assert trust_for(None) == wanted, chosen
+
+
+def test_a_folder_may_stand_in_requests_ca_bundle(monkeypatch, tmp_path):
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path))
+    assert trust_for(None) == Trust(path=str(tmp_path))
+
+
+def test_a_variable_that_names_something_unreadable_is_an_error_that_names_it(monkeypatch, tmp_path):
+    for name in VARIABLES:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, str(tmp_path / "absent"))
+            with pytest.raises(StreamError, match=rf"{name} names .*absent: wanted a readable"):
+                trust_for(None)
+            assert trust_for(None, secure=False) is not None, "plain http needs no certificate"
+
+
+def test_places_of_distributions_are_tried_in_their_order(monkeypatch, tmp_path, bundle):
+    nothing_on_this_machine(monkeypatch, tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "README").touch()
+    with pytest.raises(StreamError):
+        trust_for(None)  # a folder without hashed names trusts nobody
+    (folder / "0a1b2c3d.0").touch()
+    assert trust_for(None) == Trust(path=str(folder))
+    monkeypatch.setattr(module, "_found", None)
+    monkeypatch.setattr(module, "BUNDLES", (str(tmp_path / "absent.pem"), bundle))
+    assert trust_for(None) == Trust(file=bundle)
+
+
+def test_what_libcurl_was_built_with_goes_before_other_places_where_it_exists(monkeypatch, tmp_path, bundle):
+    (tmp_path / "0a1b2c3d.0").touch()
+    cases = [(None, Trust()), ((bundle, ""), Trust(bundle)), (("/absent", str(tmp_path)), Trust(path=str(tmp_path)))]
+    for built_in, wanted in cases:
+        nothing_on_this_machine(monkeypatch, tmp_path)
+        monkeypatch.setattr(module, "_found", None)
+        monkeypatch.setattr("tensorizer._C.default_certificates", lambda built_in=built_in: built_in)
+        assert trust_for(None) == wanted
+
+
+def test_packages_are_the_last_choice_and_said_so_once(monkeypatch, tmp_path, caplog):
+    nothing_on_this_machine(monkeypatch, tmp_path, packages=["botocore"])
+    first = trust_for(None)
+    assert Path(first.file).name == "cacert.pem"
+    assert trust_for(None) == first
+    assert len([record for record in caplog.records if "botocore" in record.message]) == 1
+
+
+def test_without_any_certificate_the_error_lists_what_was_tried_and_the_next_call_looks_again(
+    monkeypatch, tmp_path, bundle
+):
+    nothing_on_this_machine(monkeypatch, tmp_path)
+    with pytest.raises(StreamError) as caught:
+        trust_for(None)
+    for text in (*VARIABLES, "absent.pem", "????????.0", "certifi", "botocore", "ca-certificates", "CAInfo(cacert"):
+        assert text in str(caught.value)
+    assert trust_for(None, secure=False) == Trust()
+    monkeypatch.setattr(module, "BUNDLES", (bundle,))
+    assert trust_for(None) == Trust(file=bundle)
+
+
+def test_importing_and_plain_http_look_into_no_package(tmp_path):
+    program = """
+        import sys
+        import tensorizer
+        from tensorizer._io import certificates
+        from tensorizer.stream_io import CURLStreamFile
+        assert certificates._found is None
+        assert not {"certifi", "botocore"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=tmp_path)
+
+
+# -- in a mount namespace, with the files of other distributions -------------------------------------------------------
+
+LAYOUTS = {
+    "debian": "mkdir -p /etc/ssl/certs; cp $CA /etc/ssl/certs/ca-certificates.crt",
+    "rhel": "mkdir -p /etc/pki/tls/certs; cp $CA /etc/pki/tls/certs/ca-bundle.crt",
+    "fedora": "mkdir -p /etc/pki/ca-trust/extracted/pem; cp $CA /etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "suse": "mkdir -p /etc/ssl; cp $CA /etc/ssl/ca-bundle.pem",
+    "hashed folder": "mkdir -p /etc/ssl/certs; cp $SINGLE/*.pem /etc/ssl/certs; openssl rehash /etc/ssl/certs",
+    "folder without hashes": "mkdir -p /etc/ssl/certs /etc/pki/tls/certs; cp $CA /etc/ssl/certs/all.pem; "
+    "cp $CA /etc/pki/tls/certs/ca-bundle.crt",
+    "nothing": ":",
+}
+# Red Hat's setting that other builds of OpenSSL refuse, and a provider that is not there.
+HOSTILE = """openssl_conf = openssl_init
+[openssl_init]
+alg_section = evp_properties
+ssl_conf = ssl_module
+providers = providers
+[evp_properties]
+rh-allow-sha1-signatures = yes
+[providers]
+fips = fips_section
+[fips_section]
+activate = 1
+[ssl_module]
+system_default = tls
+[tls]
+Unknown = yes
+"""
+PROGRAM = """
+import sys
+from tensorizer import stream_io
+from tensorizer._io.redis import RedisStreamFile
+https, proxy, redis = sys.argv[1:]
+def attempt(name, read):
+    try:
+        print(name, read())
+    except OSError as error:
+        print(name, "untrusted" if "certificate" in str(error) else error)
+options = stream_io.HTTPOptions(proxy="", retries=0)
+attempt("https", lambda: stream_io.open_stream(https, http_options=options).read())
+options = stream_io.HTTPOptions(proxy=proxy, no_proxy="", retries=0)
+attempt("proxy", lambda: stream_io.open_stream(https, http_options=options).read())
+attempt("rediss", lambda: RedisStreamFile(redis, retries=0).read())
+"""
+SETUP = """set -e
+mount -t tmpfs none "$WORK"
+mkdir "$WORK/upper" "$WORK/work"
+mount -t overlay none -o "lowerdir=/etc,upperdir=$WORK/upper,workdir=$WORK/work" /etc
+rm -rf /etc/ssl /etc/pki
+"""
+
+
+def namespaces_work() -> bool:
+    if not sys.platform.startswith("linux") or shutil.which("unshare") is None or os.geteuid() != 0:
+        return False
+    probe = 'mount -t tmpfs none "$1" && mkdir "$1/u" "$1/w" && mount -t overlay none -o '
+    probe += '"lowerdir=/etc,upperdir=$1/u,workdir=$1/w" /etc'
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["unshare", "--mount", "sh", "-c", probe, "sh", folder]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not redis_is_installed(), reason="needs redis-server")
+def test_every_layout_of_certificates_serves_https_proxies_and_redis(tmp_path):
+    if not namespaces_work():
+        pytest.skip("needs root and mount namespaces")
+    certificates = make_certificates(tmp_path)
+    work = tmp_path / "work"
+    work.mkdir()
+    layouts = dict(LAYOUTS)
+    if _C.default_certificates() == ("", ""):  # a wheel reads no openssl.cnf; a build with the system's does
+        (tmp_path / "hostile.cnf").write_text(HOSTILE)
+        layouts["hostile"] = f"{LAYOUTS['debian']}; cp {tmp_path}/hostile.cnf /etc/ssl/openssl.cnf"
+    with (
+        FaultyServer(b"over https", tls=certificates.context()) as server,
+        tls_proxy(certificates.context()) as proxy,
+        RedisServer(tls=True) as redis,
+    ):
+        redis.client().set("model:0", b"over redis")
+        authorities = tmp_path / "authorities.pem"
+        authorities.write_bytes(certificates.authority.read_bytes() + redis.certificate.read_bytes())
+        single = tmp_path / "single"
+        single.mkdir()
+        (single / "one.pem").write_bytes(certificates.authority.read_bytes())
+        (single / "two.pem").write_bytes(redis.certificate.read_bytes())
+        for name, commands in layouts.items():
+            result = subprocess.run(
+                ["unshare", "--mount", "sh", "-c", f'{SETUP}{commands}\nexec "$@"', "sh", sys.executable, "-c",
+                 PROGRAM, server.url, proxy, redis.uri("model")],
+                env={**os.environ, "WORK": str(work), "CA": str(authorities), "SINGLE": str(single)},
+                capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
+            )  # fmt: skip
+            wanted = ["https b'over https'", "proxy b'over https'", "rediss b'over redis'"]
+            if name == "nothing":
+                wanted = ["https untrusted", "proxy untrusted", "rediss untrusted"]
+            assert result.stdout.splitlines() == wanted, (name, result.stdout, result.stderr)

@@ -1,0 +1,233 @@
+"""Wheels and releases: the lock file, the check of wheels, equal bytes, and workflows that call scripts which exist."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tensorizer._C
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts" / "packaging"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PYTHONS = ["3.9", "3.10", "3.11", "3.12", "3.13", "3.14"]
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="wheels are for Linux")
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Imports one of the scripts."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module
+
+
+# -- the lock file -----------------------------------------------------------------------------------------------------
+
+
+def test_every_locked_file_has_a_hash_and_an_address(scripts):
+    lock, recipes = scripts("lock"), scripts("build_deps")
+    libraries = lock.read_libraries()
+    assert {library.name for library in libraries} == set(recipes.RECIPES)
+    for library in libraries:
+        for locked in (library.archive, library.patches):
+            assert re.fullmatch(r"[0-9a-f]{64}", locked.sha256), locked.file
+            assert locked.urls, locked.file
+    assert all(re.fullmatch(r"[0-9a-f]{64}", digest) for tool in lock.read_tools() for digest in tool.sha256)
+
+
+def test_a_file_that_differs_from_the_lock_ends_the_build(scripts, tmp_path):
+    lock = scripts("lock")
+    (tmp_path / "source").write_bytes(b"right")
+    url = (tmp_path / "source").as_uri()
+    right = lock.LockedFile("file", hashlib.sha256(b"right").hexdigest(), (f"{url}.absent", url))
+    assert lock.fetch(right, tmp_path / "cache").read_bytes() == b"right"
+    wrong = lock.LockedFile("other", hashlib.sha256(b"wrong").hexdigest(), (url,))
+    with pytest.raises(SystemExit, match=f"other: wanted SHA-256 {wrong.sha256}, found"):
+        lock.fetch(wrong, tmp_path / "cache")
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["file"]
+    (tmp_path / "cache" / "file").write_bytes(b"damaged later")
+    assert lock.fetch(right, tmp_path / "cache").read_bytes() == b"right"
+
+
+def test_a_library_is_built_again_when_its_sources_its_recipe_or_its_compiler_change(scripts):
+    lock, deps, compilers = scripts("lock"), scripts("build_deps"), scripts("compilers")
+    libraries = {library.name: library for library in lock.read_libraries()}
+    one, other = (compilers.Toolchain({}, name) for name in ("one", "other"))
+    keys = {name: deps.key_of(library, one, {}) for name, library in libraries.items()}
+    assert len(set(keys.values())) == len(keys)
+    assert deps.key_of(libraries["hiredis"], other, {}) != keys["hiredis"]
+    assert deps.key_of(libraries["curl"], one, {"openssl": "built anew"}) != keys["curl"]
+    assert deps.key_of(libraries["hiredis"], one, {"openssl": "built anew"}) == keys["hiredis"]
+
+
+# -- the check of wheels -----------------------------------------------------------------------------------------------
+
+
+def write_wheel(path, files):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def complete_files(scripts):
+    names = [f"tensorizer/{name}" for name in scripts("check_wheel").REQUIRED]
+    names += [f"tensorizer-1.dist-info/licenses/{lib.name}.txt" for lib in scripts("lock").read_libraries()]
+    return dict.fromkeys([*names, "tensorizer-1.dist-info/sboms/tensorizer.cdx.json"], "")
+
+
+def test_a_wheel_is_refused_for_each_thing_it_lacks_or_holds_too_much(scripts, tmp_path):
+    check, good = scripts("check_wheel"), complete_files(scripts)
+    assert check.wrong_content(list(good)) == []
+    for name in good:
+        assert len(check.wrong_content([other for other in good if other != name])) == 1, name
+    for name in ("tensorizer/x.h", "tensorizer/libz.a", "tests/test_x.py", "tensorizer/x.pyc"):
+        assert check.wrong_content([*good, name]) == [f"holds {name}"]
+    wheel = write_wheel(tmp_path / "tensorizer-1-cp311-cp311-linux_x86_64.whl", good)
+    complaints = check.wrong_wheel(wheel, [])
+    assert "its name lacks manylinux_2_28" in complaints
+    assert any("wanted tensorizer/_C alone" in complaint for complaint in complaints)
+
+
+def test_a_module_is_refused_that_needs_libraries_of_the_system(scripts):
+    """The module that these tests run with is one, unless it comes from a wheel."""
+    check, module = scripts("check_wheel"), Path(tensorizer._C.__file__)
+    complaints = check.wrong_module(module, [b"PyInit__C"])
+    assert "holds the text PyInit__C" in complaints
+    if tensorizer._C.default_certificates() != ("", ""):
+        assert any(complaint.startswith("needs libcurl.so.4") for complaint in complaints)
+        assert any(re.match(r"expects (curl|SSL|sodium)_\w+ of another module", c) for c in complaints)
+    assert not any(complaint.startswith("exports") for complaint in complaints)
+
+
+def test_a_finished_wheel_has_licences_components_and_a_right_record_and_equal_bytes_each_time(
+    scripts, tmp_path, monkeypatch
+):
+    finish = scripts("finish_wheel")
+    prefix = tmp_path / "prefix" / "licences"
+    prefix.mkdir(parents=True)
+    for library in scripts("lock").read_libraries():
+        (prefix / f"{library.name}.txt").write_text(f"licence of {library.name}")
+    files = {"tensorizer/__init__.py": "", "tensorizer/_C.so": "x" * 1000, "tensorizer-1.dist-info/METADATA": "m"}
+    wheel = write_wheel(tmp_path / "tensorizer-1-x.whl", {**files, "tensorizer-1.dist-info/RECORD": "old"})
+    reverse = dict(reversed(list(files.items())))
+    same = write_wheel(tmp_path / "tensorizer-1-y.whl", {"tensorizer-1.dist-info/RECORD": "other", **reverse})
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    for source, target in ((wheel, "a"), (same, "b")):
+        finish.rewrite(source, tmp_path / target, prefix.parent)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    with zipfile.ZipFile(tmp_path / "a") as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    record = list(csv.reader(io.StringIO(content["tensorizer-1.dist-info/RECORD"].decode())))
+    assert {row[0] for row in record} == set(content)
+    for name, digest, nbytes in record:
+        if not name.endswith("RECORD"):
+            sha256 = base64.urlsafe_b64encode(hashlib.sha256(content[name]).digest()).rstrip(b"=").decode()
+            assert (digest, int(nbytes)) == (f"sha256={sha256}", len(content[name])), name
+    listed = json.loads(content["tensorizer-1.dist-info/sboms/tensorizer.cdx.json"])
+    versions = {component["name"]: component["version"] for component in listed["components"]}
+    for library in scripts("lock").read_libraries():
+        assert versions[library.name] == library.version
+        assert content[f"tensorizer-1.dist-info/licenses/{library.name}.txt"].decode().endswith(library.name)
+
+
+# -- compilers ---------------------------------------------------------------------------------------------------------
+
+
+def test_compiler_scripts_name_the_old_glibc_except_when_asked_for_their_version(scripts, tmp_path):
+    compilers = scripts("compilers")
+    fake = tmp_path / "zig"
+    fake.write_text('#!/bin/sh\necho "$@"\n')
+    fake.chmod(0o755)
+    toolchain = compilers.zig_toolchain(fake, tmp_path / "tools", "x86_64")
+
+    def run(*command):
+        environment = {**os.environ, **toolchain.environment}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+    assert run("c++", "-c", "x.cpp")[:4] == ["c++", "-target", "x86_64-linux-gnu.2.28", "-mcpu=x86_64"]
+    for option in ("-v", "--version", "-dumpversion"):
+        assert run("cc", option) == ["cc", option]
+    assert run("ar", "x") == ["ar", "x"]
+    with pytest.raises(SystemExit, match="no wheels for pdp11"):
+        compilers.zig_toolchain(fake, tmp_path / "tools", "pdp11")
+
+
+# -- what the repository says of itself --------------------------------------------------------------------------------
+
+
+def test_python_versions_agree_everywhere():
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'requires-python = ">=(\S+)"', project)[1] == PYTHONS[0]
+    assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project) == PYTHONS
+    built = re.search(r'^build = "(.+)"$', project, re.MULTILINE)[1]
+    assert built.split() == [f"cp{version.replace('.', '')}-*" for version in PYTHONS]
+    tests = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    assert json.loads(re.search(r"python: (\[.+\])", tests)[1]) == PYTHONS
+    install = (ROOT / "docs" / "install.md").read_text()
+    assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in install
+
+
+def steps_of(workflow):
+    yaml = pytest.importorskip("yaml")
+    for name, job in yaml.safe_load(workflow.read_text())["jobs"].items():
+        for step in job["steps"]:
+            yield name, step
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_pin_actions_by_commit_and_hold_no_logic(workflow):
+    for job, step in steps_of(workflow):
+        if "uses" in step:
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"]), (job, step)
+            if step["uses"].startswith("actions/checkout") and workflow.stem != "docs":
+                assert step["with"]["persist-credentials"] is False, job
+        else:
+            assert len(step["run"].strip().splitlines()) == 1, f"{job}: logic belongs into scripts/"
+            for script in re.findall(r"(?:scripts|\.ci)/[\w./-]+", step["run"]):
+                assert os.access(ROOT / script, os.X_OK), script
+            for target in re.findall(r"^make ([\w-]+)", step["run"]):
+                assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+
+
+def test_workflows_give_no_job_more_rights_than_it_needs():
+    yaml = pytest.importorskip("yaml")
+    allowed = {
+        ("publish", "publish"): {"actions": "read", "id-token": "write"},
+        ("docs", "publish"): {"contents": "write"},
+    }
+    for workflow in WORKFLOWS:
+        content = yaml.safe_load(workflow.read_text())
+        assert content["permissions"] == {"contents": "read"}, workflow.name
+        for name, job in content["jobs"].items():
+            assert job.get("permissions") == allowed.get((workflow.stem, name)), (workflow.name, name)
+
+
+def test_scripts_that_cibuildwheel_calls_exist():
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text[text.index("[tool.cibuildwheel]") : text.index("[tool.ruff]")]
+    named = re.findall(r"scripts/[\w./-]+", section)
+    assert len(named) >= 3
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_shell_scripts_parse():
+    if shutil.which("bash") is None:
+        pytest.skip("no bash")
+    for script in [*SCRIPTS.glob("*.sh"), *(ROOT / "scripts").glob("*.sh")]:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        assert os.access(script, os.X_OK), script

@@ -1,0 +1,123 @@
+"""The site: charts come from the benchmark's figures, links lead somewhere, no page scrolls sideways in a browser."""
+
+from __future__ import annotations
+
+import html.parser
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ASSETS = ROOT / "docs" / "assets"
+WIDTHS = (1280, 390)
+# Asks the browser itself; the answer is the page's title in the printed document.
+PROBE = (
+    "<script>addEventListener('load', () => { document.title = 'W' + document.documentElement.scrollWidth })</script>"
+)
+
+
+@pytest.fixture
+def chart(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "site"))
+    return pytest.importorskip("chart")
+
+
+def test_pictures_of_the_repository_are_what_the_figures_give(chart):
+    for file in sorted(ASSETS.glob("*.json")):
+        (case,) = json.loads(file.read_text())["cases"]
+        for theme in chart.THEMES:
+            assert (ASSETS / f"{case['name']}-{theme}.svg").read_text() == chart.draw(case, theme), file.name
+
+
+def test_a_chart_names_every_figure_and_draws_lengths_in_proportion(chart):
+    results = [("ours", "this <one>", 4.0), ("other", "that", 1.0), ("limit", "limit", 8.0), ("other", "failed", None)]
+    case = {"title": "load", "unit": "GB/s", "results": [dict(zip(("role", "label", "shown"), r)) for r in results]}
+    for theme in chart.THEMES:
+        tree = ElementTree.fromstring(chart.draw(case, theme))
+        texts = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
+        assert texts == ["load, GB/s", "this <one>", "4", "that", "1", "limit of the machine: 8"]
+        ours, other = (float(bar.get("width")) for bar in tree.iter("{http://www.w3.org/2000/svg}rect"))
+        assert ours == pytest.approx(4 * other, abs=0.5)
+
+
+class Page(html.parser.HTMLParser):
+    """Addresses that a page refers to, and the places in it that others can refer to."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.targets, self.places = [], set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.targets += [found[name] for name in ("href", "src", "srcset") if found.get(name)]
+        self.places |= {found[name] for name in ("id", "name") if found.get(name)}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
+        pytest.skip("needs mkdocs-material (make docs installs it)")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    return folder
+
+
+@pytest.mark.slow
+def test_every_link_within_the_site_leads_to_a_page_and_a_place(site):
+    pages = {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) > 10
+    wrong = []
+    for path, page in pages.items():
+        for target in page.targets:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            goal = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            goal = goal / "index.html" if goal.is_dir() else goal
+            place = unquote(parts.fragment)
+            if not goal.exists() or (place and goal in pages and place not in pages[goal].places | {"__top"}):
+                wrong.append(f"{path.relative_to(site)}: {target}")
+    assert wrong == []
+
+
+@pytest.mark.slow
+def test_no_page_scrolls_sideways_in_a_browser(site, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("needs chromium")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--hide-scrollbars"]
+    wide = []
+    for page in ("index.html", "install/index.html", "performance/index.html", "quickstart/index.html"):
+        for width in WIDTHS:
+            picture = tmp_path / f"{Path(page).parent.name or 'home'}-{width}.png"
+            frame = tmp_path / "frame.html"
+            # Headless windows have a least width of their own; a frame has any.
+            address = (site / page).as_uri()
+            frame.write_text(f'<iframe src="{address}" style="border:0;width:{width}px;height:2000px"></iframe>')
+            size = f"--window-size={max(width, 600)},2000"
+            shot = [browser, *options, size, f"--screenshot={picture}", frame.as_uri()]
+            subprocess.run(shot, check=True, capture_output=True, timeout=120)
+            assert picture.stat().st_size > 10_000
+            probed = site / Path(page).parent / "probe.html"
+            probed.write_text((site / page).read_text(encoding="utf-8").replace("</head>", f"{PROBE}</head>"))
+            frame.write_text(
+                f'<iframe id="f" src="{probed.as_uri()}" style="border:0;width:{width}px;height:2000px"></iframe>'
+                "<script>f.onload = () => setTimeout(() => { document.title = f.contentDocument.title }, 500)</script>"
+            )
+            dump = [browser, *options, size, "--virtual-time-budget=5000", "--dump-dom", frame.as_uri()]
+            text = subprocess.run(dump, check=True, capture_output=True, text=True, timeout=120).stdout
+            probed.unlink()
+            found = text.partition("<title>W")[2].partition("</title>")[0]
+            assert found.isdigit(), text[:500]
+            if int(found) > width:
+                wide.append((page, width, int(found)))
+    assert wide == []
