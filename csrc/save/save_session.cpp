@@ -8,7 +8,7 @@
 #include "core/checked_math.h"
 #include "core/endian.h"
 #include "core/error.h"
-#include "core/run_workers.h"
+#include "core/run_units.h"
 #include "core/stop.h"
 #include "core/threads.h"
 #include "crypto/chunked_box.h"
