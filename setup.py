@@ -21,8 +21,6 @@ if int(setuptools.__version__.split(".")[0]) < 64:  # would build a package name
 from torch.utils.cpp_extension import BuildExtension, include_paths
 
 ROOT = Path(__file__).parent.resolve()
-KERNELS = ROOT / "csrc" / "device" / "cuda" / "kernels"
-GENERATED = ROOT / "build" / "generated"
 
 # pkg-config name, a header that proves it, link flag, and the package on Debian, Fedora and Homebrew
 LIBRARIES = [
@@ -155,7 +153,7 @@ def make_extension() -> Extension:
     return Extension(
         "tensorizer._C",
         sources=source_files(),
-        include_dirs=[str(ROOT / "csrc"), str(GENERATED), *include_paths()],
+        include_dirs=[str(ROOT / "csrc"), *include_paths()],
         depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")),
         extra_compile_args=[*COMPILE_FLAGS, *compile_flags, *sanitizer_flags()],
         extra_link_args=[*LINK_FLAGS, *link_flags, *sanitizer_flags()],
@@ -163,17 +161,8 @@ def make_extension() -> Extension:
     )
 
 
-class Build(BuildExtension):
-    """Compiles the CUDA kernels first, where there is an nvcc; without one the extension has none."""
-
-    def build_extensions(self) -> None:
-        script = KERNELS / "compile_kernels.py"
-        subprocess.run([sys.executable, str(script), str(GENERATED / "tensorizer_kernels.inc")], check=True)
-        super().build_extensions()
-
-
 setup(
     license="MIT",
     ext_modules=[make_extension()],
-    cmdclass={"build_ext": Build.with_options(use_ninja=True, no_python_abi_suffix=False)},
+    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True, no_python_abi_suffix=False)},
 )

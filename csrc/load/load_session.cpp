@@ -75,7 +75,7 @@ void LoadSession::make_plan() {
   plan.unit_nbytes = traits.unit_nbytes;
   plan.gap_nbytes = traits.gap_nbytes;
   if (options.engine != nullptr) {
-    plan.buffer_nbytes = options.engine->slot_nbytes();
+    plan.buffer_nbytes = options.engine->buffer_nbytes();
     plan.unit_nbytes = std::min(plan.unit_nbytes, plan.buffer_nbytes);
     // Bytes leave their buffer once they are hashed: several chains must be under way.
     if (options.verify && workers_ > 1) plan.large_at_once = kDealtPerWorker * workers_;
@@ -97,7 +97,8 @@ void LoadSession::make_plan() {
   job_.plan = plan_load(job_.opened->index, selection, plan);
 
   const std::vector<Unit>& units = job_.plan.units;
-  if (traits.prompt && !is_staged() && units.size() <= kBriefUnits) {
+  const bool waits = options.engine != nullptr && !options.engine->is_ready();
+  if (traits.prompt && !has_crypt_info() && !waits && units.size() <= kBriefUnits) {
     uint64_t total = 0;
     for (const Unit& unit : units) total += unit.nbytes;
     brief_ = total <= kBriefNbytes;
@@ -107,12 +108,9 @@ void LoadSession::make_plan() {
 }
 
 void LoadSession::run(const std::stop_token& stop) {
-  device::CopyEngine* const engine = job_.options.engine;
   try {
     run_workers(stop);
-    if (engine != nullptr) engine->drain();
   } catch (...) {
-    if (engine != nullptr) engine->abandon();
     if (has_crypt_info()) wipe_destinations();
     throw;
   }

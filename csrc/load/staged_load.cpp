@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <map>
 
 #include "core/checked_math.h"
@@ -52,12 +53,14 @@ struct StagedLoad::Shared {
 class StagedLoad::Worker final : public UnitWorker {
  public:
   Worker(Shared& shared, const std::stop_token& stop)
-      : shared_(shared), job_(shared.job), stop_(stop) {}
+      : shared_(shared), job_(shared.job), stop_(stop) {
+    if (job_.options.engine != nullptr) lane_ = job_.options.engine->make_lane();
+  }
 
   bool help() override { return job_.digester && job_.digester->help(); }
 
   void prepare() override {
-    if (on_device()) slot_ = job_.options.engine->acquire(stop_);
+    if (lane_) take_buffer();
   }
 
   void process(size_t number) override {
@@ -82,8 +85,8 @@ class StagedLoad::Worker final : public UnitWorker {
   }
 
   void finish() override {
-    slot_ = {};
     if (job_.digester) job_.digester->finish(stop_);
+    if (lane_) lane_->finish(stop_);
   }
 
  private:
@@ -91,13 +94,22 @@ class StagedLoad::Worker final : public UnitWorker {
     uint32_t target, step;
   };
 
-  bool on_device() const noexcept { return job_.options.engine != nullptr; }
+  // A buffer goes on once its copies are done and its steps are hashed. Two or three are under way,
+  // so that a worker has steps of several tensors to hash side by side.
+  void take_buffer() {
+    buffer_ = device::next_buffer(*lane_, stop_, [this] {
+      if (hashing_.empty()) return;
+      for (const Step& step : hashing_.front()) job_.digester->wait(step.target, step.step, stop_);
+      hashing_.pop_front();
+    });
+    hashing_.emplace_back();
+  }
 
   // All bytes of the unit, as they are in the file.
   const std::byte* read_image(const Unit& unit) {
     io::Slice into;
-    if (on_device() && !shared_.cipher && unit.payload_nbytes > 0) {
-      into = slot_.bytes().first(unit.nbytes);
+    if (lane_ && !shared_.cipher && unit.payload_nbytes > 0) {
+      into = buffer_.first(unit.nbytes);
     } else {
       if (const std::byte* there = job_.source.view(unit.offset, unit.nbytes)) return there;
       if (image_.size() < unit.nbytes) image_.resize(unit.nbytes);
@@ -126,8 +138,8 @@ class StagedLoad::Worker final : public UnitWorker {
       return;
     }
     std::byte* const plain =
-        on_device() ? slot_.bytes().data() + piece.unit_offset
-                    : job_.targets[piece.target].destination.data + piece.target_offset;
+        lane_ ? buffer_.data() + piece.unit_offset
+              : job_.targets[piece.target].destination.data + piece.target_offset;
     job_.naming(piece.target, [&] {
       shared_.cipher->open(piece.target, piece.target_offset, stored, plain, stop_);
     });
@@ -138,7 +150,7 @@ class StagedLoad::Worker final : public UnitWorker {
   void deliver(const Piece& piece, std::span<const std::byte> plain) {
     if (job_.digester) digest(piece, plain);
     const device::Destination& to = job_.targets[piece.target].destination;
-    if (!on_device() || piece.target_offset >= to.nbytes) return;
+    if (!lane_ || piece.target_offset >= to.nbytes) return;
     copies_.push_back({piece.unit_offset, to.data + piece.target_offset,
                        std::min(piece.nbytes, to.nbytes - piece.target_offset)});
   }
@@ -150,15 +162,12 @@ class StagedLoad::Worker final : public UnitWorker {
     }
     shared_.wait_for_header(piece.target, stop_);
     job_.digester->add(piece.target, piece.step, plain);
-    if (on_device()) hashing_.push_back({piece.target, piece.step});
+    if (lane_) hashing_.back().push_back({piece.target, piece.step});
   }
 
   void send() {
-    for (const Step& step : hashing_) job_.digester->wait(step.target, step.step, stop_);
-    hashing_.clear();
-    if (!copies_.empty()) job_.options.engine->submit(std::move(slot_), copies_);
+    if (!copies_.empty()) lane_->send(copies_, stop_);
     copies_.clear();
-    slot_ = {};
   }
 
   // --- chunks that straddle pieces ---
@@ -172,7 +181,7 @@ class StagedLoad::Worker final : public UnitWorker {
     const std::span<std::byte> whole(place, job_.entry_of(target).data_nbytes);
     job_.naming(target, [&] { shared_.cipher->open(target, 0, whole, place, stop_); });
     if (job_.digester) digest_gathered(target, whole);
-    if (on_device()) complete_.push_back(target);
+    if (lane_) complete_.push_back(target);
   }
 
   void digest_gathered(uint32_t target, std::span<const std::byte> whole) {
@@ -187,22 +196,22 @@ class StagedLoad::Worker final : public UnitWorker {
       job_.digester->add(target, step,
                          whole.subspan(at, std::min<uint64_t>(part, whole.size() - at)));
     }
-    if (on_device()) hashing_.push_back({target, steps - 1});
   }
 
-  // After the unit's own slot was submitted: a worker never waits for a slot while it holds one.
   void send_gathered(uint32_t target) {
     const std::byte* const plain = shared_.gathering_place(target);
     const device::Destination& to = job_.targets[target].destination;
     const uint64_t nbytes = std::min<uint64_t>(job_.entry_of(target).data_nbytes, to.nbytes);
     for (uint64_t done = 0; done < nbytes;) {
-      device::SlotLease slot = job_.options.engine->acquire(stop_);
-      const uint64_t n = std::min<uint64_t>(slot.bytes().size(), nbytes - done);
-      std::memcpy(slot.bytes().data(), plain + done, n);
+      take_buffer();
+      const uint64_t n = std::min<uint64_t>(buffer_.size(), nbytes - done);
+      std::memcpy(buffer_.data(), plain + done, n);
       const device::CopyPiece copy{0, to.data + done, n};
-      job_.options.engine->submit(std::move(slot), {&copy, 1});
+      lane_->send({&copy, 1}, stop_);
       done += n;
     }
+    const uint32_t steps = job_.plan.hash_steps[target];
+    if (job_.digester && steps > 0) job_.digester->wait(target, steps - 1, stop_);
     MutexLock lock(shared_.mutex);
     shared_.gathered.erase(target);
   }
@@ -210,12 +219,13 @@ class StagedLoad::Worker final : public UnitWorker {
   Shared& shared_;
   LoadJob& job_;
   const std::stop_token stop_;
-  device::SlotLease slot_;
+  std::unique_ptr<device::Lane> lane_;  // set iff bound for a device
+  std::span<std::byte> buffer_;         // of the lane, for the unit at hand
   std::vector<std::byte> image_;
   std::vector<digest::RecordDigester::Whole> whole_;
   std::vector<device::CopyPiece> copies_;
-  std::vector<Step> hashing_;       // steps whose bytes are in the slot
-  std::vector<uint32_t> complete_;  // gathered device tensors that this unit completed
+  std::deque<std::vector<Step>> hashing_;  // per buffer under way, oldest first: steps in it
+  std::vector<uint32_t> complete_;         // gathered device tensors that this unit completed
 };
 
 StagedLoad::StagedLoad(LoadJob& job) : shared_(std::make_unique<Shared>(job)) {}
