@@ -55,7 +55,7 @@ $(VENV)/stamp-build: $(BUILD_INPUTS) $(VENV)/stamp-torch
 .PHONY: build
 build: $(VENV)/stamp-build  ## the virtual environment with the compiled module
 
-# ---- what a visitor types -------------------------------------------------------------------------------------------
+# ---- what a new user types -------------------------------------------------------------------------------------------
 
 MODEL ?=
 .PHONY: demo
@@ -103,14 +103,14 @@ bench-gpu:  ## loads to and saves from the GPU against the link and others (SIZE
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/native/*.h' 'tests/native/*.cpp' 'benchmarks/*.cpp')
 
 .PHONY: lint format types
-lint: system-lint $(VENV)/stamp-dev  ## ruff, clang-format, codespell, mypy --strict, clang-tidy (TIDY_ROOMS='core format')
+lint: system-lint $(VENV)/stamp-dev  ## ruff, clang-format, codespell, mypy --strict, clang-tidy (TIDY_FOLDERS='core format')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell $$(git ls-files --cached --others --exclude-standard)
 	@echo clang-format --dry-run -Werror
 	@$(if $(strip $(CXX_FILES)),clang-format --dry-run -Werror $(CXX_FILES))
 	$(BIN)/mypy --strict
-	@JOBS=$(JOBS) scripts/tidy.sh $(TIDY_ROOMS)
+	@JOBS=$(JOBS) scripts/tidy.sh $(TIDY_FOLDERS)
 
 format: system-lint $(VENV)/stamp-dev  ## rewrite Python and C++ in the project's style
 	$(BIN)/ruff check --fix .

@@ -46,7 +46,9 @@ def copy_tensors(
     """
     count = 0
     with (
-        TensorDeserializer(infile, device="cpu", lazy_load=True, verify_hash=True, encryption=decryption) as source,
+        TensorDeserializer(
+            infile, device="cpu", lazy_load=True, verify_hash=True, allow_missing_hashes=True, encryption=decryption
+        ) as source,
         TensorSerializer(outfile, encryption=encryption) as target,
     ):
         for module_index, tensor_type, name, tensor in source.read_tensors(cache=False):

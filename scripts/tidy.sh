@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# clang-tidy over rooms of csrc/. usage: tidy.sh [ROOM...]; without rooms, those that differ from main; where nothing
+# clang-tidy over folders of csrc/. usage: tidy.sh [FOLDER...]; without folders, those that differ from main; where nothing
 # does, all of them, but without the analyzer, which takes three times as long as everything else together.
 # A file that passed is not checked again until it, a header or the settings change.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/tidy
 
-rooms=("$@") without=""
-if [ ${#rooms[@]} = 0 ] && git rev-parse --verify --quiet origin/main >/dev/null; then
-  mapfile -t rooms < <(git diff --name-only "$(git merge-base HEAD origin/main)" -- csrc | cut -d/ -f2 | sort -u)
+folders=("$@") without=""
+if [ ${#folders[@]} = 0 ] && git rev-parse --verify --quiet origin/main >/dev/null; then
+  mapfile -t folders < <(git diff --name-only "$(git merge-base HEAD origin/main)" -- csrc | cut -d/ -f2 | sort -u)
 fi
-if [ ${#rooms[@]} = 0 ]; then
+if [ ${#folders[@]} = 0 ]; then
   without="--checks=-clang-analyzer-*"
-  mapfile -t rooms < <(find csrc -mindepth 1 -maxdepth 1 -type d ! -name bind -printf '%f\n' | sort)
+  mapfile -t folders < <(find csrc -mindepth 1 -maxdepth 1 -type d ! -name bind -printf '%f\n' | sort)
 fi
 
 cmake -S tests/native -B $build -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DTENSORIZER_FUZZ=ON \
@@ -37,9 +37,9 @@ export -f check
 export common without
 mkdir -p $build/passed
 files=()
-for room in "${rooms[@]}"; do
-  [ -d "csrc/$room" ] && [ "$room" != bind ] || continue
-  mapfile -t -O ${#files[@]} files < <(find "csrc/$room" -name '*.cpp' | sort)
+for folder in "${folders[@]}"; do
+  [ -d "csrc/$folder" ] && [ "$folder" != bind ] || continue
+  mapfile -t -O ${#files[@]} files < <(find "csrc/$folder" -name '*.cpp' | sort)
 done
-echo "clang-tidy: ${rooms[*]} (${#files[@]} files)"
+echo "clang-tidy: ${folders[*]} (${#files[@]} files)"
 [ ${#files[@]} = 0 ] || printf '%s\0' "${files[@]}" | xargs -0 -n 1 -P "${JOBS:-2}" bash -c 'set -euo pipefail; check "$1"' _

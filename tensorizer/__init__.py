@@ -1,22 +1,43 @@
-"""tensorizer: PyTorch models, state dicts and checkpoints to one file, and back at the speed of the hardware."""
+"""tensorizer: PyTorch models, state dicts and checkpoints to one file, and back at the speed of the hardware.
+
+Names and submodules are resolved when they are first asked for, so that ``import tensorizer`` by itself imports neither
+torch nor numpy.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-from tensorizer import serialization as serialization
-from tensorizer import stream_io, torch_compat, utils
 from tensorizer._version import __version__ as __version__
-from tensorizer.errors import HashMismatchError as HashMismatchError
-from tensorizer.serialization import (
-    CryptographyError,
-    DecryptionParams,
-    EncryptionParams,
-    FilterFuncType,
-    TensorDeserializer,
-    TensorSerializer,
-    TensorType,
-)
+from tensorizer.errors import *  # noqa: F403 - every exception of the package
+
+if TYPE_CHECKING:
+    from tensorizer import cuda as cuda
+    from tensorizer import deserializer as deserializer
+    from tensorizer import encryption as encryption
+    from tensorizer import errors as errors
+    from tensorizer import integrations as integrations
+    from tensorizer import legacy as legacy
+    from tensorizer import module_tree as module_tree
+    from tensorizer import progress as progress
+    from tensorizer import protobuf as protobuf
+    from tensorizer import s3 as s3
+    from tensorizer import serialization as serialization
+    from tensorizer import serializer as serializer
+    from tensorizer import stream_io as stream_io
+    from tensorizer import tensors_pb2 as tensors_pb2
+    from tensorizer import torch_compat as torch_compat
+    from tensorizer import utils as utils
+    from tensorizer._format.entries import FilterFuncType as FilterFuncType
+    from tensorizer._format.entries import TensorType as TensorType
+    from tensorizer.deserializer import TensorDeserializer as TensorDeserializer
+    from tensorizer.encryption import DecryptionParams as DecryptionParams
+    from tensorizer.encryption import EncryptionParams as EncryptionParams
+    from tensorizer.legacy import load_model as load_model
+    from tensorizer.legacy import serialize_model as serialize_model
+    from tensorizer.serializer import TensorSerializer as TensorSerializer
 
 __all__ = [
     "TensorSerializer",
@@ -31,12 +52,75 @@ __all__ = [
     "utils",
     "protobuf",
     "tensors_pb2",
+    "DeviceError",
+    "FieldRangeError",
+    "FormatError",
+    "HashMismatchError",
+    "InvalidVersionError",
+    "LoadError",
+    "MissingHashError",
+    "StreamError",
+    "StreamExistsError",
+    "StreamIsADirectoryError",
+    "StreamNotADirectoryError",
+    "StreamNotFoundError",
+    "StreamPermissionError",
+    "TensorizerError",
+    "TruncatedError",
+    "VerificationError",
 ]
+
+# Names that are resolved on demand, and where they are defined. Type checkers read the imports above instead.
+_DEFINED_IN = {
+    "DecryptionParams": "encryption",
+    "EncryptionParams": "encryption",
+    "FilterFuncType": "_format.entries",
+    "TensorDeserializer": "deserializer",
+    "TensorSerializer": "serializer",
+    "TensorType": "_format.entries",
+    "load_model": "legacy",  # this one and the next: names of releases before 1.0
+    "serialize_model": "legacy",
+}
+
+# Submodules that are attributes without being imported first.
+_SUBMODULES = frozenset(
+    {
+        "cuda", "deserializer", "encryption", "errors", "integrations", "legacy", "module_tree", "progress", "protobuf",
+        "s3", "serialization", "serializer", "stream_io", "tensors_pb2", "torch_compat", "utils",
+    }
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load_model", "serialize_model"):  # the names of releases before 1.0
-        from tensorizer import legacy
-
-        return getattr(legacy, name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _DEFINED_IN:
+        value = getattr(importlib.import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_DEFINED_IN, *_SUBMODULES})
+
+
+def _require_build() -> None:
+    """Says what to do where only the sources are, or a module for another Python."""
+    if importlib.util.find_spec(f"{__name__}._C") is not None:
+        return
+    import pathlib
+    import sys
+
+    built = sorted(path.name for folder in __path__ for path in pathlib.Path(folder).glob("_C.*.so"))
+    found = f" (found {', '.join(built)}, which is for another one)" if built else ""
+    raise ImportError(
+        f"tensorizer is not built: its compiled module for Python {sys.version_info.major}.{sys.version_info.minor} is "
+        f"missing in {__path__[0]}{found}. Run `pip install -e .` or `make build` in the source checkout; where the "
+        "package is installed as well, start Python in another folder",
+        name=f"{__name__}._C",
+        path=__path__[0],
+    )
+
+
+_require_build()

@@ -7,7 +7,7 @@ Each class derives from :class:`TensorizerError` *and* from the builtin that cal
 from __future__ import annotations
 
 import struct
-from typing import Optional
+from typing import Any, Optional
 
 __all__ = [
     "CryptographyError",
@@ -16,10 +16,17 @@ __all__ = [
     "FormatError",
     "HashMismatchError",
     "InvalidVersionError",
+    "LoadError",
+    "MissingHashError",
     "StreamError",
+    "StreamExistsError",
+    "StreamIsADirectoryError",
+    "StreamNotADirectoryError",
     "StreamNotFoundError",
+    "StreamPermissionError",
     "TensorizerError",
     "TruncatedError",
+    "VerificationError",
 ]
 
 
@@ -57,8 +64,26 @@ class TruncatedError(FormatError, OSError):
     """The source ended before the format said it would: a cut file, an incomplete download."""
 
 
-class HashMismatchError(TensorizerError):
+class VerificationError(TensorizerError):
+    """Data that were to be verified are not what the file vouches for."""
+
+
+class HashMismatchError(VerificationError):
     """A stored digest disagrees with the data it belongs to."""
+
+
+class MissingHashError(VerificationError):
+    """A tensor that was to be verified has data, but no digest in the file to compare them with."""
+
+
+class LoadError(TensorizerError, RuntimeError):
+    """The tensors of a file do not fit the module they were to be loaded into. The module is as it was.
+
+    Attributes:
+        report: What fits and what does not, a :class:`tensorizer.LoadReport`.
+    """
+
+    report: Any = None
 
 
 class CryptographyError(TensorizerError):
@@ -66,11 +91,27 @@ class CryptographyError(TensorizerError):
 
 
 class StreamError(TensorizerError, OSError):
-    """The source or destination could not answer, after all retries."""
+    """The source or destination could not answer, after all retries; ``errno`` is set where a system call failed."""
 
 
 class StreamNotFoundError(StreamError, FileNotFoundError):
     """The source says that there is no such file, object or key."""
+
+
+class StreamPermissionError(StreamError, PermissionError):
+    """The file, or a folder on the way to it, may not be read or written."""
+
+
+class StreamIsADirectoryError(StreamError, IsADirectoryError):
+    """A folder is where a file was wanted."""
+
+
+class StreamNotADirectoryError(StreamError, NotADirectoryError):
+    """A file is where a folder was wanted."""
+
+
+class StreamExistsError(StreamError, FileExistsError):
+    """Something is where a new file or folder was wanted."""
 
 
 class DeviceError(TensorizerError, RuntimeError):

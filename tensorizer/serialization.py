@@ -1,4 +1,4 @@
-"""Compatibility door: the names that callers import from here. Everything lives elsewhere."""
+"""The names that callers import from here. All of them are defined elsewhere."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 import torch
@@ -15,10 +15,15 @@ import torch
 from tensorizer import _C, module_tree
 from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._format.entries import TensorType
+from tensorizer._format.names import Name, display
 from tensorizer._format.payloads import adopt, contiguous, stored_dtype
+from tensorizer._format.tree import flatten
 from tensorizer._io.sinks import open_sink
-from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.unclosed import tell_if_unclosed
+from tensorizer._save.items import Item, batches, check_name
+from tensorizer._save.modules import walk_module
 from tensorizer._system import cuda_engine
+from tensorizer._system.threads import thread_limit
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
@@ -26,48 +31,36 @@ __all__ = ["TensorSerializer"]
 
 logger = logging.getLogger("tensorizer.serialization")
 
-# Bytes of copies (non-contiguous tensors, other devices) that exist at a time.
-_COPY_BUDGET_NBYTES = 256 << 20
-
-_KIND_LETTERS = {TensorType.PARAM: "p", TensorType.BUFFER: "b", TensorType.STATE_DICT: "sd"}
 _HASH_NAMES = ("crc32", "sha256")
-
-
-class _Item(NamedTuple):
-    """One tensor of a write call."""
-
-    path: module_tree.Path
-    tensor: torch.Tensor
-    dtype: str  # as stored
-    type: TensorType
-    module_idx: int
-    owner: Optional[module_tree.ModuleTensor] = None  # where remove_tensors takes it from
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.tensor.is_meta else self.tensor.numel() * self.tensor.element_size()
-
-    def describe(self) -> tuple[module_tree.Path, bytes, tuple[int, ...], int, int, int, bool]:
-        """What the extension plans with."""
-        scalar_meta = self.tensor.is_meta and self.tensor.dim() == 0
-        nbytes = self.tensor.element_size() if scalar_meta else self.nbytes
-        return (
-            self.path,
-            self.dtype.encode(),
-            tuple(self.tensor.shape),
-            int(self.type),
-            self.module_idx,
-            nbytes,
-            self.tensor.is_meta,
-        )
 
 
 class TensorSerializer:
     """Writes tensors to one ``.tensors`` file.
 
-    After each successful call of a ``write_*`` method the content is complete and can be read by others, before
-    :meth:`close`. A path is written without a name and takes it at the end of the first successful call; until then an
-    existing file is untouched. A later call that fails leaves the last complete content readable.
+    When the content appears:
+
+    - A local path: after each successful call of :meth:`write_module` or :meth:`write_state_dict`, before
+      :meth:`close`; after calls of :meth:`write_tensor` as said below. It is written without a name and takes it at
+      the end of the first successful call; until then an existing file is untouched. A later call that fails leaves
+      the last complete content readable. An open file object likewise, but in place.
+    - A URI of a store (``s3://…``): when :meth:`close` returns, or the ``with`` block is left, and not before. A
+      failure, an exception in the block, or a serializer that is never closed stores nothing; the latter is a
+      ``ResourceWarning`` and a line in the log.
+    - A new, empty stream of ``open_stream("s3://…", "wb+")``: as for a URI, and also when the stream is closed after a
+      successful call, even if the serializer is not. Nothing but closing can be done with the stream any more.
+
+    A crash of the machine, at any moment, leaves a path with the old file, or with the content of whole calls: what
+    took the name was synced before, what a later call adds is on the disk before the file says so, and all of it is
+    on the disk when :meth:`close` returns. That needs a sync per call. Tensors of :meth:`write_tensor` therefore wait
+    for each other: what has been written since the last sync becomes part of the content with the next call that
+    writes many tensors, when 64 MiB have come together, with the first call a second later, and at the latest when
+    the serializer is closed or dropped. With ``fsync=False``, and in descriptors and file objects, each call is
+    visible when it returns.
+
+    Tensors must not change while a call that writes them runs. Contiguous tensors in host memory are read where they
+    are, once for the digests and once to be written, so a change in between gives a file that fails its own
+    verification. Where a copy is made anyway (encryption, other devices, tensors that are not contiguous) both come
+    from that copy.
 
     As a context manager it closes the file; an exception inside the block abandons what was not complete.
 
@@ -81,8 +74,9 @@ class TensorSerializer:
         hashes: Digests to store per tensor: ``"crc32"``, ``"sha256"``, a collection of these; ``None`` or an empty
             collection stores none. The default is both, as readers expect. Encrypted tensors never get a CRC32, whose
             four bytes would say too much about short plaintexts.
-        fsync: Syncs a local path before it takes its name, so that a crash of the machine leaves the old file or the
-            new one. ``False`` is faster and gives that up.
+        fsync: Syncs a local path before it takes its name, before what later calls add becomes part of it, and at the
+            end, so that a crash of the machine leaves the old file or whole calls of the new one. ``False`` is faster
+            and gives that up; the end of the process alone, however sudden, does no harm either way.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
 
@@ -92,6 +86,8 @@ class TensorSerializer:
         TypeError: An argument of the wrong type.
         OSError: The target cannot be written.
     """
+
+    _closed = True  # until there is something to close
 
     def __init__(
         self,
@@ -105,8 +101,8 @@ class TensorSerializer:
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self._closed = True  # until there is something to close
-        self.cpu_limit = _check_cpu_limit(limit_cpu_concurrency)
+        max_workers = thread_limit("limit_cpu_concurrency", limit_cpu_concurrency)
+        self.cpu_limit = int(_C.cpu_quota()) if limit_cpu_concurrency is None else limit_cpu_concurrency
         check_encryption(encryption)
         chosen = _check_hashes(hashes, encrypted=encryption is not None)
         key, derivation = encryption_key(encryption)
@@ -116,19 +112,17 @@ class TensorSerializer:
         self._progress = progress
 
         opened = open_sink(file_obj, fsync, stream_options)
-        self._close_stream = opened.close
-        # Half of a file is not uploaded.
-        self._discard_stream = opened.stream.discard if isinstance(opened.stream, UploadOnClose) else opened.close
+        self._opened = opened
         self._session = _C.SaveSession(
             opened.sink,
             opened.start,
             crc32="crc32" in chosen,
             sha256="sha256" in chosen,
-            max_workers=min(limit_cpu_concurrency or 0, 0xFFFF),  # more than there will ever be
+            max_workers=max_workers,
             key=key,
             derivation=derivation,
         )
-        self._sink = opened.sink  # its Python half is what ends an upload when the interpreter does
+        self._unclosed = tell_if_unclosed(self, opened.sink.name) if opened.appears_on_close else None
         self._closed = False
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -146,12 +140,15 @@ class TensorSerializer:
         """
         if self._closed:
             return
-        self._closed = True
+        self._end()
         try:
             self._session.finish()
-        finally:
-            self._close_stream()
-        logger.debug("closed %s: %d bytes of tensors", self._sink.name, self.total_tensor_bytes)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first failure tells more
+                self._opened.discard()
+            raise
+        self._opened.close()
+        logger.debug("closed %s: %d bytes of tensors", self._opened.sink.name, self.total_tensor_bytes)
 
     def __enter__(self) -> TensorSerializer:
         return self
@@ -165,22 +162,30 @@ class TensorSerializer:
         if exc_type is None:
             self.close()
             return
-        self._close_stream = self._discard_stream
         with contextlib.suppress(Exception):  # the exception that is on its way tells more
             self._abandon()
 
     def _abandon(self) -> None:
         if not self._closed:
-            self._closed = True
+            self._end()
             try:
                 self._session.abandon()
             finally:
-                self._close_stream()
+                self._opened.discard()
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._unclosed is not None:
+            self._unclosed.detach()
 
     def __del__(self) -> None:
         # Completed calls left complete content; an upload that nobody closed is not completed by chance.
-        with contextlib.suppress(Exception):
-            self._abandon()
+        if not self._closed and not self._opened.is_lent:
+            self._closed = True
+            with contextlib.suppress(Exception):
+                self._session.abandon()
+            with contextlib.suppress(Exception):
+                self._opened.close()
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -206,9 +211,9 @@ class TensorSerializer:
             NotImplementedError: Quantized, sparse or nested tensors; tensors without memory of their own.
             OSError: The data could not be written.
         """
-        module_tree.check_module(m)
+        module_tree.check_module(m, "write_state_dict writes state dicts")
         items = [
-            _Item(
+            Item(
                 (entry.name,),
                 entry.tensor,
                 stored_dtype(entry.name, entry.tensor),
@@ -216,7 +221,7 @@ class TensorSerializer:
                 min(entry.module_idx, 0xFFFF),
                 entry if remove_tensors else None,
             )
-            for entry in module_tree.walk_module(m, include_non_persistent_buffers)
+            for entry in walk_module(m, include_non_persistent_buffers)
         ]
         self._write(items)
 
@@ -231,19 +236,21 @@ class TensorSerializer:
         """
         self._write(
             [
-                _Item(path, tensor, stored_dtype(module_tree.display(path), tensor), TensorType.STATE_DICT, 0)
-                for path, tensor in module_tree.flatten(state_dict)
+                Item(path, tensor, stored_dtype(display(path), tensor), TensorType.STATE_DICT, 0)
+                for path, tensor in flatten(state_dict)
             ]
         )
 
     def write_tensor(
         self,
         idx: int,
-        name: Union[str, tuple[Union[str, int], ...]],
+        name: Name,
         tensor_type: TensorType,
         tensor: Union[torch.Tensor, np.ndarray[Any, Any]],
     ) -> None:
         """Writes one tensor or array. Slower per tensor than the methods that take many.
+
+        On a path that is synced the tensor may wait for others before it is part of the file: see the class.
 
         Args:
             idx: Module index, 0 to 65535.
@@ -263,28 +270,32 @@ class TensorSerializer:
         if not 0 <= idx <= 0xFFFF:
             raise FieldRangeError(f"idx: wanted 0 to 65535, found {idx}")
         kind = TensorType(tensor_type)
-        self._write([_Item(_check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
+        self._write([Item(check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
 
-    def _write(self, items: list[_Item], growing: bool = False) -> None:
+    def _write(self, items: list[Item], growing: bool = False) -> None:
         if self._closed:
             raise ValueError("the serializer is closed")
         total = sum(item.nbytes for item in items)
+        begun = False
         try:
             self._session.begin_call([item.describe() for item in items], growing)
+            begun = True
             with progress_reporter(self._progress, total, "saving") as report:
                 record = 0
-                for batch in _batches(items):
+                for batch in batches(items):
                     self._write_batch(record, batch, report)
                     record += len(batch)
             self._session.finish_call()
         except BaseException:
+            if begun and self._unclosed is not None:
+                self._unclosed.detach()  # the failure says that nothing will be stored
             self._session.abort_call()
             raise
         if logger.isEnabledFor(logging.DEBUG):
             for item in items:
-                _log_written(item)
+                logger.debug("wrote %s", item)
 
-    def _write_batch(self, first_record: int, batch: list[_Item], report: Optional[Callable[[int], None]]) -> None:
+    def _write_batch(self, first_record: int, batch: list[Item], report: Optional[Callable[[int], None]]) -> None:
         device = batch[0].tensor.device
         fast = not batch[0].tensor.is_meta and cuda_engine.is_fast_device(device)
         data = [contiguous(item.tensor, on_device=fast) for item in batch]  # kept alive until the call returns
@@ -303,66 +314,9 @@ class TensorSerializer:
                 setattr(item.owner.module, item.owner.attribute, None)
 
 
-def _check_cpu_limit(limit: Optional[int]) -> int:
-    if limit is None:
-        return int(_C.cpu_quota())
-    if not isinstance(limit, int):
-        raise TypeError(f"limit_cpu_concurrency: wanted an int, found {type(limit).__name__}")
-    if limit < 1:
-        raise ValueError(f"limit_cpu_concurrency: wanted 1 or more, found {limit}")
-    return limit
-
-
 def _check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> frozenset[str]:
     chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes or ())
     unknown = sorted(map(str, chosen.difference(_HASH_NAMES)))
     if unknown:
         raise ValueError(f"hashes: wanted names out of {', '.join(_HASH_NAMES)}, found {', '.join(unknown)}")
     return chosen - {"crc32"} if encrypted else chosen
-
-
-def _check_name(name: Any, kind: TensorType) -> module_tree.Path:
-    if isinstance(name, str):
-        return (name,)
-    if not isinstance(name, tuple):
-        raise TypeError(f"name: wanted a str or a tuple of str and int, found {type(name).__name__}")
-    if kind is not TensorType.STATE_DICT and not (len(name) == 1 and isinstance(name[0], str)):
-        raise ValueError(f"name: paths like {name!r} are legal for STATE_DICT tensors only")
-    return name
-
-
-def _copied_nbytes(item: _Item) -> int:
-    """Bytes that writing the item takes beyond the item itself, or sets free."""
-    tensor = item.tensor
-    if tensor.is_meta:
-        return 0
-    in_place = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    direct = tensor.device.type == "cpu" or cuda_engine.is_fast_device(tensor.device)
-    return 0 if in_place and direct and item.owner is None else item.nbytes
-
-
-def _batches(items: list[_Item]) -> Iterator[list[_Item]]:
-    """Consecutive items of one device whose copies fit the budget together."""
-    batch: list[_Item] = []
-    nbytes = 0
-    for item in items:
-        size = _copied_nbytes(item)
-        if batch and (nbytes + size > _COPY_BUDGET_NBYTES or item.tensor.device != batch[0].tensor.device):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(item)
-        nbytes += size
-    if batch:
-        yield batch
-
-
-def _log_written(item: _Item) -> None:
-    logger.debug(
-        "wrote %d:%s:%s dtype %s shape %s, %d bytes",
-        item.module_idx,
-        _KIND_LETTERS[item.type],
-        item.path[0] if len(item.path) == 1 else item.path,
-        item.tensor.dtype,
-        tuple(item.tensor.shape),
-        item.nbytes,
-    )

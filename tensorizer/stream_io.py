@@ -1,24 +1,28 @@
 """Opening files wherever they are: :func:`open_stream`, and the stream classes behind it.
 
-What needs boto3, redis or fsspec lives in its own module and is imported when it is first used.
+What needs boto3, redis or fsspec has a module of its own, which is imported when it is first used.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
 import os
-import re
 import shutil
 import sys
-import urllib.request
-from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, Union, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, TypeVar, Union, cast
 
-from tensorizer._crypto.key_material import hidden
 from tensorizer._io.http import CURLStreamFile
 from tensorizer._io.options import CAInfo
 from tensorizer._io.options import HTTPOptions as HTTPOptions
+from tensorizer._io.s3 import objects
+from tensorizer._io.s3.client import enforce_scheme
+from tensorizer._io.s3.credentials import ParsedCredentials, infer_credentials
+from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, PathArgument, S3Defaults, S3Options
+from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
+from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
+from tensorizer._io.uri import scheme_of
+from tensorizer._system.redaction import hidden
 
 if TYPE_CHECKING:
     from tensorizer._io.redis import RedisStreamFile
@@ -27,39 +31,63 @@ __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa
 
 logger = logging.getLogger(__name__)
 
-# Used where nothing else names an endpoint; looked up at call time, so that programs may set their own.
-default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
-default_s3_write_endpoint = "object.ord1.coreweave.com"
+_S3_MODES = {frozenset(mode) for mode in ("rb", "wb", "wb+", "ab", "ab+")}
+
+
+# -- what programs may replace in this module, looked up at every call -------------------------------------------------
+
+# Used where nothing else names an endpoint.
+default_s3_read_endpoint = READ_ENDPOINT
+default_s3_write_endpoint = WRITE_ENDPOINT
 
 _s3_default_config_paths: tuple[str, ...] = tuple(
     os.path.expanduser(path)
     for path in ((r"~\.s3cfg", r"~\AppData\Roaming\s3cmd.ini") if sys.platform == "win32" else ("~/.s3cfg",))
 )
 
-# Names that other modules define and callers import from here.
-_ELSEWHERE = {
-    "RedisStreamFile": "tensorizer._io.redis",
-    "_parse_redis_uri": "tensorizer._io.redis",
-    "s3_upload": "tensorizer._io.s3.objects",
-    "s3_download": "tensorizer._io.s3.objects",
-    "_s3_download_url": "tensorizer._io.s3.objects",
-    "_infer_credentials": "tensorizer._io.s3.objects",
-    "_enforce_scheme": "tensorizer._io.s3.objects",
-}
+s3_download = objects.s3_download
+s3_upload = objects.s3_upload
+_s3_download_url = objects.s3_download_url
+_enforce_scheme = enforce_scheme
 
-# URIs that name paths; the second is fsspec's word.
-LOCAL_SCHEMES = ("file", "local")
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
-_S3_MODES = {frozenset(mode) for mode in ("rb", "wb", "wb+", "ab", "ab+")}
+def _infer_credentials(
+    s3_access_key_id: Optional[str], s3_secret_access_key: Optional[str], s3_config_path: Optional[PathArgument] = None
+) -> ParsedCredentials:
+    """Keys from the arguments, and where one is missing from a configuration file of s3cmd."""
+    return infer_credentials(s3_access_key_id, s3_secret_access_key, s3_config_path, _s3_default_config_paths)
+
+
+_Function = TypeVar("_Function")
+
+
+def _if_replaced(function: _Function, own: _Function) -> Optional[_Function]:
+    return None if function is own else function
+
+
+def _s3_defaults() -> S3Defaults:
+    return S3Defaults(
+        infer_credentials=_infer_credentials,
+        enforce_scheme=_enforce_scheme,
+        read_endpoint=default_s3_read_endpoint,
+        write_endpoint=default_s3_write_endpoint,
+        download_url=_if_replaced(_s3_download_url, objects.s3_download_url),
+        download=_if_replaced(s3_download, objects.s3_download),
+        upload=_if_replaced(s3_upload, objects.s3_upload),
+    )
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
-        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+    if name in ("RedisStreamFile", "_parse_redis_uri"):
+        from tensorizer._io import redis
+
+        return getattr(redis, name)
     if name == "curl_path":  # the curl program, which nothing here needs any more
         return shutil.which("curl")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
 
 
 def open_stream(
@@ -81,14 +109,16 @@ def open_stream(
     s3_profile: Optional[str] = None,
     s3_client_factory: Optional[Callable[..., Any]] = None,
     http_options: Optional[HTTPOptions] = None,
+    memory_budget: Optional[int] = None,
 ) -> Union[CURLStreamFile, RedisStreamFile, BinaryIO]:
     """Opens a local path or a URI as a binary stream.
 
     A ``PathLike`` is always a local path. A ``str`` with ``://`` is a URI; its scheme decides, in any case:
 
     - ``http``, ``https``: :class:`CURLStreamFile`, mode ``rb`` only;
-    - ``s3``: reading (``rb``) gives a :class:`CURLStreamFile`, writing (``wb``, ``wb+``, ``ab``, ``ab+``) a temporary
-      file that is uploaded when it is closed;
+    - ``s3``: reading (``rb``) gives a :class:`CURLStreamFile`, writing (``wb``, ``wb+``, ``ab``, ``ab+``) a stream
+      whose content becomes the object when it is closed: a temporary file that is uploaded then, or, when a
+      :class:`~tensorizer.TensorSerializer` is given the new stream, an upload in parts while it writes;
     - ``redis``, ``rediss``: ``RedisStreamFile``, mode ``rb`` only;
     - ``file``, ``local``: the local path in it;
     - every other scheme (``gs``, ``az``, ``hf``, ``memory``, ...) goes to the optional package ``fsspec``.
@@ -115,6 +145,9 @@ def open_stream(
         s3_profile: Profile of the AWS configuration files.
         s3_client_factory: Makes the boto3 client instead of this package; picklable, for use in worker processes.
         http_options: Timeouts, retries, connections and the rest of HTTP and S3 transfers.
+        memory_budget: Bytes of parts in memory, at most, while a serializer writes to S3; ``None`` for as many parts as
+            there are connections (8 unless ``http_options`` says otherwise), and two, of 16 MiB each for objects up to
+            4 GiB, growing to 64 MiB.
 
     Returns:
         A binary stream and context manager.
@@ -126,7 +159,7 @@ def open_stream(
     """
     if not isinstance(path_uri, (str, os.PathLike)):
         raise TypeError(f"path_uri: wanted str or os.PathLike, found {type(path_uri).__name__}")
-    scheme = _scheme_of(path_uri) if isinstance(path_uri, str) else None
+    scheme = scheme_of(path_uri)
     if scheme is None:
         return _open_local(os.fspath(path_uri), mode, buffer_size, begin)
     uri = cast(str, path_uri)
@@ -151,44 +184,29 @@ def open_stream(
         )
     if scheme == "s3":
         _require_mode(mode, _S3_MODES, scheme)
-        from tensorizer._io.s3 import objects
-
+        # Tools that record local variables show these as <hidden>.
         s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
-        settings: dict[str, Any] = {
-            "s3_access_key_id": s3_access_key_id,
-            "s3_secret_access_key": s3_secret_access_key,
-            "s3_endpoint": s3_endpoint,
-            "s3_config_path": s3_config_path,
-            "force_http": force_http,
-            "s3_region_name": s3_region_name,
-            "s3_signature_version": s3_signature_version,
-            "s3_session_token": s3_session_token,
-            "s3_profile": s3_profile,
-            "s3_client_factory": s3_client_factory,
-            "certificate_handling": certificate_handling,
-            "http_options": http_options,
-        }
+        options = S3Options(
+            access_key_id=s3_access_key_id,
+            secret_access_key=s3_secret_access_key,
+            endpoint=s3_endpoint,
+            config_path=s3_config_path,
+            force_http=force_http,
+            region_name=s3_region_name,
+            signature_version=s3_signature_version,
+            session_token=s3_session_token,
+            profile=s3_profile,
+            client_factory=s3_client_factory,
+            memory_budget=memory_budget,
+            certificate_handling=certificate_handling,
+            http_options=http_options,
+        )
         if "r" in mode:
-            return objects.open_read(uri, begin=begin, end=end, buffer_size=buffer_size, **settings)
-        return objects.open_write(uri, mode, **settings)
+            return objects.open_read(uri, options, _s3_defaults(), begin=begin, end=end, buffer_size=buffer_size)
+        return objects.open_write(uri, options, _s3_defaults())
     from tensorizer._io import fsspec
 
     return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, end=end)
-
-
-def _scheme_of(text: str) -> Optional[str]:
-    """The scheme in front of ``://`` in lower case; ``None`` for text that is a path."""
-    scheme, separator, _ = text.partition("://")
-    return scheme.lower() if separator and _SCHEME.fullmatch(scheme) else None
-
-
-def path_of_file_uri(uri: str) -> str:
-    """The local path in ``file:///path``; ``ValueError`` where it names another host."""
-    rest = uri.split("://", 1)[1]
-    host, slash, path = rest.partition("/")
-    if host.lower() not in ("", "localhost"):
-        raise ValueError(f"a file URI names a whole path of this computer: wanted file:///path, found host {host!r}")
-    return urllib.request.url2pathname(slash + path)
 
 
 def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 from pathlib import Path
 
@@ -126,16 +125,6 @@ def _find_reference(config, release: str):
         if _release_of(python) != release:
             return f"tensorizer {release} was installed and does not run"
     return python
-
-
-@pytest.fixture(scope="session")
-def extension_path() -> Path:
-    """The compiled module."""
-    import tensorizer._C as extension
-
-    path = Path(extension.__file__)
-    assert path.name.endswith(sysconfig.get_config_var("EXT_SUFFIX"))
-    return path
 
 
 def pytest_configure(config):

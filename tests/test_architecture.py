@@ -1,4 +1,4 @@
-"""The shape of the house: includes and imports point one way, the extension stands alone, importing stays light."""
+"""Includes and imports point one way, the environment is read in one place, and importing stays light."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(tensorizer.__file__).resolve().parent
 CSRC = ROOT / "csrc"
 
-# From a room of csrc/ to the rooms that it may include, itself left out.
-ROOMS = {
+# From a folder of csrc/ to the folders that it may include, itself left out.
+LAYERS = {
     "core": set(),
     "format": {"core"},
     "crypto": {"core"},
@@ -42,22 +41,22 @@ def native_files():
 
 
 @sources
-def test_every_native_file_lies_in_a_known_room():
-    assert {path.relative_to(CSRC).parts[0] for path in native_files()} <= set(ROOMS)
+def test_every_native_file_is_in_a_known_folder():
+    assert {path.relative_to(CSRC).parts[0] for path in native_files()} <= set(LAYERS)
 
 
 @sources
-def test_includes_between_rooms_point_one_way():
+def test_includes_between_folders_of_csrc_point_one_way():
     wrong = []
     for path in native_files():
-        room = path.relative_to(CSRC).parts[0]
+        folder = path.relative_to(CSRC).parts[0]
         for bracket, name in INCLUDE.findall(path.read_text(encoding="utf-8")):
             target = name.split("/")[0] if "/" in name else None
-            if target in ROOMS and target != room and target not in ROOMS[room]:
+            if target in LAYERS and target != folder and target not in LAYERS[folder]:
                 wrong.append(f"{path.relative_to(ROOT)} includes {name}")
             generated = name.endswith(".inc")  # written by the build
-            if bracket == '"' and target not in ROOMS and not generated:
-                wrong.append(f"{path.relative_to(ROOT)} includes {name} without its room")
+            if bracket == '"' and target not in LAYERS and not generated:
+                wrong.append(f"{path.relative_to(ROOT)} includes {name} without its folder")
     assert not wrong, "\n".join(wrong)
 
 
@@ -183,23 +182,72 @@ def test_folders_of_the_package_import_what_is_below_them():
         if folder in FOLDERS:
             own, _ = imports(path, top_level_only=True)
             wrong += [f"{name_of(path)}: {t}" for t in own if t.split(".")[0] not in FOLDERS[folder] | {folder}]
-    assert sorted(wrong) == ["_io.s3.access: stream_io", "_io.s3.objects: stream_io"]
+    assert not wrong
+
+
+def test_s3_imports_nothing_above_it():
+    for path in (PACKAGE / "_io" / "s3").glob("*.py"):
+        own, _ = imports(path, top_level_only=False)
+        assert {target.split(".")[0] for target in own} <= {"_C", "_io", "_system", "_version", "errors"}, name_of(path)
+
+
+def import_graph():
+    """From each module of the package to those that it imports, inside of functions too."""
+    names = {name_of(path) for path in modules()}
+
+    def module_of(target):
+        while target not in names and "." in target:
+            target = target.rpartition(".")[0]
+        return target
+
+    graph = {name_of(path): imports(path, top_level_only=False)[0] for path in modules()}
+    return {name: {module_of(t) for t in own} & names - {name} for name, own in graph.items()}
+
+
+def find_circle(graph):
+    """Modules that import each other in a circle; empty where there is none."""
+    done = set()
+
+    def visit(name, way):
+        if name in way:
+            return way[way.index(name) :]
+        if name in done:
+            return []
+        for target in sorted(graph[name]):
+            circle = visit(target, [*way, name])
+            if circle:
+                return circle
+        done.add(name)
+        return []
+
+    return next(filter(None, (visit(name, []) for name in sorted(graph))), [])
+
+
+def test_modules_do_not_import_each_other_in_circles():
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert not find_circle(import_graph())
+
+
+def test_reading_and_writing_are_one_class_each_of_at_most_350_lines():
+    for name in ("serializer", "deserializer"):
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
+        sizes = [node.end_lineno - node.lineno + 1 for node in tree.body if isinstance(node, ast.ClassDef)]
+        assert len(sizes) == 1, name
+        assert sizes[0] <= 350, name
 
 
 def test_the_core_does_not_import_what_is_built_on_it():
-    above = ("cli", "integrations", "torch_compat", "protobuf", "tensors_pb2", "serialization")
+    above = ("integrations", "torch_compat", "protobuf", "tensors_pb2", "serialization")
     for name in ("serializer", "deserializer", "module_tree", "errors", "encryption"):
-        path = PACKAGE / f"{name}.py"
-        if path.exists():
-            own, _ = imports(path, top_level_only=False)
-            assert not [target for target in own if target.split(".")[0] in above], name
+        own, _ = imports(PACKAGE / f"{name}.py", top_level_only=False)
+        assert not [target for target in own if target.split(".")[0] in above], name
 
 
-def test_nothing_imports_the_integrations_or_the_commands_but_themselves_and_the_old_names():
+def test_nothing_imports_the_integrations_but_themselves_and_the_old_names():
     for path in modules():
-        if package_of(path)[:1] not in (["integrations"], ["cli"]) and path.name != "legacy.py":
+        if package_of(path)[:1] != ["integrations"] and path.name != "legacy.py":
             own, _ = imports(path, top_level_only=False)
-            assert not [t for t in own if t.split(".")[0] in ("integrations", "cli")], name_of(path)
+            assert not [t for t in own if t.split(".")[0] == "integrations"], name_of(path)
 
 
 LIGHT = {
@@ -219,7 +267,7 @@ LIGHT |= {"pynvml", "requests", "urllib3", "tqdm", "accelerate", "huggingface_hu
 
 def test_optional_packages_are_imported_when_first_needed():
     for path in modules():
-        if package_of(path)[:1] in (["integrations"], ["cli"]) or path.name == "tensors_pb2.py":
+        if package_of(path)[:1] == ["integrations"] or path.name == "tensors_pb2.py":
             continue
         _, foreign = imports(path, top_level_only=True)
         if path.name != "protobuf.py":
@@ -238,12 +286,11 @@ def test_environment_variables_are_read_in_one_place():
         assert not native
 
 
-def test_the_package_prints_nothing_outside_of_its_commands():
+def test_the_package_prints_nothing():
     printing = ("print", "sys.stdout.write", "sys.stderr.write")
     wrong = [
         f"{name_of(path)}:{node.lineno}"
         for path in modules()
-        if package_of(path)[:1] != ["cli"]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
     ]
@@ -323,67 +370,6 @@ def test_the_constants_of_serialization_are_those_of_the_api():
     assert [(kind.name, int(kind)) for kind in serialization.HashType] == [("CRC32", 0), ("SHA256", 1)]
     assert serialization.logger.name == "tensorizer.serialization"
     assert serialization.__all__ == tensorizer.__all__[:7]
-
-
-# --- the compiled module --------------------------------------------------------------------------------------------
-
-
-class Elf:
-    """The needed libraries and the undefined symbols of a 64-bit little-endian ELF file."""
-
-    def __init__(self, path: Path) -> None:
-        self.data = path.read_bytes()
-        assert self.data[:6] == b"\x7fELF\2\1", "not a 64-bit little-endian ELF file"
-        (at,) = struct.unpack_from("<Q", self.data, 40)
-        size, count = struct.unpack_from("<HH", self.data, 58)
-        self.sections = [struct.unpack_from("<IIQQQQIIQQ", self.data, at + i * size) for i in range(count)]
-
-    def _text(self, strings, at: int) -> str:
-        begin = strings[4] + at
-        return self.data[begin : self.data.index(b"\0", begin)].decode()
-
-    def needed(self) -> list:
-        names = []
-        for section in (s for s in self.sections if s[1] == 6):  # SHT_DYNAMIC
-            strings = self.sections[section[6]]
-            for tag, value in struct.iter_unpack("<QQ", self.data[section[4] : section[4] + section[5]]):
-                if tag == 1:  # DT_NEEDED
-                    names.append(self._text(strings, value))
-        return names
-
-    def symbols(self, defined: bool) -> list:
-        names = []
-        for section in (s for s in self.sections if s[1] == 11):  # SHT_DYNSYM
-            strings = self.sections[section[6]]
-            entries = struct.iter_unpack("<IBBHQQ", self.data[section[4] : section[4] + section[5]])
-            names += [self._text(strings, name) for name, _, _, index, _, _ in entries if (index != 0) is defined]
-        return names
-
-
-elf = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads an ELF file")
-
-
-@elf
-def test_the_extension_needs_no_torch_and_no_python_library(extension_path):
-    needed = Elf(extension_path).needed()
-    assert needed, "no dynamic section was found"
-    assert not [name for name in needed if re.search(r"torch|c10|python|cuda|nvidia", name)], needed
-
-
-@elf
-def test_the_extension_uses_no_symbol_of_torch_or_cuda(extension_path):
-    undefined = Elf(extension_path).symbols(defined=False)
-    assert "PyErr_SetObject" in undefined or any(name.startswith("Py") for name in undefined)
-    wrong = [n for n in undefined if re.search(r"^_ZN?K?(2at|3c10|5torch)|^THP|^aoti_|^cu[A-Z]|^cuda[A-Z]", n)]
-    assert not wrong, wrong
-
-
-@elf
-def test_the_extension_exports_its_init_function_alone(extension_path):
-    exported = [name for name in Elf(extension_path).symbols(defined=True) if name]
-    ours = [name for name in exported if "tensorizer" in name and not name.startswith(("_ZTI", "_ZTS"))]
-    assert "PyInit__C" in exported
-    assert not ours, ours[:10]
 
 
 def test_the_records_of_serialization_are_those_of_the_api():

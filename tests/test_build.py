@@ -43,12 +43,12 @@ class TestDynamicSection:
     def test_it_needs_neither_libtorch_nor_libpython(self) -> None:
         needed = re.findall(r"\(NEEDED\).*\[(.+)\]", readelf("--dynamic"))
         assert any(name.startswith("libstdc++") for name in needed), "the parser found no dependency at all"
-        assert [name for name in needed if re.match(r"lib(torch|c10|python|cuda)", name)] == []
+        assert [name for name in needed if re.match(r"lib(torch|c10|python|cuda|nv)", name)] == []
 
     def test_it_refers_to_no_symbol_of_torch(self) -> None:
         undefined = [name for name, defined in dynamic_symbols() if not defined]
         assert "PyErr_CheckSignals" in undefined, "the parser found no symbol of Python"
-        assert [name for name in undefined if re.match(r"_ZNK?(2at|3c10|5torch)|THP|cu[A-Z]", name)] == []
+        assert [name for name in undefined if re.match(r"_ZNK?(2at|3c10|5torch)|THP|aoti_|cu(da)?[A-Z]", name)] == []
 
     def test_it_exports_its_init_function_and_nothing_else_of_ours(self) -> None:
         exported = [name for name, defined in dynamic_symbols() if defined]

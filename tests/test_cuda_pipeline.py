@@ -21,7 +21,7 @@ import torch
 import tensorizer.cuda
 from tensorizer import _C, CryptographyError, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer._system import cuda_engine
-from tensorizer.errors import DeviceError, HashMismatchError
+from tensorizer.errors import DeviceError, HashMismatchError, MissingHashError
 
 MIB = 1 << 20
 
@@ -164,6 +164,14 @@ def test_a_damaged_tensor_is_noticed_and_the_next_load_works(gpu):
     with pytest.raises(HashMismatchError):
         gpu.load(io.BytesIO(bytes(damaged)), verify_hash=True)
     assert_loads_as_on_cpu(gpu, file, verify_hash=True)
+
+
+def test_a_tensor_without_a_digest_is_not_taken_as_verified(gpu):
+    state = {"bare": samples.tensor((5, 3)), "empty": torch.empty((0, 3))}
+    with pytest.raises(MissingHashError, match="'bare'"):
+        gpu.load(written(state, hashes=()), verify_hash=True)
+    loaded = gpu.load(written(state, hashes=()), verify_hash=True, allow_missing_hashes=True)
+    samples.assert_same(loaded, state)
 
 
 def test_two_loads_at_once_share_the_ring_and_keep_their_bytes_apart(gpu):

@@ -190,4 +190,5 @@ def test_only_long_dimensions_need_a_version_that_older_releases_refuse(written_
 def test_the_worker_describes_our_own_reading_alike(written_here):
     folder, wanted = written_here
     for name, rows in wanted.items():
-        assert described(folder / f"{name}.tensors", verify_hash=True) == rows
+        found = described(folder / f"{name}.tensors", verify_hash=True, allow_missing_hashes=name == "hashes ")
+        assert found == rows

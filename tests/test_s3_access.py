@@ -12,7 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tensorizer import stream_io
-from tensorizer._io.s3 import objects
+from tensorizer._io.s3 import access, objects
+from tensorizer._io.s3.options import S3Options
 
 botocore = pytest.importorskip("botocore")
 boto3 = pytest.importorskip("boto3")
@@ -36,9 +37,12 @@ def clean(monkeypatch, tmp_path):
     monkeypatch.setattr("tensorizer._io.s3.access._announced", set())
 
 
-def resolved(write=False, **settings):
-    default = stream_io.default_s3_write_endpoint if write else stream_io.default_s3_read_endpoint
-    return objects.resolve(objects._settings(**settings), default, anonymous=not write)
+def options_of(**arguments):
+    return S3Options(**{name.removeprefix("s3_"): value for name, value in arguments.items()})
+
+
+def resolved(write=False, **arguments):
+    return access.resolve(options_of(**arguments), stream_io._s3_defaults(), write=write)
 
 
 def url_of(uri="s3://bucket/some/key", **settings):
@@ -121,9 +125,7 @@ class TestCredentials:
     def test_a_profile_is_used_with_its_keys_region_and_endpoint(self, tmp_path, monkeypatch):
         write_config(tmp_path / "s3cfg", access_key="FROMFILE", secret_key="s", host_base="store.example")
         (tmp_path / "aws-credentials").write_text("[work]\naws_access_key_id = WORK\naws_secret_access_key = x\n")
-        (tmp_path / "aws-config").write_text(
-            "[profile work]\nregion = eu-1\ns3 =\n  endpoint_url = http://work.example\n"
-        )
+        (tmp_path / "aws-config").write_text("[profile work]\nregion = eu-1\nendpoint_url = http://work.example\n")
         url = url_of(s3_profile="work")
         assert (key_of(url), host_of(url)) == ("WORK", "work.example")
         assert "%2Feu-1%2Fs3" in url
@@ -142,9 +144,9 @@ class TestCredentials:
     def test_without_credentials_reads_are_anonymous_and_writes_have_none(self):
         assert url_of() == f"https://{READ_DEFAULT}/bucket/some/key"
         assert url_of(s3_access_key_id="", s3_secret_access_key="").partition("?")[1] == ""
-        access = resolved(write=True)
+        found = resolved(write=True)
         with pytest.raises(botocore.exceptions.NoCredentialsError):
-            access.client.generate_presigned_url("put_object", Params={"Bucket": "bucket", "Key": "k"})
+            found.client.generate_presigned_url("put_object", Params={"Bucket": "bucket", "Key": "k"})
 
     def test_half_of_the_credentials_is_botocores_error(self):
         for settings in ({"s3_access_key_id": KEY}, {"s3_secret_access_key": SECRET}):
@@ -271,13 +273,13 @@ class TestUrls:
 class TestSecrets:
     def test_no_repr_log_or_error_shows_a_secret(self, caplog):
         caplog.set_level(logging.DEBUG, "tensorizer")
-        settings = objects._settings(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
-        access = resolved(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
+        settings = options_of(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
+        found = resolved(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_session_token=TOKEN)
         parsed = stream_io._infer_credentials(KEY, SECRET)
         assert (parsed.s3_access_key, parsed.s3_secret_key, parsed.config_file) == (KEY, SECRET, None)
         with pytest.raises(OSError) as caught:
             stream_io.open_stream("s3://b/k", s3_endpoint="http://127.0.0.1:1", force_http=True, **TestEndpoints.BOTH)
-        text = repr(settings) + repr(access) + repr(parsed) + caplog.text + str(caught.value) + repr(caught.value)
+        text = repr(settings) + repr(found) + repr(parsed) + caplog.text + str(caught.value) + repr(caught.value)
         assert KEY not in text
         assert SECRET not in text
         assert TOKEN not in text

@@ -22,8 +22,7 @@ from servers.http_faults import FaultyServer, Reply
 from servers.redis_server import free_port
 from servers.s3_server import S3Server, s3_is_installed
 
-from tensorizer import TensorDeserializer, TensorSerializer, stream_io
-from tensorizer._io.s3 import objects
+from tensorizer import TensorDeserializer, TensorSerializer, s3, stream_io
 from tensorizer.errors import StreamError, StreamNotFoundError
 from tensorizer.stream_io import HTTPOptions, open_stream
 
@@ -239,6 +238,7 @@ class TestWritingFiles:
 
     def test_missing_credentials_show_at_the_upload(self, store):
         stream = open_stream("s3://bucket/k", "wb", s3_endpoint=store.endpoint, force_http=True)
+        stream.write(b"x")
         with pytest.raises(botocore.exceptions.NoCredentialsError):
             stream.close()
 
@@ -295,7 +295,7 @@ class TestStreamingWrites:
             assert_same(dict(TensorDeserializer(stream, device="cpu").items()), {**expected, **more})
 
     def test_memory_stays_within_the_budget(self, store, small_parts):
-        sink = objects.open_sink("s3://bucket/budget", memory_budget=20 * MIB, **store.arguments)
+        sink = s3.open_sink("s3://bucket/budget", memory_budget=20 * MIB, **store.arguments)
         data = random_bytes(60 * MIB)
         sink.reserve(len(data))
         for at in range(0, len(data), MIB):

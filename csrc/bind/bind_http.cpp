@@ -168,18 +168,19 @@ void register_source(py::module_& m) {
 }
 
 py::dict put_bytes(io::HttpUploader& uploader, const py::object& url, const py::buffer& body,
-                   std::vector<std::string> header_lines, const std::string& display_name) {
+                   const std::vector<std::string>& header_lines, const std::string& display_name) {
   py::buffer_info info = body.request();
   const io::ConstSlice bytes(static_cast<const std::byte*>(info.ptr),
                              static_cast<size_t>(info.size * info.itemsize));
   io::HttpPut put;
+  std::function<std::string()> give_url;
   if (py::isinstance<py::str>(url)) {
-    put.url = [text = url.cast<std::string>()] { return text; };
+    give_url = [text = url.cast<std::string>()] { return text; };
   } else {
-    put.url = text_function(url);
+    give_url = text_function(url);
   }
+  put.target = [&] { return io::HttpPut::Target{give_url(), header_lines}; };
   put.display_name = display_name;
-  put.header_lines = std::move(header_lines);
   put.body = std::span<const io::ConstSlice>(&bytes, 1);
   const io::ResponseHead head = run_interruptible(
       [&](const std::stop_token& stop) { return io::http_put(uploader, put, stop); });

@@ -14,6 +14,7 @@
 #include "io/local/file_mapping.h"
 #include "load/load_session.h"
 #include "load/open_index.h"
+#include "load/sealed_metadata.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -29,17 +30,65 @@ constexpr uint64_t kArenaNbytes = uint64_t{16} << 20;
 constexpr uint64_t kTensorAlignment = 64;
 constexpr uint64_t kBriefIndexNbytes = uint64_t{1} << 20;  // parsed in a few milliseconds
 
+// The entry of a name's own; of the target where a tie alone gives the name.
 const format::IndexEntry& entry_at(const OpenedIndex& opened, size_t i) {
-  if (i >= opened.index.size()) throw py::index_error("no such entry");
-  return opened.index[i];
+  if (i < opened.index.size()) return opened.index[i];
+  if (i >= opened.name_count()) throw py::index_error("no such entry");
+  return opened.index[opened.target(i)];
+}
+
+py::object shown_name(const OpenedIndex& opened, std::string_view name) {
+  return opened.container == format::Container::tensors ? name_to_python(name)
+                                                        : text_to_python(name);
 }
 
 py::list names(const OpenedIndex& opened) {
-  py::list result(opened.index.size());
-  for (size_t i = 0; i < opened.index.size(); ++i) {
-    result[i] = name_to_python(opened.index[i].name);
+  py::list result(opened.name_count());
+  for (size_t i = 0; i < opened.name_count(); ++i) result[i] = shown_name(opened, opened.name(i));
+  return result;
+}
+
+// (alias, target, whether the file holds the alias's data too)
+py::list ties(const OpenedIndex& opened) {
+  py::list result;
+  for (const format::Tie& tie : opened.ties) {
+    result.append(py::make_tuple(shown_name(opened, tie.alias),
+                                 shown_name(opened, opened.index[tie.target].name),
+                                 tie.listed.has_value()));
   }
   return result;
+}
+
+// The names' numbers and those of the entries that they stand for, where the two differ.
+py::dict targets(const OpenedIndex& opened) {
+  py::dict result;
+  size_t unlisted = opened.index.size();
+  for (const format::Tie& tie : opened.ties)
+    result[py::int_(tie.listed ? size_t{*tie.listed} : unlisted++)] = py::int_(tie.target);
+  return result;
+}
+
+py::dict as_dict(const std::vector<format::TextPair>& pairs) {
+  py::dict result;
+  for (const format::TextPair& pair : pairs)
+    result[text_to_python(pair.key)] = text_to_python(pair.value);
+  return result;
+}
+
+// In the order of the file; None where it has none, or where it is sealed and there are no keys.
+std::optional<py::dict> metadata(const OpenedIndex& opened, load::KeyRing* keys) {
+  if (opened.metadata) return as_dict(*opened.metadata);
+  if (!opened.annex || opened.annex->sealed.empty() || keys == nullptr) return std::nullopt;
+  const format::Annex unsealed =
+      run_interruptible([&](const std::stop_token&) { return load::open_sealed(opened, *keys); });
+  if (!unsealed.metadata) return std::nullopt;
+  return as_dict(*unsealed.metadata);
+}
+
+// Whether the index is the one that was written; None where the file does not tell.
+std::optional<bool> index_matches(const OpenedIndex& opened) {
+  if (!opened.annex || !opened.annex->digest) return std::nullopt;
+  return opened.annex->digest == opened.annex->computed;
 }
 
 py::tuple shape_tuple(std::span<const uint64_t> shape) {
@@ -51,6 +100,7 @@ py::tuple shape_tuple(std::span<const uint64_t> shape) {
 uint64_t total_loaded(const OpenedIndex& opened, const std::vector<uint32_t>& selection) {
   uint64_t total = 0;
   for (uint32_t i : selection) {
+    if (i >= opened.index.size()) continue;  // counted as its target
     const auto sum = checked_add(total, entry_at(opened, i).loaded_nbytes);
     if (!sum) throw Error(Errc::malformed, "the tensors are larger than memory can be");
     total = *sum;
@@ -120,7 +170,7 @@ class LoadBatch {
         engine_(std::move(engine)) {
     targets_.reserve(selection.size());
     for (uint32_t i : selection) {
-      entry_at(*opened_, i);
+      if (i >= opened_->index.size()) throw py::index_error("no such entry");
       if (!targets_.empty() && i <= targets_.back().entry)
         throw Error(Errc::invalid_argument, "entries must be given in file order");
       targets_.push_back({.entry = i});
@@ -225,8 +275,24 @@ bool matches(const LoadedHeaders& headers, size_t i, uint64_t address, uint64_t 
 
 void register_index(py::module_& m) {
   py::class_<OpenedIndex, std::shared_ptr<OpenedIndex>>(m, "Index")
-      .def("__len__", [](const OpenedIndex& o) { return o.index.size(); })
+      .def("__len__", &OpenedIndex::name_count)
+      .def_property_readonly("entry_count", [](const OpenedIndex& o) { return o.index.size(); })
+      .def_property_readonly("index_matches", &index_matches)
+      .def_property_readonly("has_annex", [](const OpenedIndex& o) { return o.annex.has_value(); })
+      .def_property_readonly(
+          "metadata_is_sealed",
+          [](const OpenedIndex& o) { return o.annex && !o.annex->sealed.empty(); })
+      .def("targets", &targets)
+      .def("ties", &ties)
       .def_readonly("start", &OpenedIndex::start)
+      .def_property_readonly("format",
+                             [](const OpenedIndex& o) {
+                               return o.container == format::Container::tensors ? "tensors"
+                                                                                : "safetensors";
+                             })
+      .def_property_readonly("stores_hashes",
+                             [](const OpenedIndex& o) { return o.has_record_headers(); })
+      .def("metadata", &metadata, py::arg("keys") = py::none())
       .def_property_readonly("version", [](const OpenedIndex& o) { return o.prologue.version; })
       .def_property_readonly("flags", [](const OpenedIndex& o) { return o.prologue.flags; })
       .def_property_readonly("encrypted",
@@ -239,13 +305,18 @@ void register_index(py::module_& m) {
       .def("total_loaded_nbytes", &total_loaded, py::arg("selection"))
       .def("stored_name",
            [](const OpenedIndex& o, size_t i) {
-             const std::string_view name = entry_at(o, i).name;
+             entry_at(o, i);
+             const std::string_view name = o.name(i);
              return py::bytes(name.data(), name.size());
            })
       .def("dtype",
            [](const OpenedIndex& o, size_t i) {
              const std::string_view dtype = entry_at(o, i).dtype;
              return py::bytes(dtype.data(), dtype.size());
+           })
+      .def("container_dtype",
+           [](const OpenedIndex& o, size_t i) {
+             return text_to_python(entry_at(o, i).container_dtype);
            })
       .def("shape",
            [](const OpenedIndex& o, size_t i) { return shape_tuple(entry_at(o, i).shape); })
@@ -264,13 +335,13 @@ void register_index(py::module_& m) {
       [](io::RangeSource& source, uint64_t start, bool key_given) {
         const auto key = key_given ? format::KeyGiven::yes : format::KeyGiven::no;
         const bool prompt = source.traits().prompt;
-        const format::Prologue prologue = run_interruptible(
+        const load::ContainerHead head = run_interruptible(
             prompt ? Where::here : Where::helper_thread,
-            [&](auto& stop) { return load::open_prologue(source, start, key, stop); });
-        const bool brief = prompt && prologue.metadata_nbytes <= kBriefIndexNbytes;
-        return std::const_pointer_cast<OpenedIndex>(run_interruptible(
-            brief ? Where::here : Where::helper_thread,
-            [&](auto& stop) { return load::open_index(source, start, prologue, stop); }));
+            [&](auto& stop) { return load::open_head(source, start, key, stop); });
+        const bool brief = prompt && head.index_nbytes() <= kBriefIndexNbytes;
+        return std::const_pointer_cast<OpenedIndex>(
+            run_interruptible(brief ? Where::here : Where::helper_thread,
+                              [&](auto& stop) { return load::open_index(source, head, stop); }));
       },
       py::arg("source"), py::arg("start"), py::arg("key_given"));
 }

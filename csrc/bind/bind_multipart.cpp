@@ -1,15 +1,18 @@
-// Multipart uploads: Python (tensorizer/s3.py) decides and signs, libcurl moves the bytes.
+// Multipart uploads: Python (tensorizer/_io/s3/upload.py) decides and signs, libcurl moves the
+// bytes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
 #include "bind/python_error.h"
 #include "core/sync.h"
+#include "format/digest.h"
 #include "io/http/http_put.h"
 #include "io/upload/multipart_sink.h"
 
@@ -18,8 +21,8 @@ namespace {
 
 using io::MultipartSink;
 
-// The callbacks are methods of a Python object: create(), part_url(number), object_url(),
-// complete(etags), abort().
+// The callbacks are methods of a Python object: create(), request(number, crc32),
+// adapt(number, status, reason), complete(etags), abort(). Part 0 stands for the whole object.
 class PythonTransport final : public io::MultipartTransport {
  public:
   PythonTransport(py::object upload, std::string name, io::HttpOptions options)
@@ -32,9 +35,7 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
   std::string put_part(int number, io::ConstSlice bytes, const std::stop_token& stop) override {
-    const io::ResponseHead response = put(bytes, stop, [this, number] {
-      return upload().attr("part_url")(number).cast<std::string>();
-    });
+    const io::ResponseHead response = put(number, bytes, stop);
     const auto etag = response.headers.find("etag");
     if (!etag)
       throw Error(Errc::io,
@@ -59,17 +60,31 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
   void put_object(io::ConstSlice bytes, const std::stop_token& stop) override {
-    put(bytes, stop, [this] { return upload().attr("object_url")().cast<std::string>(); });
+    put(0, bytes, stop);
     uploader_.lanes.close();
   }
 
  private:
   py::handle upload() const noexcept { return static_cast<PyObject*>(upload_.get()); }
 
-  template <class GiveUrl>
-  io::ResponseHead put(io::ConstSlice bytes, const std::stop_token& stop, GiveUrl give_url) {
+  io::ResponseHead put(int number, io::ConstSlice bytes, const std::stop_token& stop) {
+    const uint32_t crc32 = format::crc32(0, bytes);
     io::HttpPut request;
-    request.url = [&] { return call_python(give_url); };
+    request.target = [&] {
+      return call_python([&] {
+        const py::tuple given = upload().attr("request")(number, crc32);
+        io::HttpPut::Target target{given[0].cast<std::string>()};
+        for (const auto& [name, value] :
+             given[1].cast<std::vector<std::pair<std::string, std::string>>>())
+          target.header_lines.push_back(name + ": " + value);
+        return target;
+      });
+    };
+    request.adapt = [&](const io::HttpFailure& failure) {
+      return call_python([&] {
+        return upload().attr("adapt")(number, failure.status, failure.reason).cast<bool>();
+      });
+    };
     request.display_name = name_;
     request.body = std::span<const io::ConstSlice>(&bytes, 1);
     return io::http_put(uploader_, request, stop);
@@ -163,6 +178,7 @@ void register_multipart(py::module_& m) {
              run_interruptible([&](const std::stop_token& stop) { sink.finish(stop); });
            })
       .def("abandon", &MultipartSink::abandon, Lock())
+      .def_property_readonly("has_content", &MultipartSink::has_content)
       .def_property_readonly("peak_nbytes", &MultipartSink::peak_nbytes);
 }
 

@@ -31,21 +31,26 @@ TensorToWrite describe(const py::tuple& item, format::TensorPath& path) {
 
 // Waits for a step of a call; an interpreter that exits meanwhile undoes the call.
 template <class Step, class Poll>
-void run_step(SaveSession& session, Step&& step, Poll&& on_poll) {
-  run_interruptible(Where::helper_thread, std::forward<Step>(step), std::forward<Poll>(on_poll),
-                    [&] { session.abort_call(); });
+void run_step(SaveSession& session, bool brief, Step&& step, Poll&& on_poll) {
+  run_interruptible(brief ? Where::here : Where::helper_thread, std::forward<Step>(step),
+                    std::forward<Poll>(on_poll), [&] { session.abort_call(); });
 }
 
-void begin_call(SaveSession& session, const py::list& items, bool growing) {
+void begin_call(SaveSession& session, const py::list& items, bool growing, const py::list& pairs) {
+  std::vector<save::TieToWrite> ties;
+  for (const py::handle pair : pairs) {
+    const auto [alias, target, listed] = pair.cast<std::tuple<py::tuple, py::tuple, bool>>();
+    ties.push_back({path_from_python(alias), path_from_python(target), listed});
+  }
   std::vector<TensorToWrite> tensors;
   std::vector<format::TensorPath> paths(items.size());
   tensors.reserve(items.size());
   for (size_t i = 0; i < items.size(); ++i)
     tensors.push_back(describe(items[i].cast<py::tuple>(), paths[i]));
   run_step(
-      session,
+      session, session.is_brief(tensors, growing),
       [&](const std::stop_token& stop) {
-        session.begin_call(std::move(tensors), paths, growing, stop);
+        session.begin_call(std::move(tensors), paths, ties, growing, stop);
       },
       [] {});
 }
@@ -60,7 +65,8 @@ void write_payloads(SaveSession& session, const py::list& items, int device,
     payloads.push_back({record, {reinterpret_cast<std::byte*>(address), nbytes, device, nullptr}});
   }
   run_step(
-      session, [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
+      session, session.call_is_brief() && engine == nullptr,
+      [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
       [&] {
         if (!progress.is_none()) progress(session.nbytes_done());
       });
@@ -69,11 +75,13 @@ void write_payloads(SaveSession& session, const py::list& items, int device,
 std::unique_ptr<SaveSession> make_session(
     std::shared_ptr<io::RangeSink> sink, uint64_t start, bool crc32, bool sha256,
     unsigned max_workers, std::shared_ptr<crypto::SecretKey> key,
-    const std::optional<std::tuple<uint64_t, uint64_t, py::bytes>>& derivation) {
+    const std::optional<std::tuple<uint64_t, uint64_t, py::bytes>>& derivation,
+    std::vector<format::OwnedPair> metadata) {
   save::SaveOptions options{.hashes = {crc32, sha256},
                             .max_workers = max_workers,
                             .key = std::move(key),
-                            .derivation = std::nullopt};
+                            .derivation = std::nullopt,
+                            .metadata = std::move(metadata)};
   if (derivation) {
     const auto& [opslimit, memlimit, salt] = *derivation;
     const std::string_view text = salt;
@@ -90,15 +98,18 @@ void register_save(py::module_& m) {
   py::class_<SaveSession>(m, "SaveSession")
       .def(py::init(&make_session), py::arg("sink"), py::arg("start"), py::kw_only(),
            py::arg("crc32"), py::arg("sha256"), py::arg("max_workers") = 0,
-           py::arg("key") = py::none(), py::arg("derivation") = py::none())
-      .def("begin_call", &begin_call, py::arg("tensors"), py::arg("growing"))
+           py::arg("key") = py::none(), py::arg("derivation") = py::none(),
+           py::arg("metadata") = std::vector<format::OwnedPair>{})
+      .def("begin_call", &begin_call, py::arg("tensors"), py::arg("growing"),
+           py::arg("ties") = py::list())
       .def("write_payloads", &write_payloads, py::arg("payloads"), py::kw_only(),
            py::arg("device") = device::kHost, py::arg("engine") = py::none(),
            py::arg("progress") = py::none())
       .def("finish_call",
            [](SaveSession& session) {
              run_step(
-                 session, [&](const std::stop_token& stop) { session.finish_call(stop); }, [] {});
+                 session, session.call_is_brief(),
+                 [&](const std::stop_token& stop) { session.finish_call(stop); }, [] {});
            })
       .def("abort_call",
            [](SaveSession& session) {

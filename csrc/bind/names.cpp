@@ -11,15 +11,8 @@ namespace py = pybind11;
 
 constexpr size_t kMaxIndexDigits = 4000;
 
-py::object text(std::string_view utf8) {
-  PyObject* decoded =
-      PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass");
-  if (decoded == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(decoded);
-}
-
 py::object component(const format::PathComponent& part) {
-  if (const auto* name = std::get_if<std::string>(&part)) return text(*name);
+  if (const auto* name = std::get_if<std::string>(&part)) return text_to_python(*name);
   const std::string& digits = std::get<format::PathIndex>(part).digits;
   // Python refuses to parse longer numbers unless told otherwise.
   if (digits.size() > kMaxIndexDigits)
@@ -32,8 +25,15 @@ py::object component(const format::PathComponent& part) {
 
 }  // namespace
 
+py::object text_to_python(std::string_view utf8) {
+  PyObject* decoded =
+      PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(decoded);
+}
+
 py::object name_to_python(std::string_view stored) {
-  if (!format::is_structured_name(stored)) return text(stored);
+  if (!format::is_structured_name(stored)) return text_to_python(stored);
   const format::TensorPath path = format::decode_name(stored);
   if (path.size() == 1 && std::holds_alternative<std::string>(path[0])) return component(path[0]);
   py::tuple result(path.size());

@@ -12,6 +12,9 @@ namespace tensorizer::bind {
 // The name as callers see it: str for one string component, else a tuple.
 pybind11::object name_to_python(std::string_view stored);
 
+// UTF-8 as a str; lone surrogates stay.
+pybind11::object text_to_python(std::string_view utf8);
+
 // Text that may hold a path of the file system: bytes that are no UTF-8 appear escaped.
 pybind11::str shown(std::string_view text);
 

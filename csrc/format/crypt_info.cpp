@@ -20,6 +20,7 @@ constexpr uint64_t kChunkNbytesStep = 64;
 // Bytes of a chunk behind its length, salt or MACs included.
 constexpr uint64_t kDerivationChunkNbytes = 2 + 2 + 8 + 8 + 4 + 2 + kSaltNbytes;
 constexpr uint64_t kCipherChunkFixedNbytes = 2 + 8 + kNonceNbytes + 8;
+constexpr uint64_t kMessageChunkNbytes = 2 + kNonceNbytes + kMacNbytes;
 
 Nonce read_nonce(ByteCursor& cursor) {
   Nonce nonce;
@@ -99,6 +100,26 @@ class Writer {
   size_t at_ = 0;
 };
 
+// Length, number of chunks, and the derivation, of a block of `nbytes` with its prefix.
+void put_block_head(Writer& out, uint64_t nbytes, const KeyDerivation* derivation) {
+  if (derivation != nullptr && derivation->salt.size() != kSaltNbytes) {
+    throw Error(Errc::invalid_argument, "a salt has " + std::to_string(kSaltNbytes) +
+                                            " bytes, not " +
+                                            std::to_string(derivation->salt.size()));
+  }
+  out.put(uint64_t{nbytes - 8});
+  out.put(static_cast<uint16_t>(derivation != nullptr ? 2 : 1));
+  if (derivation == nullptr) return;
+  out.put(uint64_t{kDerivationChunkNbytes});
+  out.put(kKeyDerivationChunk);
+  out.put(derivation->method);
+  out.put(derivation->opslimit);
+  out.put(derivation->memlimit);
+  out.put(derivation->algorithm);
+  out.put(static_cast<uint16_t>(derivation->salt.size()));
+  out.put_bytes(derivation->salt);
+}
+
 }  // namespace
 
 CryptInfo parse_crypt_info(std::span<const std::byte> block, uint64_t origin) {
@@ -147,30 +168,31 @@ uint64_t crypt_info_nbytes(bool encrypted, uint64_t macs, bool derivation) noexc
 
 std::vector<std::byte> serialize_crypt_info(const KeyDerivation* derivation, const Nonce& nonce,
                                             uint64_t macs) {
-  if (derivation != nullptr && derivation->salt.size() != kSaltNbytes) {
-    throw Error(Errc::invalid_argument, "a salt has " + std::to_string(kSaltNbytes) +
-                                            " bytes, not " +
-                                            std::to_string(derivation->salt.size()));
-  }
   const uint64_t nbytes = crypt_info_nbytes(true, macs, derivation != nullptr);
   Writer out(nbytes);
-  out.put(uint64_t{nbytes - 8});
-  out.put(static_cast<uint16_t>(derivation != nullptr ? 2 : 1));
-  if (derivation != nullptr) {
-    out.put(uint64_t{kDerivationChunkNbytes});
-    out.put(kKeyDerivationChunk);
-    out.put(derivation->method);
-    out.put(derivation->opslimit);
-    out.put(derivation->memlimit);
-    out.put(derivation->algorithm);
-    out.put(static_cast<uint16_t>(derivation->salt.size()));
-    out.put_bytes(derivation->salt);
-  }
+  put_block_head(out, nbytes, derivation);
   out.put(uint64_t{kCipherChunkFixedNbytes + kMacNbytes * macs});
   out.put(kParallelChunk);
   out.put(uint64_t{kCipherChunkNbytes});
   out.put_bytes(nonce);
   out.put(uint64_t{macs});
+  return std::move(out).take();
+}
+
+uint64_t message_crypt_info_nbytes(bool derivation) noexcept {
+  return 8 + 2 + (derivation ? 8 + kDerivationChunkNbytes : 0) + 8 + kMessageChunkNbytes;
+}
+
+std::vector<std::byte> serialize_message_crypt_info(const KeyDerivation* derivation,
+                                                    const Nonce& nonce,
+                                                    std::span<const std::byte, kMacNbytes> mac) {
+  const uint64_t nbytes = message_crypt_info_nbytes(derivation != nullptr);
+  Writer out(nbytes);
+  put_block_head(out, nbytes, derivation);
+  out.put(uint64_t{kMessageChunkNbytes});
+  out.put(kSequentialChunk);
+  out.put_bytes(nonce);
+  out.put_bytes(mac);
   return std::move(out).take();
 }
 

@@ -61,6 +61,11 @@ uint64_t crypt_info_nbytes(bool encrypted, uint64_t macs, bool derivation) noexc
 std::vector<std::byte> serialize_crypt_info(const KeyDerivation* derivation, const Nonce& nonce,
                                             uint64_t macs);
 std::vector<std::byte> serialize_empty_crypt_info();
+// A block for one message (chunk type 3), with its MAC.
+std::vector<std::byte> serialize_message_crypt_info(const KeyDerivation* derivation,
+                                                    const Nonce& nonce,
+                                                    std::span<const std::byte, kMacNbytes> mac);
+uint64_t message_crypt_info_nbytes(bool derivation) noexcept;
 uint64_t mac_offset(bool derivation) noexcept;  // from the first byte of the length prefix
 
 }  // namespace tensorizer::format

@@ -126,6 +126,9 @@ class EntryParser {
     return entry;
   }
 
+  // Bytes parsed so far.
+  size_t position() const noexcept { return cursor_.position(); }
+
  private:
   void register_name(std::string_view name) {
     // Plain names need no path of their own.
@@ -170,10 +173,15 @@ Index::Index(const Prologue& prologue, std::vector<std::byte> block, uint64_t or
     entries_.push_back(parser.parse(dims_));
   }
   first_dims.push_back(dims_.size());
+  entries_nbytes_ = parser.position();
   for (size_t i = 0; i < count; ++i) {
     entries_[i].shape = std::span(dims_).subspan(first_dims[i], first_dims[i + 1] - first_dims[i]);
   }
 }
+
+Index::Index(std::vector<std::byte> block, std::vector<uint64_t> dims,
+             std::vector<IndexEntry> entries)
+    : block_(std::move(block)), dims_(std::move(dims)), entries_(std::move(entries)) {}
 
 bool EntryToWrite::is_long() const noexcept {
   return std::ranges::any_of(shape, [](uint64_t dim) { return dim > kMaxShortDim; });

@@ -18,8 +18,10 @@ enum class TensorType : uint8_t { parameter = 0, buffer = 1, state_dict = 2 };
 // One entry. Texts and dimensions borrow from the Index that holds it.
 struct IndexEntry {
   std::string_view name;   // stored bytes: plain, or 0x1E and a JSON array
-  std::string_view dtype;  // stored dtype text
+  std::string_view dtype;  // stored dtype text; empty where no tensor can be made of it
   std::span<const uint64_t> shape;
+  // What the container calls the type, where it has names of its own: "F32" in a safetensors file.
+  std::string_view container_dtype;
   uint64_t offset = 0;       // of the record header, absolute in the source
   uint64_t data_offset = 0;  // of the payload
   uint64_t data_nbytes = 0;
@@ -28,6 +30,7 @@ struct IndexEntry {
   uint32_t itemsize = 0;       // bytes per element, from dtype
   uint64_t loaded_nbytes = 0;  // bytes the tensor occupies once loaded: itemsize * product(shape)
 
+  // 0 in containers without record headers.
   uint64_t header_nbytes() const noexcept { return data_offset - offset; }
   uint64_t end() const noexcept { return data_offset + data_nbytes; }
   // Written without data: comes back as zeros of its shape (format.md 5.5).
@@ -47,6 +50,10 @@ class Index {
   Index(const Prologue& prologue, std::vector<std::byte> block, uint64_t origin,
         uint64_t source_nbytes);
 
+  // The index of another container, whose parser has checked it. Entries are in file order and
+  // borrow from `block` and `dims`.
+  Index(std::vector<std::byte> block, std::vector<uint64_t> dims, std::vector<IndexEntry> entries);
+
   // Movable only: entries borrow from the block.
   Index(Index&&) noexcept = default;
   Index& operator=(Index&&) noexcept = default;
@@ -55,8 +62,17 @@ class Index {
   const IndexEntry& operator[](size_t i) const noexcept { return entries_[i]; }
   size_t size() const noexcept { return entries_.size(); }
 
+  // The bytes of the entries, and what follows the last of them in the block.
+  std::span<const std::byte> entry_bytes() const noexcept {
+    return std::span(block_).first(entries_nbytes_);
+  }
+  std::span<const std::byte> slack() const noexcept {
+    return std::span(block_).subspan(entries_nbytes_);
+  }
+
  private:
   std::vector<std::byte> block_;
+  size_t entries_nbytes_ = 0;
   std::vector<uint64_t> dims_;
   std::vector<IndexEntry> entries_;
 };

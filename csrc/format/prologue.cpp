@@ -6,6 +6,7 @@
 #include "core/byte_cursor.h"
 #include "core/endian.h"
 #include "core/error.h"
+#include "format/foreign.h"
 
 namespace tensorizer::format {
 namespace {
@@ -15,12 +16,15 @@ constexpr size_t kFlagsNbytes = 32;
 void check_magic(std::span<const std::byte> bytes, uint64_t origin) {
   if (bytes.size() >= kMagic.size() && std::ranges::equal(bytes.first(kMagic.size()), kMagic))
     return;
-  throw Error(Errc::malformed,
-              bytes.size() < kMagic.size()
-                  ? "not a tensors file: " + std::to_string(bytes.size()) +
-                        " bytes where the magic |TZR| wants 5"
-                  : std::string("not a tensors file: the magic |TZR| is missing"),
-              {}, origin);
+  if (bytes.size() < kMagic.size())
+    throw Error(Errc::malformed,
+                "not a tensors file: " + std::to_string(bytes.size()) +
+                    " bytes where the magic |TZR| wants 5",
+                {}, origin);
+  std::string text = "not a tensors file: the magic |TZR| is missing";
+  if (const std::string_view hint = foreign_format(bytes); !hint.empty())
+    text.append("; ").append(hint);
+  throw Error(Errc::malformed, text, {}, origin);
 }
 
 // The whole 256-bit field must be 0..3, in every version.

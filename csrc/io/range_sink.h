@@ -1,9 +1,9 @@
 // Where bytes go: a local file under a temporary name, an open descriptor, a multipart upload, a
 // Python file object.
 //
-// write_at is safe from many threads. Every byte of the content is written at least once; the
-// prologue and the index are written last. Content becomes visible under its final name by
-// publish() and by nothing else; the destructor only abandons.
+// write_at is safe from many threads. Every byte of the content is written at least once; the index
+// is written behind the records, then comes a barrier(), then the prologue. Content becomes visible
+// under its final name by publish() and by nothing else; the destructor only abandons.
 #pragma once
 
 #include <cstdint>
@@ -43,22 +43,33 @@ class RangeSink {
     write_at(offset, std::span<const ConstSlice>(&from, 1), stop);
   }
 
-  // Moves the bytes [from, from + nbytes) to `to` > `from`, for a file whose index outgrew its
-  // room. The old copy of the content stays readable under its final name wherever the sink can
-  // afford it.
+  // Moves the bytes [from, from + nbytes) to `to` >= `from`, for a file whose index outgrew its
+  // room.
   virtual void relocate(uint64_t from, uint64_t nbytes, uint64_t to,
                         const std::stop_token& stop) = 0;
 
-  // After a relocate() that was not published: back to the content before it, where the sink still
-  // has it. False: it has not, and the bytes are where relocate() moved them.
-  virtual bool undo_relocate() noexcept { return false; }
+  // True: relocate() copies into a new file, the published one stays as it is until the next
+  // publish(), and undo_relocate() goes back to it.
+  virtual bool relocates_aside() const noexcept { return false; }
+  virtual void undo_relocate() noexcept {}
 
-  // [start, end) is complete and consistent now: make it readable by others (flush, fsync, rename,
+  // What was written so far reaches the disk before anything that is written from now on. Records
+  // and index come before it, the prologue that makes them part of the content behind it. Only for
+  // content that a crash of the machine must not damage: a published file that is synced.
+  virtual void barrier(const std::stop_token& /*stop*/) {}
+
+  // True where publishing costs much more than writing: `nbytes` of complete records may then wait
+  // for those of later calls, for finish() or for abandon().
+  virtual bool may_wait(uint64_t /*nbytes*/) const noexcept { return false; }
+
+  // True where writing and publishing some KiB takes no longer than waking a thread for it.
+  virtual bool prompt() const noexcept { return false; }
+
+  // [start, end) is complete and consistent now: make it readable by others (flush, sync, rename,
   // as the sink does).
   virtual void publish(uint64_t end, const std::stop_token& stop) = 0;
 
-  // What was written behind `end` since the last publish() is void; `end` is 0 if nothing was
-  // published.
+  // What was written behind `end` is void; `end` is 0 if nothing was published.
   virtual void rollback(uint64_t /*end*/) noexcept {}
 
   // No call follows, and what was not published is void. An upload in progress is aborted.

@@ -32,7 +32,7 @@ struct LoadTarget {
 };
 
 struct LoadOptions {
-  bool verify = false;                   // compare stored hashes with the data
+  bool verify = false;                   // compare stored hashes, where there are any
   unsigned max_workers = 0;              // 0: as many as are useful
   KeyRing* keys = nullptr;               // set iff the file has crypt_info
   device::CopyEngine* engine = nullptr;  // set iff destinations are on its device

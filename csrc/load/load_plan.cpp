@@ -14,8 +14,9 @@ class Planner {
 
   void add_record(uint32_t target, const format::IndexEntry& entry) {
     const uint64_t payload = options_.payloads ? entry.data_nbytes : 0;
-    if (open_ && !joins(entry, payload)) close();
     plan_.hash_steps.push_back(0);
+    if (entry.header_nbytes() == 0 && payload == 0) return;  // a container without record headers
+    if (open_ && !joins(entry, payload)) close();
     if (entry.header_nbytes() > 0)
       add(Piece::Kind::header, target, 0, entry.offset, 0, entry.header_nbytes());
     const bool in_one_unit = add_payload(target, entry.data_offset, payload);

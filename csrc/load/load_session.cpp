@@ -7,6 +7,7 @@
 #include "core/run_units.h"
 #include "core/threads.h"
 #include "crypto/chunked_box.h"
+#include "format/safetensors.h"
 #include "load/host_load.h"
 #include "load/staged_load.h"
 
@@ -24,16 +25,23 @@ constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
 constexpr size_t kWipedAtOnce = 1024;  // destinations on a device, between two waits
 constexpr size_t kDealtPerWorker = 2;  // so that every worker finds two chains to hash side by side
 
+// A container without record headers has no digests to compare: its index says all there is to
+// know.
+LoadOptions possible(LoadOptions options, const OpenedIndex& opened) {
+  options.verify = options.verify && opened.has_record_headers();
+  return options;
+}
+
 }  // namespace
 
 LoadSession::LoadSession(io::RangeSource& source, std::shared_ptr<const OpenedIndex> opened,
                          std::vector<LoadTarget> targets, const LoadOptions& options)
-    : job_(source, std::move(opened), std::move(targets), options) {
+    : job_(source, opened, std::move(targets), possible(options, *opened)) {
   if (has_crypt_info() && options.keys == nullptr)
     throw Error(Errc::crypto, source.name() + " is encrypted, but no key was given", source.name());
   check_sizes();
   make_plan();
-  if (options.verify) start_digests(job_);
+  if (job_.options.verify) start_digests(job_);
 }
 
 LoadSession::~LoadSession() = default;
@@ -44,13 +52,14 @@ void LoadSession::check_sizes() const {
   for (uint32_t target = 0; target < job_.targets.size(); ++target) {
     const format::IndexEntry& entry = job_.entry_of(target);
     const uint64_t most = format::max_record_header_nbytes(entry, has_crypt_info());
-    if (entry.header_nbytes() > most) {
-      job_.naming(target, [&] {
+    job_.naming(target, [&] {
+      if (!job_.opened->has_record_headers() && entry.dtype.empty())
+        throw Error(Errc::malformed, format::why_not_loadable(entry));
+      if (entry.header_nbytes() > most)
         throw Error(Errc::malformed, "the index leaves " + std::to_string(entry.header_nbytes()) +
                                          " bytes for its record header, at most " +
                                          std::to_string(most) + " are possible");
-      });
-    }
+    });
     header_nbytes += entry.header_nbytes();
     data_nbytes += entry.data_nbytes;
   }

@@ -40,11 +40,20 @@ void LoadedHeaders::keep(size_t target, const format::RecordHeader& header,
 
 format::RecordHeader LoadedHeaders::header(size_t target) const {
   const Kept& kept = kept_.at(target);
-  return format::parse_header_front({kept.bytes.get(), kept.front_nbytes}, entry_of(target));
+  const format::IndexEntry& entry = entry_of(target);
+  if (kept.bytes) return format::parse_header_front({kept.bytes.get(), kept.front_nbytes}, entry);
+  format::RecordHeader header;
+  header.type = entry.type;
+  header.name = entry.name;
+  header.dtype = entry.dtype;
+  header.shape.assign(entry.shape.begin(), entry.shape.end());
+  header.data_nbytes = entry.data_nbytes;
+  return header;
 }
 
 bool LoadedHeaders::matches(size_t target, std::span<const std::byte> data) const {
   const Kept& kept = kept_.at(target);
+  if (!kept.bytes) return true;  // nothing was stored that could differ
   const format::IndexEntry& entry = entry_of(target);
   std::vector<std::byte> bytes(kept.front_nbytes + kept.padding_nbytes + kTrailerNbytes);
   const size_t stored = kept.front_nbytes + (kept.zero_padding ? 0 : kept.padding_nbytes);

@@ -24,10 +24,12 @@ class LoadedHeaders {
   // Keeps the header of a target, parsed from `bytes`.
   void keep(size_t target, const format::RecordHeader& header, std::span<const std::byte> bytes);
 
-  // The fields of a kept header; they borrow from this object. Throws std::out_of_range.
+  // The fields of a kept header, or what the index says where the container has none; they borrow
+  // from this object. Throws std::out_of_range.
   format::RecordHeader header(size_t target) const;
 
-  // Whether `data` is what the record was written with: its header digests, continued with it.
+  // Whether `data` is what the record was written with: its header digests, continued with it. True
+  // where none are stored.
   bool matches(size_t target, std::span<const std::byte> data) const;
 
  private:

@@ -1,8 +1,10 @@
 #include "load/open_index.h"
 
 #include <algorithm>
-#include <array>
+#include <cstring>
 #include <limits>
+#include <span>
+#include <string_view>
 #include <vector>
 
 #include "core/error.h"
@@ -12,9 +14,41 @@ namespace {
 
 // An index that claims to be larger than this is read only if the source is known to be that long.
 constexpr uint64_t kUnsizedIndexLimit = uint64_t{64} << 20;
+// A header length and the brace behind it: all that tells the containers apart.
+constexpr uint64_t kShortestHead = format::kSafetensorsLengthNbytes + 1;
+constexpr uint64_t kLongestFirstRead = uint64_t{1} << 20;
+// A source whose requests cost less than this many bytes is asked for no more than it needs.
+constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
 
-std::vector<std::byte> read_block(io::RangeSource& source, uint64_t offset, uint64_t nbytes,
+// Bytes to ask for first: all that decides, and where requests cost much, most indexes too.
+uint64_t first_read_nbytes(const io::SourceTraits& traits, bool sized) noexcept {
+  // What is read from a stream cannot be read again, and may be all there is.
+  if (traits.sequential || !sized) return kShortestHead;
+  if (traits.gap_nbytes == 0) return format::kPrologueNbytes;
+  if (traits.gap_nbytes <= kCheapRequestNbytes) return format::kContainerHeadNbytes;
+  return std::min(traits.gap_nbytes, kLongestFirstRead);
+}
+
+bool may_be_pointer(std::span<const std::byte> head) noexcept {
+  constexpr std::string_view kStart = "version ";
+  return head.size() >= kStart.size() &&
+         std::memcmp(head.data(), kStart.data(), kStart.size()) == 0;
+}
+
+// Reads until the head has `nbytes`, or all there are.
+void read_on(io::RangeSource& source, ContainerHead& head, uint64_t nbytes, uint64_t source_nbytes,
+             const std::stop_token& stop) {
+  const uint64_t available = source_nbytes - std::min(head.start, source_nbytes);
+  const uint64_t wanted = std::min(nbytes, available);
+  const uint64_t have = head.bytes.size();
+  if (wanted <= have) return;
+  head.bytes.resize(wanted);
+  source.read_at(head.start + have, io::Slice(head.bytes).subspan(have), stop);
+}
+
+std::vector<std::byte> read_block(io::RangeSource& source, const ContainerHead& head,
                                   uint64_t source_nbytes, bool sized, const std::stop_token& stop) {
+  const uint64_t offset = head.index_at(), nbytes = head.index_nbytes();
   if (sized && nbytes > source_nbytes - std::min(offset, source_nbytes))
     throw Error(Errc::truncated, "the index wants " + std::to_string(nbytes) + " bytes at byte " +
                                      std::to_string(offset) + ", the file ends at byte " +
@@ -23,8 +57,50 @@ std::vector<std::byte> read_block(io::RangeSource& source, uint64_t offset, uint
     throw Error(Errc::malformed, "the index claims " + std::to_string(nbytes) +
                                      " bytes in a source of unknown size");
   std::vector<std::byte> block(nbytes);
-  if (nbytes > 0) source.read_at(offset, io::Slice(block), stop);
+  const std::span<const std::byte> known =
+      std::span(head.bytes).subspan(std::min<uint64_t>(offset - head.start, head.bytes.size()));
+  const uint64_t have = std::min<uint64_t>(known.size(), nbytes);
+  std::ranges::copy(known.first(have), block.begin());
+  if (nbytes > have) source.read_at(offset + have, io::Slice(block).subspan(have), stop);
   return block;
+}
+
+void take_ties(OpenedIndex& opened, std::vector<format::Tie> ties) {
+  opened.ties = std::move(ties);
+  for (uint32_t i = 0; i < opened.ties.size(); ++i) {
+    if (!opened.ties[i].listed) opened.unlisted.push_back(i);
+  }
+}
+
+std::shared_ptr<const OpenedIndex> open_tensors(const ContainerHead& head,
+                                                std::vector<std::byte> block,
+                                                uint64_t source_nbytes) {
+  auto opened = std::make_shared<OpenedIndex>(
+      head, format::Index(head.prologue, std::move(block), head.index_at(), source_nbytes));
+  const format::Index& index = opened->index;
+  const auto prologue = std::span(head.bytes).first(format::kPrologueNbytes);
+  opened->annex =
+      format::parse_annex(index.slack(), head.index_at() + index.entry_bytes().size(),
+                          [&] { return format::digest_index(prologue, index.entry_bytes()); });
+  if (opened->annex) {
+    opened->metadata = opened->annex->metadata;
+    take_ties(*opened, format::resolve_ties(index, opened->annex->ties));
+  }
+  return opened;
+}
+
+std::shared_ptr<const OpenedIndex> open_safetensors(const ContainerHead& head,
+                                                    std::vector<std::byte> block,
+                                                    uint64_t source_nbytes) {
+  format::SafetensorsHeader header =
+      format::parse_safetensors(std::move(block), head.start, source_nbytes);
+  auto opened = std::make_shared<OpenedIndex>(head, std::move(header.index));
+  opened->metadata = std::move(header.metadata);
+  take_ties(*opened, format::ties_in_metadata(opened->index, opened->metadata));
+  opened->prologue.tensor_count = opened->index.size();
+  for (const format::IndexEntry& entry : opened->index.entries())
+    opened->prologue.tensor_size += entry.data_nbytes;
+  return opened;
 }
 
 // In a handler: what parsing found, with the source's name. What sources throw says it already, or
@@ -44,30 +120,52 @@ uint64_t size_or_unlimited(const io::RangeSource& source) {
 
 }  // namespace
 
-format::Prologue open_prologue(io::RangeSource& source, uint64_t start, format::KeyGiven key,
-                               const std::stop_token& stop) {
+uint32_t OpenedIndex::target(size_t i) const noexcept {
+  if (i >= index.size()) return ties[unlisted[i - index.size()]].target;
+  for (const format::Tie& tie : ties) {
+    if (tie.listed == static_cast<uint32_t>(i)) return tie.target;
+  }
+  return static_cast<uint32_t>(i);
+}
+
+ContainerHead open_head(io::RangeSource& source, uint64_t start, format::KeyGiven key,
+                        const std::stop_token& stop) {
   try {
     const uint64_t source_nbytes = size_or_unlimited(source);
-    std::array<std::byte, format::kPrologueNbytes> head;
-    const uint64_t available = source_nbytes - std::min(start, source_nbytes);
-    const uint64_t head_nbytes = std::min<uint64_t>(head.size(), available);
-    if (head_nbytes > 0) source.read_at(start, io::Slice(head.data(), head_nbytes), stop);
-    return format::parse_prologue(std::span(head).first(head_nbytes), start, key);
+    ContainerHead head;
+    head.start = start;
+    const bool sized = source.size().has_value();
+    read_on(source, head, first_read_nbytes(source.traits(), sized), source_nbytes, stop);
+    if (may_be_pointer(head.bytes))
+      read_on(source, head, format::kContainerHeadNbytes, source_nbytes, stop);
+    head.container = format::detect_container(head.bytes, start);
+    if (head.container == format::Container::tensors) {
+      read_on(source, head, format::kPrologueNbytes, source_nbytes, stop);
+      const size_t nbytes = std::min<size_t>(head.bytes.size(), format::kPrologueNbytes);
+      head.prologue = format::parse_prologue(std::span(head.bytes).first(nbytes), start, key);
+      return head;
+    }
+    if (key == format::KeyGiven::yes)
+      throw Error(Errc::crypto, "decryption was asked for, but safetensors files are not encrypted",
+                  {}, start);
+    head.prologue.version = 0;
+    head.prologue.metadata_nbytes = *format::safetensors_header_nbytes(head.bytes);
+    format::check_safetensors_length(head.prologue.metadata_nbytes, start, source_nbytes);
+    return head;
   } catch (const Error& error) {
     rethrow_with_source(error, source.name());
   }
 }
 
-std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, uint64_t start,
-                                              const format::Prologue& prologue,
+std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, const ContainerHead& head,
                                               const std::stop_token& stop) {
   try {
     const uint64_t source_nbytes = size_or_unlimited(source);
-    const uint64_t block_at = start + format::kPrologueNbytes;
-    std::vector<std::byte> block = read_block(source, block_at, prologue.metadata_nbytes,
-                                              source_nbytes, source.size().has_value(), stop);
-    return std::make_shared<const OpenedIndex>(
-        start, prologue, format::Index(prologue, std::move(block), block_at, source_nbytes));
+    std::vector<std::byte> block =
+        read_block(source, head, source_nbytes, source.size().has_value(), stop);
+    if (head.container == format::Container::tensors)
+      return open_tensors(head, std::move(block), source_nbytes);
+    return open_safetensors(head, std::move(block), source_nbytes);
   } catch (const Error& error) {
     rethrow_with_source(error, source.name());
   }

@@ -1,5 +1,7 @@
 #include "save/save_session.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -19,14 +21,25 @@ namespace {
 constexpr uint64_t kUnitNbytes = uint64_t{8} << 20;  // a multiple of the cipher chunk
 constexpr uint64_t kEndMarkNbytes = 8;
 constexpr size_t kUnitRecords = 512;
+constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;  // hashed and written in a few milliseconds
+constexpr size_t kBriefRecords = 64;
 
 }  // namespace
 
 struct SaveSession::Call {
   std::vector<TensorToWrite> tensors;
   std::vector<PlannedRecord> records;
-  format::Prologue prologue;  // as it will be when the call is finished
+  std::vector<format::OwnedPair> ties;  // stored names
+  format::Prologue prologue;            // as it will be when the call is finished
+  Head before;                          // what abort_call() goes back to
   size_t path_mark = 0;
+  size_t entry_mark = 0;
+  size_t tie_mark = 0;
+  uint64_t shift = 0;  // how far the records moved into a new file
+  bool aside = false;  // they did, and the published file is as it was
+  bool brief = false;
+  bool may_wait = false;      // the content need not be published with this call
+  uint64_t index_nbytes = 0;  // with the entries of this call
   uint64_t records_end = 0;
   uint32_t written = 0;  // records handed over so far
 };
@@ -337,10 +350,11 @@ SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
     : sink_(std::move(sink)),
       start_(start),
       options_(options),
-      crypt_{options.derivation},
-      end_(start) {
+      process_(getpid()),
+      crypt_{options.derivation} {
   paths_.set_error_is_caller(true);
-  prologue_.version = options_.key ? format::kVersionEncrypted : format::kVersionPlain;
+  head_.prologue.version = options_.key ? format::kVersionEncrypted : format::kVersionPlain;
+  head_.end = start;
 }
 
 SaveSession::~SaveSession() = default;
@@ -362,14 +376,42 @@ format::Nonce SaveSession::draw_nonce() {
   return nonce;
 }
 
+bool SaveSession::is_brief(std::span<const TensorToWrite> tensors, bool growing) const {
+  if (tensors.size() > kBriefRecords) return false;
+  uint64_t nbytes = 0;
+  format::Prologue prologue = head_.prologue;
+  for (const TensorToWrite& tensor : tensors) {
+    if (tensor.data_nbytes > kBriefNbytes) return false;
+    nbytes += tensor.data_nbytes;
+    prologue = raise_version(prologue, tensor, options_.key != nullptr);
+  }
+  const bool tagged = prologue.tagged_entries();
+  const bool fits =
+      head_.room == 0 || (tagged == head_.prologue.tagged_entries() &&
+                          index_nbytes_with(tensors, tagged) + annex_nbytes_with({}) <= head_.room);
+  return nbytes <= kBriefNbytes && fits &&
+         (sink_->prompt() || (growing && sink_->may_wait(waiting_nbytes() + nbytes)));
+}
+
+bool SaveSession::call_is_brief() const noexcept { return call_ && call_->brief; }
+
 void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
-                             std::span<const format::TensorPath> paths, bool growing,
+                             std::span<const format::TensorPath> paths,
+                             std::span<const TieToWrite> ties, bool growing,
                              const std::stop_token& stop) {
   auto call = std::make_unique<Call>();
   call->path_mark = paths_.mark();
+  call->entry_mark = entries_.size();
+  call->tie_mark = ties_.size();
+  call->before = head_;
+  call->brief = is_brief(tensors, growing);
   try {
     for (const format::TensorPath& path : paths) paths_.add(path);
-    call->prologue = prologue_;
+    for (const TieToWrite& tie : ties) {
+      if (!tie.listed) paths_.add(tie.alias);
+      call->ties.emplace_back(format::encode_name(tie.alias), format::encode_name(tie.target));
+    }
+    call->prologue = head_.prologue;
     for (const TensorToWrite& tensor : tensors) {
       call->prologue = raise_version(call->prologue, tensor, options_.key != nullptr);
       call->prologue.tensor_size += tensor.data_nbytes;
@@ -378,21 +420,26 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
     call->tensors = std::move(tensors);
     make_room(*call, growing, stop);
     place_records(*call);
-    sink_->reserve_head(start_ + format::kPrologueNbytes + index_room_);
+    call->may_wait = growing && published_end_ > 0 && !call->aside &&
+                     sink_->may_wait(call->records_end - published_end_);
+    sink_->reserve_head(start_ + format::kPrologueNbytes + head_.room);
     sink_->reserve(call->records_end + kEndMarkNbytes);
   } catch (...) {
-    forget(*call);
+    undo(*call);
     throw;
   }
   call_ = std::move(call);
 }
 
-uint64_t SaveSession::index_nbytes(const Call& call) const {
-  const bool tagged = call.prologue.tagged_entries();
-  uint64_t nbytes = 0;
-  for (const SavedEntry& entry : entries_)
-    nbytes += format::index_entry_nbytes(entry.view(), tagged);
-  for (const TensorToWrite& tensor : call.tensors) {
+// Bytes of the index with `tensors` added; all of it anew where the form of entries changes.
+uint64_t SaveSession::index_nbytes_with(std::span<const TensorToWrite> tensors, bool tagged) const {
+  uint64_t nbytes = head_.index_nbytes;
+  if (tagged != head_.prologue.tagged_entries()) {
+    nbytes = 0;
+    for (const SavedEntry& entry : entries_)
+      nbytes += format::index_entry_nbytes(entry.view(), tagged);
+  }
+  for (const TensorToWrite& tensor : tensors) {
     nbytes += format::index_entry_nbytes(
         {tensor.name, tensor.dtype, tensor.shape, tensor.type, 0, 0, 0}, tagged);
   }
@@ -400,59 +447,50 @@ uint64_t SaveSession::index_nbytes(const Call& call) const {
 }
 
 void SaveSession::make_room(Call& call, bool growing, const std::stop_token& stop) {
-  uint64_t needed = index_used_;
-  if (call.prologue.tagged_entries() != prologue_.tagged_entries()) {
-    needed = index_nbytes(call);
-  } else {
-    for (const TensorToWrite& tensor : call.tensors)
-      needed += format::index_entry_nbytes(
-          {tensor.name, tensor.dtype, tensor.shape, tensor.type, 0, 0, 0},
-          call.prologue.tagged_entries());
+  const bool tagged = call.prologue.tagged_entries();
+  call.index_nbytes = index_nbytes_with(call.tensors, tagged);
+  const uint64_t needed = call.index_nbytes + annex_nbytes_with(call.ties);
+  if (head_.room == 0) {
+    head_.room = index_room(needed, growing);
+    head_.end = start_ + format::kPrologueNbytes + head_.room;
+    return;
   }
-  if (index_room_ == 0) {
-    index_room_ = index_room(needed, growing);
-    end_ = start_ + format::kPrologueNbytes + index_room_;
-  } else if (needed > index_room_) {
-    relayout(index_room(needed, true), stop);
-  }
+  // An index whose entries change their form is not written over the published one.
+  const bool anew = tagged != head_.prologue.tagged_entries() && sink_->relocates_aside();
+  if (anew || needed > head_.room)
+    relayout(call, std::max(head_.room, index_room(needed, true)), stop);
 }
 
-// The index outgrew its room: all records move behind a larger one. What was published stays
-// readable meanwhile where the sink can afford it, and is published again in its new place before
-// anything new is written.
-void SaveSession::relayout(uint64_t room, const std::stop_token& stop) {
-  const uint64_t begin = start_ + format::kPrologueNbytes + index_room_;
-  const uint64_t old_room = index_room_, old_used = index_used_;
-  const uint64_t shift = room - old_room;
-  // Modulo 2^64, so that adding the negated shift undoes it.
-  const auto move_by = [this](uint64_t distance) {
-    for (SavedEntry& entry : entries_) {
-      entry.offset += distance;
-      entry.data_offset += distance;
-    }
-    end_ += distance;
-  };
-  sink_->relocate(begin, end_ - begin, begin + shift, stop);
-  move_by(shift);
-  index_room_ = room;
-  try {
-    write_index(0, prologue_, stop);
-    write_end_and_publish(stop);
-  } catch (...) {
-    if (sink_->undo_relocate()) {
-      move_by(-shift);
-      index_room_ = old_room;
-      index_used_ = old_used;
-    } else {
-      restore_head();
-    }
-    throw;
+// All records move behind a larger index. Where the sink copies them into a new file, the published
+// one stays as it is until this call is finished; where it moves them in place, the content is
+// published again in its new place before anything new is written.
+void SaveSession::relayout(Call& call, uint64_t room, const std::stop_token& stop) {
+  const uint64_t begin = start_ + format::kPrologueNbytes + head_.room;
+  call.shift = room - head_.room;
+  call.aside = sink_->relocates_aside();
+  sink_->relocate(begin, head_.end - begin, begin + call.shift, stop);
+  move_records(call.shift);
+  head_.room = room;
+  head_.indexed = false;
+  if (call.aside) return;
+  call.before = head_;
+  prologue_touched_ = index_touched_ = true;  // it describes what is no longer there
+  publish(stop);
+  call.before = head_;
+}
+
+// By a distance modulo 2^64, so that adding the negated one undoes it.
+void SaveSession::move_records(uint64_t distance) noexcept {
+  for (SavedEntry& entry : entries_) {
+    entry.offset += distance;
+    entry.data_offset += distance;
   }
+  head_.end += distance;
 }
 
 void SaveSession::place_records(Call& call) {
   const PlanChoice choice{options_.hashes, options_.key ? &crypt_ : nullptr};
-  uint64_t offset = end_;
+  uint64_t offset = head_.end;
   call.records.reserve(call.tensors.size());
   for (const TensorToWrite& tensor : call.tensors) {
     const bool encrypted = options_.key != nullptr && tensor.data_nbytes > 0;
@@ -489,86 +527,174 @@ void SaveSession::write_payloads(std::span<const PayloadToWrite> payloads,
 void SaveSession::finish_call(const std::stop_token& stop) {
   if (!call_ || call_->written != call_->records.size())
     throw Error(Errc::invalid_argument, "not all payloads of the call were written");
-  const bool retag = call_->prologue.tagged_entries() != prologue_.tagged_entries();
-  const size_t first_new = entries_.size();
   for (size_t i = 0; i < call_->tensors.size(); ++i) {
     TensorToWrite& tensor = call_->tensors[i];
     tensor.dtype = index_dtype(tensor);
     entries_.push_back(
         {std::move(tensor), call_->records[i].offset, call_->records[i].data_offset()});
   }
-  const uint64_t old_end = end_, old_used = index_used_;
-  end_ = call_->records_end;
-  try {
-    write_index(retag ? 0 : first_new, call_->prologue, stop);
-    write_end_and_publish(stop);
-  } catch (...) {
-    entries_.resize(first_new);
-    end_ = old_end;
-    index_used_ = old_used;
-    restore_head();
-    throw;
-  }
-  prologue_ = call_->prologue;
+  ties_.insert(ties_.end(), call_->ties.begin(), call_->ties.end());
+  if (call_->prologue.tagged_entries() != head_.prologue.tagged_entries()) head_.indexed = false;
+  head_.prologue = call_->prologue;
+  head_.index_nbytes = call_->index_nbytes;
+  head_.end = call_->records_end;
+  if (!call_->may_wait) publish(stop);
   call_.reset();
 }
 
-// Entries from number `first` on, then the prologue, which makes them visible. REQUIRES: they fit
-// the room.
-void SaveSession::write_index(size_t first, const format::Prologue& prologue,
-                              const std::stop_token& stop) {
-  if (head_stale_) first = 0;
-  std::vector<std::byte> bytes;
-  for (size_t i = first; i < entries_.size(); ++i) {
-    format::append_index_entry(bytes, entries_[i].view(), prologue.tagged_entries());
-  }
-  const uint64_t before = first == 0 ? 0 : index_used_;
-  const uint64_t at = start_ + format::kPrologueNbytes + before;
-  const uint64_t used = before + bytes.size();
-  if (first == 0) bytes.resize(index_room_);  // zeros to the end of the room
-  if (!bytes.empty()) sink_->write_at(at, io::ConstSlice(bytes), stop);
-  format::Prologue stored = prologue;
-  stored.metadata_nbytes = index_room_;
-  stored.tensor_count = entries_.size();
-  const auto head = format::serialize_prologue(stored);
+void SaveSession::publish(const std::stop_token& stop) {
   const std::array<std::byte, kEndMarkNbytes> end_mark{};
-  sink_->write_at(end_, io::ConstSlice(end_mark), stop);
-  sink_->write_at(start_, io::ConstSlice(head), stop);
-  index_used_ = used;
-  head_stale_ = false;
-}
-
-// After a failure: the index and the prologue on disk may count records that are void. Puts back
-// those of the last complete content; where that fails too, the next call writes all of them.
-void SaveSession::restore_head() noexcept {
-  if (published_nbytes_ == 0) return;
-  head_stale_ = true;
-  try {
-    write_index(0, prologue_, {});
-  } catch (...) {  // what failed first tells more
+  sink_->write_at(head_.end, io::ConstSlice(end_mark), stop);
+  // An annex lies where further entries would go, and has a digest of all of them.
+  if (head_.indexed && !index_touched_ && annex_nbytes_with({}) == 0) {
+    write_new_entries(stop);
+  } else {
+    write_head(stop);
   }
+  sink_->publish(head_.end + kEndMarkNbytes, stop);
+  published_end_ = head_.end;
+  published_prologue_ = stored_prologue();
+  prologue_touched_ = index_touched_ = false;
 }
 
-void SaveSession::write_end_and_publish(const std::stop_token& stop) {
-  sink_->publish(end_ + kEndMarkNbytes, stop);
-  published_nbytes_ = end_ + kEndMarkNbytes - start_;
+// The entries that are not in the file yet, and then, once they and all records are where no crash
+// can take them away, the prologue that counts them.
+void SaveSession::write_new_entries(const std::stop_token& stop) {
+  std::vector<std::byte> bytes;
+  for (size_t i = head_.written; i < entries_.size(); ++i) {
+    format::append_index_entry(bytes, entries_[i].view(), head_.prologue.tagged_entries());
+  }
+  sink_->write_at(start_ + format::kPrologueNbytes + head_.written_nbytes, io::ConstSlice(bytes),
+                  stop);
+  sink_->barrier(stop);
+  prologue_touched_ = true;
+  sink_->write_at(start_, io::ConstSlice(stored_prologue()), stop);
+  head_.written = entries_.size();
+  head_.written_nbytes += bytes.size();
+}
+
+// All of it, with zeros to the end of the index's room: into files that nobody sees yet, the
+// prologue last; into those that can only be written in place, with a single write.
+void SaveSession::write_head(const std::stop_token& stop) {
+  std::vector<std::byte> index;
+  for (const SavedEntry& entry : entries_)
+    format::append_index_entry(index, entry.view(), head_.prologue.tagged_entries());
+  const uint64_t nbytes = index.size();
+  const auto prologue = stored_prologue();
+  if (annex_nbytes_with({}) > 0) {
+    const std::vector<std::byte> annex = format::serialize_annex(
+        annex_with({}), seal_metadata(), format::digest_index(prologue, index));
+    index.insert(index.end(), annex.begin(), annex.end());
+  }
+  index.resize(head_.room);
+  sink_->barrier(stop);
+  prologue_touched_ = index_touched_ = true;
+  if (published_end_ == 0) {
+    sink_->write_at(start_ + prologue.size(), io::ConstSlice(index), stop);
+    sink_->write_at(start_, io::ConstSlice(prologue), stop);
+  } else {
+    const std::array<io::ConstSlice, 2> both{io::ConstSlice(prologue), io::ConstSlice(index)};
+    sink_->write_at(start_, both, stop);
+  }
+  head_.indexed = true;
+  head_.written = entries_.size();
+  head_.written_nbytes = nbytes;
+}
+
+format::AnnexToWrite SaveSession::annex_with(std::span<const format::OwnedPair> more_ties) const {
+  format::AnnexToWrite annex;
+  for (const auto& [key, value] : options_.metadata) annex.metadata.push_back({key, value});
+  for (const auto& [alias, target] : ties_) annex.ties.push_back({alias, target});
+  for (const auto& [alias, target] : more_ties) annex.ties.push_back({alias, target});
+  return annex;
+}
+
+uint64_t SaveSession::annex_nbytes_with(std::span<const format::OwnedPair> more_ties) const {
+  if (options_.metadata.empty() && ties_.empty() && more_ties.empty()) return 0;
+  const uint64_t sealed_overhead =
+      options_.key ? format::kSectionHeadNbytes +
+                         format::message_crypt_info_nbytes(options_.derivation.has_value())
+                   : 0;
+  return format::annex_nbytes(annex_with(more_ties), sealed_overhead);
+}
+
+// One message under a nonce of its own, drawn like those of records.
+std::vector<std::byte> SaveSession::seal_metadata() {
+  if (!options_.key || options_.metadata.empty()) return {};
+  const std::vector<std::byte> plain = format::serialize_metadata(annex_with({}).metadata);
+  std::vector<std::byte> cipher(plain.size());
+  std::array<std::byte, format::kMacNbytes> mac;
+  const format::Nonce nonce = draw_nonce();
+  crypto::seal(cipher, mac, plain, crypto::NonceView(nonce), *options_.key);
+  const auto& derivation = options_.derivation;
+  std::vector<std::byte> sealed =
+      format::serialize_message_crypt_info(derivation ? &*derivation : nullptr, nonce, mac);
+  sealed.insert(sealed.end(), cipher.begin(), cipher.end());
+  return sealed;
+}
+
+std::array<std::byte, format::kPrologueNbytes> SaveSession::stored_prologue() const {
+  format::Prologue stored = head_.prologue;
+  stored.metadata_nbytes = head_.room;
+  stored.tensor_count = entries_.size();
+  return format::serialize_prologue(stored);
+}
+
+// After a failure the prologue, or all of the head, in the file may count records that are void.
+// Puts back those of the last published content; where that fails too, the next publish() writes
+// all of it.
+void SaveSession::restore_head() noexcept {
+  try {
+    if (index_touched_) {
+      write_head({});
+    } else {
+      sink_->write_at(start_, io::ConstSlice(published_prologue_), {});
+    }
+    prologue_touched_ = index_touched_ = false;
+  } catch (...) {  // what failed first tells more
+    index_touched_ = true;
+  }
 }
 
 void SaveSession::abort_call() noexcept {
   if (!call_) return;
-  forget(*call_);
+  undo(*call_);
   call_.reset();
 }
 
-void SaveSession::forget(const Call& call) noexcept {
+void SaveSession::undo(Call& call) noexcept {
   paths_.rollback(call.path_mark);
-  if (published_nbytes_ == 0) {
-    index_room_ = 0;
-    index_used_ = 0;
-    head_stale_ = false;
-    end_ = start_;
+  entries_.resize(call.entry_mark);
+  ties_.resize(call.tie_mark);
+  if (published_end_ == 0) {
+    head_ = call.before;
+    prologue_touched_ = index_touched_ = false;
+    sink_->rollback(0);
+    return;
   }
-  sink_->rollback(published_nbytes_ == 0 ? 0 : start_ + published_nbytes_);
+  if (call.aside) {
+    sink_->undo_relocate();
+    move_records(-call.shift);
+    prologue_touched_ = index_touched_ = false;
+  }
+  head_ = call.before;
+  if (prologue_touched_) restore_head();
+  sink_->rollback(head_.end + kEndMarkNbytes);
+}
+
+void SaveSession::finish(const std::stop_token& stop) {
+  if (published_end_ > 0 && waiting_nbytes() > 0) publish(stop);
+  sink_->finish(stop);
+}
+
+void SaveSession::abandon() noexcept {
+  try {
+    abort_call();
+    if (published_end_ > 0 && waiting_nbytes() > 0 && process_ == getpid()) publish({});
+  } catch (...) {  // the content that was published before stays
+    if (prologue_touched_) restore_head();
+  }
+  sink_->abandon();
 }
 
 }  // namespace tensorizer::save

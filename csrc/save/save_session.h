@@ -17,6 +17,7 @@
 #include "crypto/secret_key.h"
 #include "device/copy_engine.h"
 #include "device/destination.h"
+#include "format/annex.h"
 #include "format/tensor_path.h"
 #include "io/range_sink.h"
 #include "save/save_plan.h"
@@ -28,6 +29,14 @@ struct SaveOptions {
   unsigned max_workers = 0;                         // 0: as many as are useful
   std::shared_ptr<const crypto::SecretKey> key;     // set: encrypt
   std::optional<format::KeyDerivation> derivation;  // how the key came from a passphrase
+  std::vector<format::OwnedPair> metadata{};        // sealed where there is a key
+};
+
+// A tensor of the call that has a second name.
+struct TieToWrite {
+  format::TensorPath alias;
+  format::TensorPath target;  // a tensor of the call
+  bool listed = false;        // the alias is one too
 };
 
 // Where the bytes of one planned record are. Host memory, or device memory with the session's
@@ -43,12 +52,17 @@ class SaveSession {
   SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start, const SaveOptions& options);
   ~SaveSession();
 
+  // True where a call with `tensors` takes a few milliseconds at most: little data, room in the
+  // index, and nothing that has to be synced. `growing` as for begin_call().
+  bool is_brief(std::span<const TensorToWrite> tensors, bool growing) const;
+  bool call_is_brief() const noexcept;  // the call that was begun
+
   // Plans a call; nothing is written. `paths` are the decoded names of `tensors`. `growing`: more
-  // calls will follow (single tensors), so room is left in the index. Throws
-  // Error(invalid_argument), with the session unchanged, for names in use and fields that do not
-  // fit.
+  // calls will follow (single tensors), so room is left in the index, and the sink may let the
+  // content wait for that of later calls. Throws Error(invalid_argument), with the session
+  // unchanged, for names in use and fields that do not fit.
   void begin_call(std::vector<TensorToWrite> tensors, std::span<const format::TensorPath> paths,
-                  bool growing, const std::stop_token& stop);
+                  std::span<const TieToWrite> ties, bool growing, const std::stop_token& stop);
 
   // Writes records of the current call, headers and hashes included. Every record is handed over
   // once, in order, those without data too; the bytes are only read, and no longer needed on
@@ -56,51 +70,73 @@ class SaveSession {
   void write_payloads(std::span<const PayloadToWrite> payloads, device::CopyEngine* engine,
                       const std::stop_token& stop);
 
-  // Index, end mark, prologue; then the sink publishes.
+  // The records are complete content now: index, annex, end mark and prologue are written and the
+  // sink publishes, here or, where it may wait, in a later call. After a failure abort_call() must
+  // follow.
   void finish_call(const std::stop_token& stop);
 
-  // Forgets the current call. The content that was last published stays valid.
+  // Forgets the current call. What earlier calls completed stays valid.
   void abort_call() noexcept;
 
-  // Closes the sink; no call follows.
-  void finish(const std::stop_token& stop) { sink_->finish(stop); }
+  // Publishes what waits and closes the sink; no call follows.
+  void finish(const std::stop_token& stop);
 
-  // Closes without completing; no call follows.
-  void abandon() noexcept { sink_->abandon(); }
+  // Closes without completing, but publishes what waits; no call follows.
+  void abandon() noexcept;
 
-  uint64_t tensor_nbytes() const noexcept { return prologue_.tensor_size; }
-  uint64_t end() const noexcept { return end_; }  // of the published content
+  uint64_t tensor_nbytes() const noexcept { return head_.prologue.tensor_size; }
   uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }
 
  private:
   class Worker;
   struct Call;
 
+  // The layout of the complete content, and how much of its index is in the file.
+  struct Head {
+    format::Prologue prologue;
+    uint64_t end = 0;             // first byte behind the last record
+    uint64_t room = 0;            // bytes reserved for the index; 0: no layout yet
+    uint64_t index_nbytes = 0;    // of all entries
+    bool indexed = false;         // the file has an index in this place and form, with
+    size_t written = 0;           // so many entries of
+    uint64_t written_nbytes = 0;  // so many bytes
+  };
+
   PlannedRecord& record_of(const PayloadToWrite& payload);
   format::Nonce draw_nonce();
-  uint64_t index_nbytes(const Call& call) const;
+  format::AnnexToWrite annex_with(std::span<const format::OwnedPair> more_ties) const;
+  uint64_t annex_nbytes_with(std::span<const format::OwnedPair> more_ties) const;
+  std::vector<std::byte> seal_metadata();
+  uint64_t index_nbytes_with(std::span<const TensorToWrite> tensors, bool tagged) const;
   void make_room(Call& call, bool growing, const std::stop_token& stop);
-  void relayout(uint64_t room, const std::stop_token& stop);
+  void relayout(Call& call, uint64_t room, const std::stop_token& stop);
+  void move_records(uint64_t distance) noexcept;
   void place_records(Call& call);
-  void write_index(size_t first, const format::Prologue& prologue, const std::stop_token& stop);
+  void publish(const std::stop_token& stop);
+  void write_new_entries(const std::stop_token& stop);
+  void write_head(const std::stop_token& stop);
+  std::array<std::byte, format::kPrologueNbytes> stored_prologue() const;
   void restore_head() noexcept;
-  void forget(const Call& call) noexcept;
-  void write_end_and_publish(const std::stop_token& stop);
+  void undo(Call& call) noexcept;
+  uint64_t waiting_nbytes() const noexcept { return head_.end - published_end_; }
 
   std::shared_ptr<io::RangeSink> sink_;
   const uint64_t start_;
   const SaveOptions options_;
+  const int process_;  // that writes the file; a child that copied it does not
   CryptChoice crypt_;
   format::PathRegistry paths_;
-  format::Prologue prologue_;
   std::vector<SavedEntry> entries_;
+  std::vector<format::OwnedPair> ties_;  // stored names of aliases and targets
   using NoncePrefix = std::array<std::byte, 16>;
-  std::set<NoncePrefix> nonces_;   // upper parts of all first nonces: no two records share one
-  uint64_t index_room_ = 0;        // reserved bytes; 0: no layout yet
-  uint64_t index_used_ = 0;        // bytes of the entries on disk
-  bool head_stale_ = false;        // index and prologue on disk may be those of a failed call
-  uint64_t end_;                   // first byte behind the last record
-  uint64_t published_nbytes_ = 0;  // of the container, end mark included; 0: nothing published
+  std::set<NoncePrefix> nonces_;  // upper parts of all first nonces: no two records share one
+  Head head_;
+  // Of the published content; 0: nothing is published.
+  uint64_t published_end_ = 0;
+  std::array<std::byte, format::kPrologueNbytes> published_prologue_{};
+  // What a failed publish() may have spoiled in the file: the prologue; the index too.
+  bool prologue_touched_ = false;
+  bool index_touched_ = false;
   std::unique_ptr<Call> call_;
   std::atomic<uint64_t> nbytes_done_{0};
 };

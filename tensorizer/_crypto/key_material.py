@@ -1,4 +1,4 @@
-"""Where the parameters classes keep their keys, the checks on what callers pass as keys, and text that is not shown."""
+"""Where the parameters classes keep their keys, and the checks on what callers pass as keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ __all__ = [
     "BytesLike",
     "Key",
     "Provided",
-    "hidden",
     "passphrase_bytes",
     "salt_bytes",
     "same_bytes",
@@ -139,17 +138,3 @@ def salt_bytes(salt: Any, encoding: str) -> bytes:
     if len(salted) != _SALT_NBYTES:
         raise ValueError(f"salt: wanted {_SALT_NBYTES} bytes, found {len(salted)}")
     return salted
-
-
-class HiddenText(str):
-    """Text that ``repr`` does not show, and so no tool that records local variables."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "<hidden>"
-
-
-def hidden(text: Optional[str]) -> Optional[str]:
-    """The same text, for use and not for show; ``None`` and what is no text stay what they are."""
-    return HiddenText(text) if type(text) is str and text else text

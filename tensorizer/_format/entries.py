@@ -6,15 +6,16 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from tensorizer._format import dtypes
+from tensorizer._format.names import Name
 from tensorizer.errors import FormatError
 
 __all__ = ["FileFeatureFlags", "FilterFuncType", "HashType", "TensorEntry", "TensorHash", "TensorType"]
 
 #: Called with a plain name or a tuple of ``str`` and ``int``; the result is judged by truthiness.
-FilterFuncType = Callable[[Union[str, "tuple[Union[str, int], ...]"]], Any]
+FilterFuncType = Callable[[Name], Any]
 
 
 class TensorType(enum.IntEnum):
@@ -65,7 +66,7 @@ class TensorEntry:
         "type",
     )
     metadata_version: int  # 1, or 5 where dimensions are stored with 64 bits
-    name: Any  # str, or a tuple of str and int
+    name: Name
     type: TensorType
     dtype: str  # as stored: a numpy dtype, and a torch name after a NUL where numpy has none
     shape: tuple[int, ...]

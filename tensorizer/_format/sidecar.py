@@ -19,6 +19,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 
+from tensorizer._system.redaction import shown_location
 from tensorizer.errors import FormatError
 
 __all__ = [
@@ -36,20 +37,6 @@ __all__ = [
 _MARKER = "TensorizerPickler"
 _VERSION = 0
 _KIND = "storage"
-
-
-def shown(location: Any) -> str:
-    """A location for messages: without credentials and without the query of a URL, which may be a signature."""
-    if isinstance(location, (bytes, os.PathLike)):
-        return os.fsdecode(location)
-    if not isinstance(location, str):
-        name = getattr(location, "name", None)
-        return name if isinstance(name, str) else f"<{type(location).__name__}>"
-    scheme, separator, rest = location.partition("://")
-    if not separator:
-        return location
-    authority, slash, path = rest.split("?", 1)[0].split("#", 1)[0].partition("/")
-    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
 
 
 # --- the note behind the pickle ------------------------------------------------------------------------------------
@@ -233,7 +220,9 @@ def default_load(file_obj: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         tensors: Any = deserializer.tree(default=[])
     is_list = isinstance(tensors, list) and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
     if not is_list or any(tensor.dtype != torch.uint8 or tensor.dim() != 1 for tensor in tensors):
-        raise FormatError(f"{shown(file_obj)}: wanted a list of storages written under tensorizer_saving, found others")
+        raise FormatError(
+            f"{shown_location(file_obj)}: wanted a list of storages written under tensorizer_saving, found others"
+        )
     result: list[torch.Tensor] = tensors
     return result
 
@@ -289,8 +278,8 @@ class LoadSession:
             self._storages = self._load_storages()
         if not 0 <= index < len(self._storages):
             raise FormatError(
-                f"{shown(self._location)} does not belong to this file: it holds {len(self._storages)} storages, "
-                f"number {index} is wanted"
+                f"{shown_location(self._location)} does not belong to this file: "
+                f"it holds {len(self._storages)} storages, number {index} is wanted"
             )
         return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
             wrap_storage=self._storages[index], dtype=torch.uint8 if dtype is None else dtype, _internal=True
@@ -317,7 +306,7 @@ class LoadSession:
         found = _stamp_of(self._location) if wanted else 0
         if found not in (0, wanted):
             raise FormatError(
-                f"{shown(self._location)} does not belong to this file: it was written with another one "
+                f"{shown_location(self._location)} does not belong to this file: it was written with another one "
                 f"(pair number {wanted:016x} wanted, {found:016x} found)"
             )
 
@@ -332,7 +321,7 @@ class LoadSession:
             if problem is None and (have != want if exact else have < want):
                 problem = f"storage {index}: {want} bytes wanted, {have} found"
         if problem:
-            raise FormatError(f"{shown(self._location)} does not belong to this file: {problem}")
+            raise FormatError(f"{shown_location(self._location)} does not belong to this file: {problem}")
 
 
 def _moved(storages: list[torch.UntypedStorage], move: Callable[[Any, str], Any]) -> list[torch.UntypedStorage]:

@@ -8,6 +8,7 @@ from typing import Union
 
 from tensorizer._format import dtypes
 from tensorizer._format.entries import TensorEntry, TensorType
+from tensorizer._format.names import Name
 from tensorizer._system.sizes import convert_bytes
 from tensorizer.errors import FormatError
 
@@ -27,7 +28,7 @@ _SORT = (
 )
 
 
-def _shown_name(name: Union[str, tuple[Union[str, int], ...]]) -> str:
+def _shown_name(name: Name) -> str:
     return name if isinstance(name, str) else " / ".join(map(str, name))
 
 

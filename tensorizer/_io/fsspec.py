@@ -10,15 +10,16 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
-import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
+from tensorizer._io.discarding import ClosesOrDiscards
 from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.uri import scheme_of
 from tensorizer._system.config import env_int
+from tensorizer._system.redaction import shown_uri, without_secrets
 from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
@@ -56,26 +57,15 @@ def open(
     """
     wanted = "".join(sorted(mode, key="rwaxb+".find))
     if wanted not in _MODES:
-        raise ValueError(f"mode for {_scheme(uri)}:// must be one of {', '.join(_MODES)}, found {mode!r}")
+        raise ValueError(f"mode for {scheme_of(uri)}:// must be one of {', '.join(_MODES)}, found {mode!r}")
     fs, path = _file_system(uri)
     if wanted == "rb":
         return cast(BinaryIO, FsspecReader(fs, path, uri, buffer_size, begin or 0))
     if wanted == "wb+":
-        return cast(BinaryIO, UploadOnClose(lambda local, _threads: _store(local, fs, path, uri), _shown(uri)))
+        return cast(BinaryIO, UploadOnClose(lambda local, _threads: _store(local, fs, path, uri), shown_uri(uri)))
     if wanted == "xb" and fs.exists(path):
-        raise FileExistsError(f"{_shown(uri)} exists")
+        raise FileExistsError(f"{shown_uri(uri)} exists")
     return cast(BinaryIO, FsspecWriter(fs, path, uri, append=wanted == "ab"))
-
-
-def _scheme(uri: str) -> str:
-    return uri.partition("://")[0]
-
-
-def _shown(uri: str) -> str:
-    """The URI without credentials and query."""
-    scheme, _, rest = uri.partition("://")
-    host, slash, path = rest.partition("?")[0].partition("/")
-    return f"{scheme}://{host.rpartition('@')[2] if scheme not in ('az', 'abfs', 'abfss') else host}{slash}{path}"
 
 
 @contextlib.contextmanager
@@ -86,13 +76,13 @@ def _network_errors(name: str) -> Iterator[None]:
     except (OSError, ValueError, TypeError, NotImplementedError, ImportError):
         raise
     except Exception as error:
-        message = re.sub(r"\?[^\s\"']*|(?<=://)[^/\s\"'@]*@", "", str(error))  # signed URLs keep their secrets
+        message = without_secrets(str(error))
         cause = error if message == str(error) else None  # tracebacks, too
         raise StreamError(f"{name}: {type(error).__name__}: {message}") from cause
 
 
 def _file_system(uri: str) -> tuple[Any, str]:
-    scheme = _scheme(uri)
+    scheme = scheme_of(uri)
     try:
         import fsspec
     except ImportError:
@@ -104,7 +94,7 @@ def _file_system(uri: str) -> tuple[Any, str]:
     except ImportError as error:
         raise ValueError(f"{scheme}:// needs a driver of fsspec that is not installed: {error}") from error
     except ValueError as error:
-        if scheme.lower() in fsspec.available_protocols():
+        if scheme in fsspec.available_protocols():
             raise
         raise ValueError(
             f"nobody knows the scheme {scheme}://: neither tensorizer nor fsspec (extra tensorizer[fsspec]): {error}"
@@ -118,7 +108,7 @@ def _store(local: str, fs: Any, path: str, uri: str) -> None:
     from fsspec.spec import AbstractFileSystem
 
     if isinstance(fs, AsyncFileSystem) or type(fs).put_file is not AbstractFileSystem.put_file:
-        with _network_errors(_shown(uri)):
+        with _network_errors(shown_uri(uri)):
             fs.put_file(local, path)
         return
     with builtins.open(local, "rb") as source, FsspecWriter(fs, path, uri, append=False) as target:
@@ -156,7 +146,7 @@ class FsspecReader(io.BufferedIOBase):
 
     def __init__(self, fs: Any, path: str, uri: str, buffer_size: Optional[int], begin: int) -> None:
         super().__init__()
-        self._fs, self._path, self.name = fs, path, _shown(uri)
+        self._fs, self._path, self.name = fs, path, shown_uri(uri)
         options = {} if buffer_size is None else {"block_size": max(1, buffer_size)}
         with _network_errors(self.name):
             self._file = fs.open(path, "rb", **options)
@@ -228,7 +218,7 @@ class FsspecReader(io.BufferedIOBase):
         super().close()
 
 
-class FsspecWriter(io.BufferedIOBase):
+class FsspecWriter(ClosesOrDiscards, io.BufferedIOBase):
     """A file of an fsspec file system, written straight on.
 
     Blocks go to the file system's own upload, which ends with :meth:`close`. Where it has none and writes in place,
@@ -238,7 +228,7 @@ class FsspecWriter(io.BufferedIOBase):
 
     def __init__(self, fs: Any, path: str, uri: str, append: bool) -> None:
         super().__init__()
-        self._fs, self._path, self._append, self.name = fs, path, append, _shown(uri)
+        self._fs, self._path, self._append, self.name = fs, path, append, shown_uri(uri)
         self._beside: Optional[str] = None  # the name until close()
         with _network_errors(self.name):
             self._file = self._open_beside() if _can_rename(fs) else fs.open(path, self._mode)
@@ -311,17 +301,6 @@ class FsspecWriter(io.BufferedIOBase):
             with contextlib.suppress(Exception):
                 self._fs.rm_file(unfinished)
         super().close()
-
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
 
 
 def _is_upload(file: Any) -> bool:

@@ -11,11 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
-from tensorizer._io.sources import describe, is_path, real_file, scheme_of
+from tensorizer._io.sources import describe, is_path, real_file
+from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
 
 __all__ = ["OpenedSink", "open_sink"]
 
 _MODE_WANTED = "wb+"
+
+
+def _nothing() -> None:
+    """For sinks that finish by themselves."""
 
 
 class OpenedSink(NamedTuple):
@@ -23,8 +29,11 @@ class OpenedSink(NamedTuple):
 
     sink: _C.RangeSink
     start: int  # position of the container in it
-    stream: Any  # the caller's object; None for paths
-    close: Callable[[], None]
+    stream: Any = None  # the caller's object; None for paths
+    close: Callable[[], None] = _nothing
+    discard: Callable[[], None] = _nothing  # in place of close() after a failure
+    appears_on_close: bool = False  # no complete call shows before close()
+    is_lent: bool = False  # the stream ends the sink, if nobody else does
 
 
 def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSink:
@@ -45,21 +54,15 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
     if isinstance(file_obj, int):
         return _open_descriptor(file_obj)
     scheme = scheme_of(file_obj)
-    if scheme == "s3":
-        from tensorizer._io.s3 import objects
+    if scheme is None:
+        return _open_path(os.fsdecode(file_obj), fsync)
+    if scheme in LOCAL_SCHEMES:
+        return _open_path(path_of_file_uri(file_obj), fsync)
+    from tensorizer import stream_io
 
-        return OpenedSink(objects.open_sink(file_obj, **(stream_options or {})), 0, None, _nothing)
-    if scheme is not None:
-        from tensorizer import stream_io
-
-        if scheme in stream_io.LOCAL_SCHEMES:
-            return _open_path(stream_io.path_of_file_uri(file_obj), fsync)
-        return _open_object(stream_io.open_stream(file_obj, "wb+", **(stream_options or {})))
-    return _open_path(os.fsdecode(file_obj), fsync)
-
-
-def _nothing() -> None:
-    """For sinks that finish by themselves."""
+    stream: Any = stream_io.open_stream(file_obj, "wb+", **(stream_options or {}))
+    sink = stream.detach_sink() if isinstance(stream, UploadOnClose) else None
+    return _open_object(stream) if sink is None else OpenedSink(sink, 0, appears_on_close=True)
 
 
 def _open_path(path: str, fsync: bool) -> OpenedSink:
@@ -75,16 +78,14 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
     if path.endswith(os.sep) or (existing is not None and stat.S_ISDIR(existing.st_mode)):
         raise IsADirectoryError(f"cannot write tensors to {path}: it is a directory")
     if existing is None:
-        return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, None), 0, None, _nothing)
+        return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, None), 0)
     if not stat.S_ISREG(existing.st_mode):  # devices are written to, not replaced
         return _open_object(open(path, "rb+"))
     if not os.access(path, os.W_OK):
         raise PermissionError(f"cannot write tensors to {path}: permission denied")
     if not _can_be_replaced(target, folder, existing):
         return _open_object(open(path, "wb+"))
-    return OpenedSink(
-        _C.FileSink.replace(os.fsencode(target), fsync, stat.S_IMODE(existing.st_mode)), 0, None, _nothing
-    )
+    return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, stat.S_IMODE(existing.st_mode)), 0)
 
 
 def _can_be_replaced(target: str, folder: str, existing: os.stat_result) -> bool:
@@ -99,23 +100,24 @@ def _can_be_replaced(target: str, folder: str, existing: os.stat_result) -> bool
 def _open_descriptor(descriptor: int) -> OpenedSink:
     _refuse_append(descriptor)
     start = os.lseek(descriptor, 0, os.SEEK_CUR)
-    return OpenedSink(
-        _C.FileSink.overwrite(descriptor, f"<descriptor {descriptor}>"),
-        start,
-        None,
-        _nothing,
-    )
+    return OpenedSink(_C.FileSink.overwrite(descriptor, f"<descriptor {descriptor}>"), start)
 
 
 def _open_object(file_obj: Any) -> OpenedSink:
     _check_object(file_obj)
+    close = discard = file_obj.close
+    if isinstance(file_obj, UploadOnClose):
+        discard = file_obj.discard
+        sink = file_obj.take_over()
+        if sink is not None:
+            return OpenedSink(sink, 0, file_obj, close, discard, is_lent=True)
     descriptor = real_file(file_obj)
     if descriptor is None:
-        return OpenedSink(_C.PyFileSink(file_obj, describe(file_obj)), file_obj.tell(), file_obj, file_obj.close)
+        return OpenedSink(_C.PyFileSink(file_obj, describe(file_obj)), file_obj.tell(), file_obj, close, discard)
     _refuse_append(descriptor)
     file_obj.flush()
     start = file_obj.tell()
-    return OpenedSink(_C.FileSink.overwrite(descriptor, describe(file_obj)), start, file_obj, file_obj.close)
+    return OpenedSink(_C.FileSink.overwrite(descriptor, describe(file_obj)), start, file_obj, close, discard)
 
 
 def _refuse_append(descriptor: int) -> None:

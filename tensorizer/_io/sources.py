@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.uri import scheme_of
 
-__all__ = ["OpenedSource", "is_path", "open_source", "real_file", "scheme_of"]
+__all__ = ["OpenedSource", "describe", "is_path", "open_source", "real_file"]
 
 PathArgument = Union[str, bytes, "os.PathLike[Any]", int]
 
@@ -32,14 +33,6 @@ def is_path(file_obj: object) -> bool:
     return isinstance(file_obj, (str, bytes, os.PathLike)) or (
         isinstance(file_obj, int) and not isinstance(file_obj, bool)
     )
-
-
-def scheme_of(file_obj: object) -> Optional[str]:
-    """The URI scheme of a ``str`` in lower case, ``None`` for local paths (PathLike objects are always local)."""
-    if not isinstance(file_obj, str):
-        return None
-    scheme, separator, _ = file_obj.partition("://")
-    return scheme.lower() if separator else None
 
 
 def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSource:

@@ -4,99 +4,245 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
+import sys
 import tempfile
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, Optional, cast
 
+from tensorizer import _C  # first: it gives unfinished uploads up at exit, after what is registered here
+from tensorizer._io.discarding import ClosesOrDiscards
+
 __all__ = ["UploadOnClose"]
+
+logger = logging.getLogger("tensorizer.stream_io")
 
 _open_files: weakref.WeakSet[UploadOnClose] = weakref.WeakSet()
 
 
-class UploadOnClose:
+class UploadOnClose(ClosesOrDiscards):
     """A temporary file, readable, writable and seekable, with a real descriptor, uploaded by :meth:`close`.
 
-    Leaving a ``with`` block closes it too, unless by an exception: then nothing is uploaded. A file that is forgotten
-    is uploaded when it is collected, or when the interpreter ends. The local file is deleted in every case.
+    The file is made when something is first asked of it, and deleted in every case. One that was never written to is
+    not uploaded. Leaving a ``with`` block closes the stream, or discards it where an exception ends the block. A stream
+    that is forgotten is closed when it is collected, or when the interpreter ends, unless an exception is on its way
+    that came up since the stream was opened.
+
+    A serializer takes a stream over that nothing was written to, and writes to a sink in place of the file. Closing the
+    stream then completes what the sink holds, if a write call succeeded; nothing else can be done with it.
 
     Args:
         upload: Called once with the path of the complete file, and whether threads may be used.
         target: What messages call the destination.
+        open_sink: Opens a sink for the same destination; ``None`` where there is no such thing.
     """
 
-    def __init__(self, upload: Callable[[str, bool], None], target: str) -> None:
-        descriptor, self.name = tempfile.mkstemp(prefix="tensorizer-")
-        self._upload: Optional[Callable[[str, bool], None]] = upload
+    def __init__(
+        self,
+        upload: Callable[[str, bool], None],
+        target: str,
+        open_sink: Optional[Callable[[], _C.MultipartSink]] = None,
+    ) -> None:
+        self._closed = False
+        self._upload = upload
         self._target = target
+        self._open_sink = open_sink
+        self._sink: Optional[_C.MultipartSink] = None
+        self._file: Optional[BinaryIO] = None
+        self._name: Optional[str] = None
+        self._written = False
         self._owner = os.getpid()
-        self.file: BinaryIO = cast(BinaryIO, os.fdopen(descriptor, "wb+"))
+        self._handled_at_opening = id(sys.exc_info()[1])
         _open_files.add(self)
 
+    # -- the file ----------------------------------------------------------------------------------------------------
+
+    mode = "rb+"
+
+    @property
+    def file(self) -> BinaryIO:
+        """The temporary file."""
+        if self._closed:
+            raise ValueError(f"I/O operation on the closed stream for {self._target}")
+        if self._sink is not None:
+            raise ValueError(f"a serializer writes to {self._target}: the stream can only be closed or discarded")
+        if self._file is None:
+            descriptor, self._name = tempfile.mkstemp(prefix="tensorizer-")
+            self._file = cast(BinaryIO, os.fdopen(descriptor, "wb+"))
+        return self._file
+
+    @property
+    def name(self) -> str:
+        """Path of the temporary file."""
+        if self._name is None:
+            _ = self.file
+        assert self._name is not None
+        return self._name
+
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} for {self._target}{', closed' if self.closed else ''}>"
+        return f"<{type(self).__name__} for {self._target}{', closed' if self._closed else ''}>"
 
     def __getattr__(self, name: str) -> Any:
         # Everything that is not about the end of its life is the file's own.
-        if name == "file":
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.file, name)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.file)
 
+    def __enter__(self) -> UploadOnClose:
+        return self
+
+    def write(self, data: Any, /) -> int:
+        """Writes all of ``data``; returns its size in bytes."""
+        nbytes = self.file.write(data)
+        self._written = True
+        return nbytes
+
+    def writelines(self, lines: Iterable[Any], /) -> None:
+        """Writes one after the other."""
+        for line in lines:
+            self.write(line)
+
+    def truncate(self, size: Optional[int] = None, /) -> int:
+        """Changes the size of the file; returns it."""
+        size = self.file.truncate(size)
+        self._written = True
+        return size
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self.file.flush()
+
+    def tell(self) -> int:
+        return 0 if self._is_new() else self.file.tell()
+
+    def readable(self) -> bool:
+        return self._is_new() or self.file.readable()
+
+    def writable(self) -> bool:
+        return self._is_new() or self.file.writable()
+
+    def seekable(self) -> bool:
+        return self._is_new() or self.file.seekable()
+
+    def _is_new(self) -> bool:
+        """Whether nobody has asked for anything yet."""
+        return self._file is None and self._sink is None and not self._closed
+
+    def _has_content(self) -> bool:
+        """Whether anybody wrote, also through the descriptor."""
+        return self._file is not None and (self._written or os.fstat(self._file.fileno()).st_size > 0)
+
+    # -- the sink ----------------------------------------------------------------------------------------------------
+
+    def take_over(self) -> Optional[_C.MultipartSink]:
+        """The sink that a serializer writes to; ``None`` where it has to write to the file."""
+        if self._open_sink is None or self._closed or self._sink is not None:
+            return None
+        if self._has_content() or self.tell() != 0:
+            return None
+        self._sink = self._open_sink()
+        self._remove_file()
+        return self._sink
+
+    def detach_sink(self) -> Optional[_C.MultipartSink]:
+        """The sink of a new stream, which ends the stream: whoever has the sink finishes it."""
+        sink = self.take_over()
+        if sink is not None:
+            self._sink = None
+            self._end()
+        return sink
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
     @property
     def closed(self) -> bool:
-        return self.file.closed
+        """Whether :meth:`close` or :meth:`discard` was called."""
+        return self._closed
 
     def close(self) -> None:
-        """Uploads the content, once. A second call does nothing.
+        """Uploads the content, once. A second call does nothing, nor does a call in a forked child.
 
         Raises:
             Exception: What the upload raises; the content is gone then.
         """
-        self._finish(with_threads=True)
+        if self._owner == os.getpid():
+            self._finish(with_threads=True)
+        else:
+            self._let_go()
 
     def discard(self) -> None:
         """Closes without an upload."""
-        self._upload = None
-        self._finish(with_threads=True)
+        if self._owner != os.getpid():
+            self._let_go()
+            return
+        sink = self._end()
+        try:
+            if sink is not None:
+                sink.abandon()
+        finally:
+            self._remove_file()
 
     def _finish(self, with_threads: bool) -> None:
-        upload, self._upload = self._upload, None
-        if self.file.closed:
-            return
+        has_content = not self._closed and self._has_content()
+        sink = self._end()
         try:
-            self.file.close()  # flushes
-            if upload is not None and self._owner == os.getpid():
-                upload(self.name, with_threads)
+            if sink is not None:
+                sink.finish()
+            if self._file is not None:
+                self._file.close()  # flushes
+            if has_content and self._name is not None:
+                self._upload(self._name, with_threads)
         finally:
-            if self._owner == os.getpid():
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.name)
+            self._remove_file()
 
-    def __enter__(self) -> UploadOnClose:
-        return self
+    def _end(self) -> Optional[_C.MultipartSink]:
+        """Nothing can be done with the stream from here on. Returns the sink that is to be ended."""
+        self._closed = True
+        _open_files.discard(self)
+        sink, self._sink = self._sink, None
+        return sink
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
+    def _let_go(self) -> None:
+        """Ends the copy that a fork made: file and upload are the parent's."""
+        self._end()
+        self._file = None
+
+    def _remove_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # a full disk has told already, or does not matter any more
+                file.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(cast(str, self._name))
+
+    def _finish_forgotten(self, error: Optional[BaseException], with_threads: bool) -> None:
+        """Closes the stream for a caller who did not; a failure since its opening discards it."""
+        if self._owner != os.getpid():
+            self._let_go()
+            return
+        if error is not None and id(error) != self._handled_at_opening:
+            logger.warning("%s: nothing was stored, as %s ended the writing", self._target, type(error).__name__)
             self.discard()
+            return
+        if self._sink is not None and self._sink.has_content:
+            told = f"{self!r} was not closed; its upload is completed now"
+            warnings.warn(told, ResourceWarning, stacklevel=2, source=self)
+        self._finish(with_threads)
 
     def __del__(self) -> None:
-        if "file" in self.__dict__ and not self.file.closed:
-            self.close()
+        if not self.__dict__.get("_closed", True):
+            self._finish_forgotten(sys.exc_info()[1], with_threads=True)
 
 
 @atexit.register
 def _finish_open_files() -> None:
+    # What an interactive session remembers is an error of any time before.
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     for file in list(_open_files):
-        file._finish(with_threads=False)  # the interpreter starts no threads any more
+        file._finish_forgotten(error, with_threads=False)  # the interpreter starts no threads any more

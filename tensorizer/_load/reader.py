@@ -15,6 +15,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format import dtypes
+from tensorizer._load.digests import missing_hashes
 from tensorizer._system import cuda_engine, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer.errors import FormatError
@@ -60,6 +61,7 @@ class TensorReader:
         max_workers: int,
         keys: Optional[_C.KeyRing],
         mapping: Optional[_C.FileMapping],
+        allow_missing_hashes: bool = False,
     ) -> None:
         self.source = source
         self.index = index
@@ -68,6 +70,7 @@ class TensorReader:
         self.keys = keys
         self._max_workers = max_workers
         self._mapping = mapping
+        self._allow_missing_hashes = allow_missing_hashes
         self._factory = _C.TensorFactory(dtypes.resolve)
 
     def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
@@ -180,7 +183,20 @@ class TensorReader:
         )
         with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
             batch.run(progress)
+        if verify and not self._allow_missing_hashes:
+            self._check_hashes_are_there(entries, batch.headers)
         return batch
+
+    def _check_hashes_are_there(self, entries: Sequence[int], headers: _C.LoadedHeaders) -> None:
+        """Nothing is passed on as verified that nothing vouches for. Tensors without data have nothing to verify."""
+        bare = [
+            entry
+            for position, entry in enumerate(entries)
+            if self.index.data_nbytes(entry) > 0 and not headers.hashes(position)
+        ]
+        if bare:
+            names = self.index.names()
+            raise missing_hashes(self.source.name, [names[entry] for entry in bare])
 
     def _deliver(self, entry: int, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
         differentiable = tensor.is_floating_point() or tensor.is_complex()

@@ -1,4 +1,4 @@
-// Reads a whole file through the format room, the way a loader does, without decrypting or
+// Reads a whole file through csrc/format, the way a loader does, without decrypting or
 // converting.
 #pragma once
 

@@ -213,7 +213,7 @@ inline void write_call(save::SaveSession& session, const std::vector<Tensor>& te
                         {const_cast<std::byte*>(tensor.data.data()), tensor.data.size(),
                          engine ? 0 : device::kHost, nullptr}});
   }
-  session.begin_call(std::move(plan), paths, growing, stop);
+  session.begin_call(std::move(plan), paths, {}, growing, stop);
   try {
     session.write_payloads(payloads, engine, stop);
     session.finish_call(stop);
@@ -242,7 +242,7 @@ struct LoadSettings {
 inline std::shared_ptr<const load::OpenedIndex> open_all(io::RangeSource& source,
                                                          format::KeyGiven key,
                                                          const std::stop_token& stop = {}) {
-  return load::open_index(source, 0, load::open_prologue(source, 0, key, stop), stop);
+  return load::open_index(source, load::open_head(source, 0, key, stop), stop);
 }
 
 // Loads every entry to memory of its own; the buffers are returned even when the load throws

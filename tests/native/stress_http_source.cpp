@@ -277,7 +277,7 @@ TEST(StressHttpPut, uploads_from_several_threads_arrive_whole) {
   for (int i = 0; i < 6; ++i) {
     group.spawn([&](const std::stop_token& stop) {
       for (int k = 0; k < 5; ++k) {
-        const HttpPut put{[&] { return server.url(); }, "", {}, slices};
+        const HttpPut put{[&] { return HttpPut::Target{server.url()}; }, nullptr, "", slices};
         EXPECT_EQ(http_put(uploader, put, stop).headers.find("etag"), "\"put\"");
       }
     });

@@ -21,7 +21,7 @@ std::string sha256_hex(std::span<const std::byte> bytes) {
 struct Tensor {
   HeaderToWrite header;
   std::span<const std::byte> payload;
-  // Filled in by write_file for what the format room does not do itself.
+  // Filled in by write_file for what csrc/format does not do itself.
   std::span<const std::byte> mac = {};
   std::span<const std::byte> stored_payload = {};
 };

@@ -1,4 +1,4 @@
-// Every golden file through the format room: prologue, index, record headers, stored digests of
+// Every golden file through csrc/format: prologue, index, record headers, stored digests of
 // plain payloads.
 #include <gtest/gtest.h>
 
@@ -25,7 +25,7 @@ class Golden : public ::testing::Test {
   std::vector<std::string> names_;
 };
 
-// What the format room says about the files that must be refused. The rest of them are refused
+// What csrc/format says about the files that must be refused. The rest of them are refused
 // later: with a wrong key, by torch, or by verification.
 const std::map<std::string, Errc> kRefused = {
     {"r-magic", Errc::malformed},

@@ -143,8 +143,9 @@ HttpFailure failure_of_status(const ResponseHead& head, std::string_view body) {
   failure.hint = hint_of_s3_code(code);
   if (failure.hint.empty()) failure.hint = hint_of_status(head.status);
   if (head.status == 404 || head.status == 410) failure.code = Errc::not_found;
-  // S3 says so, with status 400, of an upload whose bytes came too slowly.
-  failure.transient = is_passing(head.status) || code == "RequestTimeout";
+  // S3 says so, with status 400, of an upload whose bytes came too slowly, or not as they were
+  // sent.
+  failure.transient = is_passing(head.status) || code == "RequestTimeout" || code == "BadDigest";
   if (const auto after = head.headers.find("retry-after"))
     failure.retry_after = parse_retry_after(*after, std::time(nullptr));
   return failure;

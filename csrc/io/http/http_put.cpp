@@ -13,7 +13,8 @@ class NullSink final : public BodySink {
 
 // One try, along redirects (S3 sends 307 to the region of a bucket).
 ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, HttpUrl url,
-                      const HttpDeadline& deadline, const std::stop_token& stop) {
+                      const std::vector<std::string>& header_lines, const HttpDeadline& deadline,
+                      const std::stop_token& stop) {
   const HttpUrl home = url;
   const CurlLanePool::Lease lane = uploader.lanes.take();
   NullSink sink;
@@ -24,7 +25,7 @@ ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, HttpUrl url,
   for (int hops = 0;; ++hops) {
     const bool is_home = url.origin() == home.origin();
     HttpRequest request{&url, is_home, "", {}, put.body};
-    if (is_home) request.header_lines = put.header_lines;
+    if (is_home) request.header_lines = header_lines;
     HttpExchange exchange(*lane, uploader.options, request, accept, uploader.counters);
     drive(*lane, stop, [&] {
       deadline.check();
@@ -52,9 +53,17 @@ ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::sto
   with_retries(
       uploader.options, deadline,
       [&] {
-        const HttpUrl url = HttpUrl::parse(put.url());
-        if (put.display_name.empty()) name = url.shown();
-        response = put_once(uploader, put, url, deadline, stop);
+        while (true) {
+          const HttpPut::Target target = put.target();
+          const HttpUrl url = HttpUrl::parse(target.url);
+          if (put.display_name.empty()) name = url.shown();
+          try {
+            response = put_once(uploader, put, url, target.header_lines, deadline, stop);
+            return;
+          } catch (const HttpFailure& failure) {
+            if (failure.transient || !put.adapt || !put.adapt(failure)) throw;
+          }
+        }
       },
       [] { return uint64_t{0}; },
       [&](const HttpFailure& failure, int tries) {

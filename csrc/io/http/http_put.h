@@ -22,18 +22,24 @@ struct HttpUploader {
 };
 
 struct HttpPut {
-  // Gives the URL of each try: a presigned one may have expired meanwhile.
-  std::function<std::string()> url;
+  struct Target {
+    std::string url;
+    // "Name: value", sent to the origin of the URL only.
+    std::vector<std::string> header_lines = {};
+  };
+  // Asked before each try: a presigned URL may have expired meanwhile.
+  std::function<Target()> target;
+  // Asked about a failure that another try as it is would meet again: true where target() gives
+  // another one now. May be empty.
+  std::function<bool(const HttpFailure&)> adapt;
   // For messages, without credentials: "s3://bucket/key". Empty: the URL without its query.
   std::string display_name;
-  // "Name: value", sent to the origin of the URL only.
-  std::vector<std::string> header_lines;
   std::span<const ConstSlice> body;
 };
 
 // Returns the head of the 2xx response (its ETag, for a part of a multipart upload). Throws Error:
-// io, not_found, cancelled, and what url() throws. Nothing reads the body any more when it returns
-// or throws.
+// io, not_found, cancelled, and what target() throws. Nothing reads the body any more when it
+// returns or throws.
 ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::stop_token& stop);
 
 }  // namespace tensorizer::io

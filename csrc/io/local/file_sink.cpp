@@ -21,6 +21,7 @@ namespace tensorizer::io {
 namespace {
 
 constexpr uint64_t kWritebackNbytes = uint64_t{1} << 20;  // smaller writes wait for company
+constexpr uint64_t kReserveNbytes = uint64_t{1} << 20;    // less is not worth a call
 constexpr unsigned kSyncedWriters = 4;  // who waits for the disk leaves others to hash meanwhile
 constexpr uint64_t kCopyNbytes = uint64_t{8} << 20;
 constexpr size_t kIovMax = 512;
@@ -42,12 +43,11 @@ std::string temporary_name(const std::string& target) {
   return folder_of(target) + "/." + base_of(target).substr(0, 200) + suffix;
 }
 
-std::string proc_path(int fd) { return "/proc/self/fd/" + std::to_string(fd); }
-
-void write_all(int fd, uint64_t offset, const std::byte* data, uint64_t nbytes,
+void write_all(FileCalls& calls, int fd, uint64_t offset, std::byte* data, uint64_t nbytes,
                const std::string& name) {
   while (nbytes > 0) {
-    const ssize_t wrote = pwrite(fd, data, nbytes, static_cast<off_t>(offset));
+    const iovec rest{data, nbytes};
+    const ssize_t wrote = calls.write(fd, &rest, 1, offset);
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote < 0) throw_errno("cannot write", name, errno);
     if (wrote == 0) throw_errno("cannot write", name, EIO);
@@ -86,27 +86,26 @@ std::shared_ptr<FileSink> FileSink::overwrite(UniqueFd fd, const std::string& na
   return sink;
 }
 
-FileSink::~FileSink() {
-  if (!temporary_.empty()) unlink(temporary_.c_str());
+FileSink::~FileSink() { drop_temporary(); }
+
+void FileSink::drop_temporary() noexcept {
+  if (!temporary_.empty()) options_.calls->unlink(temporary_);
+  temporary_.clear();
 }
 
 // An unnamed file leaves nothing behind, whatever kills this process; a hidden temporary name is
 // the second choice, for file systems without unnamed files.
 void FileSink::open_unnamed() {
-  const std::string folder = folder_of(target_);
-  UniqueFd fd;
-#if defined(O_TMPFILE)
-  fd = UniqueFd(open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, options_.mode));
+  UniqueFd fd(options_.calls->open_unnamed(folder_of(target_), options_.mode));
   if (!fd && errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL && errno != ENOENT)
     throw_errno("cannot write", target_, errno);
-#endif
   std::string temporary;
   if (!fd) {
     temporary = temporary_name(target_);
-    fd = UniqueFd(open(temporary.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, options_.mode));
+    fd = UniqueFd(options_.calls->open_new(temporary, options_.mode));
     if (!fd) throw_errno("cannot write", target_, errno);
   }
-  if (!temporary_.empty()) unlink(temporary_.c_str());
+  drop_temporary();
   temporary_ = temporary;
   fd_ = std::move(fd);
   named_ = false;
@@ -116,21 +115,18 @@ void FileSink::open_unnamed() {
 }
 
 unsigned FileSink::concurrency() const noexcept {
-  return target_.empty() || !options_.fsync ? 0 : std::max(cpu_quota(), kSyncedWriters);
+  return is_synced() ? std::max(cpu_quota(), kSyncedWriters) : 0;
 }
 
 void FileSink::reserve(uint64_t end) {
   if (damaged_) throw_damaged(name_);
   if (!fd_ && !target_.empty()) open_unnamed();
-  if (end <= extent_) return;
-#if defined(__linux__)
-  if (fallocate(fd_.get(), target_.empty() ? FALLOC_FL_KEEP_SIZE : 0, static_cast<off_t>(extent_),
-                static_cast<off_t>(end - extent_)) != 0) {
+  if (end <= extent_ || (named_ && end - extent_ < kReserveNbytes)) return;
+  if (options_.calls->reserve(fd_.get(), target_.empty(), extent_, end - extent_) != 0) {
     if (errno == ENOSPC || errno == EFBIG || errno == EDQUOT)
       throw_errno("no room for", name_, errno);
     return;
   }
-#endif
   extent_ = end;
 }
 
@@ -150,8 +146,8 @@ void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
     }
     throw_if_stopped(stop);
     const ssize_t wrote = wanted == 0 ? 0
-                                      : pwritev(fd_.get(), vectors.data(), static_cast<int>(count),
-                                                static_cast<off_t>(offset));
+                                      : options_.calls->write(fd_.get(), vectors.data(),
+                                                              static_cast<int>(count), offset);
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote < 0) throw_errno("cannot write", name_, errno);
     if (wrote == 0 && wanted > 0) throw_errno("cannot write", name_, EIO);
@@ -171,7 +167,7 @@ void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
 // tensors are hashed, and the final fsync finds little left to do. It stays in the page cache.
 void FileSink::begin_writeback(uint64_t offset, uint64_t nbytes) const noexcept {
 #if defined(SYNC_FILE_RANGE_WRITE)
-  if (target_.empty() || !options_.fsync || nbytes < kWritebackNbytes) return;
+  if (!is_synced() || nbytes < kWritebackNbytes) return;
   // Only a hint: failures of the disk are reported by fsync.
   sync_file_range(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(nbytes),
                   SYNC_FILE_RANGE_WRITE);
@@ -200,7 +196,7 @@ void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to,
     left -= n;
     read_all(fd_.get(), from + left, buffer.data(), n, name_);
     if (to + left < from + nbytes) damaged_ = true;  // until all has moved
-    write_all(fd_.get(), to + left, buffer.data(), n, name_);
+    write_all(*options_.calls, fd_.get(), to + left, buffer.data(), n, name_);
   }
   damaged_ = false;
   extent_ = std::max(extent_, to + nbytes);
@@ -221,8 +217,7 @@ void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
     open_unnamed();
     copy_range(old.get(), from, nbytes, to, stop);
   } catch (...) {
-    if (!temporary_.empty()) unlink(temporary_.c_str());
-    temporary_.clear();
+    drop_temporary();
     fd_ = std::move(old);
     extent_ = old_extent;
     named_ = was_named;
@@ -233,14 +228,12 @@ void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
   replaced_extent_ = old_extent;
 }
 
-bool FileSink::undo_relocate() noexcept {
-  if (!replaced_) return false;
-  if (!temporary_.empty()) unlink(temporary_.c_str());
-  temporary_.clear();
+void FileSink::undo_relocate() noexcept {
+  if (!replaced_) return;
+  drop_temporary();
   fd_ = std::move(replaced_);
   extent_ = replaced_extent_;
   named_ = true;
-  return true;
 }
 
 // From another file into this one, inside the kernel where it can.
@@ -251,7 +244,7 @@ void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
   for (uint64_t left = nbytes; left > 0;) {
     throw_if_stopped(stop);
     const ssize_t copied =
-        copy_file_range(old, &in, fd_.get(), &out, std::min(left, kCopyNbytes), 0);
+        options_.calls->copy(old, &in, fd_.get(), &out, std::min(left, kCopyNbytes));
     if (copied > 0) {
       left -= static_cast<uint64_t>(copied);
       continue;
@@ -262,40 +255,59 @@ void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
     std::vector<std::byte> buffer(
         std::min(left, kCopyNbytes));  // this file system cannot: read and write
     read_all(old, static_cast<uint64_t>(in), buffer.data(), buffer.size(), name_);
-    write_all(fd_.get(), static_cast<uint64_t>(out), buffer.data(), buffer.size(), name_);
+    write_all(*options_.calls, fd_.get(), static_cast<uint64_t>(out), buffer.data(), buffer.size(),
+              name_);
     in += static_cast<off_t>(buffer.size());
     out += static_cast<off_t>(buffer.size());
     left -= buffer.size();
   }
 }
 
+void FileSink::barrier(const std::stop_token& stop) {
+  throw_if_stopped(stop);
+  if (!is_synced() || !named_) return;
+  if (options_.calls->sync_data(fd_.get()) != 0) throw_errno("cannot sync", name_, errno);
+  synced_at_ = std::chrono::steady_clock::now();
+}
+
+bool FileSink::may_wait(uint64_t nbytes) const noexcept {
+  return is_synced() && named_ && nbytes < options_.wait_nbytes &&
+         std::chrono::steady_clock::now() - synced_at_ < options_.wait;
+}
+
 void FileSink::publish(uint64_t end, const std::stop_token& stop) {
   throw_if_stopped(stop);
-  extent_ = std::max(extent_, end);
-  if (target_.empty()) return;
-  if (ftruncate(fd_.get(), static_cast<off_t>(end)) != 0)
+  if (target_.empty()) {
+    extent_ = std::max(extent_, end);
+    return;
+  }
+  if (extent_ > end && options_.calls->truncate(fd_.get(), end) != 0)
     throw_errno("cannot set the size of", name_, errno);
   extent_ = end;
-  if (options_.fsync && fsync(fd_.get()) != 0) throw_errno("cannot sync", name_, errno);
-  if (!named_) take_name();
+  if (named_) {
+    unsynced_ = true;  // all but the prologue is there, see barrier()
+    return;
+  }
+  if (options_.fsync && options_.calls->sync(fd_.get()) != 0)
+    throw_errno("cannot sync", name_, errno);
+  take_name();
 }
 
 void FileSink::take_name() {
+  FileCalls& calls = *options_.calls;
   if (temporary_.empty()) {
     std::string temporary = temporary_name(target_);
-    if (linkat(AT_FDCWD, proc_path(fd_.get()).c_str(), AT_FDCWD, temporary.c_str(),
-               AT_SYMLINK_FOLLOW) != 0)
-      throw_errno("cannot name", target_, errno);
+    if (calls.link(fd_.get(), temporary) != 0) throw_errno("cannot name", target_, errno);
     temporary_ = std::move(temporary);
   }
-  if (rename(temporary_.c_str(), target_.c_str()) != 0)
-    throw_errno("cannot rename to", target_, errno);
+  if (calls.rename(temporary_, target_) != 0) throw_errno("cannot rename to", target_, errno);
   temporary_.clear();
   named_ = true;
+  unsynced_ = false;
   replaced_.reset();
   if (!options_.fsync) return;
-  const UniqueFd folder(open(folder_of(target_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (folder) fsync(folder.get());  // some file systems cannot; the rename stands either way
+  calls.sync_folder(folder_of(target_));  // some file systems cannot; the rename stands either way
+  synced_at_ = std::chrono::steady_clock::now();
 }
 
 void FileSink::rollback(uint64_t end) noexcept {
@@ -305,20 +317,26 @@ void FileSink::rollback(uint64_t end) noexcept {
     close_all();
     return;
   }
-  if (ftruncate(fd_.get(), static_cast<off_t>(end)) != 0 || end < 8) return;
-  const std::array<std::byte, 8> end_mark{};  // appended records had overwritten it
-  const ssize_t restored =
-      pwrite(fd_.get(), end_mark.data(), end_mark.size(), static_cast<off_t>(end - 8));
+  if (options_.calls->truncate(fd_.get(), end) != 0 || end < 8) return;
+  std::array<std::byte, 8> end_mark{};  // appended records had overwritten it
+  const iovec mark{end_mark.data(), end_mark.size()};
+  const ssize_t restored = options_.calls->write(fd_.get(), &mark, 1, end - 8);
   (void)restored;  // readers do not need the mark
+  unsynced_ = true;
 }
 
-void FileSink::finish(const std::stop_token& /*stop*/) { close_all(); }
+void FileSink::finish(const std::stop_token& /*stop*/) {
+  const bool sync = is_synced() && named_ && unsynced_;
+  const bool failed = sync && options_.calls->sync_data(fd_.get()) != 0;
+  const int problem = errno;
+  close_all();
+  if (failed) throw_errno("cannot sync", name_, problem);
+}
 
 void FileSink::close_all() noexcept {
   fd_.reset();
   replaced_.reset();
-  if (!temporary_.empty()) unlink(temporary_.c_str());
-  temporary_.clear();
+  drop_temporary();
 }
 
 }  // namespace tensorizer::io

@@ -1,12 +1,19 @@
 // A local file being written: under no name (or a temporary one) until it is first published, or an
 // open descriptor. write_at is safe from many threads; everything else is confined to the session's
 // thread.
+//
+// With PathOptions::fsync a crash of the machine at any moment leaves the content of some complete
+// call: a file is synced before it takes its name; content that is added later is synced before
+// the prologue that counts it (barrier), and the whole once more by finish(). What replaces the
+// index or moves the records goes into a new file, which is synced and takes the name.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 
 #include "core/unique_fd.h"
+#include "io/local/file_calls.h"
 #include "io/range_sink.h"
 
 namespace tensorizer::io {
@@ -14,10 +21,15 @@ namespace tensorizer::io {
 class FileSink final : public RangeSink {
  public:
   struct PathOptions {
-    bool fsync = true;     // sync file and directory before the name appears
+    bool fsync = true;     // sync file and directory before the name appears, and at the end
     unsigned mode = 0666;  // permission bits of the new file
     bool keep_mode =
         false;  // `mode` is that of the file being replaced: exact, umask does not apply
+    // Complete records of a synced file wait for company: so many bytes at most, and no longer than
+    // until a call that comes so much later than the last sync.
+    uint64_t wait_nbytes = uint64_t{64} << 20;
+    std::chrono::milliseconds wait{1000};
+    FileCalls* calls = &FileCalls::system();  // outlives the sink
   };
 
   // A new file that takes the name `target` at the first publish(); `target` has its symbolic links
@@ -36,7 +48,11 @@ class FileSink final : public RangeSink {
   void write_at(uint64_t offset, std::span<const ConstSlice> slices,
                 const std::stop_token& stop) override;
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
-  bool undo_relocate() noexcept override;
+  bool relocates_aside() const noexcept override { return !target_.empty(); }
+  void undo_relocate() noexcept override;
+  void barrier(const std::stop_token& stop) override;
+  bool may_wait(uint64_t nbytes) const noexcept override;
+  bool prompt() const noexcept override { return !is_synced(); }
   void publish(uint64_t end, const std::stop_token& stop) override;
   void rollback(uint64_t end) noexcept override;
   void finish(const std::stop_token& stop) override;
@@ -46,7 +62,9 @@ class FileSink final : public RangeSink {
   FileSink(std::string name, std::string target, const PathOptions& options);
 
   void close_all() noexcept;
+  bool is_synced() const noexcept { return !target_.empty() && options_.fsync; }
   void open_unnamed();
+  void drop_temporary() noexcept;
   void take_name();
   void begin_writeback(uint64_t offset, uint64_t nbytes) const noexcept;
   void relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop);
@@ -60,9 +78,11 @@ class FileSink final : public RangeSink {
   std::string temporary_;  // name of the file while it has one; empty for an unnamed file
   PathOptions options_;
   UniqueFd fd_;
-  bool named_ = false;   // published under target_
-  uint64_t extent_ = 0;  // bytes reserved or written
-  UniqueFd replaced_;    // the published file, until one that was laid out anew takes its name
+  bool named_ = false;     // published under target_
+  uint64_t extent_ = 0;    // bytes reserved or written
+  bool unsynced_ = false;  // the published file may differ from what the disk has
+  std::chrono::steady_clock::time_point synced_at_{};
+  UniqueFd replaced_;  // the published file, until one that was laid out anew takes its name
   uint64_t replaced_extent_ = 0;
   bool damaged_ = false;  // a move in place failed halfway
 };

@@ -61,13 +61,20 @@ MultipartSink::~MultipartSink() {
 
 bool MultipartSink::is_foreign_process() const noexcept { return ::getpid() != process_; }
 
+bool MultipartSink::has_content() const {
+  MutexLock lock(mutex_);
+  return published_ > 0 && !error_;
+}
+
 uint64_t MultipartSink::peak_nbytes() const {
   MutexLock lock(mutex_);
   return peak_;
 }
 
 uint64_t MultipartSink::budget_nbytes() const {
-  return options_.budget_nbytes ? options_.budget_nbytes : 10 * sizes_->nbytes(0);
+  if (options_.budget_nbytes) return options_.budget_nbytes;
+  // One is filled and one kept for the head while all the others are on their way.
+  return (std::max(1u, options_.uploads) + uint64_t{2}) * sizes_->nbytes(0);
 }
 
 void MultipartSink::reserve_head(uint64_t end) {
@@ -339,6 +346,7 @@ void MultipartSink::finish(const std::stop_token& stop) {
     size_t parts = 0;
     {
       MutexLock lock(mutex_);
+      if (finished_) return;
       throw_if_failed();
       if (published_ > 0) parts = cut_parts(published_);
     }
@@ -349,7 +357,12 @@ void MultipartSink::finish(const std::stop_token& stop) {
     stop_threads();
     throw;
   }
-  fail(std::make_exception_ptr(aborted(name_, "it is closed")));
+  {
+    MutexLock lock(mutex_);
+    finished_ = true;
+  }
+  fail(std::make_exception_ptr(
+      Error(Errc::io, "Failed to write " + name_ + ": it is closed", name_)));
   stop_threads();
 }
 

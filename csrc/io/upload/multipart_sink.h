@@ -54,7 +54,7 @@ class MultipartTransport {
 
 struct MultipartOptions {
   unsigned uploads = 8;        // at the same time
-  uint64_t budget_nbytes = 0;  // of part buffers; 0: ten parts
+  uint64_t budget_nbytes = 0;  // of part buffers; 0: two parts more than uploads
   // Part sizes: the first suits objects of unknown and of moderate size, the second very large
   // ones.
   uint64_t min_part_nbytes = uint64_t{16} << 20;
@@ -97,8 +97,11 @@ class MultipartSink final : public RangeSink {
   void publish(uint64_t end, const std::stop_token& stop) override;
   void rollback(uint64_t end) noexcept override;
   void abandon() noexcept override;
+  // Once it has returned, further calls do nothing.
   void finish(const std::stop_token& stop) override;
 
+  // True once a call was published that no failure has made void.
+  bool has_content() const;
   // True after a fork, in the child.
   bool is_foreign_process() const noexcept;
 
@@ -164,6 +167,7 @@ class MultipartSink final : public RangeSink {
   uint64_t published_ GUARDED_BY(mutex_) = 0;
   bool dirty_ GUARDED_BY(mutex_) = false;  // written to since the last publish
   bool closing_ GUARDED_BY(mutex_) = false;
+  bool finished_ GUARDED_BY(mutex_) = false;
   enum class Upload : uint8_t { none, creating, created, ended };
   Upload upload_ GUARDED_BY(mutex_) = Upload::none;
   std::exception_ptr error_ GUARDED_BY(mutex_);

@@ -1,40 +1,25 @@
 """Object stores that speak S3: opening objects for reading and writing.
 
 boto3 decides (credentials, region, signatures, beginning and end of uploads), libcurl moves the bytes: reads are ranged
-GETs of presigned URLs that are renewed before they expire, writes are PUTs of parts. The functions that
-:mod:`tensorizer.stream_io` re-exports are looked up there at call time, so that programs may replace them.
+GETs of presigned URLs that are renewed before they expire, writes are PUTs of parts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
+from typing import TYPE_CHECKING, BinaryIO, Optional, cast
 
-from tensorizer import stream_io
-from tensorizer._crypto.key_material import hidden
 from tensorizer._io.http import CURLStreamFile
-from tensorizer._io.options import CAInfo, HTTPOptions
-from tensorizer._io.s3.access import (
-    PathArgument,
-    S3Access,
-    S3Settings,
-    access_at,
-    enforce_scheme,
-    infer_credentials,
-    parse_s3_uri,
-    resolve,
-)
+from tensorizer._io.options import CAInfo
+from tensorizer._io.s3.access import S3Access, access_at, resolve
+from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults, S3Options, parse_s3_uri
 from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._system.redaction import hidden
 
 if TYPE_CHECKING:
     from tensorizer import _C
 
-__all__ = ["open_read", "open_sink", "open_write", "s3_download", "s3_upload"]
-
-# By these names callers know them.
-_infer_credentials = infer_credentials
-_enforce_scheme = enforce_scheme
+__all__ = ["open_read", "open_write", "s3_download", "s3_download_url", "s3_upload"]
 
 _DAY = 86400
 # Presigned URLs are replaced this long before they expire.
@@ -57,23 +42,17 @@ def _presigned(access: S3Access, uri: str) -> str:
     return cast(str, hidden(url))
 
 
-def _read_url(access: S3Access, uri: str) -> str:
-    replaced = stream_io._s3_download_url
-    if replaced is not _s3_download_url:
-        return cast(str, replaced(uri, *access.arguments))
-    return _presigned(access, uri)
-
-
 def _explicit_access(
     access_key_id: Optional[str],
     secret_access_key: Optional[str],
     endpoint: Optional[str],
     region_name: Optional[str],
     signature_version: Optional[str],
-    anonymous: bool,
+    *,
+    write: bool,
 ) -> S3Access:
     """For the functions that look into no configuration file: arguments, else the AWS chain, at the given endpoint."""
-    settings = S3Settings(
+    options = S3Options(
         access_key_id=access_key_id,
         secret_access_key=secret_access_key,
         region_name=region_name,
@@ -81,24 +60,24 @@ def _explicit_access(
     )
     if endpoint and "://" not in endpoint:
         endpoint = "https://" + endpoint
-    return access_at(settings, endpoint or None, anonymous)
+    return access_at(options, endpoint or None, write=write)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _s3_download_url(
+def s3_download_url(
     path_uri: str,
     s3_access_key_id: Optional[str],
     s3_secret_access_key: Optional[str],
-    s3_endpoint: Optional[str] = stream_io.default_s3_read_endpoint,
+    s3_endpoint: Optional[str] = READ_ENDPOINT,
     s3_region_name: Optional[str] = None,
     s3_signature_version: Optional[str] = None,
 ) -> str:
     """A presigned URL of an object, good for 24 to 48 hours; plain where there are no credentials."""
     parse_s3_uri(path_uri)
     access = _explicit_access(
-        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, anonymous=True
+        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, write=False
     )
     return _presigned(access, path_uri)
 
@@ -107,7 +86,7 @@ def s3_download(
     path_uri: str,
     s3_access_key_id: Optional[str],
     s3_secret_access_key: Optional[str],
-    s3_endpoint: Optional[str] = stream_io.default_s3_read_endpoint,
+    s3_endpoint: Optional[str] = READ_ENDPOINT,
     s3_region_name: Optional[str] = None,
     s3_signature_version: Optional[str] = None,
     buffer_size: Optional[int] = None,
@@ -123,69 +102,49 @@ def s3_download(
     """
     parse_s3_uri(path_uri)
     access = _explicit_access(
-        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, anonymous=True
+        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, write=False
     )
-    return _open_presigned(access, path_uri, begin, end, buffer_size, certificate_handling, None)
+    options = S3Options(certificate_handling=certificate_handling)
+    return _open_presigned(access, path_uri, options, begin, end, buffer_size)
 
 
 def _open_presigned(
     access: S3Access,
     uri: str,
+    options: S3Options,
     begin: Optional[int],
     end: Optional[int],
     buffer_size: Optional[int],
-    certificate_handling: Optional[CAInfo],
-    http_options: Optional[HTTPOptions],
+    defaults: Optional[S3Defaults] = None,
 ) -> CURLStreamFile:
     lifetime = _CHANGING_SECONDS if access.refreshes else max(60.0, _url_seconds() - _RENEW_SECONDS)
+
+    def url() -> str:
+        if defaults is not None and defaults.download_url is not None:
+            return defaults.download_url(uri, *access.arguments)
+        return _presigned(access, uri)
+
     return CURLStreamFile(
-        _read_url(access, uri),
+        url(),
         begin=begin,
         end=end,
         buffer_size=buffer_size,
-        certificate_handling=certificate_handling,
-        http_options=http_options,
-        url_provider=lambda: _read_url(access, uri),
+        certificate_handling=options.certificate_handling,
+        http_options=options.http_options,
+        url_provider=url,
         url_lifetime=lifetime,
         display_name=access.describe(parse_s3_uri(uri)),
     )
 
 
-def _settings(
-    s3_access_key_id: Optional[str] = None,
-    s3_secret_access_key: Optional[str] = None,
-    s3_endpoint: Optional[str] = None,
-    s3_config_path: Optional[PathArgument] = None,
-    force_http: Optional[bool] = None,
-    s3_region_name: Optional[str] = None,
-    s3_signature_version: Optional[str] = None,
-    s3_session_token: Optional[str] = None,
-    s3_profile: Optional[str] = None,
-    s3_client_factory: Optional[Callable[..., Any]] = None,
-) -> S3Settings:
-    return S3Settings(
-        s3_access_key_id,
-        s3_secret_access_key,
-        s3_endpoint,
-        s3_config_path,
-        force_http,
-        s3_region_name,
-        s3_signature_version,
-        s3_session_token,
-        s3_profile,
-        s3_client_factory,
-    )
-
-
 def open_read(
     uri: str,
+    options: S3Options,
+    defaults: S3Defaults,
     *,
     begin: Optional[int] = None,
     end: Optional[int] = None,
     buffer_size: Optional[int] = None,
-    certificate_handling: Optional[CAInfo] = None,
-    http_options: Optional[HTTPOptions] = None,
-    **settings: Any,
 ) -> CURLStreamFile:
     """Opens an object for reading; arguments as for :func:`tensorizer.stream_io.open_stream`.
 
@@ -195,12 +154,11 @@ def open_read(
         OSError: It cannot be opened.
     """
     parse_s3_uri(uri)
-    access = resolve(_settings(**settings), stream_io.default_s3_read_endpoint, certificate_handling, anonymous=True)
-    replaced = stream_io.s3_download
-    if replaced is not s3_download:
-        stream = replaced(uri, *access.arguments, buffer_size, begin, end, certificate_handling)
+    access = resolve(options, defaults, write=False)
+    if defaults.download is not None:
+        stream = defaults.download(uri, *access.arguments, buffer_size, begin, end, options.certificate_handling)
         return cast(CURLStreamFile, stream)
-    return _open_presigned(access, uri, begin, end, buffer_size, certificate_handling, http_options)
+    return _open_presigned(access, uri, options, begin, end, buffer_size, defaults)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -211,7 +169,7 @@ def s3_upload(
     target_uri: str,
     s3_access_key_id: Optional[str],
     s3_secret_access_key: Optional[str],
-    s3_endpoint: Optional[str] = stream_io.default_s3_write_endpoint,
+    s3_endpoint: Optional[str] = WRITE_ENDPOINT,
     s3_region_name: Optional[str] = None,
     s3_signature_version: Optional[str] = None,
 ) -> None:
@@ -223,7 +181,7 @@ def s3_upload(
     """
     parse_s3_uri(target_uri)
     access = _explicit_access(
-        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, anonymous=False
+        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, write=True
     )
     _upload_file(access, path, target_uri, with_threads=True)
 
@@ -235,66 +193,28 @@ def _upload_file(access: S3Access, path: str, uri: str, with_threads: bool) -> N
     access.client.upload_file(path, location.bucket, location.key, Config=TransferConfig(use_threads=with_threads))
 
 
-def open_write(
-    uri: str,
-    mode: str = "wb",
-    *,
-    certificate_handling: Optional[CAInfo] = None,
-    http_options: Optional[HTTPOptions] = None,
-    **settings: Any,
-) -> BinaryIO:
-    """A temporary file that is uploaded when it is closed; see :class:`UploadOnClose`.
+def open_write(uri: str, options: S3Options, defaults: S3Defaults) -> BinaryIO:
+    """A stream whose content becomes the object when it is closed; see :class:`UploadOnClose`.
 
-    Every mode begins with an empty file. Credentials are used at the upload, not before. ``certificate_handling`` and
-    ``http_options`` are about reads; the upload follows boto3's own settings.
-
-    Raises:
-        ValueError: Not an S3 URI, plain HTTP that nobody asked for.
-        botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile.
-    """
-    parse_s3_uri(uri)
-    access = resolve(_settings(**settings), stream_io.default_s3_write_endpoint)
-
-    def upload(path: str, with_threads: bool) -> None:
-        replaced = stream_io.s3_upload
-        if replaced is not s3_upload:
-            replaced(path, uri, *access.arguments)
-        else:
-            _upload_file(access, path, uri, with_threads)
-
-    return cast(BinaryIO, UploadOnClose(upload, uri))
-
-
-def open_sink(
-    uri: str,
-    *,
-    certificate_handling: Optional[CAInfo] = None,
-    http_options: Optional[HTTPOptions] = None,
-    memory_budget: Optional[int] = None,
-    buffer_size: Optional[int] = None,
-    begin: Optional[int] = None,
-    end: Optional[int] = None,
-    **settings: Any,
-) -> _C.MultipartSink:
-    """A sink for :class:`tensorizer.TensorSerializer`: a multipart upload without a temporary file.
-
-    Args:
-        uri: ``s3://bucket/key``.
-        certificate_handling: Whom to trust.
-        http_options: Timeouts, retries and connections of the transfers.
-        memory_budget: Bytes of parts that wait or are on their way, at most; ``None`` for ten parts, of 16 MiB each
-            for objects up to 4 GiB and growing to 64 MiB. The first part is kept besides.
-        buffer_size: Ignored, as are ``begin`` and ``end``: they are about reads.
-        begin: Ignored.
-        end: Ignored.
-        **settings: The S3 arguments of :func:`tensorizer.stream_io.open_stream`.
+    It begins empty in every mode. Credentials are used at the upload, not before. What is written by hand goes to a
+    temporary file, which boto3 uploads; a serializer writes the parts of an upload instead, without a file.
 
     Raises:
         ValueError: Not an S3 URI, plain HTTP that nobody asked for, a bad budget.
         botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile.
     """
-    from tensorizer._io.s3.upload import open_multipart_sink
-
     location = parse_s3_uri(uri)
-    access = resolve(_settings(**settings), stream_io.default_s3_write_endpoint, certificate_handling)
-    return open_multipart_sink(access, location, http_options or HTTPOptions(), certificate_handling, memory_budget)
+    access = resolve(options, defaults, write=True)
+
+    def upload(path: str, with_threads: bool) -> None:
+        if defaults.upload is not None:
+            defaults.upload(path, uri, *access.arguments)
+        else:
+            _upload_file(access, path, uri, with_threads)
+
+    def open_sink() -> _C.MultipartSink:
+        from tensorizer._io.s3.upload import open_multipart_sink
+
+        return open_multipart_sink(access, location, options)
+
+    return cast(BinaryIO, UploadOnClose(upload, str(location), open_sink))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import logging
-from typing import TYPE_CHECKING, Any, Optional
+import re
+import threading
+from typing import Any, Optional
 
 from tensorizer import _C
-from tensorizer._io.s3.access import S3Access, S3Location, explain
-from tensorizer.errors import StreamError, StreamNotFoundError
-
-if TYPE_CHECKING:
-    from tensorizer._io.options import CAInfo, HTTPOptions
+from tensorizer._io.options import HTTPOptions
+from tensorizer._io.s3.access import S3Access
+from tensorizer._io.s3.errors import explain, s3_code, translated
+from tensorizer._io.s3.options import S3Location, S3Options
+from tensorizer._io.s3.signing import presign
+from tensorizer.errors import StreamError
 
 __all__ = ["S3Upload", "open_multipart_sink"]
 
@@ -21,27 +25,78 @@ MIN_PART_NBYTES = 16 << 20
 MAX_PART_NBYTES = 64 << 20
 URL_SECONDS = 6 * 3600  # each try of each part gets a fresh URL; this bounds one request
 
+# How stores say that they know nothing of checksums.
+_UNSUPPORTED = frozenset({"NotImplemented", "InvalidArgument", "InvalidRequest", "MalformedXML", "NotSupported"})
+_without_checksums: set[str] = set()  # hosts that said so
+
 
 class S3Upload:
-    """One object on its way. Called from upload threads, by several at once for :meth:`part_url`."""
+    """One object on its way. Called from upload threads, by several at once for :meth:`request` and :meth:`adapt`.
+
+    Each part goes with its CRC-32, signed, so that a store that knows checksums refuses parts that were altered on the
+    way. A store that answers that it knows none gets none from then on, unless the user's AWS settings insist.
+    """
 
     def __init__(self, access: S3Access, location: S3Location) -> None:
         self._client = access.client
+        self._host = access.host
         self._target = {"Bucket": location.bucket, "Key": location.key}
         self._upload_id: Optional[str] = None
+        self._insists = access.checksums == "when_supported"
+        self._adds_checksums = access.checksums != "when_required" and (
+            self._insists or self._host not in _without_checksums
+        )
+        self._lock = threading.Lock()
+        self._checksums: dict[int, str] = {}  # of the parts that were sent with one
+        self._store_compares = False  # the upload as a whole has checksums
         self.name = access.describe(location)
 
     def create(self) -> None:
         """Begins the upload."""
-        self._upload_id = self._call("begin", self._client.create_multipart_upload, **self._target)["UploadId"]
+        try:
+            answer = self._create()
+        except StreamError as error:
+            if not self._gives_checksums_up(s3_code(error.__cause__)):
+                raise
+            answer = self._create()
+        self._upload_id = answer["UploadId"]
+        self._store_compares = bool(answer.get("ChecksumAlgorithm"))
 
-    def part_url(self, number: int) -> str:
-        """A URL that one part is sent to, good for a while."""
-        return self._presign("upload_part", PartNumber=number, UploadId=self._upload_id)
+    def _create(self) -> Any:
+        params = {"ChecksumAlgorithm": "CRC32"} if self._adds_checksums else {}
+        return self._call("begin", self._client.create_multipart_upload, **self._target, **params)
 
-    def object_url(self) -> str:
-        """A URL that the whole object is sent to, in place of an upload in parts."""
-        return self._presign("put_object")
+    def request(self, number: int, crc32: int) -> tuple[str, list[tuple[str, str]]]:
+        """URL and headers of the next try to send part ``number``, or, for 0, the whole object."""
+        params: dict[str, Any] = dict(self._target)
+        if number:
+            params.update(PartNumber=number, UploadId=self._upload_id)
+        with self._lock:
+            self._checksums.pop(number, None)
+            if self._adds_checksums:
+                self._checksums[number] = params["ChecksumCRC32"] = base64.b64encode(crc32.to_bytes(4, "big")).decode()
+        signed = presign(self._client, "upload_part" if number else "put_object", params, URL_SECONDS)
+        return signed.url, list(signed.headers.items())
+
+    def adapt(self, number: int, status: int, reason: str) -> bool:
+        """Whether another try of a part that was refused may do better: without its checksum."""
+        code = re.search(r"\[(\w+)\]", reason)
+        with self._lock:
+            was_sent = number in self._checksums
+        if not was_sent or status not in (400, 501):
+            return False
+        return self._gives_checksums_up(code.group(1) if code else "NotImplemented" if status == 501 else "")
+
+    def _gives_checksums_up(self, code: str) -> bool:
+        """Whether a refusal with this code is worth a try without checksums, which later requests then do without."""
+        with self._lock:
+            if self._insists or code not in _UNSUPPORTED:
+                return False
+            gives_up, self._adds_checksums = self._adds_checksums, False
+            if gives_up:
+                _without_checksums.add(self._host)
+                logger.info("%s takes no checksums with its parts", self.name)
+            return True
 
     def complete(self, etags: list[str]) -> None:
         """Makes the object of its parts.
@@ -49,14 +104,19 @@ class S3Upload:
         Raises:
             StreamError: The store refused, or did not answer.
         """
-        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
+        parts = [self._part(number, etag) for number, etag in enumerate(etags, 1)]
         whole = {"UploadId": self._upload_id, "MultipartUpload": {"Parts": parts}}
         try:
             self._call("complete", self._client.complete_multipart_upload, **self._target, **whole)
         except StreamError as error:
             # A repeated request whose first answer was lost finds no upload any more, and the object in its place.
-            if _code(error.__cause__) != "NoSuchUpload" or not self._is_complete(len(etags)):
+            if s3_code(error.__cause__) != "NoSuchUpload" or not self._is_complete(len(etags)):
                 raise
+
+    def _part(self, number: int, etag: str) -> dict[str, Any]:
+        part = {"PartNumber": number, "ETag": etag}
+        checksum = self._checksums.get(number)
+        return {**part, "ChecksumCRC32": checksum} if checksum and self._store_compares else part
 
     def _is_complete(self, parts: int) -> bool:
         try:
@@ -70,12 +130,8 @@ class S3Upload:
         try:
             self._client.abort_multipart_upload(**self._target, UploadId=self._upload_id)
         except Exception as error:
-            if _code(error) != "NoSuchUpload":
+            if s3_code(error) != "NoSuchUpload":
                 logger.warning("%s", explain(error, "abort the upload of", self.name))
-
-    def _presign(self, method: str, **params: Any) -> str:
-        url: str = self._client.generate_presigned_url(method, Params={**self._target, **params}, ExpiresIn=URL_SECONDS)
-        return url
 
     def _call(self, operation: str, method: Any, **params: Any) -> Any:
         from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
@@ -83,39 +139,23 @@ class S3Upload:
         try:
             return method(**params)
         except (ClientError, ConnectionError, HTTPClientError) as error:  # missing credentials stay what they are
-            raise _translated(error, f"{operation} the upload of", self.name) from error
+            raise translated(error, f"{operation} the upload of", self.name) from error
 
 
-def _code(error: Any) -> str:
-    """The S3 error code of a botocore error; empty where there is none."""
-    return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
+def open_multipart_sink(access: S3Access, location: S3Location, options: S3Options) -> _C.MultipartSink:
+    """A sink whose object appears when it is finished; given up at the latest when the interpreter ends.
 
-
-def _translated(error: Any, operation: str, name: str) -> StreamError:
-    status = (getattr(error, "response", None) or {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
-    kind = StreamNotFoundError if status == 404 else StreamError
-    result = kind(explain(error, operation, name))
-    result.source = name
-    return result
-
-
-def open_multipart_sink(
-    access: S3Access,
-    location: S3Location,
-    http_options: HTTPOptions,
-    certificate_handling: Optional[CAInfo],
-    memory_budget: Optional[int],
-) -> _C.MultipartSink:
-    """A sink whose object appears when it is finished; given up at the latest when the interpreter ends."""
-    if memory_budget is not None and memory_budget < 1:
-        raise ValueError(f"memory_budget: wanted a number of bytes above 0, found {memory_budget}")
+    Without ``options.memory_budget`` the parts that wait or are on their way take as many part sizes as there are
+    uploads at the same time, and two.
+    """
     upload = S3Upload(access, location)
+    http = options.http_options or HTTPOptions()
     return _C.MultipartSink(
         upload,
         upload.name,
-        http_options._native(None, certificate_handling),
-        uploads=min(http_options.connections or DEFAULT_UPLOADS, http_options.max_connections),
-        budget_nbytes=memory_budget or 0,
+        http._native(None, options.certificate_handling),
+        uploads=min(http.connections or DEFAULT_UPLOADS, http.max_connections),
+        budget_nbytes=options.memory_budget or 0,
         min_part_nbytes=MIN_PART_NBYTES,
         max_part_nbytes=MAX_PART_NBYTES,
     )

@@ -1,0 +1,73 @@
+// What a file says beyond its tensors: metadata and ties, in sections behind the last index entry,
+// where every earlier reader finds slack. Pure; bytes <-> values. Source: docs/format.md, "Annex".
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "format/crypt_info.h"
+#include "format/digest.h"
+#include "format/index.h"
+#include "format/json.h"
+#include "format/safetensors.h"
+
+namespace tensorizer::format {
+
+enum class SectionType : uint8_t { metadata = 1, ties = 2, sealed = 3, index_digest = 4 };
+
+inline constexpr uint64_t kSectionHeadNbytes = 6;  // type, flags, length
+inline constexpr uint64_t kMaxMetadataNbytes = 100'000'000;
+
+// The sections of an annex, or of what was sealed in one. Movable only: texts borrow from the
+// bytes.
+struct Annex {
+  Metadata metadata;
+  std::vector<TextPair> ties;            // alias -> target, stored names
+  std::vector<std::byte> sealed;         // crypt_info block with its prefix, then ciphertext
+  std::optional<Sha256Digest> digest;    // as stored, of the index and the sections before it
+  std::optional<Sha256Digest> computed;  // what it should be
+
+  Annex() = default;
+  Annex(Annex&&) noexcept = default;
+  Annex& operator=(Annex&&) noexcept = default;
+
+  std::vector<std::vector<char>> texts;  // what metadata and ties borrow
+};
+
+// The part of the index that the digest covers, ahead of the sections: `prologue` are the 73 bytes
+// of the container's start, `entries` all index entries.
+Sha256 digest_index(std::span<const std::byte> prologue, std::span<const std::byte> entries);
+
+// Reads the annex that `slack`, what follows the last entry, begins with; nullopt where it begins
+// with something else. `origin` is its position in the source; `index_digest` gives digest_index()
+// where it is needed. Throws Error(malformed): a wrong length or checksum, a section twice, one
+// that says that its reader must know it and is not known, a body that is not of its type.
+std::optional<Annex> parse_annex(std::span<const std::byte> slack, uint64_t origin,
+                                 const std::function<Sha256()>& index_digest);
+
+// Reads the sections that were sealed: metadata, and what may be skipped. Throws Error(malformed).
+Annex parse_sealed(std::span<const std::byte> sections);
+
+// Writing. Empty where there is neither metadata nor a tie.
+struct AnnexToWrite {
+  std::vector<TextPair> metadata;
+  std::vector<TextPair> ties;
+};
+// Sections of metadata alone: what is sealed.
+std::vector<std::byte> serialize_metadata(std::span<const TextPair> metadata);
+// `sealed`, if not empty, is written in place of the metadata.
+std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<const std::byte> sealed,
+                                       const Sha256& index_digest);
+// Bytes of serialize_annex; `sealed_overhead` is what sealing adds to the metadata section, 0 where
+// it is in clear.
+// Throws Error(out_of_range) beyond kMaxMetadataNbytes.
+uint64_t annex_nbytes(const AnnexToWrite& annex, uint64_t sealed_overhead);
+
+}  // namespace tensorizer::format

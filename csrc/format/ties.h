@@ -1,0 +1,33 @@
+// Tensors that are one tensor: names that stand for another one. Pure.
+// Source: docs/format.md, "Ties"; for safetensors files docs/safetensors.md, "Aliases".
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "format/index.h"
+#include "format/json.h"
+#include "format/safetensors.h"
+
+namespace tensorizer::format {
+
+struct Tie {
+  std::string_view alias;          // stored name; borrows the pair it came from
+  uint32_t target = 0;             // entry of the index
+  std::optional<uint32_t> listed;  // the alias's own entry, where the file holds the tensor twice
+};
+
+// Checks the ties of an annex against the index: every target is listed and no alias; a listed
+// alias has data, and is what its target is; others obey the path rules together with all listed
+// names. Throws Error(malformed).
+std::vector<Tie> resolve_ties(const Index& index, std::span<const TextPair> ties);
+
+// The ties that a safetensors file's metadata tells of: savers of modules note `dropped = kept` for
+// tensors they leave out. A convention, not a rule, so only pairs that read as names of one model
+// count: the value is a tensor, the key is none, and both are dotted identifiers alike.
+std::vector<Tie> ties_in_metadata(const Index& index, const Metadata& metadata);
+
+}  // namespace tensorizer::format

@@ -1,0 +1,78 @@
+#include "io/local/file_calls.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+
+#include "core/unique_fd.h"
+
+namespace tensorizer::io {
+
+FileCalls& FileCalls::system() noexcept {
+  static auto* const calls = new FileCalls;
+  return *calls;
+}
+
+int FileCalls::open_unnamed(const std::string& folder, unsigned mode) {
+#if defined(O_TMPFILE)
+  return open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, mode);
+#else
+  (void)folder;
+  (void)mode;
+  errno = EOPNOTSUPP;
+  return -1;
+#endif
+}
+
+int FileCalls::open_new(const std::string& path, unsigned mode) {
+  return open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, mode);
+}
+
+ssize_t FileCalls::write(int fd, const iovec* vectors, int count, uint64_t offset) {
+  return pwritev(fd, vectors, count, static_cast<off_t>(offset));
+}
+
+ssize_t FileCalls::copy(int from, off_t* from_offset, int to, off_t* to_offset, uint64_t nbytes) {
+  return copy_file_range(from, from_offset, to, to_offset, nbytes, 0);
+}
+
+int FileCalls::reserve(int fd, bool keep_size, uint64_t offset, uint64_t nbytes) {
+#if defined(__linux__)
+  return fallocate(fd, keep_size ? FALLOC_FL_KEEP_SIZE : 0, static_cast<off_t>(offset),
+                   static_cast<off_t>(nbytes));
+#else
+  (void)fd;
+  (void)keep_size;
+  (void)offset;
+  (void)nbytes;
+  return 0;
+#endif
+}
+
+int FileCalls::truncate(int fd, uint64_t nbytes) {
+  return ftruncate(fd, static_cast<off_t>(nbytes));
+}
+
+int FileCalls::sync(int fd) { return fsync(fd); }
+
+int FileCalls::sync_data(int fd) { return fdatasync(fd); }
+
+int FileCalls::link(int fd, const std::string& path) {
+  return linkat(AT_FDCWD, ("/proc/self/fd/" + std::to_string(fd)).c_str(), AT_FDCWD, path.c_str(),
+                AT_SYMLINK_FOLLOW);
+}
+
+int FileCalls::rename(const std::string& from, const std::string& to) {
+  return std::rename(from.c_str(), to.c_str());
+}
+
+int FileCalls::unlink(const std::string& path) noexcept { return ::unlink(path.c_str()); }
+
+int FileCalls::sync_folder(const std::string& folder) {
+  const UniqueFd fd(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  return fd ? fsync(fd.get()) : -1;
+}
+
+}  // namespace tensorizer::io

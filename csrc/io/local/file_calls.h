@@ -1,0 +1,43 @@
+// The system calls by which a file sink changes files. Each does one call and says what the call
+// says, errno included; tests stand in between, to count them and to cut the power at any of them.
+// Safe from many threads.
+#pragma once
+
+#include <sys/types.h>
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <string>
+
+namespace tensorizer::io {
+
+class FileCalls {
+ public:
+  virtual ~FileCalls() = default;
+
+  // Those of the system. Never destroyed.
+  static FileCalls& system() noexcept;
+
+  // A new file: without a name in `folder`, or under a name that nobody has.
+  virtual int open_unnamed(const std::string& folder, unsigned mode);
+  virtual int open_new(const std::string& path, unsigned mode);
+
+  virtual ssize_t write(int fd, const iovec* vectors, int count, uint64_t offset);
+  // From another file, inside the kernel; both offsets move on.
+  virtual ssize_t copy(int from, off_t* from_offset, int to, off_t* to_offset, uint64_t nbytes);
+  virtual int reserve(int fd, bool keep_size, uint64_t offset, uint64_t nbytes);
+  virtual int truncate(int fd, uint64_t nbytes);
+
+  // All of the file is on the disk on return; its content and what is needed to find it.
+  virtual int sync(int fd);
+  virtual int sync_data(int fd);
+
+  // Gives an unnamed file a name; moves a name over another; forgets one.
+  virtual int link(int fd, const std::string& path);
+  virtual int rename(const std::string& from, const std::string& to);
+  virtual int unlink(const std::string& path) noexcept;
+  // The names in a folder are on the disk on return.
+  virtual int sync_folder(const std::string& folder);
+};
+
+}  // namespace tensorizer::io

@@ -1,0 +1,89 @@
+"""What a caller says about an object in a store, and what programs may replace."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from tensorizer._io.options import CAInfo, HTTPOptions
+    from tensorizer._io.s3.credentials import ParsedCredentials
+
+__all__ = ["READ_ENDPOINT", "WRITE_ENDPOINT", "PathArgument", "S3Defaults", "S3Location", "S3Options", "parse_s3_uri"]
+
+PathArgument = Union[str, bytes, "os.PathLike[Any]"]
+
+# Where keys go for which nobody names an endpoint.
+READ_ENDPOINT = "accel-object.ord1.coreweave.com"
+WRITE_ENDPOINT = "object.ord1.coreweave.com"
+
+
+class S3Location(NamedTuple):
+    """A bucket and a key."""
+
+    bucket: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
+
+
+def parse_s3_uri(uri: str) -> S3Location:
+    """Splits ``s3://bucket/key``; query and fragment are no part of the key.
+
+    Raises:
+        ValueError: Another scheme, or no bucket.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme.lower() != "s3" or not parts.netloc:
+        raise ValueError(f"Invalid S3 URI: {uri}")
+    return S3Location(parts.netloc, parts.path.lstrip("/"))
+
+
+@dataclasses.dataclass(frozen=True)
+class S3Options:
+    """What the caller passed; the fields are keywords of :func:`tensorizer.stream_io.open_stream`, without ``s3_``."""
+
+    access_key_id: Optional[str] = dataclasses.field(default=None, repr=False)
+    secret_access_key: Optional[str] = dataclasses.field(default=None, repr=False)
+    endpoint: Optional[str] = None
+    config_path: Optional[PathArgument] = None
+    force_http: Optional[bool] = None
+    region_name: Optional[str] = None
+    signature_version: Optional[str] = None
+    session_token: Optional[str] = dataclasses.field(default=None, repr=False)
+    profile: Optional[str] = None
+    client_factory: Optional[Callable[..., Any]] = None
+    memory_budget: Optional[int] = None
+    certificate_handling: Optional[CAInfo] = None
+    http_options: Optional[HTTPOptions] = None
+
+    def __post_init__(self) -> None:
+        if self.memory_budget is not None and self.memory_budget < 1:
+            raise ValueError(f"memory_budget: wanted a number of bytes above 0, found {self.memory_budget}")
+
+
+@dataclasses.dataclass(frozen=True)
+class S3Defaults:
+    """What :mod:`tensorizer.stream_io` lets programs replace, as it is at the time of one call.
+
+    Attributes:
+        infer_credentials: Finds keys from those of the arguments and a configuration file.
+        enforce_scheme: Makes an endpoint a URL.
+        read_endpoint: Used where nobody names one, for reads.
+        write_endpoint: The same for writes.
+        download_url: Makes the URLs of reads; ``None`` for the package's own.
+        download: Opens objects for reading; ``None`` for the package's own.
+        upload: Uploads local files; ``None`` for the package's own.
+    """
+
+    infer_credentials: Callable[[Optional[str], Optional[str], Optional[PathArgument]], ParsedCredentials]
+    enforce_scheme: Callable[[str, bool, bool], str]
+    read_endpoint: str = READ_ENDPOINT
+    write_endpoint: str = WRITE_ENDPOINT
+    download_url: Optional[Callable[..., str]] = None
+    download: Optional[Callable[..., Any]] = None
+    upload: Optional[Callable[..., None]] = None

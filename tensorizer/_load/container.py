@@ -1,0 +1,215 @@
+"""An open file as the loader sees it: names and facts of its tensors, the headers that were read, the way to the data.
+
+Tensors are numbered by their position in the index ("entries"). What stands above asks for facts and for batches of
+entries; how the bytes lie, and in how many files, is decided here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+
+from tensorizer import _C
+from tensorizer._crypto.keys import key_ring
+from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
+from tensorizer._format.names import Name
+from tensorizer._io.sources import OpenedSource
+from tensorizer._load.device_choice import DeviceChooser
+from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader
+
+__all__ = ["Container", "ReadOptions", "open_container"]
+
+# Magic to metadata length (docs/format.md, "Prologue").
+_PROLOGUE_NBYTES = 73
+
+# Where every request costs a round trip.
+_NETWORK_SOURCES = (_C.HttpSource, _C.RedisSource, _C.PyRangeSource)
+
+# Where the record header of a tensor that was read is kept: entries in ascending order, and their headers.
+_BatchHeaders = tuple[Sequence[int], _C.LoadedHeaders]
+
+
+class ReadOptions(NamedTuple):
+    """How the tensors of a container are read; the meanings are those of ``TensorDeserializer``'s arguments."""
+
+    device: Union[torch.device, DeviceChooser]
+    dtype: Optional[torch.dtype]
+    max_workers: int
+    encryption: Any
+    mmap: bool
+    allow_missing_hashes: bool = False
+
+
+class Container:
+    """One open file. May be used from several threads; every read is independent of the others."""
+
+    def __init__(
+        self,
+        opened: OpenedSource,
+        index: _C.Index,
+        names: list[Name],
+        selection: Sequence[int],
+        reader: TensorReader,
+        options: ReadOptions,
+    ) -> None:
+        self.index = index
+        self.names = names
+        self.selection = selection  # the entries that exist for the user, ascending
+        self.mapped = options.mmap
+        self.allow_missing_hashes = options.allow_missing_hashes
+        self.source_name = opened.source.name
+        self.casts = options.dtype is not None  # loaded tensors may differ from the stored ones
+        self.network = isinstance(opened.source, _NETWORK_SOURCES)
+        self._opened: Optional[OpenedSource] = opened
+        self._reader: Optional[TensorReader] = reader
+        self._headers: dict[int, _BatchHeaders] = {}
+        self._lock = threading.Lock()
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes the file and forgets keys; facts and headers stay."""
+        opened, self._opened, self._reader = self._opened, None, None
+        if opened is not None:
+            opened.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._opened is None
+
+    @property
+    def source(self) -> Optional[_C.RangeSource]:
+        """The file's bytes; ``None`` once it is closed."""
+        return None if self._opened is None else self._opened.source
+
+    @property
+    def reader(self) -> TensorReader:
+        """The way to the data.
+
+        Raises:
+            RuntimeError: The file is closed.
+        """
+        reader = self._reader
+        if reader is None:
+            raise RuntimeError("the file is closed; tensors that were not loaded before are out of reach")
+        return reader
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
+        """Batches of the entries (ascending) as Parameters on their device, in the wanted dtype."""
+        for batch in self.reader.read(entries, verify, progress):
+            self._note(batch)
+            yield batch
+
+    def read_raw(self, entries: Sequence[int], verify: bool) -> LoadedBatch:
+        """The entries as plain host tensors of their stored dtype."""
+        batch = self.reader.read_raw(entries, verify)
+        self._note(batch)
+        return batch
+
+    def _note(self, batch: LoadedBatch) -> None:
+        with self._lock:
+            self._headers.update(dict.fromkeys(batch.entries, (batch.entries, batch.headers)))
+
+    def read_ahead(self) -> Optional[ReadAhead]:
+        """What to read together with single tensors; ``None`` where a request costs next to nothing."""
+        return ReadAhead(self.index, self.selection) if self.network else None
+
+    def prologue(self) -> bytes:
+        """The bytes from the magic to the end of the index."""
+        return self.reader.source.read(self.index.start, _PROLOGUE_NBYTES + self.index.metadata_nbytes)
+
+    def stored_records(self, entries: Sequence[int]) -> list[tuple[bytes, int, int, int]]:
+        """(name as stored, header offset, payload offset, payload bytes) of the records of `entries`."""
+        index = self.index
+        return [(index.stored_name(i), index.offset(i), index.data_offset(i), index.data_nbytes(i)) for i in entries]
+
+    # ---- facts ------------------------------------------------------------------------------------------------------
+
+    def type(self, i: int) -> TensorType:
+        return TensorType(self.index.type(i))
+
+    def has_header(self, i: int) -> bool:
+        """Whether the record header of an entry was read, which holds its module index and digests."""
+        return i in self._headers
+
+    def header(self, i: int) -> tuple[_C.LoadedHeaders, int]:
+        """The headers among which that of an entry is, and its position there."""
+        entries, headers = self._headers[i]
+        return headers, bisect.bisect_left(entries, i)
+
+    def lacks_hashes(self, i: int) -> bool:
+        """Whether a tensor that was read has data and no digest, so that nothing vouches for it."""
+        headers, position = self.header(i)
+        return self.index.data_nbytes(i) > 0 and not headers.hashes(position)
+
+    def entry(self, i: int) -> TensorEntry:
+        """What the file says about one tensor; digests are known once it was read."""
+        index = self.index
+        dtype, shape, hashes = index.dtype(i), index.shape(i), None
+        if self.has_header(i):
+            headers, position = self.header(i)
+            dtype, shape = headers.dtype(position), headers.shape(position)
+            hashes = [TensorHash(HashType(kind), value) for kind, value in headers.hashes(position)]
+        return TensorEntry(
+            metadata_version=index.entry_version(i),
+            name=self.names[i],
+            type=self.type(i),
+            dtype=dtype.decode("utf-8", "replace"),
+            shape=shape,
+            offset=index.offset(i),
+            data_offset=index.data_offset(i),
+            data_length=index.data_nbytes(i),
+            hashes=hashes,
+            header_hashes=None,
+        )
+
+    def accepted_by(self, filter_func: Optional[FilterFuncType]) -> list[int]:
+        """The entries that a filter (``None``: every entry) wants."""
+        return [i for i in self.selection if filter_func is None or filter_func(self.names[i])]
+
+
+def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], options: ReadOptions) -> Container:
+    """Parses the index of an opened file.
+
+    Raises:
+        FormatError: Not a ``.tensors`` file, an unknown version, a damaged index.
+        CryptographyError: The file is encrypted and there is no key, or the other way round.
+        ValueError: A mapping is wanted of what cannot be mapped.
+    """
+    index = _C.open_index(opened.source, opened.start, options.encryption is not None)
+    names: list[Name] = index.names()
+    selection: Sequence[int] = range(len(names))
+    if filter_func is not None:
+        selection = [i for i, name in enumerate(names) if filter_func(name)]
+    reader = TensorReader(
+        opened.source,
+        index,
+        device=_device_of_entries(options.device, names),
+        dtype=options.dtype,
+        max_workers=options.max_workers,
+        keys=key_ring(options.encryption) if index.encrypted else None,
+        mapping=_map_source(opened.source) if options.mmap else None,
+        allow_missing_hashes=options.allow_missing_hashes,
+    )
+    return Container(opened, index, names, selection, reader, options)
+
+
+def _device_of_entries(
+    device: Union[torch.device, DeviceChooser], names: Sequence[Name]
+) -> Union[torch.device, Callable[[int], torch.device]]:
+    if isinstance(device, torch.device):
+        return device
+    choose = device
+    return lambda i: choose(names[i])
+
+
+def _map_source(source: _C.RangeSource) -> _C.FileMapping:
+    if not isinstance(source, _C.FileSource):
+        raise ValueError(f"mmap=True: {source.name} cannot be mapped; only local files can")
+    return source.map()

@@ -1,0 +1,141 @@
+"""Tensors and arrays one after the other, from where the last call stopped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import numpy as np
+import torch
+
+from tensorizer._format import dtypes
+from tensorizer._format.entries import FilterFuncType, TensorType
+from tensorizer._format.names import Name
+from tensorizer._load.container import Container
+from tensorizer._load.loaded_tensors import LoadedTensors
+
+__all__ = ["ArrayItem", "Cursor", "TensorItem"]
+
+#: Module index, type, name, parameter.
+TensorItem = tuple[int, TensorType, Name, torch.nn.Parameter]
+#: Module index, type, name, array, is opaque, torch dtype name.
+ArrayItem = tuple[int, TensorType, Name, "np.ndarray[Any, Any]", bool, Optional[str]]
+
+# Bytes that a generator reads ahead of its consumer.
+_READ_AHEAD_NBYTES = 64 << 20
+
+
+class Cursor:
+    """A position in the selection, moved by reading on. Not for several threads at once."""
+
+    def __init__(self, container: Container, loaded: LoadedTensors) -> None:
+        self._container, self._loaded = container, loaded
+        self._position = 0
+
+    def read_tensors(
+        self, filter_func: Optional[FilterFuncType], num_tensors: int, verify_hash: Optional[bool], cache: bool
+    ) -> Iterator[TensorItem]:
+        """Parameters, as ``TensorDeserializer.read_tensors`` yields them."""
+        container = self._container
+        for i, box in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=False):
+            headers, position = container.header(i)
+            # Out of its box, so that this suspended generator does not keep it alive.
+            yield headers.module_idx(position), container.type(i), container.names[i], box.pop()
+
+    def read_arrays(
+        self,
+        filter_func: Optional[FilterFuncType],
+        num_tensors: int,
+        allow_raw_data: bool,
+        verify_hash: Optional[bool],
+        cache: bool,
+    ) -> Iterator[ArrayItem]:
+        """Arrays, as ``TensorDeserializer.read_numpy_arrays`` yields them."""
+        for i, box in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=True):
+            yield self._array_item(i, box.pop(), allow_raw_data)
+
+    def _array_item(self, i: int, tensor: torch.Tensor, allow_raw_data: bool) -> ArrayItem:
+        headers, position = self._container.header(i)
+        numpy_dtype, opaque = dtypes.numpy_storage(tensor.dtype)
+        if opaque and not allow_raw_data:
+            raise ValueError(
+                f"tensor {self._container.names[i]!r} has dtype {tensor.dtype}, which numpy lacks; "
+                "allow_raw_data=True yields its elements as integers"
+            )
+        return (
+            headers.module_idx(position),
+            self._container.type(i),
+            self._container.names[i],
+            _as_array(tensor.detach(), numpy_dtype, opaque),
+            opaque,
+            str(tensor.dtype) if opaque else None,
+        )
+
+    def _read_on(
+        self,
+        filter_func: Optional[FilterFuncType],
+        num_tensors: int,
+        verify_hash: Optional[bool],
+        cache: bool,
+        raw: bool,
+    ) -> Iterator[tuple[int, list[Any]]]:
+        if num_tensors < -1:
+            raise ValueError(f"num_tensors: wanted -1 (all) or more, found {num_tensors}")
+        left = math.inf if num_tensors == -1 else num_tensors
+        while left > 0:
+            batch = self._next_batch(filter_func, left)
+            if not batch:
+                return
+            tensors = self._read_batch([i for _, i in batch], verify_hash, cache, raw)
+            for position, i in batch:
+                self._position = position + 1
+                left -= 1
+                yield i, [tensors.pop(i)]
+
+    def _next_batch(self, filter_func: Optional[FilterFuncType], left: float) -> list[tuple[int, int]]:
+        """(position in the selection, entry) of the next tensors that the filter accepts."""
+        batch: list[tuple[int, int]] = []
+        nbytes = 0
+        selection, index = self._container.selection, self._container.index
+        for position in range(self._position, len(selection)):
+            i = selection[position]
+            size = index.loaded_nbytes(i)
+            if len(batch) >= left or (batch and nbytes + size > _READ_AHEAD_NBYTES):
+                break
+            if filter_func is None or filter_func(self._container.names[i]):
+                batch.append((position, i))
+                nbytes += size
+        return batch
+
+    def _read_batch(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
+        """The tensors of `entries`, from the cache where they are there."""
+        verify = self._loaded.must_verify(verify_hash)
+        if raw and any(map(self._is_cast, entries)):
+            return dict(zip(entries, self._container.read_raw(entries, verify).tensors))
+        if cache:
+            return dict(zip(entries, self._loaded.load(entries, verify_hash)))
+        kept = [i for i in entries if i in self._loaded.kept]
+        result: dict[int, Any] = dict(zip(kept, self._loaded.load(kept, verify_hash)))
+        missing = [i for i in entries if i not in result]
+        if missing:
+            for batch in self._container.read(missing, verify):
+                result.update(zip(batch.entries, batch.tensors))
+        return result
+
+    def _is_cast(self, i: int) -> bool:
+        """Whether the kept form of a tensor is, or would be, another one than the stored one."""
+        if not self._container.casts:
+            return False
+        kept = self._loaded.kept.get(i)
+        if kept is not None and self._container.has_header(i):
+            headers, position = self._container.header(i)
+            return kept.dtype != dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
+        return self._container.reader.may_cast(i)
+
+
+def _as_array(tensor: torch.Tensor, dtype: np.dtype[Any], opaque: bool) -> np.ndarray[Any, Any]:
+    if opaque:
+        width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        tensor = tensor.view(width)
+    return tensor.numpy()

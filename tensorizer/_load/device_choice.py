@@ -1,0 +1,80 @@
+"""Which device each tensor of a load goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Optional, Union
+
+import torch
+
+from tensorizer._format.names import Name
+
+__all__ = ["DeviceArgument", "DeviceChooser", "target_device"]
+
+_Device = Union[torch.device, str, int]
+#: One device; a mapping from names or dotted prefixes of names to devices (``""`` is the default, the longest prefix
+#: wins, as in a ``device_map``); or a callable that is given each name.
+DeviceArgument = Optional[Union[_Device, Mapping[str, _Device], Callable[[Name], _Device]]]
+#: What a mapping or callable turns into.
+DeviceChooser = Callable[[Name], torch.device]
+
+
+def target_device(device: DeviceArgument) -> Union[torch.device, DeviceChooser]:
+    """The device, or the choice of devices, that a constructor's ``device`` argument means.
+
+    ``None`` is CUDA where there is any, else the CPU. Surrounding CPU contexts do not count: ``None`` asks for the best
+    device, as it always did.
+
+    Raises:
+        RuntimeError: CUDA was asked for and there is none.
+        ValueError: Text or a number that torch takes for no device.
+        TypeError: Something else.
+    """
+    if isinstance(device, Mapping):
+        return _chooser_of(device)
+    if callable(device):
+        choose = device
+        return lambda name: _one_device(choose(name))
+    return _one_device(device)
+
+
+def _one_device(device: Optional[_Device]) -> torch.device:
+    if device is None:
+        from tensorizer.utils import get_device
+
+        return get_device()
+    resolved = _parsed(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"device {str(resolved)!r} was asked for, but CUDA is not available")
+    return resolved
+
+
+def _parsed(device: _Device) -> torch.device:
+    if isinstance(device, torch.dtype):
+        raise TypeError(f"device: found {device}, which is a dtype: pass it by name, dtype={device}")
+    if not isinstance(device, (torch.device, str, int)):
+        raise TypeError(
+            f"device: wanted text, a number, a torch.device, a mapping or a function, found {type(device).__name__}"
+        )
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device: found {device!r}; wanted None (CUDA where there is one, else the CPU), a device of torch such as "
+            "'cpu' or 'cuda:1', or, for several devices, a mapping from names to devices or a function of the name"
+        ) from error
+
+
+def _chooser_of(devices: Mapping[str, _Device]) -> DeviceChooser:
+    resolved = {name: _one_device(device) for name, device in devices.items()}
+
+    def choose(name: Name) -> torch.device:
+        text = name if isinstance(name, str) else ".".join(map(str, name))
+        text = text[1:] if text.startswith(".") else text
+        while text not in resolved:
+            if not text:
+                raise ValueError(f"device: the mapping has no entry for tensor {name!r} and no default ''")
+            text = text.rpartition(".")[0]
+        return resolved[text]
+
+    return choose

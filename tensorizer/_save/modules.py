@@ -1,0 +1,35 @@
+"""Walking a module on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["ModuleTensor", "walk_module"]
+
+
+class ModuleTensor(NamedTuple):
+    """One parameter or buffer of a module, as it is stored."""
+
+    module: torch.nn.Module  # the one that holds it
+    attribute: str  # its name there
+    module_idx: int  # position in named_modules()
+    name: str  # "<module path>.<attribute>"; a tensor of the root starts with a dot
+    is_buffer: bool
+    tensor: torch.Tensor
+
+
+def walk_module(root: torch.nn.Module, include_non_persistent_buffers: bool) -> Iterator[ModuleTensor]:
+    """Every tensor of `root` in file order: per module its parameters, then its buffers, in registration order.
+
+    A module registered under two names appears once, a tensor registered twice in one module too; tensors shared by
+    different modules appear once per name (docs/format.md, "Modules").
+    """
+    for module_idx, (path, module) in enumerate(root.named_modules()):
+        for attribute, parameter in module.named_parameters(recurse=False):
+            yield ModuleTensor(module, attribute, module_idx, f"{path}.{attribute}", False, parameter)
+        for attribute, buffer in module.named_buffers(recurse=False):
+            if include_non_persistent_buffers or attribute not in module._non_persistent_buffers_set:
+                yield ModuleTensor(module, attribute, module_idx, f"{path}.{attribute}", True, buffer)

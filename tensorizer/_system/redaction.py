@@ -1,0 +1,52 @@
+"""What is used and not shown: secrets in local variables, and the parts of URLs that may hold some."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, Optional
+
+__all__ = ["hidden", "shown_location", "shown_uri", "without_secrets"]
+
+# In these schemes the text before the at sign names a container, and no user.
+_CONTAINER_SCHEMES = ("az", "abfs", "abfss")
+
+
+class HiddenText(str):
+    """Text that ``repr`` does not show, and so no tool that records local variables."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<hidden>"
+
+
+def hidden(text: Optional[str]) -> Optional[str]:
+    """The same text, for use and not for show; ``None`` and what is no text stay what they are."""
+    return HiddenText(text) if type(text) is str and text else text
+
+
+def shown_uri(uri: str) -> str:
+    """A URI for messages: without credentials, without query (which may be a signature) and fragment. Paths stay."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return uri
+    authority, slash, path = rest.split("?", 1)[0].split("#", 1)[0].partition("/")
+    if scheme.lower() not in _CONTAINER_SCHEMES:
+        authority = authority.rpartition("@")[2]
+    return f"{scheme}://{authority}{slash}{path}"
+
+
+def shown_location(location: Any) -> str:
+    """A path, a URI or an open file, for messages."""
+    if isinstance(location, (bytes, os.PathLike)):
+        return os.fsdecode(location)
+    if isinstance(location, str):
+        return shown_uri(location)
+    name = getattr(location, "name", None)
+    return name if isinstance(name, str) else f"<{type(location).__name__}>"
+
+
+def without_secrets(text: str) -> str:
+    """Somebody else's message: the URLs in it lose their credentials and queries."""
+    return re.sub(r"\?[^\s\"']*|(?<=://)[^/\s\"'@]*@", "", text)

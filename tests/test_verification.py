@@ -1,0 +1,228 @@
+"""Verification says the truth: what has no digest is not verified, and what was loaded before is compared as well."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import reference_format as fmt
+import samples
+import torch
+from samples import tensor
+
+import tensorizer
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, errors
+from tensorizer.errors import HashMismatchError, MissingHashError, VerificationError
+
+VALUES = {"bare": tensor((5, 3), seed=1), "none": torch.empty((0, 3)), "zeros": torch.empty((3, 2), device="meta")}
+
+
+def without_hashes(**options) -> bytes:
+    return samples.state_dict_bytes(VALUES, hashes=None, **options)
+
+
+def module_bytes(module, **options) -> bytes:
+    return samples.write_module(samples.KeptBytesIO(), module, options=options).getvalue()
+
+
+def open_bytes(data, **options):
+    options.setdefault("device", "cpu")
+    return TensorDeserializer(io.BytesIO(data), **options)
+
+
+def flipped(data: bytes, name: str) -> bytes:
+    changed = bytearray(data)
+    changed[next(r.entry.data_offset for r in fmt.read_file(data).records if r.path == (name,))] ^= 0x10
+    return bytes(changed)
+
+
+# --- tensors without a digest ---------------------------------------------------------------------------------------
+
+
+def test_both_failures_of_a_verification_have_one_parent_and_public_names():
+    assert issubclass(HashMismatchError, VerificationError)
+    assert issubclass(MissingHashError, VerificationError)
+    assert issubclass(VerificationError, errors.TensorizerError)
+    for name in ("VerificationError", "HashMismatchError", "MissingHashError"):
+        assert getattr(tensorizer, name) is getattr(errors, name)
+
+
+WAYS_TO_VERIFY = {
+    "eager": lambda data, **o: open_bytes(data, verify_hash=True, **o),
+    "lazy": lambda data, **o: open_bytes(data, verify_hash=True, lazy_load=True, **o)["bare"],
+    "tree": lambda data, **o: open_bytes(data, verify_hash=True, lazy_load=True, **o).tree(),
+    "cast": lambda data, **o: open_bytes(data, verify_hash=True, dtype=torch.float64, **o),
+    "read_tensors": lambda data, **o: list(open_bytes(data, lazy_load=True, **o).read_tensors(verify_hash=True)),
+    "streamed": lambda data, **o: list(
+        open_bytes(data, lazy_load=True, **o).read_tensors(verify_hash=True, cache=False)
+    ),
+    "arrays": lambda data, **o: list(open_bytes(data, lazy_load=True, **o).read_numpy_arrays(verify_hash=True)),
+    "arrays of cast": lambda data, **o: list(
+        open_bytes(data, lazy_load=True, dtype=torch.float64, **o).read_numpy_arrays(verify_hash=True)
+    ),
+    "arrays after an eager load": lambda data, **o: list(open_bytes(data, **o).read_numpy_arrays(verify_hash=True)),
+    "read_tensors after an eager load": lambda data, **o: list(open_bytes(data, **o).read_tensors(verify_hash=True)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_VERIFY)
+def test_a_tensor_with_data_and_without_a_digest_is_not_verified(way):
+    with pytest.raises(MissingHashError) as caught:
+        WAYS_TO_VERIFY[way](without_hashes())
+    assert "'bare'" in str(caught.value)
+    assert "allow_missing_hashes=True" in str(caught.value)
+    assert "none" not in str(caught.value)
+    assert "zeros" not in str(caught.value)
+    WAYS_TO_VERIFY[way](without_hashes(), allow_missing_hashes=True)
+
+
+def test_mapped_tensors_without_a_digest_are_not_verified_either(tmp_path):
+    path = samples.write_state_dict(tmp_path / "f", VALUES, hashes=None)
+    with pytest.raises(MissingHashError, match="'bare'"):
+        TensorDeserializer(path, device="cpu", mmap=True, verify_hash=True)
+
+
+def test_encrypted_tensors_without_a_digest_are_not_verified_either():
+    data = without_hashes(encryption=EncryptionParams(b"k" * 32))
+    key = DecryptionParams.from_key(b"k" * 32)
+    with pytest.raises(MissingHashError, match="'bare'"):
+        samples.load(io.BytesIO(data), verify_hash=True, encryption=key)
+    loaded = samples.load(io.BytesIO(data), verify_hash=True, encryption=key, allow_missing_hashes=True)
+    assert samples.same(loaded["bare"], VALUES["bare"])
+
+
+def test_load_into_module_takes_nothing_without_a_digest_as_verified():
+    model, target = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    before = samples.raw(target.weight)
+    data = module_bytes(model, hashes=())
+    for lazy in (False, True):
+        with open_bytes(data, lazy_load=lazy) as deserializer, pytest.raises(MissingHashError, match="weight"):
+            deserializer.load_into_module(target, verify_hash=True)
+        assert samples.raw(target.weight) == before
+    with open_bytes(data, lazy_load=True, allow_missing_hashes=True) as deserializer:
+        deserializer.load_into_module(target, verify_hash=True)
+    assert samples.same(target.weight, model.weight)
+
+
+def test_verify_module_reports_false_for_what_nothing_vouches_for():
+    model = torch.nn.Linear(3, 3)
+    model.register_buffer("empty", torch.empty(0))
+    model.register_buffer("zeros", torch.zeros(4, device="meta"))
+    for options in ({}, {"allow_missing_hashes": True}):
+        deserializer = open_bytes(module_bytes(model, hashes=()), **options)
+        target = torch.nn.Linear(3, 3)
+        deserializer.load_into_module(target)
+        intact, results = deserializer.verify_module(target)
+        assert intact is False
+        assert dict(results) == {".weight": False, ".bias": False, ".empty": True, ".zeros": True}
+
+
+def test_one_digest_that_was_stripped_is_named_among_many():
+    tensors = [
+        fmt.Tensor((f"t{i}",), "<f4", (2,), b"abcdefgh", hashes=() if i == 7 else ("crc32", "sha256")) for i in range(9)
+    ]
+    with pytest.raises(MissingHashError) as caught:
+        samples.load(io.BytesIO(fmt.write_file(tensors)), verify_hash=True)
+    assert "'t7'" in str(caught.value)
+    assert "'t6'" not in str(caught.value)
+
+
+# --- tensors that were loaded before --------------------------------------------------------------------------------
+
+LOADED_BEFORE = {
+    "eager, closed": lambda data: open_bytes(data),
+    "lazy, open": lambda data: asked_for(open_bytes(data, lazy_load=True)),
+}
+
+
+def asked_for(deserializer):
+    deserializer.tree()
+    return deserializer
+
+
+@pytest.mark.parametrize("before", LOADED_BEFORE)
+def test_damage_that_was_loaded_before_is_found_when_verification_is_asked_for(before):
+    model = torch.nn.Linear(3, 3)
+    data = flipped(module_bytes(model), ".bias")
+    load = LOADED_BEFORE[before]
+    target = torch.nn.Linear(3, 3)
+    untouched = samples.raw(target.weight)
+    for attempt in (
+        lambda d: d.load_into_module(target, verify_hash=True),
+        lambda d: list(d.read_tensors(verify_hash=True)),
+        lambda d: list(d.read_tensors(verify_hash=True, cache=False)),
+        lambda d: list(d.read_numpy_arrays(verify_hash=True)),
+    ):
+        with pytest.raises(HashMismatchError) as caught:
+            attempt(load(data))
+        assert ".bias" in str(caught.value)
+        assert ".weight" not in str(caught.value)
+    assert samples.raw(target.weight) == untouched
+
+
+@pytest.mark.parametrize("before", LOADED_BEFORE)
+def test_what_is_whole_passes_however_it_was_loaded(before):
+    model, target = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    deserializer = LOADED_BEFORE[before](module_bytes(model))
+    assert len(list(deserializer.read_tensors(verify_hash=True))) == 2
+    deserializer.load_into_module(target, verify_hash=True)
+    assert samples.same(target.weight, model.weight)
+
+
+def test_a_verifying_object_never_gives_out_what_an_unverified_read_left_behind():
+    target = torch.nn.Linear(3, 3)
+    with open_bytes(flipped(module_bytes(target), ".bias"), lazy_load=True, verify_hash=True) as deserializer:
+        list(deserializer.read_tensors(verify_hash=False))
+        with pytest.raises(HashMismatchError, match="bias"):
+            deserializer.load_into_module(target)
+    data = flipped(samples.state_dict_bytes({"x": tensor((4,), seed=1), "y": tensor((4,), seed=2)}), "y")
+    with open_bytes(data, lazy_load=True, verify_hash=True) as deserializer:
+        list(deserializer.read_tensors(verify_hash=False))
+        assert samples.same(deserializer["x"], tensor((4,), seed=1))
+        for attempt in (lambda: deserializer["y"], deserializer.tree):
+            with pytest.raises(HashMismatchError, match="'y'"):
+                attempt()
+
+
+def test_tensors_that_changed_in_memory_are_no_longer_what_the_file_vouches_for():
+    deserializer = open_bytes(samples.state_dict_bytes({"x": tensor((4,))}), verify_hash=True)
+    with torch.no_grad():
+        deserializer["x"].view(torch.int32)[0] ^= 1
+    with pytest.raises(HashMismatchError, match="'x'"):
+        list(deserializer.read_tensors(verify_hash=True))
+
+
+def test_converted_tensors_are_read_again_and_compared():
+    data = module_bytes(torch.nn.Linear(3, 3))
+    with open_bytes(data, lazy_load=True, dtype=torch.float16) as deserializer:
+        deserializer.tree()
+        assert deserializer.load_into_module(torch.nn.Linear(3, 3), verify_hash=True) == 2
+    with open_bytes(flipped(data, ".bias"), lazy_load=True, dtype=torch.float16) as deserializer:
+        deserializer.tree()
+        with pytest.raises(HashMismatchError, match="bias"):
+            deserializer.load_into_module(torch.nn.Linear(3, 3), verify_hash=True)
+    with open_bytes(data, lazy_load=True, dtype=torch.float16) as deserializer:
+        with torch.no_grad():
+            deserializer[".bias"].add_(1)
+        with pytest.raises(HashMismatchError, match="bias"):
+            deserializer.load_into_module(torch.nn.Linear(3, 3), verify_hash=True)
+
+
+def test_converted_tensors_of_a_closed_file_cannot_be_verified_and_are_not():
+    deserializer = open_bytes(module_bytes(torch.nn.Linear(3, 3)), dtype=torch.float16)
+    target = torch.nn.Linear(3, 3)
+    before = samples.raw(target.weight)
+    for attempt in (
+        lambda: deserializer.load_into_module(target, verify_hash=True),
+        lambda: list(deserializer.read_tensors(verify_hash=True)),
+    ):
+        with pytest.raises(ValueError, match="weight") as caught:
+            attempt()
+        assert "closed" in str(caught.value)
+    assert samples.raw(target.weight) == before
+
+
+def test_what_was_verified_on_the_way_in_is_not_verified_again_unasked(monkeypatch):
+    deserializer = open_bytes(module_bytes(torch.nn.Linear(3, 3)), verify_hash=True, dtype=torch.float16)
+    assert deserializer.load_into_module(torch.nn.Linear(3, 3)) == 2
+    assert len(list(deserializer.read_tensors())) == 2
