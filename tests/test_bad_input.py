@@ -142,7 +142,7 @@ def test_an_offset_that_leaves_a_tebibyte_to_a_record_header_is_refused_before_i
     keys = {"encryption": DecryptionParams.from_key(encryption.key)} if encrypted else {}
     for options in ({}, {"lazy_load": True}, {"verify_hash": True}, {} if encrypted else {"mmap": True}):
         before = memory.resident()
-        with pytest.raises(errors.FormatError, match="'far'.*record header"):
+        with pytest.raises(errors.FormatError, match=r"'far'.*record header"):
             read_all(path, **keys, **options)
         assert memory.resident() - before < 64 << 20
 

@@ -156,7 +156,7 @@ class SaveSession::Worker {
   }
 
   void process(const Unit& unit, std::span<std::byte> slot) {
-    if (!slot.empty()) fetch(unit, slot);
+    if (!slot.empty()) fetch(unit);
     if (unit.count > 0) {
       write_small_records(unit, slot);
     } else {
@@ -173,7 +173,7 @@ class SaveSession::Worker {
     return {from.data + unit.offset, unit.count > 0 ? from.nbytes : unit.nbytes};
   }
 
-  void fetch(const Unit& unit, std::span<std::byte> slot) {
+  void fetch(const Unit& unit) {
     if (unit.nbytes == 0) return;
     std::vector<device::CopyPiece> pieces;
     uint64_t at = 0;
