@@ -23,10 +23,10 @@ class CudaFailure : public FakeDriverTest {
               }),
               wanted);
   }
-  void expect_working_load() {
+  void expect_working_load(unsigned workers = 3) {
     DeviceMemory memory(kSource.size());
     CudaCopyEngine engine(options());
-    load(engine, kSource, units(memory, engine));
+    load(engine, kSource, units(memory, engine), workers);
     EXPECT_EQ(memory.bytes(), kSource);
   }
   // Backwards within a buffer, so that no two pieces can become one.
@@ -167,9 +167,10 @@ TEST_F(CudaFailure, WhenNobodyCanTellWhetherACopyEndedItsMemoryIsNeverUsedAgain)
 TEST_F(CudaFailure, ABatchThatTheDriverRefusesIsCopiedPieceByPiece) {
   if (!driver().cuMemcpyBatchAsync) GTEST_SKIP() << "this driver has no batched copies";
   for (const char* code : {"801", "1"}) {
+    EXPECT_TRUE(release_pinned(0));
     fake().reset();
     fake().fail((std::string("cuMemcpyBatchAsync:1:") + code).c_str());
-    expect_working_load();
+    expect_working_load(1);
     EXPECT_EQ(fake().calls("cuMemcpyBatchAsync"), 1U);
     EXPECT_GT(fake().calls("cuMemcpyHtoDAsync"), 80U);
   }
