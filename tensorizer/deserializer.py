@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -12,19 +11,24 @@ import torch
 
 from tensorizer import module_tree
 from tensorizer._crypto.keys import check_decryption
-from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
+from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
-from tensorizer._io.sources import OpenedSource, open_source
+from tensorizer._io.file_types import SourceArgument
+from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
 from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
+from tensorizer._load.facts import FileFacts
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
-from tensorizer._load.modules import load_into_module
+from tensorizer._load.modules import ModuleLoad
+from tensorizer._load.report import LoadedCount, LoadReport
+from tensorizer._load.shards import open_shards
 from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
+from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 
 __all__ = ["TensorDeserializer"]
@@ -33,10 +37,11 @@ logger = logging.getLogger("tensorizer.serialization")
 
 
 class TensorDeserializer(
+    FileFacts,
     TensorMapping,
     contextlib.AbstractContextManager["TensorDeserializer"],
 ):
-    """A ``.tensors`` file as a read-only mapping from names to parameters.
+    """A ``.tensors`` or ``.safetensors`` file, or a folder of either, as a read-only mapping from names to parameters.
 
     The keys are the names on the top level of what was written; nested state dicts give nested mappings. Values are
     :class:`torch.nn.Parameter` objects on the target device, contiguous, with ``requires_grad`` for floating-point and
@@ -45,7 +50,8 @@ class TensorDeserializer(
     Args:
         file_obj: What to read: a local path (``str``, ``bytes``, ``PathLike``), a descriptor, an ``http(s)://``,
             ``s3://`` or ``redis://`` URI, or an open binary file object, read from its current position on. Objects are
-            closed by this one, descriptors are not.
+            closed by this one, descriptors are not. A folder, a ``*.index.json``, or an ``http(s)://`` or ``s3://``
+            prefix stands for all shards of its model (docs/safetensors.md).
         device: Target device; ``None`` is CUDA where available, else the CPU (surrounding CPU contexts do not count). A
             mapping from (prefixes of) names to devices, like a ``device_map``, or a callable that is given each name,
             spreads one file over several devices.
@@ -66,6 +72,13 @@ class TensorDeserializer(
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream` where it opens a URI.
         allow_missing_hashes: With ``verify_hash``, takes tensors that have no stored hash, unverified.
 
+    Attributes:
+        total_tensor_bytes: Bytes of the (selected) tensors once they are loaded.
+        total_file_bytes: Bytes of tensor data in the whole file, as its header says; not the size of the file. The
+            name is that of earlier releases.
+        read_bytes: Always 0, as in earlier releases; :attr:`total_bytes_read` counts.
+        total_compressed_tensor_bytes: Always 0, as in earlier releases: nothing is compressed.
+
     Raises:
         ValueError: Not a ``.tensors`` file, an unknown version, a damaged index (:class:`FormatError` and subclasses);
             a text file; ``num_readers`` below 1; ``mmap`` with a source that cannot be mapped.
@@ -79,9 +92,12 @@ class TensorDeserializer(
     Source: docs/format.md for the bytes, docs/errors.md for the errors.
     """
 
+    #: What the last :meth:`load_into_module` put into the module and what did not fit; ``None`` before.
+    report: Optional[LoadReport] = None
+
     def __init__(
         self,
-        file_obj: Any,
+        file_obj: SourceArgument,
         device: DeviceArgument = None,
         filter_func: Optional[FilterFuncType] = None,
         dtype: Optional[torch.dtype] = None,
@@ -91,7 +107,7 @@ class TensorDeserializer(
         plaid_mode_buffers: Optional[int] = None,
         num_readers: Optional[int] = None,
         verify_hash: Optional[bool] = False,
-        encryption: Any = None,
+        encryption: Optional[DecryptionParams] = None,
         mmap: bool = False,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
@@ -101,7 +117,7 @@ class TensorDeserializer(
         self._device = target_device(device)
         check_decryption(encryption)
 
-        opened = open_source(file_obj, stream_options)
+        opened = open_files(file_obj, stream_options)
         self._stream = opened.stream
         self._container: Container
         try:
@@ -112,6 +128,8 @@ class TensorDeserializer(
             self._open(opened, filter_func, options, bool(verify_hash), progress)
             if not lazy_load:
                 self._loaded.load(self._container.selection)
+                if self._container.index.metadata_is_sealed:  # its key is known by now, and about to be forgotten
+                    self._container.metadata()
                 self.close()
         except BaseException:
             if hasattr(self, "_container"):
@@ -122,13 +140,19 @@ class TensorDeserializer(
 
     def _open(
         self,
-        opened: OpenedSource,
+        opened: OpenedFiles,
         filter_func: Optional[FilterFuncType],
         options: ReadOptions,
         verify: bool,
         progress: ProgressArgument,
     ) -> None:
-        container = self._container = open_container(opened, filter_func, options)
+        container = self._container = (
+            open_shards(opened, filter_func, options)
+            if isinstance(opened, OpenedShards)
+            else open_container(opened, filter_func, options)
+        )
+        if verify:
+            container.verify_index()
         self._loaded = LoadedTensors(container, verify, progress)
         self._root = build_tree(container.names, container.selection)
         self._cursor = Cursor(container, self._loaded)
@@ -137,11 +161,11 @@ class TensorDeserializer(
         self.read_bytes = 0
         self.total_compressed_tensor_bytes = 0
         logger.debug(
-            "opened %s: %d tensors, %d bytes, data version %d, device %s, dtype %s, encrypted %s, verify %s",
-            opened.source.name,
+            "opened %s: %d tensors, %d bytes, %s, device %s, dtype %s, encrypted %s, verify %s",
+            opened.name,
             len(container.selection),
             self.total_tensor_bytes,
-            container.index.version,
+            _kind_text(container.index),
             self._device_text(),
             options.dtype,
             container.index.encrypted,
@@ -173,54 +197,12 @@ class TensorDeserializer(
         state = "closed" if container.closed else "open"
         return (
             f"<{type(self).__name__}: {len(container.selection)} tensors, {self.total_tensor_bytes:,} bytes, "
-            f"data version {container.index.version}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
+            f"{_kind_text(container.index)}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
             f"{state}>"
         )
 
     def _device_text(self) -> str:
         return str(self._device) if isinstance(self._device, torch.device) else "per tensor"
-
-    def _repr_html_(self) -> str:
-        """What Jupyter shows: a table of the tensors, from the index alone."""
-        from tensorizer._format.table import entries_table
-
-        return entries_table(repr(self)[1:-1], self.entries())
-
-    # ---- facts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def total_bytes_read(self) -> int:
-        """Bytes that came from the source so far."""
-        counter = getattr(self._stream, "bytes_read", None)
-        if isinstance(counter, int):
-            return counter
-        source = self._container.source
-        if source is None:
-            return self.total_tensor_bytes
-        mapped = sum(map(self._container.index.data_nbytes, self._loaded.kept)) if self._container.mapped else 0
-        return int(source.bytes_read) + mapped
-
-    @property
-    def cache_status(self) -> Optional[str]:
-        """The ``x-cache-status`` response header of an HTTP source, else ``None``."""
-        headers = getattr(self._stream, "response_headers", None)
-        return None if headers is None else headers.get("x-cache-status")
-
-    @property
-    def _file_header(self) -> types.SimpleNamespace:
-        """What integrators' tests look at: ``version_number``."""
-        return types.SimpleNamespace(version_number=self._container.index.version)
-
-    @property
-    def _file_flags(self) -> FileFeatureFlags:
-        return FileFeatureFlags(self._container.index.flags)
-
-    def entries(self) -> list[TensorEntry]:
-        """What the file says about every (selected) tensor, in file order, without loading any.
-
-        Digests are in the record headers, so ``hashes`` is ``None`` for tensors that were not read yet.
-        """
-        return [self._container.entry(i) for i in self._container.selection]
 
     # ---- generators -------------------------------------------------------------------------------------------------
 
@@ -284,27 +266,43 @@ class TensorDeserializer(
         m: torch.nn.Module,
         filter_func: Optional[FilterFuncType] = None,
         verify_hash: Optional[bool] = None,
-    ) -> int:
+        *,
+        strict: bool = False,
+    ) -> LoadedCount:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
-        Parameters are replaced, not copied into, so `m` may be on the meta device; ties are broken. Buffers become
-        plain tensors and keep their persistence. Tensors of `m` that the file lacks stay as they are.
+        Parameters are replaced, not copied into, so `m` may be on the meta device; they need gradients where those of
+        `m` do. Buffers become plain tensors and keep their persistence. Extra states that the file has are given to
+        ``set_extra_state``. Tensors of `m` that the file lacks stay as they are, except that names which `m` ties to a
+        name of the file follow it. Those that the file ties are tied again, other ties are broken.
 
         Args:
             m: The module, with the structure it had when it was written.
-            filter_func: Takes only the tensors it accepts.
+            filter_func: Takes only the tensors it accepts; also asked about names of `m` that the file lacks.
             verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
+            strict: Raises where names are missing or unexpected, or shapes or kinds differ, as ``load_state_dict``.
 
         Returns:
-            The number of tensors placed.
+            The number of tensors placed, which also carries ``.loaded``, ``.missing``, ``.unexpected`` and
+            ``.mismatched``; the whole :class:`LoadReport` is :attr:`report`.
 
         Raises:
-            KeyError: `m` has no such submodule, or has the attribute as the other kind.
+            LoadError: Tensors of `m` with data have another shape or kind (floating point, complex, integer, bool) than
+                the file's; all are named. With `strict`, everything else that does not fit. `m` is as it was. Without
+                `strict` tensors of `m` on the meta device are replaced all the same, with one warning.
+            KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
             NotImplementedError: The file holds a state dict; use ``m.load_state_dict(deserializer)``.
+            VerificationError: As in the constructor. `m` is as it was.
+            ValueError: As in :meth:`read_tensors`.
         """
         try:
             module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
-            return load_into_module(self._container, self._loaded, m, filter_func, verify_hash)
+            load = ModuleLoad(self._container, m, filter_func)
+            self.report = load.report
+            load.check(strict)
+            load.run(self._loaded, verify_hash)
+            self.report = load.report
+            return LoadedCount(load.report)
         finally:
             self.close()
 
@@ -339,8 +337,12 @@ class TensorDeserializer(
 
         container = self._container
         if container.source is None:
-            raise ValueError("to_redis needs the file open: use lazy_load=True")
+            raise ValueError("to_redis needs one file, open: use lazy_load=True")
         if container.index.start != 0:
             raise ValueError("to_redis stores files, and this container starts in the middle of one")
         records = container.stored_records(container.selection)
         export_to_redis(container.source, container.prologue(), records, redis_client, key_prefix, force)
+
+
+def _kind_text(index: Any) -> str:
+    return f"data version {index.version}" if index.format == "tensors" else str(index.format)

@@ -135,6 +135,10 @@ class File:
     records: list[Record]
 
     @property
+    def annex(self) -> list[tuple[int, int, bytes]]:
+        return read_annex(self.index_slack)
+
+    @property
     def has_crypt_info(self) -> bool:
         return has_crypt_info(self.version, self.flags)
 
@@ -437,6 +441,7 @@ def write_file(
     version: Optional[int] = None,
     flags: Optional[int] = None,
     terminator: bytes = bytes(8),
+    annex: Sequence[tuple[int, int, bytes]] = (),
 ) -> bytes:
     """Writes a container that begins at byte ``start`` of its file; the bytes before it are not part of the result.
 
@@ -449,6 +454,7 @@ def write_file(
         version: Data version; None for the lowest possible.
         flags: Feature flags; None for what belongs to the version.
         terminator: What follows the last payload.
+        annex: Its sections as (type, flags, body); a digest of the index is added. None: no annex.
     """
     chosen_version, chosen_flags = choose_version(tensors)
     version = chosen_version if version is None else version
@@ -470,7 +476,43 @@ def write_file(
         raise ValueError(f"index needs {len(index)} bytes, has {index_nbytes}")
     tensor_size = sum(len(tensor.payload) for tensor in tensors)
     prologue = encode_prologue(version, flags, tensor_size, len(tensors), index_nbytes)
+    if annex:
+        index += encode_annex([*annex, (4, 0, index_digest(prologue, index, annex))])
     return prologue + index.ljust(index_nbytes, b"\0") + bytes(gap) + records + terminator
+
+
+def encode_section(kind: int, flags: int, body: bytes) -> bytes:
+    return struct.pack("<BBI", kind, flags, len(body)) + body
+
+
+def encode_annex(sections: Sequence[tuple[int, int, bytes]], magic: bytes = b"TZRANNX1") -> bytes:
+    body = b"".join(encode_section(*section) for section in sections)
+    framed = magic + struct.pack("<I", len(body)) + body
+    return framed + struct.pack("<I", zlib.crc32(framed))
+
+
+def index_digest(prologue: bytes, index: bytes, sections: Sequence[tuple[int, int, bytes]]) -> bytes:
+    """What section 4 holds: SHA-256 of the prologue but its sizes, the entries, and the sections before it."""
+    covered = prologue[5:41] + prologue[57:] + index + b"".join(encode_section(*section) for section in sections)
+    return hashlib.sha256(covered).digest()
+
+
+def read_annex(slack: bytes) -> list[tuple[int, int, bytes]]:
+    """The sections of an annex; an empty list where there is none."""
+    if not slack.startswith(b"TZRANNX1"):
+        return []
+    (nbytes,) = struct.unpack_from("<I", slack, 8)
+    framed, end = slack[: 12 + nbytes], 12 + nbytes
+    if len(slack) < end + 4 or struct.unpack_from("<I", slack, end)[0] != zlib.crc32(framed):
+        raise BadFile("annex")
+    sections, at = [], 12
+    while at < end:
+        kind, flags, length = struct.unpack_from("<BBI", slack, at)
+        sections.append((kind, flags, slack[at + 6 : at + 6 + length]))
+        at += 6 + length
+    if at != end:
+        raise BadFile("annex")
+    return sections
 
 
 def encode_prologue(
@@ -539,4 +581,5 @@ def rewrite(file: File, start: int = 0) -> bytes:
     version, flags = choose_version(tensors)
     if file.version == 4 and version < 4:
         version = 4  # meta tensors without elements, and meta scalars written as zeros, leave no other trace
-    return write_file(tensors, index_nbytes=file.index_nbytes, start=start, version=version, flags=flags)
+    annex = [section for section in file.annex if section[0] != 4]
+    return write_file(tensors, index_nbytes=file.index_nbytes, start=start, version=version, flags=flags, annex=annex)

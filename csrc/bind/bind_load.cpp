@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
+#include <stop_token>
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
@@ -10,7 +12,9 @@
 #include "bind/torch_bridge.h"
 #include "core/checked_math.h"
 #include "core/error.h"
+#include "core/run_units.h"
 #include "device/host_arena.h"
+#include "format/shard_index.h"
 #include "io/local/file_mapping.h"
 #include "load/load_session.h"
 #include "load/open_index.h"
@@ -163,7 +167,7 @@ class LoadBatch {
             const std::vector<uint32_t>& selection, bool verify, unsigned max_workers,
             std::shared_ptr<load::KeyRing> keys, std::shared_ptr<io::FileMapping> mapping,
             const std::optional<std::vector<uint64_t>>& addresses, int device,
-            std::shared_ptr<device::CopyEngine> engine)
+            std::shared_ptr<device::CopyEngine> engine, bool headers_only)
       : source_(std::move(source)),
         opened_(std::move(opened)),
         keys_(std::move(keys)),
@@ -176,6 +180,9 @@ class LoadBatch {
       targets_.push_back({.entry = i});
     }
     if (mapping) map_in_place(mapping);
+    if (headers_only) {
+      for (LoadTarget& target : targets_) target.in_place = true;
+    }
     if (addresses) {
       use_addresses(*addresses, device);
     } else {
@@ -192,6 +199,19 @@ class LoadBatch {
         [this](const std::stop_token& stop) { session_->run(stop); },
         [&] {
           if (!progress.is_none()) progress(session_->nbytes_done());
+        });
+  }
+
+  // Runs several loads, at most `at_once` of them at a time; the first failure stops the others.
+  static void run_all(const std::vector<LoadBatch*>& batches, unsigned at_once,
+                      const py::object& progress) {
+    run_interruptible(
+        Where::helper_thread,
+        [&](const std::stop_token& stop) { run_sessions(batches, at_once, stop); },
+        [&] {
+          uint64_t done = 0;
+          for (const LoadBatch* batch : batches) done += batch->session_->nbytes_done();
+          if (!progress.is_none()) progress(done);
         });
   }
 
@@ -218,6 +238,15 @@ class LoadBatch {
   }
 
  private:
+  static void run_sessions(const std::vector<LoadBatch*>& batches, unsigned at_once,
+                           const std::stop_token& stop) {
+    std::atomic<size_t> next{0};
+    const auto threads = std::min<size_t>(std::max(at_once, 1U), batches.size());
+    run_workers(static_cast<unsigned>(threads), stop, [&](const std::stop_token& token) {
+      for (size_t n = next++; n < batches.size(); n = next++) batches[n]->session_->run(token);
+    });
+  }
+
   py::object host_tensor(TensorFactory& factory, const TensorDtype& dtype,
                          std::span<const uint64_t> shape, size_t i) {
     const LoadTarget& target = targets_[i];
@@ -331,6 +360,14 @@ void register_index(py::module_& m) {
            [](const OpenedIndex& o, size_t i) { return entry_at(o, i).loaded_nbytes; });
 
   m.def(
+      "parse_shard_index",
+      [](std::string text) {
+        const format::ShardIndex index = format::parse_shard_index(text);
+        return py::make_tuple(as_dict(index.weight_map), as_dict(index.metadata));
+      },
+      py::arg("text"));
+  m.def("names_of_one_model", &format::read_as_names_of_one_model, py::arg("a"), py::arg("b"));
+  m.def(
       "open_index",
       [](io::RangeSource& source, uint64_t start, bool key_given) {
         const auto key = key_given ? format::KeyGiven::yes : format::KeyGiven::no;
@@ -365,11 +402,12 @@ void register_batch(py::module_& m) {
       .def(py::init<std::shared_ptr<io::RangeSource>, std::shared_ptr<OpenedIndex>,
                     const std::vector<uint32_t>&, bool, unsigned, std::shared_ptr<load::KeyRing>,
                     std::shared_ptr<io::FileMapping>, const std::optional<std::vector<uint64_t>>&,
-                    int, std::shared_ptr<device::CopyEngine>>(),
+                    int, std::shared_ptr<device::CopyEngine>, bool>(),
            py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(),
            py::arg("verify") = false, py::arg("max_workers") = 0, py::arg("keys") = py::none(),
            py::arg("mapping") = py::none(), py::arg("addresses") = py::none(),
-           py::arg("device") = device::kHost, py::arg("engine") = py::none())
+           py::arg("device") = device::kHost, py::arg("engine") = py::none(),
+           py::arg("headers_only") = false)
       .def("run", &LoadBatch::run, py::arg("progress") = py::none())
       .def_property_readonly("headers",
                              [](const LoadBatch& batch) {
@@ -377,6 +415,8 @@ void register_batch(py::module_& m) {
                              })
       .def("parameters", &LoadBatch::parameters, py::arg("factory"))
       .def("tensors", &LoadBatch::tensors, py::arg("factory"));
+  m.def("run_batches", &LoadBatch::run_all, py::arg("batches"), py::arg("at_once"),
+        py::arg("progress") = py::none());
   py::class_<TensorFactory>(m, "TensorFactory").def(py::init<py::function>(), py::arg("resolve"));
 }
 

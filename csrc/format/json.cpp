@@ -62,6 +62,11 @@ bool JsonReader::take_null() noexcept {
   return true;
 }
 
+bool JsonReader::next_is(char c) noexcept {
+  skip_blanks();
+  return at_ != end_ && *at_ == c;
+}
+
 std::string_view JsonReader::string(std::string_view where) {
   expect('"', where);
   char* const first = at_;

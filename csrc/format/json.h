@@ -36,6 +36,7 @@ class JsonReader {
   bool take(char c) noexcept;
   void expect(char c, std::string_view where);
   bool take_null() noexcept;
+  bool next_is(char c) noexcept;
   // A string, unescaped. The view borrows the text.
   std::string_view string(std::string_view where);
   // A number of 0 to 2^64 - 1 in its only spelling: no sign, point, exponent or leading zero.

@@ -105,6 +105,8 @@ std::string_view last_component(std::string_view name) noexcept {
   return name.substr(name.rfind('.') + 1);  // npos + 1 is 0
 }
 
+}  // namespace
+
 bool read_as_names_of_one_model(std::string_view a, std::string_view b) noexcept {
   const auto dotted = [](std::string_view name) {
     return name.find('.') != std::string_view::npos;
@@ -112,8 +114,6 @@ bool read_as_names_of_one_model(std::string_view a, std::string_view b) noexcept
   return is_identifier_path(a) && is_identifier_path(b) &&
          (dotted(a) == dotted(b) || last_component(a) == last_component(b));
 }
-
-}  // namespace
 
 std::vector<Tie> resolve_ties(const Index& index, std::span<const TextPair> ties) {
   if (ties.empty()) return {};

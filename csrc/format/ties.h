@@ -25,6 +25,9 @@ struct Tie {
 // names. Throws Error(malformed).
 std::vector<Tie> resolve_ties(const Index& index, std::span<const TextPair> ties);
 
+// Whether two texts may be names of one model: dotted identifiers, both nested or alike at the end.
+bool read_as_names_of_one_model(std::string_view a, std::string_view b) noexcept;
+
 // The ties that a safetensors file's metadata tells of: savers of modules note `dropped = kept` for
 // tensors they leave out. A convention, not a rule, so only pairs that read as names of one model
 // count: the value is a tensor, the key is none, and both are dotted identifiers alike.

@@ -9,17 +9,23 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import torch
 
 from tensorizer import _C
 from tensorizer._crypto.keys import key_ring
+from tensorizer._format import extra_state
 from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from tensorizer._format.names import Name
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.device_choice import DeviceChooser
-from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader
+from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader, converts, stored_dtype
+from tensorizer._system.devices import ordinary_tensors
+from tensorizer.errors import HashMismatchError
+
+if TYPE_CHECKING:
+    from tensorizer.encryption import DecryptionParams
 
 __all__ = ["Container", "ReadOptions", "open_container"]
 
@@ -39,7 +45,7 @@ class ReadOptions(NamedTuple):
     device: Union[torch.device, DeviceChooser]
     dtype: Optional[torch.dtype]
     max_workers: int
-    encryption: Any
+    encryption: Optional[DecryptionParams]
     mmap: bool
     allow_missing_hashes: bool = False
 
@@ -58,15 +64,19 @@ class Container:
     ) -> None:
         self.index = index
         self.names = names
+        self.targets: dict[int, int] = index.targets()  # names to the entries that hold their data, where they differ
         self.selection = selection  # the entries that exist for the user, ascending
         self.mapped = options.mmap
         self.allow_missing_hashes = options.allow_missing_hashes
         self.source_name = opened.source.name
-        self.casts = options.dtype is not None  # loaded tensors may differ from the stored ones
+        self.converts = options.dtype is not None  # loaded tensors may differ from the stored ones
+        self._dtype = options.dtype
+        self._device = options.device
         self.network = isinstance(opened.source, _NETWORK_SOURCES)
         self._opened: Optional[OpenedSource] = opened
         self._reader: Optional[TensorReader] = reader
         self._headers: dict[int, _BatchHeaders] = {}
+        self._metadata: Optional[dict[str, str]] = None
         self._lock = threading.Lock()
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -87,6 +97,11 @@ class Container:
         return None if self._opened is None else self._opened.source
 
     @property
+    def bytes_read(self) -> Optional[int]:
+        """Bytes that came from the source so far; ``None`` once it is closed."""
+        return None if self._opened is None else int(self._opened.source.bytes_read)
+
+    @property
     def reader(self) -> TensorReader:
         """The way to the data.
 
@@ -103,16 +118,23 @@ class Container:
     def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
         """Batches of the entries (ascending) as Parameters on their device, in the wanted dtype."""
         for batch in self.reader.read(entries, verify, progress):
-            self._note(batch)
+            self.note(batch)
             yield batch
+
+    def read_headers(self, entries: Sequence[int]) -> None:
+        """Reads the headers of records whose data another record gave (ascending; those read before are left out)."""
+        wanted = [i for i in entries if i not in self._headers and i < self.index.entry_count]
+        if wanted and self.index.stores_hashes:
+            self.note(self.reader.read_headers(wanted))
 
     def read_raw(self, entries: Sequence[int], verify: bool) -> LoadedBatch:
         """The entries as plain host tensors of their stored dtype."""
         batch = self.reader.read_raw(entries, verify)
-        self._note(batch)
+        self.note(batch)
         return batch
 
-    def _note(self, batch: LoadedBatch) -> None:
+    def note(self, batch: LoadedBatch) -> None:
+        """Keeps the record headers of what was read."""
         with self._lock:
             self._headers.update(dict.fromkeys(batch.entries, (batch.entries, batch.headers)))
 
@@ -125,26 +147,91 @@ class Container:
         return self.reader.source.read(self.index.start, _PROLOGUE_NBYTES + self.index.metadata_nbytes)
 
     def stored_records(self, entries: Sequence[int]) -> list[tuple[bytes, int, int, int]]:
-        """(name as stored, header offset, payload offset, payload bytes) of the records of `entries`."""
+        """(name as stored, header offset, payload offset, payload bytes) of the records that `entries` need."""
         index = self.index
-        return [(index.stored_name(i), index.offset(i), index.data_offset(i), index.data_nbytes(i)) for i in entries]
+        wanted = {i for i in entries if i < index.entry_count} | {self.targets.get(i, i) for i in entries}
+        return [
+            (index.stored_name(i), index.offset(i), index.data_offset(i), index.data_nbytes(i)) for i in sorted(wanted)
+        ]
 
     # ---- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def format(self) -> str:
+        """``"tensors"`` or ``"safetensors"``."""
+        return self.index.format
+
+    def metadata(self) -> dict[str, str]:
+        """What the writer noted; decrypted when it is first asked for, which has to be while the file is open.
+
+        Raises:
+            RuntimeError: It is encrypted, and the file is closed.
+        """
+        if self._metadata is None:
+            keys = self.reader.keys if self.index.metadata_is_sealed else None
+            self._metadata = self.index.metadata(keys) or {}
+        return dict(self._metadata)
+
+    def ties(self) -> dict[Name, Name]:
+        """Names that stand for another tensor of the file, and which one."""
+        return {alias: target for alias, target, _ in self.index.ties()}
+
+    def verify_index(self) -> None:
+        """Compares the index with its digest, where the file has one.
+
+        Raises:
+            HashMismatchError: They disagree.
+        """
+        if self.index.index_matches is False:
+            raise HashMismatchError("the index does not match its digest: entries or metadata were changed")
+
+    def extra_states(self) -> dict[str, Any]:
+        """Extra states of modules by module path, their new tensors on the device of the load."""
+        text = self.metadata().get(extra_state.KEY, "") if self.index.has_annex else ""
+        if not text:
+            return {}
+        states = extra_state.unpack(text)
+        with ordinary_tensors():
+            return {
+                path: _moved(state, self._device_of(extra_state.state_name(path))) for path, state in states.items()
+            }
+
+    def _device_of(self, name: Name) -> torch.device:
+        return self._device if isinstance(self._device, torch.device) else self._device(name)
 
     def type(self, i: int) -> TensorType:
         return TensorType(self.index.type(i))
 
+    def shape(self, i: int) -> tuple[int, ...]:
+        return self.index.shape(i)
+
+    def may_be_scalar(self, i: int) -> bool:
+        """Whether the index shows a scalar without data, whose shape it writes as ``(1,)``."""
+        return self.index.data_nbytes(i) == 0 and self.index.shape(i) == (1,)
+
+    def stored_dtype(self, i: int) -> Optional[torch.dtype]:
+        """The dtype that the index shows; ``None`` where only the record header names it, or torch does not know it."""
+        return stored_dtype(self.index, i)
+
+    def may_cast(self, i: int) -> bool:
+        """Whether the constructor's ``dtype`` converts this tensor, as far as the index tells."""
+        return self._dtype is not None and converts(self.stored_dtype(i), self._dtype)
+
     def has_header(self, i: int) -> bool:
         """Whether the record header of an entry was read, which holds its module index and digests."""
-        return i in self._headers
+        return i in self._headers or self.targets.get(i) in self._headers
 
     def header(self, i: int) -> tuple[_C.LoadedHeaders, int]:
         """The headers among which that of an entry is, and its position there."""
+        if i not in self._headers:
+            i = self.targets[i]
         entries, headers = self._headers[i]
         return headers, bisect.bisect_left(entries, i)
 
     def lacks_hashes(self, i: int) -> bool:
         """Whether a tensor that was read has data and no digest, so that nothing vouches for it."""
+        if not self.index.stores_hashes:
+            return self.index.data_nbytes(i) > 0
         headers, position = self.header(i)
         return self.index.data_nbytes(i) > 0 and not headers.hashes(position)
 
@@ -152,7 +239,7 @@ class Container:
         """What the file says about one tensor; digests are known once it was read."""
         index = self.index
         dtype, shape, hashes = index.dtype(i), index.shape(i), None
-        if self.has_header(i):
+        if index.stores_hashes and self.has_header(i):
             headers, position = self.header(i)
             dtype, shape = headers.dtype(position), headers.shape(position)
             hashes = [TensorHash(HashType(kind), value) for kind, value in headers.hashes(position)]
@@ -198,6 +285,12 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
         allow_missing_hashes=options.allow_missing_hashes,
     )
     return Container(opened, index, names, selection, reader, options)
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    return {key: _moved(value, device) for key, value in state.items()}
 
 
 def _device_of_entries(

@@ -110,6 +110,16 @@ class Cursor:
 
     def _read_batch(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
         """The tensors of `entries`, from the cache where they are there."""
+        targets = self._container.targets
+        if targets:
+            needed = sorted({targets.get(i, i) for i in entries})
+            found = self._read_entries(needed, verify_hash, cache, raw)
+            if not self._container.closed:
+                self._container.read_headers([i for i in entries if i in targets])
+            return {i: found[targets.get(i, i)] for i in entries}
+        return self._read_entries(entries, verify_hash, cache, raw)
+
+    def _read_entries(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
         verify = self._loaded.must_verify(verify_hash)
         if raw and any(map(self._is_cast, entries)):
             return dict(zip(entries, self._container.read_raw(entries, verify).tensors))
@@ -125,13 +135,13 @@ class Cursor:
 
     def _is_cast(self, i: int) -> bool:
         """Whether the kept form of a tensor is, or would be, another one than the stored one."""
-        if not self._container.casts:
+        if not self._container.converts:
             return False
-        kept = self._loaded.kept.get(i)
+        kept = self._loaded.kept.get(self._container.targets.get(i, i))
         if kept is not None and self._container.has_header(i):
             headers, position = self._container.header(i)
             return kept.dtype != dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
-        return self._container.reader.may_cast(i)
+        return self._container.may_cast(i)
 
 
 def _as_array(tensor: torch.Tensor, dtype: np.dtype[Any], opaque: bool) -> np.ndarray[Any, Any]:

@@ -22,7 +22,8 @@ class LoadedTensors:
     """The cache of one container. May be used from several threads: everybody gets the same tensor."""
 
     def __init__(self, container: Container, verify: bool, progress: ProgressArgument) -> None:
-        self.kept: dict[int, torch.nn.Parameter] = {}
+        self.kept: dict[int, torch.nn.Parameter] = {}  # by the entry that holds the data
+        self._targets = container.targets
         self._container = container
         self._verify = verify
         self._verified: set[int] = set()  # those of `kept` that were compared with their digests
@@ -37,6 +38,7 @@ class LoadedTensors:
     def load(self, entries: Sequence[int], verify_hash: Optional[bool] = None) -> list[torch.nn.Parameter]:
         """The parameters of `entries` (ascending), read where they are not kept, kept from then on.
 
+        Names that stand for one tensor get one parameter.
         Those that are kept are verified as well where they were not verified when they were read, or where the caller
         asks for it: ``verify_hash=True``.
 
@@ -44,17 +46,26 @@ class LoadedTensors:
             VerificationError: A tensor, read now or before, is not what the file vouches for.
             ValueError: A tensor that is kept cannot be verified any more.
         """
+        if self._targets:
+            wanted = [self._targets.get(i, i) for i in entries]
+            self._load(sorted(set(wanted)), verify_hash)
+            if wanted != list(entries) and not self._container.closed:
+                self._container.read_headers([i for i in entries if i in self._targets])
+            return [self.kept[i] for i in wanted]
+        self._load(entries, verify_hash)
+        return [self.kept[i] for i in entries]
+
+    def _load(self, entries: Sequence[int], verify_hash: Optional[bool]) -> None:
         verify = self.must_verify(verify_hash)
         missing = [i for i in entries if i not in self.kept]
         asked_again = set(entries).difference(missing) if verify_hash else ()
         if missing:
-            total = sum(map(self._container.reader.index.data_nbytes, missing)) if self._progress else 0
+            total = sum(map(self._container.index.data_nbytes, missing)) if self._progress else 0
             with progress_reporter(self._progress, total, "loading") as report:
                 for batch in self._container.read(missing, verify, report):
                     self._keep(batch.entries, cast("Sequence[torch.nn.Parameter]", batch.tensors), verify)
         if verify:
             self._verify_kept([i for i in entries if i in asked_again or i not in self._verified])
-        return [self.kept[i] for i in entries]
 
     def _keep(self, entries: Sequence[int], tensors: Sequence[torch.nn.Parameter], verified: bool) -> None:
         with self._lock:
@@ -119,6 +130,7 @@ class LoadedTensors:
 
     def load_one(self, i: int) -> torch.nn.Parameter:
         """One tensor; over a network, those that a loop will ask for next come along."""
+        i = self._targets.get(i, i)
         together = [i] if self._ahead is None else self._ahead.together_with(i, self.kept)
         if len(together) > 1:
             try:

@@ -20,7 +20,7 @@ from tensorizer._system import cuda_engine, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer.errors import FormatError
 
-__all__ = ["BATCH_NBYTES", "LoadedBatch", "ReadAhead", "TensorReader"]
+__all__ = ["BATCH_NBYTES", "LoadedBatch", "PendingBatch", "ReadAhead", "TensorReader", "converts", "stored_dtype"]
 
 # Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
 BATCH_NBYTES = 256 << 20
@@ -46,6 +46,13 @@ class LoadedBatch(NamedTuple):
     entries: Sequence[int]
     tensors: Sequence[torch.Tensor]  # Parameters, or plain tensors where raw ones were asked for
     headers: _C.LoadedHeaders
+
+
+class PendingBatch(NamedTuple):
+    """A load that is ready to run, and what makes tensors of it afterwards."""
+
+    batch: _C.LoadBatch
+    finish: Callable[[], LoadedBatch]
 
 
 class TensorReader:
@@ -96,10 +103,9 @@ class TensorReader:
     ) -> Iterator[LoadedBatch]:
         casts = self._casts_any(entries)
         if device.type == "cpu" and not casts:
-            batch = self._run(entries, verify, progress)
-            with _no_collections(), ordinary_tensors():
-                parameters = batch.parameters(self._factory)
-            yield LoadedBatch(entries, parameters, batch.headers)
+            pending = self._begin_on_host(entries, verify)
+            self._run(pending.batch, entries, progress)
+            yield pending.finish()
             return
         fast = cuda_engine.is_fast_device(device)
         done = 0
@@ -112,7 +118,46 @@ class TensorReader:
                     delivered = [self._deliver(entry, tensor, device) for entry, tensor in zip(part, raw.tensors)]
                 yield raw._replace(tensors=delivered)
 
+    def begin(self, entries: Sequence[int], verify: bool) -> Optional[list[PendingBatch]]:
+        """What :meth:`read` would run, for callers who run the batches of several readers together.
+
+        ``None`` where tensors do not stay where they land (cast, or moved to a device without a fast way).
+        """
+        if self._casts_any(entries):
+            return None
+        parts = list(self._by_device(entries))
+        if all(device.type == "cpu" for device, _ in parts):
+            return [self._begin_on_host(part, verify) for _, part in parts]
+        if all(cuda_engine.is_fast_device(device) for device, _ in parts):
+            return [self._begin_delivered(device, part, verify) for device, part in parts]
+        return None
+
+    def _begin_on_host(self, entries: Sequence[int], verify: bool) -> PendingBatch:
+        batch = self._batch(entries, verify)
+
+        def finish() -> LoadedBatch:
+            self._check_hashes_are_there(entries, batch.headers, verify)
+            with _no_collections(), ordinary_tensors():
+                return LoadedBatch(entries, batch.parameters(self._factory), batch.headers)
+
+        return PendingBatch(batch, finish)
+
+    def _begin_delivered(self, device: torch.device, entries: Sequence[int], verify: bool) -> PendingBatch:
+        pending = self._begin_fast(device, entries, verify)
+
+        def finish() -> LoadedBatch:
+            raw = pending.finish()
+            with ordinary_tensors():
+                return raw._replace(tensors=[self._deliver(e, t, device) for e, t in zip(entries, raw.tensors)])
+
+        return PendingBatch(pending.batch, finish)
+
     def _read_fast(self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress) -> LoadedBatch:
+        pending = self._begin_fast(device, entries, verify)
+        self._run(pending.batch, entries, progress)
+        return pending.finish()
+
+    def _begin_fast(self, device: torch.device, entries: Sequence[int], verify: bool) -> PendingBatch:
         """Loads `entries` to a CUDA device through its ring of pinned slots, straight to their final addresses."""
         engine = cuda_engine.engine_for(device)
         sizes = [self.index.loaded_nbytes(entry) for entry in entries]
@@ -122,22 +167,33 @@ class TensorReader:
                 if self.index.data_nbytes(entry) == 0:  # written without data: zeros
                     tensor.zero_()
         engine.order_after_caller()
-        batch = self._run(
-            entries, verify, progress, addresses=[t.data_ptr() for t in flat], device=device.index, engine=engine
-        )
-        headers = batch.headers
-        with ordinary_tensors():
-            tensors = [
-                tensor.view(dtypes.torch_dtype(headers.dtype(i).decode("utf-8", "replace"))).view(headers.shape(i))
-                for i, tensor in enumerate(flat)
-            ]
-        return LoadedBatch(entries, tensors, headers)
+        batch = self._batch(entries, verify, addresses=[t.data_ptr() for t in flat], device=device.index, engine=engine)
+
+        def finish() -> LoadedBatch:
+            headers = batch.headers
+            self._check_hashes_are_there(entries, headers, verify)
+            with ordinary_tensors():
+                tensors = [
+                    tensor.view(dtypes.torch_dtype(headers.dtype(i).decode("utf-8", "replace"))).view(headers.shape(i))
+                    for i, tensor in enumerate(flat)
+                ]
+            return LoadedBatch(entries, tensors, headers)
+
+        return PendingBatch(batch, finish)
 
     def read_raw(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> LoadedBatch:
         """Loads `entries` as plain host tensors of their stored dtype."""
-        batch = self._run(entries, verify, progress)
+        batch = self._batch(entries, verify)
+        self._run(batch, entries, progress)
+        self._check_hashes_are_there(entries, batch.headers, verify)
         with ordinary_tensors():
             return LoadedBatch(entries, batch.tensors(self._factory), batch.headers)
+
+    def read_headers(self, entries: Sequence[int]) -> LoadedBatch:
+        """The record headers of `entries`, without any data."""
+        batch = self._batch(entries, False, headers_only=True)
+        batch.run()
+        return LoadedBatch(entries, [], batch.headers)
 
     def batches(self, entries: Sequence[int], limit: int) -> Iterator[Sequence[int]]:
         """Cuts `entries` into runs of at most `limit` bytes, or one entry where that alone is larger."""
@@ -151,27 +207,15 @@ class TensorReader:
         if begin < len(entries):
             yield entries[begin:]
 
-    def stored_dtype(self, entry: int) -> Optional[torch.dtype]:
-        """The dtype that the index shows; ``None`` where only the record header names it."""
-        try:
-            return dtypes.torch_dtype(self.index.dtype(entry).decode("utf-8", "replace"))
-        except FormatError:
-            return None
-
     def casts(self, stored: torch.dtype) -> bool:
         """Whether the constructor's ``dtype=`` changes tensors of this stored dtype: floating point only."""
-        return self.dtype in CASTABLE and stored in CASTABLE and stored != self.dtype
-
-    def may_cast(self, entry: int) -> bool:
-        """Whether ``dtype=`` may change this tensor, as far as the index tells."""
-        stored = self.stored_dtype(entry)
-        return self.dtype in CASTABLE if stored is None else self.casts(stored)
+        return converts(stored, self.dtype)
 
     def _casts_any(self, entries: Sequence[int]) -> bool:
-        return self.dtype is not None and any(map(self.may_cast, entries))
+        return self.dtype is not None and any(converts(stored_dtype(self.index, i), self.dtype) for i in entries)
 
-    def _run(self, entries: Sequence[int], verify: bool, progress: Progress, **to: Any) -> _C.LoadBatch:
-        batch = _C.LoadBatch(
+    def _batch(self, entries: Sequence[int], verify: bool, **to: Any) -> _C.LoadBatch:
+        return _C.LoadBatch(
             self.source,
             self.index,
             list(entries),
@@ -181,14 +225,15 @@ class TensorReader:
             mapping=None if to else self._mapping,
             **to,
         )
+
+    def _run(self, batch: _C.LoadBatch, entries: Sequence[int], progress: Progress) -> None:
         with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
             batch.run(progress)
-        if verify and not self._allow_missing_hashes:
-            self._check_hashes_are_there(entries, batch.headers)
-        return batch
 
-    def _check_hashes_are_there(self, entries: Sequence[int], headers: _C.LoadedHeaders) -> None:
+    def _check_hashes_are_there(self, entries: Sequence[int], headers: _C.LoadedHeaders, verify: bool) -> None:
         """Nothing is passed on as verified that nothing vouches for. Tensors without data have nothing to verify."""
+        if not verify or self._allow_missing_hashes:
+            return
         bare = [
             entry
             for position, entry in enumerate(entries)
@@ -206,6 +251,19 @@ class TensorReader:
         # Off the CPU a cast happens on the target: less to transfer, or the same.
         moved = tensor.to(device=device).to(dtype=dtype) if dtype is not None else tensor.to(device=device)
         return torch.nn.Parameter(moved, requires_grad=differentiable)
+
+
+def stored_dtype(index: _C.Index, entry: int) -> Optional[torch.dtype]:
+    """The dtype that the index shows; ``None`` where only the record header names it."""
+    try:
+        return dtypes.torch_dtype(index.dtype(entry).decode("utf-8", "replace"))
+    except FormatError:
+        return None
+
+
+def converts(stored: Optional[torch.dtype], wanted: Optional[torch.dtype]) -> bool:
+    """Whether a load to the dtype `wanted` converts tensors of the dtype `stored`, or may where that is not known."""
+    return wanted in CASTABLE and stored != wanted and (stored is None or stored in CASTABLE)
 
 
 class ReadAhead:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import struct
 import sys
+import zlib
 from pathlib import Path
 
 PROLOGUE_NBYTES = 73
@@ -65,10 +66,46 @@ def seeds_of(data: bytes) -> dict[str, list[bytes]]:
     }
 
 
+def made() -> dict[str, list[bytes]]:
+    """Inputs of what golden files do not have: safetensors headers, indexes of shards, annexes."""
+    row = b'{"dtype":"%s","shape":[%s],"data_offsets":[%d,%d]}'
+    headers = [
+        b"{}",
+        b'{"w":' + row % (b"F32", b"2", 0, 8) + b"}  ",
+        b'{"__metadata__":{"b.w":"a.w","k\\u00e9":"\\"\\n"},"a.w":' + row % (b"F4", b"2,8", 0, 8) + b"}",
+        b' {"s":' + row % (b"I64", b"", 0, 8) + b',"e":' + row % (b"BOOL", b"0,3", 0, 0) + b"}",
+        b'{"x":'
+        + row % (b"F9", b"5", 0, 3)
+        + b',"y":{"later":[{"z":[1.5e3,null,true]}],'
+        + row[1:] % (b"U8", b"1", 3, 4)
+        + b"}",
+        b'{"metadata":{"total_size":8,"a":"b"},"weight_map":{"a":"m.safetensors"}}',
+    ]
+    ends = [0, 8, 8, 8, 4, 0]
+    safetensors = [struct.pack("<Q", 8 + len(h) + end) + h for h, end in zip(headers, ends)]
+
+    def section(kind: int, flags: int, body: bytes) -> bytes:
+        return struct.pack("<BBI", kind, flags, len(body)) + body
+
+    both = section(1, 0, b'{"k":"v"}') + section(2, 0, b'{"b":"a"}')
+    digest = section(4, 0, bytes(32))
+    framed = b"TZRANNX1" + struct.pack("<I", len(both)) + both
+    annexes = [
+        b"\1",
+        b"\1" + both + digest,
+        b"\1" + section(3, 0, bytes(100)) + section(9, 0, b"x"),
+        b"\1" + section(9, 1, b""),
+    ]
+    annexes.append(b"\0" + framed + struct.pack("<I", zlib.crc32(framed)))
+    return {"fuzz_safetensors": safetensors, "fuzz_annex": annexes}
+
+
 def main(golden: Path, target: Path) -> None:
     seen = set()
-    for name, data in containers(golden).items():
-        for fuzzer, seeds in seeds_of(data).items():
+    sources = {name: seeds_of(data) for name, data in containers(golden).items()}
+    sources["made"] = made()
+    for name, fuzzers in sources.items():
+        for fuzzer, seeds in fuzzers.items():
             folder = target / fuzzer
             folder.mkdir(parents=True, exist_ok=True)
             for number, seed in enumerate(seeds):

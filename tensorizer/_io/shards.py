@@ -1,0 +1,225 @@
+"""Sharded folders: from a folder, an index file or the URI of either to its open shards (docs/safetensors.md)."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Optional, Union
+
+from tensorizer import _C
+from tensorizer._io.sources import OpenedSource, is_path, open_source
+from tensorizer._io.uri import scheme_of
+from tensorizer.errors import FormatError, StreamNotFoundError
+
+__all__ = ["OpenedFiles", "OpenedShards", "open_files"]
+
+# Tried in this order where a folder cannot be listed, and preferred where it can.
+TRIED_NAMES = ("model.safetensors.index.json", "model.safetensors", "model.tensors.index.json", "model.tensors")
+MAX_INDEX_NBYTES = 100_000_000
+
+# "model.safetensors.index.json", with a variant before or behind "index".
+_INDEX_NAME = re.compile(r"\.(safetensors|tensors)(\.[^./]+)?\.index(\.[^./]+)?\.json\Z")
+_SHARD_NAME = re.compile(r"\.(safetensors|tensors)\Z")
+_PREFIX_SCHEMES = ("http", "https", "s3")
+
+
+class OpenedShards(NamedTuple):
+    """The files of one sharded model, all of them open."""
+
+    name: str  # of the index, for messages
+    weight_map: dict[str, str]  # tensor to file
+    metadata: dict[str, str]  # of the index
+    files: dict[str, OpenedSource]  # in the order in which the map names them
+    stream: Any = None
+
+    def close(self) -> None:
+        for opened in self.files.values():
+            opened.close()
+
+
+OpenedFiles = Union[OpenedSource, OpenedShards]
+
+
+def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedFiles:
+    """Opens what ``TensorDeserializer`` was given: one file, or the shards that a folder or an index stands for.
+
+    Raises:
+        OSError: A file cannot be opened; :class:`StreamNotFoundError` names a shard that is missing.
+        FormatError: An index that is none, or that names files it must not.
+        ValueError, TypeError: As :func:`tensorizer._io.sources.open_source`.
+    """
+    if not is_path(file_obj) or isinstance(file_obj, int):
+        return open_source(file_obj, stream_options)
+    place = _Place.of(file_obj, stream_options)
+    if place is None:
+        return open_source(file_obj, stream_options)
+    return place.open()
+
+
+class _Place(NamedTuple):
+    """A folder or URI prefix, and the name in it that was asked for, if any."""
+
+    folder: str
+    name: Optional[str]
+    remote: bool
+    stream_options: Optional[Mapping[str, Any]]
+    asked_for: Any  # as given, to be opened as a file after all
+
+    @classmethod
+    def of(cls, file_obj: Any, stream_options: Optional[Mapping[str, Any]]) -> Optional[_Place]:
+        """``None`` for what can only be a single file."""
+        scheme = scheme_of(file_obj)
+        if scheme is None or scheme in ("file", "local"):
+            path = _local_path(file_obj, scheme)
+            if os.path.isdir(path):
+                return cls(path, None, False, stream_options, file_obj)
+            folder, name = os.path.split(path)
+            return cls(folder, name, False, stream_options, file_obj) if _INDEX_NAME.search(name) else None
+        bare = re.split(r"[?#]", file_obj)[0] if scheme in ("http", "https") else file_obj
+        folder, _, name = bare.rpartition("/")
+        if _INDEX_NAME.search(name):
+            return cls(folder, name, True, stream_options, file_obj)
+        if scheme in _PREFIX_SCHEMES and bare == file_obj and "." not in name:
+            # A name without an extension may be a file's; what ends with a slash is none.
+            return cls(bare.rstrip("/"), None, True, stream_options, file_obj)
+        return None
+
+    def open(self) -> OpenedFiles:
+        if self.name is not None:
+            return self.open_shards(self.name)
+        return self._open_prefix() if self.remote else self._open_folder()
+
+    def _open_folder(self) -> OpenedFiles:
+        names = os.listdir(self.folder)
+        indexes = [name for name in names if _INDEX_NAME.search(name)]
+        files = [name for name in names if _SHARD_NAME.search(name)]
+        for name in TRIED_NAMES:
+            if name in indexes:
+                return self.open_shards(name)
+            if name in files:
+                return self.open_file(name)
+        for found, open_it in ((indexes, self.open_shards), (files, self.open_file)):
+            if len(found) == 1:
+                return open_it(found[0])
+            if found:
+                raise FormatError(
+                    f"{self.folder}: wanted one index or one model file, found {', '.join(sorted(found))[:300]}"
+                )
+        if not names:
+            raise StreamNotFoundError(f"{self.folder}: an empty folder")
+        raise StreamNotFoundError(
+            f"{self.folder}: no .safetensors or .tensors file, and no index of some, in this folder"
+        )
+
+    def _open_prefix(self) -> OpenedFiles:
+        first: Optional[StreamNotFoundError] = None
+        if not self.asked_for.endswith("/"):
+            try:
+                return open_source(self.asked_for, self.stream_options)
+            except StreamNotFoundError as error:
+                first = error
+        for name in TRIED_NAMES:
+            try:
+                return self.open_shards(name, present=False) if name.endswith(".json") else self.open_file(name)
+            except _MissingIndex:
+                continue
+            except StreamNotFoundError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    # ---- one name below the place -----------------------------------------------------------------------------------
+
+    def join(self, name: str) -> str:
+        if not self.remote:
+            return os.path.join(self.folder, name)
+        quoted = urllib.parse.quote(name) if scheme_of(self.folder) in ("http", "https") else name
+        return f"{self.folder}/{quoted}"
+
+    def open_file(self, name: str) -> OpenedSource:
+        return open_source(self.join(name), self.stream_options)
+
+    def _read_index(self, name: str) -> bytes:
+        where = self.asked_for if name == self.name else self.join(name)  # with its query
+        opened = open_source(where, self.stream_options)
+        try:
+            nbytes = opened.source.size()
+            if nbytes is None or nbytes > MAX_INDEX_NBYTES:
+                raise FormatError(
+                    f"{opened.source.name}: an index of {nbytes} bytes, at most {MAX_INDEX_NBYTES} are legal"
+                )
+            return opened.source.read(0, nbytes)
+        finally:
+            opened.close()
+
+    def open_shards(self, name: str, present: bool = True) -> OpenedShards:
+        """The shards of an index; `present`: a missing index is an error of its own kind."""
+        shown = name if self.remote else self.join(name)
+        try:
+            text = self._read_index(name)
+        except StreamNotFoundError as error:
+            if present:
+                raise
+            raise _MissingIndex(str(error)) from None
+        try:
+            weight_map, metadata = _C.parse_shard_index(text)
+        except FormatError as error:
+            raise FormatError(f"{shown}: {error}") from None
+        if not weight_map:
+            raise FormatError(f"{shown}: its weight_map names no tensor")
+        wanted = _INDEX_NAME.search(name)
+        assert wanted is not None
+        shards = OpenedShards(shown, weight_map, metadata, {})
+        try:
+            for file in dict.fromkeys(weight_map.values()):
+                self._check_file_name(shown, file, wanted.group(1))
+                shards.files[file] = self._open_shard(shown, file)
+        except BaseException:
+            shards.close()
+            raise
+        return shards
+
+    def _check_file_name(self, index: str, file: str, extension: str) -> None:
+        parts = re.split(r"[/\\]", file)
+        drive = re.match(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://", file)
+        if drive or "\0" in file or "\\" in file or {"", ".", ".."} & set(parts):
+            raise FormatError(f"{index}: wanted the name of a file in its folder, found {file!r:.200}")
+        if not file.endswith("." + extension):
+            raise FormatError(f"{index}: wanted .{extension} files, found {file!r:.200}")
+        if not self.remote and not _is_inside(self.folder, self.join(file)):
+            raise FormatError(f"{index}: {file!r:.200} is a link to a place outside of the folder")
+
+    def _open_shard(self, index: str, file: str) -> OpenedSource:
+        try:
+            return self.open_file(file)
+        except FileNotFoundError as error:
+            raise StreamNotFoundError(f"{index}: its shard {file!r:.200} is missing ({error})") from None
+
+
+class _MissingIndex(Exception):
+    """The index itself is not there; internal."""
+
+
+def _local_path(file_obj: Any, scheme: Optional[str]) -> str:
+    if scheme is None:
+        return os.fsdecode(file_obj)
+    from tensorizer import stream_io
+
+    return stream_io.path_of_file_uri(file_obj)
+
+
+def _is_inside(folder: str, path: str) -> bool:
+    """Whether a path stays below the folder once links are resolved, or leads to the blobs of a hub cache."""
+    root, target = os.path.realpath(folder), os.path.realpath(path)
+    if os.path.commonpath([root, target]) == root:
+        return True
+    # .../models--NAME/snapshots/REVISION/... links to .../models--NAME/blobs/DIGEST
+    parts = root.split(os.sep)
+    if "snapshots" not in parts:
+        return False
+    at = len(parts) - 1 - parts[::-1].index("snapshots")
+    blobs = posixpath.join(os.sep.join(parts[:at]), "blobs")
+    return os.path.dirname(target) == blobs

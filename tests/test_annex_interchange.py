@@ -1,0 +1,151 @@
+"""Files with metadata and ties in the hands of installed releases of the reference: they read all that is listed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import annex_worker
+import pytest
+import reference_format as fmt
+import reference_worker as worker
+import samples
+import torch
+from conftest import REFERENCE_RELEASES
+from servers.redis_server import RedisServer, redis_is_installed
+
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+METADATA = {  # around the sizes at which an index grows, and far beyond
+    "none": {},
+    "one": {"format": "pt"},
+    "4-KiB": {"k": "v" * 4000},
+    "256-KiB": {"k": "é" * 131_000},
+    "2-MiB": {f"key {i}": "v" * 100 for i in range(18_000)},
+}
+
+
+def contents() -> dict:
+    shared = worker.make("shared", "float32", (40,))
+    plain = {"a": shared, "b": shared, "c": worker.make("c", "uint8", (7,))}
+    return {
+        "1": plain,
+        "2": {**plain, "half": worker.make("half", "bfloat16", (9,))},
+        "4": {**plain, "meta": torch.empty((3,), device="meta")},
+        "5": {**plain, "long": torch.empty((1 << 32, 0), dtype=torch.int8)},
+    }
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("annexes")
+    key = EncryptionParams(annex_worker.KEY)
+    for ties in ("twice", "once"):
+        for version, content in contents().items():
+            for size, metadata in METADATA.items():
+                if size in ("none", "one") or version == "1":
+                    path = folder / f"v{version}-{ties}-{size}.tensors"
+                    samples.write_state_dict(path, content, ties=ties, metadata=metadata)
+        samples.write_module(
+            folder / f"module-{ties}.tensors", worker.Net(), options={"ties": ties, "metadata": {"a": "b"}}
+        )
+        samples.write_state_dict(
+            folder / f"v3-{ties}.sealed.tensors", contents()["1"], ties=ties, metadata={"k": "v"}, encryption=key
+        )
+        samples.write_state_dict(
+            folder / f"v4-{ties}.sealed.tensors", contents()["4"], ties=ties, metadata={"k": "v"}, encryption=key
+        )
+    for path in folder.iterdir():
+        assert fmt.read_file(path.read_bytes()).annex, path.name  # ties, metadata, or both
+    return folder
+
+
+def listed(path: Path) -> list:
+    """What each record of a file holds: what an earlier release has to find."""
+    found = []
+    key = DecryptionParams.from_key(annex_worker.KEY) if ".sealed." in path.name else None
+    file = fmt.read_file(path.read_bytes())
+    with TensorDeserializer(path, device="cpu", encryption=key) as ours:
+        for record in file.records:
+            value = ours[record.path[0]]
+            found.append((record.header.module_idx, record.header.kind, record.path[0], value))
+    return worker.describe(found)
+
+
+def run(python: Path, *arguments: str):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(
+        [str(python), "-I", annex_worker.__file__, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def readable(folder: Path, release: str) -> list:
+    """Data version 5 came with 2.12."""
+    return [path for path in sorted(folder.glob("*.tensors")) if release >= "2.12" or "v5" not in path.name]
+
+
+releases = pytest.mark.parametrize(
+    "release", [pytest.param(r, marks=pytest.mark.xdist_group(f"annex {r}")) for r in REFERENCE_RELEASES]
+)
+
+
+@releases
+def test_a_release_reads_every_listed_tensor_verified(release, reference_python, written):
+    found = run(reference_python(release), "read", str(written))
+    for path in readable(written, release):
+        wanted = listed(path)
+        assert found[path.name]["eager"] == sorted(row[2][0] for row in wanted), path.name
+        for way in ("one reader", "three readers"):
+            assert found[path.name][way] == wanted, (path.name, way)
+
+
+@releases
+def test_modules_that_a_release_loads_are_whole_from_twice_and_from_once_where_they_are_tied_before(
+    release, reference_python, written
+):
+    model = worker.Net()
+    right = {name: worker.raw(value).hex() for name, value in model.state_dict().items()}
+    found = run(reference_python(release), "modules", str(written))
+    count = len(samples.module_names(model))
+    for tied in ("tied", "untied"):
+        assert found[f"module-twice.tensors {tied}"] == [count, right]
+    loaded, state = found["module-once.tensors untied"]
+    assert loaded == count - 1
+    assert {name for name in right if state[name] != right[name]} == {"tied.weight"}  # left as it was
+
+
+@releases
+@pytest.mark.skipif(not redis_is_installed(), reason="redis-server is not installed")
+def test_a_release_stores_them_in_redis_and_the_annex_survives(release, reference_python, written):
+    with RedisServer() as server:
+        found = run(reference_python(release), "redis", str(readable_only(written, release)), str(server.port))
+        for path in readable(written, release):
+            assert found[path.name] == listed(path), path.name
+            key = DecryptionParams.from_key(annex_worker.KEY) if ".sealed." in path.name else None
+            source = f"redis://127.0.0.1:{server.port}/{path.name}"
+            with (
+                TensorDeserializer(source, device="cpu", encryption=key) as ours,
+                TensorDeserializer(path, device="cpu", encryption=key) as direct,
+            ):
+                assert (ours.ties, ours.metadata) == (direct.ties, direct.metadata)
+
+
+def readable_only(written: Path, release: str) -> Path:
+    """A folder with the files that a release can read."""
+    folder = written / f"for {release}"
+    folder.mkdir(exist_ok=True)
+    for path in readable(written, release):
+        if "MiB" not in path.name and not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path)
+    return folder

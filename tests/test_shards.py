@@ -1,0 +1,268 @@
+"""Sharded folders load as one mapping; what their map gets wrong is found before any payload is read."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import samples
+import torch
+from samples import same, tensor
+from servers.nginx import PROGRAM, nginx
+from servers.s3_server import S3Server, s3_is_installed
+
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+from tensorizer.errors import FormatError, HashMismatchError
+
+st = pytest.importorskip("safetensors.torch")
+
+CONTENT = {
+    "model-00001-of-00003.safetensors": {"a.weight": tensor((3, 4), seed=1), "b.weight": tensor((700,), seed=2)},
+    "model-00002-of-00003.safetensors": {"c.weight": tensor((5,), torch.bfloat16, seed=3)},
+    "model-00003-of-00003.safetensors": {"d.weight": tensor((), torch.int64), "e.weight": torch.zeros(0, 2)},
+}
+ALL = {name: value for shard in CONTENT.values() for name, value in shard.items()}
+MAP = {name: file for file, shard in CONTENT.items() for name in shard}
+
+
+def write_index(folder, weight_map=None, metadata=None, name="model.safetensors.index.json"):
+    index = {"metadata": {"total_size": 1, **(metadata or {})}, "weight_map": MAP if weight_map is None else weight_map}
+    (folder / name).write_text(json.dumps(index, indent=2))
+    return folder / name
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "model"
+    place.mkdir()
+    for file, content in CONTENT.items():
+        st.save_file(content, place / file, metadata={"format": "pt"})
+    write_index(place, metadata={"tied.weight": "a.weight"})
+    return place
+
+
+def assert_is_all(found):
+    assert set(found) == {*ALL, "tied.weight"}
+    for name, value in ALL.items():
+        assert same(found[name], value), name
+    assert found["tied.weight"] is found["a.weight"]
+
+
+WAYS = {
+    "eager": {},
+    "lazy": {"lazy_load": True},
+    "mapped": {"mmap": True},
+    "one reader": {"num_readers": 1},
+    "unverified": {"verify_hash": True, "allow_missing_hashes": True},
+    "device per tensor": {"device": lambda name: "cpu"},
+}
+
+
+def test_a_folder_and_its_index_load_as_one_mapping(folder):
+    for source in (folder, str(folder) + "/", folder / "model.safetensors.index.json", f"file://{folder}"):
+        for options in WAYS.values():
+            with TensorDeserializer(source, **{"device": "cpu", **options}) as found:
+                assert_is_all(found)
+                assert found.ties == {"tied.weight": "a.weight"}
+                assert found.metadata == {"format": "pt", "tied.weight": "a.weight"}
+                assert found.format == "safetensors"
+                assert len(found.entries()) == len(ALL) + 1
+
+
+def test_everything_that_a_mapping_does_works_over_shards(folder):
+    done = []
+    with TensorDeserializer(folder, device="cpu", dtype=torch.float16, progress=lambda p: done.append(p)) as found:
+        assert found["a.weight"].dtype == torch.float16
+        assert found["d.weight"].dtype == torch.int64
+    assert done
+    with TensorDeserializer(folder, device="cpu", filter_func="c.weight".__eq__) as found:
+        assert list(found) == ["c.weight"]
+        assert found.total_tensor_bytes == 10
+    with TensorDeserializer(folder, device="cpu", lazy_load=True) as found:
+        rows = {name: value for _, _, name, value in found.read_tensors(cache=False)}
+        assert {name for name, value in ALL.items() if same(rows[name], value)} == set(ALL)
+        assert "3 tensors" not in repr(found)
+        with pytest.raises(ValueError, match="one file"):
+            found.to_redis(None, "p")
+    with TensorDeserializer(folder, device="cpu", lazy_load=True) as found:
+        arrays = {row[2]: row[3] for row in found.read_numpy_arrays(allow_raw_data=True)}
+        assert arrays["c.weight"].tobytes() == samples.raw(ALL["c.weight"])
+
+
+def test_a_folder_with_one_model_file_is_that_file(tmp_path):
+    for name in ("model.safetensors", "weights.safetensors"):
+        place = tmp_path / name.split(".")[0]
+        place.mkdir()
+        st.save_file({"w": torch.ones(2)}, place / name)
+        (place / "config.json").write_text("{}")
+        with TensorDeserializer(place, device="cpu") as found:
+            assert list(found) == ["w"]
+
+
+def test_variants_and_their_older_spelling_are_found(folder):
+    text = (folder / "model.safetensors.index.json").read_text()
+    (folder / "model.safetensors.index.json").unlink()
+    for name in ("model.safetensors.index.fp16.json", "model.safetensors.fp16.index.json"):
+        (folder / name).write_text(text)
+        with TensorDeserializer(folder, device="cpu") as found:
+            assert_is_all(found)
+        (folder / name).unlink()
+
+
+def test_an_ambiguous_folder_is_refused_and_an_empty_one_has_nothing(folder, tmp_path):
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(FormatError, match="wanted one"):
+        TensorDeserializer(folder, device="cpu")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError):
+        TensorDeserializer(tmp_path / "empty", device="cpu")
+
+
+def refused(folder, error, words):
+    """Refused before any payload was read."""
+    with pytest.raises(error) as caught:
+        TensorDeserializer(folder, device="cpu", lazy_load=True)
+    assert words in str(caught.value)
+
+
+def test_every_lie_of_a_map_is_refused_before_the_first_payload(folder, leaves_no_descriptors):
+    first, second, third = CONTENT
+    for weight_map, words in (
+        ({**MAP, "a.weight": second}, f"wanted in '{second}', found in '{first}'"),
+        ({**MAP, "z": second}, "'z': wanted in"),
+        ({**MAP, "z": "../x.safetensors"}, "'../x.safetensors'"),
+        ({**MAP, "z": "/etc/x.safetensors"}, "'/etc/x.safetensors'"),
+        ({**MAP, "z": "C:x.safetensors"}, "'C:x.safetensors'"),
+        ({**MAP, "z": "..\\x.safetensors"}, "x.safetensors'"),
+        ({**MAP, "z": "//host/x.safetensors"}, "x.safetensors'"),
+        ({**MAP, "z": "http://host/x.safetensors"}, "x.safetensors'"),
+        ({**MAP, "z": "a/../x.safetensors"}, "x.safetensors'"),
+        ({**MAP, "z": "x.bin"}, "wanted .safetensors files"),
+        ({}, "no tensor"),
+        ([], "weight_map"),
+        ({"a.weight": 1}, "weight_map"),
+    ):
+        write_index(folder, weight_map)
+        refused(folder, FormatError, words)
+    write_index(folder, {**MAP, "z": "missing.safetensors"})
+    refused(folder, FileNotFoundError, "missing.safetensors")
+    write_index(folder)
+    st.save_file({**CONTENT[third], "a.weight": torch.ones(1)}, folder / third)
+    refused(folder, FormatError, "in two shards")
+
+
+def test_an_index_that_is_no_json_or_too_deep_or_too_large_is_refused(folder):
+    path = folder / "model.safetensors.index.json"
+    for text in ("", "{", "[]", "{}", '{"weight_map":{}', '{"x":' + "[" * 5000, '{"weight_map":{},"weight_map":{}}'):
+        path.write_text(text)
+        with pytest.raises(FormatError, match=r"index\.json"):
+            TensorDeserializer(folder, device="cpu")
+    with path.open("wb") as file:
+        file.truncate(100_000_001)
+    with pytest.raises(FormatError, match="100000000"):
+        TensorDeserializer(folder, device="cpu")
+
+
+def test_links_out_of_the_folder_are_refused_but_those_of_a_hub_cache(folder, tmp_path):
+    first = next(iter(CONTENT))
+    outside = tmp_path / "outside.safetensors"
+    os.rename(folder / first, outside)
+    (folder / first).symlink_to(outside)
+    refused(folder, FormatError, "outside")
+    cache = tmp_path / "models--org--name"
+    snapshot, blobs = cache / "snapshots" / "0123abcd", cache / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    os.rename(outside, blobs / "digest")
+    (folder / first).unlink()
+    for file in folder.iterdir():
+        os.rename(file, snapshot / file.name)
+    (snapshot / first).symlink_to("../../blobs/digest")
+    with TensorDeserializer(snapshot, device="cpu") as found:
+        assert_is_all(found)
+
+
+def test_tensors_that_the_map_does_not_name_are_loaded_with_a_warning(folder, caplog):
+    write_index(folder, {name: file for name, file in MAP.items() if name != "b.weight"})
+    with TensorDeserializer(folder, device="cpu") as found:
+        assert same(found["b.weight"], ALL["b.weight"])
+    assert "1 tensors of its shards are not in its map" in caplog.text
+
+
+def test_tensors_files_are_shards_too_encrypted_or_not(tmp_path):
+    shared = tensor((6,), seed=4)
+    for name, encryption in (("plain", None), ("sealed", EncryptionParams.random())):
+        place = tmp_path / name
+        place.mkdir()
+        shards = {"m-1.tensors": {"a": shared, "b": shared}, "m-2.tensors": {"c": tensor((9,), seed=5)}}
+        for file, content in shards.items():
+            samples.write_state_dict(place / file, content, encryption=encryption, ties="once", metadata={"of": file})
+        weight_map = {"a": "m-1.tensors", "b": "m-1.tensors", "c": "m-2.tensors"}
+        write_index(place, weight_map, name="m.tensors.index.json")
+        key = None if encryption is None else DecryptionParams.from_key(encryption.key)
+        with TensorDeserializer(place, device="cpu", verify_hash=True, encryption=key) as found:
+            assert list(found) == ["a", "b", "c"]
+            assert found["a"] is found["b"]
+            assert found.ties == {"b": "a"}
+            assert same(found["c"], shards["m-2.tensors"]["c"])
+            assert found.metadata == {"of": "m-1.tensors"}
+    data = bytearray((tmp_path / "plain" / "m-2.tensors").read_bytes())
+    data[-10] ^= 1
+    (tmp_path / "plain" / "m-2.tensors").write_bytes(data)
+    with pytest.raises(HashMismatchError, match="'c'"):
+        TensorDeserializer(tmp_path / "plain", device="cpu", verify_hash=True)
+
+
+def test_a_module_is_loaded_from_shards_of_tensors_files(tmp_path):
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    samples.write_module(tmp_path / "m.tensors", model)
+    names = samples.module_names(model)
+    write_index(tmp_path, dict.fromkeys(names, "m.tensors"), name="m.tensors.index.json")
+    assert TensorDeserializer(tmp_path / "m.tensors.index.json", device="cpu").load_into_module(target) == len(names)
+    assert target.head.weight is target.embed.weight
+
+
+@pytest.fixture
+def served(folder, tmp_path):
+    """The URL of the folder's parent."""
+    if PROGRAM is None:
+        pytest.skip("nginx is not installed")
+    (tmp_path / "nginx").mkdir()
+    with nginx(tmp_path / "nginx", folder.parent) as url:
+        yield url
+
+
+def test_a_prefix_of_a_server_is_tried_under_the_usual_names(folder, served):
+    for source in ("model/", "model/model.safetensors.index.json"):
+        with TensorDeserializer(f"{served}/{source}", device="cpu") as found:
+            assert_is_all(found)
+    for nothing in ("nothing/", "nothing"):
+        with pytest.raises(FileNotFoundError):
+            TensorDeserializer(f"{served}/{nothing}", device="cpu")
+    (folder / "model.safetensors.index.json").unlink()
+    st.save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    with TensorDeserializer(f"{served}/model/", device="cpu") as found:
+        assert list(found) == ["w"]
+
+
+def test_a_missing_shard_on_a_server_is_not_found(folder, served):
+    write_index(folder, {**MAP, "z": "missing.safetensors"})
+    with pytest.raises(FileNotFoundError, match=r"missing\.safetensors"):
+        TensorDeserializer(f"{served}/model/", device="cpu")
+
+
+@pytest.mark.skipif(not s3_is_installed(), reason="no S3 server here")
+def test_a_prefix_of_a_bucket_loads_like_a_folder(folder):
+    with S3Server() as server:
+        client = server.client()
+        client.create_bucket(Bucket="models")
+        for file in folder.iterdir():
+            client.upload_file(str(file), "models", f"org/model/{file.name}")
+        for source in (
+            "s3://models/org/model/",
+            "s3://models/org/model",
+            "s3://models/org/model/model.safetensors.index.json",
+        ):
+            with TensorDeserializer(source, device="cpu", stream_options=server.arguments) as found:
+                assert_is_all(found)
