@@ -29,8 +29,6 @@ if int(setuptools.__version__.split(".")[0]) < 64:  # would build a package name
 from torch.utils.cpp_extension import BuildExtension, include_paths
 
 ROOT = Path(__file__).parent.resolve()
-KERNELS = ROOT / "csrc" / "device" / "cuda" / "kernels"
-GENERATED = ROOT / "build" / "generated"
 
 # pkg-config name, a header that proves it, link flag, and the package on Debian, Fedora and Homebrew
 LIBRARIES = [
@@ -213,7 +211,7 @@ def make_extension() -> Extension:
     return Extension(
         "tensorizer._C",
         sources=source_files(),
-        include_dirs=[str(ROOT / "csrc"), str(GENERATED), *include_paths()],
+        include_dirs=[str(ROOT / "csrc"), *include_paths()],
         depends=[*sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")), *archives],
         extra_compile_args=[*COMPILE_FLAGS, *compile_flags, *sanitizer_flags()],
         extra_link_args=[*LINK_FLAGS, *link_flags, *sanitizer_flags()],
@@ -222,11 +220,9 @@ def make_extension() -> Extension:
 
 
 class Build(BuildExtension):
-    """Compiles the CUDA kernels first, where there is an nvcc; without one the extension has none."""
+    """Checks and strips the module where its libraries are static."""
 
     def build_extensions(self) -> None:
-        script = KERNELS / "compile_kernels.py"
-        subprocess.run([sys.executable, str(script), str(GENERATED / "tensorizer_kernels.inc")], check=True)
         super().build_extensions()
         if folder_of("TENSORIZER_STATIC_DEPS"):
             for extension in self.extensions:

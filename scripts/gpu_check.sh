@@ -85,7 +85,6 @@ MAX_JOBS=${JOBS:-$(nproc)} "$python" setup.py --quiet build_ext --inplace >build
   grep -vE '^\[[0-9]+/[0-9]+\]' build/gpu-build.log >&2
   exit 1
 }
-"$python" -c 'from tensorizer import _C; print("kernels:", "embedded" if _C.cuda_has_kernels() else "none (no nvcc)")'
 
 if [ -n "$build_only" ]; then exit; fi
 echo "== tests"

@@ -40,7 +40,7 @@ def pinned_memory(device: Union[torch.device, str, int] = 0) -> PinnedMemory:
         DeviceError: There is no such device.
         ValueError: It is no CUDA device with an index.
     """
-    status = _C.cuda_ring_status(_index(device))
+    status = _C.cuda_pinned_status(_index(device))
     return PinnedMemory(status["slots"], status["free_slots"], status["slot_nbytes"], status["users"])
 
 
@@ -60,8 +60,8 @@ def release_pinned_memory(device: Optional[Union[torch.device, str, int]] = None
         ValueError: It is no CUDA device with an index.
     """
     if device is None:
-        return bool(_C.cuda_release_all_rings())
-    return bool(_C.cuda_release_ring(_index(device)))
+        return bool(_C.cuda_release_all_pinned())
+    return bool(_C.cuda_release_pinned(_index(device)))
 
 
 def set_pinned_memory(*, slots: Optional[int] = None, slot_nbytes: Optional[int] = None) -> None:

@@ -32,7 +32,7 @@ def build_fake_driver() -> Path:
     """Compiles the fake driver, once per change of its sources."""
     library = ROOT / "build" / "fake_cuda" / "libfake_cuda.so"
     library.parent.mkdir(parents=True, exist_ok=True)
-    made_of = [*FAKE.iterdir(), ROOT / "csrc" / "device" / "cuda" / "kernels" / "scatter.h"]
+    made_of = [*FAKE.iterdir()]
     with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists() or library.stat().st_mtime < max(f.stat().st_mtime for f in made_of):
@@ -61,6 +61,9 @@ class FakeDriver:
         self._declare("write", None, pointer, pointer, size)
         self._declare("compute", None, pointer, ctypes.c_int, pointer, size, ctypes.c_int, number)
         self._declare("wait", None, pointer, ctypes.c_int)
+        self._declare("hold", None, pointer, ctypes.c_int)
+        self._declare("let_go", None)
+        self._declare("allow_pageable", None, ctypes.c_int)
         self._declare("fail", None, ctypes.c_char_p)
         self._declare("set_delay", None, number, number)
         self._declare("calls", number, ctypes.c_char_p)

@@ -124,6 +124,29 @@ def test_a_cut_in_a_large_file_names_the_tensor(tmp_path):
         load(path, filter_func=lambda name: name == "broken", lazy_load=True)
 
 
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_an_offset_that_leaves_a_tebibyte_to_a_record_header_is_refused_before_it_takes_memory(tmp_path, encrypted):
+    encryption = EncryptionParams.random() if encrypted else None
+    data = samples.state_dict_bytes({"fine": tensor(), "far": torch.arange(5)}, encryption=encryption)
+    entry = fmt.read_file(data).records[-1].entry
+    place = struct.pack("<QQQ", entry.offset, entry.data_offset, entry.data_nbytes)
+    assert data.count(place) == 1
+    size = 1 << 40
+    path = tmp_path / "sparse.tensors"
+    path.write_bytes(data.replace(place, struct.pack("<QQQ", entry.offset, size - 8 - 40, 40)))
+    try:
+        with path.open("rb+") as stream:
+            stream.truncate(size)
+    except OSError:
+        pytest.skip("the file system holds no sparse file of this size")
+    keys = {"encryption": DecryptionParams.from_key(encryption.key)} if encrypted else {}
+    for options in ({}, {"lazy_load": True}, {"verify_hash": True}, {} if encrypted else {"mmap": True}):
+        before = memory.resident()
+        with pytest.raises(errors.FormatError, match=r"'far'.*record header"):
+            read_all(path, **keys, **options)
+        assert memory.resident() - before < 64 << 20
+
+
 # --- flipped bytes --------------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ def gpu(request, monkeypatch):
     yield device
     driver.reset()
     for index in range(2):
-        assert _C.cuda_release_ring(index)
+        assert _C.cuda_release_pinned(index)
     assert driver.leaks() == b""
 
 
@@ -316,25 +316,6 @@ def test_a_save_right_after_computing_writes_what_was_computed(tmp_path):
 
 
 @pytest.mark.gpu
-def test_the_scatter_kernel_gives_the_bytes_of_plain_copies():
-    if not _C.cuda_has_kernels():
-        pytest.skip("built without nvcc")
-    # Through the engine itself: many pieces per slot, of every alignment, as a load of small tensors has them.
-    sizes = [1 + (i * 37) % 4099 for i in range(4000)]
-    source = samples.stream(sum(sizes), "scatter")
-    device = torch.zeros(sum(sizes) + 3 * len(sizes), dtype=torch.uint8, device="cuda:0")
-    pieces, wanted, at, to = [], bytearray(device.numel()), 0, 0
-    for i, nbytes in enumerate(sizes):
-        pieces.append((at, device.data_ptr() + to, nbytes))
-        wanted[to : to + nbytes] = source[at : at + nbytes]
-        at, to = at + nbytes, to + nbytes + i % 4
-    stream = torch.cuda.current_stream().cuda_stream
-    engine = _C.CudaCopyEngine(0, stream, slot_nbytes=16 * MIB, scatter_kernel=True)
-    engine.upload_pieces(source, pieces)
-    assert bytes(device.cpu().numpy()) == bytes(wanted)
-
-
-@pytest.mark.gpu
 def test_a_device_that_is_full_is_an_out_of_memory_error_and_the_next_load_works():
     file = written({"x": samples.tensor((64 * MIB,), torch.uint8)})
     free, _ = torch.cuda.mem_get_info()
@@ -399,7 +380,7 @@ def test_pinned_memory_is_that_of_a_device_with_an_index(device):
 SMALL = {f"t{i}": samples.tensor((200_000,), torch.uint8, i) for i in range(30)}
 
 
-@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync:2:700", "cuEventSynchronize:2:999", "cuStreamCreate:1:999"])
+@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync:2:700", "cuEventQuery:4:999", "cuStreamCreate:1:999"])
 def test_a_failing_driver_is_a_device_error_and_the_next_load_works(gpu, fake, call):
     file = written(SMALL)
     fake.fail(call.encode())
@@ -409,10 +390,66 @@ def test_a_failing_driver_is_a_device_error_and_the_next_load_works(gpu, fake, c
     assert_loads_as_on_cpu(gpu, file)
 
 
-def test_memory_that_cannot_be_pinned_is_a_memory_error(gpu, fake):
-    fake.fail(b"cuMemHostRegister:1:2")
-    with pytest.raises(MemoryError, match="pinning"):
-        gpu.load(written(SMALL))
+def test_memory_that_cannot_be_pinned_makes_a_load_slower_and_never_fail(model_file):
+    result = run_script(
+        """
+        device.driver.fail(b",".join([b"cuMemHostRegister:1:1", b"cuMemHostAlloc:1:1"] * 12))
+        device.driver.allow_pageable(1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                assert device.load(path, verify_hash=True)["x"].numel() == 30 << 20
+        print(*[f"{w.category.__name__} {w.message}" for w in caught], sep="\\n")
+        """,
+        model_file,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("RuntimeWarning") == 1, result.stdout
+    assert "cannot be pinned" in result.stdout
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_ctrl_c_ends_a_load_behind_work_of_the_caller_that_never_ends(gpu, fake, lazy):
+    """Even a single small tensor, which is otherwise read in the calling thread."""
+    file = written({"x": samples.tensor((40 * MIB,), torch.uint8), "small": samples.tensor((10,))})
+    fake.hold(None, 0)
+    try:
+        began = []
+
+        def interrupt():
+            began.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        def load():
+            loaded = TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0", lazy_load=lazy)
+            return loaded["small"]
+
+        timer = threading.Timer(0.3, interrupt)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            load()
+        assert time.monotonic() - began[0] < 10  # a second on a machine that has nothing else to do
+        timer.join()
+    finally:
+        fake.let_go()
+        fake.wait(None, 0)
+    assert_loads_as_on_cpu(gpu, file)
+
+
+def test_a_loop_over_single_tensors_makes_no_streams_events_or_threads(gpu, fake, tmp_path):
+    state = {f"t{i}": samples.tensor((1000 + i,), torch.float32, i) for i in range(40)}
+    path = tmp_path / "many.tensors"
+    path.write_bytes(written(state).getvalue())
+    lazy = TensorDeserializer(path, device="cuda:0", lazy_load=True)
+    first = gpu.fetch(lazy["t0"])
+    assert samples.same(first, state["t0"])
+    calls = {name: fake.calls(name) for name in (b"cuStreamCreate", b"cuEventCreate", b"cuMemHostRegister")}
+    threads = len(os.listdir("/proc/self/task"))
+    for name, value in state.items():
+        assert samples.same(gpu.fetch(lazy[name]), value)
+        assert len(os.listdir("/proc/self/task")) <= threads
+    assert {name: fake.calls(name) for name in calls} == calls
+    lazy.close()
 
 
 def test_ctrl_c_ends_a_load_with_copies_in_flight_and_the_next_load_works(gpu, fake):

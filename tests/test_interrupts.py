@@ -268,6 +268,38 @@ def test_loads_and_saves_leave_no_threads_behind(run, slow_file, tmp_path):
     assert run(program, slow_file, tmp_path / "g").stdout == "True\n"
 
 
+NO_THREADS = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+attributes = ctypes.create_string_buffer(256)
+libc.pthread_getattr_default_np(attributes)
+libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 47))  # more than there are addresses
+assert libc.pthread_setattr_default_np(attributes) == 0
+"""
+
+
+def test_loads_and_saves_go_on_where_no_thread_can_be_made(run, tmp_path):
+    program = (
+        textwrap.dedent(NO_THREADS)
+        + """
+from tensorizer import DecryptionParams, EncryptionParams
+torch.set_num_threads(1)
+before = tasks()
+state = {f"t{i}": torch.arange(3_000_000 + i) for i in range(3)}
+encryption = EncryptionParams.random()
+for options in ({}, {"encryption": encryption}):
+    serializer = TensorSerializer(sys.argv[1], fsync=False, **options)
+    serializer.write_state_dict(state)
+    serializer.close()
+    keys = {"encryption": DecryptionParams.from_key(encryption.key)} if options else {}
+    with TensorDeserializer(sys.argv[1], device="cpu", verify_hash=True, num_readers=4, **keys) as again:
+        print(all(torch.equal(value, state[name]) for name, value in again.items()), tasks() <= before)
+"""
+    )
+    result = run(program, tmp_path / "g")
+    assert result.stdout == "True True\n" * 2, result.stderr
+
+
 # --- exit and fork --------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +361,25 @@ def test_a_forked_child_can_load_and_save(run, slow_file, tmp_path, moment):
     """
     result = run(program, slow_file, tmp_path / "g", moment)
     assert result.stdout == "0\n", result.stderr
+
+
+def test_a_child_that_is_forked_during_a_load_and_exits_normally_ends_at_once(run, slow_file):
+    program = """
+    import warnings
+    warnings.simplefilter("ignore")
+    def work():
+        TensorDeserializer(Trickle(open(sys.argv[1], "rb").read()), device="cpu")
+    threading.Thread(target=work, daemon=True).start()
+    Trickle.started.wait(20)
+    child = os.fork()
+    if child == 0:
+        sys.exit(7)
+    began = time.monotonic()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(status, time.monotonic() - began < 5)
+    """
+    result = run(program, slow_file)
+    assert result.stdout == "7 True\n", result.stderr
 
 
 def test_a_lazy_object_opened_before_a_fork_serves_parent_and_child(run, slow_file):

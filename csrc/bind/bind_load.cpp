@@ -12,6 +12,7 @@
 #include "bind/torch_bridge.h"
 #include "core/checked_math.h"
 #include "core/error.h"
+#include "core/run_units.h"
 #include "core/stop.h"
 #include "core/task_group.h"
 #include "device/kept_memory.h"
@@ -170,8 +171,10 @@ class LoadBatch {
   py::list parameters(TensorFactory& factory) {
     py::list result(targets_.size());
     for (size_t i = 0; i < targets_.size(); ++i) {
-      const TensorDtype& dtype = factory.dtype(session_->headers()->headers[i].dtype);
-      result[i] = factory.parameter(host_tensor(factory, dtype, i), dtype.differentiable);
+      const format::RecordHeader header = session_->headers()->header(i);
+      const TensorDtype& dtype = factory.dtype(header.dtype);
+      result[i] =
+          factory.parameter(host_tensor(factory, dtype, header.shape, i), dtype.differentiable);
     }
     return result;
   }
@@ -179,7 +182,8 @@ class LoadBatch {
   py::list tensors(TensorFactory& factory) {
     py::list result(targets_.size());
     for (size_t i = 0; i < targets_.size(); ++i) {
-      result[i] = host_tensor(factory, factory.dtype(session_->headers()->headers[i].dtype), i);
+      const format::RecordHeader header = session_->headers()->header(i);
+      result[i] = host_tensor(factory, factory.dtype(header.dtype), header.shape, i);
     }
     return result;
   }
@@ -188,21 +192,16 @@ class LoadBatch {
   static void run_sessions(const std::vector<LoadBatch*>& batches, unsigned at_once,
                            const std::stop_token& stop) {
     std::atomic<size_t> next{0};
-    TaskGroup group;
-    const std::stop_callback forward(stop, [&group] { group.request_stop(); });
-    for (size_t i = 0; i < std::min<size_t>(std::max(at_once, 1U), batches.size()); ++i) {
-      group.spawn([&](const std::stop_token& token) {
-        for (size_t n = next++; n < batches.size(); n = next++) batches[n]->session_->run(token);
-      });
-    }
-    group.join();
-    throw_if_stopped(stop);
+    const auto threads = std::min<size_t>(std::max(at_once, 1U), batches.size());
+    run_workers(static_cast<unsigned>(threads), stop, [&](const std::stop_token& token) {
+      for (size_t n = next++; n < batches.size(); n = next++) batches[n]->session_->run(token);
+    });
   }
 
-  py::object host_tensor(TensorFactory& factory, const TensorDtype& dtype, size_t i) {
-    LoadTarget& target = targets_[i];
-    return factory.tensor(dtype, session_->headers()->headers[i].shape, target.destination.data,
-                          target.destination.owner);
+  py::object host_tensor(TensorFactory& factory, const TensorDtype& dtype,
+                         std::span<const uint64_t> shape, size_t i) {
+    const LoadTarget& target = targets_[i];
+    return factory.tensor(dtype, shape, target.destination.data, target.destination.owner);
   }
 
   // Tensors whose payload is aligned for their element become views of the mapping; the others are
@@ -240,7 +239,7 @@ class LoadBatch {
 // (hash type, value) of one record, as stored.
 py::list stored_hashes(const LoadedHeaders& headers, size_t i) {
   py::list result;
-  for (const format::StoredHash& hash : headers.headers.at(i).hashes) {
+  for (const format::StoredHash& hash : headers.header(i).hashes) {
     result.append(py::make_tuple(
         static_cast<int>(hash.type),
         py::bytes(reinterpret_cast<const char*>(hash.value.data()), hash.value.size())));
@@ -248,24 +247,10 @@ py::list stored_hashes(const LoadedHeaders& headers, size_t i) {
   return result;
 }
 
-// Whether bytes elsewhere are those the record was written with: its header digests, continued with
-// them.
+// Whether bytes elsewhere are those the record was written with.
 bool matches(const LoadedHeaders& headers, size_t i, uint64_t address, uint64_t nbytes) {
-  const format::RecordHeader& header = headers.headers.at(i);
   const std::span<const std::byte> data(reinterpret_cast<const std::byte*>(address), nbytes);
-  return run_interruptible([&](const std::stop_token&) {
-    format::HeaderDigest digest = format::digest_header(headers.bytes_of(i), header, true, true);
-    const uint32_t crc32 = format::crc32(digest.crc32, data);
-    digest.sha256.update(data);
-    const format::Sha256Digest sha256 = digest.sha256.finish();
-    try {
-      format::check_hashes(header, &crc32, &sha256);
-      return true;
-    } catch (const Error& error) {
-      if (error.code() != Errc::hash_mismatch) throw;
-      return false;
-    }
-  });
+  return run_interruptible([&](const std::stop_token&) { return headers.matches(i, data); });
 }
 
 void register_index(py::module_& m) {
@@ -353,13 +338,15 @@ void register_batch(py::module_& m) {
   py::class_<LoadedHeaders, std::shared_ptr<LoadedHeaders>>(m, "LoadedHeaders")
       .def("dtype",
            [](const LoadedHeaders& h, size_t i) {
-             const std::string_view dtype = h.headers.at(i).dtype;
+             const std::string_view dtype = h.header(i).dtype;  // borrows from h
              return py::bytes(dtype.data(), dtype.size());
            })
       .def("shape",
-           [](const LoadedHeaders& h, size_t i) { return shape_tuple(h.headers.at(i).shape); })
-      .def("module_idx",
-           [](const LoadedHeaders& h, size_t i) { return h.headers.at(i).module_idx; })
+           [](const LoadedHeaders& h, size_t i) {
+             const format::RecordHeader header = h.header(i);
+             return shape_tuple(header.shape);
+           })
+      .def("module_idx", [](const LoadedHeaders& h, size_t i) { return h.header(i).module_idx; })
       .def("hashes", &stored_hashes)
       .def("matches", &matches, py::arg("i"), py::arg("address"), py::arg("nbytes"));
   py::class_<LoadBatch>(m, "LoadBatch")

@@ -9,7 +9,7 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
-#include "core/run_workers.h"
+#include "core/run_units.h"
 #include "core/stop.h"
 #include "core/threads.h"
 #include "format/digest.h"

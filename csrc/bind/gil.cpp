@@ -1,14 +1,31 @@
 #include "bind/gil.h"
 
+#include <pthread.h>
 #include <unistd.h>
+
+#include <atomic>
 
 #include "core/error.h"
 
 namespace tensorizer::bind {
 
+namespace {
+
+// Never destroyed: threads may outlive static objects.
+std::atomic<ActiveWork*> current_work{nullptr};
+
+}  // namespace
+
+// A forked child starts with none of the parent's work: the threads that would end it are not
+// there, and one of them may have held the lock.
 ActiveWork& ActiveWork::instance() {
-  static auto* const work = new ActiveWork;  // never destroyed: threads may outlive static objects
-  return *work;
+  static const bool made = [] {
+    current_work.store(new ActiveWork);
+    ::pthread_atfork(nullptr, nullptr, [] { current_work.store(new ActiveWork); });
+    return true;
+  }();
+  static_cast<void>(made);
+  return *current_work.load();
 }
 
 void ActiveWork::enter(TaskGroup& group) {

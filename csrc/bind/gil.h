@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <system_error>
 #include <type_traits>
 #include <utility>
 
@@ -70,7 +71,8 @@ class ActiveWork {
   bool shutting_down_ GUARDED_BY(mutex_) = false;
 };
 
-// Where work runs while its caller waits. `here` is for what takes a few milliseconds at most:
+// Where work runs while its caller waits; also here where the system has no thread to give. `here`
+// is for what takes a few milliseconds at most:
 // nobody looks for Ctrl-C meanwhile, and no thread has to be woken.
 enum class Where { helper_thread, here };
 
@@ -107,14 +109,19 @@ auto run_interruptible(Where where, Fn&& fn, Poll&& on_poll, Exit&& on_exit) {
         result.emplace(fn(stop));
       }
     };
-    if (where == Where::helper_thread) {
-      group.spawn(work);
+    bool here = where == Where::here;
+    try {
+      if (!here) group.spawn(work);
+    } catch (const std::system_error&) {  // no thread to be had
+      here = true;
+    }
+    if (!here) {
       while (!interruption && !group.wait_for(kSignalPollInterval)) look();
       if (interruption) group.request_stop();
     }
     std::exception_ptr failure;
     try {
-      if (where == Where::here) work(group.stop_token());
+      if (here) work(group.stop_token());
       group.join();
     } catch (...) {
       failure = std::current_exception();

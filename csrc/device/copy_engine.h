@@ -1,23 +1,23 @@
-// Moves bytes between host staging slots and device memory. One engine per device and direction of
-// a session.
+// Moves bytes between pinned host buffers and device memory. One engine is one load or save on one
+// device; each of its workers has a lane of its own.
 //
-// A host destination needs no engine: readers write to it directly. For a device, a worker leases a
-// slot, fills it (read, decrypt, digest), and submits it with a list of pieces; the engine copies
-// asynchronously, straight to the final addresses, and the slot returns to the ring when its copies
-// are done. All methods are safe from many threads.
+// A host destination needs no engine: readers write to it directly. For a device, a worker takes a
+// buffer, fills it (read, decrypt), sends pieces of it, goes on with the next buffer, and waits for
+// its own oldest copies when it has no buffer left. Buffers come out of one budget of the device,
+// shared by all loads and saves of the process.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <stop_token>
-#include <utility>
 
 namespace tensorizer::device {
 
-// `nbytes` from `slot_offset` in a slot to (or from) the device address.
+// `nbytes` from `buffer_offset` in a buffer to (or from) the device address.
 struct CopyPiece {
-  uint64_t slot_offset;
+  uint64_t buffer_offset;
   std::byte* device_address;
   uint64_t nbytes;
 };
@@ -28,75 +28,62 @@ struct DeviceRange {
   uint64_t nbytes;
 };
 
-class CopyEngine;
-
-// One staging slot, on loan. Gives itself back to its engine when it dies unsubmitted.
-class SlotLease {
+// One worker's way to or from a device: a few buffers, copies in the order in which they are asked
+// for. Made, used and destroyed by one thread. When it dies no copy of it touches any memory any
+// more, and its buffers are back in the budget.
+class Lane {
  public:
-  SlotLease() = default;
-  SlotLease(CopyEngine* engine, unsigned slot, std::span<std::byte> bytes) noexcept
-      : engine_(engine), slot_(slot), bytes_(bytes) {}
-  SlotLease(SlotLease&& other) noexcept
-      : engine_(std::exchange(other.engine_, nullptr)), slot_(other.slot_), bytes_(other.bytes_) {}
-  SlotLease& operator=(SlotLease&& other) noexcept {
-    std::swap(engine_, other.engine_);
-    std::swap(slot_, other.slot_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
-  }
-  ~SlotLease();
+  virtual ~Lane() = default;
 
-  explicit operator bool() const noexcept { return engine_ != nullptr; }
-  std::span<std::byte> bytes() const noexcept { return bytes_; }
-  unsigned slot() const noexcept { return slot_; }
-  void forget() noexcept { engine_ = nullptr; }
+  // The buffer to fill next, which send() and fetch() are about from now on. Empty where none can
+  // be had at once: then wait(), and try again.
+  virtual std::span<std::byte> try_acquire() = 0;
 
- private:
-  CopyEngine* engine_ = nullptr;
-  unsigned slot_ = 0;
-  std::span<std::byte> bytes_;
+  // Ends the use of the oldest buffer that try_acquire() returned and wait() has not ended: returns
+  // when its copies are done. Its bytes may be gone then: others wait for buffers too. Where there
+  // is none, waits until the budget has a buffer. Throws Error: cancelled, device.
+  virtual void wait(const std::stop_token& stop) = 0;
+
+  // Starts copying pieces of the buffer to the device; returns at once. Once per buffer. The first
+  // call waits until the caller's earlier work on the device's memory is done, as fetch() does.
+  // Throws Error: cancelled, device.
+  virtual void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) = 0;
+
+  // Copies pieces from the device into the buffer and waits for them.
+  virtual void fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) = 0;
+
+  // Returns when all copies are done. Throws Error: cancelled, device.
+  virtual void finish(const std::stop_token& stop) = 0;
 };
+
+// The next buffer of a lane. `release` is called before the lane's oldest buffer may be used again.
+template <class Release>
+std::span<std::byte> next_buffer(Lane& lane, const std::stop_token& stop, Release&& release) {
+  for (;;) {
+    const std::span<std::byte> buffer = lane.try_acquire();
+    if (!buffer.empty()) return buffer;
+    release();
+    lane.wait(stop);
+  }
+}
 
 class CopyEngine {
  public:
   virtual ~CopyEngine() = default;
 
-  // Bytes of one slot: no unit may need more.
-  virtual uint64_t slot_nbytes() const noexcept = 0;
+  // Bytes of one buffer: no unit may need more.
+  virtual uint64_t buffer_nbytes() const noexcept = 0;
 
-  // Blocks until a slot is free. Throws Error(cancelled) on stop, Error(device) when an earlier
-  // copy failed.
-  virtual SlotLease acquire(const std::stop_token& stop) = 0;
+  // True when the caller's earlier work on the device's memory is done: copies may start.
+  virtual bool is_ready() const noexcept = 0;
 
-  // Load: starts copying the pieces to the device; the slot is free again when they are done.
-  // Returns at once.
-  virtual void submit(SlotLease lease, std::span<const CopyPiece> pieces) = 0;
+  // A lane for the calling thread. REQUIRES: the engine outlives it.
+  virtual std::unique_ptr<Lane> make_lane() = 0;
 
-  // Save: copies the pieces from the device into the slot, ordered after the caller's stream, and
-  // waits for them.
-  virtual void fetch(const SlotLease& lease, std::span<const CopyPiece> pieces,
-                     const std::stop_token& stop) = 0;
-
-  // Returns when no copy touches the caller's memory any more; throws the first failure. Work that
-  // the caller puts on its own stream afterwards sees the data.
-  virtual void drain() = 0;
-
-  // After a failure: drops copies that have not begun, waits for those that have, and for nothing
-  // else. Then no copy touches the caller's memory any more. The other methods throw from now on.
-  virtual void abandon() noexcept = 0;
-
-  // After abandon(): overwrites destinations of a load with zeros and waits until they are. Writes
-  // nothing where no copy had begun since the destinations were allocated; gives up, silently,
-  // where the device takes no more orders: the first failure is on its way to the caller.
+  // After a failed load, when all its lanes are gone: overwrites destinations with zeros and waits
+  // until they are. Writes nothing where no copy had begun at all; gives up, silently, where
+  // the device takes no more orders: the first failure is on its way to the caller.
   virtual void wipe(std::span<const DeviceRange> destinations) noexcept = 0;
-
- private:
-  friend class SlotLease;
-  virtual void give_back(unsigned slot) noexcept = 0;
 };
-
-inline SlotLease::~SlotLease() {
-  if (engine_) engine_->give_back(slot_);
-}
 
 }  // namespace tensorizer::device

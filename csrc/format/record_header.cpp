@@ -10,6 +10,10 @@ namespace tensorizer::format {
 namespace {
 
 constexpr size_t kTrailerNbytes = 8;  // the data length ends the header, whatever stands before it
+constexpr uint64_t kMaxPaddingNbytes = uint64_t{1} << 20;
+constexpr uint64_t kMaxBlockNbytes = 65535;  // of what a u16 counts: a name, a hash block, a salt
+constexpr uint64_t kMaxDerivations = 16;     // far more than the one that is legal
+constexpr uint64_t kSmallestChunkNbytes = 1024;
 
 [[noreturn]] void fail(const IndexEntry& entry, const std::string& problem) {
   throw Error(Errc::malformed,
@@ -65,6 +69,22 @@ std::vector<StoredHash> parse_hashes(ByteCursor& cursor) {
   return hashes;  // bytes behind the last entry are nobody's
 }
 
+// From the module index to the hashes.
+RecordHeader parse_fields(ByteCursor& cursor, const IndexEntry& entry) {
+  RecordHeader header;
+  header.module_idx = cursor.read_le<uint16_t>("module index");
+  const auto type = cursor.read_le<uint8_t>("tensor type");
+  if (type > 2)
+    fail(entry, "tensor type " + std::to_string(type) + " is not known, 0, 1 and 2 are");
+  header.type = static_cast<TensorType>(type);
+  header.name = cursor.take_text(cursor.read_le<uint16_t>("name length"), "name");
+  header.dtype = cursor.take_text(cursor.read_le<uint8_t>("dtype length"), "dtype");
+  header.shape = parse_shape(cursor, entry.wide_dims());
+  header.hashes = parse_hashes(cursor);
+  header.crypt_begin = header.crypt_end = cursor.position();
+  return header;
+}
+
 void check_naming(const RecordHeader& header, const IndexEntry& entry) {
   if (header.type == TensorType::state_dict || !is_structured_name(header.name)) return;
   const TensorPath path = decode_name(header.name);
@@ -108,7 +128,6 @@ HeaderDigest digest_without_crypt(std::span<const std::byte> bytes, uint64_t cry
   for (const auto part : {bytes.first(crypt_begin), bytes.subspan(crypt_end)}) {
     if (want_crc32) digest.crc32 = crc32(digest.crc32, part);
     if (want_sha256) digest.sha256.update(part);
-    digest.nbytes += part.size();
   }
   return digest;
 }
@@ -132,6 +151,24 @@ void check_hash(const RecordHeader& header, const StoredHash& hash, const char* 
 
 }  // namespace
 
+uint64_t max_record_header_nbytes(const IndexEntry& entry, bool has_crypt_info) noexcept {
+  constexpr uint64_t kFixedNbytes = 64;  // lengths, counts, type, module index, data length
+  constexpr uint64_t kMaxDtypeNbytes = 255;
+  uint64_t nbytes = kFixedNbytes + kMaxBlockNbytes + kMaxDtypeNbytes +
+                    entry.shape.size() * sizeof(uint64_t) + kMaxBlockNbytes + kMaxPaddingNbytes;
+  if (!has_crypt_info) return nbytes;
+  nbytes += kMaxDerivations * (kFixedNbytes + kMaxBlockNbytes) + kFixedNbytes + kNonceNbytes;
+  return nbytes + (entry.data_nbytes / kSmallestChunkNbytes + 1) * kMacNbytes;
+}
+
+RecordHeader parse_header_front(std::span<const std::byte> front, const IndexEntry& entry) {
+  ByteCursor cursor(front, "record header", entry.offset);
+  cursor.read_le<uint64_t>("header size");
+  RecordHeader header = parse_fields(cursor, entry);
+  header.data_nbytes = entry.data_nbytes;
+  return header;
+}
+
 RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEntry& entry,
                                  bool has_crypt_info) {
   if (bytes.size() < kTrailerNbytes) fail(entry, "only " + std::to_string(bytes.size()) + " bytes");
@@ -142,17 +179,7 @@ RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEn
     fail(entry, "a size of " + std::to_string(nbytes) + " bytes, the index leaves " +
                     std::to_string(bytes.size()));
   }
-  RecordHeader header;
-  header.module_idx = cursor.read_le<uint16_t>("module index");
-  const auto type = cursor.read_le<uint8_t>("tensor type");
-  if (type > 2)
-    fail(entry, "tensor type " + std::to_string(type) + " is not known, 0, 1 and 2 are");
-  header.type = static_cast<TensorType>(type);
-  header.name = cursor.take_text(cursor.read_le<uint16_t>("name length"), "name");
-  header.dtype = cursor.take_text(cursor.read_le<uint8_t>("dtype length"), "dtype");
-  header.shape = parse_shape(cursor, entry.wide_dims());
-  header.hashes = parse_hashes(cursor);
-  header.crypt_begin = header.crypt_end = cursor.position();
+  RecordHeader header = parse_fields(cursor, entry);
   if (has_crypt_info) {
     const auto block_nbytes = cursor.read_le<uint64_t>("crypt_info length");
     const uint64_t at = cursor.offset();

@@ -37,10 +37,18 @@ struct RecordHeader {
   uint64_t data_nbytes = 0;
 };
 
+// More than any record header of this entry can take whose padding is at most 1 MiB: what its name,
+// rank, hashes and MACs allow. A larger distance in the index is damage.
+uint64_t max_record_header_nbytes(const IndexEntry& entry, bool has_crypt_info) noexcept;
+
 // Parses a whole record header: `bytes` are all header_nbytes() of it, at `entry.offset`. The
 // result borrows `bytes`. Throws Error: malformed, crypto.
 RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEntry& entry,
                                  bool has_crypt_info);
+
+// The fields of a header that was parsed before, from its first crypt_begin bytes alone. The result
+// borrows `front`. REQUIRES: parse_record_header accepted the whole.
+RecordHeader parse_header_front(std::span<const std::byte> front, const IndexEntry& entry);
 
 // The header against its index entry: header size, name (as a path: the spellings may differ),
 // type-dependent naming, dtype, shape, lengths, with the exceptions of format.md 5.5 (index dtype
@@ -52,8 +60,7 @@ void check_against_index(const RecordHeader& header, const IndexEntry& entry);
 // crypt_info. Both are ready to take the payload.
 struct HeaderDigest {
   uint32_t crc32 = 0;
-  uint64_t nbytes = 0;  // bytes that went in
-  Sha256 sha256;        // ready to take the payload
+  Sha256 sha256;
 };
 HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader& header,
                            bool want_crc32, bool want_sha256);

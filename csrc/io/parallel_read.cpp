@@ -4,8 +4,7 @@
 #include <atomic>
 
 #include "core/checked_math.h"
-#include "core/error.h"
-#include "core/task_group.h"
+#include "core/run_units.h"
 
 namespace tensorizer::io {
 
@@ -16,20 +15,13 @@ void read_parallel(RangeSource& source, uint64_t offset, Slice into, const std::
   const uint64_t workers = traits.sequential ? 1 : std::min<uint64_t>(traits.concurrency, units);
   if (workers <= 1) return source.read_at(offset, into, stop);
   std::atomic<uint64_t> next{0};
-  TaskGroup group;
-  const std::stop_callback forward(stop, [&group] { group.request_stop(); });
-  for (uint64_t i = 0; i < workers; ++i) {
-    group.spawn([&](const std::stop_token& stop_all) {
-      for (uint64_t k = next.fetch_add(1); k < units && !stop_all.stop_requested();
-           k = next.fetch_add(1)) {
-        const uint64_t begin = k * unit;
-        const size_t nbytes = static_cast<size_t>(std::min<uint64_t>(unit, into.size() - begin));
-        source.read_at(offset + begin, into.subspan(static_cast<size_t>(begin), nbytes), stop_all);
-      }
-    });
-  }
-  group.join();
-  if (stop.stop_requested()) throw Error(Errc::cancelled, "cancelled");
+  run_workers(static_cast<unsigned>(workers), stop, [&](const std::stop_token& stop_all) {
+    for (uint64_t k = next++; k < units && !stop_all.stop_requested(); k = next++) {
+      const uint64_t begin = k * unit;
+      const size_t nbytes = static_cast<size_t>(std::min<uint64_t>(unit, into.size() - begin));
+      source.read_at(offset + begin, into.subspan(static_cast<size_t>(begin), nbytes), stop_all);
+    }
+  });
 }
 
 }  // namespace tensorizer::io

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/checked_math.h"
+#include "digest/deal.h"
 
 namespace tensorizer::load {
 namespace {
@@ -12,98 +13,84 @@ class Planner {
   Planner(const PlanOptions& options, LoadPlan& plan) : options_(options), plan_(plan) {}
 
   void add_record(uint32_t target, const format::IndexEntry& entry) {
-    plan_.payload_steps.push_back(0);
-    const uint64_t header_nbytes = entry.header_nbytes();
-    const bool payload = options_.payloads && entry.data_nbytes > 0;
-    if (header_nbytes == 0 && !payload) return;
-    begin_record(entry.offset, header_nbytes);
-    if (header_nbytes > 0) add({Segment::Kind::header, target, 0, entry.offset, header_nbytes, 0});
-    if (payload) add_payload(target, entry);
+    const uint64_t payload = options_.payloads ? entry.data_nbytes : 0;
+    plan_.hash_steps.push_back(0);
+    if (entry.header_nbytes() == 0 && payload == 0) return;  // a container without record headers
+    if (open_ && !joins(entry, payload)) close();
+    if (entry.header_nbytes() > 0)
+      add(Piece::Kind::header, target, 0, entry.offset, 0, entry.header_nbytes());
+    const bool in_one_unit = add_payload(target, entry.data_offset, payload);
+    if (in_one_unit) plan_.hash_steps[target] = 0;
+    if (!in_one_unit && deals()) close();
   }
 
-  void finish() { close_unit(); }
+  void finish() { close(); }
 
  private:
-  // Joins the record to the open unit, with a skip over the gap, or starts a new unit.
-  void begin_record(uint64_t offset, uint64_t header_nbytes) {
-    if (!open_) return;
-    const uint64_t gap = offset - end_;
-    if (gap > options_.gap_nbytes || unit_nbytes() + gap + header_nbytes > options_.unit_nbytes) {
-      close_unit();
-    } else if (gap > 0) {
-      add({Segment::Kind::skip, 0, 0, end_, gap, 0});
-    }
-  }
-
-  void add_payload(uint32_t target, const format::IndexEntry& entry) {
-    const uint64_t cut = options_.cut_nbytes;
-    uint64_t done = 0;
-    while (done < entry.data_nbytes) {
-      const uint64_t left = entry.data_nbytes - done;
-      const uint64_t room = options_.unit_nbytes - std::min(unit_nbytes(), options_.unit_nbytes);
-      uint64_t step = left;
-      if (left > room) {
-        // Small tensors move whole to the next unit; large ones fill this one up to a legal cut.
-        step = align_down(room, cut);
-        if (step == 0 || left <= options_.unit_nbytes / 4) {
-          if (open_ && unit_nbytes() > pending_header_nbytes_) {
-            close_unit_keeping_header();
-            continue;
-          }
-          step = std::min(left, std::max(align_down(options_.unit_nbytes, cut), cut));
-        }
-      }
-      add({Segment::Kind::payload, target, plan_.payload_steps[target]++, entry.data_offset + done,
-           step, done});
-      done += step;
-      if (done < entry.data_nbytes && unit_nbytes() + cut > options_.unit_nbytes) close_unit();
-    }
-  }
-
+  bool deals() const noexcept { return options_.large_at_once > 0; }
   uint64_t unit_nbytes() const noexcept { return open_ ? end_ - begin_ : 0; }
 
-  void add(const Segment& segment) {
+  // Whether the record goes on with the open unit. What is small moves whole to the next unit; what
+  // is large fills this one, up to a legal cut.
+  bool joins(const format::IndexEntry& entry, uint64_t payload) const noexcept {
+    const uint64_t gap = entry.offset - end_;
+    if (gap > options_.gap_nbytes) return false;
+    const uint64_t before = unit_nbytes() + gap + entry.header_nbytes();
+    if (before > options_.unit_nbytes) return false;
+    if (payload <= options_.unit_nbytes - before) return true;
+    return !deals() && payload > options_.unit_nbytes / 4 &&
+           options_.cut_nbytes <= options_.unit_nbytes - before;
+  }
+
+  // True when all of the record is in one unit.
+  bool add_payload(uint32_t target, uint64_t offset, uint64_t nbytes) {
+    const uint64_t first_unit = plan_.units.size();
+    for (uint64_t done = 0; done < nbytes;) {
+      const uint64_t step = next_step(nbytes - done);
+      if (step == 0) {
+        close();  // the header alone
+        continue;
+      }
+      add(Piece::Kind::payload, target, plan_.hash_steps[target]++, offset + done, done, step);
+      done += step;
+      if (done < nbytes) close();
+    }
+    return plan_.units.size() == first_unit;
+  }
+
+  // How much of what is left goes to the open unit; 0: nothing fits beside what is there.
+  uint64_t next_step(uint64_t left) const noexcept {
+    const uint64_t room = options_.unit_nbytes - std::min(unit_nbytes(), options_.unit_nbytes);
+    if (left <= room) return left;
+    const uint64_t step = align_down(room, options_.cut_nbytes);
+    if (step > 0) return step;
+    // A header that leaves no room for a piece takes one along nevertheless, if it may.
+    const uint64_t least = std::min(
+        left, std::max(align_down(options_.unit_nbytes, options_.cut_nbytes), options_.cut_nbytes));
+    return least <= options_.buffer_nbytes - std::min(unit_nbytes(), options_.buffer_nbytes) ||
+                   !open_
+               ? least
+               : 0;
+  }
+
+  void add(Piece::Kind kind, uint32_t target, uint32_t step, uint64_t offset,
+           uint64_t target_offset, uint64_t nbytes) {
     if (!open_) {
       open_ = true;
-      begin_ = segment.offset;
-      first_ = static_cast<uint32_t>(plan_.segments.size());
+      begin_ = offset;
+      first_ = static_cast<uint32_t>(plan_.pieces.size());
       payload_nbytes_ = 0;
     }
-    pending_header_nbytes_ = segment.kind == Segment::Kind::header ? segment.nbytes : 0;
-    if (segment.kind == Segment::Kind::payload) payload_nbytes_ += segment.nbytes;
-    plan_.segments.push_back(segment);
-    end_ = segment.offset + segment.nbytes;
+    if (kind == Piece::Kind::payload) payload_nbytes_ += nbytes;
+    plan_.pieces.push_back({kind, target, step, offset - begin_, target_offset, nbytes});
+    end_ = offset + nbytes;
   }
 
-  void close_unit() {
+  void close() {
     if (!open_) return;
-    plan_.units.push_back({first_, static_cast<uint32_t>(plan_.segments.size()) - first_, begin_,
+    plan_.units.push_back({first_, static_cast<uint32_t>(plan_.pieces.size()) - first_, begin_,
                            end_ - begin_, payload_nbytes_});
     open_ = false;
-    pending_header_nbytes_ = 0;
-  }
-
-  // A header just added belongs with its payload: it opens the next unit instead of ending this
-  // one.
-  void close_unit_keeping_header() {
-    if (pending_header_nbytes_ == 0) {
-      close_unit();
-      return;
-    }
-    const Segment header = plan_.segments.back();
-    plan_.segments.pop_back();
-    end_ = header.offset;
-    if (!plan_.segments.empty() && plan_.segments.back().kind == Segment::Kind::skip &&
-        plan_.segments.size() > first_) {
-      end_ = plan_.segments.back().offset;  // nothing follows the gap in this unit
-      plan_.segments.pop_back();
-    }
-    if (plan_.segments.size() == first_) {
-      open_ = false;
-    } else {
-      close_unit();
-    }
-    add(header);
   }
 
   const PlanOptions& options_;
@@ -111,22 +98,35 @@ class Planner {
   bool open_ = false;
   uint64_t begin_ = 0, end_ = 0;
   uint64_t payload_nbytes_ = 0;
-  uint64_t pending_header_nbytes_ = 0;  // set while the unit's last segment is a header
   uint32_t first_ = 0;
 };
+
+void deal_units(LoadPlan& plan, size_t large_at_once) {
+  std::vector<uint32_t> records;
+  records.reserve(plan.units.size());
+  for (const Unit& unit : plan.units) {
+    const uint32_t target = plan.pieces[unit.first_piece].target;
+    records.push_back(plan.hash_steps[target] > 0 ? target : digest::kNoRecord);
+  }
+  std::vector<Unit> dealt;
+  dealt.reserve(plan.units.size());
+  for (const uint32_t number : digest::deal(records, large_at_once))
+    dealt.push_back(plan.units[number]);
+  plan.units = std::move(dealt);
+}
 
 }  // namespace
 
 LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selection,
                    const PlanOptions& options) {
   LoadPlan plan;
-  plan.segments.reserve(selection.size() * 2);
-  plan.payload_steps.reserve(selection.size());
+  plan.pieces.reserve(selection.size() * 2);
+  plan.hash_steps.reserve(selection.size());
   Planner planner(options, plan);
-  for (uint32_t target = 0; target < selection.size(); ++target) {
+  for (uint32_t target = 0; target < selection.size(); ++target)
     planner.add_record(target, index[selection[target]]);
-  }
   planner.finish();
+  if (options.large_at_once > 0) deal_units(plan, options.large_at_once);
   return plan;
 }
 

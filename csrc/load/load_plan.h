@@ -2,11 +2,13 @@
 //
 // Selected records are joined to runs where the bytes between them are cheaper to read than to
 // skip; runs are cut to units along file offsets, so a large tensor is many units and many small
-// tensors are one. Record headers are never cut; payloads of encrypted files are cut at cipher
-// chunk boundaries only.
+// tensors are one. A unit is one contiguous stretch of the source, and the place of a piece in it
+// is its place in any buffer that the unit is read to. Record headers are never cut; payloads of
+// encrypted files are cut at cipher chunk boundaries only.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -14,28 +16,33 @@
 
 namespace tensorizer::load {
 
-struct Segment {
-  enum class Kind : uint8_t { header, payload, skip };
+struct Piece {
+  enum class Kind : uint8_t { header, payload };
   Kind kind;
-  uint32_t target;  // position in the selection (skip: unused)
-  uint32_t step;    // payload: number of this segment within its tensor
-  uint64_t offset;  // absolute position in the source
+  uint32_t target;         // position in the selection
+  uint32_t step;           // payload: number of this piece within its tensor
+  uint64_t unit_offset;    // from the unit's first byte
+  uint64_t target_offset;  // payload: from the tensor's first byte
   uint64_t nbytes;
-  uint64_t target_offset;  // payload: position within the tensor
 };
 
 struct Unit {
-  uint32_t first_segment;
-  uint32_t segment_count;
-  uint64_t offset;
+  uint32_t first_piece;
+  uint32_t piece_count;
+  uint64_t offset;  // absolute position in the source
   uint64_t nbytes;
   uint64_t payload_nbytes;
 };
 
 struct LoadPlan {
-  std::vector<Segment> segments;
-  std::vector<Unit> units;
-  std::vector<uint32_t> payload_steps;  // per target: payload segments
+  std::vector<Piece> pieces;         // in the order of the source
+  std::vector<Unit> units;           // in the order in which to take them
+  std::vector<uint32_t> hash_steps;  // per target: payload pieces; 0: header and payload are in one
+                                     // unit
+
+  std::span<const Piece> pieces_of(const Unit& unit) const noexcept {
+    return std::span(pieces).subspan(unit.first_piece, unit.piece_count);
+  }
 };
 
 struct PlanOptions {
@@ -44,6 +51,11 @@ struct PlanOptions {
   uint64_t cut_nbytes =
       4096;              // payloads are cut at multiples of this, counted from their first byte
   bool payloads = true;  // false: read record headers only
+  // No unit with payload in it is longer, whatever the headers take; at least unit_nbytes and
+  // cut_nbytes.
+  uint64_t buffer_nbytes = std::numeric_limits<uint64_t>::max();
+  // Above 0: tensors that are cut have units of their own, and those of so many are dealt in turn.
+  size_t large_at_once = 0;
 };
 
 // `selection` holds entry numbers in ascending order.

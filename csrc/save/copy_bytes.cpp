@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "core/run_workers.h"
+#include "core/run_units.h"
 #include "core/stop.h"
 #include "core/sync.h"
 #include "core/threads.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/run_workers.h"
+#include "core/run_units.h"
 #include "core/stop.h"
 #include "core/threads.h"
 

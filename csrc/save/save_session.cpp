@@ -10,7 +10,7 @@
 #include "core/checked_math.h"
 #include "core/endian.h"
 #include "core/error.h"
-#include "core/run_workers.h"
+#include "core/run_units.h"
 #include "core/stop.h"
 #include "core/threads.h"
 #include "crypto/chunked_box.h"
@@ -76,13 +76,15 @@ class SaveSession::Worker {
   };
 
   Worker(Shared& shared, const std::stop_token& stop)
-      : shared_(shared), s_(shared.session), stop_(stop) {}
+      : shared_(shared), s_(shared.session), stop_(stop) {
+    if (shared_.engine != nullptr) lane_ = shared_.engine->make_lane();
+  }
 
   static void cut_units(Shared& shared) {
     uint64_t& unit_nbytes = shared.unit_nbytes;
     if (shared.engine != nullptr)
-      unit_nbytes = std::min(unit_nbytes,
-                             align_down(shared.engine->slot_nbytes(), format::kCipherChunkNbytes));
+      unit_nbytes = std::min(
+          unit_nbytes, align_down(shared.engine->buffer_nbytes(), format::kCipherChunkNbytes));
     std::vector<uint32_t> steps(shared.payloads.size(), 0);
     shared.large.resize(shared.payloads.size());
     Unit open;
@@ -122,9 +124,10 @@ class SaveSession::Worker {
           continue;
         }
       }
-      // The slot comes before the unit: see LoadSession.
-      device::SlotLease slot;
-      if (shared_.engine != nullptr) slot = shared_.engine->acquire(stop_);
+      // The buffer comes before the unit: whoever has an early one, which others may wait for,
+      // waits for no buffer.
+      std::span<std::byte> slot;
+      if (lane_) slot = device::next_buffer(*lane_, stop_, [] {});
       const uint32_t unit = shared_.next_unit.fetch_add(1, std::memory_order_relaxed);
       if (unit >= shared_.units.size()) break;
       process(shared_.units[unit], slot);
@@ -152,8 +155,8 @@ class SaveSession::Worker {
       shared.chains = std::make_unique<ChainQueue>(std::move(steps));
   }
 
-  void process(const Unit& unit, const device::SlotLease& slot) {
-    if (slot) fetch(unit, slot);
+  void process(const Unit& unit, std::span<std::byte> slot) {
+    if (!slot.empty()) fetch(unit);
     if (unit.count > 0) {
       write_small_records(unit, slot);
     } else {
@@ -163,14 +166,14 @@ class SaveSession::Worker {
   }
 
   // The unit's plaintext in host memory, one span per payload: the caller's memory, or a slot.
-  std::span<const std::byte> host_bytes(const Unit& unit, uint32_t i, const device::SlotLease& slot,
+  std::span<const std::byte> host_bytes(const Unit& unit, uint32_t i, std::span<std::byte> slot,
                                         uint64_t slot_at) const {
     const device::Destination& from = shared_.payloads[i].from;
-    if (slot) return slot.bytes().subspan(slot_at, unit.count > 0 ? from.nbytes : unit.nbytes);
+    if (!slot.empty()) return slot.subspan(slot_at, unit.count > 0 ? from.nbytes : unit.nbytes);
     return {from.data + unit.offset, unit.count > 0 ? from.nbytes : unit.nbytes};
   }
 
-  void fetch(const Unit& unit, const device::SlotLease& slot) {
+  void fetch(const Unit& unit) {
     if (unit.nbytes == 0) return;
     std::vector<device::CopyPiece> pieces;
     uint64_t at = 0;
@@ -180,12 +183,12 @@ class SaveSession::Worker {
       if (nbytes > 0) pieces.push_back({at, from.data + unit.offset, nbytes});
       at += nbytes;
     }
-    shared_.engine->fetch(slot, pieces, stop_);
+    lane_->fetch(pieces, stop_);
   }
 
   // --- small records: hash, encrypt, one gathered write ---
 
-  void write_small_records(const Unit& unit, const device::SlotLease& slot) {
+  void write_small_records(const Unit& unit, std::span<std::byte> slot) {
     digest_small(unit, slot);
     slices_.clear();
     if (s_.options_.key) cipher_.resize(kUnitNbytes);
@@ -207,7 +210,7 @@ class SaveSession::Worker {
     s_.sink_->write_at(begin, slices_, stop_);
   }
 
-  void digest_small(const Unit& unit, const device::SlotLease& slot) {
+  void digest_small(const Unit& unit, std::span<std::byte> slot) {
     const format::HashChoice hashes = s_.options_.hashes;
     uint64_t at = 0;
     for (uint32_t i = unit.first; i < unit.first + unit.count; i += 2) {
@@ -264,7 +267,7 @@ class SaveSession::Worker {
 
   // --- large records: pieces in parallel, the header last ---
 
-  void write_piece(const Unit& unit, const device::SlotLease& slot) {
+  void write_piece(const Unit& unit, std::span<std::byte> slot) {
     PlannedRecord& record = s_.record_of(shared_.payloads[unit.first]);
     Large& large = *shared_.large[unit.first];
     std::span<const std::byte> plain = host_bytes(unit, unit.first, slot, 0);
@@ -337,6 +340,7 @@ class SaveSession::Worker {
   Shared& shared_;
   SaveSession& s_;
   const std::stop_token stop_;
+  std::unique_ptr<device::Lane> lane_;  // set iff the payloads are on a device
   std::vector<io::ConstSlice> slices_;
   std::vector<std::byte> cipher_;
 };

@@ -62,7 +62,6 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
         slots=DEFAULT_RING_SLOTS if slots is None else slots,
         slot_nbytes=DEFAULT_RING_SLOT_NBYTES if slot_nbytes is None else slot_nbytes,
         keep_idle_seconds=DEFAULT_IDLE_SECONDS if idle_seconds is None else idle_seconds,
-        scatter_kernel=env_text("TENSORIZER_CUDA_SCATTER") == "1",
     )
 
 

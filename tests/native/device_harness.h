@@ -12,13 +12,14 @@
 #include <thread>
 #include <vector>
 
+#include "core/run_units.h"
 #include "fake_driver.h"
 
 namespace tensorizer::device::cuda::tests {
 
 using Bytes = std::vector<std::byte>;
 
-inline constexpr RingSettings kSmallRing{4, 64 << 10, std::chrono::milliseconds(60'000)};
+inline constexpr PinnedSettings kFewBuffers{4, 64 << 10, std::chrono::milliseconds(60'000)};
 
 inline Bytes random_bytes(size_t nbytes, unsigned seed) {
   std::mt19937_64 random(seed);
@@ -31,24 +32,24 @@ inline CudaCopyOptions options(void* stream = nullptr, int device = 0) {
   CudaCopyOptions made;
   made.device = device;
   made.caller_stream = reinterpret_cast<uintptr_t>(stream);
-  made.ring = kSmallRing;
+  made.pinned = kFewBuffers;
   return made;
 }
 
-// One stretch of a source that becomes one slot: where its bytes go on the device.
+// One stretch of a source that becomes one buffer: where its bytes go on the device.
 struct Unit {
   uint64_t offset;
   std::vector<CopyPiece> pieces;
 };
 
-// Cuts [0, nbytes) into slots, and each slot into pieces of `piece_nbytes`; destination is
+// Cuts [0, nbytes) into buffers, and each buffer into pieces of `piece_nbytes`; destination is
 // contiguous.
-inline std::vector<Unit> plan(std::byte* destination, uint64_t nbytes, uint64_t slot_nbytes,
+inline std::vector<Unit> plan(std::byte* destination, uint64_t nbytes, uint64_t buffer_nbytes,
                               uint64_t piece_nbytes) {
   std::vector<Unit> units;
-  for (uint64_t at = 0; at < nbytes; at += slot_nbytes) {
+  for (uint64_t at = 0; at < nbytes; at += buffer_nbytes) {
     Unit unit{at, {}};
-    const uint64_t end = std::min(nbytes, at + slot_nbytes);
+    const uint64_t end = std::min(nbytes, at + buffer_nbytes);
     for (uint64_t piece = at; piece < end; piece += piece_nbytes)
       unit.pieces.push_back({piece - at, destination + piece, std::min(piece_nbytes, end - piece)});
     units.push_back(std::move(unit));
@@ -56,36 +57,22 @@ inline std::vector<Unit> plan(std::byte* destination, uint64_t nbytes, uint64_t 
   return units;
 }
 
-// What a load does: workers take units, fill slots, submit. Rethrows the first failure after all
+// What a load does: workers take units, fill buffers, send. Rethrows the first failure after all
 // have ended.
 inline void load(CopyEngine& engine, const Bytes& source, const std::vector<Unit>& units,
                  unsigned workers = 3) {
   std::atomic<size_t> next{0};
-  std::exception_ptr failure;
-  std::mutex mutex;
-  std::stop_source stop;
-  {
-    std::vector<std::jthread> threads;
-    for (unsigned i = 0; i < workers; ++i)
-      threads.emplace_back([&] {
-        try {
-          for (size_t n = next++; n < units.size(); n = next++) {
-            const Unit& unit = units[n];
-            SlotLease lease = engine.acquire(stop.get_token());
-            for (const CopyPiece& piece : unit.pieces)
-              std::copy_n(source.data() + unit.offset + piece.slot_offset, piece.nbytes,
-                          lease.bytes().data() + piece.slot_offset);
-            engine.submit(std::move(lease), unit.pieces);
-          }
-        } catch (...) {
-          const std::lock_guard lock(mutex);
-          if (!failure) failure = std::current_exception();
-          stop.request_stop();
-        }
-      });
-  }
-  if (failure) std::rethrow_exception(failure);
-  engine.drain();
+  run_workers(workers, {}, [&](const std::stop_token& stop) {
+    const std::unique_ptr<Lane> lane = engine.make_lane();
+    for (size_t n = next++; n < units.size(); n = next++) {
+      const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
+      for (const CopyPiece& piece : units[n].pieces)
+        std::copy_n(source.data() + units[n].offset + piece.buffer_offset, piece.nbytes,
+                    buffer.data() + piece.buffer_offset);
+      lane->send(units[n].pieces, stop);
+    }
+    lane->finish(stop);
+  });
 }
 
 // What a save does.
@@ -93,19 +80,16 @@ inline Bytes save(CopyEngine& engine, uint64_t nbytes, const std::vector<Unit>& 
                   unsigned workers = 3) {
   Bytes result(nbytes);
   std::atomic<size_t> next{0};
-  std::vector<std::jthread> threads;
-  for (unsigned i = 0; i < workers; ++i)
-    threads.emplace_back([&] {
-      for (size_t n = next++; n < units.size(); n = next++) {
-        SlotLease lease = engine.acquire({});
-        engine.fetch(lease, units[n].pieces, {});
-        for (const CopyPiece& piece : units[n].pieces)
-          std::copy_n(lease.bytes().data() + piece.slot_offset, piece.nbytes,
-                      result.data() + units[n].offset + piece.slot_offset);
-      }
-    });
-  threads.clear();
-  engine.drain();
+  run_workers(workers, {}, [&](const std::stop_token& stop) {
+    const std::unique_ptr<Lane> lane = engine.make_lane();
+    for (size_t n = next++; n < units.size(); n = next++) {
+      const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
+      lane->fetch(units[n].pieces, stop);
+      for (const CopyPiece& piece : units[n].pieces)
+        std::copy_n(buffer.data() + piece.buffer_offset, piece.nbytes,
+                    result.data() + units[n].offset + piece.buffer_offset);
+    }
+  });
   return result;
 }
 

@@ -36,6 +36,9 @@ struct FakeDriver {
   FAKE_CONTROL(destroy_stream);
   FAKE_CONTROL(compute);
   FAKE_CONTROL(wait);
+  FAKE_CONTROL(hold);
+  FAKE_CONTROL(let_go);
+  FAKE_CONTROL(allow_pageable);
   FAKE_CONTROL(write);
   FAKE_CONTROL(read);
   FAKE_CONTROL(set_capturing);
@@ -87,7 +90,7 @@ class DeviceMemory {
   std::byte* data_;
 };
 
-// The end of a program that used CUDA: the thread that watches for idle rings ends too.
+// The end of a program that used CUDA: the thread that watches for idle memory ends too.
 class FakeDriverProcess : public ::testing::Environment {
  public:
   void TearDown() override { shut_down(); }
@@ -100,9 +103,10 @@ class FakeDriverTest : public ::testing::Test {
     set_driver_library(fake_library());
     fake().reset();
     fake().set_delay(0, 50);
+    fake().allow_pageable(0);
   }
   void TearDown() override {
-    for (int device = 0; device < 2; ++device) EXPECT_TRUE(release_ring(device));
+    for (int device = 0; device < 2; ++device) EXPECT_TRUE(release_pinned(device));
     EXPECT_STREQ(fake().leaks(), "");
   }
 };

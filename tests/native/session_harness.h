@@ -106,52 +106,77 @@ class PlainSource final : public io::RangeSource {
   std::atomic<int> reads_{0};
 };
 
-// A device whose memory is host memory; copies happen in submit(), slots are few.
+// A device whose memory is host memory; copies happen when they are asked for, buffers are few and
+// shared by all lanes.
 class HostEngine final : public device::CopyEngine {
  public:
-  HostEngine(unsigned slots, uint64_t nbytes)
-      : slot_nbytes_(nbytes), memory_(slots, Bytes(nbytes)) {
+  HostEngine(unsigned buffers, uint64_t nbytes)
+      : buffer_nbytes_(nbytes), memory_(buffers, Bytes(nbytes)) {
     MutexLock lock(mutex_);
-    for (unsigned i = 0; i < slots; ++i) free_.push_back(i);
+    for (unsigned i = 0; i < buffers; ++i) free_.push_back(i);
   }
-  uint64_t slot_nbytes() const noexcept override { return slot_nbytes_; }
-  device::SlotLease acquire(const std::stop_token& stop) override {
-    MutexLock lock(mutex_);
-    if (!changed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) { return !free_.empty(); }))
-      throw Error(Errc::cancelled, "cancelled");
-    const unsigned slot = free_.back();
-    free_.pop_back();
-    return {this, slot, memory_[slot]};
-  }
-  void submit(device::SlotLease lease, std::span<const device::CopyPiece> pieces) override {
-    for (const device::CopyPiece& piece : pieces)
-      std::memcpy(piece.device_address, lease.bytes().data() + piece.slot_offset, piece.nbytes);
-    std::memset(lease.bytes().data(), 0xEE, lease.bytes().size());  // a slot keeps nothing
-  }
-  void fetch(const device::SlotLease& lease, std::span<const device::CopyPiece> pieces,
-             const std::stop_token&) override {
-    for (const device::CopyPiece& piece : pieces)
-      std::memcpy(lease.bytes().data() + piece.slot_offset, piece.device_address, piece.nbytes);
-  }
-  void drain() override {}
-  void abandon() noexcept override {}
+  uint64_t buffer_nbytes() const noexcept override { return buffer_nbytes_; }
+  bool is_ready() const noexcept override { return true; }
+  std::unique_ptr<device::Lane> make_lane() override { return std::make_unique<HostLane>(*this); }
   void wipe(std::span<const device::DeviceRange> destinations) noexcept override {
     for (const device::DeviceRange& range : destinations)
       std::memset(range.device_address, 0, range.nbytes);
   }
-  size_t free_slots() {
+  size_t free_buffers() {
     MutexLock lock(mutex_);
     return free_.size();
   }
 
  private:
-  void give_back(unsigned slot) noexcept override {
+  class HostLane final : public device::Lane {
+   public:
+    explicit HostLane(HostEngine& engine) : engine_(engine) {}
+    ~HostLane() override {
+      for (const unsigned buffer : in_use_) engine_.give_back(buffer);
+    }
+    std::span<std::byte> try_acquire() override {
+      MutexLock lock(engine_.mutex_);
+      if (in_use_.size() == 3 || engine_.free_.empty()) return {};
+      in_use_.push_back(engine_.free_.back());
+      engine_.free_.pop_back();
+      return engine_.memory_[in_use_.back()];
+    }
+    void wait(const std::stop_token& stop) override {
+      if (in_use_.empty()) return engine_.wait_for_buffer(stop);
+      const unsigned oldest = in_use_.front();
+      in_use_.erase(in_use_.begin());
+      Bytes& bytes = engine_.memory_[oldest];
+      std::fill(bytes.begin(), bytes.end(), std::byte{0xEE});  // a buffer keeps nothing
+      engine_.give_back(oldest);
+    }
+    void send(std::span<const device::CopyPiece> pieces, const std::stop_token&) override {
+      for (const device::CopyPiece& piece : pieces)
+        std::memcpy(piece.device_address, bytes() + piece.buffer_offset, piece.nbytes);
+    }
+    void fetch(std::span<const device::CopyPiece> pieces, const std::stop_token&) override {
+      for (const device::CopyPiece& piece : pieces)
+        std::memcpy(bytes() + piece.buffer_offset, piece.device_address, piece.nbytes);
+    }
+    void finish(const std::stop_token&) override {}
+
+   private:
+    std::byte* bytes() { return engine_.memory_[in_use_.back()].data(); }
+    HostEngine& engine_;
+    std::vector<unsigned> in_use_;
+  };
+
+  void wait_for_buffer(const std::stop_token& stop) {
     MutexLock lock(mutex_);
-    free_.push_back(slot);
-    changed_.notify_one();
+    if (!changed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) { return !free_.empty(); }))
+      throw Error(Errc::cancelled, "cancelled");
+  }
+  void give_back(unsigned buffer) noexcept {
+    MutexLock lock(mutex_);
+    free_.push_back(buffer);
+    changed_.notify_all();
   }
 
-  const uint64_t slot_nbytes_;
+  const uint64_t buffer_nbytes_;
   std::vector<Bytes> memory_;
   Mutex mutex_;
   CondVar changed_;

@@ -1,6 +1,6 @@
-// Loads, saves, stops and failures at once, on two devices that share nothing and rings that are
-// shared by all, with copies that take random times. Meant for ThreadSanitizer; the fake driver
-// checks the order on the device.
+// Loads, saves, stops and failures at once, on two devices that share nothing and pinned memory
+// that is shared by all, with copies that take random times. Meant for ThreadSanitizer; the fake
+// driver checks the order on the device.
 #include <gtest/gtest.h>
 
 #include "device_harness.h"
@@ -18,7 +18,8 @@ class CudaStress : public FakeDriverTest {
       {
         DeviceMemory memory(source.size(), device, stream);
         CudaCopyEngine engine(options(stream, device));
-        auto units = plan(memory.data(), source.size(), engine.slot_nbytes(), 1 + random() % 9000);
+        auto units =
+            plan(memory.data(), source.size(), engine.buffer_nbytes(), 1 + random() % 9000);
         for (Unit& unit : units) std::shuffle(unit.pieces.begin(), unit.pieces.end(), random);
         fake().compute(stream, device, memory.data(), source.size(), 1,
                        static_cast<unsigned>(random() % 500));
@@ -40,7 +41,7 @@ class CudaStress : public FakeDriverTest {
     for (unsigned round = 0; round < rounds; ++round) {
       DeviceMemory memory(source.size(), device);
       CudaCopyEngine engine(options(nullptr, device));
-      const auto units = plan(memory.data(), source.size(), engine.slot_nbytes(), 7000);
+      const auto units = plan(memory.data(), source.size(), engine.buffer_nbytes(), 7000);
       std::jthread quitter([&, wait = random() % 2000] {
         std::this_thread::sleep_for(std::chrono::microseconds(wait));
         engine.cancel();
@@ -64,17 +65,17 @@ TEST_F(CudaStress, LoadsSavesAndStopsOfTwoDevicesKeepTheirBytesApart) {
   threads.emplace_back([&] { run_quitters(7, 0, 3 * kRounds); });
   threads.emplace_back([&] {
     for (unsigned i = 0; i < 20; ++i) {
-      static_cast<void>(release_ring(static_cast<int>(i % 2)));
+      static_cast<void>(release_pinned(static_cast<int>(i % 2)));
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
   });
 }
 
-TEST_F(CudaStress, FailuresAtRandomCallsNeverLoseASlotOrTouchFreedMemory) {
+TEST_F(CudaStress, FailuresAtRandomCallsNeverLoseABufferOrTouchFreedMemory) {
   const Bytes source = random_bytes(500'000, 1);
   std::mt19937 random(3);
-  const std::vector<std::string> calls{"cuMemcpyHtoDAsync", "cuEventRecord",  "cuEventSynchronize",
-                                       "cuEventQuery",      "cuStreamCreate", "cuMemcpyBatchAsync"};
+  const std::vector<std::string> calls{"cuMemcpyHtoDAsync", "cuEventRecord", "cuEventQuery",
+                                       "cuStreamCreate", "cuMemcpyBatchAsync"};
   for (int round = 0; round < 25; ++round) {
     fake().reset();
     fake().set_delay(0, 200);
@@ -83,14 +84,14 @@ TEST_F(CudaStress, FailuresAtRandomCallsNeverLoseASlotOrTouchFreedMemory) {
     DeviceMemory memory(source.size());
     try {
       CudaCopyEngine engine(options());
-      auto units = plan(memory.data(), source.size(), engine.slot_nbytes(), 20'000);
+      auto units = plan(memory.data(), source.size(), engine.buffer_nbytes(), 20'000);
       for (Unit& unit : units) std::reverse(unit.pieces.begin(), unit.pieces.end());
       load(engine, source, units);
       EXPECT_EQ(memory.bytes(), source);
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), Errc::device) << error.what();
     }
-    const RingStatus status = Device::get(0).status();
+    const PinnedStatus status = Device::get(0).status();
     EXPECT_EQ(status.free_slots, status.slots) << name;
   }
 }

@@ -2,7 +2,7 @@
 #include <random>
 
 #include "core/chain_queue.h"
-#include "core/run_workers.h"
+#include "core/run_units.h"
 #include "session_harness.h"
 
 namespace tensorizer::tests {

@@ -46,15 +46,12 @@ TEST(CudaAbi, NumbersAreThoseOfTheToolkit) {
   EXPECT_EQ(kInvalidValue, CUDA_ERROR_INVALID_VALUE);
   EXPECT_EQ(kOutOfMemory, CUDA_ERROR_OUT_OF_MEMORY);
   EXPECT_EQ(kNotReady, CUDA_ERROR_NOT_READY);
-  EXPECT_EQ(kNotPermitted, CUDA_ERROR_NOT_PERMITTED);
   EXPECT_EQ(kNotSupported, CUDA_ERROR_NOT_SUPPORTED);
   EXPECT_EQ(kStreamNonBlocking, static_cast<unsigned>(CU_STREAM_NON_BLOCKING));
   EXPECT_EQ(kEventBlockingSync, static_cast<unsigned>(CU_EVENT_BLOCKING_SYNC));
   EXPECT_EQ(kEventDisableTiming, static_cast<unsigned>(CU_EVENT_DISABLE_TIMING));
   EXPECT_EQ(kHostRegisterPortable, static_cast<unsigned>(CU_MEMHOSTREGISTER_PORTABLE));
-  EXPECT_EQ(kHostRegisterDeviceMap, static_cast<unsigned>(CU_MEMHOSTREGISTER_DEVICEMAP));
   EXPECT_EQ(kHostAllocPortable, static_cast<unsigned>(CU_MEMHOSTALLOC_PORTABLE));
-  EXPECT_EQ(kHostAllocDeviceMap, static_cast<unsigned>(CU_MEMHOSTALLOC_DEVICEMAP));
   EXPECT_EQ(kAttributeHostRegisterSupported, CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED);
   EXPECT_EQ(kCaptureStatusNone, CU_STREAM_CAPTURE_STATUS_NONE);
   EXPECT_EQ(kCaptureModeRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED);

@@ -16,7 +16,7 @@ TEST_F(CudaCopy, BytesOfEverySizeArriveAtTheirAddresses) {
     const Bytes source = random_bytes(nbytes, 1);
     DeviceMemory memory(nbytes);
     CudaCopyEngine engine(options());
-    load(engine, source, plan(memory.data(), nbytes, engine.slot_nbytes(), 1 << 20));
+    load(engine, source, plan(memory.data(), nbytes, engine.buffer_nbytes(), 1 << 20));
     EXPECT_EQ(memory.bytes(), source) << nbytes;
   }
 }
@@ -27,7 +27,7 @@ TEST_F(CudaCopy, TwentyThousandSmallPiecesArriveInFewCalls) {
   constexpr uint64_t kCount = 20'000;
   DeviceMemory memory(kCount * kStride);
   CudaCopyEngine engine(options());
-  const uint64_t per_slot = engine.slot_nbytes() / kPiece;
+  const uint64_t per_slot = engine.buffer_nbytes() / kPiece;
   std::vector<Unit> units;
   for (uint64_t i = 0; i < kCount; ++i) {
     if (i % per_slot == 0) units.push_back({i * kPiece, {}});
@@ -54,7 +54,7 @@ TEST_F(CudaCopy, SavedBytesAreThoseOfTheDevice) {
     memory.fill(source);
     CudaCopyEngine engine(options());
     EXPECT_EQ(save(engine, source.size(),
-                   plan(memory.data(), source.size(), engine.slot_nbytes(), piece)),
+                   plan(memory.data(), source.size(), engine.buffer_nbytes(), piece)),
               source);
   }
 }

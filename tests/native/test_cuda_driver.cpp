@@ -24,7 +24,7 @@ class CudaDriver : public ::testing::Test {
     const Bytes source = random_bytes(150'000, 30);
     DeviceMemory memory(source.size());
     CudaCopyEngine engine(options());
-    auto units = plan(memory.data(), source.size(), engine.slot_nbytes(), 3000);
+    auto units = plan(memory.data(), source.size(), engine.buffer_nbytes(), 3000);
     for (Unit& unit : units) std::reverse(unit.pieces.begin(), unit.pieces.end());
     load(engine, source, units);
     ::_exit(memory.bytes() == source && save(engine, source.size(), units) == source ? 0 : 4);

@@ -31,7 +31,7 @@ TEST_P(CudaOrder, ALoadWritesAfterTheCallersEarlierWorkOnTheSameMemory) {
   DeviceMemory memory(kSource.size(), 0, stream_);
   fake().compute(stream_, 0, memory.data(), memory.size(), 1, 30'000);
   CudaCopyEngine engine(options(stream_));
-  load(engine, kSource, plan(memory.data(), kSource.size(), engine.slot_nbytes(), 1 << 20));
+  load(engine, kSource, plan(memory.data(), kSource.size(), engine.buffer_nbytes(), 1 << 20));
   EXPECT_EQ(memory.bytes(), kSource);
 }
 
@@ -40,15 +40,15 @@ TEST_P(CudaOrder, MemoryAllocatedAfterTheEngineWasMadeIsOrderedByOrderAfterCalle
   DeviceMemory memory(kSource.size(), 0, stream_);
   fake().compute(stream_, 0, memory.data(), memory.size(), 1, 30'000);  // its former owner's work
   engine.order_after_caller();
-  load(engine, kSource, plan(memory.data(), kSource.size(), engine.slot_nbytes(), 1 << 20));
+  load(engine, kSource, plan(memory.data(), kSource.size(), engine.buffer_nbytes(), 1 << 20));
   EXPECT_EQ(memory.bytes(), kSource);
 }
 
-TEST_P(CudaOrder, WorkEnqueuedAfterDrainSeesTheData) {
+TEST_P(CudaOrder, WorkEnqueuedAfterALoadSeesTheData) {
   fake().set_delay(0, 2000);
   DeviceMemory memory(kSource.size(), 0, stream_);
   CudaCopyEngine engine(options(stream_));
-  load(engine, kSource, plan(memory.data(), kSource.size(), engine.slot_nbytes(), 1 << 20));
+  load(engine, kSource, plan(memory.data(), kSource.size(), engine.buffer_nbytes(), 1 << 20));
   fake().compute(stream_, 0, memory.data(), memory.size(), -1, 0);
   fake().compute(stream_, 0, memory.data(), memory.size(), 3, 0);
   fake().wait(stream_, 0);
@@ -59,20 +59,20 @@ TEST_P(CudaOrder, ASaveReadsAfterTheCallersEarlierWork) {
   DeviceMemory memory(kSource.size(), 0, stream_);
   fake().compute(stream_, 0, memory.data(), memory.size(), 7, 30'000);
   CudaCopyEngine engine(options(stream_));
-  EXPECT_EQ(
-      save(engine, kSource.size(), plan(memory.data(), kSource.size(), engine.slot_nbytes(), 5000)),
-      Bytes(kSource.size(), std::byte{7}));
+  EXPECT_EQ(save(engine, kSource.size(),
+                 plan(memory.data(), kSource.size(), engine.buffer_nbytes(), 5000)),
+            Bytes(kSource.size(), std::byte{7}));
   fake().compute(stream_, 0, memory.data(), memory.size(), 8, 0);  // may change it at once
   fake().wait(stream_, 0);
 }
 
-TEST_P(CudaOrder, AnEngineMayBeUsedAgainAfterDrain) {
+TEST_P(CudaOrder, AnEngineMayBeUsedAgain) {
   CudaCopyEngine engine(options(stream_));
   for (int round = 0; round < 3; ++round) {
     DeviceMemory memory(kSource.size(), 0, stream_);
     fake().compute(stream_, 0, memory.data(), memory.size(), round, 1000);
     engine.order_after_caller();
-    load(engine, kSource, plan(memory.data(), kSource.size(), engine.slot_nbytes(), 1 << 20));
+    load(engine, kSource, plan(memory.data(), kSource.size(), engine.buffer_nbytes(), 1 << 20));
     EXPECT_EQ(memory.bytes(), kSource);
   }
 }
@@ -85,7 +85,7 @@ TEST_P(CudaOrder, ALoadDoesNotWaitForWorkOfOtherStreams) {
   {
     DeviceMemory memory(kSource.size(), 0, stream_);
     CudaCopyEngine engine(options(stream_));
-    load(engine, kSource, plan(memory.data(), kSource.size(), engine.slot_nbytes(), 1 << 20));
+    load(engine, kSource, plan(memory.data(), kSource.size(), engine.buffer_nbytes(), 1 << 20));
   }
   EXPECT_LT(std::chrono::steady_clock::now() - began, 350ms);
   busy.reset();

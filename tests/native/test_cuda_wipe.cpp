@@ -37,7 +37,7 @@ class CudaWipe : public FakeDriverTest {
   Error error_of_load(unsigned char key = 7, void* stream = nullptr) {
     CudaCopyOptions options;
     options.caller_stream = reinterpret_cast<uintptr_t>(stream);
-    options.ring = {3, kChunk, 60'000ms};
+    options.pinned = {3, kChunk, 60'000ms};
     CudaCopyEngine engine(options);
     PlainSource source(file_);
     load::KeyRing keys(test_key(key));
@@ -133,7 +133,7 @@ TEST_F(CudaWipe, ADeviceLostWhileItIsWipedDoesNotHideTheErrorNorHang) {
   EXPECT_EQ(error_of_load().code(), Errc::crypto);
   fake().reset();
   memory_.clear();
-  EXPECT_TRUE(release_ring(0));
+  EXPECT_TRUE(release_pinned(0));
   fake().forget_leaks();
 }
 
@@ -166,7 +166,7 @@ TEST_F(CudaWipe, AfterACopyThatTheDriverRefusedWhatHadArrivedIsWiped) {
 TEST_F(CudaWipe, ALoadThatSucceedsIsNotWiped) {
   allocate();
   CudaCopyOptions options;
-  options.ring = {3, kChunk, 60'000ms};
+  options.pinned = {3, kChunk, 60'000ms};
   CudaCopyEngine engine(options);
   PlainSource source(file_);
   load::KeyRing keys(test_key());

@@ -295,13 +295,11 @@ TEST(HeaderDigest, of_a_filled_in_header_is_that_of_the_empty_one) {
     if (crypt) to_write.crypt_info = block;
     HeaderLayout layout = written(to_write, 20);
     HeaderDigest before = digest_header(layout, to_write.hashes);
-    EXPECT_EQ(before.nbytes, layout.bytes.size() - (layout.crypt_end - layout.crypt_begin));
     std::fill_n(layout.bytes.begin() + static_cast<long>(layout.crc32_at), 4, std::byte{0x11});
     std::fill_n(layout.bytes.begin() + static_cast<long>(layout.sha256_at), 32, std::byte{0x22});
     if (crypt) layout.bytes[layout.macs_at] = std::byte{0x33};
     HeaderDigest after = digest_header(layout.bytes, parse(layout.bytes, crypt), true, true);
     EXPECT_EQ(after.crc32, before.crc32);
-    EXPECT_EQ(after.nbytes, before.nbytes);
     EXPECT_EQ(to_hex(after.sha256.finish()), to_hex(before.sha256.finish()));
   }
 }

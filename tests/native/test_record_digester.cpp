@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <map>
 
-#include "core/run_workers.h"
+#include "core/run_units.h"
 #include "session_harness.h"
 
 namespace tensorizer::tests {

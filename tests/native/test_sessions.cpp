@@ -231,7 +231,7 @@ TEST(Sessions, AStopEndsALoadAsCancelled) {
   }
 }
 
-TEST(Sessions, ADeviceIsFilledThroughTwoSlotsWhateverIsAsked) {
+TEST(Sessions, ADeviceIsFilledThroughTwoBuffersWhateverIsAsked) {
   const auto tensors = make_tensors(kMixedSizes, 70);
   HostEngine engine(2, kUnit);
   const Bytes plain = save_all(tensors, {}, &engine);
@@ -240,10 +240,23 @@ TEST(Sessions, ADeviceIsFilledThroughTwoSlotsWhateverIsAsked) {
   expect_loads(plain, tensors, {.verify = false, .workers = 5, .engine = &engine});
   const Bytes encrypted = save_all(tensors, encrypted_options(), &engine);
   expect_loads(encrypted, tensors, {.workers = 5, .keys = ring(), .engine = &engine});
-  EXPECT_EQ(engine.free_slots(), 2U);
+  EXPECT_EQ(engine.free_buffers(), 2U);
 }
 
-TEST(Sessions, AFailedDeviceLoadGivesEverySlotBack) {
+TEST(Sessions, ADeviceIsFilledThroughBuffersThatHoldOneChunkAndNothingElse) {
+  const auto tensors = make_tensors(kMixedSizes, 72);
+  for (const unsigned buffers : {1U, 5U}) {
+    HostEngine engine(buffers, kChunk);
+    const LoadSettings settings{.workers = 4, .engine = &engine};
+    expect_loads(save_all(tensors), tensors, settings);
+    LoadSettings keyed = settings;
+    keyed.keys = ring();
+    expect_loads(save_all(tensors, encrypted_options()), tensors, keyed);
+    EXPECT_EQ(engine.free_buffers(), buffers);
+  }
+}
+
+TEST(Sessions, AFailedDeviceLoadGivesEveryBufferBack) {
   const auto tensors = make_tensors({3 * kUnit, 3 * kUnit}, 71);
   const Bytes file = save_all(tensors);
   HostEngine engine(3, kUnit);
@@ -251,7 +264,7 @@ TEST(Sessions, AFailedDeviceLoadGivesEverySlotBack) {
   source.fail_at = 4;
   std::vector<Bytes> found;
   EXPECT_THROW(load_all(source, {.engine = &engine}, found), Error);
-  EXPECT_EQ(engine.free_slots(), 3U);
+  EXPECT_EQ(engine.free_buffers(), 3U);
   expect_loads(file, tensors, {.engine = &engine});
 }
 

@@ -3,13 +3,10 @@
 #include <algorithm>
 #include <string>
 
-#include "device/cuda/kernels/scatter.h"
-
 namespace tensorizer::device::cuda {
 namespace {
 
-constexpr size_t kMaxBatch = 4096;       // copies of one driver call
-constexpr size_t kMinScatterPieces = 8;  // fewer are not worth a launch
+constexpr size_t kMaxBatch = 4096;  // copies of one driver call
 
 DevicePointer address_of(const void* pointer) noexcept {
   return reinterpret_cast<DevicePointer>(pointer);
@@ -28,7 +25,7 @@ std::vector<CopyPiece> merge_adjacent(std::span<const CopyPiece> pieces) {
   for (const CopyPiece& piece : pieces) {
     if (piece.nbytes == 0) continue;
     CopyPiece* last = merged.empty() ? nullptr : &merged.back();
-    if (last && last->slot_offset + last->nbytes == piece.slot_offset &&
+    if (last && last->buffer_offset + last->nbytes == piece.buffer_offset &&
         last->device_address + last->nbytes == piece.device_address) {
       last->nbytes += piece.nbytes;
     } else {
@@ -38,23 +35,17 @@ std::vector<CopyPiece> merge_adjacent(std::span<const CopyPiece> pieces) {
   return merged;
 }
 
-CopyStream::CopyStream(Device& device, bool use_scatter_kernel)
-    : driver_(device.driver()),
-      scatter_(use_scatter_kernel ? device.kernel(kScatterKernelName) : nullptr),
-      batches_(driver_.cuMemcpyBatchAsync != nullptr) {
+CopyStream::CopyStream(const Driver& driver, bool pinned)
+    : driver_(driver), batches_(pinned && driver.cuMemcpyBatchAsync != nullptr) {
   check(driver_, driver_.cuStreamCreate(&stream_, kStreamNonBlocking), "creating a CUDA stream");
 }
 
 CopyStream::~CopyStream() { static_cast<void>(driver_.cuStreamDestroy(stream_)); }
 
-void CopyStream::issue(PinnedRing& ring, unsigned slot, std::span<const CopyPiece> pieces,
+void CopyStream::issue(std::byte* buffer, Event event, std::span<const CopyPiece> pieces,
                        Direction direction) {
-  std::byte* const bytes = ring.slots().bytes(slot).data();
-  std::vector<CopyPiece> left = merge_adjacent(pieces);
-  if (scatter_ && direction == Direction::to_device)
-    left = scatter_small(ring, slot, std::move(left));
-  copy_many(bytes, left, direction);
-  record(ring.event(slot));
+  copy_many(buffer, merge_adjacent(pieces), direction);
+  check(driver_, driver_.cuEventRecord(event, stream_), "recording a CUDA event");
 }
 
 void CopyStream::zero(std::span<const DeviceRange> ranges) {
@@ -67,18 +58,10 @@ void CopyStream::zero(std::span<const DeviceRange> ranges) {
   check(driver_, driver_.cuStreamSynchronize(stream_), "wiping memory of the CUDA device");
 }
 
-void CopyStream::wait_for(Event event) {
-  check(driver_, driver_.cuStreamWaitEvent(stream_, event, 0), "ordering copies after an event");
-}
-
-void CopyStream::record(Event event) {
-  check(driver_, driver_.cuEventRecord(event, stream_), "recording a CUDA event");
-}
-
 bool CopyStream::settle() noexcept { return driver_.cuStreamSynchronize(stream_) == kSuccess; }
 
-void CopyStream::copy_one(std::byte* slot, const CopyPiece& piece, Direction direction) {
-  std::byte* const host = slot + piece.slot_offset;
+void CopyStream::copy_one(std::byte* buffer, const CopyPiece& piece, Direction direction) {
+  std::byte* const host = buffer + piece.buffer_offset;
   const DevicePointer device = address_of(piece.device_address);
   const Result result = direction == Direction::to_device
                             ? driver_.cuMemcpyHtoDAsync(device, host, piece.nbytes, stream_)
@@ -89,30 +72,26 @@ void CopyStream::copy_one(std::byte* slot, const CopyPiece& piece, Direction dir
         std::string(action_of(direction)) + " (" + std::to_string(piece.nbytes) + " bytes)");
 }
 
-void CopyStream::copy_each(std::byte* slot, std::span<const CopyPiece> pieces,
-                           Direction direction) {
-  for (const CopyPiece& piece : pieces) copy_one(slot, piece, direction);
-}
-
-void CopyStream::copy_many(std::byte* slot, std::span<const CopyPiece> pieces,
+void CopyStream::copy_many(std::byte* buffer, std::span<const CopyPiece> pieces,
                            Direction direction) {
   while (!pieces.empty()) {
     const auto part = pieces.first(std::min(pieces.size(), kMaxBatch));
-    if (part.size() == 1 || !batches_ || !copy_batched(slot, part, direction))
-      copy_each(slot, part, direction);
+    if (part.size() == 1 || !batches_ || !copy_batched(buffer, part, direction)) {
+      for (const CopyPiece& piece : part) copy_one(buffer, piece, direction);
+    }
     pieces = pieces.subspan(part.size());
   }
 }
 
 // False when the driver wants none of it: the caller copies piece by piece, which gives the same
 // bytes even if some of the batch were on their way already.
-bool CopyStream::copy_batched(std::byte* slot, std::span<const CopyPiece> pieces,
+bool CopyStream::copy_batched(std::byte* buffer, std::span<const CopyPiece> pieces,
                               Direction direction) {
   std::vector<DevicePointer> destinations;
   std::vector<DevicePointer> sources;
   std::vector<size_t> sizes;
   for (const CopyPiece& piece : pieces) {
-    const DevicePointer host = address_of(slot + piece.slot_offset);
+    const DevicePointer host = address_of(buffer + piece.buffer_offset);
     const DevicePointer device = address_of(piece.device_address);
     destinations.push_back(direction == Direction::to_device ? device : host);
     sources.push_back(direction == Direction::to_device ? host : device);
@@ -132,43 +111,6 @@ bool CopyStream::copy_batched(std::byte* slot, std::span<const CopyPiece> pieces
                          " pieces at once)");
   batches_ = false;
   return false;
-}
-
-DevicePointer CopyStream::mapped(std::byte* host) {
-  DevicePointer pointer = 0;
-  check(driver_, driver_.cuMemHostGetDevicePointer(&pointer, host, 0),
-        "finding the device's address of pinned memory");
-  return pointer;
-}
-
-// Launches the kernel for as many small pieces as the slot's table holds; returns the others.
-std::vector<CopyPiece> CopyStream::scatter_small(PinnedRing& ring, unsigned slot,
-                                                 std::vector<CopyPiece> pieces) {
-  constexpr size_t kTableRows = PinnedRing::kTableNbytes / sizeof(ScatterPiece);
-  const auto is_small = [](const CopyPiece& piece) {
-    return piece.nbytes <= kScatterMaxPieceNbytes;
-  };
-  if (std::count_if(pieces.begin(), pieces.end(), is_small) <
-      static_cast<std::ptrdiff_t>(kMinScatterPieces))
-    return pieces;
-  auto* table = reinterpret_cast<ScatterPiece*>(ring.table(slot));
-  uint32_t rows = 0;
-  std::vector<CopyPiece> others;
-  for (const CopyPiece& piece : pieces) {
-    if (is_small(piece) && rows < kTableRows) {
-      table[rows++] = {piece.slot_offset, address_of(piece.device_address), piece.nbytes};
-    } else {
-      others.push_back(piece);
-    }
-  }
-  DevicePointer device_table = mapped(ring.table(slot));
-  DevicePointer device_slot = mapped(ring.slots().bytes(slot).data());
-  void* parameters[] = {&device_table, &rows, &device_slot};
-  check(driver_,
-        driver_.cuLaunchKernel(scatter_, std::min(rows, kScatterMaxBlocks), 1, 1, kScatterThreads,
-                               1, 1, 0, stream_, parameters, nullptr),
-        "launching the scatter kernel");
-  return others;
 }
 
 }  // namespace tensorizer::device::cuda

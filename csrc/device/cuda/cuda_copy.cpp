@@ -4,8 +4,7 @@
 
 #include <set>
 
-#include "device/cuda/copy_pump.h"
-#include "device/cuda/kernels/embedded.h"
+#include "device/cuda/cuda_lane.h"
 
 namespace tensorizer::device::cuda {
 namespace {
@@ -13,100 +12,142 @@ namespace {
 constexpr std::chrono::seconds kShutDownPatience{2};
 
 // What shut_down() has to stop. Process lifetime, never destroyed.
-struct LivePumps {
+struct LiveEngines {
   Mutex mutex;
-  std::set<CopyPump*> pumps GUARDED_BY(mutex);
+  std::set<CudaCopyEngine*> engines GUARDED_BY(mutex);
 };
 
-LivePumps& live_pumps() {
-  static LivePumps* const instance = new LivePumps;
+LiveEngines& live_engines() {
+  static LiveEngines* const instance = new LiveEngines;
   return *instance;
 }
 
 }  // namespace
 
 CudaCopyEngine::CudaCopyEngine(const CudaCopyOptions& options)
-    : owner_(::getpid()), pump_(std::make_unique<CopyPump>(options)) {
-  LivePumps& live = live_pumps();
-  MutexLock lock(live.mutex);
-  live.pumps.insert(pump_.get());
+    : owner_(::getpid()), caller_(reinterpret_cast<Stream>(options.caller_stream)) {
+  Device& device = Device::get(options.device);
+  std::shared_ptr<PinnedBuffers> buffers = device.use_pinned(options.pinned);
+  state_ = std::make_unique<LaneState>(device, std::move(buffers), device.context());
+  {
+    const ContextGuard current(device.driver(), state_->context);
+    state_->fence = state_->buffers->take_event();
+  }
+  try {
+    order_after_caller();
+    LiveEngines& live = live_engines();
+    MutexLock lock(live.mutex);
+    live.engines.insert(this);
+  } catch (...) {
+    state_->buffers->give_back_event(state_->fence);
+    throw;
+  }
 }
 
 CudaCopyEngine::~CudaCopyEngine() {
   if (::getpid() != owner_) {
-    static_cast<void>(pump_.release());  // its threads are the parent's; joining them would hang
+    static_cast<void>(state_.release());  // all of it belongs to the parent
     return;
   }
-  pump_->cancel();
-  LivePumps& live = live_pumps();
-  MutexLock lock(live.mutex);
-  live.pumps.erase(pump_.get());
+  {
+    LiveEngines& live = live_engines();
+    MutexLock lock(live.mutex);
+    live.engines.erase(this);
+  }
+  state_->buffers->give_back_event(state_->fence);
 }
 
-CopyPump& CudaCopyEngine::pump() const {
+LaneState& CudaCopyEngine::state() const {
   if (::getpid() != owner_)
     throw Error(Errc::device, "a CUDA copy engine does not work in a forked child");
-  return *pump_;
+  return *state_;
 }
 
-uint64_t CudaCopyEngine::slot_nbytes() const noexcept {
-  return pump_->ring().settings().slot_nbytes;
+uint64_t CudaCopyEngine::buffer_nbytes() const noexcept { return state_->buffers->nbytes(); }
+
+std::string CudaCopyEngine::shortage() const { return state().buffers->shortage(); }
+
+void CudaCopyEngine::order_after_caller() {
+  LaneState& state = this->state();
+  const Driver& driver = state.device.driver();
+  naming(state.device, [&] {
+    const ContextGuard current(driver, state.context);
+    int capturing = kCaptureStatusNone;
+    check(driver, driver.cuStreamIsCapturing(caller_, &capturing),
+          "looking at the caller's CUDA stream");
+    if (capturing != kCaptureStatusNone)
+      throw Error(Errc::invalid_argument,
+                  "the current stream is capturing a graph: copies cannot be ordered after it");
+    check(driver, driver.cuEventRecord(state.fence, caller_),
+          "recording an event on the caller's CUDA stream");
+    state.copies_began.store(false);
+  });
 }
 
-SlotLease CudaCopyEngine::acquire(const std::stop_token& stop) {
-  CopyPump& pump = this->pump();
-  const unsigned slot = pump.take_slot(stop);
-  return {this, slot, pump.ring().slots().bytes(slot)};
+bool CudaCopyEngine::is_ready() const noexcept {
+  try {
+    const LaneState& state = this->state();
+    const ContextGuard current(state.device.driver(), state.context);
+    return state.device.driver().cuEventQuery(state.fence) == kSuccess;
+  } catch (const Error&) {
+    return false;
+  }
 }
 
-void CudaCopyEngine::submit(SlotLease lease, std::span<const CopyPiece> pieces) {
-  pump().submit(std::move(lease), pieces);
+std::unique_ptr<Lane> CudaCopyEngine::make_lane() {
+  LaneState& state = this->state();
+  return naming(state.device, [&] { return std::make_unique<CudaLane>(state); });
 }
 
-void CudaCopyEngine::fetch(const SlotLease& lease, std::span<const CopyPiece> pieces,
-                           const std::stop_token& stop) {
-  pump().fetch(lease.slot(), pieces, stop);
-}
-
-void CudaCopyEngine::drain() { pump().drain(); }
-
-void CudaCopyEngine::abandon() noexcept {
-  if (::getpid() == owner_) pump_->abandon();
-}
-
+// Copies that began came after the caller's earlier work, so zeros do too. Without any, that work
+// may still use the memory, which holds nothing of ours.
 void CudaCopyEngine::wipe(std::span<const DeviceRange> destinations) noexcept {
-  if (::getpid() == owner_) pump_->wipe(destinations);
+  if (::getpid() != owner_ || state_->cancelled.load() || !state_->copies_began.load()) return;
+  try {
+    const ContextGuard current(state_->device.driver(), state_->context);
+    std::unique_ptr<CopyStream> stream = state_->buffers->take_stream();
+    try {
+      stream->zero(destinations);
+    } catch (const Error&) {
+      // What was enqueued before the failure touches the caller's memory too.
+      if (!stream->settle()) static_cast<void>(stream.release());
+    }
+    if (stream) state_->buffers->give_back(std::move(stream));
+  } catch (...) {  // the failure that led here is the one to report
+  }
 }
-
-void CudaCopyEngine::order_after_caller() { pump().order_after_caller(); }
 
 void CudaCopyEngine::cancel() noexcept {
-  if (::getpid() == owner_) pump_->cancel();
+  if (::getpid() != owner_) return;
+  state_->cancelled.store(true);
+  state_->buffers->wake_all();
 }
 
-void CudaCopyEngine::give_back(unsigned slot) noexcept {
-  if (::getpid() == owner_) pump_->ring().slots().give_back(slot);
+void CudaCopyEngine::wait_for_lanes(std::chrono::milliseconds patience) noexcept {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  LaneState& state = *state_;
+  MutexLock lock(state.mutex);
+  state.changed.wait_until(state.mutex, {}, deadline,
+                           [&]() REQUIRES_LOCK(state.mutex) { return state.lanes == 0; });
 }
 
-bool release_ring(Ordinal device) {
-  return !driver_is_in_use() || Device::get(device).release_ring();
+bool release_pinned(Ordinal device) {
+  return !driver_is_in_use() || Device::get(device).release_pinned();
 }
 
-bool release_all_rings() { return !driver_is_in_use() || Device::release_all(); }
+bool release_all_pinned() { return !driver_is_in_use() || Device::release_all(); }
 
-RingStatus ring_status(Ordinal device) {
-  return driver_is_in_use() ? Device::get(device).status() : RingStatus{};
+PinnedStatus pinned_status(Ordinal device) {
+  return driver_is_in_use() ? Device::get(device).status() : PinnedStatus{};
 }
-
-bool has_kernels() noexcept { return !embedded_kernels().empty(); }
 
 void shut_down() noexcept {
   if (!driver_is_in_use()) return;
-  LivePumps& live = live_pumps();
+  LiveEngines& live = live_engines();
   {
     MutexLock lock(live.mutex);
-    for (CopyPump* pump : live.pumps) pump->cancel();
-    for (CopyPump* pump : live.pumps) pump->wait_until_quiet(kShutDownPatience);
+    for (CudaCopyEngine* engine : live.engines) engine->cancel();
+    for (CudaCopyEngine* engine : live.engines) engine->wait_for_lanes(kShutDownPatience);
   }
   Device::stop_idle_threads();
 }

@@ -1,21 +1,22 @@
-// The CopyEngine of a CUDA device: the process's ring of pinned slots, a stream of its own,
-// asynchronous copies straight to the final addresses.
+// The CopyEngine of a CUDA device: lanes over the process's pinned memory, asynchronous copies
+// straight to the final addresses.
 //
 // Order: copies run after what the caller's stream held when the engine was made, or when
-// order_after_caller() was last called before their submit(); the caller's stream is told to wait
-// for all copies in drain(). Call order_after_caller() once destinations are allocated: the
-// allocator may hand out memory that earlier work on the caller's stream still uses. Nothing but
-// event waits and records touches the caller's stream.
+// order_after_caller() was last called: each lane waits for that on the host before its first copy,
+// so nothing of ours ever sits behind work of the caller that may take minutes. Call
+// order_after_caller() once destinations are allocated: the allocator may hand out memory that
+// earlier work on the caller's stream still uses. A load is over when its copies are done, so what
+// the caller does next sees the data. Nothing but an event is put on the caller's stream.
 //
-// One engine is one load or save on one device; engines of one device share the ring. Internally
-// locked. After a drain() that returned it may be used again. A child forked meanwhile may destroy
-// its copy, and nothing else.
+// One engine is one load or save on one device; engines of one device share its pinned memory. It
+// may be used again. A child forked meanwhile may destroy its copy, and nothing else.
 #pragma once
 
 #include <sys/types.h>
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "device/copy_engine.h"
 #include "device/cuda/cuda_device.h"
@@ -25,56 +26,51 @@ namespace tensorizer::device::cuda {
 struct CudaCopyOptions {
   Ordinal device = 0;
   uintptr_t caller_stream = 0;  // CUstream as a number, as torch gives it; 0 is the default stream
-  RingSettings ring;
-  bool scatter_kernel = false;  // off until it has been compared on the device at hand
+  PinnedSettings pinned;
 };
 
-class CopyPump;
+struct LaneState;
 
 class CudaCopyEngine final : public CopyEngine {
  public:
-  // Throws Error(device), Error(out_of_memory) for memory that cannot be pinned,
-  // Error(invalid_argument) for sizes out of range or a caller's stream that is capturing a graph.
+  // Throws Error(device), Error(out_of_memory), Error(invalid_argument) for sizes out of range or a
+  // caller's stream that is capturing a graph.
   explicit CudaCopyEngine(const CudaCopyOptions& options);
 
-  // Drops copies that have not begun and waits for those that have: afterwards none touches the
-  // caller's memory. REQUIRES: no lease of it is alive.
+  // REQUIRES: its lanes are gone.
   ~CudaCopyEngine() override;
 
-  uint64_t slot_nbytes() const noexcept override;
-  SlotLease acquire(const std::stop_token& stop) override;
-  void submit(SlotLease lease, std::span<const CopyPiece> pieces) override;
-  void fetch(const SlotLease& lease, std::span<const CopyPiece> pieces,
-             const std::stop_token& stop) override;
-  void drain() override;
-  void abandon() noexcept override;
+  uint64_t buffer_nbytes() const noexcept override;
+  bool is_ready() const noexcept override;
+  std::unique_ptr<Lane> make_lane() override;
   void wipe(std::span<const DeviceRange> destinations) noexcept override;
 
-  // Copies submitted from now on run after what is on the caller's stream now.
+  // Copies of lanes that are made from now on run after what is on the caller's stream now.
   void order_after_caller();
 
-  // Drops copies that have not begun; acquire, submit, fetch and drain throw Error(cancelled) from
-  // now on. Does not wait: drain() and the destructor do.
+  // Every wait of its lanes ends in Error(cancelled) from now on. Does not wait for them.
   void cancel() noexcept;
+  // Waits until its lanes are gone, or `patience` is over.
+  void wait_for_lanes(std::chrono::milliseconds patience) noexcept;
+
+  // Why there is less pinned memory than was asked for; empty where there is not.
+  std::string shortage() const;
 
  private:
-  void give_back(unsigned slot) noexcept override;
-  CopyPump& pump() const;
+  LaneState& state() const;
 
   const pid_t owner_;
-  std::unique_ptr<CopyPump> pump_;
+  const Stream caller_;
+  std::unique_ptr<LaneState> state_;
 };
 
-// Gives a device's ring back, now or when its last user ends; true when it is gone on return, also
-// if there was none.
+// Gives a device's pinned memory back, now or when its last user ends; true when it is gone on
+// return, also if there was none.
 // Neither this nor the next two initialise the driver.
-bool release_ring(Ordinal device);
-bool release_all_rings();
+bool release_pinned(Ordinal device);
+bool release_all_pinned();
 
-RingStatus ring_status(Ordinal device);
-
-// True where the build compiled kernels: without them, scatter_kernel is an Error(device).
-bool has_kernels() noexcept;
+PinnedStatus pinned_status(Ordinal device);
 
 // For the end of the process: cancels what is in flight, waits a short while for it, and ends idle
 // threads.

@@ -1,39 +1,10 @@
 #include "device/cuda/cuda_device.h"
 
-#include <algorithm>
-#include <cctype>
-#include <fstream>
 #include <system_error>
-
-#include "core/checked_math.h"
-#include "device/cuda/kernels/embedded.h"
+#include <utility>
 
 namespace tensorizer::device::cuda {
 namespace {
-
-constexpr uint64_t kPage = 4096;
-constexpr unsigned kMaxSlots = 4096;
-constexpr uint64_t kMaxRingNbytes = 64ULL << 30;
-constexpr unsigned kFaultThreads = 4;  // zeroing pages is bound by memory bandwidth soon after
-
-// The NUMA node the device hangs on, -1 where the system does not say.
-int numa_node_of(const Driver& driver, Ordinal device) {
-  char bus_id[64] = {};
-  if (driver.cuDeviceGetPCIBusId(bus_id, sizeof bus_id, device) != kSuccess) return -1;
-  std::string name(bus_id);
-  std::transform(name.begin(), name.end(), name.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  std::ifstream file("/sys/bus/pci/devices/" + name + "/numa_node");
-  int node = -1;
-  return file >> node ? node : -1;
-}
-
-bool registers_host_memory(const Driver& driver, Ordinal device) {
-  int supported = 0;
-  return driver.cuDeviceGetAttribute(&supported, kAttributeHostRegisterSupported, device) ==
-             kSuccess &&
-         supported != 0;
-}
 
 // Process lifetime, like the devices in it.
 struct Registry {
@@ -41,16 +12,16 @@ struct Registry {
   std::vector<std::unique_ptr<Device>> devices GUARDED_BY(mutex);
 };
 
-// Rings that the device may still write to: kept for good.
-struct CondemnedRings {
+// Memory that the device may still write to: kept for good.
+struct Condemned {
   Mutex mutex;
-  std::vector<std::unique_ptr<PinnedRing>> rings GUARDED_BY(mutex);
+  std::vector<std::unique_ptr<PinnedBuffers>> buffers GUARDED_BY(mutex);
 };
 
-void keep_for_good(std::unique_ptr<PinnedRing> ring) {
-  static CondemnedRings* const condemned = new CondemnedRings;
+void keep_for_good(std::unique_ptr<PinnedBuffers> buffers) {
+  static Condemned* const condemned = new Condemned;
   MutexLock lock(condemned->mutex);
-  condemned->rings.push_back(std::move(ring));
+  condemned->buffers.push_back(std::move(buffers));
 }
 
 Registry& registry() {
@@ -58,23 +29,7 @@ Registry& registry() {
   return *instance;
 }
 
-RingSettings whole_pages(RingSettings settings) {
-  settings.slot_nbytes = align_up(settings.slot_nbytes, kPage);
-  return settings;
-}
-
 }  // namespace
-
-void validate(const RingSettings& settings) {
-  if (settings.slots < 2 || settings.slots > kMaxSlots)
-    throw Error(Errc::invalid_argument, "pinned slots: wanted 2 to " + std::to_string(kMaxSlots) +
-                                            ", found " + std::to_string(settings.slots));
-  if (settings.slot_nbytes < kPage || settings.slot_nbytes > kMaxRingNbytes / settings.slots)
-    throw Error(Errc::invalid_argument,
-                "bytes of a pinned slot: wanted 4096 or more, and 64 GiB or less in all slots, "
-                "found " +
-                    std::to_string(settings.slot_nbytes));
-}
 
 ContextGuard::ContextGuard(const Driver& driver, Context context)
     : driver_(driver), capture_mode_(kCaptureModeRelaxed) {
@@ -87,54 +42,6 @@ ContextGuard::~ContextGuard() {
   static_cast<void>(driver_.cuThreadExchangeStreamCaptureMode(&capture_mode_));
   Context popped = nullptr;
   static_cast<void>(driver_.cuCtxPopCurrent(&popped));
-}
-
-PinnedRing::PinnedRing(const Driver& driver, Ordinal device, const RingSettings& settings)
-    : driver_(driver), device_(device), settings_(settings) {
-  const uint64_t slots_nbytes = settings.slots * settings.slot_nbytes;
-  pin(slots_nbytes + settings.slots * kTableNbytes);
-  std::byte* data = allocated_ ? allocated_ : mapping_.data();
-  tables_ = data + slots_nbytes;
-  try {
-    for (unsigned slot = 0; slot < settings.slots; ++slot) {
-      Event event = nullptr;
-      check(driver_, driver_.cuEventCreate(&event, kEventBlockingSync | kEventDisableTiming),
-            "creating a CUDA event");
-      events_.push_back(event);
-    }
-    slots_ = std::make_unique<SlotRing>(data, settings.slots, settings.slot_nbytes);
-  } catch (...) {
-    unpin();
-    throw;
-  }
-}
-
-PinnedRing::~PinnedRing() { unpin(); }
-
-void PinnedRing::pin(uint64_t nbytes) {
-  const std::string action = "pinning " + std::to_string(nbytes) +
-                             " bytes of host memory for staging (a smaller ring needs less)";
-  if (registers_host_memory(driver_, device_)) {
-    mapping_ = HostMapping(nbytes, numa_node_of(driver_, device_), kFaultThreads);
-    const Result result = driver_.cuMemHostRegister(mapping_.data(), mapping_.nbytes(),
-                                                    kHostRegisterPortable | kHostRegisterDeviceMap);
-    if (result == kSuccess) return;
-    mapping_ = HostMapping();
-    if (result != kNotSupported && result != kNotPermitted)
-      throw_cuda_error(driver_, result, action);
-  }
-  void* address = nullptr;  // systems that cannot register memory still allocate it
-  const Result result =
-      driver_.cuMemHostAlloc(&address, nbytes, kHostAllocPortable | kHostAllocDeviceMap);
-  if (result != kSuccess) throw_cuda_error(driver_, result, action);
-  allocated_ = static_cast<std::byte*>(address);
-}
-
-void PinnedRing::unpin() noexcept {
-  for (Event event : events_) static_cast<void>(driver_.cuEventDestroy(event));
-  events_.clear();
-  if (mapping_.data()) static_cast<void>(driver_.cuMemHostUnregister(mapping_.data()));
-  if (allocated_) static_cast<void>(driver_.cuMemFreeHost(std::exchange(allocated_, nullptr)));
 }
 
 Device& Device::get(Ordinal ordinal) {
@@ -152,16 +59,15 @@ Device& Device::get(Ordinal ordinal) {
   return *known.devices.back();
 }
 
-std::shared_ptr<PinnedRing> Device::use_ring(const RingSettings& wanted) {
+std::shared_ptr<PinnedBuffers> Device::use_pinned(const PinnedSettings& wanted) {
   validate(wanted);
-  const RingSettings settings = whole_pages(wanted);
   MutexLock lock(mutex_);
-  if (ring_ && users_ == 0 && !(ring_->settings() == settings)) free_ring();
-  if (!ring_) make_ring(settings);
+  if (pinned_ && users_ == 0 && !(pinned_->wanted() == wanted)) free_pinned();
+  if (!pinned_) make_pinned(wanted);
   ++users_;
   ++uses_;
   changed_.notify_all();
-  return {ring_.get(), [this](PinnedRing* ring) { end_use(ring); }};
+  return {pinned_.get(), [this](PinnedBuffers* buffers) { end_use(buffers); }};
 }
 
 Context Device::context() const {
@@ -169,7 +75,7 @@ Context Device::context() const {
   return context_;
 }
 
-void Device::make_ring(const RingSettings& settings) {
+void Device::make_pinned(const PinnedSettings& settings) {
   Ordinal handle = 0;
   check(driver_, driver_.cuDeviceGet(&handle, ordinal_), "finding the CUDA device");
   Context context = nullptr;
@@ -177,7 +83,7 @@ void Device::make_ring(const RingSettings& settings) {
         "starting to use the CUDA device");
   try {
     const ContextGuard current(driver_, context);
-    ring_ = std::make_unique<PinnedRing>(driver_, handle, settings);
+    pinned_ = std::make_unique<PinnedBuffers>(driver_, handle, settings);
   } catch (...) {
     static_cast<void>(driver_.cuDevicePrimaryCtxRelease(handle));
     throw;
@@ -187,16 +93,14 @@ void Device::make_ring(const RingSettings& settings) {
   release_wanted_ = false;
 }
 
-void Device::free_ring() {
+void Device::free_pinned() {
   Context context = std::exchange(context_, nullptr);
-  Module kernels = std::exchange(kernels_, nullptr);
   try {
     const ContextGuard current(driver_, context);
-    if (kernels) static_cast<void>(driver_.cuModuleUnload(kernels));
-    ring_.reset();
+    pinned_.reset();
   } catch (const Error&) {
     static_cast<void>(
-        ring_.release());  // the driver is beyond reach: memory it may hold stays mapped
+        pinned_.release());  // the driver is beyond reach: memory it may hold stays mapped
     return;
   }
   Ordinal handle = 0;
@@ -204,12 +108,12 @@ void Device::free_ring() {
     static_cast<void>(driver_.cuDevicePrimaryCtxRelease(handle));
 }
 
-void Device::end_use(PinnedRing* ring) noexcept {
+void Device::end_use(PinnedBuffers* buffers) noexcept {
   if (!driver_is_in_use()) return;  // a forked child: all this belongs to the parent
   MutexLock lock(mutex_);
-  if (ring != ring_.get() || --users_ > 0) return;  // a condemned ring has no users to count
-  if (release_wanted_ || ring->settings().keep_idle.count() == 0) {
-    free_ring();
+  if (buffers != pinned_.get() || --users_ > 0) return;  // condemned ones have no users to count
+  if (release_wanted_ || buffers->wanted().keep_idle.count() == 0) {
+    free_pinned();
   } else {
     start_idle_wait();
   }
@@ -222,23 +126,23 @@ void Device::start_idle_wait() {
     idle_thread_ = std::jthread([this](const std::stop_token& stop) { wait_until_idle(stop); });
     idle_thread_runs_ = true;
   } catch (const std::system_error&) {
-    free_ring();  // no thread to be had: give the memory back now
+    free_pinned();  // no thread to be had: give the memory back now
   }
 }
 
 void Device::wait_until_idle(const std::stop_token& stop) {
   MutexLock lock(mutex_);
-  while (ring_ && !stop.stop_requested()) {
+  while (pinned_ && !stop.stop_requested()) {
     const uint64_t seen = uses_;
-    const auto deadline = std::chrono::steady_clock::now() + ring_->settings().keep_idle;
+    const auto deadline = std::chrono::steady_clock::now() + pinned_->wanted().keep_idle;
     const bool used_again = changed_.wait_until(
-        mutex_, stop, deadline, [&]() REQUIRES_LOCK(mutex_) { return !ring_ || uses_ != seen; });
-    if (stop.stop_requested() || !ring_) break;
+        mutex_, stop, deadline, [&]() REQUIRES_LOCK(mutex_) { return !pinned_ || uses_ != seen; });
+    if (stop.stop_requested() || !pinned_) break;
     if (!used_again && users_ == 0) {
-      free_ring();
+      free_pinned();
       break;
     }
-    changed_.wait(mutex_, stop, [&]() REQUIRES_LOCK(mutex_) { return !ring_ || users_ == 0; });
+    changed_.wait(mutex_, stop, [&]() REQUIRES_LOCK(mutex_) { return !pinned_ || users_ == 0; });
   }
   idle_thread_runs_ = false;
 }
@@ -263,51 +167,36 @@ bool Device::release_all() {
   Registry& known = registry();
   MutexLock lock(known.mutex);
   bool all = true;
-  for (const auto& device : known.devices) all = device->release_ring() && all;
+  for (const auto& device : known.devices) all = device->release_pinned() && all;
   return all;
 }
 
-bool Device::release_ring() {
+bool Device::release_pinned() {
   MutexLock lock(mutex_);
-  if (!ring_) return true;
+  if (!pinned_) return true;
   if (users_ > 0) {
     release_wanted_ = true;
     return false;
   }
-  free_ring();
+  free_pinned();
   changed_.notify_all();
   return true;
 }
 
-void Device::condemn_ring(const PinnedRing& ring) {
+void Device::condemn(const PinnedBuffers& buffers) {
   MutexLock lock(mutex_);
-  if (ring_.get() != &ring) return;
-  ring_->slots().close();
-  keep_for_good(std::move(ring_));
-  context_ = nullptr;  // stays retained: the old ring's users still work in it
-  kernels_ = nullptr;
+  if (pinned_.get() != &buffers) return;
+  pinned_->close();
+  keep_for_good(std::move(pinned_));
+  context_ = nullptr;  // stays retained: the users of the old memory still work in it
   users_ = 0;
   changed_.notify_all();
 }
 
-Function Device::kernel(const char* name) {
+PinnedStatus Device::status() const {
   MutexLock lock(mutex_);
-  if (!kernels_) {
-    const auto image = embedded_kernels();
-    if (image.empty())
-      throw Error(Errc::device, "this build of tensorizer has no CUDA kernels (nvcc was missing)");
-    check(driver_, driver_.cuModuleLoadData(&kernels_, image.data()), "loading CUDA kernels");
-  }
-  Function function = nullptr;
-  check(driver_, driver_.cuModuleGetFunction(&function, kernels_, name), "finding a CUDA kernel");
-  return function;
-}
-
-RingStatus Device::status() const {
-  MutexLock lock(mutex_);
-  if (!ring_) return {};
-  return {true, users_, ring_->settings().slots, ring_->slots().free_slots(),
-          ring_->settings().slot_nbytes};
+  if (!pinned_) return {};
+  return {true, users_, pinned_->count(), pinned_->free_count(), pinned_->nbytes()};
 }
 
 }  // namespace tensorizer::device::cuda

@@ -180,13 +180,17 @@ void set_driver_library(const std::string& path) {
   }
 }
 
-void throw_cuda_error(const Driver& driver, Result result, const std::string& action) {
+std::string describe(const Driver& driver, Result result) {
   const char* name = nullptr;
   const char* text = nullptr;
   if (driver.cuGetErrorName(result, &name) != kSuccess || !name) name = "unknown CUDA error";
   if (driver.cuGetErrorString(result, &text) != kSuccess || !text) text = "no description";
+  return std::string(name) + " (" + std::to_string(result) + "): " + text;
+}
+
+void throw_cuda_error(const Driver& driver, Result result, const std::string& action) {
   throw Error(result == kOutOfMemory ? Errc::out_of_memory : Errc::device,
-              action + ": " + name + " (" + std::to_string(result) + "): " + text);
+              action + ": " + describe(driver, result));
 }
 
 }  // namespace tensorizer::device::cuda

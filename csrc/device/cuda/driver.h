@@ -22,8 +22,6 @@ using DevicePointer = unsigned long long;
 using Context = struct ContextTag*;
 using Stream = struct StreamTag*;
 using Event = struct EventTag*;
-using Module = struct ModuleTag*;
-using Function = struct FunctionTag*;
 
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;
@@ -31,16 +29,13 @@ inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kNoDevice = 100;
 inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kNotReady = 600;
-inline constexpr Result kNotPermitted = 800;
 inline constexpr Result kNotSupported = 801;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventBlockingSync = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostRegisterPortable = 1;
-inline constexpr unsigned kHostRegisterDeviceMap = 2;
 inline constexpr unsigned kHostAllocPortable = 1;
-inline constexpr unsigned kHostAllocDeviceMap = 2;
 inline constexpr int kAttributeHostRegisterSupported = 99;
 inline constexpr int kCaptureStatusNone = 0;
 inline constexpr int kCaptureModeRelaxed = 2;
@@ -59,48 +54,40 @@ struct CopyAttributes {
 inline constexpr int kSourceAccessInStreamOrder = 1;
 
 // X(name, version of the API that has this signature, parameters)
-#define TENSORIZER_CUDA_REQUIRED(X)                                                                \
-  X(cuInit, 2000, (unsigned flags))                                                                \
-  X(cuGetErrorName, 6000, (Result error, const char** name))                                       \
-  X(cuGetErrorString, 6000, (Result error, const char** text))                                     \
-  X(cuDeviceGetCount, 2000, (int* count))                                                          \
-  X(cuDeviceGet, 2000, (Ordinal * device, int ordinal))                                            \
-  X(cuDeviceGetName, 2000, (char* name, int nbytes, Ordinal device))                               \
-  X(cuDeviceGetAttribute, 2000, (int* value, int attribute, Ordinal device))                       \
-  X(cuDeviceGetPCIBusId, 4010, (char* text, int nbytes, Ordinal device))                           \
-  X(cuDevicePrimaryCtxRetain, 7000, (Context * context, Ordinal device))                           \
-  X(cuDevicePrimaryCtxRelease, 11000, (Ordinal device))                                            \
-  X(cuCtxPushCurrent, 4000, (Context context))                                                     \
-  X(cuCtxPopCurrent, 4000, (Context * context))                                                    \
-  X(cuThreadExchangeStreamCaptureMode, 10010, (int* mode))                                         \
-  X(cuStreamCreate, 2000, (Stream * stream, unsigned flags))                                       \
-  X(cuStreamDestroy, 4000, (Stream stream))                                                        \
-  X(cuStreamSynchronize, 2000, (Stream stream))                                                    \
-  X(cuStreamWaitEvent, 3020, (Stream stream, Event event, unsigned flags))                         \
-  X(cuStreamIsCapturing, 10000, (Stream stream, int* status))                                      \
-  X(cuEventCreate, 2000, (Event * event, unsigned flags))                                          \
-  X(cuEventDestroy, 4000, (Event event))                                                           \
-  X(cuEventRecord, 2000, (Event event, Stream stream))                                             \
-  X(cuEventQuery, 2000, (Event event))                                                             \
-  X(cuEventSynchronize, 2000, (Event event))                                                       \
-  X(cuMemHostRegister, 6050, (void* address, size_t nbytes, unsigned flags))                       \
-  X(cuMemHostUnregister, 4000, (void* address))                                                    \
-  X(cuMemHostAlloc, 2020, (void** address, size_t nbytes, unsigned flags))                         \
-  X(cuMemFreeHost, 2000, (void* address))                                                          \
-  X(cuMemHostGetDevicePointer, 3020, (DevicePointer * pointer, void* address, unsigned flags))     \
-  X(cuMemcpyHtoDAsync, 3020,                                                                       \
-    (DevicePointer destination, const void* source, size_t nbytes, Stream stream))                 \
-  X(cuMemcpyDtoHAsync, 3020,                                                                       \
-    (void* destination, DevicePointer source, size_t nbytes, Stream stream))                       \
-  X(cuMemsetD8Async, 3020,                                                                         \
-    (DevicePointer destination, unsigned char value, size_t nbytes, Stream stream))                \
-  X(cuModuleLoadData, 2000, (Module * module, const void* image))                                  \
-  X(cuModuleUnload, 2000, (Module module))                                                         \
-  X(cuModuleGetFunction, 2000, (Function * function, Module module, const char* name))             \
-  X(cuLaunchKernel, 4000,                                                                          \
-    (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,       \
-     unsigned block_y, unsigned block_z, unsigned shared_nbytes, Stream stream, void** parameters, \
-     void** extra))
+#define TENSORIZER_CUDA_REQUIRED(X)                                                \
+  X(cuInit, 2000, (unsigned flags))                                                \
+  X(cuGetErrorName, 6000, (Result error, const char** name))                       \
+  X(cuGetErrorString, 6000, (Result error, const char** text))                     \
+  X(cuDeviceGetCount, 2000, (int* count))                                          \
+  X(cuDeviceGet, 2000, (Ordinal * device, int ordinal))                            \
+  X(cuDeviceGetName, 2000, (char* name, int nbytes, Ordinal device))               \
+  X(cuDeviceGetAttribute, 2000, (int* value, int attribute, Ordinal device))       \
+  X(cuDeviceGetPCIBusId, 4010, (char* text, int nbytes, Ordinal device))           \
+  X(cuDevicePrimaryCtxRetain, 7000, (Context * context, Ordinal device))           \
+  X(cuDevicePrimaryCtxRelease, 11000, (Ordinal device))                            \
+  X(cuCtxPushCurrent, 4000, (Context context))                                     \
+  X(cuCtxPopCurrent, 4000, (Context * context))                                    \
+  X(cuThreadExchangeStreamCaptureMode, 10010, (int* mode))                         \
+  X(cuStreamCreate, 2000, (Stream * stream, unsigned flags))                       \
+  X(cuStreamDestroy, 4000, (Stream stream))                                        \
+  X(cuStreamSynchronize, 2000, (Stream stream))                                    \
+  X(cuStreamWaitEvent, 3020, (Stream stream, Event event, unsigned flags))         \
+  X(cuStreamIsCapturing, 10000, (Stream stream, int* status))                      \
+  X(cuEventCreate, 2000, (Event * event, unsigned flags))                          \
+  X(cuEventDestroy, 4000, (Event event))                                           \
+  X(cuEventRecord, 2000, (Event event, Stream stream))                             \
+  X(cuEventQuery, 2000, (Event event))                                             \
+  X(cuEventSynchronize, 2000, (Event event))                                       \
+  X(cuMemHostRegister, 6050, (void* address, size_t nbytes, unsigned flags))       \
+  X(cuMemHostUnregister, 4000, (void* address))                                    \
+  X(cuMemHostAlloc, 2020, (void** address, size_t nbytes, unsigned flags))         \
+  X(cuMemFreeHost, 2000, (void* address))                                          \
+  X(cuMemcpyHtoDAsync, 3020,                                                       \
+    (DevicePointer destination, const void* source, size_t nbytes, Stream stream)) \
+  X(cuMemcpyDtoHAsync, 3020,                                                       \
+    (void* destination, DevicePointer source, size_t nbytes, Stream stream))       \
+  X(cuMemsetD8Async, 3020,                                                         \
+    (DevicePointer destination, unsigned char value, size_t nbytes, Stream stream))
 
 #define TENSORIZER_CUDA_OPTIONAL(X)                                                       \
   X(cuMemcpyBatchAsync, 12080,                                                            \
@@ -131,6 +118,9 @@ bool driver_is_present() noexcept;
 // Where the driver is looked for, "libcuda.so.1" until somebody says otherwise.
 // Throws Error(invalid_argument) once a driver from elsewhere is in use.
 void set_driver_library(const std::string& path);
+
+// "<driver's name> (<number>): <its text>".
+std::string describe(const Driver& driver, Result result);
 
 // Error(device), or Error(out_of_memory) for that code: "<action>: <driver's name and text>".
 [[noreturn]] void throw_cuda_error(const Driver& driver, Result result, const std::string& action);

@@ -95,7 +95,6 @@ CONTROL const char* fake_cuda_leaks() {
   for (const auto& context : model().contexts) contexts += context->retained;
   count(text, streams, "stream");
   count(text, model().events.size(), "event");
-  count(text, model().modules.size(), "module");
   count(text, model().host_blocks.size(), "stretch of pinned memory");
   count(text, contexts, "retained context");
   return text.c_str();
@@ -104,8 +103,8 @@ CONTROL const char* fake_cuda_leaks() {
 CONTROL void fake_cuda_forget_leaks() {
   const Lock lock(model().mutex);
   model().events.clear();
-  model().modules.clear();
   model().host_blocks.clear();
+  for (const auto& [handle, stream] : model().streams) stream->of_caller = true;
   for (const auto& context : model().contexts) context->retained = 0;
 }
 
@@ -163,6 +162,23 @@ CONTROL void fake_cuda_compute(void* stream, int device, void* address, size_t n
                            if (value >= 0) std::memset(bytes, value, nbytes);
                          },
                          {}});
+}
+
+CONTROL void fake_cuda_hold(void* stream, int device) {
+  const Lock lock(model().mutex);
+  model().held = true;
+  model().enqueue(callers_stream(stream, device), {{}, [] { return !model().held; }});
+}
+
+CONTROL void fake_cuda_let_go() {
+  const Lock lock(model().mutex);
+  model().held = false;
+  model().changed.notify_all();
+}
+
+CONTROL void fake_cuda_allow_pageable(int allowed) {
+  const Lock lock(model().mutex);
+  model().pageable_allowed = allowed != 0;
 }
 
 CONTROL void fake_cuda_wait(void* stream, int device) {

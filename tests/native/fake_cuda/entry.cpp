@@ -5,7 +5,6 @@
 #include <cstring>
 #include <numeric>
 
-#include "device/cuda/kernels/scatter.h"
 #include "host_memory.h"
 #include "model.h"
 
@@ -25,7 +24,6 @@ using Lock = std::unique_lock<std::mutex>;
 constexpr CUresult kInvalidValue = 1;
 constexpr CUresult kNotInitialised = 3;
 constexpr CUresult kInvalidDevice = 101;
-constexpr CUresult kInvalidImage = 200;
 constexpr CUresult kInvalidContext = 201;
 constexpr CUresult kInvalidHandle = 400;
 constexpr CUresult kNotFound = 500;
@@ -136,6 +134,11 @@ struct PlannedCopy {
     std::memcpy(to, from, nbytes);
   }
 };
+
+// Memory that is not pinned: the driver reads it before the call returns.
+bool is_pageable(const void* address, uint64_t nbytes) {
+  return model().pageable_allowed && !model().find(model().host_blocks, address, nbytes);
+}
 
 PlannedCopy plan_to_device(CUdeviceptr to, const void* from, size_t nbytes, StreamTag& stream) {
   const std::byte* source = locate(from, nbytes, stream, false, false);
@@ -427,26 +430,35 @@ API CUresult cuMemFreeHost(void* address) {
   return call.code;
 }
 
-API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* pointer, void* address, unsigned flags) {
-  const Call call("cuMemHostGetDevicePointer");
-  if (call.code) return call.code;
-  if (flags != 0 || !model().find(model().host_blocks, address, 1)) return kInvalidValue;
-  *pointer = reinterpret_cast<CUdeviceptr>(address);
-  return 0;
-}
-
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t nbytes,
                                   CUstream stream) {
   const Call call("cuMemcpyHtoDAsync");
   if (call.code) return call.code;
   const auto kept = stream_of(stream, false);
+  if (is_pageable(from, nbytes)) {
+    std::byte* target = locate(reinterpret_cast<void*>(to), nbytes, *kept, true, true);
+    const auto* source = static_cast<const std::byte*>(from);
+    model().enqueue(kept, {[target, bytes = std::vector<std::byte>(source, source + nbytes)] {
+                             std::memcpy(target, bytes.data(), bytes.size());
+                           },
+                           {}});
+    return 0;
+  }
   return enqueue_copies({plan_to_device(to, from, nbytes, *kept)}, kept);
 }
 
 API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t nbytes, CUstream stream) {
-  const Call call("cuMemcpyDtoHAsync");
+  Call call("cuMemcpyDtoHAsync");
   if (call.code) return call.code;
   const auto kept = stream_of(stream, false);
+  if (is_pageable(to, nbytes)) {
+    const std::byte* source = locate(reinterpret_cast<void*>(from), nbytes, *kept, true, false);
+    model().enqueue(kept, {[=] { std::memcpy(to, source, nbytes); }, {}});
+    EventTag now;
+    model().record(now, kept);
+    model().wait_for_record(call.lock, now.record);
+    return model().lost;
+  }
   return enqueue_copies({plan_to_host(to, from, nbytes, *kept)}, kept);
 }
 
@@ -511,73 +523,6 @@ API CUresult cuMemcpyBatchAsync_v13000(CUdeviceptr* to, CUdeviceptr* from, size_
   return copy_batch(to, from, sizes, count, attributes, starts, attribute_count, stream);
 }
 
-API CUresult cuModuleLoadData(void** module, const void* image) {
-  const Call call("cuModuleLoadData");
-  if (call.code) return call.code;
-  static constexpr unsigned char kFatBinary[] = {0x50, 0xed, 0x55, 0xba};
-  if (std::memcmp(image, kFatBinary, sizeof kFatBinary) != 0) return kInvalidImage;
-  *module = new int(0);
-  model().modules.insert(*module);
-  return 0;
-}
-
-API CUresult cuModuleUnload(void* module) {
-  const Call call("cuModuleUnload", false);
-  if (model().modules.erase(module) == 0) violation("a module was unloaded twice");
-  delete static_cast<int*>(module);
-  return call.code;
-}
-
-API CUresult cuModuleGetFunction(void** function, void* module, const char* name) {
-  const Call call("cuModuleGetFunction");
-  if (call.code) return call.code;
-  if (model().modules.count(module) == 0) violation("a module was used after its end");
-  if (std::strcmp(name, tensorizer::device::cuda::kScatterKernelName) != 0) return kNotFound;
-  *function = module;
-  return 0;
-}
-
-// The one kernel there is: the twin on the host, over the places where the bytes are.
-API CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                            unsigned block_x, unsigned block_y, unsigned block_z,
-                            unsigned shared_nbytes, CUstream stream, void** parameters, void**) {
-  using tensorizer::device::cuda::ScatterPiece;
-  const Call call("cuLaunchKernel");
-  if (call.code) return call.code;
-  if (model().modules.count(function) == 0)
-    violation("a kernel of an unloaded module was launched");
-  if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x == 0 || block_x > 1024 || block_y != 1 ||
-      block_z != 1 || shared_nbytes != 0)
-    return kInvalidValue;
-  const auto kept = stream_of(stream, false);
-  auto* const table_address = *static_cast<std::byte**>(parameters[0]);
-  const auto count = *static_cast<uint32_t*>(parameters[1]);
-  auto* const slot = *static_cast<std::byte**>(parameters[2]);
-  const uint64_t table_nbytes = count * sizeof(ScatterPiece);
-  const std::byte* table = locate(table_address, table_nbytes, *kept, false, false);
-  std::vector<ScatterPiece> pieces(count);
-  std::memcpy(pieces.data(), table, table_nbytes);
-  uint64_t source_sum = checksum(table, table_nbytes);
-  for (ScatterPiece& piece : pieces) {
-    const std::byte* from = locate(slot + piece.source_offset, piece.nbytes, *kept, false, false);
-    source_sum += checksum(from, piece.nbytes);
-    piece.destination = reinterpret_cast<uint64_t>(
-        locate(reinterpret_cast<void*>(piece.destination), piece.nbytes, *kept, true, true));
-  }
-  model().enqueue(kept, {[=, pieces = std::move(pieces)] {
-                           if (execution_fails()) return;
-                           uint64_t sum = checksum(table, table_nbytes);
-                           for (const ScatterPiece& piece : pieces)
-                             sum += checksum(slot + piece.source_offset, piece.nbytes);
-                           if (sum != source_sum)
-                             violation("a slot was changed before the kernel over it had run");
-                           tensorizer::device::cuda::scatter_on_host(
-                               pieces.data(), static_cast<uint32_t>(pieces.size()), slot);
-                         },
-                         {}});
-  return 0;
-}
-
 namespace {
 
 CUresult asked_for_an_old_signature() { violation("a function was called by an old signature"); }
@@ -626,8 +571,6 @@ const Symbol kSymbols[] = {
     FAKE_SYMBOL(cuMemHostUnregister, 4000, cuMemHostUnregister),
     FAKE_SYMBOL(cuMemHostAlloc, 2020, cuMemHostAlloc),
     FAKE_SYMBOL(cuMemFreeHost, 2000, cuMemFreeHost),
-    FAKE_OLD(cuMemHostGetDevicePointer, 2020),
-    FAKE_SYMBOL(cuMemHostGetDevicePointer, 3020, cuMemHostGetDevicePointer_v2),
     FAKE_OLD(cuMemcpyHtoDAsync, 2000),
     FAKE_SYMBOL(cuMemcpyHtoDAsync, 3020, cuMemcpyHtoDAsync_v2),
     FAKE_OLD(cuMemcpyDtoHAsync, 2000),
@@ -635,10 +578,6 @@ const Symbol kSymbols[] = {
     FAKE_SYMBOL(cuMemcpyBatchAsync, 12080, cuMemcpyBatchAsync_v12080),
     FAKE_SYMBOL(cuMemcpyBatchAsync, 13000, cuMemcpyBatchAsync_v13000),
     FAKE_SYMBOL(cuMemsetD8Async, 3020, cuMemsetD8Async),
-    FAKE_SYMBOL(cuModuleLoadData, 2000, cuModuleLoadData),
-    FAKE_SYMBOL(cuModuleUnload, 2000, cuModuleUnload),
-    FAKE_SYMBOL(cuModuleGetFunction, 2000, cuModuleGetFunction),
-    FAKE_SYMBOL(cuLaunchKernel, 4000, cuLaunchKernel),
 };
 
 // The newest function of that name which is no newer than the version asked for.

@@ -64,6 +64,12 @@ void fake_cuda_destroy_stream(void* stream);
 void fake_cuda_compute(void* stream, int device, void* address, size_t nbytes, int value,
                        unsigned microseconds);
 void fake_cuda_wait(void* stream, int device);
+// Work on the caller's stream that does not end before fake_cuda_let_go().
+void fake_cuda_hold(void* stream, int device);
+void fake_cuda_let_go(void);
+// Copies may use memory that is not pinned: they then have run, or read their source, when the call
+// returns.
+void fake_cuda_allow_pageable(int allowed);
 // Copies that obey no stream order, for filling and checking; the ranges must be at rest.
 void fake_cuda_write(void* address, const void* from, size_t nbytes);
 void fake_cuda_read(const void* address, void* to, size_t nbytes);

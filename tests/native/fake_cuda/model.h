@@ -112,6 +112,8 @@ struct Model {
   int devices = 2;
   bool can_register = true;
   bool any_address = false;
+  bool pageable_allowed = false;  // copies may use host memory that is not pinned
+  bool held = false;              // see fake_cuda_hold
   unsigned min_delay_us = 0;
   unsigned max_delay_us = 0;
   std::mt19937 random;
@@ -128,7 +130,6 @@ struct Model {
   std::set<EventTag*> events;
   std::map<std::byte*, std::unique_ptr<Block>> device_blocks;  // by address
   std::map<std::byte*, std::unique_ptr<Block>> host_blocks;
-  std::set<void*> modules;
   int next_stream = 1;
   Clock host;  // what the host has waited for; every later operation is ordered after it
 

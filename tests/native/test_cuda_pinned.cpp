@@ -12,9 +12,9 @@ namespace {
 
 using namespace std::chrono_literals;
 
-using CudaRing = FakeDriverTest;
+using CudaPinned = FakeDriverTest;
 
-TEST_F(CudaRing, IsPinnedOnceAndSharedByLoadsOfADevice) {
+TEST_F(CudaPinned, IsPinnedOnceAndSharedByLoadsOfADevice) {
   const Bytes source = random_bytes(400'000, 5);
   DeviceMemory first(source.size());
   DeviceMemory second(source.size());
@@ -23,8 +23,8 @@ TEST_F(CudaRing, IsPinnedOnceAndSharedByLoadsOfADevice) {
     CudaCopyEngine two(options());
     EXPECT_EQ(Device::get(0).status().users, 2U);
     std::jthread other(
-        [&] { load(two, source, plan(second.data(), source.size(), two.slot_nbytes(), 999)); });
-    load(one, source, plan(first.data(), source.size(), one.slot_nbytes(), 999));
+        [&] { load(two, source, plan(second.data(), source.size(), two.buffer_nbytes(), 999)); });
+    load(one, source, plan(first.data(), source.size(), one.buffer_nbytes(), 999));
   }
   EXPECT_EQ(first.bytes(), source);
   EXPECT_EQ(second.bytes(), source);
@@ -33,32 +33,32 @@ TEST_F(CudaRing, IsPinnedOnceAndSharedByLoadsOfADevice) {
   EXPECT_EQ(Device::get(0).status().users, 0U);
 }
 
-TEST_F(CudaRing, EveryDeviceHasItsOwn) {
+TEST_F(CudaPinned, EveryDeviceHasItsOwn) {
   const Bytes source = random_bytes(200'000, 6);
   DeviceMemory first(source.size(), 0);
   DeviceMemory second(source.size(), 1);
   CudaCopyEngine zero(options(nullptr, 0));
   CudaCopyEngine one(options(nullptr, 1));
-  load(zero, source, plan(first.data(), source.size(), zero.slot_nbytes(), 1 << 20));
-  load(one, source, plan(second.data(), source.size(), one.slot_nbytes(), 1 << 20));
+  load(zero, source, plan(first.data(), source.size(), zero.buffer_nbytes(), 1 << 20));
+  load(one, source, plan(second.data(), source.size(), one.buffer_nbytes(), 1 << 20));
   EXPECT_EQ(first.bytes(), source);
   EXPECT_EQ(second.bytes(), source);
   EXPECT_EQ(fake().calls("cuMemHostRegister"), 2U);
 }
 
-TEST_F(CudaRing, GoesBackOnRequestOnceNobodyUsesIt) {
+TEST_F(CudaPinned, GoesBackOnRequestOnceNobodyUsesIt) {
   {
     const CudaCopyEngine engine(options());
-    EXPECT_FALSE(release_ring(0));
+    EXPECT_FALSE(release_pinned(0));
     EXPECT_TRUE(Device::get(0).status().present);
   }
   EXPECT_FALSE(Device::get(0).status().present);
   EXPECT_STREQ(fake().leaks(), "");
 }
 
-TEST_F(CudaRing, GoesBackWhenIdleButNotBeforeItsTime) {
+TEST_F(CudaPinned, GoesBackWhenIdleButNotBeforeItsTime) {
   CudaCopyOptions brief = options();
-  brief.ring.keep_idle = 80ms;
+  brief.pinned.keep_idle = 80ms;
   { const CudaCopyEngine engine(brief); }
   EXPECT_TRUE(Device::get(0).status().present);
   for (int i = 0; i < 10; ++i) {  // used again and again: it stays
@@ -72,38 +72,38 @@ TEST_F(CudaRing, GoesBackWhenIdleButNotBeforeItsTime) {
   EXPECT_STREQ(fake().leaks(), "");
 }
 
-TEST_F(CudaRing, OfNoIdleTimeGoesBackAtOnce) {
+TEST_F(CudaPinned, OfNoIdleTimeGoesBackAtOnce) {
   CudaCopyOptions once = options();
-  once.ring.keep_idle = 0ms;
+  once.pinned.keep_idle = 0ms;
   { const CudaCopyEngine engine(once); }
   EXPECT_STREQ(fake().leaks(), "");
 }
 
-TEST_F(CudaRing, HasTheSizeAskedForUnlessItIsInUse) {
+TEST_F(CudaPinned, HasTheSizeAskedForUnlessItIsInUse) {
   CudaCopyOptions larger = options();
-  larger.ring.slots = 6;
-  larger.ring.slot_nbytes = 100'001;
+  larger.pinned.slots = 6;
+  larger.pinned.slot_nbytes = 100'001;
   {
     const CudaCopyEngine first(options());
     const CudaCopyEngine second(larger);
-    EXPECT_EQ(second.slot_nbytes(), kSmallRing.slot_nbytes);
+    EXPECT_EQ(second.buffer_nbytes(), kFewBuffers.slot_nbytes);
   }
   const CudaCopyEngine third(larger);
-  EXPECT_EQ(third.slot_nbytes(), 25 * 4096U);  // whole pages
+  EXPECT_EQ(third.buffer_nbytes(), 25 * 4096U);  // whole pages
   EXPECT_EQ(Device::get(0).status().slots, 6U);
 }
 
-TEST_F(CudaRing, OfASenselessSizeIsRefused) {
+TEST_F(CudaPinned, OfASenselessSizeIsRefused) {
   for (const auto& [slots, nbytes] : std::vector<std::pair<unsigned, uint64_t>>{
            {0, 1 << 20}, {1, 1 << 20}, {5000, 1 << 20}, {4, 0}, {4, 100}, {4, UINT64_MAX}}) {
     CudaCopyOptions wrong = options();
-    wrong.ring.slots = slots;
-    wrong.ring.slot_nbytes = nbytes;
+    wrong.pinned.slots = slots;
+    wrong.pinned.slot_nbytes = nbytes;
     EXPECT_EQ(code_of([&] { const CudaCopyEngine engine(wrong); }), Errc::invalid_argument);
   }
 }
 
-TEST_F(CudaRing, ADeviceThatDoesNotExistIsAnErrorThatCountsThem) {
+TEST_F(CudaPinned, ADeviceThatDoesNotExistIsAnErrorThatCountsThem) {
   for (const int ordinal : {-1, 2, 99}) {
     try {
       const CudaCopyEngine engine(options(nullptr, ordinal));
@@ -115,31 +115,71 @@ TEST_F(CudaRing, ADeviceThatDoesNotExistIsAnErrorThatCountsThem) {
   }
 }
 
-TEST_F(CudaRing, LeasesThatDieUnsubmittedGoBack) {
+TEST_F(CudaPinned, BuffersThatNothingWasSentFromGoBack) {
   CudaCopyEngine engine(options());
-  for (unsigned i = 0; i < 3 * kSmallRing.slots; ++i) static_cast<void>(engine.acquire({}));
-  EXPECT_EQ(Device::get(0).status().free_slots, kSmallRing.slots);
+  for (unsigned i = 0; i < 3 * kFewBuffers.slots; ++i)
+    EXPECT_FALSE(engine.make_lane()->try_acquire().empty());
+  EXPECT_EQ(Device::get(0).status().free_slots, kFewBuffers.slots);
 }
 
-TEST_F(CudaRing, ShutDownCancelsLoadsAndReturnsWhenTheirCopiesHaveEnded) {
+TEST_F(CudaPinned, ManySmallLoadsShareStreamsAndEvents) {
+  const Bytes source = random_bytes(1000, 9);
+  DeviceMemory memory(source.size());
+  for (int i = 0; i < 20; ++i) {
+    CudaCopyEngine engine(options());
+    load(engine, source, plan(memory.data(), source.size(), engine.buffer_nbytes(), 1 << 20), 1);
+  }
+  EXPECT_EQ(fake().calls("cuStreamCreate"), 1U);
+  EXPECT_EQ(fake().calls("cuEventCreate"), kFewBuffers.slots + 1);
+  EXPECT_EQ(memory.bytes(), source);
+}
+
+TEST_F(CudaPinned, ALoadThatComesLaterGetsABufferOfOneThatHasThemAll) {
+  CudaCopyEngine first(options()), second(options());
+  std::vector<std::unique_ptr<Lane>> greedy;
+  for (unsigned i = 0; i < 2; ++i) {
+    greedy.push_back(first.make_lane());
+    while (!greedy.back()->try_acquire().empty()) {
+    }
+  }
+  std::atomic<bool> served{false};
+  std::jthread late([&] {
+    const auto lane = second.make_lane();
+    static_cast<void>(next_buffer(*lane, {}, [] {}));
+    served = true;
+  });
+  while (!served) {  // goes on as a load does, one buffer after another
+    if (greedy.front()->try_acquire().empty()) greedy.front()->wait({});
+    std::this_thread::yield();
+  }
+}
+
+TEST_F(CudaPinned, ShutDownCancelsLoadsAndReturnsWhenTheirCopiesHaveEnded) {
   fake().set_delay(1000, 3000);
-  DeviceMemory memory(60'000);
+  const Bytes source = random_bytes(3'000'000, 10);
+  DeviceMemory memory(source.size());
   CudaCopyEngine engine(options());
-  const CopyPiece piece{0, memory.data(), 60'000};
-  engine.submit(engine.acquire({}), {&piece, 1});
+  std::jthread loader([&] {
+    EXPECT_EQ(code_of([&] {
+                load(engine, source,
+                     plan(memory.data(), source.size(), engine.buffer_nbytes(), 9999));
+              }),
+              Errc::cancelled);
+  });
+  while (fake().calls("cuMemcpyBatchAsync") + fake().calls("cuMemcpyHtoDAsync") == 0)
+    std::this_thread::yield();
   shut_down();
-  EXPECT_EQ(Device::get(0).status().free_slots, kSmallRing.slots);
-  EXPECT_EQ(code_of([&] { engine.drain(); }), Errc::cancelled);
+  EXPECT_EQ(Device::get(0).status().free_slots, kFewBuffers.slots);
 }
 
 #if !defined( \
     __SANITIZE_THREAD__)  // which does not support threads in a child of a threaded process
-TEST_F(CudaRing, AForkedChildGetsAnErrorAndLeavesTheParentAlone) {
+TEST_F(CudaPinned, AForkedChildGetsAnErrorAndLeavesTheParentAlone) {
   auto engine = std::make_unique<CudaCopyEngine>(options());
   const pid_t child = ::fork();
   if (child == 0) {
     const bool refused = code_of([&] { const CudaCopyEngine other(options()); }) == Errc::device &&
-                         code_of([&] { static_cast<void>(engine->acquire({})); }) == Errc::device;
+                         code_of([&] { engine->order_after_caller(); }) == Errc::device;
     shut_down();
     engine.reset();
     ::_exit(refused && !::testing::Test::HasFailure() ? 0 : 1);
@@ -149,7 +189,7 @@ TEST_F(CudaRing, AForkedChildGetsAnErrorAndLeavesTheParentAlone) {
   EXPECT_EQ(status, 0);
   const Bytes source = random_bytes(100'000, 8);
   DeviceMemory memory(source.size());
-  load(*engine, source, plan(memory.data(), source.size(), engine->slot_nbytes(), 1 << 20));
+  load(*engine, source, plan(memory.data(), source.size(), engine->buffer_nbytes(), 1 << 20));
   EXPECT_EQ(memory.bytes(), source);
 }
 #endif

@@ -1,16 +1,17 @@
-#include "device/slot_ring.h"
+#include "device/host_mapping.h"
 
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "core/checked_math.h"
 #include "core/error.h"
+#include "core/run_units.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -44,10 +45,11 @@ void fault_in(std::byte* data, uint64_t nbytes) {
 
 void fault_in_parallel(std::byte* data, uint64_t nbytes, unsigned threads) {
   const uint64_t share = align_up(ceil_div(nbytes, std::max(threads, 1U)), kHugePage);
-  std::vector<std::jthread> helpers;
-  for (uint64_t at = share; at < nbytes; at += share)
-    helpers.emplace_back(fault_in, data + at, std::min(share, nbytes - at));
-  fault_in(data, std::min(share, nbytes));
+  std::atomic<uint64_t> next{0};
+  run_workers(threads, {}, [&](const std::stop_token&) {
+    for (uint64_t at = next.fetch_add(share); at < nbytes; at = next.fetch_add(share))
+      fault_in(data + at, std::min(share, nbytes - at));
+  });
 }
 
 }  // namespace
@@ -60,7 +62,7 @@ HostMapping::HostMapping(uint64_t nbytes, int numa_node, unsigned threads)
   void* raw = ::mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED)
     throw Error(Errc::out_of_memory,
-                "no host memory for staging slots: wanted " + std::to_string(nbytes) + " bytes");
+                "no host memory for staging buffers: wanted " + std::to_string(nbytes) + " bytes");
   const auto begin = reinterpret_cast<uintptr_t>(raw);
   const uintptr_t aligned = align_up(begin, kHugePage);
   if (aligned > begin) ::munmap(raw, aligned - begin);
@@ -84,54 +86,6 @@ HostMapping& HostMapping::operator=(HostMapping&& other) noexcept {
 
 HostMapping::~HostMapping() {
   if (data_) ::munmap(data_, nbytes_);
-}
-
-SlotRing::SlotRing(std::byte* data, unsigned slots, uint64_t slot_nbytes)
-    : data_(data), slots_(slots), slot_nbytes_(slot_nbytes) {
-  for (unsigned slot = slots; slot-- > 0;) free_.push_back(slot);
-}
-
-std::optional<unsigned> SlotRing::take(const std::stop_token& stop,
-                                       const std::atomic<bool>& broken) {
-  MutexLock lock(mutex_);
-  const bool awake = changed_.wait(mutex_, stop, [&]() REQUIRES_LOCK(mutex_) {
-    return broken.load() || closed_ || !free_.empty();
-  });
-  if (!awake || broken.load() || closed_) return std::nullopt;
-  const unsigned slot = free_.back();
-  free_.pop_back();
-  return slot;
-}
-
-void SlotRing::give_back(unsigned slot) noexcept {
-  {
-    MutexLock lock(mutex_);
-    free_.push_back(slot);  // never allocates: the vector once held every slot
-  }
-  changed_.notify_one();
-}
-
-void SlotRing::wake_all() noexcept {
-  { MutexLock lock(mutex_); }  // a waiter between its test and its sleep must not miss this
-  changed_.notify_all();
-}
-
-void SlotRing::close() noexcept {
-  {
-    MutexLock lock(mutex_);
-    closed_ = true;
-  }
-  changed_.notify_all();
-}
-
-bool SlotRing::closed() const {
-  MutexLock lock(mutex_);
-  return closed_;
-}
-
-unsigned SlotRing::free_slots() const {
-  MutexLock lock(mutex_);
-  return static_cast<unsigned>(free_.size());
 }
 
 }  // namespace tensorizer::device

@@ -1,0 +1,40 @@
+// The one loop of loads and saves: units from one counter to workers on several threads, the
+// calling one included.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <stop_token>
+
+namespace tensorizer {
+
+// Calls worker(token) on `count` threads at once, the calling one included; on fewer where the
+// system has no more threads to give. Returns when none of them runs any more. The first failure
+// stops the others and is rethrown; a stop that comes through `stop` ends in Error(cancelled).
+void run_workers(unsigned count, const std::stop_token& stop,
+                 const std::function<void(const std::stop_token&)>& worker);
+
+// What one thread does. Made, used and destroyed by that thread.
+class UnitWorker {
+ public:
+  virtual ~UnitWorker() = default;
+  // Work that others left and that comes before the next unit; false: there is none.
+  virtual bool help() { return false; }
+  // Gets what every unit needs. Before the unit is taken: whoever has an early unit, which others
+  // may wait for, waits for nothing that one of those holds.
+  virtual void prepare() {}
+  virtual void process(size_t unit) = 0;
+  // No unit is left.
+  virtual void finish() {}
+};
+
+using MakeUnitWorker = std::function<std::unique_ptr<UnitWorker>(const std::stop_token&)>;
+
+// Gives the units [0, count) to `workers` workers, each to one. `next` is the first that nobody has
+// begun. Ends as run_workers does.
+void run_units(size_t count, std::atomic<size_t>& next, unsigned workers,
+               const std::stop_token& stop, const MakeUnitWorker& make);
+
+}  // namespace tensorizer

@@ -1,0 +1,78 @@
+// A worker's lane to a CUDA device: up to three pinned buffers, a stream, and the events of the
+// buffers. See device/copy_engine.h for the contract.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "device/copy_engine.h"
+#include "device/cuda/cuda_device.h"
+
+namespace tensorizer::device::cuda {
+
+// What the lanes of one engine share with it.
+struct LaneState {
+  explicit LaneState(Device& on, std::shared_ptr<PinnedBuffers> from, Context in)
+      : device(on), buffers(std::move(from)), context(in) {}
+
+  Device& device;
+  const std::shared_ptr<PinnedBuffers> buffers;
+  const Context context;
+  Event fence = nullptr;  // copies wait for it
+  std::atomic<bool> cancelled{false};
+  std::atomic<bool> copies_began{false};  // to the device, since the fence was set up
+  Mutex mutex;
+  CondVar changed;
+  unsigned lanes GUARDED_BY(mutex) = 0;
+};
+
+class CudaLane final : public Lane {
+ public:
+  explicit CudaLane(LaneState& shared);
+  ~CudaLane() override;
+
+  std::span<std::byte> try_acquire() override;
+  void wait(const std::stop_token& stop) override;
+  void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
+  void fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
+  void finish(const std::stop_token& stop) override;
+
+ private:
+  struct Use {
+    unsigned buffer;
+    bool copies = false;  // some were enqueued; its event tells when they are done
+  };
+
+  void pass_fence(const std::stop_token& stop);
+  void issue(std::span<const CopyPiece> pieces, Direction direction);
+  void check_pieces(std::span<const CopyPiece> pieces) const;
+  void wait_for_line(const std::stop_token& stop);
+
+  LaneState& shared_;
+  PinnedBuffers& buffers_;
+  const ContextGuard current_;
+  std::unique_ptr<CopyStream> stream_;
+  std::deque<Use> in_use_;  // oldest first
+  std::vector<unsigned> spare_;
+  bool fence_passed_ = false;
+};
+
+// Asks until the event has happened, or the stop comes. Throws Error: cancelled, device. `action`
+// says what is waited for. REQUIRES: the device's context is current.
+void wait_for_event(const Driver& driver, Event event, const std::stop_token& stop,
+                    const std::atomic<bool>& cancelled, const char* action);
+
+// Calls `fn`; an error gets the device's name.
+template <class Fn>
+auto naming(const Device& device, Fn&& fn) {
+  try {
+    return fn();
+  } catch (const Error& error) {
+    if (error.code() == Errc::cancelled) throw;
+    throw Error(error.code(), device.label() + ": " + error.what());
+  }
+}
+
+}  // namespace tensorizer::device::cuda

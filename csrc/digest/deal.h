@@ -1,0 +1,42 @@
+// The order of units for records whose bytes must be hashed while they pass: several large records
+// at a time, so that as many SHA-256 chains can run. Pure.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+namespace tensorizer::digest {
+
+// A unit that holds whole records and no step of a larger one.
+inline constexpr uint32_t kNoRecord = std::numeric_limits<uint32_t>::max();
+
+// records[i] is the record that unit i is a part of; the units of one record are neighbours.
+// Returns the numbers of all units in the order in which to take them: those of one record in their
+// order, `at_once` records in turn.
+inline std::vector<uint32_t> deal(std::span<const uint32_t> records, size_t at_once) {
+  struct Run {
+    uint32_t next, end;
+  };
+  const auto count = static_cast<uint32_t>(records.size());
+  uint32_t begun = 0;  // units that are in a run already
+  const auto next_run = [&] {
+    Run run{begun, begun + 1};
+    while (run.end < count && records[begun] != kNoRecord && records[run.end] == records[begun])
+      ++run.end;
+    begun = run.end;
+    return run;
+  };
+  std::vector<uint32_t> order;
+  order.reserve(count);
+  std::vector<Run> open;
+  while (order.size() < count) {
+    while (open.size() < at_once && begun < count) open.push_back(next_run());
+    for (Run& run : open) order.push_back(run.next++);
+    std::erase_if(open, [](const Run& run) { return run.next == run.end; });
+  }
+  return order;
+}
+
+}  // namespace tensorizer::digest

@@ -1,0 +1,67 @@
+#include "load/payload_cipher.h"
+
+#include <algorithm>
+#include <string>
+
+#include "core/error.h"
+#include "core/stop.h"
+#include "crypto/chunked_box.h"
+
+namespace tensorizer::load {
+
+struct PayloadCipher::Target {
+  std::shared_ptr<const crypto::SecretKey> key;
+  uint64_t chunk_nbytes = 0;
+  format::Nonce nonce{};
+  std::vector<std::byte> macs;
+  bool gathered = false;
+  std::atomic<uint32_t> missing{0};  // pieces of a gathered target
+};
+
+PayloadCipher::PayloadCipher(KeyRing& keys, size_t targets) : targets_(targets), keys_(keys) {}
+PayloadCipher::~PayloadCipher() = default;
+
+void PayloadCipher::accept(uint32_t target, const format::RecordHeader& header, uint32_t steps) {
+  const uint64_t chunk = format::check_crypt_info(*header.crypt, header.data_nbytes);
+  if (header.data_nbytes == 0) return;
+  auto state = std::make_unique<Target>();
+  state->chunk_nbytes = chunk;
+  state->key = keys_.key_for(*header.crypt);
+  state->nonce = header.crypt->cipher->nonce;
+  state->macs.assign(header.crypt->cipher->macs.begin(), header.crypt->cipher->macs.end());
+  // Pieces are cut at multiples of the usual chunk.
+  state->gathered =
+      header.data_nbytes > chunk ? format::kCipherChunkNbytes % chunk != 0 : steps > 1;
+  state->missing = steps;
+  targets_[target] = std::move(state);
+}
+
+bool PayloadCipher::is_gathered(uint32_t target) const noexcept {
+  return targets_[target] && targets_[target]->gathered;
+}
+
+bool PayloadCipher::is_last_piece(uint32_t target) noexcept {
+  return targets_[target]->missing.fetch_sub(1, std::memory_order_acq_rel) == 1;
+}
+
+void PayloadCipher::open(uint32_t target, uint64_t offset, std::span<const std::byte> cipher,
+                         std::byte* plain, const std::stop_token& stop) const {
+  const Target& state = *targets_[target];
+  const std::span<const std::byte> macs(state.macs);
+  const uint64_t total = std::max<uint64_t>(macs.size() / crypto::kMacNbytes, 1);
+  uint64_t chunk = offset / state.chunk_nbytes;
+  for (uint64_t done = 0; done < cipher.size(); ++chunk) {
+    const uint64_t n = std::min<uint64_t>(state.chunk_nbytes, cipher.size() - done);
+    const auto nonce = crypto::nonce_plus(crypto::NonceView(state.nonce), chunk);
+    const auto mac = macs.subspan(chunk * crypto::kMacNbytes).first<crypto::kMacNbytes>();
+    if (!crypto::open({plain + done, n}, cipher.subspan(done, n), mac, nonce, *state.key))
+      throw Error(Errc::crypto, "chunk " + std::to_string(chunk + 1) + " of " +
+                                    std::to_string(total) +
+                                    " does not match its authentication code: wrong key, or the "
+                                    "file was altered");
+    done += n;
+    throw_if_stopped(stop);
+  }
+}
+
+}  // namespace tensorizer::load

@@ -1,0 +1,46 @@
+// The ciphers of the payloads of one load: keys, nonces and MACs from the record headers. A
+// record's cipher is set once, by the worker that reads its header; others wait for that.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <stop_token>
+#include <vector>
+
+#include "core/sync.h"
+#include "format/record_header.h"
+#include "load/key_ring.h"
+
+namespace tensorizer::load {
+
+class PayloadCipher {
+ public:
+  PayloadCipher(KeyRing& keys, size_t targets);
+  ~PayloadCipher();
+
+  // From the header of a target. `steps`: pieces that its payload comes in. Throws Error: crypto,
+  // malformed, out_of_memory.
+  void accept(uint32_t target, const format::RecordHeader& header, uint32_t steps);
+
+  // Whether chunks straddle pieces, so that the whole ciphertext is gathered before any of it is
+  // opened. Source: docs/format.md 7; no writer that was released makes such files.
+  bool is_gathered(uint32_t target) const noexcept;
+
+  // True for whoever brings the last piece of a gathered target.
+  bool is_last_piece(uint32_t target) noexcept;
+
+  // Decrypts chunks that begin at `offset` of the payload: out of place, or in place where both are
+  // the same memory. Throws Error: crypto (then `plain` holds no plaintext), cancelled.
+  void open(uint32_t target, uint64_t offset, std::span<const std::byte> cipher, std::byte* plain,
+            const std::stop_token& stop) const;
+
+ private:
+  struct Target;
+  std::vector<std::unique_ptr<Target>> targets_;  // null for tensors without data
+  KeyRing& keys_;
+};
+
+}  // namespace tensorizer::load

@@ -1,0 +1,116 @@
+// What is read in which order: every byte of the selection once, units that a buffer can hold,
+// large tensors dealt in turn.
+#include "load/load_plan.h"
+
+#include <map>
+
+#include "digest/deal.h"
+#include "session_harness.h"
+
+namespace tensorizer::load {
+namespace {
+
+constexpr uint64_t kKiB = 1024, kMiB = 1024 * kKiB;
+
+// An index over a file that was saved with these payload sizes.
+std::shared_ptr<const OpenedIndex> index_of(const std::vector<size_t>& sizes) {
+  const tests::Bytes file = tests::save_all(tests::make_tensors(sizes, 1));
+  tests::PlainSource source(file);
+  return tests::open_all(source, format::KeyGiven::no);
+}
+
+std::vector<uint32_t> all_of(const OpenedIndex& opened) {
+  std::vector<uint32_t> all(opened.index.size());
+  for (uint32_t i = 0; i < all.size(); ++i) all[i] = i;
+  return all;
+}
+
+void expect_whole(const OpenedIndex& opened, const LoadPlan& plan, const PlanOptions& options) {
+  std::map<uint32_t, uint64_t> done;
+  std::map<uint32_t, uint32_t> steps, headers;
+  for (const Unit& unit : plan.units) {
+    uint64_t end = 0, payload = 0;
+    for (const Piece& piece : plan.pieces_of(unit)) {
+      const format::IndexEntry& entry = opened.index[piece.target];
+      EXPECT_GE(piece.unit_offset, end);
+      EXPECT_LE(piece.unit_offset - end, options.gap_nbytes);
+      end = piece.unit_offset + piece.nbytes;
+      if (piece.kind == Piece::Kind::header) {
+        EXPECT_EQ(unit.offset + piece.unit_offset, entry.offset);
+        EXPECT_EQ(piece.nbytes, entry.header_nbytes());
+        ++headers[piece.target];
+        continue;
+      }
+      EXPECT_EQ(headers[piece.target], 1U);  // the header comes before the payload
+      EXPECT_EQ(unit.offset + piece.unit_offset, entry.data_offset + piece.target_offset);
+      EXPECT_EQ(piece.target_offset, done[piece.target]);  // in order, nothing left out
+      EXPECT_EQ(piece.target_offset % options.cut_nbytes, 0U);
+      EXPECT_EQ(piece.step, steps[piece.target]++);
+      done[piece.target] += piece.nbytes;
+      payload += piece.nbytes;
+    }
+    EXPECT_EQ(unit.nbytes, end);
+    EXPECT_EQ(unit.payload_nbytes, payload);
+    if (payload > 0) {
+      EXPECT_LE(unit.nbytes, options.buffer_nbytes);
+    }
+  }
+  for (uint32_t target = 0; target < opened.index.size(); ++target) {
+    EXPECT_EQ(done[target], opened.index[target].data_nbytes) << target;
+    EXPECT_EQ(headers[target], 1U) << target;
+    if (plan.hash_steps[target] > 0) {
+      EXPECT_EQ(plan.hash_steps[target], steps[target]);
+    } else {
+      EXPECT_LE(steps[target], 1U);
+    }
+  }
+}
+
+TEST(LoadPlan, CoversEveryByteOnceWhateverTheLimitsAre) {
+  const auto opened = index_of({0, 1, 4096, 100'000, 700'000, 3 * kMiB, 5 * kMiB + 1, 17, 0,
+                                2 * kMiB, 300'000, 300'000, 8 * kMiB});
+  for (const uint64_t unit : {64 * kKiB, 1 * kMiB, 2 * kMiB, 8 * kMiB}) {
+    for (const uint64_t cut : {4 * kKiB, 2 * kMiB}) {
+      for (const size_t dealt : {0, 1, 3, 50}) {
+        for (const bool buffered : {false, true}) {
+          PlanOptions options{.unit_nbytes = unit, .cut_nbytes = cut, .large_at_once = dealt};
+          if (buffered) options.buffer_nbytes = std::max(unit, cut);
+          expect_whole(*opened, plan_load(opened->index, all_of(*opened), options), options);
+        }
+      }
+    }
+  }
+}
+
+TEST(LoadPlan, AHeaderThatLeavesNoRoomInABufferIsAUnitOfItsOwn) {
+  const auto opened = index_of({2 * kMiB, 4 * kMiB});
+  const PlanOptions options{
+      .unit_nbytes = 2 * kMiB, .cut_nbytes = 2 * kMiB, .buffer_nbytes = 2 * kMiB};
+  const LoadPlan plan = plan_load(opened->index, all_of(*opened), options);
+  expect_whole(*opened, plan, options);
+  ASSERT_EQ(plan.units.size(), 5U);
+  EXPECT_EQ(plan.units[0].payload_nbytes, 0U);
+  EXPECT_EQ(plan.hash_steps, (std::vector<uint32_t>{1, 2}));
+}
+
+TEST(LoadPlan, LargeTensorsAreDealtInTurnAndSmallOnesStayTogether) {
+  const auto opened = index_of({4 * kMiB, 100, 200, 3 * kMiB, 2 * kMiB});
+  const PlanOptions options{.unit_nbytes = kMiB, .large_at_once = 2};
+  const LoadPlan plan = plan_load(opened->index, all_of(*opened), options);
+  expect_whole(*opened, plan, options);
+  std::vector<uint32_t> order;
+  for (const Unit& unit : plan.units) order.push_back(plan.pieces[unit.first_piece].target);
+  // A unit of the first, both small ones, and from then on two large ones at a time.
+  EXPECT_EQ(order, (std::vector<uint32_t>{0, 1, 0, 3, 0, 3, 0, 3, 0, 3, 4, 4, 4}));
+}
+
+TEST(Deal, KeepsTheOrderWithinARecordAndTakesEveryUnitOnce) {
+  const std::vector<uint32_t> records{7, 7, 7, digest::kNoRecord, digest::kNoRecord, 8, 8, 9};
+  EXPECT_EQ(digest::deal(records, 1), (std::vector<uint32_t>{0, 1, 2, 3, 4, 5, 6, 7}));
+  EXPECT_EQ(digest::deal(records, 2), (std::vector<uint32_t>{0, 3, 1, 4, 2, 5, 6, 7}));
+  EXPECT_EQ(digest::deal(records, 9), (std::vector<uint32_t>{0, 3, 4, 5, 7, 1, 6, 2}));
+  EXPECT_TRUE(digest::deal({}, 3).empty());
+}
+
+}  // namespace
+}  // namespace tensorizer::load

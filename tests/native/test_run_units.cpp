@@ -1,0 +1,87 @@
+// The loop of loads and saves: every unit once, failures and stops, and machines that have no
+// thread left to give.
+#include "core/run_units.h"
+
+#include <pthread.h>
+
+#include <set>
+
+#include "session_harness.h"
+
+namespace tensorizer::tests {
+namespace {
+
+// While one lives, no thread can be made: the stack of each would not fit the address space.
+class NoThreads {
+ public:
+  NoThreads() {
+    pthread_getattr_default_np(&before_);
+    pthread_attr_t huge;
+    pthread_getattr_default_np(&huge);
+    EXPECT_EQ(pthread_attr_setstacksize(&huge, size_t{1} << 47), 0);
+    EXPECT_EQ(pthread_setattr_default_np(&huge), 0);
+    pthread_attr_destroy(&huge);
+  }
+  ~NoThreads() {
+    pthread_setattr_default_np(&before_);
+    pthread_attr_destroy(&before_);
+  }
+
+ private:
+  pthread_attr_t before_;
+};
+
+class Noting final : public UnitWorker {
+ public:
+  Noting(Mutex& mutex, std::multiset<size_t>& units) : mutex_(mutex), units_(units) {}
+  void process(size_t unit) override {
+    MutexLock lock(mutex_);
+    units_.insert(unit);
+  }
+
+ private:
+  Mutex& mutex_;
+  std::multiset<size_t>& units_;
+};
+
+std::multiset<size_t> units_run(size_t count, unsigned workers, std::atomic<unsigned>& made) {
+  Mutex mutex;
+  std::multiset<size_t> units;
+  std::atomic<size_t> next{0};
+  run_units(count, next, workers, {}, [&](const std::stop_token&) {
+    ++made;
+    return std::make_unique<Noting>(mutex, units);
+  });
+  return units;
+}
+
+TEST(RunUnits, GivesEveryUnitToOneWorker) {
+  std::multiset<size_t> all;
+  for (size_t i = 0; i < 1000; ++i) all.insert(i);
+  for (const unsigned workers : {1U, 2U, 7U}) {
+    std::atomic<unsigned> made{0};
+    EXPECT_EQ(units_run(1000, workers, made), all);
+    EXPECT_EQ(made, workers);
+  }
+}
+
+TEST(RunUnits, WithoutThreadsTheCallerDoesAllOfIt) {
+  const NoThreads none;
+  std::atomic<unsigned> made{0};
+  EXPECT_EQ(units_run(100, 5, made).size(), 100U);
+  EXPECT_EQ(made, 1U);
+}
+
+TEST(RunUnits, LoadsAndSavesWorkWithoutThreads) {
+  const auto tensors = make_tensors({9 << 20, 100, 5 << 20, 0, 3 << 20}, 3);
+  const NoThreads none;
+  const save::SaveOptions encrypted{.hashes = {false, true}, .key = test_key()};
+  expect_loads(save_all(tensors), tensors, {.workers = 4});
+  expect_loads(save_all(tensors, encrypted), tensors,
+               {.workers = 4, .keys = std::make_shared<load::KeyRing>(test_key())});
+  HostEngine engine(3, 2 << 20);
+  expect_loads(save_all(tensors, {}, &engine), tensors, {.workers = 4, .engine = &engine});
+}
+
+}  // namespace
+}  // namespace tensorizer::tests
