@@ -244,7 +244,8 @@ def language_model(tmp_path_factory):
 
 def test_a_transformers_model_is_written_in_half_precision_and_validated(language_model, tmp_path, example):
     example.main([str(language_model), str(tmp_path / "out"), "--model-type", "transformers", "--validate", "-q"])
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["model-config.json", "model.tensors"]
+    names = ["config.json", "generation_config.json", "model-config.json", "model.tensors"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == names
     config = json.loads((tmp_path / "out" / "model-config.json").read_text())
     assert config["model_type"] == "llama"
     assert config["dtype"] == "float16"
