@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "core/endian.h"
 #include "core/error.h"
 #include "format/container.h"
 #include "format/safetensors.h"
