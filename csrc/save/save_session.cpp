@@ -422,7 +422,8 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
     make_room(*call, growing, stop);
     place_records(*call);
     call->may_wait = growing && published_end_ > 0 && !call->aside &&
-                     sink_->may_wait(call->records_end - published_end_);
+                     (sink_->may_wait(call->records_end - published_end_) ||
+                      (published_annex_ && sink_->relocates_aside()));
     sink_->reserve_head(start_ + format::kPrologueNbytes + head_.room);
     sink_->reserve(call->records_end + kEndMarkNbytes);
   } catch (...) {
@@ -468,8 +469,9 @@ void SaveSession::make_room(Call& call, bool growing, const std::stop_token& sto
 void SaveSession::relayout(Call& call, uint64_t room, const std::stop_token& stop) {
   const uint64_t begin = start_ + format::kPrologueNbytes + head_.room;
   call.shift = room - head_.room;
-  call.aside = sink_->relocates_aside();
+  const bool aside = sink_->relocates_aside();
   sink_->relocate(begin, head_.end - begin, begin + call.shift, stop);
+  call.aside = aside_ = aside;
   move_records(call.shift);
   head_.room = room;
   head_.indexed = false;
@@ -544,18 +546,42 @@ void SaveSession::finish_call(const std::stop_token& stop) {
 }
 
 void SaveSession::publish(const std::stop_token& stop) {
+  // An annex lies where further entries would go, and has a digest of all of them.
+  const bool whole =
+      !head_.indexed || index_touched_ || published_annex_ || annex_nbytes_with({}) > 0;
+  if (whole && published_end_ > 0 && !aside_ && sink_->relocates_aside()) {
+    publish_aside(stop);
+    return;
+  }
   const std::array<std::byte, kEndMarkNbytes> end_mark{};
   sink_->write_at(head_.end, io::ConstSlice(end_mark), stop);
-  // An annex lies where further entries would go, and has a digest of all of them.
-  if (head_.indexed && !index_touched_ && annex_nbytes_with({}) == 0) {
-    write_new_entries(stop);
-  } else {
+  if (whole) {
     write_head(stop);
+  } else {
+    write_new_entries(stop);
   }
   sink_->publish(head_.end + kEndMarkNbytes, stop);
   published_end_ = head_.end;
   published_prologue_ = stored_prologue();
-  prologue_touched_ = index_touched_ = false;
+  published_annex_ = annex_nbytes_with({}) > 0;
+  prologue_touched_ = index_touched_ = aside_ = false;
+}
+
+// A published head is not written over where another file can take the place of this one: the
+// records go there, to the same offsets.
+void SaveSession::publish_aside(const std::stop_token& stop) {
+  const uint64_t begin = start_ + format::kPrologueNbytes + head_.room;
+  const Head before = head_;
+  sink_->relocate(begin, head_.end - begin, begin, stop);
+  aside_ = true;
+  try {
+    publish(stop);
+  } catch (...) {
+    sink_->undo_relocate();
+    head_ = before;
+    prologue_touched_ = index_touched_ = aside_ = false;
+    throw;
+  }
 }
 
 // The entries that are not in the file yet, and then, once they and all records are where no crash
@@ -681,7 +707,7 @@ void SaveSession::undo(Call& call) noexcept {
   if (call.aside) {
     sink_->undo_relocate();
     move_records(-call.shift);
-    prologue_touched_ = index_touched_ = false;
+    prologue_touched_ = index_touched_ = aside_ = false;
   }
   head_ = call.before;
   if (prologue_touched_) restore_head();

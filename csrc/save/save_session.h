@@ -117,6 +117,7 @@ class SaveSession {
   void move_records(uint64_t distance) noexcept;
   void place_records(Call& call);
   void publish(const std::stop_token& stop);
+  void publish_aside(const std::stop_token& stop);
   void write_new_entries(const std::stop_token& stop);
   void write_head(const std::stop_token& stop);
   std::array<std::byte, format::kPrologueNbytes> stored_prologue() const;
@@ -142,6 +143,8 @@ class SaveSession {
   // What a failed publish() may have spoiled in the file: the prologue; the index too.
   bool prologue_touched_ = false;
   bool index_touched_ = false;
+  bool published_annex_ = false;
+  bool aside_ = false;  // the sink writes a new file, and the published one is as it was
   std::unique_ptr<Call> call_;
   std::atomic<uint64_t> nbytes_done_{0};
 };
