@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -64,6 +65,7 @@ def written(tmp_path_factory):
     return folder
 
 
+@functools.cache  # every release has to find the same
 def listed(path: Path) -> list:
     """What each record of a file holds: what an earlier release has to find."""
     found = []
