@@ -66,7 +66,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     }
   }
   std::vector<char> text(input.size());
-  std::memcpy(text.data(), input.data(), input.size());
+  if (!input.empty()) std::memcpy(text.data(), input.data(), input.size());
   try {
     parse_shard_index(text);
   } catch (const Error& error) {
