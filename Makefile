@@ -58,18 +58,22 @@ build: $(VENV)/stamp-build  ## the virtual environment with the compiled module
 # ---- what a new user types -------------------------------------------------------------------------------------------
 
 MODEL ?=
-.PHONY: demo
-demo: $(VENV)/stamp-build  ## a real network written, loaded back and used (MODEL=path: your own)
+.PHONY: demo say-how-long
+say-how-long:
+	@test -e $(VENV)/stamp-build || echo "== first run: setting up takes about five minutes on two cores with a fast network" \
+	  "(system packages, 200 MB of torch, then the compiler); later runs start at once"
+
+demo: say-how-long $(VENV)/stamp-build  ## a real network written, loaded back and used (MODEL=path: your own)
 	@$(if $(MODEL),$(PIP) install --constraint constraints.txt safetensors)
 	@$(BIN)/python examples/demo.py --cache $(CACHE)/demo $(if $(MODEL),--model "$(MODEL)")
 
 PYTEST_ARGS ?=
 .PHONY: test test-slow
 test: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the Python tests (PYTEST_ARGS='-k name')
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
 
 test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that take more than a few seconds
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
 
 CASES ?=
 CONTENDERS ?=

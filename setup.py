@@ -7,6 +7,7 @@ System libraries are found with pkg-config, or below ``TENSORIZER_DEPS_PREFIX`` 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,8 @@ LIBRARIES = [
     ("hiredis", "hiredis/hiredis.h", "hiredis", "libhiredis-dev", "hiredis-devel", "hiredis"),
     ("libisal", "isa-l.h", "isal", "libisal-dev", "isa-l-devel", "isa-l"),
 ]
+
+OLDEST_CURL = 0x074400  # 7.68; scripts/old_curl_check.sh compiles as if it were that one
 
 COMPILE_FLAGS = [
     "-std=c++20",
@@ -90,6 +93,21 @@ def compiler_has_header(header: str, flags: list[str]) -> bool:
     return probe.returncode == 0
 
 
+def refuse_old_curl(flags: list[str]) -> None:
+    """Ends the build with one line where libcurl is older than the sources can be compiled with."""
+    compiler = os.environ.get("CXX", "c++").split()
+    probe = subprocess.run(
+        [*compiler, "-std=c++20", *flags, "-x", "c++", "-E", "-P", "-"],
+        input="#include <curl/curl.h>\nLIBCURL_VERSION_NUM LIBCURL_VERSION\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = re.search(r'0x([0-9a-fA-F]{6}) "([^"]*)"\s*$', probe.stdout)
+    if found and int(found[1], 16) < OLDEST_CURL:
+        sys.exit(f"tensorizer: libcurl {found[2]} is too old: 7.68 or later is needed (that of Ubuntu 20.04, RHEL 9)")
+
+
 def system_flags() -> tuple[list[str], list[str]]:
     """Compile and link flags of all system libraries; ends the build with one line if one is missing."""
     prefix = deps_prefix()
@@ -118,6 +136,7 @@ def system_flags() -> tuple[list[str], list[str]]:
             f"'apt-get install {debian}', 'dnf install {fedora}' or 'brew install {homebrew}', "
             "or point TENSORIZER_DEPS_PREFIX at a folder that has include/ and lib/"
         )
+    refuse_old_curl(compile_flags)
     return compile_flags, link_flags
 
 
@@ -131,7 +150,7 @@ def sanitizer_flags() -> list[str]:
 # are not named here are compiled by themselves.
 COMPILED_TOGETHER = [
     ["errors", "gil", "names", "module", "py_file_source", "py_file_sink", "torch_bridge", "bind_io", "bind_file"],
-    ["bind_load", "bind_save", "bind_cuda", "bind_crypto"],
+    ["bind_load", "bind_save", "bind_plain", "bind_cuda", "bind_crypto"],
 ]
 
 

@@ -30,14 +30,30 @@ if TYPE_CHECKING:
     from tensorizer import tensors_pb2 as tensors_pb2
     from tensorizer import torch_compat as torch_compat
     from tensorizer import utils as utils
+    from tensorizer._files.convert import ConversionReport as ConversionReport
+    from tensorizer._files.convert import convert as convert
+    from tensorizer._files.diff import DiffReport as DiffReport
+    from tensorizer._files.diff import diff as diff
+    from tensorizer._files.inspect import FileInfo as FileInfo
+    from tensorizer._files.inspect import TensorInfo as TensorInfo
+    from tensorizer._files.inspect import inspect as inspect
+    from tensorizer._files.verify import VerifyReport as VerifyReport
+    from tensorizer._files.verify import verify as verify
     from tensorizer._format.entries import FilterFuncType as FilterFuncType
     from tensorizer._format.entries import TensorType as TensorType
+    from tensorizer._load.report import LoadReport as LoadReport
     from tensorizer.deserializer import TensorDeserializer as TensorDeserializer
     from tensorizer.encryption import DecryptionParams as DecryptionParams
     from tensorizer.encryption import EncryptionParams as EncryptionParams
     from tensorizer.legacy import load_model as load_model
     from tensorizer.legacy import serialize_model as serialize_model
     from tensorizer.serializer import TensorSerializer as TensorSerializer
+    from tensorizer.torch import load as load
+    from tensorizer.torch import load_file as load_file
+    from tensorizer.torch import safe_open as safe_open
+    from tensorizer.torch import save as save
+    from tensorizer.torch import save_file as save_file
+    from tensorizer.torch import save_model as save_model
 
 __all__ = [
     "TensorSerializer",
@@ -58,6 +74,7 @@ __all__ = [
     "HashMismatchError",
     "InvalidVersionError",
     "LoadError",
+    "LoadReport",
     "MissingHashError",
     "StreamError",
     "StreamExistsError",
@@ -67,6 +84,7 @@ __all__ = [
     "StreamPermissionError",
     "TensorizerError",
     "TruncatedError",
+    "UnsupportedContentError",
     "VerificationError",
 ]
 
@@ -75,9 +93,25 @@ _DEFINED_IN = {
     "DecryptionParams": "encryption",
     "EncryptionParams": "encryption",
     "FilterFuncType": "_format.entries",
+    "LoadReport": "_load.report",
     "TensorDeserializer": "deserializer",
     "TensorSerializer": "serializer",
     "TensorType": "_format.entries",
+    "ConversionReport": "_files.convert",
+    "DiffReport": "_files.diff",
+    "FileInfo": "_files.inspect",
+    "TensorInfo": "_files.inspect",
+    "VerifyReport": "_files.verify",
+    "convert": "_files.convert",
+    "diff": "_files.diff",
+    "inspect": "_files.inspect",
+    "verify": "_files.verify",
+    "load": "torch",  # this one and the next five: functions of safetensors.torch
+    "load_file": "torch",
+    "safe_open": "torch",
+    "save": "torch",
+    "save_file": "torch",
+    "save_model": "torch",
     "load_model": "legacy",  # this one and the next: names of releases before 1.0
     "serialize_model": "legacy",
 }
@@ -86,7 +120,7 @@ _DEFINED_IN = {
 _SUBMODULES = frozenset(
     {
         "cuda", "deserializer", "encryption", "errors", "integrations", "legacy", "module_tree", "progress", "protobuf",
-        "s3", "serialization", "serializer", "stream_io", "tensors_pb2", "torch_compat", "utils",
+        "s3", "serialization", "serializer", "stream_io", "tensors_pb2", "torch", "torch_compat", "utils",
     }
 )  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -12,20 +11,24 @@ import torch
 
 from tensorizer import module_tree
 from tensorizer._crypto.keys import check_decryption
-from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
+from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
+from tensorizer._io.file_types import SourceArgument
 from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
 from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
+from tensorizer._load.facts import FileFacts
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
-from tensorizer._load.modules import load_into_module
+from tensorizer._load.modules import ModuleLoad
+from tensorizer._load.report import LoadedCount, LoadReport
 from tensorizer._load.shards import open_shards
 from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
+from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 
 __all__ = ["TensorDeserializer"]
@@ -34,6 +37,7 @@ logger = logging.getLogger("tensorizer.serialization")
 
 
 class TensorDeserializer(
+    FileFacts,
     TensorMapping,
     contextlib.AbstractContextManager["TensorDeserializer"],
 ):
@@ -68,6 +72,13 @@ class TensorDeserializer(
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream` where it opens a URI.
         allow_missing_hashes: With ``verify_hash``, takes tensors that have no stored hash, unverified.
 
+    Attributes:
+        total_tensor_bytes: Bytes of the (selected) tensors once they are loaded.
+        total_file_bytes: Bytes of tensor data in the whole file, as its header says; not the size of the file. The
+            name is that of earlier releases.
+        read_bytes: Always 0, as in earlier releases; :attr:`total_bytes_read` counts.
+        total_compressed_tensor_bytes: Always 0, as in earlier releases: nothing is compressed.
+
     Raises:
         ValueError: Not a ``.tensors`` file, an unknown version, a damaged index (:class:`FormatError` and subclasses);
             a text file; ``num_readers`` below 1; ``mmap`` with a source that cannot be mapped.
@@ -81,9 +92,12 @@ class TensorDeserializer(
     Source: docs/format.md for the bytes, docs/errors.md for the errors.
     """
 
+    #: What the last :meth:`load_into_module` put into the module and what did not fit; ``None`` before.
+    report: Optional[LoadReport] = None
+
     def __init__(
         self,
-        file_obj: Any,
+        file_obj: SourceArgument,
         device: DeviceArgument = None,
         filter_func: Optional[FilterFuncType] = None,
         dtype: Optional[torch.dtype] = None,
@@ -93,7 +107,7 @@ class TensorDeserializer(
         plaid_mode_buffers: Optional[int] = None,
         num_readers: Optional[int] = None,
         verify_hash: Optional[bool] = False,
-        encryption: Any = None,
+        encryption: Optional[DecryptionParams] = None,
         mmap: bool = False,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
@@ -190,68 +204,6 @@ class TensorDeserializer(
     def _device_text(self) -> str:
         return str(self._device) if isinstance(self._device, torch.device) else "per tensor"
 
-    def _repr_html_(self) -> str:
-        """What Jupyter shows: a table of the tensors, from the index alone."""
-        from tensorizer._format.table import entries_table
-
-        return entries_table(repr(self)[1:-1], self.entries())
-
-    # ---- facts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def total_bytes_read(self) -> int:
-        """Bytes that came from the source so far."""
-        counter = getattr(self._stream, "bytes_read", None)
-        if isinstance(counter, int):
-            return counter
-        nbytes = self._container.bytes_read
-        if nbytes is None:
-            return self.total_tensor_bytes
-        mapped = sum(map(self._container.index.data_nbytes, self._loaded.kept)) if self._container.mapped else 0
-        return nbytes + mapped
-
-    @property
-    def format(self) -> str:
-        """What the source holds: ``"tensors"`` or ``"safetensors"``, told by its content."""
-        return self._container.format
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The text that the writer kept in the file, by key; a copy.
-
-        Raises:
-            CryptographyError: It is encrypted with another key, or was altered.
-            RuntimeError: It is encrypted, and the file was closed before it was asked for.
-        """
-        return self._container.metadata()
-
-    @property
-    def ties(self) -> dict[Name, Name]:
-        """Names that stand for another tensor of the file, and which one; both give the same parameter."""
-        return self._container.ties()
-
-    @property
-    def cache_status(self) -> Optional[str]:
-        """The ``x-cache-status`` response header of an HTTP source, else ``None``."""
-        headers = getattr(self._stream, "response_headers", None)
-        return None if headers is None else headers.get("x-cache-status")
-
-    @property
-    def _file_header(self) -> types.SimpleNamespace:
-        """What integrators' tests look at: ``version_number``."""
-        return types.SimpleNamespace(version_number=self._container.index.version)
-
-    @property
-    def _file_flags(self) -> FileFeatureFlags:
-        return FileFeatureFlags(self._container.index.flags)
-
-    def entries(self) -> list[TensorEntry]:
-        """What the file says about every (selected) tensor, in file order, without loading any.
-
-        Digests are in the record headers, so ``hashes`` is ``None`` for tensors that were not read yet.
-        """
-        return [self._container.entry(i) for i in self._container.selection]
-
     # ---- generators -------------------------------------------------------------------------------------------------
 
     def read_tensors(
@@ -314,28 +266,43 @@ class TensorDeserializer(
         m: torch.nn.Module,
         filter_func: Optional[FilterFuncType] = None,
         verify_hash: Optional[bool] = None,
-    ) -> int:
+        *,
+        strict: bool = False,
+    ) -> LoadedCount:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
-        Parameters are replaced, not copied into, so `m` may be on the meta device. Those that the file ties are tied
-        again, other ties are broken. Buffers become plain tensors and keep their persistence. Tensors of `m` that the
-        file lacks stay as they are.
+        Parameters are replaced, not copied into, so `m` may be on the meta device; they need gradients where those of
+        `m` do. Buffers become plain tensors and keep their persistence. Extra states that the file has are given to
+        ``set_extra_state``. Tensors of `m` that the file lacks stay as they are, except that names which `m` ties to a
+        name of the file follow it. Those that the file ties are tied again, other ties are broken.
 
         Args:
             m: The module, with the structure it had when it was written.
-            filter_func: Takes only the tensors it accepts.
+            filter_func: Takes only the tensors it accepts; also asked about names of `m` that the file lacks.
             verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
+            strict: Raises where names are missing or unexpected, or shapes or kinds differ, as ``load_state_dict``.
 
         Returns:
-            The number of tensors placed.
+            The number of tensors placed, which also carries ``.loaded``, ``.missing``, ``.unexpected`` and
+            ``.mismatched``; the whole :class:`LoadReport` is :attr:`report`.
 
         Raises:
-            KeyError: `m` has no such submodule, or has the attribute as the other kind.
+            LoadError: Tensors of `m` with data have another shape or kind (floating point, complex, integer, bool) than
+                the file's; all are named. With `strict`, everything else that does not fit. `m` is as it was. Without
+                `strict` tensors of `m` on the meta device are replaced all the same, with one warning.
+            KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
             NotImplementedError: The file holds a state dict; use ``m.load_state_dict(deserializer)``.
+            VerificationError: As in the constructor. `m` is as it was.
+            ValueError: As in :meth:`read_tensors`.
         """
         try:
             module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
-            return load_into_module(self._container, self._loaded, m, filter_func, verify_hash)
+            load = ModuleLoad(self._container, m, filter_func)
+            self.report = load.report
+            load.check(strict)
+            load.run(self._loaded, verify_hash)
+            self.report = load.report
+            return LoadedCount(load.report)
         finally:
             self.close()
 

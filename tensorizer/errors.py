@@ -26,6 +26,7 @@ __all__ = [
     "StreamPermissionError",
     "TensorizerError",
     "TruncatedError",
+    "UnsupportedContentError",
     "VerificationError",
 ]
 
@@ -116,3 +117,7 @@ class StreamExistsError(StreamError, FileExistsError):
 
 class DeviceError(TensorizerError, RuntimeError):
     """The accelerator or its driver failed."""
+
+
+class UnsupportedContentError(TensorizerError, ValueError):
+    """What is to be written cannot be expressed in the format of the target; nothing was written."""

@@ -42,20 +42,15 @@ def serialize_model(
     huggingface.serialize_model(model, config, model_directory, model_prefix)
 
 
-def load_model(
-    path_uri: Union[str, os.PathLike[str]],
-    modelclass: Any,
-    configclass: Any = None,
-    model_prefix: str = "model",
-    device: Union[torch.device, str, None] = None,
-    dtype: Optional[torch.dtype] = None,
-) -> Any:
-    """Load a model that :func:`serialize_model` wrote, onto the GPU where there is one.
+def load_model(*args: Any, **kwargs: Any) -> Any:
+    """Fills a model, or loads one that :func:`serialize_model` wrote: the first argument tells.
 
-    Deprecated: use :func:`tensorizer.integrations.huggingface.load_model`, or
-    :meth:`tensorizer.TensorDeserializer.load_into_module` for a model that you build.
+    - ``load_model(model, source, strict=True, device=None, …)`` is :func:`tensorizer.torch.load_model`.
+    - ``load_model(path_uri, modelclass, configclass=None, model_prefix="model", device=None, dtype=None)`` is
+      the one of the releases before 1.0. Deprecated: use :func:`tensorizer.integrations.huggingface.load_model`, or
+      :meth:`tensorizer.TensorDeserializer.load_into_module` for a model that you build.
 
-    Args:
+    Args of the latter:
         path_uri: Folder, ``s3://`` or ``http(s)://`` prefix.
         modelclass: Class of the model.
         configclass: Class of its configuration; ``None`` uses the one that ``modelclass`` names, or the plain values.
@@ -63,12 +58,27 @@ def load_model(
         device: Default: CUDA where available.
         dtype: Convert floating-point tensors to this. Default: as stored.
     """
-    from tensorizer.integrations import huggingface
+    if isinstance(args[0] if args else kwargs.get("model"), torch.nn.Module):
+        from tensorizer.torch import load_model as fill
 
+        return fill(*args, **kwargs)
     warnings.warn(
         "tensorizer.load_model is deprecated: use tensorizer.integrations.huggingface.load_model, or "
         "TensorDeserializer.load_into_module",
         DeprecationWarning,
         stacklevel=2,
     )
+    return _load_from_folder(*args, **kwargs)
+
+
+def _load_from_folder(
+    path_uri: Union[str, os.PathLike[str]],
+    modelclass: Any,
+    configclass: Any = None,
+    model_prefix: str = "model",
+    device: Union[torch.device, str, None] = None,
+    dtype: Optional[torch.dtype] = None,
+) -> Any:
+    from tensorizer.integrations import huggingface
+
     return huggingface.load_model(path_uri, modelclass, configclass, model_prefix, device, dtype)

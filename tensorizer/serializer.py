@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, Optional, Union
@@ -14,25 +15,27 @@ import torch
 
 from tensorizer import _C, module_tree
 from tensorizer._crypto.keys import check_encryption, encryption_key
+from tensorizer._format import extra_state
 from tensorizer._format.entries import TensorType
-from tensorizer._format.names import Name, display
+from tensorizer._format.names import Name, Path, display
 from tensorizer._format.payloads import adopt, contiguous, stored_dtype
 from tensorizer._format.tree import flatten
+from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.unclosed import tell_if_unclosed
+from tensorizer._save.hashes import HASH_NAMES, check_hashes
 from tensorizer._save.items import Item, batches, check_name
-from tensorizer._save.modules import walk_module
+from tensorizer._save.modules import extra_states, modules_with_extra_state, walk_module
 from tensorizer._save.ties import check_metadata, check_ties, without_aliases
 from tensorizer._system import cuda_engine
 from tensorizer._system.threads import thread_limit
+from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
 __all__ = ["TensorSerializer"]
 
 logger = logging.getLogger("tensorizer.serialization")
-
-_HASH_NAMES = ("crc32", "sha256")
 
 
 class TensorSerializer:
@@ -99,12 +102,12 @@ class TensorSerializer:
 
     def __init__(
         self,
-        file_obj: Any,
+        file_obj: TargetArgument,
         compress_tensors: bool = False,
         *,
-        encryption: Any = None,
+        encryption: Optional[EncryptionParams] = None,
         limit_cpu_concurrency: Optional[int] = None,
-        hashes: Union[str, Collection[str], None] = _HASH_NAMES,
+        hashes: Union[str, Collection[str], None] = HASH_NAMES,
         fsync: bool = True,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
@@ -114,7 +117,7 @@ class TensorSerializer:
         max_workers = thread_limit("limit_cpu_concurrency", limit_cpu_concurrency)
         self.cpu_limit = int(_C.cpu_quota()) if limit_cpu_concurrency is None else limit_cpu_concurrency
         check_encryption(encryption)
-        chosen = _check_hashes(hashes, encrypted=encryption is not None)
+        chosen = check_hashes(hashes, encrypted=encryption is not None)
         self._once = check_ties(ties)
         pairs = check_metadata(metadata)
         key, derivation = encryption_key(encryption)
@@ -122,6 +125,7 @@ class TensorSerializer:
         self.lz4_frame = None
         self.total_compressed_tensor_bytes = 0
         self._progress = progress
+        self._extra_state: extra_state.Nodes = {}  # in the file so far
 
         opened = open_sink(file_obj, fsync, stream_options)
         self._opened = opened
@@ -208,6 +212,7 @@ class TensorSerializer:
         remove_tensors: bool = False,
         *,
         include_non_persistent_buffers: bool = True,
+        include_extra_state: bool = False,
     ) -> None:
         """Writes every parameter and buffer of a module, named ``"<module path>.<tensor name>"``.
 
@@ -218,10 +223,15 @@ class TensorSerializer:
             m: The module; never modified, unless `remove_tensors`.
             remove_tensors: Sets each parameter and buffer to ``None`` once its data are written, to free memory early.
             include_non_persistent_buffers: Writes also buffers that are not part of the state dict.
+            include_extra_state: Stores also what ``get_extra_state`` of the modules returns, where that is tensors or
+                nested dictionaries of tensors (64 MiB at most), for ``load_into_module`` to give it to
+                ``set_extra_state``. Releases before this one do not see it. Otherwise one warning names the modules
+                whose extra state is left out.
 
         Raises:
             ValueError: A name that is in the file already.
             NotImplementedError: Quantized, sparse or nested tensors; tensors without memory of their own.
+            TypeError: With `include_extra_state`, a state of another kind. Nothing was written then.
             OSError: The data could not be written.
         """
         module_tree.check_module(m, "write_state_dict writes state dicts")
@@ -236,10 +246,18 @@ class TensorSerializer:
             )
             for entry in walk_module(m, include_non_persistent_buffers)
         ]
+        if include_extra_state:
+            self._write(items, extra={**self._extra_state, **extra_state.pack(extra_states(m))})
+            return
         self._write(items)
+        left_out = [extra_state.state_name(path) for path in modules_with_extra_state(m)]
+        if left_out:
+            _warn_of("extra state of modules, which include_extra_state=True would store", left_out)
 
     def write_state_dict(self, state_dict: Any) -> None:
         """Writes nested mappings (with ``str`` keys) and sequences of tensors; sequences come back as lists.
+
+        Nothing is left of mappings and sequences without anything in them; one warning names them.
 
         Raises:
             TypeError: A key that is not a ``str``, a leaf that is not a tensor. Nothing was written then.
@@ -247,12 +265,15 @@ class TensorSerializer:
             NotImplementedError: As for :meth:`write_module`.
             OSError: The data could not be written.
         """
+        empty: list[Path] = []
         self._write(
             [
                 Item(path, tensor, stored_dtype(display(path), tensor), TensorType.STATE_DICT, 0)
-                for path, tensor in flatten(state_dict)
+                for path, tensor in flatten(state_dict, empty)
             ]
         )
+        if empty:
+            _warn_of("containers without a tensor", [display(path) for path in empty])
 
     def write_tensor(
         self,
@@ -285,13 +306,15 @@ class TensorSerializer:
         kind = TensorType(tensor_type)
         self._write([Item(check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
 
-    def _write(self, items: list[Item], growing: bool = False) -> None:
+    def _write(self, items: list[Item], growing: bool = False, extra: Optional[extra_state.Nodes] = None) -> None:
         if self._closed:
             raise ValueError("the serializer is closed")
         items, left_out, ties = without_aliases(items, self._once)
         total = sum(item.nbytes for item in items)
         begun = False
         try:
+            if extra is not None:
+                self._session.set_metadata(extra_state.KEY, extra_state.to_text(extra))
             self._session.begin_call([item.describe() for item in items], growing, ties)
             begun = True
             with progress_reporter(self._progress, total, "saving") as report:
@@ -304,8 +327,11 @@ class TensorSerializer:
         except BaseException:
             if begun and self._unclosed is not None:
                 self._unclosed.detach()  # the failure says that nothing will be stored
+            if extra is not None:  # as before the call
+                self._session.set_metadata(extra_state.KEY, extra_state.to_text(self._extra_state))
             self._session.abort_call()
             raise
+        self._extra_state = self._extra_state if extra is None else extra
         if logger.isEnabledFor(logging.DEBUG):
             for item in items:
                 logger.debug("wrote %s", item)
@@ -334,9 +360,7 @@ def _release(items: list[Item]) -> None:
             setattr(item.owner.module, item.owner.attribute, None)
 
 
-def _check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> frozenset[str]:
-    chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes or ())
-    unknown = sorted(map(str, chosen.difference(_HASH_NAMES)))
-    if unknown:
-        raise ValueError(f"hashes: wanted names out of {', '.join(_HASH_NAMES)}, found {', '.join(unknown)}")
-    return chosen - {"crc32"} if encrypted else chosen
+def _warn_of(what: str, names: list[str]) -> None:
+    """One warning, on behalf of the caller's caller, about what a write call leaves out."""
+    shown = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
+    warnings.warn(f"not stored: {what}: {shown}", stacklevel=3)

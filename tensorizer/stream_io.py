@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, TypeVar, Union, cast
 
 from tensorizer._io.http import CURLStreamFile
@@ -22,6 +23,8 @@ from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, PathArgumen
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
 from tensorizer._io.uri import scheme_of
+from tensorizer._system.os_errors import stream_errors
+from tensorizer._system.paths import expanded
 from tensorizer._system.redaction import hidden
 
 if TYPE_CHECKING:
@@ -109,11 +112,13 @@ def open_stream(
     s3_profile: Optional[str] = None,
     s3_client_factory: Optional[Callable[..., Any]] = None,
     http_options: Optional[HTTPOptions] = None,
+    s3_extra_args: Optional[Mapping[str, Mapping[str, Any]]] = None,
     memory_budget: Optional[int] = None,
 ) -> Union[CURLStreamFile, RedisStreamFile, BinaryIO]:
     """Opens a local path or a URI as a binary stream.
 
-    A ``PathLike`` is always a local path. A ``str`` with ``://`` is a URI; its scheme decides, in any case:
+    A ``PathLike`` is always a local path; ``~`` in front of a path is the home folder. A ``str`` with ``://`` is a URI;
+    its scheme decides, in any case:
 
     - ``http``, ``https``: :class:`CURLStreamFile`, mode ``rb`` only;
     - ``s3``: reading (``rb``) gives a :class:`CURLStreamFile`, writing (``wb``, ``wb+``, ``ab``, ``ab+``) a stream
@@ -145,6 +150,9 @@ def open_stream(
         s3_profile: Profile of the AWS configuration files.
         s3_client_factory: Makes the boto3 client instead of this package; picklable, for use in worker processes.
         http_options: Timeouts, retries, connections and the rest of HTTP and S3 transfers.
+        s3_extra_args: ``{"get": {...}, "put": {...}}``: parameters by boto3's names that are signed and sent with the
+            requests of reads (``VersionId``, ``RequestPayer``, ``SSECustomerKey``, ...) and writes (``StorageClass``,
+            ``IfNoneMatch``, ``SSECustomerKey``, ``Metadata``, ...), each with the requests that it belongs to.
         memory_budget: Bytes of parts in memory, at most, while a serializer writes to S3; ``None`` for as many parts as
             there are connections (8 unless ``http_options`` says otherwise), and two, of 16 MiB each for objects up to
             4 GiB, growing to 64 MiB.
@@ -155,7 +163,8 @@ def open_stream(
     Raises:
         ValueError: The mode does not fit, the range is empty or negative, or no installed package knows the scheme.
         TypeError: ``path_uri`` is no ``str`` or ``PathLike`` of one.
-        OSError: It cannot be opened (``FileNotFoundError``, ``PermissionError``, :class:`StreamError`, ...).
+        OSError: It cannot be opened: a :class:`~tensorizer.StreamError`, which is a ``FileNotFoundError`` or
+            ``PermissionError``, too, where it says so.
     """
     if not isinstance(path_uri, (str, os.PathLike)):
         raise TypeError(f"path_uri: wanted str or os.PathLike, found {type(path_uri).__name__}")
@@ -197,6 +206,7 @@ def open_stream(
             session_token=s3_session_token,
             profile=s3_profile,
             client_factory=s3_client_factory,
+            extra_args=s3_extra_args,
             memory_budget=memory_budget,
             certificate_handling=certificate_handling,
             http_options=http_options,
@@ -206,7 +216,8 @@ def open_stream(
         return objects.open_write(uri, options, _s3_defaults())
     from tensorizer._io import fsspec
 
-    return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, end=end)
+    with stream_errors():
+        return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, end=end)
 
 
 def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:
@@ -215,11 +226,13 @@ def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:
         raise ValueError(f"mode for {scheme}:// must be one of {names}, found {mode!r}")
 
 
+@stream_errors()
 def _open_local(path: Any, mode: str, buffer_size: Optional[int], begin: Optional[int]) -> BinaryIO:
     if not isinstance(path, str):
         raise TypeError(f"path_uri: wanted a path of type str, found {type(path).__name__}")
     if "b" not in mode:
         raise ValueError(f"mode must be binary, with a b; found {mode!r}")
+    path = expanded(path)
     if any(letter in mode for letter in "wax"):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     buffering = io.DEFAULT_BUFFER_SIZE if buffer_size is None else buffer_size

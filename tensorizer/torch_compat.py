@@ -86,7 +86,9 @@ def _default_location(f: Any) -> Optional[_Location]:
             f"cannot derive the place of a .tensors file from {type(f).__name__} without a file name: "
             "give file_obj to tensorizer_saving or tensorizer_loading"
         )
-    return os.fsdecode(name) + ".tensors"
+    location = os.fsdecode(name) + ".tensors"
+    # torch takes a name that begins with ~ as it stands: the sidecar goes to the same folder.
+    return os.path.join(os.curdir, location) if location.startswith("~") else location
 
 
 class _Locations:
@@ -252,7 +254,8 @@ def tensorizer_saving(
     Args:
         file_obj: Where the tensors go. ``None``: the name of the file given to ``torch.save`` with ``.tensors``
             appended (``io.BytesIO`` has no name: plain ``torch.save``, with a warning in the log). Anything that
-            :class:`~tensorizer.TensorSerializer` accepts: for the first ``torch.save`` in the block; a second is
+            :class:`~tensorizer.TensorSerializer` accepts, ``~`` for the home folder included (``torch.save`` itself
+            takes ``~`` for a folder of that name): for the first ``torch.save`` in the block; a second is
             refused, since it would overwrite the first. A function: called with the file given to ``torch.save``,
             returns any of these, or ``None`` for plain ``torch.save``. A list or tuple of these: one for each
             ``torch.save``, in order.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import gzip
 import hashlib
+import inspect
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Optional
 
+import pytest
 import torch
 
 FOLDER = Path(__file__).parent / "vectors" / "golden"
@@ -35,6 +38,30 @@ def select(*, refused: Optional[bool] = None, encrypted: Optional[bool] = None) 
 
 def name_of(golden: Golden) -> str:
     return str(golden["name"])
+
+
+def each(goldens: Iterable[Golden]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes one test of a check that takes ``golden`` and fixtures: it goes through all and names those that fail."""
+    chosen = list(goldens)
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        def test(**fixtures: Any) -> None:
+            failed = []
+            for golden in chosen:
+                try:
+                    check(golden=golden, **fixtures)
+                except (Exception, pytest.fail.Exception) as error:
+                    failed.append(f"{golden['name']}: {type(error).__name__}: {error}")
+            assert not failed, "\n".join([f"{len(failed)} of {len(chosen)} golden files fail", *failed])
+
+        assert chosen
+        signature = inspect.signature(check)
+        fixtures = [parameter for name, parameter in signature.parameters.items() if name != "golden"]
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        test.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def lacks_hashes(golden: Golden) -> bool:

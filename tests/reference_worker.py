@@ -1,6 +1,7 @@
 """Runs inside a virtual environment with a release of the reference: reads and writes many files in one process.
 
     python reference_worker.py read FOLDER    reads every *.tensors, in several ways, and prints JSON
+    python reference_worker.py place FOLDER   loads every *.tensors into a module, and prints JSON
     python reference_worker.py write FOLDER   writes the cases of ``cases()`` and prints JSON
 
 Uses the public interface of the reference alone. The cases are made of bytes that depend on names, so the other side
@@ -52,6 +53,20 @@ class Net(torch.nn.Module):
                 layer.bias.copy_(make(f"b{i}", "uint8", (4,)).float())
         self.tied = torch.nn.Linear(4, 4, bias=False)
         self.tied.weight = self.inner[0].weight
+
+
+class StatefulNet(Net):
+    """A module with extra state, which the reference neither stores nor reads."""
+
+    def __init__(self, state=None) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state) -> None:
+        self.state = state
 
 
 def cases(long_dimensions: bool) -> dict:
@@ -111,6 +126,24 @@ def read(folder: Path) -> dict:
     return {path.stem: {way: attempt(path, **options) for way, options in WAYS.items()} for path in paths}
 
 
+def place(folder: Path) -> dict:
+    """What each file makes of a module whose parameters were zero, and how many tensors were placed."""
+    from tensorizer import TensorDeserializer
+
+    found = {}
+    for path in sorted(folder.glob("*.tensors")):
+        target = StatefulNet("untouched")
+        with torch.no_grad():
+            for value in target.parameters():
+                value.zero_()
+        with TensorDeserializer(str(path), device="cpu", verify_hash=True) as deserializer:
+            count = deserializer.load_into_module(target)
+        state = target.state_dict()
+        rest = state.pop("_extra_state")
+        found[path.stem] = [count, rest, describe((0, 0, name, value) for name, value in state.items())]
+    return found
+
+
 def write(folder: Path) -> dict:
     from tensorizer import TensorSerializer, __version__
 
@@ -127,5 +160,5 @@ def write(folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    action = {"read": read, "write": write}[sys.argv[1]]
+    action = {"read": read, "write": write, "place": place}[sys.argv[1]]
     print(json.dumps(action(Path(sys.argv[2]))))

@@ -126,6 +126,30 @@ class TestMissingLibraries:
         assert result.stdout.strip() == VERSION
 
 
+class TestOldLibcurl:
+    def test_one_that_is_too_old_ends_the_build_with_one_line_that_says_so(self, tmp_path: Path) -> None:
+        header = tmp_path / "include" / "curl" / "curl.h"
+        header.parent.mkdir(parents=True)
+        header.write_text('#define LIBCURL_VERSION "7.64.0"\n#define LIBCURL_VERSION_NUM 0x074000\n')
+        result = run_setup("--version", CXX=f"c++ -I{header.parent.parent}")
+        assert result.returncode != 0
+        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+        assert "libcurl 7.64.0 is too old: 7.68" in result.stderr
+
+    @pytest.mark.slow
+    def test_the_sources_use_nothing_that_is_newer_than_the_oldest_one(self) -> None:
+        script = ROOT / "scripts" / "old_curl_check.sh"
+        done = subprocess.run([str(script)], capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+
+    def test_a_name_that_came_later_is_noticed(self, tmp_path: Path) -> None:
+        """The check above could not fail if its list named nothing that the installed headers have."""
+        names = (ROOT / "scripts" / "curl-names-after-7.68.txt").read_text().split("\n")[1:]
+        guarded = [path.read_text() for path in (ROOT / "csrc" / "io" / "curl").glob("*.cpp")]
+        assert "CURLOPT_PROTOCOLS_STR" in names
+        assert any("CURLOPT_PROTOCOLS_STR" in text for text in guarded)
+
+
 class Sandbox:
     """A virtual environment that sees the packages around this test (torch, setuptools) but no tensorizer."""
 

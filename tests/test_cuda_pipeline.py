@@ -103,7 +103,7 @@ def leaves(value, path=()):
             yield from leaves(part, (*path, key))
 
 
-@pytest.mark.parametrize("golden", golden_files.select(refused=False), ids=golden_files.name_of)
+@golden_files.each(golden_files.select(refused=False))
 def test_every_golden_file_arrives_as_on_the_cpu(gpu, golden, monkeypatch):
     monkeypatch.setenv("TENSORIZER_RING_SLOTS", "2")
     secret = golden_files.secret(golden)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from servers.file_server import serve_folder
 
-from tensorizer import TensorSerializer
+from tensorizer import TensorSerializer, errors
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -73,10 +73,10 @@ def test_the_snippets_of_a_document_run_one_after_the_other(path, tmp_path, web,
         for module in ("transformers", "accelerate", "diffusers"):
             pytest.importorskip(module, reason=f"{module} is not installed")
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "snippets", "model": torch.nn.Linear(4, 4)}  # what every reader has
-    for name in ("model.tensors", "gpt.tensors"):
+    namespace = {"__name__": "snippets"}
+    for name in ("model.tensors", "gpt.tensors"):  # what a reader has been given
         with TensorSerializer(name) as serializer:
-            serializer.write_module(namespace["model"])
+            serializer.write_module(torch.nn.Linear(4, 4))
     for snippet in snippets(path):
         if not snippet.runs:
             continue
@@ -123,3 +123,55 @@ def test_links_within_the_repository_lead_somewhere(path):
         assert target.exists(), link
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), link
+
+
+def named_in_the_tree(block: str):
+    """(line, path) of every file and folder that the tree of folders in architecture.md names."""
+    base = folder = ROOT
+    for line in block.splitlines():
+        indent = len(line) - len(line.lstrip())
+        head = re.match(r"\s*([\w./]+/|(?:\w+\.py +)*\w+\.py)", line)
+        if indent == 0 and head:
+            base = folder = ROOT / head[1]
+        elif indent == 2 and head:
+            names = head[1].split()
+            folder = base / names[0] if names[0].endswith("/") else base
+            for name in names:
+                yield line, base / name
+        for name in re.findall(r"\b(\w+\.py|\w+/)(?=[ :,;)]|$)", line[head.end() if head and indent < 3 else 0 :]):
+            yield line, folder / name
+
+
+def test_every_file_that_the_architecture_names_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```\n(tensorizer/ .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    named = list(named_in_the_tree(block))
+    assert len(named) > 40
+    missing = [f"{path.relative_to(ROOT)}: {line.strip()}" for line, path in named if not path.exists()]
+    assert not missing, "\n".join(missing)
+    places = [ROOT, ROOT / "docs", ROOT / "csrc", ROOT / "tensorizer"]
+    for name in re.findall(r"`([\w./]+(?:\.(?:md|py|cpp|h|sh)|/))`", text):
+        assert any((place / name).exists() for place in places), name
+
+
+def test_extras_that_the_documents_name_exist():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = project.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^([\w-]+) = \[", section, re.MULTILINE))
+    assert "fsspec" in extras
+    for path in [*DOCUMENTS, *(ROOT / "tensorizer").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"\btensorizer\[([\w-]+)\]|\bextra `\[([\w-]+)\]`", text):
+            assert (name[0] or name[1]) in extras, f"{path.relative_to(ROOT)}: {name}"
+
+
+def test_every_exception_is_in_the_guide_to_errors():
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    for name in errors.__all__:
+        assert re.search(rf"\b{name}`", text), name
+
+
+def test_every_guide_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        assert re.search(rf"[ :]{re.escape(path.name)}$", navigation, re.MULTILINE), path.name

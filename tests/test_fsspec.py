@@ -13,7 +13,7 @@ import torch
 from samples import assert_same, tensor
 
 from tensorizer import TensorDeserializer, TensorSerializer
-from tensorizer.errors import StreamError
+from tensorizer.errors import StreamError, TruncatedError
 from tensorizer.stream_io import open_stream
 
 fsspec = pytest.importorskip("fsspec")
@@ -115,7 +115,31 @@ def test_reading_follows_io_conventions(memory):
         assert stream.read() == bytes(range(251, 256))
         assert stream.read(1) == b""
         assert (stream.readable(), stream.writable(), stream.seekable()) == (True, False, True)
+        stream.seek(0)
+        assert stream.readline() == bytes(range(11))
+        assert stream.peek(1)[:1] == b"\x0b"
+        assert len(stream.read1()) < 25_600
+        stream.seek(0)
+        assert stream.read(-1) == bytes(range(256)) * 100
+        with pytest.raises(ValueError):
+            stream.seek(-1)
+        with pytest.raises(OSError):
+            stream.fileno()
     assert stream.closed
+    with pytest.raises(OSError):
+        stream.read(1)
+
+
+def test_large_reads_come_back_whole_and_a_file_that_shrinks_is_an_error(memory):
+    content = bytes(range(256)) * 20_000
+    memory.pipe_file("/f", content)
+    with open_stream("memory://f") as stream:
+        assert stream.read(10) + stream.read(3_000_000) == content[:3_000_010]
+        assert stream.read() == content[3_000_010:]
+        stream.seek(100)
+        stream._file.truncate(2_000_000)
+        with pytest.raises(TruncatedError):
+            stream.readinto(bytearray(4_000_000))
 
 
 def test_writing_streams_and_an_exception_stores_nothing(memory):

@@ -16,16 +16,6 @@ from tensorizer import TensorDeserializer, TensorType, errors
 ALL = golden_files.select(refused=False)
 LOADED = golden_files.distinct(ALL)
 REFUSED = golden_files.select(refused=True)
-encryption = pytest.mark.skipif(
-    not hasattr(tensorizer, "DecryptionParams"), reason="this build of the package cannot decrypt"
-)
-
-
-def parameters(goldens):
-    return [
-        pytest.param(golden, id=golden["name"], marks=[encryption] if golden["encryption"] else [])
-        for golden in goldens
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +96,7 @@ def naming(way):
         raise AssertionError(f"{way}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("golden", parameters(ALL))
+@golden_files.each(ALL)
 def test_a_golden_file_holds_what_the_manifest_says(golden, folder):
     source = unpack(golden, folder)
     if golden.get("start"):
@@ -114,7 +104,7 @@ def test_a_golden_file_holds_what_the_manifest_says(golden, folder):
     check(golden, open_golden(golden, source, verify_hash=not golden.get("unverifiable")))
 
 
-@pytest.mark.parametrize("golden", parameters(LOADED))
+@golden_files.each(LOADED)
 def test_a_golden_file_is_the_same_in_every_way_of_loading(golden, folder):
     path = unpack(golden, folder)
     for way, options in WAYS.items():
@@ -125,7 +115,7 @@ def test_a_golden_file_is_the_same_in_every_way_of_loading(golden, folder):
             check(golden, open_golden(golden, source, **options))
 
 
-@pytest.mark.parametrize("golden", parameters(LOADED))
+@golden_files.each(LOADED)
 def test_a_golden_file_loads_from_memory_and_from_open_files(golden, folder):
     path = unpack(golden, folder)
     check(golden, open_golden(golden, positioned(golden, io.BytesIO(golden_files.read(golden)))))
@@ -133,7 +123,7 @@ def test_a_golden_file_loads_from_memory_and_from_open_files(golden, folder):
     check(golden, open_golden(golden, positioned(golden, path.open("rb", buffering=0)), lazy_load=True))
 
 
-@pytest.mark.parametrize("golden", parameters(g for g in LOADED if not g["encryption"]))
+@golden_files.each(g for g in LOADED if not g["encryption"])
 def test_a_golden_file_loads_as_a_mapping_of_the_file(golden, folder):
     source = unpack(golden, folder)
     if golden.get("start"):
@@ -141,7 +131,7 @@ def test_a_golden_file_loads_as_a_mapping_of_the_file(golden, folder):
     check(golden, open_golden(golden, source, mmap=True))
 
 
-@pytest.mark.parametrize("golden", parameters(LOADED))
+@golden_files.each(LOADED)
 def test_tensors_of_a_golden_file_come_out_in_any_order(golden, folder):
     source = unpack(golden, folder)
     if golden.get("start"):
@@ -154,7 +144,7 @@ def test_tensors_of_a_golden_file_come_out_in_any_order(golden, folder):
             check_tensor(tensor, found)
 
 
-@pytest.mark.parametrize("golden", parameters(g for g in LOADED if golden_files.secret(g)))
+@golden_files.each(g for g in LOADED if golden_files.secret(g))
 def test_a_passphrase_file_opens_with_the_derived_key_too(golden, folder):
     key = golden["encryption"]["key"]
     if key is None:
@@ -188,7 +178,7 @@ def assert_refused(golden, source, **options):
     assert str(caught.value)
 
 
-@pytest.mark.parametrize("golden", parameters(REFUSED))
+@golden_files.each(REFUSED)
 def test_a_golden_file_that_must_be_refused_is_refused_in_every_way(golden, folder, leaves_no_descriptors):
     path = unpack(golden, folder)
     for way, options in WAYS.items():
@@ -199,7 +189,7 @@ def test_a_golden_file_that_must_be_refused_is_refused_in_every_way(golden, fold
                 assert_refused(golden, path, **options)
 
 
-@pytest.mark.parametrize("golden", parameters(REFUSED))
+@golden_files.each(REFUSED)
 def test_a_golden_file_is_refused_from_memory_and_as_a_mapping_too(golden, folder, leaves_no_descriptors):
     verify = {"verify_hash": True} if golden.get("only_verifying") else {}
     assert_refused(golden, io.BytesIO(golden_files.read(golden)), **verify)

@@ -145,6 +145,31 @@ def test_every_way_to_name_the_classes_gives_the_same_model(tmp_path, classes):
     assert torch.equal(model(PROMPT).logits, original(PROMPT).logits)
 
 
+@pytest.mark.parametrize("prefix", ["model", "other"])
+def test_the_generation_configuration_is_kept(tmp_path, prefix):
+    original = tiny_models.llama()
+    original.generation_config.max_new_tokens = 7
+    original.generation_config.top_k = 3
+    huggingface.serialize_model(original, original.config, tmp_path, prefix)
+    model = huggingface.load_model(tmp_path, transformers.LlamaForCausalLM, None, prefix, device="cpu")
+    assert model.generation_config.to_dict() == original.generation_config.to_dict()
+    for name in ("generation_config.json", f"{prefix}-generation_config.json"):  # as earlier releases left it
+        (tmp_path / name).unlink(missing_ok=True)
+    model = huggingface.load_model(tmp_path, transformers.LlamaForCausalLM, None, prefix, device="cpu")
+    assert model.generation_config.top_k != 3
+
+
+def test_the_folder_opens_with_from_pretrained_of_the_configuration(tmp_path):
+    original = tiny_models.llama()
+    original.generation_config.top_k = 3
+    huggingface.serialize_model(original, original.config, tmp_path)
+    for config_class in (transformers.LlamaConfig, transformers.AutoConfig):
+        found = config_class.from_pretrained(tmp_path)
+        assert type(found) is transformers.LlamaConfig
+        assert {**found.to_dict(), "_name_or_path": ""} == original.config.to_dict()
+    assert transformers.GenerationConfig.from_pretrained(tmp_path).top_k == 3
+
+
 def test_a_dtype_is_applied_and_options_pass_through(tmp_path):
     from tensorizer import DecryptionParams, EncryptionParams
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import threading
 import time
@@ -13,15 +14,21 @@ import pytest
 from http_tools import nothing_left, quick, random_bytes
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from servers.certificates import make_certificates
 from servers.http_faults import GOOD, FaultyServer, Reply
 
 from tensorizer import _C
 from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
-from tensorizer.stream_io import CURLStreamFile, HTTPOptions, open_stream
+from tensorizer.stream_io import CAInfo, CURLStreamFile, HTTPOptions, open_stream
 
 CONTENT = random_bytes(200_000)
 HEAD = 4096
 DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @contextlib.contextmanager
@@ -104,6 +111,78 @@ def test_a_broken_head_is_resumed_at_its_byte():
     with FaultyServer(CONTENT, [Reply(cut_after=1000)]) as server:
         assert open_source(server).read(0, HEAD) == CONTENT[:HEAD]
     assert [request.range for request in server.requests] == [(0, HEAD - 1), (1000, HEAD - 1)]
+
+
+def test_a_handshake_that_ends_early_is_tried_again(certificates):
+    trust = CAInfo(cacert=str(certificates.authority))
+    with nothing_left(), FaultyServer(CONTENT, tls=certificates.context()) as server, within(20):
+        server.cut_handshakes = 2
+        with CURLStreamFile(server.url, certificate_handling=trust, http_options=quick()) as stream:
+            assert stream.read() == CONTENT
+        server.cut_handshakes = 1000
+        with pytest.raises(StreamError, match="after 3 tries"):
+            CURLStreamFile(server.url, certificate_handling=trust, http_options=quick(retries=2))
+
+
+def test_a_server_without_tls_is_an_error_at_once():
+    with FaultyServer(CONTENT) as server, within(10), pytest.raises(StreamError, match="speaks TLS"):
+        open_stream(server.url.replace("http:", "https:"), http_options=quick(retries=None))
+
+
+def test_who_waits_for_a_retry_leaves_its_place_to_others():
+    with FaultyServer(CONTENT) as server:
+        source = open_source(server, connections=1)
+        server.script.append(Reply(status=503, headers={"Retry-After": "3"}))
+        slow = threading.Thread(target=source.read, args=(100_000, 10))
+        slow.start()
+        deadline = time.monotonic() + 10
+        while len(server.requests) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert source.read(50_000, 10) == CONTENT[50_000:50_010]
+        assert slow.is_alive()
+        slow.join()
+
+
+def test_a_server_that_never_answered_is_given_up_sooner_with_a_hint():
+    with FaultyServer() as server:
+        url = server.url
+    with within(30), pytest.raises(StreamError, match="the server has not answered once"):
+        open_stream(url, http_options=quick(retries=None, first_answer_seconds=0.5))
+
+
+def test_time_alone_bounds_the_tries_unless_a_number_is_given():
+    with FaultyServer(CONTENT, default=Reply(status=503)) as server:
+        with pytest.raises(StreamError, match=r"503.*after \d\d"):
+            read_all(server, retries=None, retry_seconds=1.0)
+        assert len(server.requests) >= 10
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away_for_twenty_seconds_in_the_middle_of_a_load_is_waited_for():
+    content = random_bytes(8_000_000)
+    with FaultyServer(content) as server:
+        options = HTTPOptions(head_nbytes=4096, unit_nbytes=1_000_000, proxy="")
+        source = _C.HttpSource.open(server.url, options._native())
+        port = server.port
+        assert source.read(10_000, 1_000_000) == content[10_000:1_010_000]
+    result = []
+    thread = threading.Thread(target=lambda: result.append(source.read_parallel(1_000_000, 7_000_000)))
+    thread.start()
+    time.sleep(20)
+    assert thread.is_alive()
+    with FaultyServer(content, port=port), within(60):
+        thread.join()
+    assert result == [content[1_000_000:]]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_overloaded_for_thirty_seconds_is_waited_for():
+    end = time.monotonic() + 30
+    with FaultyServer(CONTENT, default=lambda _: Reply(status=503) if time.monotonic() < end else GOOD) as server:
+        with CURLStreamFile(server.url, http_options=HTTPOptions(proxy="")) as stream:
+            assert stream.read() == CONTENT
+        assert time.monotonic() >= end
+        assert len(server.requests) < 20  # delays grow
 
 
 def test_progress_starts_the_count_of_tries_anew():
@@ -228,6 +307,32 @@ def test_a_slow_last_request_is_sent_again_on_another_connection():
         del source
 
 
+@pytest.mark.parametrize("at_request", [0, 1])
+def test_a_slow_first_byte_is_asked_for_again_on_another_connection(at_request):
+    """The main tail of object stores; the request that opens the object is no exception."""
+    with nothing_left(), FaultyServer(CONTENT, [GOOD] * at_request + [Reply(delay=60)]) as server, within(10):
+        source = open_source(server, hedge_after=0.3)
+        assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+        first, second = server.requests[at_request : at_request + 2]
+        assert first.range == second.range
+        assert first.connection != second.connection
+        del source
+
+
+def test_a_server_that_usually_takes_long_is_not_asked_twice():
+    with FaultyServer(CONTENT, default=Reply(delay=0.5)) as server:
+        source = open_source(server, hedge_after=1.0)
+        server.default = Reply(delay=1.2)
+        assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+        assert len(server.requests) == 2
+
+
+def test_without_a_hedge_a_slow_first_byte_is_waited_for():
+    with FaultyServer(CONTENT, [GOOD, Reply(delay=1)]) as server:
+        assert open_source(server, hedge_after=0).read(100_000, 50_000) == CONTENT[100_000:150_000]
+        assert len(server.requests) == 2
+
+
 def test_a_hedge_that_fails_does_no_harm():
     with FaultyServer(CONTENT) as server:
         source = open_source(server, hedge_after=0.1)
@@ -235,6 +340,7 @@ def test_a_hedge_that_fails_does_no_harm():
             source.read(10_000 + i * 10_000, 10_000)
         server.script.extend([Reply(delay=1.0), Reply(status=404)])
         assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+        assert not server.script  # the second request was sent
 
 
 def test_a_request_that_fails_is_finished_by_its_hedge():
@@ -249,6 +355,7 @@ def test_a_request_that_fails_is_finished_by_its_hedge():
 
         server.script.extend([breaks_while_the_hedge_waits, Reply(delay=1.2)])
         assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+        assert not server.script  # the second request was sent, and with retries=0 there was no third
 
 
 # -- answers that contradict the request ------------------------------------------------------------------------------
@@ -489,6 +596,35 @@ def test_several_threads_take_turns_on_a_server_without_ranges():
         for thread in threads:
             thread.join()
         assert results == {offset: CONTENT[offset : offset + 1000] for offset in range(10_000, 100_000, 15_000)}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize("etag", ["auto", None])
+def test_a_forked_child_starts_a_pass_of_its_own_and_the_parents_goes_on(etag):
+    """Both would read one socket, and each would miss what the other took."""
+    content = random_bytes(20_000_000)
+    with FaultyServer(content, default=Reply(ignore_range=True), etag=etag) as server:
+        source = open_source(server)
+        assert source.read(10_000, 10) == content[10_000:10_010]
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            answer = b"wrong"
+            try:
+                answer = b"right" if source.read(100_000, 9_000_000) == content[100_000:9_100_000] else b"wrong"
+            except StreamError as error:  # nothing proves that it is the same object
+                answer = b"refused" if "no ranges" in str(error) else b"failed"
+            finally:
+                os.write(writer, answer)
+                os._exit(0)
+        os.close(writer)
+        mine = source.read(100_000, 9_000_000)
+        os.waitpid(child, 0)
+        assert mine == content[100_000:9_100_000]
+        assert os.read(reader, 100) == (b"refused" if etag is None else b"right")
+        os.close(reader)
+        assert source.read(10_000_000, 9_000_000) == content[10_000_000:19_000_000]
+        assert len(server.requests) == (1 if etag is None else 2)
 
 
 # -- redirects --------------------------------------------------------------------------------------------------------

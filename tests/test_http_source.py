@@ -303,6 +303,131 @@ def test_a_small_object_wants_no_more_connections_than_it_has_units():
         assert open_source(server.url, head_nbytes=4_000_000).concurrency == 1
 
 
+def test_connections_to_a_host_are_bounded_for_all_sources_together():
+    with FaultyServer(CONTENT) as server:
+        sources = [open_source(server.url, max_connections=3) for _ in range(3)]
+        server.default = crowd = Crowd(0.05)
+        threads = [
+            threading.Thread(target=read_in_threads, args=(source, [(10_000 + i, 10) for i in range(12)], 6))
+            for source in sources
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert crowd.most == 3
+        assert server.open_connections() <= 4  # those that wait for the next request, too
+
+
+def test_sources_that_are_open_at_the_same_time_share_connections():
+    with FaultyServer(CONTENT) as server:
+        first, second = open_source(server.url), open_source(server.url)
+        for source in (first, second, first, second):
+            assert source.read(100_000, 10) == CONTENT[100_000:100_010]
+        assert server.connections_seen == 1
+        first.close_connections()
+        assert second.read(200_000, 10) == CONTENT[200_000:200_010]
+        assert server.connections_seen == 1
+
+
+def test_connections_that_were_closed_are_opened_again_and_kept():
+    with FaultyServer(CONTENT) as server:
+        source = open_source(server.url)
+        source.close_connections()
+        for i in range(5):
+            assert source.read(100_000 + i, 10) == CONTENT[100_000 + i : 100_010 + i]
+        assert server.connections_seen == 2
+
+
+def test_tls_sessions_are_shared_by_all_sources_of_a_process(certificates):
+    """One full handshake, however many shards there are."""
+    with FaultyServer(CONTENT, tls=certificates.context()) as server:
+        native = quick()._native(certificate_handling=CAInfo(cacert=str(certificates.authority)))
+        for _ in range(4):
+            source = _C.HttpSource.open(server.url, native)
+            assert source.read(10_000, 1000) == CONTENT[10_000:11_000]
+            source.close_connections()
+        assert server.resumed == [False, True, True, True]
+
+
+def test_tls_sessions_are_shared_by_connections_at_the_same_time(certificates):
+    with FaultyServer(CONTENT, tls=certificates.context()) as server:
+        native = quick()._native(certificate_handling=CAInfo(cacert=str(certificates.authority)))
+        source = _C.HttpSource.open(server.url, native)
+        server.default = Reply(delay=0.05)
+        read_in_threads(source, [(10_000 + i, 1000) for i in range(40)], 8)
+        # OpenSSL gives a session up whose connection did not end in order, so some may be missing.
+        assert server.resumed.count(True) > len(server.resumed) / 2
+
+
+def test_tls_sessions_are_not_shared_where_trust_differs(certificates):
+    """A session that is resumed skips the check of the certificate."""
+    with FaultyServer(CONTENT, tls=certificates.context()) as server:
+        open_source(server.url, certificate_handling=CAInfo(allow_untrusted=True)).read(10_000, 10)
+        with pytest.raises(StreamError, match="not trusted"):
+            open_source(server.url)
+        trusting = CAInfo(cacert=str(certificates.authority))
+        assert open_source(server.url, certificate_handling=trusting).read(10_000, 10) == CONTENT[10_000:10_010]
+        with pytest.raises(StreamError, match="not trusted"):
+            open_source(server.url)
+
+
+# -- headers that expire ----------------------------------------------------------------------------------------------
+
+
+class Tokens:
+    """Gives bearer tokens that a server accepts until they are revoked."""
+
+    def __init__(self, server: FaultyServer) -> None:
+        self.calls = 0
+        self.revoked: set = set()
+        server.default = lambda r: Reply(status=401) if self.token(r) in self.revoked else Reply()
+
+    @staticmethod
+    def token(request):
+        return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+    def __call__(self):
+        self.calls += 1
+        return {"Authorization": f"Bearer s3cret{self.calls}"}
+
+
+def test_headers_may_be_a_callable_that_is_asked_again_when_they_are_refused():
+    with FaultyServer(CONTENT) as server:
+        tokens = Tokens(server)
+        source = open_source(server.url, headers=tokens)
+        ranges = [(10_000 + 1000 * i, 1000) for i in range(20)]
+        read_in_threads(source, ranges, 4)
+        assert tokens.calls == 1
+        tokens.revoked.add("s3cret1")
+        assert read_in_threads(source, ranges, 4) == [CONTENT[a : a + n] for a, n in ranges]
+        assert tokens.calls == 2
+        tokens.revoked.update(f"s3cret{i}" for i in range(100))
+        with pytest.raises(StreamError, match="401") as caught:
+            source.read(100_000, 10)
+        assert "s3cret" not in str(caught.value)
+
+
+def test_headers_of_a_stream_go_over_those_of_the_options_also_when_both_are_callables():
+    with FaultyServer(CONTENT) as server:
+        options = quick(headers=lambda: {"X-A": "1", "X-B": "1"})
+        with CURLStreamFile(server.url, headers=lambda: {"x-b": "2"}, http_options=options) as stream:
+            assert stream.read(10) == CONTENT[:10]
+        headers = server.requests[0].headers
+        assert (headers["x-a"], headers["x-b"]) == ("1", "2")
+
+
+def test_what_a_callable_for_headers_gives_is_checked_and_what_it_raises_reaches_the_caller():
+    def no_token():
+        raise KeyError("no token")
+
+    with FaultyServer(CONTENT) as server:
+        for wrong, error in ((no_token, KeyError), (lambda: {"A\nB": "1"}, ValueError), (lambda: 5, TypeError)):
+            with pytest.raises(error):
+                open_source(server.url, headers=wrong)
+        assert server.requests == []
+
+
 # -- renewed URLs -----------------------------------------------------------------------------------------------------
 
 
@@ -365,6 +490,26 @@ def test_what_the_renewal_raises_reaches_the_caller():
 
     with pytest.raises(KeyError, match="no credentials"):
         _C.HttpSource.open("", quick()._native(), url_provider=no_url)
+
+
+def test_a_renewal_that_fails_is_tried_again():
+    with FaultyServer(CONTENT) as server:
+        presigner = Presigner(server)
+        outages = [ConnectionError("no metadata service")] * 2
+
+        def provider():
+            if presigner.calls and outages:
+                raise outages.pop()
+            return presigner()
+
+        source = _C.HttpSource.open("", quick()._native(), url_provider=provider)
+        presigner.revoked.add("1")
+        assert source.read(100_000, 10) == CONTENT[100_000:100_010]
+        assert not outages
+        outages.extend([ConnectionError("no metadata service")] * 100)
+        presigner.revoked.add("2")
+        with pytest.raises(ConnectionError, match="no metadata service"):
+            source.read(200_000, 10)
 
 
 def test_a_stream_uses_renewal_and_a_display_name():

@@ -8,12 +8,14 @@ import pickle
 import shutil
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
+import pytest
 import torch
 
 import tensorizer
-from tensorizer import errors
+from tensorizer import TensorDeserializer, TensorSerializer, errors
 
 PACKAGE = Path(tensorizer.__file__).resolve().parent
 
@@ -35,6 +37,7 @@ def succeed(program: str) -> str:
 def test_importing_the_package_imports_neither_torch_nor_numpy_nor_the_compiled_module():
     program = """
 import sys
+import typing
 import tensorizer
 from tensorizer import TensorizerError, StreamError, __version__
 dir(tensorizer), hasattr(tensorizer, "no such name")
@@ -158,3 +161,57 @@ def test_a_build_for_another_python_is_named(tmp_path):
     wanted = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert "_C.cpython-36m-x86_64-linux-gnu.so" in last
     assert wanted in last
+
+
+def test_the_arguments_of_both_classes_have_types():
+    hints = {kind: typing.get_type_hints(kind.__init__) for kind in (TensorDeserializer, TensorSerializer)}
+    assert hints[TensorDeserializer]["encryption"] == typing.Optional[tensorizer.DecryptionParams]
+    assert hints[TensorSerializer]["encryption"] == typing.Optional[tensorizer.EncryptionParams]
+    for kind, own in hints.items():
+        accepted = typing.get_args(own["file_obj"])
+        assert {str, bytes, int} <= set(accepted), kind
+        assert not [name for name, hint in own.items() if hint is typing.Any], kind
+
+
+@pytest.mark.slow
+def test_a_type_checker_accepts_what_works_and_refuses_what_does_not(tmp_path):
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    wrong = {
+        "TensorDeserializer(1.5)": "file_obj",
+        "TensorDeserializer(open('f'))": "file_obj",
+        "TensorDeserializer('f', encryption='secret')": "encryption",
+        "TensorSerializer(torch.nn.Linear(1, 1))": "file_obj",
+        "TensorSerializer('f', encryption=DecryptionParams.from_string('x'))": "encryption",
+        "TensorSerializer('f').write_module({})": "write_module",
+    }
+    right = [
+        "TensorDeserializer('f', device={'': 'cpu'}, encryption=DecryptionParams.from_string('x'))",
+        "TensorDeserializer(pathlib.Path('f'))",
+        "TensorDeserializer(open('f', 'rb'))",
+        "TensorDeserializer(io.BytesIO())",
+        "TensorDeserializer(tempfile.TemporaryFile())",
+        "TensorDeserializer(stream_io.open_stream('f'))",
+        "TensorDeserializer(stream_io.CURLStreamFile('http://127.0.0.1'))",
+        "TensorSerializer(io.BytesIO(), encryption=EncryptionParams.random())",
+        "TensorSerializer(open('f', 'wb+'))",
+        "TensorSerializer(tempfile.NamedTemporaryFile())",
+        "TensorSerializer(stream_io.open_stream('f', 'wb+'))",
+        "tensorizer.serialization.TensorDeserializer('f')",
+        "tensorizer.cuda.pinned_memory()",
+    ]
+    head = [
+        "import io, pathlib, tempfile",
+        "import torch",
+        "import tensorizer",
+        "from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, stream_io",
+    ]
+    (tmp_path / "program.py").write_text("\n".join([*head, *wrong, *right]) + "\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "program.py"]
+    environment = {**os.environ, "MYPYPATH": str(PACKAGE.parent), "MYPY_CACHE_DIR": str(tmp_path / "cache")}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=environment
+    )
+    found = {int(line.split(":")[1]): line for line in result.stdout.splitlines() if ": error:" in line}
+    assert sorted(found) == list(range(len(head) + 1, len(head) + 1 + len(wrong))), result.stdout + result.stderr
+    for line, word in zip(sorted(found), wrong.values()):
+        assert word in found[line] or "Argument" in found[line], found[line]

@@ -192,3 +192,22 @@ def test_the_worker_describes_our_own_reading_alike(written_here):
     for name, rows in wanted.items():
         found = described(folder / f"{name}.tensors", verify_hash=True, allow_missing_hashes=name == "hashes ")
         assert found == rows
+
+
+@pytest.mark.parametrize("release", REFERENCE_RELEASES)
+def test_extra_state_does_not_disturb_a_release_that_loads_into_a_module(release, reference_python, tmp_path):
+    state = {"amax": worker.make("amax", "float32", (70_000,)), "deep": {"scale": worker.make("scale", "float16", ())}}
+    samples.write_module(tmp_path / "with.tensors", worker.StatefulNet(state), include_extra_state=True)
+    samples.write_module(tmp_path / "without.tensors", worker.Net())
+    found = run_worker(reference_python(release), "place", tmp_path)
+    assert found["with"] == found["without"]
+    count, rest, rows = found["with"]
+    assert count == len(samples.module_names(worker.Net()))
+    assert rest == "untouched"
+    target = worker.StatefulNet()
+    with TensorDeserializer(tmp_path / "with.tensors", device="cpu") as deserializer:
+        deserializer.load_into_module(target)
+    samples.assert_same(target.state, state)
+    own = target.state_dict()
+    del own["_extra_state"]
+    assert [row[2:] for row in rows] == [row[2:] for row in worker.describe((0, 0, n, v) for n, v in own.items())]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import pickle
 
 import pytest
 import reference_format as fmt
@@ -11,7 +13,7 @@ import torch
 from samples import assert_same, named_tensor, tensor
 from torch import nn
 
-from tensorizer import TensorDeserializer, TensorSerializer, TensorType
+from tensorizer import LoadError, TensorDeserializer, TensorSerializer, TensorType
 
 
 def module_bytes(module, **flags) -> bytes:
@@ -149,8 +151,6 @@ def test_parameters_are_replaced_and_not_copied_into():
     model, target = samples.net(seed=1), samples.net(seed=2)
     old = target.scale
     old_bytes = samples.raw(old)
-    target.head = nn.Linear(5, 5)  # of another shape, and not tied: no matter
-    target.head.bias = None
     load_into(target, module_bytes(model))
     assert target.scale is not old
     assert samples.raw(old) == old_bytes
@@ -335,6 +335,199 @@ def test_dtype_converts_floating_point_parameters_only():
     assert samples.same(target.ints, model.ints)
     assert samples.same(target.mask, model.mask)
     assert samples.same(target.rotary, model.rotary)
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_real_tensors_of_another_shape_or_kind_are_an_error_that_names_all_before_any_is_touched():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    target = nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    target[1].bias = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    target[2].num_batches_tracked = torch.tensor(False)
+    before = {name: samples.raw(value) for name, value in target.state_dict().items()}
+    stream = Counting(module_bytes(model))
+    with TensorDeserializer(stream, device="cpu", lazy_load=True) as deserializer:
+        stream.nbytes = 0
+        with pytest.raises(LoadError) as caught:
+            deserializer.load_into_module(target)
+        assert stream.nbytes == 0  # no payload is read
+    assert isinstance(caught.value, RuntimeError)
+    assert [(row.name, row.what) for row in caught.value.report.mismatched] == [
+        ("0.weight", "shape"),
+        ("0.bias", "shape"),
+        ("1.bias", "kind"),
+        ("2.num_batches_tracked", "kind"),
+    ]
+    for part in ("size mismatch for 0.weight", "torch.Size([4, 4])", "torch.Size([8, 8])", "1.bias", "complex64"):
+        assert part in str(caught.value)
+    assert {name: samples.raw(value) for name, value in target.state_dict().items()} == before
+    assert deserializer.report is caught.value.report
+
+
+class Counting(io.BytesIO):
+    """Counts what is read of it."""
+
+    nbytes = 0
+
+    def readinto(self, buffer):
+        count = super().readinto(buffer)
+        self.nbytes += count
+        return count
+
+
+def test_tensors_of_other_precision_fit():
+    target = nn.Linear(3, 3).half()
+    assert load_into(target, module_bytes(nn.Linear(3, 3))) == 2
+    assert target.weight.dtype == torch.float32
+    assert load_into(nn.Linear(3, 3), module_bytes(nn.Linear(3, 3)), dtype=torch.bfloat16) == 2
+
+
+def test_meta_tensors_of_another_shape_are_replaced_and_one_warning_names_them():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.device("meta"):
+        target = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="0.weight") as caught, open_bytes(module_bytes(model)) as deserializer:
+        count = deserializer.load_into_module(target)
+    (warning,) = caught
+    for part in ("1.weight", "1.bias", "torch.Size([4, 4])", "torch.Size([4, 8])", "complex64"):
+        assert part in str(warning.message)
+    assert warning.filename == __file__
+    assert samples.same(target[0].weight, model[0].weight)
+    assert samples.same(target[0].bias, model[0].bias)
+    assert count == 4
+    assert count.mismatched == deserializer.report.mismatched
+    assert [row.name for row in count.mismatched] == ["0.weight", "1.weight", "1.bias"]
+    assert count.missing == ("2.weight", "2.bias")
+    assert count.unexpected == ("0.bias",)
+    assert count.loaded == ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+def test_names_that_stay_on_the_meta_device_are_logged(caplog):
+    with torch.device("meta"):
+        target = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with caplog.at_level("WARNING", "tensorizer"):
+        count = load_into(target, module_bytes(nn.Sequential(nn.Linear(4, 4))))
+    (record,) = caplog.records
+    assert "1.weight" in record.getMessage()
+    assert "1.bias" in record.getMessage()
+    assert "0.weight" not in record.getMessage()
+    assert count.missing == ("1.weight", "1.bias")
+
+
+def torchs_words(target, model, strict=True) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        target.load_state_dict(model.state_dict(), strict=strict)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_strict_loads_refuse_what_load_state_dict_refuses_in_the_same_words(device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.BatchNorm1d(3))
+    cases = [
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4), nn.BatchNorm1d(3)),
+        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.BatchNorm1d(3)),
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)),
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.BatchNorm1d(3), nn.Linear(1, 1)),
+    ]
+    for target in cases:
+        words = torchs_words(target, model)
+        target = target.to(device)
+        before = dict([*target.named_parameters(), *target.named_buffers()])
+        with open_bytes(module_bytes(model)) as deserializer, pytest.raises(LoadError) as caught:
+            deserializer.load_into_module(target, strict=True)
+        assert str(caught.value) == words
+        assert caught.value.report is deserializer.report
+        after = dict([*target.named_parameters(), *target.named_buffers()])
+        assert after.keys() == before.keys()
+        assert all(after[name] is value for name, value in before.items())
+
+
+def test_strict_loads_pass_where_everything_fits():
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    with open_bytes(module_bytes(model)) as deserializer:
+        count = deserializer.load_into_module(target, strict=True)
+    report = deserializer.report
+    assert count == len(report.loaded) == len(samples.module_names(model))
+    assert report.ok
+    assert report.nbytes == sum(named_tensor(model, name).nbytes for name in samples.module_names(model))
+    assert report.seconds > 0
+    assert repr(report) == "<All keys matched successfully>"
+    assert list(report) == [[], []]
+    # what is not persistent may be absent
+    with open_bytes(module_bytes(model, include_non_persistent_buffers=False)) as deserializer:
+        assert deserializer.load_into_module(target, strict=True).missing == ()
+
+
+def test_a_filter_narrows_both_sides():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    target = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(9, 9))
+    with open_bytes(module_bytes(model), lazy_load=True) as deserializer:
+        count = deserializer.load_into_module(target, lambda name: name.startswith("1."), strict=True)
+    assert count.loaded == ("1.weight", "1.bias")
+    assert deserializer.report.ok
+
+
+def test_a_name_that_the_file_lacks_follows_the_one_it_is_tied_to():
+    model, target = samples.net(seed=1), samples.net(seed=2)
+    with open_bytes(module_bytes(model), filter_func=lambda name: name != "head.weight") as deserializer:
+        count = deserializer.load_into_module(target, strict=True)
+    assert count.missing == ()
+    assert deserializer.report.tied == {"head.weight": "embed.weight"}
+    assert target.head.weight is target.embed.weight
+    assert samples.same(target.head.weight, model.embed.weight)
+
+
+def test_the_report_joins_names_that_differ_in_one_number():
+    target = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(40))
+    model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+    with open_bytes(module_bytes(model)) as deserializer:
+        deserializer.load_into_module(target)
+    assert "{3...39}.weight" in repr(deserializer.report)
+    assert len(repr(deserializer.report).splitlines()) == 3
+
+
+def test_the_count_is_an_int_in_every_respect():
+    count = load_into(nn.Linear(2, 2), module_bytes(nn.Linear(2, 2)))
+    assert (count, count + 1, f"{count}", json.dumps(count)) == (2, 3, "2", "2")
+    again = pickle.loads(pickle.dumps(count))
+    assert again == 2
+    assert again.loaded == count.loaded
+
+
+def test_nothing_is_replaced_where_one_name_cannot_be_placed():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    target = nn.Sequential(nn.Linear(2, 2))
+    before = target[0].weight
+    with pytest.raises(KeyError, match="1"):
+        load_into(target, module_bytes(model))
+    target = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = target[0].weight
+    del target[1].bias
+    target[1].register_buffer("bias", torch.zeros(2))
+    with pytest.raises(KeyError, match=r"1\.bias"):
+        load_into(target, module_bytes(model))
+    assert target[0].weight is before
+
+
+# --- requires_grad ----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_need_gradients_where_those_of_the_module_do():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
+    for device in ("cpu", "meta"):
+        target = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+        target[0].weight.requires_grad_(False)
+        target[1].requires_grad_(False)
+        wanted = {name: value.requires_grad for name, value in target.named_parameters()}
+        with open_bytes(module_bytes(model)) as deserializer:
+            deserializer.load_into_module(target)
+            assert {name: value.requires_grad for name, value in target.named_parameters()} == wanted
+            assert deserializer["0.weight"].requires_grad
+            other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+            deserializer.load_into_module(other)
+            assert all(value.requires_grad for value in other.parameters())
+        assert target[0].weight.data_ptr() == other[0].weight.data_ptr()
 
 
 # --- verify_module --------------------------------------------------------------------------------------------------

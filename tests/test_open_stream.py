@@ -124,13 +124,13 @@ def test_paths_of_bytes_in_a_path_object_are_refused():
 @pytest.mark.parametrize("scheme", ["http", "HTTPS", "redis"])
 @pytest.mark.parametrize("mode", ["wb", "rb+", "ab", "r", "rbb", ""])
 def test_streams_of_servers_are_read_only(scheme, mode):
-    with pytest.raises(ValueError, match="must be one of rb"):
+    with pytest.raises(ValueError, match=r"\brb\b"):
         open_stream(f"{scheme}://127.0.0.1:1/x", mode)
 
 
 @pytest.mark.parametrize("mode", ["rb+", "xb", "w", "rwb"])
 def test_objects_of_s3_are_read_or_written_whole(mode):
-    with pytest.raises(ValueError, match="must be one of"):
+    with pytest.raises(ValueError, match=r"\bwb\b"):
         open_stream("s3://bucket/key", mode)
 
 
@@ -191,7 +191,7 @@ def test_ca_info_wants_exactly_one_choice(tmp_path):
 def test_options_take_their_defaults_from_the_environment(monkeypatch):
     defaults = HTTPOptions()
     assert (defaults.connect_timeout, defaults.stall_timeout, defaults.retries, defaults.retry_seconds) == (
-        10, 30, 4, 120,
+        10, 30, None, 120,
     )  # fmt: skip
     monkeypatch.setenv("TENSORIZER_HTTP_CONNECT_TIMEOUT", "1.5")
     monkeypatch.setenv("TENSORIZER_HTTP_STALL_TIMEOUT", "2.5")

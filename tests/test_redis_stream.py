@@ -222,15 +222,20 @@ class TestStreamSurface:
         assert stream.readinto(buffer) == 3
         assert bytes(buffer) == self.data[-3:] + b"-" * 7
 
+    def test_reading_follows_io_conventions(self, stream):
+        assert stream.seek(-5, io.SEEK_END) == len(self.data) - 5
+        assert stream.peek(2)[:2] == self.data[-5:-3]
+        assert stream.read1(2) == self.data[-5:-3]
+        assert stream.read(-1) == self.data[-3:]
+        assert stream.read() == stream.read(1) == stream.readline() == b""
+        stream.seek(0)
+        assert stream.readline() == self.data[: self.data.index(b"\n") + 1]
+
     def test_odd_arguments_are_refused(self, stream, server):
         with pytest.raises(ValueError):
-            stream.read(-5)
-        with pytest.raises(ValueError):
-            stream.seek(0, io.SEEK_END)
+            stream.seek(0, 9)
         with pytest.raises(ValueError):
             stream.seek(-1)
-        with pytest.raises(io.UnsupportedOperation):
-            stream.readline()
         with pytest.raises(io.UnsupportedOperation):
             stream.write(b"x")
         with pytest.raises(ValueError):
@@ -248,7 +253,7 @@ class TestStreamSurface:
         stream.close()
         stream.close()
         assert stream.closed
-        for call in (stream.read, stream.tell, lambda: stream.seek(0), lambda: stream.readinto(bytearray(1))):
+        for call in (stream.read, lambda: stream.seek(0), lambda: stream.readinto(bytearray(1))):
             with pytest.raises(OSError):
                 call()
 
@@ -378,7 +383,7 @@ class TestTls:
     def test_tls_to_a_plain_server_fails_within_the_connect_timeout(self, server):
         started = time.monotonic()
         with pytest.raises(StreamError):
-            RedisStreamFile(f"rediss://127.0.0.1:{server.port}/p", connect_timeout=2)
+            RedisStreamFile(f"rediss://127.0.0.1:{server.port}/p", connect_timeout=2, retries=0)
         assert time.monotonic() - started < 5
 
 
@@ -482,13 +487,29 @@ class TestNetwork:
         proxy = proxied(*["hang"] * 9)
         started = time.monotonic()
         with pytest.raises(StreamError, match="timed out"):
-            RedisStreamFile(f"redis://127.0.0.1:{proxy.port}/p", stall_timeout=0.5)
+            RedisStreamFile(f"redis://127.0.0.1:{proxy.port}/p", stall_timeout=0.5, retries=0)
         assert 0.4 < time.monotonic() - started < 3
 
     def test_nobody_listening_is_a_refused_connection(self):
         with pytest.raises(StreamError, match="refused") as caught:
-            RedisStreamFile(f"redis://127.0.0.1:{free_port()}/p")
+            RedisStreamFile(f"redis://127.0.0.1:{free_port()}/p", retries=1)
         assert caught.value.errno == errno.ECONNREFUSED
+
+    def test_a_host_that_nobody_knows_is_an_error_that_names_it(self):
+        with pytest.raises(StreamError, match=r"resolve.*nowhere\.invalid|nowhere\.invalid.*resolve"):
+            RedisStreamFile("redis://nowhere.invalid/p", retries=0)
+
+    def test_close_ends_the_connections(self, server):
+        store(server.client(), "closing", [0, 1000], random_bytes(100_000))
+        before = open_descriptors()
+        stream = RedisStreamFile(server.uri("closing"))
+        stream.read()
+        source = stream._tensorizer_source()
+        assert any("socket" in d[1] for d in open_descriptors() - before)
+        stream.close()
+        assert not any("socket" in d[1] for d in open_descriptors() - before)
+        assert len(source.read(0, 1000)) == 1000  # a load that reads from it opens its own
+        del stream, source
 
     def test_something_that_is_not_redis_is_recognised(self):
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -596,7 +617,7 @@ class TestLyingServers:
     )
     def test_a_reply_that_makes_no_sense_is_an_error_in_bounded_memory(self, answer):
         with LyingServer(answer) as uri, pytest.raises(StreamError):
-            RedisStreamFile(uri, connect_timeout=5, stall_timeout=5)
+            RedisStreamFile(uri, connect_timeout=5, stall_timeout=5, retries=0)
 
     def test_any_bytes_are_an_error_or_a_listing(self):
         from hypothesis import HealthCheck, given, settings
@@ -609,6 +630,6 @@ class TestLyingServers:
         @given(st.lists(piece, max_size=12).map(b"".join))
         def check(answer):
             with LyingServer(answer) as uri, pytest.raises(OSError):  # the server ends after its answer
-                RedisStreamFile(uri, connect_timeout=5, stall_timeout=5)
+                RedisStreamFile(uri, connect_timeout=5, stall_timeout=5, retries=0)
 
         check()

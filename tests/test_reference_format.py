@@ -46,18 +46,18 @@ def check_against_manifest(file, golden, plaintexts):
         assert found == golden_files.content(tensor)
 
 
-@pytest.mark.parametrize("golden", PREDICTABLE, ids=golden_files.name_of)
+@golden_files.each(PREDICTABLE)
 def test_the_oracle_writes_the_bytes_that_the_reference_wrote(golden):
     assert fmt.write_file(as_written(golden)) == golden_files.read(golden)
 
 
-@pytest.mark.parametrize("golden", PREDICTABLE, ids=golden_files.name_of)
+@golden_files.each(PREDICTABLE)
 def test_a_file_that_was_read_is_written_again_to_the_byte(golden):
     data = golden_files.read(golden)
     assert fmt.rewrite(fmt.read_file(data)) == data
 
 
-@pytest.mark.parametrize("golden", PLAIN, ids=golden_files.name_of)
+@golden_files.each(PLAIN)
 def test_the_oracle_reads_every_plain_golden_file(golden):
     file = fmt.read_file(golden_files.read(golden), start=golden.get("start", 0))
     check_against_manifest(file, golden, [record.payload for record in file.records])
@@ -66,7 +66,7 @@ def test_the_oracle_reads_every_plain_golden_file(golden):
 
 
 @needs_sodium
-@pytest.mark.parametrize("golden", ENCRYPTED, ids=golden_files.name_of)
+@golden_files.each(ENCRYPTED)
 def test_the_oracle_decrypts_every_encrypted_golden_file(golden):
     file = fmt.read_file(golden_files.read(golden))
     secret = golden_files.secret(golden)
@@ -75,7 +75,7 @@ def test_the_oracle_decrypts_every_encrypted_golden_file(golden):
 
 
 @needs_sodium
-@pytest.mark.parametrize("golden", ENCRYPTED, ids=golden_files.name_of)
+@golden_files.each(ENCRYPTED)
 def test_the_derived_key_opens_what_the_passphrase_opens(golden):
     encryption = golden["encryption"]
     if encryption["kind"] != "passphrase" or encryption["key"] is None:
@@ -106,7 +106,7 @@ DTYPE_NAMES = {"r-dtype-unknown", "r-dtype-not-dtype"}
 
 
 @needs_sodium
-@pytest.mark.parametrize("golden", golden_files.select(refused=True), ids=golden_files.name_of)
+@golden_files.each(golden_files.select(refused=True))
 def test_the_oracle_refuses_every_golden_file_that_must_be_refused(golden):
     if golden["name"] in DTYPE_NAMES:
         refusal(golden)

@@ -20,6 +20,7 @@ UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 WORDS = {
     "connections": ("grows from 8 or 32", None),
     "total_timeout": ("none", None),
+    "retries": ("none", None),
     "headers": ("none", {}),
     "certificate_handling": ("system", None),
     "proxy": ("libcurl's", None),
@@ -105,6 +106,7 @@ def test_the_table_of_redis_settings_has_every_argument_and_its_default():
                 ("connections", "4"),
                 ("certificate_handling", "system"),
                 ("buffer_size", "the kernel's"),
+                ("retries", "none"),
             }
         else:
             assert number(text) == default, name

@@ -13,12 +13,13 @@ import pytest
 
 from tensorizer import stream_io
 from tensorizer._io.s3 import access, objects
-from tensorizer._io.s3.options import S3Options
+from tensorizer._io.s3.options import S3Location, S3Options, parse_s3_uri
 
 botocore = pytest.importorskip("botocore")
 boto3 = pytest.importorskip("boto3")
 
 KEY, SECRET, TOKEN = "AKIDEXAMPLE", "topsecret/+key", "tokentokentoken"
+LOCATION = S3Location("bucket", "some/key")
 READ_DEFAULT, WRITE_DEFAULT = "accel-object.ord1.coreweave.com", "object.ord1.coreweave.com"
 
 
@@ -41,12 +42,12 @@ def options_of(**arguments):
     return S3Options(**{name.removeprefix("s3_"): value for name, value in arguments.items()})
 
 
-def resolved(write=False, **arguments):
-    return access.resolve(options_of(**arguments), stream_io._s3_defaults(), write=write)
+def resolved(write=False, location=LOCATION, **arguments):
+    return access.resolve(location, options_of(**arguments), stream_io._s3_defaults(), write=write)
 
 
 def url_of(uri="s3://bucket/some/key", **settings):
-    return objects._presigned(resolved(**settings), uri)
+    return objects._signed(resolved(**settings), parse_s3_uri(uri), {}).url
 
 
 def host_of(url):
@@ -182,6 +183,51 @@ class TestEndpoints:
         assert host_of(url_of(s3_endpoint="argument.example", **self.BOTH)) == "argument.example"
         assert host_of(url_of(s3_endpoint="", **self.BOTH)) == "special.example"
 
+    def test_configured_endpoints_are_those_of_botocore(self, monkeypatch, tmp_path):
+        config = tmp_path / "aws-config"
+        config.write_text("[default]\nendpoint_url = https://profile.example\n")
+        assert host_of(url_of(**self.BOTH)) == "profile.example"
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://special.example")
+        monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+        assert host_of(url_of(**self.BOTH)) == READ_DEFAULT
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "CHAIN")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        assert host_of(url_of()) == "bucket.s3.amazonaws.com"
+        assert host_of(url_of(s3_endpoint="argument.example")) == "argument.example"
+        monkeypatch.delenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
+        config.write_text("[default]\nignore_configured_endpoint_urls = true\nendpoint_url = https://x.example\n")
+        assert host_of(url_of(**self.BOTH)) == READ_DEFAULT
+
+    def test_a_default_host_that_gets_keys_is_named_once_and_loud(self, caplog, tmp_path):
+        for _ in range(2):
+            resolved(**self.BOTH)
+            resolved(write=True, **self.BOTH)
+        loud = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert [READ_DEFAULT in loud[0], WRITE_DEFAULT in loud[1], len(loud)] == [True, True, 2]
+        assert KEY not in caplog.text
+        assert SECRET not in caplog.text
+        caplog.clear()
+        resolved()  # nobody's keys
+        resolved(s3_access_key_id="", s3_secret_access_key="")
+        resolved(s3_endpoint=READ_DEFAULT, **self.BOTH)
+        assert [record for record in caplog.records if record.levelno == logging.WARNING] == []
+
+    def test_keys_of_a_configuration_file_without_a_host_are_told_of_too(self, caplog, tmp_path):
+        write_config(tmp_path / "s3cfg", access_key="FROMFILE", secret_key="s")
+        resolved()
+        assert [READ_DEFAULT in record.getMessage() for record in caplog.records] == [True]
+
+    def test_a_bucket_of_s3_express_is_at_aws_where_nobody_names_an_endpoint(self, caplog):
+        express = S3Location("models--usw2-az1--x-s3", "key")
+        assert resolved(location=express, **self.BOTH).endpoint is None
+        assert resolved(location=express, s3_endpoint="store.example", **self.BOTH).host == "store.example"
+        assert [record for record in caplog.records if record.levelno == logging.WARNING] == []
+
+    def test_the_validation_of_answers_is_what_the_aws_variable_says(self, monkeypatch):
+        assert resolved(**self.BOTH).client.meta.config.response_checksum_validation == "when_required"
+        monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_supported")
+        assert resolved(**self.BOTH).client.meta.config.response_checksum_validation == "when_supported"
+
     def test_the_defaults_are_looked_up_when_they_are_needed(self, monkeypatch):
         monkeypatch.setattr(stream_io, "default_s3_read_endpoint", "https://patched.example:4433")
         monkeypatch.setattr(stream_io, "default_s3_write_endpoint", "other.example:1")
@@ -278,7 +324,13 @@ class TestSecrets:
         parsed = stream_io._infer_credentials(KEY, SECRET)
         assert (parsed.s3_access_key, parsed.s3_secret_key, parsed.config_file) == (KEY, SECRET, None)
         with pytest.raises(OSError) as caught:
-            stream_io.open_stream("s3://b/k", s3_endpoint="http://127.0.0.1:1", force_http=True, **TestEndpoints.BOTH)
+            stream_io.open_stream(
+                "s3://b/k",
+                s3_endpoint="http://127.0.0.1:1",
+                force_http=True,
+                http_options=stream_io.HTTPOptions(retries=0),
+                **TestEndpoints.BOTH,
+            )
         text = repr(settings) + repr(found) + repr(parsed) + caplog.text + str(caught.value) + repr(caught.value)
         assert KEY not in text
         assert SECRET not in text

@@ -30,10 +30,10 @@ def assert_words(text: str, *words: str) -> None:
 
 def test_devices_that_torch_does_not_have_are_named_with_those_that_work(path):
     for device in ("auto", "gpu", "CUDA", "cpuu:0"):
-        text = message(ValueError, TensorDeserializer, path, device=device)
+        text = message(RuntimeError, TensorDeserializer, path, device=device)
         assert_words(text, "device", repr(device), "None", "cuda")
-    assert_words(message(ValueError, TensorDeserializer, path, device="auto"), "mapping")
-    assert_words(message(ValueError, TensorDeserializer, path, device={"": "auto"}), "'auto'")
+    assert_words(message(RuntimeError, TensorDeserializer, path, device="auto"), "mapping")
+    assert_words(message(RuntimeError, TensorDeserializer, path, device={"": "auto"}), "'auto'")
     assert_words(message(TypeError, TensorDeserializer, path, device=1.5), "device", "float")
 
 

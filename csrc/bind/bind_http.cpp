@@ -47,6 +47,27 @@ py::str latin1(const std::string& text) {
   return py::reinterpret_steal<py::str>(result);
 }
 
+// A Python callable that C++ may call from any thread; None gives an empty function.
+std::function<std::string()> text_function(const py::object& callable) {
+  if (callable.is_none()) return {};
+  return [held = keep_alive(callable)]() -> std::string {
+    py::gil_scoped_acquire locked;
+    return py::handle(static_cast<PyObject*>(held.get()))().cast<std::string>();
+  };
+}
+
+// A Python callable without arguments that gives (name, value) pairs.
+void set_header_provider(HttpOptions& options, const py::object& callable) {
+  if (callable.is_none()) {
+    options.header_provider = nullptr;
+    return;
+  }
+  options.header_provider = [held = keep_alive(callable)] {
+    py::gil_scoped_acquire locked;
+    return py::handle(static_cast<PyObject*>(held.get()))().cast<io::HttpHeaderList>();
+  };
+}
+
 void register_options(py::module_& m) {
   using io::HttpVersion;
   py::enum_<HttpVersion>(m, "HttpVersion")
@@ -64,30 +85,29 @@ void register_options(py::module_& m) {
       .def_readwrite("head_nbytes", &HttpOptions::head_nbytes)
       .def_readwrite("unit_nbytes", &HttpOptions::unit_nbytes)
       .def_readwrite("version", &HttpOptions::version)
-      .def_readwrite("ca_file", &HttpOptions::ca_file)
-      .def_readwrite("ca_path", &HttpOptions::ca_path)
-      .def_readwrite("verify_peer", &HttpOptions::verify_peer)
       .def_readwrite("proxy", &HttpOptions::proxy)
       .def_readwrite("no_proxy", &HttpOptions::no_proxy)
       .def_property(
+          "ca_file", [](const HttpOptions& o) { return o.trust.ca_file; },
+          [](HttpOptions& o, std::string path) { o.trust.ca_file = std::move(path); })
+      .def_property(
+          "ca_path", [](const HttpOptions& o) { return o.trust.ca_path; },
+          [](HttpOptions& o, std::string path) { o.trust.ca_path = std::move(path); })
+      .def_property(
+          "verify_peer", [](const HttpOptions& o) { return o.trust.verify_peer; },
+          [](HttpOptions& o, bool verify) { o.trust.verify_peer = verify; })
+      .def_property(
           "retries", [](const HttpOptions& o) { return o.retry.retries; },
-          [](HttpOptions& o, int n) { o.retry.retries = n; });
+          [](HttpOptions& o, std::optional<int> n) { o.retry.retries = n; })
+      .def_property("header_provider", nullptr, &set_header_provider);
   seconds_property<&HttpOptions::connect_timeout>(c, "connect_timeout");
   seconds_property<&HttpOptions::stall_timeout>(c, "stall_timeout");
   seconds_property<&HttpOptions::total_timeout>(c, "total_timeout");
   seconds_property<&HttpOptions::hedge_after>(c, "hedge_after");
   retry_seconds_property<&io::RetryPolicy::window>(c, "retry_seconds");
+  retry_seconds_property<&io::RetryPolicy::first_answer_window>(c, "first_answer_seconds");
   retry_seconds_property<&io::RetryPolicy::first_delay>(c, "first_retry_delay");
   retry_seconds_property<&io::RetryPolicy::max_delay>(c, "max_retry_delay");
-}
-
-// A Python callable that C++ may call from any thread; None gives an empty function.
-std::function<std::string()> text_function(const py::object& callable) {
-  if (callable.is_none()) return {};
-  return [held = keep_alive(callable)]() -> std::string {
-    py::gil_scoped_acquire locked;
-    return py::handle(static_cast<PyObject*>(held.get()))().cast<std::string>();
-  };
 }
 
 std::shared_ptr<HttpSource> open_source(const std::string& url, const HttpOptions& options,
@@ -195,7 +215,7 @@ void register_uploader(py::module_& m) {
       .def("put", &put_bytes, py::arg("url"), py::arg("body"), py::kw_only(),
            py::arg("header_lines") = std::vector<std::string>(), py::arg("display_name") = "")
       .def(
-          "close_connections", [](io::HttpUploader& u) { u.lanes.close(); },
+          "close_connections", [](io::HttpUploader& u) { u.connections.close(); },
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("requests",
                              [](const io::HttpUploader& u) { return u.counters.requests.load(); });

@@ -46,12 +46,12 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
   void complete(const std::vector<std::string>& etags, const std::stop_token&) override {
-    uploader_.lanes.close();
+    uploader_.connections.close();
     call_python([&] { upload().attr("complete")(etags); });
   }
 
   void abort() noexcept override {
-    uploader_.lanes.close();
+    uploader_.connections.close();
     if (interpreter_is_finalizing()) return;
     try {
       call_python([&] { upload().attr("abort")(); });
@@ -61,7 +61,7 @@ class PythonTransport final : public io::MultipartTransport {
 
   void put_object(io::ConstSlice bytes, const std::stop_token& stop) override {
     put(0, bytes, stop);
-    uploader_.lanes.close();
+    uploader_.connections.close();
   }
 
  private:

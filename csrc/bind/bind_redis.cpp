@@ -31,7 +31,7 @@ void set_from(const py::dict& settings, const char* name, std::chrono::milliseco
   if (settings.contains(name)) field = from_seconds(settings[name].cast<double>());
 }
 
-// The keys are those that tensorizer/streams/redis.py makes; a missing one leaves the default of
+// The keys are those that tensorizer/_io/redis.py makes; a missing one leaves the default of
 // the C++ struct.
 RedisOptions to_options(const py::dict& settings) {
   RedisOptions options;
@@ -41,19 +41,21 @@ RedisOptions to_options(const py::dict& settings) {
   set_from(settings, "connect_timeout", options.socket.connect_timeout);
   set_from(settings, "stall_timeout", options.socket.stall_timeout);
   set_from(settings, "receive_buffer_nbytes", options.socket.receive_buffer_nbytes);
-  set_from(settings, "tls", options.socket.tls.enabled);
-  set_from(settings, "ca_file", options.socket.tls.ca_file);
-  set_from(settings, "ca_path", options.socket.tls.ca_path);
-  set_from(settings, "certificate_file", options.socket.tls.certificate_file);
-  set_from(settings, "key_file", options.socket.tls.key_file);
-  set_from(settings, "verify_certificate", options.socket.tls.verify_certificate);
-  set_from(settings, "verify_host", options.socket.tls.verify_host);
+  set_from(settings, "tls", options.socket.tls);
+  set_from(settings, "ca_file", options.socket.trust.ca_file);
+  set_from(settings, "ca_path", options.socket.trust.ca_path);
+  set_from(settings, "certificate_file", options.socket.trust.certificate_file);
+  set_from(settings, "key_file", options.socket.trust.key_file);
+  set_from(settings, "verify_certificate", options.socket.trust.verify_peer);
+  set_from(settings, "verify_host", options.socket.trust.verify_host);
   set_from(settings, "user", options.user);
   set_from(settings, "password", options.password);
   set_from(settings, "database", options.database);
   set_from(settings, "connections", options.connections);
-  set_from(settings, "retries", options.retry.retries);
+  if (settings.contains("retries"))
+    options.retry.retries = settings["retries"].cast<std::optional<int>>();
   set_from(settings, "retry_seconds", options.retry.window);
+  set_from(settings, "first_answer_seconds", options.retry.first_answer_window);
   return options;
 }
 
@@ -87,6 +89,8 @@ void register_redis(py::module_& m) {
   py::class_<RedisSource, io::RangeSource, std::shared_ptr<RedisSource>>(m, "RedisSource")
       .def(py::init(&open_source), py::arg("settings"), py::arg("prefix"))
       .def_property_readonly("end", &RedisSource::end)
+      .def("close_connections", &RedisSource::close_connections,
+           py::call_guard<py::gil_scoped_release>())
       .def("contiguous_end", &RedisSource::contiguous_end, py::arg("offset"));
   py::class_<RedisWriter>(m, "RedisWriter")
       .def(py::init([](const py::dict& settings, uint64_t max_nbytes, uint64_t split_nbytes) {

@@ -102,6 +102,7 @@ void register_save(py::module_& m) {
            py::arg("metadata") = std::vector<format::OwnedPair>{})
       .def("begin_call", &begin_call, py::arg("tensors"), py::arg("growing"),
            py::arg("ties") = py::list())
+      .def("set_metadata", &SaveSession::set_metadata, py::arg("key"), py::arg("value"))
       .def("write_payloads", &write_payloads, py::arg("payloads"), py::kw_only(),
            py::arg("device") = device::kHost, py::arg("engine") = py::none(),
            py::arg("progress") = py::none())

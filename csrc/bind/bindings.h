@@ -15,5 +15,6 @@ void register_save(pybind11::module_& m);
 void register_http(pybind11::module_& m);
 void register_multipart(pybind11::module_& m);
 void register_redis(pybind11::module_& m);
+void register_plain(pybind11::module_& m);
 
 }  // namespace tensorizer::bind

@@ -10,20 +10,45 @@ namespace tensorizer::io {
 
 using std::chrono::milliseconds;
 
-std::optional<milliseconds> RetryState::after_failure(
-    TimePoint now, uint64_t progress_nbytes, double chance,
-    std::optional<milliseconds> retry_after) noexcept {
+namespace {
+constexpr milliseconds kShortestDelay{10};  // where no count ends the tries
+}
+
+const char* const kNeverAnsweredHint =
+    "the server has not answered once: check host, port and network";
+
+const RetryClock& RetryClock::real() {
+  static const RetryClock& clock = *new RetryClock;
+  return clock;
+}
+
+std::optional<milliseconds> RetryState::after_failure(const FailedTry& failed) {
+  const TimePoint now = policy_.clock->now();
   ++failures_;
-  if (progress_nbytes >= policy_.progress_nbytes) failures_in_a_row_ = 0;
+  progress_nbytes_ += failed.progress_nbytes;
+  if (progress_nbytes_ >= policy_.progress_nbytes) {
+    progress_nbytes_ = 0;
+    failures_in_a_row_ = 0;
+  }
   if (failures_in_a_row_++ == 0) first_failure_ = now;
-  if (failures_in_a_row_ > policy_.retries) return std::nullopt;
+  if (policy_.retries && failures_in_a_row_ > *policy_.retries) return give_up(RetryEnd::count);
+
+  const TimePoint end = failed.answered
+                            ? first_failure_ + policy_.window
+                            : begin_ + std::min(policy_.window, policy_.first_answer_window);
+  const auto left = std::chrono::duration_cast<milliseconds>(end - now);
+  if (left.count() <= 0)
+    return give_up(failed.answered ? RetryEnd::time : RetryEnd::never_answered);
+  if (failed.retry_after && *failed.retry_after > left) return give_up(RetryEnd::asked_to_wait);
+
   milliseconds delay = std::min(policy_.first_delay, policy_.max_delay);
   for (int i = 1; i < failures_in_a_row_ && delay < policy_.max_delay; ++i)
     delay = std::min(delay * 2, policy_.max_delay);
-  delay =
-      milliseconds(static_cast<int64_t>(static_cast<double>(delay.count()) * (0.5 + 0.5 * chance)));
-  if (retry_after) delay = std::max(delay, *retry_after);
-  if (delay > policy_.window || now + delay > first_failure_ + policy_.window) return std::nullopt;
+  const double part = 0.5 + 0.5 * policy_.clock->chance();
+  delay = milliseconds(static_cast<int64_t>(static_cast<double>(delay.count()) * part));
+  if (!policy_.retries) delay = std::max(delay, kShortestDelay);
+  delay = std::min(delay, left);
+  if (failed.retry_after) delay = std::max(delay, *failed.retry_after);
   return delay;
 }
 

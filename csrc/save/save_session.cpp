@@ -346,6 +346,7 @@ SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
     : sink_(std::move(sink)),
       start_(start),
       options_(options),
+      metadata_(options.metadata),
       process_(getpid()),
       crypt_{options.derivation} {
   paths_.set_error_is_caller(true);
@@ -599,14 +600,14 @@ void SaveSession::write_head(const std::stop_token& stop) {
 
 format::AnnexToWrite SaveSession::annex_with(std::span<const format::OwnedPair> more_ties) const {
   format::AnnexToWrite annex;
-  for (const auto& [key, value] : options_.metadata) annex.metadata.push_back({key, value});
+  for (const auto& [key, value] : metadata_) annex.metadata.push_back({key, value});
   for (const auto& [alias, target] : ties_) annex.ties.push_back({alias, target});
   for (const auto& [alias, target] : more_ties) annex.ties.push_back({alias, target});
   return annex;
 }
 
 uint64_t SaveSession::annex_nbytes_with(std::span<const format::OwnedPair> more_ties) const {
-  if (options_.metadata.empty() && ties_.empty() && more_ties.empty()) return 0;
+  if (metadata_.empty() && ties_.empty() && more_ties.empty()) return 0;
   const uint64_t sealed_overhead =
       options_.key ? format::kSectionHeadNbytes +
                          format::message_crypt_info_nbytes(options_.derivation.has_value())
@@ -616,7 +617,7 @@ uint64_t SaveSession::annex_nbytes_with(std::span<const format::OwnedPair> more_
 
 // One message under a nonce of its own, drawn like those of records.
 std::vector<std::byte> SaveSession::seal_metadata() {
-  if (!options_.key || options_.metadata.empty()) return {};
+  if (!options_.key || metadata_.empty()) return {};
   const std::vector<std::byte> plain = format::serialize_metadata(annex_with({}).metadata);
   std::vector<std::byte> cipher(plain.size());
   std::array<std::byte, format::kMacNbytes> mac;
@@ -627,6 +628,11 @@ std::vector<std::byte> SaveSession::seal_metadata() {
       format::serialize_message_crypt_info(derivation ? &*derivation : nullptr, nonce, mac);
   sealed.insert(sealed.end(), cipher.begin(), cipher.end());
   return sealed;
+}
+
+void SaveSession::set_metadata(const std::string& key, const std::string& value) {
+  std::erase_if(metadata_, [&](const format::OwnedPair& pair) { return pair.first == key; });
+  if (!value.empty()) metadata_.emplace_back(key, value);
 }
 
 std::array<std::byte, format::kPrologueNbytes> SaveSession::stored_prologue() const {

@@ -64,6 +64,10 @@ class SaveSession {
   void begin_call(std::vector<TensorToWrite> tensors, std::span<const format::TensorPath> paths,
                   std::span<const TieToWrite> ties, bool growing, const std::stop_token& stop);
 
+  // Text to keep from the next call on, besides that of the options; "" forgets it. To be put back
+  // before abort_call() where that call fails.
+  void set_metadata(const std::string& key, const std::string& value);
+
   // Writes records of the current call, headers and hashes included. Every record is handed over
   // once, in order, those without data too; the bytes are only read, and no longer needed on
   // return. `engine` serves device memory.
@@ -123,6 +127,7 @@ class SaveSession {
   std::shared_ptr<io::RangeSink> sink_;
   const uint64_t start_;
   const SaveOptions options_;
+  std::vector<format::OwnedPair> metadata_;
   const int process_;  // that writes the file; a child that copied it does not
   CryptChoice crypt_;
   format::PathRegistry paths_;

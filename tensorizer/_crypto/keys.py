@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Optional, cast
 
 from tensorizer import _C
+
+if TYPE_CHECKING:
+    from tensorizer.encryption import DecryptionParams, EncryptionParams
 
 __all__ = ["check_decryption", "check_encryption", "encryption_key", "key_ring"]
 
 
-def check_decryption(params: Any) -> None:
+def check_decryption(params: object) -> None:
     """Refuses anything but usable ``DecryptionParams`` or ``None``.
 
     Raises:
@@ -26,7 +29,7 @@ def check_decryption(params: Any) -> None:
         raise ValueError("encryption: these DecryptionParams hold neither a key nor a passphrase")
 
 
-def check_encryption(params: Any) -> None:
+def check_encryption(params: object) -> None:
     """Refuses anything but ``EncryptionParams`` or ``None``.
 
     Raises:
@@ -40,17 +43,20 @@ def check_encryption(params: Any) -> None:
         raise TypeError(f"encryption: wanted EncryptionParams, found {type(params).__name__}")
 
 
-def key_ring(params: Any) -> Optional[_C.KeyRing]:
+def key_ring(params: Optional[DecryptionParams]) -> Optional[_C.KeyRing]:
     """The keys of a load."""
     if params is None:
         return None
     secret = params._secret()
     if secret is not None:
         return _C.KeyRing(secret)
-    return _C.KeyRing(params.source, params.max_opslimit, params.max_memlimit, params.max_derivations)
+    source = cast(bytes, params.source)  # check_decryption has refused parameters with neither
+    return _C.KeyRing(source, params.max_opslimit, params.max_memlimit, params.max_derivations)
 
 
-def encryption_key(params: Any) -> tuple[Optional[_C.SecretKey], Optional[tuple[int, int, bytes]]]:
+def encryption_key(
+    params: Optional[EncryptionParams],
+) -> tuple[Optional[_C.SecretKey], Optional[tuple[int, int, bytes]]]:
     """The key of a save, and (opslimit, memlimit, salt) where it came from a passphrase."""
     if params is None:
         return None, None

@@ -19,6 +19,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 
+from tensorizer._system.paths import expanded
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import FormatError
 
@@ -76,8 +77,8 @@ _RESERVED_AT, _RESERVED_NBYTES = 49, 8
 
 def _local_path(location: Any) -> Optional[str]:
     if isinstance(location, str):
-        return None if "://" in location else location
-    return os.fsdecode(location) if isinstance(location, (bytes, os.PathLike)) else None
+        return None if "://" in location else expanded(location)
+    return expanded(os.fsdecode(location)) if isinstance(location, (bytes, os.PathLike)) else None
 
 
 def _stamp(location: Any, pair_id: int) -> bool:

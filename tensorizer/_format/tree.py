@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Union, cast
+from typing import Any, Optional, Union, cast
 
 import numpy as np
 import torch
@@ -62,8 +62,10 @@ def read_only(node: Node, tensors: Mapping[int, torch.nn.Parameter]) -> types.Ma
     return finished[id(node)]
 
 
-def flatten(structure: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+def flatten(structure: Any, empty: Optional[list[Path]] = None) -> Iterator[tuple[Path, torch.Tensor]]:
     """The tensors of nested mappings and sequences with their paths, depth first in iteration order.
+
+    The paths of containers without anything in them, of which nothing is left, are appended to `empty`.
 
     Raises:
         TypeError: A mapping key that is not a ``str``, a leaf that is not a tensor (text and bytes included), a
@@ -90,6 +92,8 @@ def flatten(structure: Any) -> Iterator[tuple[Path, torch.Tensor]]:
         elif id(value) in open_ids:
             raise TypeError(f"the structure at {display(path)} contains itself")
         else:
+            if len(value) == 0 and empty is not None:
+                empty.append(path)
             stack.append(_children(path, value))
             open_ids.append(id(value))
 

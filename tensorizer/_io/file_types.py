@@ -35,7 +35,7 @@ class WritableFile(ReadableFile, Protocol):
 
 
 #: A local path or a URI as ``str``; a local path as ``bytes`` or ``PathLike``; a descriptor.
-PathArgument = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]", int]
+PathArgument = Union[str, bytes, os.PathLike[str], os.PathLike[bytes], int]
 #: What can be read.
 SourceArgument = Union[PathArgument, ReadableFile, ReadintoFile]
 #: What can be written.

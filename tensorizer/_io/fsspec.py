@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 from tensorizer._io.discarding import ClosesOrDiscards
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import scheme_of
+from tensorizer._io.window import WindowedReader
 from tensorizer._system.config import env_int
 from tensorizer._system.redaction import shown_uri, without_secrets
-from tensorizer.errors import StreamError
+from tensorizer.errors import StreamError, TruncatedError
 
 if TYPE_CHECKING:
     from tensorizer import _C
@@ -141,21 +142,26 @@ def _rename(fs: Any, source: str, target: str) -> None:
         fs.mv(source, target)
 
 
-class FsspecReader(io.BufferedIOBase):
+class FsspecReader(WindowedReader):
     """A file of an fsspec file system, for reading. Loads go around it, by ranges and in parallel."""
 
     def __init__(self, fs: Any, path: str, uri: str, buffer_size: Optional[int], begin: int) -> None:
         super().__init__()
         self._fs, self._path, self.name = fs, path, shown_uri(uri)
+        self._name = self.name
         options = {} if buffer_size is None else {"block_size": max(1, buffer_size)}
         with _network_errors(self.name):
             self._file = fs.open(path, "rb", **options)
         self._source: Optional[_C.RangeSource] = None
+        self._size: Optional[int] = None
         try:
+            with contextlib.suppress(TypeError, io.UnsupportedOperation):  # drivers that know no size
+                self._size = int(self._file.seek(0, io.SEEK_END))
             self._file.seek(begin)
         except BaseException:
             self._file.close()
             raise
+        self._start_at(begin, _UNIT_NBYTES if buffer_size is None else max(1, buffer_size))
 
     def _tensorizer_source(self) -> _C.RangeSource:
         """Reads of ranges, safe from many threads."""
@@ -182,39 +188,34 @@ class FsspecReader(io.BufferedIOBase):
     def __repr__(self) -> str:
         return f"<FsspecReader {self.name}>"
 
-    def read(self, size: Optional[int] = -1, /) -> bytes:
-        """Up to ``size`` bytes; all the rest for ``None`` or a negative number."""
+    def _check_open(self) -> None:
+        if self.closed:
+            raise StreamError(f"{self!r} is closed")
+
+    def _limit(self) -> Optional[int]:
+        return self._size
+
+    def _knows_size(self) -> bool:
+        return self._size is not None
+
+    def _fetch_some(self, offset: int, into: memoryview) -> int:
         with _network_errors(self.name):
-            data: bytes = self._file.read(-1 if size is None else size)
-        return data
-
-    def read1(self, size: int = -1, /) -> bytes:
-        """Same as :meth:`read`."""
-        return self.read(size)
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Fills ``buffer``; returns the bytes, fewer than its size only at the end."""
-        with memoryview(buffer) as whole, whole.cast("B") as view:
-            data = self.read(len(view))
-            view[: len(data)] = data
+            self._file.seek(offset)
+            data = self._file.read(len(into))
+        into[: len(data)] = data
         return len(data)
 
-    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves; returns the new position."""
-        return int(self._file.seek(position, whence))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
+    def _fetch_all(self, offset: int, into: memoryview) -> None:
+        while len(into) > 0:
+            got = self._fetch_some(offset, into)
+            if got == 0:
+                raise TruncatedError(f"{self.name}: wanted {self._size} bytes, found {offset}")
+            offset, into = offset + got, into[got:]
 
     def close(self) -> None:
         if not self.closed:
             self._file.close()
+            self._drop_window()
         super().close()
 
 

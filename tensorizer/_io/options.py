@@ -9,7 +9,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 from tensorizer._system import config
 from tensorizer._version import __version__
@@ -22,6 +22,8 @@ __all__ = ["CAInfo", "HTTPOptions"]
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 # A range, or a condition on it, of the caller's would contradict those that every request needs.
 _OWN_HEADERS = frozenset({"range", "if-range", "if-match", "if-unmodified-since"})
+# A mapping, or what gives a fresh one.
+Headers = Union[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
 _HTTP_VERSIONS = {"auto": "automatic", "1.1": "http1", "2": "http2"}
 
 
@@ -91,10 +93,6 @@ def _float_or(value: Optional[float], default: float) -> float:
     return default if value is None else value
 
 
-def _int_or(value: Optional[int], default: int) -> int:
-    return default if value is None else value
-
-
 @dataclasses.dataclass(frozen=True)
 class HTTPOptions:
     """How HTTP(S) objects are requested. Immutable; pass it by keyword (``http_options=``).
@@ -108,11 +106,13 @@ class HTTPOptions:
         min_bytes_per_second: See ``stall_timeout``; 0 still wants one byte.
         total_timeout: For one read, all its tries included; ``None`` sets no limit. A read is one unit of a load, not
             the load.
-        retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``). Connection errors, timeouts, bodies
-            cut short and the statuses 408, 429 and 5xx are tried again, from the byte where the body broke; a try that
-            brought 256 KiB or more starts the count anew.
-        retry_seconds: No try begins later than this after the first failure in a row
-            (``TENSORIZER_HTTP_RETRY_SECONDS``).
+        retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``); ``None`` bounds them by time alone.
+        retry_seconds: How long a read goes on without progress (``TENSORIZER_HTTP_RETRY_SECONDS``). Connection errors,
+            timeouts, bodies cut short and the statuses 408, 429 and 5xx are tried again, from the byte where the body
+            broke, until so much time has passed since the first failure; every 256 KiB that arrive start time and count
+            anew.
+        first_answer_seconds: The same for a server that has never answered, since the first request began: it is more
+            likely the wrong one than one that will come back. A 429 or 5xx is an answer.
         first_retry_delay: Pause before the second try; doubles with each one, half of it by chance. A longer
             ``Retry-After`` of the server is obeyed.
         max_retry_delay: Upper bound of that pause.
@@ -120,14 +120,18 @@ class HTTPOptions:
             host, and https is not left for http.
         connections: Requests at the same time; ``None`` starts with 8, or with 32 where the server takes 10 ms or more
             to answer, and doubles while that brings more bytes per second.
-        max_connections: Upper bound of ``connections`` (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values
-            given here are lowered to it).
+        max_connections: Upper bound of ``connections``, and of the requests that all streams and loads of this process
+            together have at one host (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values given here are
+            lowered to it).
         head_nbytes: Bytes of the first request, kept in memory: format header, index, often the first tensors.
         unit_nbytes: Bytes of each further request of a load.
-        hedge_after: A request that has run for this long, at less than a quarter of the usual speed while other
-            connections are idle, is sent again on another one; 0 for never.
+        hedge_after: A request that has run for this long without an answer (and for four times as long as answers
+            usually take), or at less than a quarter of the usual speed, is sent again on another connection if one is
+            idle; 0 for never.
         http_version: ``"auto"`` (HTTP/2 where a TLS server offers it, else 1.1), ``"1.1"`` or ``"2"``.
-        headers: Extra request headers. Not shown in ``repr``.
+        headers: Extra request headers, or a callable without arguments that returns them, for tokens that expire: it is
+            called before the first request, again a minute later at the earliest, and when the server answers 401 or
+            403 (the request is then repeated once). It may be called from another thread. Not shown in ``repr``.
         certificate_handling: Which server certificates are trusted; ``None`` for ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``
             or ``SSL_CERT_DIR`` where they are set, else the system's.
         proxy: URL of a proxy, ``""`` for none, ``None`` for ``http_proxy``, ``https_proxy`` and ``all_proxy`` as
@@ -143,8 +147,9 @@ class HTTPOptions:
     stall_timeout: float = _environment_seconds("TENSORIZER_HTTP_STALL_TIMEOUT", 30.0)
     min_bytes_per_second: int = 1024
     total_timeout: Optional[float] = None
-    retries: int = dataclasses.field(default_factory=lambda: _int_or(config.env_int("TENSORIZER_HTTP_RETRIES", 0), 4))
+    retries: Optional[int] = dataclasses.field(default_factory=lambda: config.env_int("TENSORIZER_HTTP_RETRIES", 0))
     retry_seconds: float = _environment_seconds("TENSORIZER_HTTP_RETRY_SECONDS", 120.0)
+    first_answer_seconds: float = 10.0
     first_retry_delay: float = 0.2
     max_retry_delay: float = 15.0
     max_redirects: int = 10
@@ -154,7 +159,7 @@ class HTTPOptions:
     unit_nbytes: int = 8 << 20
     hedge_after: float = 2.0
     http_version: str = "auto"
-    headers: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    headers: Headers = dataclasses.field(default_factory=dict, repr=False)
     certificate_handling: Optional[CAInfo] = None
     proxy: Optional[str] = dataclasses.field(default=None, repr=False)
     no_proxy: Optional[str] = None
@@ -162,10 +167,11 @@ class HTTPOptions:
     def __post_init__(self) -> None:
         for name in ("connect_timeout", "stall_timeout"):
             self._require(name, getattr(self, name) > 0, "a time above 0")
-        for name in ("retry_seconds", "first_retry_delay", "max_retry_delay", "hedge_after", "min_bytes_per_second"):
+        for name in _NOT_NEGATIVE:
             self._require(name, getattr(self, name) >= 0, "a number >= 0")
-        for name in ("retries", "max_redirects"):
-            self._require(name, 0 <= getattr(self, name) <= 1000, "an integer from 0 to 1000")
+        count = self.retries
+        self._require("retries", count is None or 0 <= count <= 1000, "an integer from 0 to 1000, or None")
+        self._require("max_redirects", 0 <= self.max_redirects <= 1000, "an integer from 0 to 1000")
         self._require("total_timeout", self.total_timeout is None or self.total_timeout > 0, "a time above 0, or None")
         self._require("connections", self.connections is None or self.connections >= 1, "an integer >= 1, or None")
         self._require("max_connections", 1 <= self.max_connections <= 1024, "an integer from 1 to 1024")
@@ -177,15 +183,15 @@ class HTTPOptions:
         cap = config.env_int("TENSORIZER_MAX_CONNECTIONS", 1)
         if cap is not None and cap < self.max_connections:
             object.__setattr__(self, "max_connections", cap)
-        for header, value in self.headers.items():
-            check_header(header, value)
+        if not callable(self.headers):
+            _pairs(self.headers)
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:
             raise ValueError(f"HTTPOptions: {name}: wanted {wanted}, found {getattr(self, name)!r}")
 
     def _native(
-        self, headers: Optional[Mapping[str, Any]] = None, certificate_handling: Optional[CAInfo] = None
+        self, headers: Optional[Headers] = None, certificate_handling: Optional[CAInfo] = None
     ) -> _C.HttpOptions:
         """These settings for the C++ side, with the headers and certificates of one stream over them."""
         from tensorizer import _C
@@ -197,17 +203,25 @@ class HTTPOptions:
         native.connections = self.connections or 0
         native.version = getattr(_C.HttpVersion, _HTTP_VERSIONS[self.http_version])
         native.user_agent = f"Tensorizer/{__version__} (curl)"
-        merged = {name.lower(): (name, str(value)) for name, value in {**self.headers, **(headers or {})}.items()}
-        native.headers = list(merged.values())
+        all_headers = (self.headers, headers or {})
+        if any(map(callable, all_headers)):
+            native.header_provider = lambda: _merged(*all_headers)
+        else:
+            native.headers = _merged(*all_headers)
         native.proxy = self.proxy
         native.no_proxy = self.no_proxy
         _set_trust(native, certificate_handling or self.certificate_handling)
         return native
 
 
+_NOT_NEGATIVE = (
+    "retry_seconds", "first_answer_seconds", "first_retry_delay", "max_retry_delay", "hedge_after",
+    "min_bytes_per_second",
+)  # fmt: skip
 _PLAIN_FIELDS = (
-    "connect_timeout", "stall_timeout", "min_bytes_per_second", "retries", "retry_seconds", "first_retry_delay",
-    "max_retry_delay", "max_redirects", "max_connections", "head_nbytes", "unit_nbytes", "hedge_after",
+    "connect_timeout", "stall_timeout", "min_bytes_per_second", "retries", "retry_seconds", "first_answer_seconds",
+    "first_retry_delay", "max_retry_delay", "max_redirects", "max_connections", "head_nbytes", "unit_nbytes",
+    "hedge_after",
 )  # fmt: skip
 
 
@@ -224,6 +238,23 @@ def check_header(name: Any, value: Any) -> None:
         raise ValueError(f"headers: {name} is set by every request itself; use begin= and end= for a range")
     if any(c in str(value) for c in "\r\n\0"):
         raise ValueError(f"headers: the value of {name} has a line break or a NUL")
+
+
+def _pairs(headers: Headers) -> dict[str, tuple[str, str]]:
+    """Name and value of each header, by its name in lower case."""
+    mapping = headers() if callable(headers) else headers
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"headers: wanted a mapping, or a callable that returns one, found {type(mapping).__name__}")
+    for name, value in mapping.items():
+        check_header(name, value)
+    return {name.lower(): (name, str(value)) for name, value in mapping.items()}
+
+
+def _merged(*headers: Headers) -> list[tuple[str, str]]:
+    merged: dict[str, tuple[str, str]] = {}
+    for some in headers:
+        merged.update(_pairs(some))
+    return list(merged.values())
 
 
 def _set_trust(native: _C.HttpOptions, certificates: Optional[CAInfo]) -> None:

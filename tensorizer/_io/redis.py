@@ -6,14 +6,14 @@ are moved by ``_C.RedisSource``; here are the URI and the stream object. ``redis
 
 from __future__ import annotations
 
-import io
-import operator
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from tensorizer import _C
+from tensorizer._io.window import WindowedReader
 from tensorizer._system.config import env_int
+from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
     from tensorizer._io.options import CAInfo
@@ -22,7 +22,7 @@ __all__ = ["RedisAddress", "RedisStreamFile", "parse_redis_address"]
 
 DEFAULT_PORT = 6379
 DEFAULT_CONNECTIONS = 4
-# Small reads are served from a window of this size, so that parsing a header is not one round trip per field.
+# Small reads are served from a window of up to this size, so that parsing a header is not one round trip per field.
 WINDOW_NBYTES = 1 << 20
 MAX_DATABASE = 2**31 - 1
 
@@ -106,7 +106,7 @@ def _tls_settings(certificate_handling: Optional[CAInfo]) -> dict[str, Any]:
     return {"verify_certificate": False}
 
 
-class RedisStreamFile(io.BufferedIOBase):
+class RedisStreamFile(WindowedReader):
     """A file stored in Redis, as a read-only seekable binary stream.
 
     The keys are listed when the object is made; the bytes are fetched by pipelined requests over connections that it
@@ -122,15 +122,17 @@ class RedisStreamFile(io.BufferedIOBase):
         connections: Connections at the same time, at most; default 4, capped by ``TENSORIZER_MAX_CONNECTIONS``.
         connect_timeout: Seconds for connecting, TLS and login.
         stall_timeout: Seconds without a byte after which a connection counts as broken.
-        retries: Further tries, per read, after a connection broke; a read resumes at the byte where it stopped.
-        retry_seconds: No try begins later than this after the first failure.
+        retries: Further tries of a read after a connection broke, which resumes at the byte where it stopped; ``None``
+            bounds them by time alone.
+        retry_seconds: How long tries go on without progress, also while the server loads its data. A server that has
+            never answered is given up after ten seconds.
 
     Attributes:
         setup_latency: Seconds that connecting and listing the keys took.
         response_latencies: Seconds of each fetch.
         bytes_read: Bytes delivered to the caller.
         bytes_skipped: Bytes that forward seeks passed over.
-        read_operations: Number of ``read`` and ``readinto`` calls.
+        read_operations: Number of reads.
 
     Raises:
         ValueError: Not a Redis URI, or a key below the prefix does not end in a position.
@@ -149,7 +151,7 @@ class RedisStreamFile(io.BufferedIOBase):
         connections: Optional[int] = None,
         connect_timeout: float = 10.0,
         stall_timeout: float = 30.0,
-        retries: int = 4,
+        retries: Optional[int] = None,
         retry_seconds: float = 120.0,
     ) -> None:
         super().__init__()
@@ -175,14 +177,11 @@ class RedisStreamFile(io.BufferedIOBase):
             settings["receive_buffer_nbytes"] = min(buffer_size, 2**30)
         self.response_latencies: list[float] = []
         self.bytes_read = 0
-        self.bytes_skipped = 0
-        self.read_operations = 0
-        self._position = begin or 0
-        self._window = b""
-        self._window_start = 0
+        self._start_at(begin or 0, WINDOW_NBYTES)
         started = time.perf_counter()
         self._source = _C.RedisSource(settings, address.prefix)
         self.setup_latency = time.perf_counter() - started
+        self._name = self._source.name
         self._size: int = self._source.end
         self._closed = False
 
@@ -196,96 +195,44 @@ class RedisStreamFile(io.BufferedIOBase):
         self._check_open()
         return self._source
 
+    def fileno(self) -> int:
+        """``-1``: there is no file descriptor."""
+        return -1
+
     def _check_open(self) -> None:
         if self._closed:
-            raise OSError("I/O operation on closed RedisStreamFile")
+            raise StreamError(f"{self!r} is closed")
 
-    def _fetch_into(self, offset: int, view: memoryview) -> None:
+    def _limit(self) -> Optional[int]:
+        return self._size
+
+    def _fetch_some(self, offset: int, into: memoryview) -> int:
         started = time.perf_counter()
-        self._source.readinto(offset, view)
+        self._source.readinto(offset, into)
         self.response_latencies.append(time.perf_counter() - started)
+        return len(into)
 
-    def _fill(self, view: memoryview) -> None:
-        """Fills the view with the bytes at the position: from the window, or past it, without moving."""
-        start = self._position - self._window_start
-        kept = self._window[start : start + len(view)] if 0 <= start < len(self._window) else b""
-        view[: len(kept)] = kept
-        rest, offset = view[len(kept) :], self._position + len(kept)
-        if not len(rest):
-            return
-        end = self._source.contiguous_end(offset)
-        if len(rest) >= WINDOW_NBYTES or end - offset < len(rest):
-            self._fetch_into(offset, rest)  # the source says where a hole is
-            return
-        window = bytearray(min(WINDOW_NBYTES, end - offset))
-        self._fetch_into(offset, memoryview(window))
-        self._window, self._window_start = bytes(window), offset
-        rest[:] = self._window[: len(rest)]
+    def _read_ahead(self, offset: int, nbytes: int) -> int:
+        # Up to a hole; at one the source says where it is.
+        return max(1, min(nbytes, self._source.contiguous_end(offset) - offset))
 
-    def read(self, size: Optional[int] = None) -> bytes:
-        """Up to ``size`` bytes from the position on, fewer only at the end; all the rest for ``None``."""
-        self._check_open()
-        if size is not None and size < 0:
-            raise ValueError(f"read length must not be negative: {size}")
-        left = max(0, self._size - self._position)
-        wanted = left if size is None else min(size, left)
-        buffer = bytearray(wanted)
-        self.readinto(buffer)
-        return bytes(buffer)
+    def _read_rest(self) -> bytes:
+        data = super()._read_rest()
+        self._count(len(data))
+        return data
 
-    def readline(self, size: Optional[int] = -1, /) -> bytes:
-        """Not supported: the stream holds binary records."""
-        raise io.UnsupportedOperation("readline")
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Fills ``buffer``; returns the number of bytes, fewer than its size only at the end of the file.
-
-        Raises:
-            TruncatedError: A key is missing in the middle of the file.
-        """
-        self._check_open()
-        with memoryview(buffer) as whole, whole.cast("B") as view:
-            nbytes = min(len(view), max(0, self._size - self._position))
-            if nbytes:
-                self._fill(view[:nbytes])
-        self._position += nbytes
+    def _count(self, nbytes: int) -> None:
         self.bytes_read += nbytes
         self.read_operations += 1
-        return nbytes
-
-    def tell(self) -> int:
-        self._check_open()
-        return self._position
-
-    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        """Moves to a position, which may lie past the end; returns it."""
-        self._check_open()
-        if whence not in (io.SEEK_SET, io.SEEK_CUR):
-            raise ValueError(f"wanted whence SEEK_SET or SEEK_CUR, found {whence}")
-        target = operator.index(position) + (self._position if whence == io.SEEK_CUR else 0)
-        if target < 0:
-            raise ValueError(f"negative seek position {target}")
-        self.bytes_skipped += max(0, target - self._position)
-        self._position = target
-        return target
 
     def close(self) -> None:
+        """Ends the connections: idle ones now, those of a load that reads from this source after their read."""
+        if not self._closed:
+            self._source.close_connections()
         self._closed = True
-        self._window = b""
+        self._drop_window()
         super().close()
 
     @property
     def closed(self) -> bool:
         return self._closed
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-    def fileno(self) -> int:
-        return -1

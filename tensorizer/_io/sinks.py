@@ -12,8 +12,11 @@ from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
 from tensorizer._io.sources import describe, is_path, real_file
+from tensorizer._io.stream_options import check_stream_options
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._system.os_errors import stream_errors
+from tensorizer._system.paths import expanded
 
 __all__ = ["OpenedSink", "open_sink"]
 
@@ -47,15 +50,16 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
     Raises:
         OSError: The target cannot be written.
         ValueError: A text file, one that is not readable and writable or not seekable, append mode, a read-only scheme.
-        TypeError: Not something that can be written.
+        TypeError: Not something that can be written, or unknown `stream_options`.
     """
+    check_stream_options(stream_options)
     if not is_path(file_obj):
         return _open_object(file_obj)
     if isinstance(file_obj, int):
         return _open_descriptor(file_obj)
     scheme = scheme_of(file_obj)
     if scheme is None:
-        return _open_path(os.fsdecode(file_obj), fsync)
+        return _open_path(expanded(os.fsdecode(file_obj)), fsync)
     if scheme in LOCAL_SCHEMES:
         return _open_path(path_of_file_uri(file_obj), fsync)
     from tensorizer import stream_io
@@ -65,6 +69,7 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
     return _open_object(stream) if sink is None else OpenedSink(sink, 0, appears_on_close=True)
 
 
+@stream_errors()
 def _open_path(path: str, fsync: bool) -> OpenedSink:
     if not path:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -76,13 +81,13 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
         existing = None
         os.makedirs(folder, exist_ok=True)
     if path.endswith(os.sep) or (existing is not None and stat.S_ISDIR(existing.st_mode)):
-        raise IsADirectoryError(f"cannot write tensors to {path}: it is a directory")
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if existing is None:
         return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, None), 0)
     if not stat.S_ISREG(existing.st_mode):  # devices are written to, not replaced
         return _open_object(open(path, "rb+"))
     if not os.access(path, os.W_OK):
-        raise PermissionError(f"cannot write tensors to {path}: permission denied")
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     if not _can_be_replaced(target, folder, existing):
         return _open_object(open(path, "wb+"))
     return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, stat.S_IMODE(existing.st_mode)), 0)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
+from tensorizer._io.stream_options import check_stream_options
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import scheme_of
+from tensorizer._system.os_errors import stream_errors
+from tensorizer._system.paths import expanded
 
 __all__ = ["OpenedSource", "describe", "is_path", "open_source", "real_file"]
-
-PathArgument = Union[str, bytes, "os.PathLike[Any]", int]
 
 
 class OpenedSource(NamedTuple):
@@ -50,8 +51,9 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
     Raises:
         OSError: The file cannot be opened, or not positioned (``io.UnsupportedOperation``).
         ValueError: A text file, or one opened without reading.
-        TypeError: Not something that can be read.
+        TypeError: Not something that can be read, or unknown `stream_options`.
     """
+    check_stream_options(stream_options)
     if not is_path(file_obj):
         return _open_object(file_obj)
     if scheme_of(file_obj) is not None:
@@ -59,10 +61,16 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
 
         stream: Any = stream_io.open_stream(file_obj, "rb", **(stream_options or {}))
         return _open_object(stream)
-    if isinstance(file_obj, int):
-        source = _C.FileSource(file_obj, f"<descriptor {file_obj}>")
-        return OpenedSource(source, os.lseek(file_obj, 0, os.SEEK_CUR), None, source.close)
-    path = os.fsdecode(file_obj)
+    with stream_errors():
+        return _open_descriptor(file_obj) if isinstance(file_obj, int) else _open_path(expanded(os.fsdecode(file_obj)))
+
+
+def _open_descriptor(descriptor: int) -> OpenedSource:
+    source = _C.FileSource(descriptor, f"<descriptor {descriptor}>")
+    return OpenedSource(source, os.lseek(descriptor, 0, os.SEEK_CUR), None, source.close)
+
+
+def _open_path(path: str) -> OpenedSource:
     if stat.S_ISFIFO(os.stat(path).st_mode):  # opening it would wait for a writer, to no purpose
         raise io.UnsupportedOperation(f"{path}: wanted a seekable file, found a named pipe")
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))

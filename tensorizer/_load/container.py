@@ -9,18 +9,23 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import torch
 
 from tensorizer import _C
 from tensorizer._crypto.keys import key_ring
+from tensorizer._format import extra_state
 from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from tensorizer._format.names import Name
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.device_choice import DeviceChooser
-from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader
+from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader, converts, stored_dtype
+from tensorizer._system.devices import ordinary_tensors
 from tensorizer.errors import HashMismatchError
+
+if TYPE_CHECKING:
+    from tensorizer.encryption import DecryptionParams
 
 __all__ = ["Container", "ReadOptions", "open_container"]
 
@@ -40,7 +45,7 @@ class ReadOptions(NamedTuple):
     device: Union[torch.device, DeviceChooser]
     dtype: Optional[torch.dtype]
     max_workers: int
-    encryption: Any
+    encryption: Optional[DecryptionParams]
     mmap: bool
     allow_missing_hashes: bool = False
 
@@ -64,7 +69,9 @@ class Container:
         self.mapped = options.mmap
         self.allow_missing_hashes = options.allow_missing_hashes
         self.source_name = opened.source.name
-        self.casts = options.dtype is not None  # loaded tensors may differ from the stored ones
+        self.converts = options.dtype is not None  # loaded tensors may differ from the stored ones
+        self._dtype = options.dtype
+        self._device = options.device
         self.network = isinstance(opened.source, _NETWORK_SOURCES)
         self._opened: Optional[OpenedSource] = opened
         self._reader: Optional[TensorReader] = reader
@@ -119,10 +126,6 @@ class Container:
         wanted = [i for i in entries if i not in self._headers and i < self.index.entry_count]
         if wanted and self.index.stores_hashes:
             self.note(self.reader.read_headers(wanted))
-
-    def may_cast(self, i: int) -> bool:
-        """Whether the wanted dtype may change a tensor, as far as the index tells."""
-        return self.reader.may_cast(i)
 
     def read_raw(self, entries: Sequence[int], verify: bool) -> LoadedBatch:
         """The entries as plain host tensors of their stored dtype."""
@@ -182,8 +185,37 @@ class Container:
         if self.index.index_matches is False:
             raise HashMismatchError("the index does not match its digest: entries or metadata were changed")
 
+    def extra_states(self) -> dict[str, Any]:
+        """Extra states of modules by module path, their new tensors on the device of the load."""
+        text = self.metadata().get(extra_state.KEY, "") if self.index.has_annex else ""
+        if not text:
+            return {}
+        states = extra_state.unpack(text)
+        with ordinary_tensors():
+            return {
+                path: _moved(state, self._device_of(extra_state.state_name(path))) for path, state in states.items()
+            }
+
+    def _device_of(self, name: Name) -> torch.device:
+        return self._device if isinstance(self._device, torch.device) else self._device(name)
+
     def type(self, i: int) -> TensorType:
         return TensorType(self.index.type(i))
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        return self.index.shape(i)
+
+    def may_be_scalar(self, i: int) -> bool:
+        """Whether the index shows a scalar without data, whose shape it writes as ``(1,)``."""
+        return self.index.data_nbytes(i) == 0 and self.index.shape(i) == (1,)
+
+    def stored_dtype(self, i: int) -> Optional[torch.dtype]:
+        """The dtype that the index shows; ``None`` where only the record header names it, or torch does not know it."""
+        return stored_dtype(self.index, i)
+
+    def may_cast(self, i: int) -> bool:
+        """Whether the constructor's ``dtype`` converts this tensor, as far as the index tells."""
+        return self._dtype is not None and converts(self.stored_dtype(i), self._dtype)
 
     def has_header(self, i: int) -> bool:
         """Whether the record header of an entry was read, which holds its module index and digests."""
@@ -198,6 +230,8 @@ class Container:
 
     def lacks_hashes(self, i: int) -> bool:
         """Whether a tensor that was read has data and no digest, so that nothing vouches for it."""
+        if not self.index.stores_hashes:
+            return self.index.data_nbytes(i) > 0
         headers, position = self.header(i)
         return self.index.data_nbytes(i) > 0 and not headers.hashes(position)
 
@@ -251,6 +285,12 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
         allow_missing_hashes=options.allow_missing_hashes,
     )
     return Container(opened, index, names, selection, reader, options)
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    return {key: _moved(value, device) for key, value in state.items()}
 
 
 def _device_of_entries(

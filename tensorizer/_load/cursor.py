@@ -135,7 +135,7 @@ class Cursor:
 
     def _is_cast(self, i: int) -> bool:
         """Whether the kept form of a tensor is, or would be, another one than the stored one."""
-        if not self._container.casts:
+        if not self._container.converts:
             return False
         kept = self._loaded.kept.get(self._container.targets.get(i, i))
         if kept is not None and self._container.has_header(i):

@@ -26,8 +26,7 @@ def target_device(device: DeviceArgument) -> Union[torch.device, DeviceChooser]:
     device, as it always did.
 
     Raises:
-        RuntimeError: CUDA was asked for and there is none.
-        ValueError: Text or a number that torch takes for no device.
+        RuntimeError: CUDA was asked for and there is none; text that torch takes for no device.
         TypeError: Something else.
     """
     if isinstance(device, Mapping):
@@ -59,7 +58,7 @@ def _parsed(device: _Device) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise ValueError(
+        raise RuntimeError(
             f"device: found {device!r}; wanted None (CUDA where there is one, else the CPU), a device of torch such as "
             "'cpu' or 'cuda:1', or, for several devices, a mapping from names to devices or a function of the name"
         ) from error

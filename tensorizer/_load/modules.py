@@ -1,48 +1,227 @@
-"""Putting tensors into a module on the way in."""
+"""Placing tensors into a module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Optional, cast
+import dataclasses
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional
 
 import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
+from tensorizer._format.extra_state import state_name
 from tensorizer._load.container import Container
 from tensorizer._load.loaded_tensors import LoadedTensors
+from tensorizer._load.report import LoadReport, Mismatch, kind_of
 from tensorizer._system.devices import ordinary_tensors
 
-__all__ = ["insert_into_module", "live_tensors", "load_into_module"]
+__all__ = ["ModuleLoad", "insert_into_module", "live_tensors"]
+
+logger = logging.getLogger("tensorizer.serialization")
 
 
-def load_into_module(
-    container: Container,
-    loaded: LoadedTensors,
-    module: torch.nn.Module,
-    filter_func: Optional[FilterFuncType],
-    verify_hash: Optional[bool],
-) -> int:
-    """Places the tensors that the filter wants, as ``TensorDeserializer.load_into_module`` says."""
-    chosen = container.accepted_by(filter_func)
-    modules = dict(module.named_modules())
-    for i in chosen:
-        _check_placeable(container, i, modules)
-    for i, tensor in zip(chosen, loaded.load(chosen, verify_hash)):
-        is_buffer = container.type(i) is TensorType.BUFFER
-        insert_into_module(modules, cast(str, container.names[i]), is_buffer, tensor)
-    return len(chosen)
+class Slot(NamedTuple):
+    """A place of a module where a tensor belongs, or may belong."""
+
+    module: torch.nn.Module
+    attribute: str
+    is_buffer: bool
+    tensor: Optional[torch.Tensor]  # what is there now; None: registered, but without a tensor
+
+    @property
+    def in_state_dict(self) -> bool:
+        """Whether ``state_dict`` has it: not without a tensor, not as a non-persistent buffer."""
+        hidden = self.is_buffer and self.attribute in self.module._non_persistent_buffers_set
+        return self.tensor is not None and not hidden
 
 
-def _check_placeable(container: Container, i: int, modules: Mapping[str, torch.nn.Module]) -> None:
-    name = container.names[i]
-    if not isinstance(name, str) or container.type(i) is TensorType.STATE_DICT:
-        raise NotImplementedError(
-            f"tensor {name!r} was written from a state dict, which has no modules to load into; "
-            "use module.load_state_dict(deserializer) or deserializer.tree()"
+def slots_of(module: torch.nn.Module) -> dict[str, Slot]:
+    """Every place for a tensor, by stored name; a module that is registered twice is there once."""
+    found = {}
+    for path, child in module.named_modules():
+        for attribute, tensor in child._parameters.items():
+            found[f"{path}.{attribute}"] = Slot(child, attribute, False, tensor)
+        for attribute, tensor in child._buffers.items():
+            found[f"{path}.{attribute}"] = Slot(child, attribute, True, tensor)
+    return found
+
+
+def shown(stored_name: str) -> str:
+    """A stored name as state dicts have it: without the dot in front of tensors of the root."""
+    return stored_name[1:] if stored_name.startswith(".") else stored_name
+
+
+class ModuleLoad:
+    """One load into a module: decided as a whole, then read, then placed."""
+
+    def __init__(self, container: Container, module: torch.nn.Module, filter_func: Optional[FilterFuncType]) -> None:
+        self._container = container
+        self._adapted: dict[int, torch.nn.Parameter] = {}  # by the id of the loaded one
+        self._modules = dict(module.named_modules())
+        self._slots = slots_of(module)
+        self._wanted = _places(container, container.accepted_by(filter_func))
+        absent = [name for name, slot in self._slots.items() if slot.tensor is not None and name not in self._wanted]
+        if filter_func is not None:
+            refused = set(container.names)
+            absent = [name for name in absent if name not in refused and filter_func(name)]
+        plain = torch.nn.Module.set_extra_state
+        self._receivers = {
+            p: m for p, m in self._modules.items() if getattr(type(m), "set_extra_state", plain) is not plain
+        }
+        self._extra = {p: s for p, s in container.extra_states().items() if _accepts(filter_func, state_name(p))}
+        without = [state_name(path) for path in self._receivers if path not in self._extra]
+        self._ties = dict(self._ties_among(absent))
+        self._absent = [name for name in absent if name not in self._ties]
+        self.report = LoadReport(
+            module=type(module).__name__,
+            source=container.source_name,
+            loaded=tuple(map(shown, self._wanted)),
+            nbytes=sum(map(container.index.loaded_nbytes, self._wanted.values())),
+            missing=(
+                *(shown(name) for name in self._absent if self._slots[name].in_state_dict),
+                *(name for name in without if _accepts(filter_func, name)),
+            ),
+            unexpected=(
+                *(shown(name) for name in self._wanted if self._target(name) is None),
+                *(state_name(path) for path in self._extra if path not in self._receivers),
+            ),
+            mismatched=tuple(self._mismatches()),
+            cast=tuple(shown(name) for name, i in self._wanted.items() if container.may_cast(i)),
+            tied={shown(alias): shown(name) for alias, name in self._ties.items()},
         )
-    path = name.rpartition(".")[0]
-    if path not in modules:
-        raise KeyError(f"{name}: the module has no submodule {path!r}")
+
+    def _target(self, name: str) -> Optional[torch.Tensor]:
+        """What the module has under a stored name."""
+        slot = self._slots.get(name)
+        return None if slot is None else slot.tensor
+
+    def _ties_among(self, absent: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """(alias, name) for names that the file lacks where the module has the very tensor of one that it holds."""
+        supplied = {id(self._target(name)): name for name in self._wanted if self._target(name) is not None}
+        for alias in absent:
+            name = supplied.get(id(self._target(alias)))
+            if name is not None and self._slots[name].is_buffer == self._slots[alias].is_buffer:
+                yield alias, name
+
+    def _mismatches(self) -> Iterator[Mismatch]:
+        for name, i in self._wanted.items():
+            target = self._target(name)
+            if target is None or torch.nn.parameter.is_lazy(target):
+                continue
+            shape, dtype = self._container.shape(i), self._container.stored_dtype(i)
+            if target.shape != shape and not (target.dim() == 0 and self._container.may_be_scalar(i)):
+                yield Mismatch(shown(name), "shape", torch.Size(shape), target.shape)
+            elif dtype is not None and kind_of(dtype) != kind_of(target.dtype):
+                yield Mismatch(shown(name), "kind", dtype, target.dtype)
+
+    def check(self, strict: bool) -> None:
+        """Refuses what cannot be placed, and with `strict` whatever does not fit; nothing was touched then.
+
+        Raises:
+            KeyError: The module has no such submodule, or something else of the name.
+            LoadError: Real tensors of the module have another shape or kind; with `strict`, all that load_state_dict
+                refuses.
+        """
+        if strict and not self.report.ok:
+            raise self.report.error(self.report.mismatched, strict=True)
+        for name, i in self._wanted.items():
+            self._check_placeable(name, self._container.type(i) is TensorType.BUFFER)
+        real = [row for row in self.report.mismatched if not self._is_meta(row)]
+        if real:
+            raise self.report.error(real, strict=False)
+
+    def _is_meta(self, row: Mismatch) -> bool:
+        target = self._target(row.name if row.name in self._slots else f".{row.name}")
+        return target is not None and target.is_meta
+
+    def _check_placeable(self, name: str, is_buffer: bool) -> None:
+        path, _, attribute = name.rpartition(".")
+        module = self._modules.get(path)
+        if module is None:
+            raise KeyError(f"{name}: the module has no submodule {path!r}")
+        if not attribute:
+            raise KeyError(f"{name!r}: a tensor of a module cannot be without a name")
+        registered = module._buffers if is_buffer else module._parameters
+        if attribute not in registered and hasattr(module, attribute):
+            wanted = "buffer" if is_buffer else "parameter"
+            raise KeyError(f"{name}: wanted a {wanted} or nothing of that name in the module, found something else")
+
+    def run(self, loaded: LoadedTensors, verify_hash: Optional[bool]) -> None:
+        """Reads and places the tensors; after an error of reading the module is as it was.
+
+        Emits one warning (on behalf of the caller's caller) for meta tensors that are replaced by others of another
+        shape or kind.
+        """
+        started = time.perf_counter()
+        tensors = dict(zip(self._wanted, loaded.load(list(self._wanted.values()), verify_hash)))
+        self._tell()
+        for name, tensor in tensors.items():
+            target = self._target(name)
+            is_buffer = self._container.type(self._wanted[name]) is TensorType.BUFFER
+            tensors[name] = tensor if is_buffer or target is None else self._as_trainable_as(target, tensor)
+            insert_into_module(self._modules, name, is_buffer, tensors[name])
+        for alias, name in self._ties.items():
+            insert_into_module(self._modules, alias, self._slots[alias].is_buffer, tensors[name])
+        for path, state in self._extra.items():
+            if path in self._receivers:
+                self._receivers[path].set_extra_state(state)
+        self.report = dataclasses.replace(self.report, seconds=time.perf_counter() - started)
+
+    def _as_trainable_as(self, target: torch.Tensor, tensor: torch.nn.Parameter) -> torch.nn.Parameter:
+        """The parameter, or another one over its memory, with the ``requires_grad`` of what it replaces."""
+        wanted = target.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+        if wanted == tensor.requires_grad:
+            return tensor
+        if id(tensor) not in self._adapted:  # what is tied stays tied
+            with ordinary_tensors():
+                self._adapted[id(tensor)] = torch.nn.Parameter(tensor.detach(), requires_grad=wanted)
+        return self._adapted[id(tensor)]
+
+    def _tell(self) -> None:
+        if self.report.mismatched:
+            rows = [f"{row.name} (file {row.file}, module {row.model})" for row in self.report.mismatched]
+            warnings.warn(
+                f"{self.report.source}: {len(rows)} tensors of {self.report.module} on the meta device are replaced by "
+                f"tensors of another shape or kind: {'; '.join(rows)}",
+                stacklevel=4,
+            )
+        left = [shown(name) for name in self._absent if (target := self._target(name)) is not None and target.is_meta]
+        if left:
+            logger.warning(
+                "%s has no data for %d tensors of %s, which stay on the meta device: %s",
+                self.report.source,
+                len(left),
+                self.report.module,
+                ", ".join(left[:20]) + (", …" if len(left) > 20 else ""),
+            )
+
+
+def _places(container: Container, entries: Sequence[int]) -> dict[str, int]:
+    """Entries by the stored name of a tensor that was written from a module, with its dot; of two, the later one."""
+    found: dict[str, int] = {}
+    for i in entries:
+        name = container.names[i]
+        if not isinstance(name, str) or container.type(i) is TensorType.STATE_DICT:
+            raise NotImplementedError(
+                f"tensor {name!r} was written from a state dict, which has no modules to load into; "
+                "use module.load_state_dict(deserializer) or deserializer.tree()"
+            )
+        place = name if "." in name else f".{name}"
+        found.pop(place, None)
+        found[place] = i
+    return found
+
+
+def _takes_extra_state(module: torch.nn.Module) -> bool:
+    plain = torch.nn.Module.set_extra_state
+    return getattr(type(module), "set_extra_state", plain) is not plain
+
+
+def _accepts(filter_func: Optional[FilterFuncType], name: str) -> bool:
+    return filter_func is None or bool(filter_func(name))
 
 
 def insert_into_module(

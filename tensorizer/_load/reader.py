@@ -20,7 +20,7 @@ from tensorizer._system import cuda_engine, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer.errors import FormatError
 
-__all__ = ["BATCH_NBYTES", "LoadedBatch", "PendingBatch", "ReadAhead", "TensorReader"]
+__all__ = ["BATCH_NBYTES", "LoadedBatch", "PendingBatch", "ReadAhead", "TensorReader", "converts", "stored_dtype"]
 
 # Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
 BATCH_NBYTES = 256 << 20
@@ -207,24 +207,12 @@ class TensorReader:
         if begin < len(entries):
             yield entries[begin:]
 
-    def stored_dtype(self, entry: int) -> Optional[torch.dtype]:
-        """The dtype that the index shows; ``None`` where only the record header names it."""
-        try:
-            return dtypes.torch_dtype(self.index.dtype(entry).decode("utf-8", "replace"))
-        except FormatError:
-            return None
-
     def casts(self, stored: torch.dtype) -> bool:
         """Whether the constructor's ``dtype=`` changes tensors of this stored dtype: floating point only."""
-        return self.dtype in CASTABLE and stored in CASTABLE and stored != self.dtype
-
-    def may_cast(self, entry: int) -> bool:
-        """Whether ``dtype=`` may change this tensor, as far as the index tells."""
-        stored = self.stored_dtype(entry)
-        return self.dtype in CASTABLE if stored is None else self.casts(stored)
+        return converts(stored, self.dtype)
 
     def _casts_any(self, entries: Sequence[int]) -> bool:
-        return self.dtype is not None and any(map(self.may_cast, entries))
+        return self.dtype is not None and any(converts(stored_dtype(self.index, i), self.dtype) for i in entries)
 
     def _batch(self, entries: Sequence[int], verify: bool, **to: Any) -> _C.LoadBatch:
         return _C.LoadBatch(
@@ -263,6 +251,19 @@ class TensorReader:
         # Off the CPU a cast happens on the target: less to transfer, or the same.
         moved = tensor.to(device=device).to(dtype=dtype) if dtype is not None else tensor.to(device=device)
         return torch.nn.Parameter(moved, requires_grad=differentiable)
+
+
+def stored_dtype(index: _C.Index, entry: int) -> Optional[torch.dtype]:
+    """The dtype that the index shows; ``None`` where only the record header names it."""
+    try:
+        return dtypes.torch_dtype(index.dtype(entry).decode("utf-8", "replace"))
+    except FormatError:
+        return None
+
+
+def converts(stored: Optional[torch.dtype], wanted: Optional[torch.dtype]) -> bool:
+    """Whether a load to the dtype `wanted` converts tensors of the dtype `stored`, or may where that is not known."""
+    return wanted in CASTABLE and stored != wanted and (stored is None or stored in CASTABLE)
 
 
 class ReadAhead:

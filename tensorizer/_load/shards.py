@@ -121,7 +121,7 @@ class ShardedContainer(Container):
         self.targets = index.targets()
         self.selection = selection
         self.mapped = shards[0].mapped
-        self.casts = shards[0].casts
+        self.converts = shards[0].converts
         self.allow_missing_hashes = shards[0].allow_missing_hashes
         self.source_name = opened.name
         self.network = any(shard.network for shard in shards)
@@ -210,6 +210,9 @@ class ShardedContainer(Container):
             for key, value in shard.metadata().items():
                 found.setdefault(key, value)
         return found
+
+    def extra_states(self) -> dict[str, Any]:
+        return {path: state for shard in self._shards for path, state in shard.extra_states().items()}
 
     def ties(self) -> dict[Name, Name]:
         return {self.names[alias]: self.names[target] for alias, target in self.targets.items()}

@@ -1,13 +1,13 @@
-"""Walking a module on the way out."""
+"""The tensors of a module, as they are stored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ModuleTensor", "walk_module"]
+__all__ = ["ModuleTensor", "extra_states", "modules_with_extra_state", "walk_module"]
 
 
 class ModuleTensor(NamedTuple):
@@ -33,3 +33,15 @@ def walk_module(root: torch.nn.Module, include_non_persistent_buffers: bool) -> 
         for attribute, buffer in module.named_buffers(recurse=False):
             if include_non_persistent_buffers or attribute not in module._non_persistent_buffers_set:
                 yield ModuleTensor(module, attribute, module_idx, f"{path}.{attribute}", True, buffer)
+
+
+def modules_with_extra_state(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules below `root`, by path, whose class has state beyond tensors."""
+    plain = torch.nn.Module.get_extra_state
+    return {path: m for path, m in root.named_modules() if getattr(type(m), "get_extra_state", plain) is not plain}
+
+
+def extra_states(root: torch.nn.Module) -> dict[str, Any]:
+    """The extra states of the modules that have any, by path."""
+    states = {path: module.get_extra_state() for path, module in modules_with_extra_state(root).items()}
+    return {path: state for path, state in states.items() if state is not None}

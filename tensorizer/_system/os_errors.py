@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 from collections.abc import Iterator
-from typing import Optional
 
 from tensorizer.errors import (
     StreamError,
@@ -19,31 +16,33 @@ from tensorizer.errors import (
 
 __all__ = ["stream_error_class", "stream_errors"]
 
-# As OSError picks its subclasses.
-_CLASS_OF_ERRNO: dict[int, type[StreamError]] = {
-    errno.ENOENT: StreamNotFoundError,
-    errno.EACCES: StreamPermissionError,
-    errno.EPERM: StreamPermissionError,
-    errno.EISDIR: StreamIsADirectoryError,
-    errno.ENOTDIR: StreamNotADirectoryError,
-    errno.EEXIST: StreamExistsError,
+_CLASSES: dict[type[OSError], type[StreamError]] = {
+    OSError: StreamError,
+    FileNotFoundError: StreamNotFoundError,
+    PermissionError: StreamPermissionError,
+    IsADirectoryError: StreamIsADirectoryError,
+    NotADirectoryError: StreamNotADirectoryError,
+    FileExistsError: StreamExistsError,
 }
 
 
-def stream_error_class(number: Optional[int]) -> type[StreamError]:
+def stream_error_class(number: int) -> type[StreamError]:
     """The class for a system call that failed with this ``errno``. The extension asks here, too (bind/errors.cpp)."""
-    return StreamError if number is None else _CLASS_OF_ERRNO.get(number, StreamError)
+    return _CLASSES.get(type(OSError(number, "")), StreamError)  # OSError picks the builtin class
 
 
 @contextlib.contextmanager
 def stream_errors() -> Iterator[None]:
-    """Within it an ``OSError`` becomes a :class:`StreamError` with the same number, text and file names."""
+    """Within it an ``OSError`` of opening files becomes a :class:`StreamError` with the same number, text and names.
+
+    Other kinds (``ConnectionError``, ``io.UnsupportedOperation``, those of file system drivers) go on as they are.
+    """
     try:
         yield
-    except (StreamError, io.UnsupportedOperation):
-        raise
     except OSError as error:
-        kind = stream_error_class(error.errno)
+        kind = _CLASSES.get(type(error))
+        if kind is None:
+            raise
         if error.filename is None:
             raise kind(*error.args) from None
         raise kind(error.errno, error.strerror, error.filename, None, error.filename2) from None

@@ -1,6 +1,7 @@
 """Models, tokenizers and schedulers of ``transformers`` and ``diffusers``, to and from a folder or bucket.
 
-A model is two files, ``<folder>/<prefix>.tensors`` and ``<folder>/<prefix>-config.json``; a tokenizer or scheduler is
+A model is ``<folder>/<prefix>.tensors`` and ``<folder>/<prefix>-config.json``, and where it generates text
+``generation_config.json`` (behind ``<prefix>-`` unless that is ``model``); a tokenizer or scheduler is
 ``<folder>/<prefix>.zip``. Neither library is imported here: the classes come from the caller.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import tempfile
 import zipfile
@@ -24,6 +26,10 @@ __all__ = ["load_model", "load_pretrained", "serialize_model", "serialize_pretra
 
 Folder = Union[str, "os.PathLike[str]"]
 StreamOptions = Optional[Mapping[str, Any]]
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_PREFIX = "model"
 
 
 def _inside(folder: Folder, name: str) -> str:
@@ -43,12 +49,15 @@ def serialize_model(
     model: torch.nn.Module,
     config: Any,
     model_directory: Folder,
-    model_prefix: str = "model",
+    model_prefix: str = _DEFAULT_PREFIX,
     *,
     stream_options: StreamOptions = None,
     **serializer_options: Any,
 ) -> None:
-    """Write a model and its configuration to a folder or bucket.
+    """Write a model, its configuration and its generation configuration to a folder or bucket.
+
+    Under the default `model_prefix` the configuration is also in ``config.json``, so that ``from_pretrained`` of the
+    configuration's class (and of ``GenerationConfig``) opens the folder.
 
     Args:
         model: The model; its non-persistent buffers are left out, as its class makes them again.
@@ -62,20 +71,37 @@ def serialize_model(
         TypeError: ``config`` is of a kind that has no JSON text. Nothing was written.
     """
     options = dict(stream_options or {})
-    text = None if config is None else config_to_json(config)
+    texts = _texts_beside(model, config, model_prefix)
     tensors_uri = _inside(model_directory, f"{model_prefix}.tensors")
     with TensorSerializer(tensors_uri, stream_options=options, **serializer_options) as serializer:
         serializer.write_module(model, include_non_persistent_buffers=False)
-    if text is not None:
-        with stream_io.open_stream(_inside(model_directory, f"{model_prefix}-config.json"), "wb+", **options) as stream:
+    for name, text in texts.items():
+        with stream_io.open_stream(_inside(model_directory, name), "wb+", **options) as stream:
             stream.write(text.encode("utf-8"))
+
+
+def _texts_beside(model: torch.nn.Module, config: Any, model_prefix: str) -> dict[str, str]:
+    """The files beside the weights, by name."""
+    texts = {}
+    if config is not None:
+        texts[f"{model_prefix}-config.json"] = text = config_to_json(config)
+        if model_prefix == _DEFAULT_PREFIX:
+            texts["config.json"] = text
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        texts[_generation_file(model_prefix)] = generation.to_json_string()
+    return texts
+
+
+def _generation_file(model_prefix: str) -> str:
+    return "generation_config.json" if model_prefix == _DEFAULT_PREFIX else f"{model_prefix}-generation_config.json"
 
 
 def load_model(
     path_uri: Folder,
     model_class: Any,
     config_class: Any = None,
-    model_prefix: str = "model",
+    model_prefix: str = _DEFAULT_PREFIX,
     device: Union[torch.device, str, None] = None,
     dtype: Optional[torch.dtype] = None,
     *,
@@ -117,7 +143,24 @@ def load_model(
     missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if missing:
         raise ValueError(f"{tensors_uri} leaves {len(missing)} tensors of the model unset: {', '.join(missing[:5])}")
+    _restore_generation_config(model, _inside(path_uri, _generation_file(model_prefix)), options)
     return model.eval()
+
+
+def _restore_generation_config(model: Any, uri: str, options: dict[str, Any]) -> None:
+    """Gives the model the generation configuration that was kept with it; earlier releases kept none."""
+    made = getattr(model, "generation_config", None)
+    if made is None:
+        return
+    try:
+        with stream_io.open_stream(uri, "rb", **options) as stream:
+            values = json.loads(stream.read())
+    except FileNotFoundError:
+        return
+    except OSError as error:  # stores that may not be listed call a missing file forbidden
+        logger.warning("the model keeps the generation configuration of its class: %s", error)
+        return
+    model.generation_config = type(made).from_dict(values)
 
 
 def _load_config(

@@ -250,7 +250,7 @@ TEST(StressHttpSource, addresses_are_renewed_by_one_thread_at_a_time) {
     inside.fetch_sub(1);
     return server.url();
   };
-  HttpEndpoint endpoint(address);
+  HttpEndpoint endpoint(address, nullptr);
   TaskGroup group;
   for (int i = 0; i < 8; ++i) {
     group.spawn([&](const std::stop_token& stop) {

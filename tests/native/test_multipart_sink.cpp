@@ -41,6 +41,7 @@ struct Store {
   bool fail_create = false, fail_complete = false;
   std::chrono::milliseconds delay{0};
   std::atomic<bool> hang{false};  // uploads wait for their stop
+  int hang_below = 0;             // uploads wait until so many ran at the same time
 };
 
 class FakeTransport final : public MultipartTransport {
@@ -60,6 +61,13 @@ class FakeTransport final : public MultipartTransport {
       store_.most_running = std::max(store_.most_running, ++store_.running);
     }
     std::this_thread::sleep_for(store_.delay);
+    for (int i = 0; i < 30'000 && !stop.stop_requested(); ++i) {
+      {
+        std::lock_guard lock(store_.mutex);
+        if (store_.most_running >= store_.hang_below) break;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     while (store_.hang && !stop.stop_requested())
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     std::lock_guard lock(store_.mutex);
@@ -263,6 +271,41 @@ TEST_F(MultipartSinkTest, MemoryStaysWithinTheBudgetWhenUploadsAreSlow) {
   EXPECT_EQ(store_.object, data);
   EXPECT_LE(sink->peak_nbytes(), 5 * kPart);
   EXPECT_EQ(store_.most_running, 2);
+}
+
+TEST_F(MultipartSinkTest, AsManyPartsAreOnTheirWayAsThereAreUploads) {
+  const Bytes data = random_bytes(60 * kPart);
+  for (unsigned uploads : {1u, 32u}) {
+    store_.parts.clear();
+    store_.object.clear();
+    store_.most_running = 0;
+    store_.hang_below = static_cast<int>(uploads);
+    auto sink = make(uploads);
+    sink->reserve(data.size());
+    for (uint64_t at = 0; at < data.size(); at += kPart / 4) write(*sink, data, at, at + kPart / 4);
+    sink->publish(data.size(), stop_);
+    sink->finish(stop_);
+    EXPECT_EQ(store_.object, data);
+    EXPECT_EQ(store_.most_running, static_cast<int>(uploads));
+    EXPECT_LE(sink->peak_nbytes(), (uploads + 2) * kPart);
+  }
+}
+
+TEST_F(MultipartSinkTest, AFinishedSinkIsFinishedAgainWithoutEffectAndTakesNoMoreBytes) {
+  const Bytes data = random_bytes(3 * kPart);
+  auto sink = make();
+  EXPECT_FALSE(sink->has_content());
+  write(*sink, data, 0, data.size());
+  EXPECT_FALSE(sink->has_content());
+  sink->publish(data.size(), stop_);
+  EXPECT_TRUE(sink->has_content());
+  sink->finish(stop_);
+  sink->finish(stop_);
+  sink->abandon();
+  EXPECT_EQ(store_.object, data);
+  EXPECT_EQ(store_.completed, 1);
+  EXPECT_EQ(store_.aborted, 0);
+  EXPECT_THROW(write(*sink, data, 0, 1), Error);
 }
 
 TEST_F(MultipartSinkTest, SeveralCallsExtendTheObjectAndRewriteHeadAndEndMark) {

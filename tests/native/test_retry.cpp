@@ -5,6 +5,7 @@
 
 #include "core/error.h"
 #include "io/retry.h"
+#include "virtual_clock.h"
 
 namespace tensorizer::io {
 namespace {
@@ -12,67 +13,129 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr double kLongest = 0.999999;
-
 class Retry : public testing::Test {
  protected:
+  VirtualClock time;
   RetryPolicy policy{.retries = 3,
                      .window = seconds(60),
+                     .first_answer_window = seconds(10),
                      .first_delay = milliseconds(100),
                      .max_delay = milliseconds(350),
-                     .progress_nbytes = 1000};
-  RetryState::TimePoint now;
+                     .progress_nbytes = 1000,
+                     .clock = &time.clock};
 
-  static std::optional<milliseconds> none() { return std::nullopt; }
+  // Fails until there is no further try; returns the time that passed.
+  milliseconds fail_to_the_end(const FailedTry& failed) {
+    RetryState state(policy);
+    const milliseconds begin = time.elapsed();
+    while (const auto delay = state.after_failure(failed)) state.wait(*delay, {});
+    ended = state.end();
+    tries = state.failures();
+    return time.elapsed() - begin;
+  }
+  RetryEnd ended = RetryEnd::none;
+  int tries = 0;
 };
 
 TEST_F(Retry, delays_double_up_to_the_bound_and_end_after_the_last_retry) {
   RetryState state(policy);
-  EXPECT_NEAR(static_cast<double>(state.after_failure(now, 0, kLongest, none())->count()), 100, 1);
-  EXPECT_NEAR(static_cast<double>(state.after_failure(now, 0, kLongest, none())->count()), 200, 1);
-  EXPECT_NEAR(static_cast<double>(state.after_failure(now, 0, kLongest, none())->count()), 350, 1);
-  EXPECT_FALSE(state.after_failure(now, 0, kLongest, none()));
+  EXPECT_NEAR(static_cast<double>(state.after_failure({})->count()), 100, 1);
+  EXPECT_NEAR(static_cast<double>(state.after_failure({})->count()), 200, 1);
+  EXPECT_NEAR(static_cast<double>(state.after_failure({})->count()), 350, 1);
+  EXPECT_FALSE(state.after_failure({}));
   EXPECT_EQ(state.failures(), 4);
+  EXPECT_EQ(state.end(), RetryEnd::count);
 }
 
 TEST_F(Retry, chance_takes_away_up_to_half_of_a_delay) {
   for (const double chance : {0.0, 0.25, 0.5, 0.75}) {
-    RetryState state(policy);
-    EXPECT_NEAR(static_cast<double>(state.after_failure(now, 0, chance, none())->count()),
+    time.clock.chance = [chance] { return chance; };
+    EXPECT_NEAR(static_cast<double>(RetryState(policy).after_failure({})->count()),
                 50 + 50 * chance, 1);
   }
 }
 
 TEST_F(Retry, without_retries_the_first_failure_is_the_last) {
   policy.retries = 0;
-  EXPECT_FALSE(RetryState(policy).after_failure(now, 1 << 20, 0, none()));
+  EXPECT_FALSE(RetryState(policy).after_failure({.progress_nbytes = 1 << 20}));
+}
+
+TEST_F(Retry, without_a_count_a_server_that_has_answered_is_tried_for_the_whole_window) {
+  policy = RetryPolicy{.clock = &time.clock};
+  EXPECT_EQ(fail_to_the_end({}), seconds(120));
+  EXPECT_EQ(ended, RetryEnd::time);
+  EXPECT_GE(time.longest_delay(), milliseconds(14'999));
+  EXPECT_LT(tries, 20);
+}
+
+TEST_F(Retry, a_server_that_has_never_answered_is_given_up_after_ten_seconds) {
+  policy = RetryPolicy{.clock = &time.clock};
+  EXPECT_EQ(fail_to_the_end({.answered = false}), seconds(10));
+  EXPECT_EQ(ended, RetryEnd::never_answered);
+  EXPECT_GT(tries, 5);
+}
+
+TEST_F(Retry, a_first_try_that_takes_as_long_as_that_is_the_last) {
+  policy = RetryPolicy{.clock = &time.clock};
+  RetryState state(policy);
+  time.pass(seconds(10));  // a connect timeout
+  EXPECT_FALSE(state.after_failure({.answered = false}));
+  EXPECT_EQ(state.end(), RetryEnd::never_answered);
+}
+
+TEST_F(Retry, a_server_that_answers_at_last_has_the_whole_window) {
+  policy = RetryPolicy{.clock = &time.clock};
+  RetryState state(policy);
+  while (time.elapsed() < seconds(9)) state.wait(*state.after_failure({.answered = false}), {});
+  time.pass(seconds(60));
+  EXPECT_TRUE(state.after_failure({.answered = true}));
+}
+
+TEST_F(Retry, no_time_for_retries_means_one_try) {
+  policy = RetryPolicy{.window = seconds(0), .clock = &time.clock};
+  EXPECT_EQ(fail_to_the_end({}), seconds(0));
+  EXPECT_EQ(tries, 1);
+}
+
+TEST_F(Retry, delays_of_zero_do_not_keep_the_processor_busy) {
+  policy = RetryPolicy{.first_delay = seconds(0), .max_delay = seconds(0), .clock = &time.clock};
+  EXPECT_EQ(fail_to_the_end({}), seconds(120));
+  EXPECT_LE(tries, 12'001);
 }
 
 TEST_F(Retry, a_longer_retry_after_is_obeyed_and_a_shorter_one_changes_nothing) {
-  RetryState longer(policy);
-  EXPECT_EQ(longer.after_failure(now, 0, 0.5, seconds(7)), milliseconds(7000));
-  RetryState shorter(policy);
-  EXPECT_EQ(shorter.after_failure(now, 0, 0.5, milliseconds(1)), milliseconds(75));
+  time.clock.chance = [] { return 0.5; };
+  EXPECT_EQ(RetryState(policy).after_failure({.retry_after = seconds(7)}), milliseconds(7000));
+  EXPECT_EQ(RetryState(policy).after_failure({.retry_after = milliseconds(1)}), milliseconds(75));
 }
 
 TEST_F(Retry, a_retry_after_beyond_the_window_ends_the_tries_at_once) {
-  EXPECT_FALSE(RetryState(policy).after_failure(now, 0, 0, seconds(61)));
+  RetryState state(policy);
+  EXPECT_FALSE(state.after_failure({.retry_after = seconds(61)}));
+  EXPECT_EQ(state.end(), RetryEnd::asked_to_wait);
 }
 
 TEST_F(Retry, no_try_begins_after_the_window_of_the_first_failure) {
   RetryState state(policy);
-  ASSERT_TRUE(state.after_failure(now, 0, 0, none()));
-  ASSERT_TRUE(state.after_failure(now + seconds(59), 0, 0, none()));
-  EXPECT_FALSE(state.after_failure(now + seconds(60), 0, 0, none()));
+  ASSERT_TRUE(state.after_failure({}));
+  time.pass(milliseconds(59'950));
+  EXPECT_EQ(state.after_failure({}), milliseconds(50));  // and one ends with it
+  time.pass(milliseconds(50));
+  EXPECT_FALSE(state.after_failure({}));
 }
 
 TEST_F(Retry, progress_starts_the_count_and_the_window_anew) {
   RetryState state(policy);
-  for (int i = 0; i < 50; ++i)
-    ASSERT_TRUE(state.after_failure(now + seconds(50) * i, 1000, 0, none())) << i;
-  for (int i = 0; i < 2; ++i)
-    ASSERT_TRUE(state.after_failure(now + seconds(50) * 50, 999, 0, none()));
-  EXPECT_FALSE(state.after_failure(now + seconds(50) * 50, 999, 0, none()));
+  for (int i = 0; i < 50; ++i, time.pass(seconds(50)))
+    ASSERT_TRUE(state.after_failure({.progress_nbytes = 1000})) << i;
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(state.after_failure({.progress_nbytes = 10}));
+  EXPECT_FALSE(state.after_failure({.progress_nbytes = 10}));
+}
+
+TEST_F(Retry, little_progress_adds_up) {
+  RetryState state(policy);
+  for (int i = 0; i < 50; ++i, time.pass(seconds(20)))
+    ASSERT_TRUE(state.after_failure({.progress_nbytes = 500})) << i;
 }
 
 TEST_F(Retry, chance_is_between_zero_and_one) {

@@ -98,6 +98,11 @@ class FaultyServer:
         etag: Of the object; ``None`` sends none. ``"auto"`` follows the content.
         last_modified: Likewise.
         tls: A server-side context for HTTPS.
+        port: To listen on; 0 takes a free one.
+
+    Attributes:
+        cut_handshakes: So many of the next TLS handshakes end after the client's first message.
+        resumed: Of each TLS connection, whether it resumed an earlier session.
     """
 
     def __init__(
@@ -109,6 +114,7 @@ class FaultyServer:
         etag: Optional[str] = "auto",
         last_modified: Optional[str] = None,
         tls: Optional[ssl.SSLContext] = None,
+        port: int = 0,
     ) -> None:
         self.content = content
         self.script = deque(script)
@@ -118,12 +124,14 @@ class FaultyServer:
         self.requests: list[Request] = []
         self.uploads: dict[str, bytes] = {}
         self.connections_seen = 0
+        self.cut_handshakes = 0
+        self.resumed: list[bool] = []
         self._tls = tls
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=128)
         self.port = self._listener.getsockname()[1]
         self._start(self._accept)
 
@@ -180,7 +188,9 @@ class FaultyServer:
         stream = connection
         try:
             if self._tls:
+                self._cut_handshake(connection)
                 stream = self._tls.wrap_socket(connection, server_side=True)
+                self.resumed.append(bool(stream.session_reused))
                 with self._lock:
                     self._open.discard(connection)
                     self._open.add(stream)
@@ -197,6 +207,14 @@ class FaultyServer:
                 self._open.discard(connection)
                 self._open.discard(stream)
             stream.close()
+
+    def _cut_handshake(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self.cut_handshakes == 0:
+                return
+            self.cut_handshakes -= 1
+        connection.recv(4096)
+        raise _ConnectionOver
 
     def _read_request(self, stream: socket.socket, reader: object, number: int) -> Optional[Request]:
         line = reader.readline(65537).decode("latin1").split()

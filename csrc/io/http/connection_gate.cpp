@@ -1,5 +1,7 @@
 #include "io/http/connection_gate.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "core/error.h"
@@ -16,7 +18,6 @@ constexpr std::chrono::milliseconds kFar{10};
 constexpr std::chrono::milliseconds kLongestWindow{150};
 constexpr std::chrono::milliseconds kShortestWindow{50};
 constexpr int kWindowLatencies = 4;
-constexpr double kWorthIt = 1.1;
 
 }  // namespace
 
@@ -24,25 +25,35 @@ ConnectionGate::ConnectionGate(unsigned fixed, unsigned most,
                                const std::atomic<uint64_t>& bytes) noexcept
     : cap_(std::max(1u, most)),
       bytes_(bytes),
-      growing_(fixed == 0),
-      places_(std::min(cap_, fixed == 0 ? kFirstPlaces : fixed)),
-      window_(kLongestWindow) {}
+      fixed_(std::min(cap_, fixed)),
+      tuner_(kFirstPlaces, cap_, kLongestWindow),
+      window_(kLongestWindow),
+      process_(getpid()) {}
 
 void ConnectionGate::note_latency(std::chrono::duration<double> latency) {
   MutexLock lock(mutex_);
-  if (!growing_ || latency < kFar) return;
-  places_ = std::max(places_, std::min(cap_, kFirstPlacesFar));
+  if (latency < kFar) return;
   window_ = std::clamp<Clock::duration>(
       std::chrono::duration_cast<Clock::duration>(kWindowLatencies * latency), kShortestWindow,
       kLongestWindow);
+  tuner_.begin_at(kFirstPlacesFar, window_);
   changed_.notify_all();
+}
+
+// Threads that held places of a parent are not here to give them back.
+void ConnectionGate::forget_the_parent() {
+  if (process_ == getpid()) return;
+  process_ = getpid();
+  taken_ = 0;
+  waiting_ = 0;
 }
 
 ConnectionGate::Ticket ConnectionGate::enter(const std::stop_token& stop) {
   MutexLock lock(mutex_);
+  forget_the_parent();
   ++waiting_;
-  const auto has_place = [this]() REQUIRES_LOCK(mutex_) { return taken_ < places_; };
-  consider_growth(Clock::now());
+  const auto has_place = [this]() REQUIRES_LOCK(mutex_) { return taken_ < places(); };
+  look();
   // Looks up once per window: requests may last much longer than what is needed to see that more
   // would help.
   while (!changed_.wait_until(mutex_, stop, Clock::now() + window_, has_place)) {
@@ -50,7 +61,7 @@ ConnectionGate::Ticket ConnectionGate::enter(const std::stop_token& stop) {
       --waiting_;
       throw Error(Errc::cancelled, "cancelled");
     }
-    consider_growth(Clock::now());
+    look();
   }
   --waiting_;
   ++taken_;
@@ -59,52 +70,38 @@ ConnectionGate::Ticket ConnectionGate::enter(const std::stop_token& stop) {
 
 void ConnectionGate::leave() {
   MutexLock lock(mutex_);
-  consider_growth(Clock::now());
-  --taken_;
+  look();
+  if (taken_ > 0) --taken_;  // 0 in a child that was forked meanwhile
   changed_.notify_one();
 }
 
-void ConnectionGate::consider_growth(Clock::time_point now) {
-  if (!growing_ || places_ == cap_) return;
-  const uint64_t bytes = bytes_.load(std::memory_order_relaxed);
-  const bool wanted = taken_ >= places_ && waiting_ > 0;
-  if (!wanted || !measuring_) {
-    measuring_ = wanted;
-    window_start_ = now;
-    window_bytes_ = bytes;
-    return;
-  }
-  if (now - window_start_ < window_) return;
-  const double seconds = std::chrono::duration<double>(now - window_start_).count();
-  const double rate = static_cast<double>(bytes - window_bytes_) / seconds;
-  window_start_ = now;
-  window_bytes_ = bytes;
-  if (rate < best_rate_ * kWorthIt) {
-    places_ = places_before_;
-    growing_ = false;
-    return;
-  }
-  best_rate_ = rate;
-  places_before_ = places_;
-  places_ = std::min(cap_, places_ * 2);
-  changed_.notify_all();
+void ConnectionGate::look() {
+  if (fixed_ > 0) return;
+  const unsigned before = tuner_.places();
+  tuner_.look(Clock::now(), bytes_.load(std::memory_order_relaxed),
+              taken_ >= before && waiting_ > 0);
+  if (tuner_.places() > before) changed_.notify_all();
+}
+
+void ConnectionGate::note_overload() {
+  MutexLock lock(mutex_);
+  tuner_.overloaded(Clock::now());
 }
 
 void ConnectionGate::fix(unsigned places) {
   MutexLock lock(mutex_);
-  growing_ = false;
-  places_ = std::clamp(places, 1u, cap_);
+  fixed_ = std::clamp(places, 1u, cap_);
   changed_.notify_all();
 }
 
 unsigned ConnectionGate::most() const {
   MutexLock lock(mutex_);
-  return growing_ ? cap_ : places_;
+  return fixed_ > 0 ? fixed_ : cap_;
 }
 
 bool ConnectionGate::has_idle_place() const {
   MutexLock lock(mutex_);
-  return taken_ < places_ && waiting_ == 0;
+  return taken_ < places() && waiting_ == 0;
 }
 
 }  // namespace tensorizer::io

@@ -1,9 +1,9 @@
-// How many requests of one source run at the same time. Internally locked.
-//
-// A fixed number, or one that grows: while all places are taken and bytes arrive at a rate that the
-// last doubling improved by a tenth, the number of places doubles; the first doubling that does not
-// help is taken back. Far from the server, where much of a request is waiting, it begins higher.
+// How many requests of one source run at the same time: a fixed number, or one that a
+// ConnectionTuner finds. Far from the server, where much of a request is waiting, it begins higher.
+// Internally locked.
 #pragma once
+
+#include <sys/types.h>
 
 #include <atomic>
 #include <chrono>
@@ -11,6 +11,7 @@
 #include <stop_token>
 
 #include "core/sync.h"
+#include "io/http/connection_tuner.h"
 
 namespace tensorizer::io {
 
@@ -40,6 +41,9 @@ class ConnectionGate {
   // How long the server took to answer, once that is known; before the reads that follow.
   void note_latency(std::chrono::duration<double> latency);
 
+  // The server said that it is overloaded: fewer requests, where their number is not fixed.
+  void note_overload();
+
   // Fixes the number of places, 1 to `most`.
   void fix(unsigned places);
 
@@ -50,22 +54,20 @@ class ConnectionGate {
 
  private:
   void leave();
-  void consider_growth(Clock::time_point now) REQUIRES_LOCK(mutex_);
+  void look() REQUIRES_LOCK(mutex_);
+  unsigned places() const REQUIRES_LOCK(mutex_) { return fixed_ > 0 ? fixed_ : tuner_.places(); }
+  void forget_the_parent() REQUIRES_LOCK(mutex_);
 
   const unsigned cap_;
   const std::atomic<uint64_t>& bytes_;
   mutable Mutex mutex_;
   CondVar changed_;
-  bool growing_ GUARDED_BY(mutex_);
-  unsigned places_ GUARDED_BY(mutex_);
+  unsigned fixed_ GUARDED_BY(mutex_);  // 0: the tuner's number
+  ConnectionTuner tuner_ GUARDED_BY(mutex_);
+  Clock::duration window_ GUARDED_BY(mutex_);
   unsigned taken_ GUARDED_BY(mutex_) = 0;
   unsigned waiting_ GUARDED_BY(mutex_) = 0;
-  unsigned places_before_ GUARDED_BY(mutex_) = 0;
-  double best_rate_ GUARDED_BY(mutex_) = 0;
-  Clock::duration window_ GUARDED_BY(mutex_);
-  bool measuring_ GUARDED_BY(mutex_) = false;
-  Clock::time_point window_start_ GUARDED_BY(mutex_);
-  uint64_t window_bytes_ GUARDED_BY(mutex_) = 0;
+  pid_t process_ GUARDED_BY(mutex_);
 };
 
 }  // namespace tensorizer::io

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 
@@ -21,6 +22,9 @@ struct HttpFailure {
   int status = 0;  // of the response, 0 where there was none
   bool transient = false;
   std::optional<std::chrono::milliseconds> retry_after = std::nullopt;
+  bool reached = false;  // a server or a proxy was there, though there may be no response
+  // What renewing an address threw; thrown in place of this where there is no further try.
+  std::exception_ptr cause = nullptr;
 };
 
 // What was asked for, and what is known about the object.

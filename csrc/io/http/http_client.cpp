@@ -1,5 +1,6 @@
 #include "io/http/http_client.h"
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -9,7 +10,23 @@ namespace tensorizer::io {
 
 using Clock = std::chrono::steady_clock;
 
-HttpEndpoint::HttpEndpoint(HttpAddress address) : address_(std::move(address)) {
+namespace {
+
+constexpr std::chrono::seconds kHeadersLifetime{60};
+
+void add_hint(HttpFailure& failure, RetryEnd end) {
+  if (end == RetryEnd::asked_to_wait)
+    failure.hint = "the server asks to wait for " +
+                   std::to_string(failure.retry_after->count() / 1000) +
+                   " s or more, longer than retry_seconds allows";
+  if (end == RetryEnd::never_answered)
+    failure.hint += (failure.hint.empty() ? "" : "; ") + std::string(kNeverAnsweredHint);
+}
+
+}  // namespace
+
+HttpEndpoint::HttpEndpoint(HttpAddress address, HttpHeaderProvider provider)
+    : address_(std::move(address)), provider_(std::move(provider)) {
   MutexLock lock(mutex_);
   name_ = address_.display_name;
   if (address_.url.empty() && address_.renew) return;
@@ -23,12 +40,20 @@ std::string HttpEndpoint::name() const {
   return name_;
 }
 
+bool HttpEndpoint::url_is_due() const {
+  if (!home_) return true;
+  return address_.renew && address_.lifetime.count() > 0 &&
+         Clock::now() - renewed_at_ >= address_.lifetime;
+}
+
+bool HttpEndpoint::headers_are_due() const {
+  return provider_ && (!headers_ || Clock::now() - headers_at_ >= kHeadersLifetime);
+}
+
 std::optional<HttpEndpoint::Target> HttpEndpoint::current() const {
-  const bool too_old = address_.renew && address_.lifetime.count() > 0 &&
-                       Clock::now() - renewed_at_ >= address_.lifetime;
-  if (!home_ || too_old) return std::nullopt;
-  if (!resolved_) return Target{*home_, true, generation_, false};
-  return Target{*resolved_, resolved_->origin() == home_->origin(), generation_, true};
+  if (url_is_due() || headers_are_due()) return std::nullopt;
+  if (!resolved_) return Target{*home_, headers_, true, generation_, false};
+  return Target{*resolved_, headers_, resolved_->origin() == home_->origin(), generation_, true};
 }
 
 std::optional<HttpEndpoint::Target> HttpEndpoint::target_now() const {
@@ -37,31 +62,52 @@ std::optional<HttpEndpoint::Target> HttpEndpoint::target_now() const {
 }
 
 HttpEndpoint::Target HttpEndpoint::target(const std::stop_token& stop) {
+  bool url_due = false;
+  bool headers_due = false;
   {
     MutexLock lock(mutex_);
     if (!renewed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) { return !renewing_; }))
       throw Error(Errc::cancelled, "cancelled");
     if (auto target = current()) return std::move(*target);
+    url_due = url_is_due();
+    headers_due = headers_are_due();
     renewing_ = true;
   }
-  // Outside the lock: renew() may need the interpreter.
+  // Outside the lock: both may need the interpreter.
   std::exception_ptr error;
   std::optional<HttpUrl> fresh;
+  std::shared_ptr<const HttpHeaderList> headers;
   try {
-    fresh = HttpUrl::parse(address_.renew());
+    if (url_due) fresh = HttpUrl::parse(address_.renew());
+    if (headers_due) headers = std::make_shared<const HttpHeaderList>(provider_());
   } catch (...) {
     error = std::current_exception();
   }
   MutexLock lock(mutex_);
   renewing_ = false;
   renewed_.notify_all();
-  if (error) std::rethrow_exception(error);
-  home_ = std::move(fresh);
-  resolved_.reset();
-  renewed_at_ = Clock::now();
-  ++generation_;
-  if (name_.empty()) name_ = home_->shown();
-  return Target{*home_, true, generation_, false};
+  if (error && !worked_) std::rethrow_exception(error);
+  if (error) {
+    HttpFailure failure{Errc::io, "a fresh URL or fresh headers could not be had", ""};
+    failure.transient = true;
+    failure.cause = error;
+    throw failure;
+  }
+  if (fresh) {
+    home_ = std::move(fresh);
+    resolved_.reset();
+    renewed_at_ = Clock::now();
+    ++generation_;
+    if (name_.empty()) name_ = home_->shown();
+  }
+  if (headers) {
+    headers_ = std::move(headers);
+    headers_at_ = Clock::now();
+    if (!url_due) ++generation_;
+  }
+  worked_ = true;
+  if (!resolved_) return Target{*home_, headers_, true, generation_, false};
+  return Target{*resolved_, headers_, resolved_->origin() == home_->origin(), generation_, true};
 }
 
 void HttpEndpoint::found_at(const Target& from, const HttpUrl& to) {
@@ -75,13 +121,20 @@ bool HttpEndpoint::refused(const Target& target, int status) {
     return false;
   MutexLock lock(mutex_);
   if (target.generation != generation_) return true;  // another thread has seen it before
+  const bool is_denied = status == 401 || status == 403;
+  bool may_do_better = false;
+  if (headers_ && target.is_home && is_denied) {
+    headers_.reset();
+    may_do_better = true;
+  }
   if (target.is_redirect) {
     resolved_.reset();
-  } else if (address_.renew && (status == 400 || status == 401 || status == 403)) {
+    may_do_better = true;
+  } else if (address_.renew && (status == 400 || is_denied)) {
     home_.reset();
-  } else {
-    return false;
+    may_do_better = true;
   }
+  if (!may_do_better) return false;
   ++generation_;
   return true;
 }
@@ -90,7 +143,8 @@ std::unique_ptr<HttpExchange> HttpClient::start(CurlLane& lane, const std::strin
                                                 const std::vector<std::string>& header_lines,
                                                 const HttpExchange::Accept& accept,
                                                 const HttpDeadline& deadline,
-                                                const std::stop_token& stop) {
+                                                const std::stop_token& stop,
+                                                const std::function<bool()>& meanwhile) {
   constexpr int kMaxRefusals = 2;  // a stale redirect, then a stale URL
   for (int refusals = 0;; ++refusals) {
     const HttpEndpoint::Target target = endpoint.target(stop);
@@ -98,42 +152,71 @@ std::unique_ptr<HttpExchange> HttpClient::start(CurlLane& lane, const std::strin
     try {
       for (int hops = 0;; ++hops) {
         const bool is_home = target.is_home && url.origin() == target.url.origin();
-        const HttpRequest request{&url, is_home, range, header_lines};
+        const HttpRequest request{&url, is_home, range, header_lines, target.headers.get()};
         auto exchange = std::make_unique<HttpExchange>(lane, options, request, accept, counters);
+        bool given_up = false;
         drive(lane, stop, [&] {
           deadline.check();
           // Accepted first: what goes wrong after that is the caller's, who counts the bytes that
           // came before.
-          return exchange->accepted() || exchange->check();
+          if (exchange->accepted() || exchange->check()) return true;
+          given_up = meanwhile && meanwhile();
+          return given_up;
         });
+        if (given_up) return nullptr;
         if (exchange->accepted()) {
           if (hops > 0) endpoint.found_at(target, url);
           return exchange;
         }
-        const auto location = exchange->location();
-        const ResponseHead& head = exchange->head();
-        if (!location)
-          throw HttpFailure{Errc::io, "a redirect without a target (" + head.status_line + ")", "",
-                            head.status};
-        if (hops == options.max_redirects)
-          throw HttpFailure{
-              Errc::io,
-              "more than " + std::to_string(hops) + " redirects (" + head.status_line + ")", "",
-              head.status};
-        auto next = url.resolve(*location);
-        if (!next)
-          throw HttpFailure{Errc::io, "a redirect that is not followed (" + head.status_line + ")",
-                            "it leads away from https, or is no http(s) URL", head.status};
-        url = std::move(*next);
+        url = next_hop(*exchange, url, hops);
       }
     } catch (const HttpFailure& failure) {
+      if (failure.status == 429 || failure.status == 503) gate.note_overload();
       if (refusals == kMaxRefusals || !endpoint.refused(target, failure.status)) throw;
     }
   }
 }
 
-void with_retries(const HttpOptions& options, const HttpDeadline& deadline,
-                  const std::function<void()>& attempt, const std::function<uint64_t()>& progress,
+HttpUrl HttpClient::next_hop(const HttpExchange& exchange, const HttpUrl& url, int hops) const {
+  const auto location = exchange.location();
+  const ResponseHead& head = exchange.head();
+  if (!location)
+    throw HttpFailure{Errc::io, "a redirect without a target (" + head.status_line + ")", "",
+                      head.status};
+  if (hops == options.max_redirects)
+    throw HttpFailure{Errc::io,
+                      "more than " + std::to_string(hops) + " redirects (" + head.status_line + ")",
+                      "", head.status};
+  auto next = url.resolve(*location);
+  if (!next)
+    throw HttpFailure{Errc::io, "a redirect that is not followed (" + head.status_line + ")",
+                      "it leads away from https, or is no http(s) URL", head.status};
+  return std::move(*next);
+}
+
+std::unique_ptr<HttpExchange> HttpClient::start_second(CurlLane& lane, const std::string& range,
+                                                       const std::vector<std::string>& header_lines,
+                                                       const HttpExchange::Accept& accept) {
+  const auto target = endpoint.target_now();
+  if (!target || !gate.has_idle_place() || !connections.has_place(target->url.origin()))
+    return nullptr;
+  const HttpRequest request{&target->url, target->is_home, range, header_lines,
+                            target->headers.get()};
+  return std::make_unique<HttpExchange>(lane, options, request, accept, counters);
+}
+
+HttpClient::Permit HttpClient::enter(const std::stop_token& stop) {
+  const HttpEndpoint::Target target = endpoint.target(stop);
+  return {gate.enter(stop), connections.enter(target.url.origin(), stop)};
+}
+
+HttpConnections::Lease HttpClient::take_lane(const std::stop_token& stop) {
+  return connections.take(endpoint.target(stop).url.origin());
+}
+
+void with_retries(const HttpOptions& options, const HttpCounters& counters,
+                  const HttpDeadline& deadline, const std::function<void()>& attempt,
+                  const std::function<uint64_t()>& progress,
                   const std::function<Error(const HttpFailure&, int tries)>& describe,
                   const std::stop_token& stop, const HttpFailure* earlier) {
   RetryState retry(options.retry);
@@ -151,23 +234,29 @@ void with_retries(const HttpOptions& options, const HttpDeadline& deadline,
     }
     throw_if_stopped(stop);
     const uint64_t now_at = progress();
-    const auto delay = retry.after_failure(Clock::now(), now_at - progress_before, retry_chance(),
-                                           failure.retry_after);
+    const bool answered = counters.answered.load() || failure.status != 0 || failure.reached;
+    const auto delay =
+        retry.after_failure({now_at - progress_before, answered, failure.retry_after});
     progress_before = now_at;
     if (!failure.transient || !delay) {
-      if (failure.transient && failure.retry_after > options.retry.window)
-        failure.hint = "the server asks to wait for " +
-                       std::to_string(failure.retry_after->count() / 1000) +
-                       " s or more, longer than retry_seconds allows";
+      if (failure.cause) std::rethrow_exception(failure.cause);
+      if (failure.transient) add_hint(failure, retry.end());
       throw describe(failure, retry.failures());
     }
-    sleep_unless_stopped(*delay, stop);
+    retry.wait(deadline.bound(*delay), stop);
     try {
       deadline.check();
     } catch (const HttpFailure& late) {
       throw describe(late, retry.failures());
     }
   }
+}
+
+std::chrono::milliseconds HttpDeadline::bound(std::chrono::milliseconds delay) const {
+  if (limit_.count() == 0) return delay;
+  const auto left = start_ + limit_ - Clock::now();
+  return std::clamp(std::chrono::ceil<std::chrono::milliseconds>(left),
+                    std::chrono::milliseconds(0), delay);
 }
 
 void HttpDeadline::check() const {

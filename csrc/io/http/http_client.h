@@ -11,7 +11,7 @@
 
 #include "core/sync.h"
 #include "io/http/connection_gate.h"
-#include "io/http/curl_handle.h"
+#include "io/http/http_connections.h"
 #include "io/http/http_exchange.h"
 #include "io/http/http_options.h"
 #include "io/http/http_url.h"
@@ -33,16 +33,20 @@ struct HttpAddress {
 
 class HttpEndpoint {
  public:
-  explicit HttpEndpoint(HttpAddress address);
+  // `provider`, where there is one, gives request headers that expire, under the rules of
+  // HttpAddress::renew.
+  HttpEndpoint(HttpAddress address, HttpHeaderProvider provider);
 
   struct Target {
     HttpUrl url;
-    bool is_home = true;  // the origin that may see credentials
+    std::shared_ptr<const HttpHeaderList> headers;  // of the provider; nullptr where there is none
+    bool is_home = true;                            // the origin that may see credentials
     uint64_t generation = 0;
     bool is_redirect = false;
   };
 
-  // Where to send the next request. May call renew().
+  // Where to send the next request. May call renew() and the provider; what they throw when they
+  // have worked before is an HttpFailure that may be tried again.
   Target target(const std::stop_token& stop);
   // The same without waiting for anything; nullopt where a fresh URL is due.
   std::optional<Target> target_now() const;
@@ -58,16 +62,22 @@ class HttpEndpoint {
   std::string name() const;
 
  private:
+  bool url_is_due() const REQUIRES_LOCK(mutex_);
+  bool headers_are_due() const REQUIRES_LOCK(mutex_);
   std::optional<Target> current() const REQUIRES_LOCK(mutex_);
 
   HttpAddress address_;
+  HttpHeaderProvider provider_;
   mutable Mutex mutex_;
   CondVar renewed_;
   std::string name_ GUARDED_BY(mutex_);
   std::optional<HttpUrl> home_ GUARDED_BY(mutex_);      // nullopt: to be renewed
   std::optional<HttpUrl> resolved_ GUARDED_BY(mutex_);  // where a redirect has led
   std::chrono::steady_clock::time_point renewed_at_ GUARDED_BY(mutex_);
+  std::shared_ptr<const HttpHeaderList> headers_ GUARDED_BY(mutex_);  // nullptr: to be asked for
+  std::chrono::steady_clock::time_point headers_at_ GUARDED_BY(mutex_);
   bool renewing_ GUARDED_BY(mutex_) = false;
+  bool worked_ GUARDED_BY(mutex_) = false;  // there has been a target
   uint64_t generation_ GUARDED_BY(mutex_) = 0;
 };
 
@@ -78,6 +88,9 @@ class HttpDeadline {
       : limit_(options.total_timeout), start_(std::chrono::steady_clock::now()) {}
   // Throws HttpFailure.
   void check() const;
+  void restart() noexcept { start_ = std::chrono::steady_clock::now(); }
+  // `delay`, or what is left if that is less.
+  std::chrono::milliseconds bound(std::chrono::milliseconds delay) const;
 
  private:
   std::chrono::milliseconds limit_;
@@ -88,28 +101,49 @@ class HttpDeadline {
 struct HttpClient {
   HttpClient(HttpAddress address, HttpOptions http_options)
       : options(std::move(http_options)),
-        endpoint(std::move(address)),
+        endpoint(std::move(address), options.header_provider),
+        connections(options.max_connections, options.connection_key()),
         gate(options.connections, options.max_connections, counters.bytes) {}
 
   // Sends a GET and follows redirects until a head was accepted; the caller goes on driving the
-  // exchange. Throws HttpFailure, or what renew() throws.
+  // exchange. `meanwhile`, where there is one, is called at every step before that; as soon as it
+  // returns true the request is given up and nullptr returned. Throws HttpFailure, what `meanwhile`
+  // throws, or what renew() throws.
   std::unique_ptr<HttpExchange> start(CurlLane& lane, const std::string& range,
                                       const std::vector<std::string>& header_lines,
                                       const HttpExchange::Accept& accept,
-                                      const HttpDeadline& deadline, const std::stop_token& stop);
+                                      const HttpDeadline& deadline, const std::stop_token& stop,
+                                      const std::function<bool()>& meanwhile = {});
+  // One more request for the same bytes as one that lags, sent at once to where requests go now;
+  // nullptr where it would have to wait for anything.
+  std::unique_ptr<HttpExchange> start_second(CurlLane& lane, const std::string& range,
+                                             const std::vector<std::string>& header_lines,
+                                             const HttpExchange::Accept& accept);
+
+  // Permission for one request, by this source's gate and by the host.
+  struct Permit {
+    ConnectionGate::Ticket of_gate;
+    HttpConnections::Ticket of_host;
+  };
+  Permit enter(const std::stop_token& stop);
+  // Connections to where requests go now.
+  HttpConnections::Lease take_lane(const std::stop_token& stop);
+
+  HttpUrl next_hop(const HttpExchange& exchange, const HttpUrl& url, int hops) const;
 
   const HttpOptions options;
   HttpCounters counters;
   HttpEndpoint endpoint;
-  CurlLanePool lanes;
+  HttpConnections connections;
   ConnectionGate gate;
 };
 
 // Repeats `attempt` until it returns, as the policy of `options` has it, and turns the last failure
 // into an Error. `attempt` returns nothing and throws HttpFailure; `progress` says how many bytes
 // all tries together brought. `earlier`, if not null, is the failure of a try that was made before.
-void with_retries(const HttpOptions& options, const HttpDeadline& deadline,
-                  const std::function<void()>& attempt, const std::function<uint64_t()>& progress,
+void with_retries(const HttpOptions& options, const HttpCounters& counters,
+                  const HttpDeadline& deadline, const std::function<void()>& attempt,
+                  const std::function<uint64_t()>& progress,
                   const std::function<Error(const HttpFailure&, int tries)>& describe,
                   const std::stop_token& stop, const HttpFailure* earlier = nullptr);
 

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "core/stop.h"
+#include "io/curl/curl_verdict.h"
 
 namespace tensorizer::io {
 namespace {
@@ -15,7 +15,6 @@ constexpr size_t kKeptErrorNbytes = 4096;
 constexpr size_t kMaxErrorNbytes = size_t{256} << 10;
 constexpr long kReceiveBufferNbytes = 256 << 10;
 constexpr long kSendBufferNbytes = 256 << 10;
-constexpr std::chrono::milliseconds kPollInterval{100};
 
 void replace_all(std::string& text, const std::string& what) {
   if (what.size() < 3) return;  // too short to be told from ordinary words
@@ -49,85 +48,25 @@ void GatherCursor::seek(uint64_t position) noexcept {
 }
 
 void apply_connection_options(CURL* easy, const HttpOptions& options) {
-  curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L);
-  curl_easy_setopt(easy, CURLOPT_PROTOCOLS_STR, "http,https");
+  apply_common_options(easy, options.connect_timeout);
+  apply_trust(easy, options.trust);
   curl_easy_setopt(easy, CURLOPT_FOLLOWLOCATION, 0L);
   curl_easy_setopt(easy, CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L);
-  curl_easy_setopt(easy, CURLOPT_TCP_KEEPALIVE, 1L);
   curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, kReceiveBufferNbytes);
-  curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT_MS,
-                   std::max<long>(1, static_cast<long>(options.connect_timeout.count())));
-#if LIBCURL_VERSION_NUM >= 0x075700
-  curl_easy_setopt(easy, CURLOPT_QUICK_EXIT, 1L);  // a stop does not wait for a name server
-#endif
   const long version = options.version == HttpVersion::http1   ? CURL_HTTP_VERSION_1_1
                        : options.version == HttpVersion::http2 ? CURL_HTTP_VERSION_2_0
                                                                : CURL_HTTP_VERSION_2TLS;
   curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, version);
-  if (!options.ca_file.empty()) curl_easy_setopt(easy, CURLOPT_CAINFO, options.ca_file.c_str());
-  if (!options.ca_path.empty()) {
-    curl_easy_setopt(easy, CURLOPT_CAPATH, options.ca_path.c_str());
-    // A directory alone replaces the built-in bundle, as a file does.
-    if (options.ca_file.empty()) curl_easy_setopt(easy, CURLOPT_CAINFO, nullptr);
-  }
-  if (!options.verify_peer) {
-    curl_easy_setopt(easy, CURLOPT_SSL_VERIFYPEER, 0L);
-    curl_easy_setopt(easy, CURLOPT_SSL_VERIFYHOST, 0L);
-  }
   if (options.proxy) curl_easy_setopt(easy, CURLOPT_PROXY, options.proxy->c_str());
   if (options.no_proxy) curl_easy_setopt(easy, CURLOPT_NOPROXY, options.no_proxy->c_str());
 }
 
 HttpFailure failure_of_curl(CURLcode code, const std::string& text) {
+  const CurlVerdict verdict = curl_verdict(code, text);
   HttpFailure failure;
-  failure.reason = text + " (curl error " + std::to_string(static_cast<int>(code)) + ")";
-  switch (code) {
-    case CURLE_OUT_OF_MEMORY:  // also what libcurl says of a header line beyond its bounds
-      failure.hint = "the head of the response may be too large";
-      break;
-    case CURLE_COULDNT_RESOLVE_PROXY:
-    case CURLE_COULDNT_RESOLVE_HOST:
-      failure.transient = true;
-      failure.hint = "check the host name and the name server";
-      break;
-    case CURLE_COULDNT_CONNECT:
-      failure.transient = true;
-      failure.hint = "check that the server runs and can be reached";
-      break;
-    case CURLE_OPERATION_TIMEDOUT:
-      failure.transient = true;
-      failure.hint = "the server may be unreachable; the connect timeout can be raised";
-      break;
-    case CURLE_PARTIAL_FILE:
-    case CURLE_GOT_NOTHING:
-    case CURLE_SEND_ERROR:
-    case CURLE_RECV_ERROR:
-    case CURLE_HTTP2:
-    case CURLE_HTTP2_STREAM:
-      failure.transient = true;
-      failure.hint = "the connection broke";
-      break;
-    case CURLE_SSL_CONNECT_ERROR:
-      // The one code stands for a handshake that broke off and for two sides that do not fit.
-      failure.transient =
-          text.find("reset") != std::string::npos || text.find("SYSCALL") != std::string::npos;
-      failure.hint = "check that the server speaks TLS on this port";
-      break;
-    case CURLE_PEER_FAILED_VERIFICATION:
-      failure.reason = text + " (cURL exit code 60)";
-      failure.hint =
-          "the server's certificate is not trusted: pass CAInfo(cacert=...) or set CURL_CA_BUNDLE";
-      break;
-    case CURLE_SSL_CACERT_BADFILE:
-      failure.hint = "the file or folder of trusted certificates cannot be read";
-      break;
-    case CURLE_UNSUPPORTED_PROTOCOL:
-    case CURLE_WEIRD_SERVER_REPLY:
-      failure.hint = "the server does not speak HTTP";
-      break;
-    default:
-      break;
-  }
+  failure.reason = text + " (" + verdict.name + ")";
+  failure.hint = verdict.hint;
+  failure.transient = verdict.transient;
   return failure;
 }
 
@@ -163,27 +102,12 @@ void HttpExchange::configure(const HttpRequest& request) {
   curl_easy_setopt(easy, CURLOPT_USERAGENT, options_.user_agent.c_str());
   secrets_.push_back(url.query());
   if (options_.proxy) secrets_.push_back(*options_.proxy);
-  const bool chooses_encoding = std::any_of(
-      options_.headers.begin(), options_.headers.end(),
-      [](const auto& field) { return equals_ignoring_case(field.first, "accept-encoding"); });
-  if (!chooses_encoding || !request.send_credentials)
-    append_line(header_lines_, "Accept-Encoding: identity");
-  if (!request.range.empty()) append_line(header_lines_, "Range: bytes=" + request.range);
-  for (const std::string& line : request.header_lines) append_line(header_lines_, line);
-  if (request.send_credentials) {
-    for (const auto& [name, value] : options_.headers) {
-      // libcurl drops "Name:" and sends an empty value only for "Name;".
-      std::string line = name;
-      line += value.empty() ? ";" : ": ";
-      append_line(header_lines_, line += value);
-      secrets_.push_back(value);
-    }
-    if (url.has_credentials()) {
-      curl_easy_setopt(easy, CURLOPT_HTTPAUTH, static_cast<long>(CURLAUTH_BASIC));
-      curl_easy_setopt(easy, CURLOPT_USERNAME, url.user().c_str());
-      curl_easy_setopt(easy, CURLOPT_PASSWORD, url.password().c_str());
-      secrets_.push_back(url.password());
-    }
+  configure_headers(request);
+  if (request.send_credentials && url.has_credentials()) {
+    curl_easy_setopt(easy, CURLOPT_HTTPAUTH, static_cast<long>(CURLAUTH_BASIC));
+    curl_easy_setopt(easy, CURLOPT_USERNAME, url.user().c_str());
+    curl_easy_setopt(easy, CURLOPT_PASSWORD, url.password().c_str());
+    secrets_.push_back(url.password());
   }
   if (request.body) configure_upload(*request.body);
   curl_easy_setopt(easy, CURLOPT_HTTPHEADER, header_lines_.get());
@@ -193,6 +117,34 @@ void HttpExchange::configure(const HttpRequest& request) {
   curl_easy_setopt(easy, CURLOPT_HEADERDATA, this);
   curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, &HttpExchange::on_body);
   curl_easy_setopt(easy, CURLOPT_WRITEDATA, this);
+}
+
+void HttpExchange::configure_headers(const HttpRequest& request) {
+  HttpHeaderList fields;
+  if (request.send_credentials) {
+    const HttpHeaderList none;
+    const HttpHeaderList& further = request.further_headers ? *request.further_headers : none;
+    const auto is_named = [](const std::string& name) {
+      return [&name](const auto& field) { return equals_ignoring_case(field.first, name); };
+    };
+    for (const auto& field : options_.headers)
+      if (std::none_of(further.begin(), further.end(), is_named(field.first)))
+        fields.push_back(field);
+    fields.insert(fields.end(), further.begin(), further.end());
+  }
+  if (std::none_of(fields.begin(), fields.end(), [](const auto& field) {
+        return equals_ignoring_case(field.first, "accept-encoding");
+      }))
+    append_line(header_lines_, "Accept-Encoding: identity");
+  if (!request.range.empty()) append_line(header_lines_, "Range: bytes=" + request.range);
+  for (const std::string& line : request.header_lines) append_line(header_lines_, line);
+  for (const auto& [name, value] : fields) {
+    // libcurl drops "Name:" and sends an empty value only for "Name;".
+    std::string line = name;
+    line += value.empty() ? ";" : ": ";
+    append_line(header_lines_, line += value);
+    secrets_.push_back(value);
+  }
 }
 
 void HttpExchange::configure_upload(std::span<const ConstSlice> body) {
@@ -264,6 +216,7 @@ void HttpExchange::take_header_line(std::string_view line) {
 
 void HttpExchange::head_is_complete() {
   head_complete_ = true;
+  counters_.answered.store(true, std::memory_order_relaxed);
   const int status = head_.status;
   if (is_redirect(status)) return;
   // A 416 may be the answer of an empty object; check_response knows.
@@ -340,6 +293,7 @@ void HttpExchange::check_progress() {
   if (now - watch_since_ < window) return;
   HttpFailure failure;
   failure.transient = true;
+  failure.reached = true;
   failure.status = head_.status;
   failure.reason = "the transfer stalled: " + std::to_string(nbytes - watch_nbytes_) +
                    " bytes in " + std::to_string(window.count()) + " ms, wanted at least " +
@@ -371,6 +325,7 @@ void HttpExchange::fail(CURLcode code) const {
   curl_easy_getinfo(easy_.get(), CURLINFO_HTTP_CONNECTCODE, &proxy_status);
   if (proxy_status >= 300 && head_.status == 0) {
     failure.transient = is_passing(static_cast<int>(proxy_status));
+    failure.reached = true;
     failure.hint = proxy_status == 407 ? "the proxy wants credentials"
                                        : "the proxy does not connect to this host";
   }
@@ -396,17 +351,6 @@ std::chrono::duration<double> HttpExchange::time_to_first_byte() const noexcept 
   curl_off_t time = 0;
   curl_easy_getinfo(easy_.get(), CURLINFO_STARTTRANSFER_TIME_T, &time);
   return std::chrono::microseconds(time);
-}
-
-void drive(CurlLane& lane, const std::stop_token& stop, const std::function<bool()>& done) {
-  SigpipeGuard guard;
-  std::stop_callback wake(stop, [&lane] { lane.wake(); });
-  for (;;) {
-    lane.perform();
-    if (done()) return;
-    throw_if_stopped(stop);
-    lane.wait(kPollInterval);
-  }
 }
 
 }  // namespace tensorizer::io

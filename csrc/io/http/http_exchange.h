@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-#include "io/http/curl_handle.h"
+#include "io/curl/curl_handle.h"
 #include "io/http/http_check.h"
 #include "io/http/http_message.h"
 #include "io/http/http_options.h"
@@ -39,6 +39,8 @@ struct HttpRequest {
   bool send_credentials = true;  // false where a redirect has led to another host
   std::string range;             // "0-99"; empty for none
   std::vector<std::string> header_lines;
+  // Sent like HttpOptions::headers, over those of the same name; borrowed for the constructor.
+  const HttpHeaderList* further_headers = nullptr;
   // With it the request is a PUT; borrowed for the exchange.
   std::optional<std::span<const ConstSlice>> body = std::nullopt;
 };
@@ -62,6 +64,7 @@ struct HttpCounters {
   std::atomic<uint64_t> bytes{0};
   std::atomic<uint64_t> requests{0};
   std::atomic<uint64_t> connections{0};
+  std::atomic<bool> answered{false};  // a server has sent the head of a response
 };
 
 class HttpExchange {
@@ -105,6 +108,7 @@ class HttpExchange {
   void head_is_complete();
   size_t take_body(std::span<const std::byte> bytes);
   void configure(const HttpRequest& request);
+  void configure_headers(const HttpRequest& request);
   void configure_upload(std::span<const ConstSlice> body);
   void check_progress();
   [[noreturn]] void fail(CURLcode code) const;
@@ -134,9 +138,6 @@ class HttpExchange {
   Clock::time_point watch_since_;
   uint64_t watch_nbytes_ = 0;
 };
-
-// Runs `lane` until `done()` says so; throws Errc::cancelled on a stop. done() may throw.
-void drive(CurlLane& lane, const std::stop_token& stop, const std::function<bool()>& done);
 
 // What a libcurl error means. `text` is its own description, already without secrets.
 HttpFailure failure_of_curl(CURLcode code, const std::string& text);

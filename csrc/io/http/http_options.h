@@ -1,24 +1,32 @@
-// Every setting of HTTP requests; tensorizer/streams/options.py documents them for users and has
+// Every setting of HTTP requests; tensorizer/_io/options.py documents them for users and has
 // the same defaults.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "io/curl/curl_trust.h"
 #include "io/retry.h"
 
 namespace tensorizer::io {
+
+using HttpHeaderList = std::vector<std::pair<std::string, std::string>>;
+using HttpHeaderProvider = std::function<HttpHeaderList()>;
 
 enum class HttpVersion { automatic, http1, http2 };
 
 struct HttpOptions {
   // Extra request headers. Sent to the origin of the URL only, never to where a redirect leads on
   // another host.
-  std::vector<std::pair<std::string, std::string>> headers;
+  HttpHeaderList headers;
+  // Further ones, for headers that expire: asked when the first request is sent, once a minute, and
+  // when a server answers 401 or 403. Never called by two threads at the same time for one source.
+  HttpHeaderProvider header_provider;
   std::string user_agent = "Tensorizer";
 
   std::chrono::milliseconds connect_timeout{10'000};
@@ -43,11 +51,15 @@ struct HttpOptions {
   std::chrono::milliseconds hedge_after{2'000};
 
   HttpVersion version = HttpVersion::automatic;
-  std::string ca_file;  // empty: libcurl's default
-  std::string ca_path;
-  bool verify_peer = true;
+  CurlTrust trust;
   std::optional<std::string> proxy;     // nullopt: http_proxy and friends, as libcurl reads them
   std::optional<std::string> no_proxy;  // likewise
+
+  // Equal where connections may be used by either.
+  std::string connection_key() const {
+    return trust.key() + '\n' + proxy.value_or("\t") + '\n' + no_proxy.value_or("\t") + '\n' +
+           std::to_string(static_cast<int>(version));
+  }
 };
 
 }  // namespace tensorizer::io

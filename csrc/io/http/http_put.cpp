@@ -1,6 +1,8 @@
 #include "io/http/http_put.h"
 
+#include <exception>
 #include <optional>
+#include <utility>
 
 namespace tensorizer::io {
 namespace {
@@ -11,12 +13,35 @@ class NullSink final : public BodySink {
   void put(std::span<const std::byte>) override {}
 };
 
+struct PutTarget {
+  HttpUrl url;
+  std::vector<std::string> header_lines;
+  HttpHeaderList further_headers;
+};
+
+// Throws HttpFailure where it has worked before, so that it may work again.
+PutTarget target_of(const HttpUploader& uploader, const HttpPut& put) {
+  try {
+    const auto& provider = uploader.options.header_provider;
+    HttpPut::Target target = put.target();
+    return {HttpUrl::parse(target.url), std::move(target.header_lines),
+            provider ? provider() : HttpHeaderList()};
+  } catch (...) {
+    if (!uploader.counters.answered.load()) throw;
+    HttpFailure failure{Errc::io, "a fresh URL or fresh headers could not be had", ""};
+    failure.transient = true;
+    failure.cause = std::current_exception();
+    throw failure;
+  }
+}
+
 // One try, along redirects (S3 sends 307 to the region of a bucket).
-ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, HttpUrl url,
-                      const std::vector<std::string>& header_lines, const HttpDeadline& deadline,
-                      const std::stop_token& stop) {
-  const HttpUrl home = url;
-  const CurlLanePool::Lease lane = uploader.lanes.take();
+ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarget& target,
+                      const HttpDeadline& deadline, const std::stop_token& stop) {
+  const HttpUrl& home = target.url;
+  HttpUrl url = home;
+  const HttpConnections::Ticket ticket = uploader.connections.enter(home.origin(), stop);
+  const HttpConnections::Lease lane = uploader.connections.take(home.origin());
   NullSink sink;
   const auto accept = [&](const ResponseHead& head) -> BodySink* {
     if (head.status == 416) throw failure_of_status(head, {});
@@ -24,8 +49,8 @@ ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, HttpUrl url,
   };
   for (int hops = 0;; ++hops) {
     const bool is_home = url.origin() == home.origin();
-    HttpRequest request{&url, is_home, "", {}, put.body};
-    if (is_home) request.header_lines = header_lines;
+    HttpRequest request{&url, is_home, "", {}, &target.further_headers, put.body};
+    if (is_home) request.header_lines = target.header_lines;
     HttpExchange exchange(*lane, uploader.options, request, accept, uploader.counters);
     drive(*lane, stop, [&] {
       deadline.check();
@@ -51,14 +76,13 @@ ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::sto
   ResponseHead response;
   std::string name = put.display_name;
   with_retries(
-      uploader.options, deadline,
+      uploader.options, uploader.counters, deadline,
       [&] {
         while (true) {
-          const HttpPut::Target target = put.target();
-          const HttpUrl url = HttpUrl::parse(target.url);
-          if (put.display_name.empty()) name = url.shown();
+          const PutTarget target = target_of(uploader, put);
+          if (put.display_name.empty()) name = target.url.shown();
           try {
-            response = put_once(uploader, put, url, target.header_lines, deadline, stop);
+            response = put_once(uploader, put, target, deadline, stop);
             return;
           } catch (const HttpFailure& failure) {
             if (failure.transient || !put.adapt || !put.adapt(failure)) throw;

@@ -14,11 +14,13 @@ namespace tensorizer::io {
 
 // What uploads share: settings, connections that are kept, counters. Safe from many threads.
 struct HttpUploader {
-  explicit HttpUploader(HttpOptions http_options) : options(std::move(http_options)) {}
+  explicit HttpUploader(HttpOptions http_options)
+      : options(std::move(http_options)),
+        connections(options.max_connections, options.connection_key()) {}
 
   const HttpOptions options;
   HttpCounters counters;  // bytes counts what was sent, repetitions included
-  CurlLanePool lanes;
+  HttpConnections connections;
 };
 
 struct HttpPut {
@@ -27,7 +29,8 @@ struct HttpPut {
     // "Name: value", sent to the origin of the URL only.
     std::vector<std::string> header_lines = {};
   };
-  // Asked before each try: a presigned URL may have expired meanwhile.
+  // Asked before each try: a presigned URL may have expired meanwhile. What it throws after a
+  // server has answered counts as a failed try.
   std::function<Target()> target;
   // Asked about a failure that another try as it is would meet again: true where target() gives
   // another one now. May be empty.

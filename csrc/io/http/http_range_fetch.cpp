@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace tensorizer::io {
@@ -69,12 +70,104 @@ class RangeFetch::Part final : public BodySink {
   std::unique_ptr<HttpExchange> exchange;
 };
 
+// The request, and another one for the same bytes if it lags: the faster one wins. Both write the
+// same bytes to the same places, from this thread alone.
+class RangeFetch::Race {
+ public:
+  Race(RangeFetch& fetch, CurlLane& lane)
+      : fetch_(fetch), lane_(lane), started_(Clock::now()), first_(fetch, fetch.done_) {}
+
+  void run(const HttpDeadline& deadline, const std::stop_token& stop) {
+    try {
+      first_.exchange =
+          fetch_.client_.start(lane_, first_.range(), conditions(fetch_.known_), first_.acceptor(),
+                               deadline, stop, [this] { return step(); });
+      if (!first_.exchange) return;  // the second was faster
+    } catch (const HttpFailure&) {
+      if (!second_) throw;
+      first_has_failed_ = true;
+    }
+    drive(lane_, stop, [&] {
+      deadline.check();
+      return step();
+    });
+  }
+
+  // Bytes of the fetch that are in place.
+  uint64_t position() const noexcept {
+    return std::max(first_.position(), second_ ? second_->position() : kept_);
+  }
+  Clock::time_point started() const noexcept { return started_; }
+  double seconds_to_first_byte() const {
+    return first_.exchange
+               ? (first_.exchange->time_to_first_byte() - first_.exchange->time_to_connect())
+                     .count()
+               : 0;
+  }
+
+ private:
+  // True when one of the two is complete; throws HttpFailure when none is left.
+  bool step() {
+    if (second_) {
+      try {
+        if (second_->check()) return true;
+      } catch (const HttpFailure&) {
+        if (first_has_failed_) throw;
+        kept_ = std::max(kept_, second_->position());
+        second_.reset();  // the first goes on alone
+      }
+    }
+    if (first_.exchange && !first_has_failed_) {
+      try {
+        if (first_.check()) return true;
+      } catch (const HttpFailure&) {
+        if (!second_) throw;
+        first_has_failed_ = true;
+      }
+    }
+    if (!hedged_ && second_is_due()) start_second();
+    return false;
+  }
+
+  bool second_is_due() const {
+    const HttpOptions& options = fetch_.client_.options;
+    const auto elapsed = Clock::now() - started_;
+    if (options.hedge_after.count() == 0 || elapsed < options.hedge_after) return false;
+    const double seconds = std::chrono::duration<double>(elapsed).count();
+    const uint64_t received = position() - fetch_.done_;
+    if (received == 0) return seconds > 4 * fetch_.typical_.first_byte();
+    return static_cast<double>(received) / seconds < fetch_.typical_.rate() / 4;
+  }
+
+  void start_second() {
+    // What is there is not asked for again.
+    auto part = std::make_unique<Part>(fetch_, position());
+    part->exchange = fetch_.client_.start_second(lane_, part->range(), conditions(fetch_.known_),
+                                                 part->acceptor());
+    if (!part->exchange) return;
+    hedged_ = true;
+    second_ = std::move(part);
+  }
+
+  RangeFetch& fetch_;
+  CurlLane& lane_;
+  const Clock::time_point started_;
+  Part first_;
+  std::unique_ptr<Part> second_;
+  uint64_t kept_ = 0;  // bytes in place thanks to a second one that has failed
+  bool hedged_ = false;
+  bool first_has_failed_ = false;
+};
+
 uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier) {
-  const ConnectionGate::Ticket ticket = client_.gate.enter(stop);
-  const HttpDeadline deadline(client_.options);
+  HttpDeadline deadline(client_.options);
+  bool waited = false;
   with_retries(
-      client_.options, deadline,
+      client_.options, client_.counters, deadline,
       [&] {
+        // Not kept between tries: who pauses leaves the place to others.
+        const HttpClient::Permit permit = client_.enter(stop);
+        if (!std::exchange(waited, true)) deadline.restart();
         while (done_ < nbytes_ && !at_end_) attempt(deadline, stop);
       },
       [&] { return done_; },
@@ -89,48 +182,14 @@ uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier
 }
 
 void RangeFetch::attempt(const HttpDeadline& deadline, const std::stop_token& stop) {
-  const CurlLanePool::Lease lane = client_.lanes.take();
+  const HttpConnections::Lease lane = client_.take_lane(stop);
   const uint64_t start = done_;
-  const Clock::time_point started = Clock::now();
-  Part first(*this, start);
-  std::unique_ptr<Part> second;
-  // Both parts write the same bytes to the same places, from this thread alone.
-  const auto note_progress = [&] {
-    done_ = std::max(done_, first.position());
-    if (second) done_ = std::max(done_, second->position());
-  };
-  bool hedged = false;
+  Race race(*this, *lane);
   try {
-    first.exchange =
-        client_.start(*lane, first.range(), conditions(known_), first.acceptor(), deadline, stop);
-    Part* leading = &first;
-    drive(*lane, stop, [&] {
-      deadline.check();
-      if (second && leading == &first) {
-        try {
-          if (second->check()) return true;
-        } catch (const HttpFailure&) {
-          note_progress();
-          second.reset();  // the first goes on alone
-        }
-      }
-      try {
-        if (leading->check()) return true;
-      } catch (const HttpFailure&) {
-        if (!second || leading == second.get()) throw;
-        note_progress();
-        leading = second.get();
-      }
-      if (!hedged && hedge_is_due(started, leading->exchange->received())) {
-        hedged = true;
-        note_progress();  // what is there is not asked for again
-        second = start_hedge(*lane);
-      }
-      return false;
-    });
-    note_progress();
+    race.run(deadline, stop);
+    done_ = race.position();
   } catch (const HttpFailure& failure) {
-    note_progress();
+    done_ = race.position();
     // An object of unknown size ends where its server says that there is no more.
     if (failure.status == 416 && !known_.size) {
       at_end_ = true;
@@ -138,27 +197,10 @@ void RangeFetch::attempt(const HttpDeadline& deadline, const std::stop_token& st
     }
     throw;
   }
-  const double seconds = std::chrono::duration<double>(Clock::now() - started).count();
-  if (done_ > start && seconds > 0) typical_.note(static_cast<double>(done_ - start) / seconds);
-}
-
-bool RangeFetch::hedge_is_due(Clock::time_point started, uint64_t received) const {
-  if (client_.options.hedge_after.count() == 0) return false;
-  const auto elapsed = Clock::now() - started;
-  if (elapsed < client_.options.hedge_after || !client_.gate.has_idle_place()) return false;
-  const double seconds = std::chrono::duration<double>(elapsed).count();
-  return static_cast<double>(received) / seconds < typical_.get() / 4;
-}
-
-std::unique_ptr<RangeFetch::Part> RangeFetch::start_hedge(CurlLane& lane) const {
-  auto part = std::make_unique<Part>(*this, done_);
-  // Never waits: where the address must be renewed first, there is no hedge.
-  const auto target = client_.endpoint.target_now();
-  if (!target) return nullptr;
-  const HttpRequest request{&target->url, target->is_home, part->range(), conditions(known_)};
-  part->exchange = std::make_unique<HttpExchange>(lane, client_.options, request, part->acceptor(),
-                                                  client_.counters);
-  return part;
+  const double seconds = std::chrono::duration<double>(Clock::now() - race.started()).count();
+  if (done_ > start && seconds > 0)
+    typical_.note_rate(static_cast<double>(done_ - start) / seconds);
+  if (const double wait = race.seconds_to_first_byte(); wait > 0) typical_.note_first_byte(wait);
 }
 
 }  // namespace tensorizer::io

@@ -12,19 +12,24 @@
 
 namespace tensorizer::io {
 
-// Speed that one connection of a source has shown, in bytes per second; 0 while unknown. Any thread
-// may look and note.
-class TypicalRate {
+// What one connection of a source has shown: bytes per second, seconds to the first byte; 0 while
+// unknown. Any thread may look and note.
+class TypicalSpeed {
  public:
-  double get() const noexcept { return rate_.load(std::memory_order_relaxed); }
-  void note(double rate) noexcept {
-    const double before = get();
-    // A lost update only makes the average a little older.
-    rate_.store(before == 0 ? rate : before * 0.75 + rate * 0.25, std::memory_order_relaxed);
-  }
+  double rate() const noexcept { return rate_.load(std::memory_order_relaxed); }
+  double first_byte() const noexcept { return first_byte_.load(std::memory_order_relaxed); }
+  void note_rate(double rate) noexcept { note(rate_, rate); }
+  void note_first_byte(double seconds) noexcept { note(first_byte_, seconds); }
 
  private:
+  static void note(std::atomic<double>& average, double value) noexcept {
+    const double before = average.load(std::memory_order_relaxed);
+    // A lost update only makes the average a little older.
+    average.store(before == 0 ? value : before * 0.75 + value * 0.25, std::memory_order_relaxed);
+  }
+
   std::atomic<double> rate_{0};
+  std::atomic<double> first_byte_{0};
 };
 
 // Confined to one thread.
@@ -32,7 +37,7 @@ class RangeFetch {
  public:
   // Fills `slices` with the bytes from `offset` on. `known` is the object's identity; all outlive
   // this.
-  RangeFetch(HttpClient& client, TypicalRate& typical, const ResourceIdentity& known,
+  RangeFetch(HttpClient& client, TypicalSpeed& typical, const ResourceIdentity& known,
              uint64_t offset, std::span<const Slice> slices) noexcept
       : client_(client),
         typical_(typical),
@@ -47,12 +52,11 @@ class RangeFetch {
 
  private:
   class Part;
+  class Race;
   void attempt(const HttpDeadline& deadline, const std::stop_token& stop);
-  std::unique_ptr<Part> start_hedge(CurlLane& lane) const;
-  bool hedge_is_due(std::chrono::steady_clock::time_point started, uint64_t received) const;
 
   HttpClient& client_;
-  TypicalRate& typical_;
+  TypicalSpeed& typical_;
   const ResourceIdentity& known_;
   const uint64_t offset_;
   const std::span<const Slice> slices_;

@@ -21,7 +21,7 @@ void StreamSink::put(std::span<const std::byte> bytes) {
   spare_.insert(spare_.end(), bytes.begin(), bytes.end());
 }
 
-void SequentialBody::adopt(CurlLanePool::Lease lane, std::unique_ptr<StreamSink> sink,
+void SequentialBody::adopt(HttpConnections::Lease lane, std::unique_ptr<StreamSink> sink,
                            std::unique_ptr<HttpExchange> exchange, uint64_t position) {
   close();
   lane_ = std::move(lane);
@@ -34,7 +34,7 @@ void SequentialBody::adopt(CurlLanePool::Lease lane, std::unique_ptr<StreamSink>
 void SequentialBody::close() noexcept {
   exchange_.reset();
   sink_.reset();
-  lane_ = CurlLanePool::Lease();
+  lane_ = HttpConnections::Lease();
 }
 
 uint64_t SequentialBody::read_at(const ResourceIdentity& known, uint64_t offset,
@@ -42,13 +42,13 @@ uint64_t SequentialBody::read_at(const ResourceIdentity& known, uint64_t offset,
                                  const HttpFailure* earlier) {
   const uint64_t nbytes = total_nbytes(slices);
   const HttpDeadline deadline(client_.options);
-  const ConnectionGate::Ticket ticket = client_.gate.enter(stop);
   uint64_t done = 0;
   uint64_t furthest = 0;
   try {
     with_retries(
-        client_.options, deadline,
+        client_.options, client_.counters, deadline,
         [&] {
+          const HttpClient::Permit permit = client_.enter(stop);
           done = 0;  // a new pass fills the slices from their beginning
           done = advance(known, offset, slices, deadline, stop);
         },
@@ -77,6 +77,7 @@ uint64_t SequentialBody::advance(const ResourceIdentity& known, uint64_t offset,
                                  const std::stop_token& stop) {
   const uint64_t nbytes = total_nbytes(slices);
   try {
+    if (lane_ && !lane_->belongs_to_this_process()) close();
     if (!exchange_ || offset < position_) restart(known, deadline, stop);
     sink_->aim(offset - position_, slices);
     const auto note_position = [&] {
@@ -116,7 +117,7 @@ void SequentialBody::restart(const ResourceIdentity& known, const HttpDeadline& 
         "the server knows no ranges, so reading has to begin anew, and it gives neither ETag "
         "nor date and length to prove that the object is still the same",
         "read forward only, or use a server with ranges"};
-  lane_ = client_.lanes.take();
+  lane_ = client_.take_lane(stop);
   sink_ = std::make_unique<StreamSink>();
   position_ = 0;
   ended_ = false;

@@ -2,7 +2,8 @@
 //
 // Reads go forward, skipping what nobody asked for. A read that goes back, or a body that breaks
 // off, starts again from byte 0, but only where ETag, or date and size, prove that it is the same
-// object. Confined to one thread at a time.
+// object. A child that was forked leaves the body to its parent and starts one of its own. Confined
+// to one thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +43,7 @@ class SequentialBody {
 
   // Goes on with the body of the request that opened the object, `position` bytes of which were
   // taken.
-  void adopt(CurlLanePool::Lease lane, std::unique_ptr<StreamSink> sink,
+  void adopt(HttpConnections::Lease lane, std::unique_ptr<StreamSink> sink,
              std::unique_ptr<HttpExchange> exchange, uint64_t position);
 
   // Fills `slices` with the bytes from `offset` on; returns how many there were: fewer only where
@@ -62,7 +63,7 @@ class SequentialBody {
 
   HttpClient& client_;
   // In this order: the exchange ends before the sink and the lane that it uses.
-  CurlLanePool::Lease lane_;
+  HttpConnections::Lease lane_;
   std::unique_ptr<StreamSink> sink_;
   std::unique_ptr<HttpExchange> exchange_;
   uint64_t position_ = 0;  // bytes of the object that left the sink

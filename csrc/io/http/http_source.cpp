@@ -32,14 +32,82 @@ std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, HttpOptions op
   return source;
 }
 
+// The request that opens the object, and a second one where no answer comes for a while.
+class HttpSource::FirstRequest {
+ public:
+  // Waits for permission.
+  FirstRequest(HttpSource& source, const RangeRequest& request, const std::stop_token& stop)
+      : source_(source),
+        request_(request),
+        permit_(source.client_.enter(stop)),
+        started_(std::chrono::steady_clock::now()) {}
+
+  // Returns when a head was accepted. Throws HttpFailure.
+  void run(const std::string& range, const HttpDeadline& deadline, const std::stop_token& stop) {
+    HttpClient& client = source_.client_;
+    lane = client.take_lane(stop);
+    try {
+      auto first = client.start(*lane, range, {}, acceptor(), deadline, stop,
+                                [&] { return second_is_accepted(range); });
+      if (first) exchange = std::move(first);
+      second_.reset();
+    } catch (const HttpFailure&) {
+      if (!second_) throw;
+      drive(*lane, stop, [&] {
+        deadline.check();
+        return second_->accepted() || second_->check();
+      });
+      if (!second_->accepted()) throw;  // a redirect, which a second request does not follow
+      exchange = std::move(second_);
+    }
+  }
+
+  // In this order: the exchange ends before the sink and the lane that it uses.
+  HttpConnections::Lease lane;
+  std::unique_ptr<StreamSink> sink = std::make_unique<StreamSink>();
+  std::unique_ptr<HttpExchange> exchange;
+
+ private:
+  HttpExchange::Accept acceptor() {
+    return [this](const ResponseHead& head) {
+      if (accepted_) throw HttpFailure{Errc::io, "another answer was faster", ""};
+      BodySink* into = source_.accept_first(request_, head, *sink);
+      accepted_ = true;
+      return into;
+    };
+  }
+
+  bool second_is_accepted(const std::string& range) {
+    HttpClient& client = source_.client_;
+    const auto wait = client.options.hedge_after;
+    if (!hedged_ && wait.count() > 0 && std::chrono::steady_clock::now() - started_ >= wait) {
+      hedged_ = true;
+      second_ = client.start_second(*lane, range, {}, acceptor());
+    }
+    if (!second_) return false;
+    try {
+      if (!second_->accepted() && second_->check()) second_.reset();
+    } catch (const HttpFailure&) {
+      second_.reset();  // the first goes on alone
+    }
+    if (!second_ || !second_->accepted()) return false;
+    exchange = std::move(second_);
+    return true;
+  }
+
+  HttpSource& source_;
+  const RangeRequest& request_;
+  const HttpClient::Permit permit_;
+  const std::chrono::steady_clock::time_point started_;
+  std::unique_ptr<HttpExchange> second_;
+  bool hedged_ = false;
+  bool accepted_ = false;
+};
+
 void HttpSource::open_first(const std::stop_token& stop) {
   const HttpDeadline deadline(client_.options);
-  uint64_t received = 0;
   std::optional<HttpFailure> broke;
-  {
-    const ConnectionGate::Ticket ticket = client_.gate.enter(stop);
-    received = request_head(deadline, broke, stop);
-  }
+  uint64_t received = request_head(deadline, broke, stop);
   if (received == head_.size()) return;
   const Slice rest(head_.data() + received, head_.size() - received);
   received +=
@@ -53,55 +121,60 @@ uint64_t HttpSource::request_head(const HttpDeadline& deadline, std::optional<Ht
   if (end_) nbytes = std::min(nbytes, *end_ - begin_);
   const RangeRequest request{begin_, nbytes, nullptr, false};
   std::string range = std::to_string(begin_) + "-" + std::to_string(begin_ + nbytes - 1);
-  CurlLanePool::Lease lane;
-  auto sink = std::make_unique<StreamSink>();
-  std::unique_ptr<HttpExchange> exchange;
+  std::optional<FirstRequest> first;
   with_retries(
-      client_.options, deadline,
+      client_.options, client_.counters, deadline,
       [&] {
-        lane = client_.lanes.take();
-        const auto accept = [&](const ResponseHead& head) {
-          return accept_first(request, head, *sink);
-        };
+        first.reset();
         try {
-          exchange = client_.start(*lane, range, {}, accept, deadline, stop);
+          first.emplace(*this, request, stop).run(range, deadline, stop);
         } catch (const HttpFailure& failure) {
+          first.reset();  // who pauses leaves the place to others
           // Some stores refuse every range of an empty object without saying that it is empty.
           if (failure.status != 416 || begin_ != 0 || range.empty()) throw;
           range.clear();
-          exchange = client_.start(*lane, range, {}, accept, deadline, stop);
+          first.emplace(*this, request, stop).run(range, deadline, stop);
         }
       },
       [] { return uint64_t{0}; },
       [&](const HttpFailure& failure, int tries) { return open_error(failure, tries); }, stop);
-  name_ = client_.endpoint.name();
-  head_response_ = exchange->head();
-  seconds_to_connect_ = exchange->time_to_connect().count();
-  seconds_to_response_ = exchange->time_to_first_byte().count();
-  client_.gate.note_latency(exchange->time_to_first_byte() - exchange->time_to_connect());
+  HttpExchange& exchange = *first->exchange;
+  StreamSink& sink = *first->sink;
+  note_first(exchange);
   bool ended = false;
   try {
-    drive(*lane, stop, [&] {
+    drive(*first->lane, stop, [&] {
       deadline.check();
-      ended = exchange->check();
+      ended = exchange.check();
       // A ranged body is read to its end, so that the connection can be used again.
-      return ended || (sink->satisfied() && (!has_ranges_ || head_.empty()));
+      return ended || (sink.satisfied() && (!has_ranges_ || head_.empty()));
     });
   } catch (const HttpFailure& failure) {
     if (!failure.transient) throw open_error(failure, 1);
     broke = failure;
-    return head_.size() - sink->room();  // the rest is another request's
+    return head_.size() - sink.room();  // the rest is another request's
   }
-  const uint64_t received = head_.size() - sink->room();
+  const uint64_t received = head_.size() - sink.room();
   if (has_ranges_) return received;
   if (!ended) {
     MutexLock lock(sequential_mutex_);
-    sequential_.adopt(std::move(lane), std::move(sink), std::move(exchange), begin_ + received);
+    sequential_.adopt(std::move(first->lane), std::move(first->sink), std::move(first->exchange),
+                      begin_ + received);
   } else if (!identity_.size) {
     note_end(begin_ + received);
     head_.resize(received);
   }
   return received;
+}
+
+void HttpSource::note_first(const HttpExchange& exchange) {
+  name_ = client_.endpoint.name();
+  head_response_ = exchange.head();
+  seconds_to_connect_ = exchange.time_to_connect().count();
+  seconds_to_response_ = exchange.time_to_first_byte().count();
+  const auto latency = exchange.time_to_first_byte() - exchange.time_to_connect();
+  client_.gate.note_latency(latency);
+  typical_.note_first_byte(latency.count());
 }
 
 BodySink* HttpSource::accept_first(const RangeRequest& request, const ResponseHead& response,
@@ -229,7 +302,7 @@ uint64_t HttpSource::fetch(uint64_t offset, std::span<const Slice> slices,
                            const std::stop_token& stop, const HttpFailure* earlier) {
   uint64_t received = 0;
   if (has_ranges_) {
-    received = RangeFetch(client_, typical_rate_, identity_, offset, slices).run(stop, earlier);
+    received = RangeFetch(client_, typical_, identity_, offset, slices).run(stop, earlier);
   } else {
     MutexLock lock(sequential_mutex_);
     received = sequential_.read_at(identity_, offset, slices, stop, earlier);
@@ -248,7 +321,7 @@ void HttpSource::close_connections() noexcept {
     MutexLock lock(sequential_mutex_);
     sequential_.close();
   }
-  client_.lanes.close();
+  client_.connections.close();
 }
 
 }  // namespace tensorizer::io

@@ -43,7 +43,8 @@ class HttpSource final : public RangeSource {
 
   // Connections at the same time from now on; bounded by HttpOptions::max_connections.
   void fix_connections(unsigned connections) { client_.gate.fix(connections); }
-  // Ends idle connections now and the others after their request; later reads open new ones.
+  // Ends idle connections now, unless other sources use them, and the others after their request;
+  // later reads open new ones.
   void close_connections() noexcept;
 
   // Of the response that opened the object.
@@ -58,12 +59,14 @@ class HttpSource final : public RangeSource {
   HttpSource(HttpAddress address, HttpOptions options, uint64_t begin, std::optional<uint64_t> end);
 
   void open_first(const std::stop_token& stop);
+  class FirstRequest;
   // Returns how many bytes of head_ are in place.
   // Sets `broke` where the body broke off before they were all.
   uint64_t request_head(const HttpDeadline& deadline, std::optional<HttpFailure>& broke,
                         const std::stop_token& stop);
   BodySink* accept_first(const RangeRequest& request, const ResponseHead& response,
                          StreamSink& sink);
+  void note_first(const HttpExchange& exchange);
   Error open_error(const HttpFailure& failure, int tries) const;
   // Whether no read can need the server any more.
   bool is_in_memory() const;
@@ -88,7 +91,7 @@ class HttpSource final : public RangeSource {
   double seconds_to_connect_ = 0;
   double seconds_to_response_ = 0;
 
-  TypicalRate typical_rate_;
+  TypicalSpeed typical_;
   std::atomic<bool> closed_{false};
   mutable Mutex mutex_;
   std::optional<uint64_t> found_end_ GUARDED_BY(mutex_);  // of an object of unknown size

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -88,8 +89,9 @@ std::shared_ptr<FileSink> FileSink::overwrite(UniqueFd fd, const std::string& na
 
 FileSink::~FileSink() { drop_temporary(); }
 
+// The name belongs to the process that made it, not to a child that was forked meanwhile.
 void FileSink::drop_temporary() noexcept {
-  if (!temporary_.empty()) options_.calls->unlink(temporary_);
+  if (!temporary_.empty() && owner_ == getpid()) options_.calls->unlink(temporary_);
   temporary_.clear();
 }
 
@@ -107,6 +109,7 @@ void FileSink::open_unnamed() {
   }
   drop_temporary();
   temporary_ = temporary;
+  owner_ = getpid();
   fd_ = std::move(fd);
   named_ = false;
   extent_ = 0;
@@ -299,6 +302,7 @@ void FileSink::take_name() {
     std::string temporary = temporary_name(target_);
     if (calls.link(fd_.get(), temporary) != 0) throw_errno("cannot name", target_, errno);
     temporary_ = std::move(temporary);
+    owner_ = getpid();
   }
   if (calls.rename(temporary_, target_) != 0) throw_errno("cannot rename to", target_, errno);
   temporary_.clear();

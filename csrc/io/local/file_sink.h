@@ -8,6 +8,8 @@
 // index or moves the records goes into a new file, which is synced and takes the name.
 #pragma once
 
+#include <sys/types.h>
+
 #include <chrono>
 #include <memory>
 #include <string>
@@ -76,6 +78,7 @@ class FileSink final : public RangeSink {
   std::string name_;
   std::string target_;     // empty: an open descriptor, no name to take
   std::string temporary_;  // name of the file while it has one; empty for an unnamed file
+  pid_t owner_ = 0;        // the process that made that name
   PathOptions options_;
   UniqueFd fd_;
   bool named_ = false;     // published under target_

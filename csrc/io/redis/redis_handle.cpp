@@ -115,8 +115,8 @@ bool worth_retrying(std::string_view text) {
 std::string redis_server_name(const SocketOptions& socket) {
   if (!socket.unix_path.empty()) return "unix://" + socket.unix_path;
   const bool ipv6 = socket.host.find(':') != std::string::npos;
-  return (socket.tls.enabled ? "rediss://" : "redis://") +
-         (ipv6 ? "[" + socket.host + "]" : socket.host) + ":" + std::to_string(socket.port);
+  return (socket.tls ? "rediss://" : "redis://") + (ipv6 ? "[" + socket.host + "]" : socket.host) +
+         ":" + std::to_string(socket.port);
 }
 
 RedisHandle::RedisHandle(const RedisOptions& options, const std::stop_token& stop)
@@ -207,6 +207,7 @@ RedisReply RedisHandle::read_reply(const std::stop_token& stop) {
       fail_protocol(redisReaderGetError(reader_.get()));
     if (raw) {
       std::unique_ptr<RedisReply> reply(static_cast<RedisReply*>(raw));
+      answered_ = true;
       if (reply->kind == RedisReply::Kind::error) fail_reply(reply->text);
       return std::move(*reply);
     }
@@ -277,7 +278,7 @@ void RedisHandle::receive_into(Slice into, uint64_t& received, const std::stop_t
 }
 
 void RedisHandle::fail_protocol(const std::string& problem) const {
-  throw Error(Errc::io, server_ + ": not an answer that Redis gives: " + problem, server_);
+  throw RedisProtocolError(server_ + ": not an answer that Redis gives: " + problem, server_);
 }
 
 void RedisHandle::fail_reply(const std::string& text) const {

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "io/redis/net_socket.h"
+#include "io/curl/curl_socket.h"
 #include "io/retry.h"
 
 namespace tensorizer::io {
@@ -52,6 +52,13 @@ class RedisServerError : public Error {
   RedisServerError(const std::string& what, std::string server, bool worth_retrying)
       : Error(Errc::io, what, std::move(server)), again(worth_retrying) {}
   bool again;
+};
+
+// What came is no answer that Redis gives: nothing will be better on another connection.
+class RedisProtocolError : public Error {
+ public:
+  RedisProtocolError(const std::string& what, std::string server)
+      : Error(Errc::io, what, std::move(server)) {}
 };
 
 struct RedisReaderDeleter {
@@ -88,6 +95,11 @@ class RedisHandle {
   RedisReply command(std::initializer_list<std::string_view> words, const std::stop_token& stop);
 
   const std::string& server() const noexcept { return server_; }
+  // Whether a reply has come.
+  bool answered() const noexcept { return answered_; }
+  bool belongs_to_this_process() const noexcept { return socket_.belongs_to_this_process(); }
+
+  uint64_t generation = 0;  // the pool's
 
  private:
   void log_in(const RedisOptions& options, const std::stop_token& stop);
@@ -100,7 +112,8 @@ class RedisHandle {
 
   std::string server_;
   std::string login_problem_;  // what AUTH said, for the error that follows from it
-  NetSocket socket_;
+  CurlSocket socket_;
+  bool answered_ = false;
   std::string output_;
   std::vector<std::byte> input_;  // received and not yet consumed: [begin_, end_)
   size_t begin_ = 0;

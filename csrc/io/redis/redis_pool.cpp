@@ -1,30 +1,28 @@
 #include "io/redis/redis_pool.h"
 
-#include <unistd.h>
-
 namespace tensorizer::io {
 
 std::unique_ptr<RedisHandle> RedisPool::take(const std::stop_token& stop) {
+  uint64_t closed_times = 0;
   {
     MutexLock lock(mutex_);
-    if (owner_pid_ != ::getpid()) {
-      // Closing our copies of the sockets does not end the parent's connections; no TLS farewell is
-      // ever sent.
-      idle_.clear();
-      owner_pid_ = ::getpid();
-    }
+    std::erase_if(idle_, [](const auto& handle) { return !handle->belongs_to_this_process(); });
     if (!idle_.empty()) {
       std::unique_ptr<RedisHandle> handle = std::move(idle_.back());
       idle_.pop_back();
       return handle;
     }
+    closed_times = closed_times_;
   }
-  return std::make_unique<RedisHandle>(options_, stop);
+  auto handle = std::make_unique<RedisHandle>(options_, stop);
+  handle->generation = closed_times;
+  return handle;
 }
 
 void RedisPool::give_back(std::unique_ptr<RedisHandle> handle) {
   MutexLock lock(mutex_);
-  if (idle_.size() < options_.connections) idle_.push_back(std::move(handle));
+  if (handle->generation == closed_times_ && idle_.size() < options_.connections)
+    idle_.push_back(std::move(handle));
 }
 
 void RedisPool::close_idle() {
@@ -32,12 +30,24 @@ void RedisPool::close_idle() {
   idle_.clear();
 }
 
-void wait_before_retry(RetryState& failures, uint64_t progress_nbytes,
-                       const std::stop_token& stop) {
-  const auto delay = failures.after_failure(std::chrono::steady_clock::now(), progress_nbytes,
-                                            retry_chance(), std::nullopt);
-  if (!delay) throw;
-  sleep_unless_stopped(*delay, stop);
+void RedisPool::close() {
+  MutexLock lock(mutex_);
+  ++closed_times_;
+  idle_.clear();
+}
+
+void wait_before_retry(RetryState& failures, const FailedTry& failed, const std::stop_token& stop) {
+  const auto delay = failures.after_failure(failed);
+  if (delay) return failures.wait(*delay, stop);
+  if (failures.end() != RetryEnd::never_answered) throw;
+  try {
+    throw;
+  } catch (const SocketError& error) {
+    SocketError explained(std::string(error.what()) + "; " + kNeverAnsweredHint, error.source,
+                          false);
+    explained.system_errno = error.system_errno;
+    throw explained;
+  }
 }
 
 }  // namespace tensorizer::io

@@ -2,6 +2,7 @@
 // to the parent.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -18,20 +19,29 @@ class RedisPool {
 
   // An idle connection, or a new one.
   std::unique_ptr<RedisHandle> take(const std::stop_token& stop);
-  // Takes back a connection that is in step; one too many is closed.
+  // Takes back a connection that is in step; one too many, or one that was open at a close(), is
+  // ended.
   void give_back(std::unique_ptr<RedisHandle> handle);
-  // Closes the idle connections: after one has broken, its siblings are no better.
+  // Ends the idle connections: after one has broken, its siblings are no better.
   void close_idle();
+  // Ends idle connections now and the others when they come back. Later ones are new.
+  void close();
+
+  // Whether the server has ever answered.
+  bool answered() const noexcept { return answered_.load(std::memory_order_relaxed); }
+  void note_answer() noexcept { answered_.store(true, std::memory_order_relaxed); }
 
  private:
   const RedisOptions options_;
+  std::atomic<bool> answered_{false};
   Mutex mutex_;
   std::vector<std::unique_ptr<RedisHandle>> idle_ GUARDED_BY(mutex_);
-  int owner_pid_ GUARDED_BY(mutex_) = 0;
+  uint64_t closed_times_ GUARDED_BY(mutex_) = 0;
 };
 
-// REQUIRES: called while an exception is handled, which it rethrows when there is no further try.
-void wait_before_retry(RetryState& failures, uint64_t progress_nbytes, const std::stop_token& stop);
+// REQUIRES: called while an exception is handled, which it rethrows when there is no further try,
+// with a hint where the server has never answered.
+void wait_before_retry(RetryState& failures, const FailedTry& failed, const std::stop_token& stop);
 
 // Runs `use(handle)` with a connection of the pool, again with a new one when the connection broke
 // or the server asked for patience, as the pool's retry policy has it. `progress()` counts bytes
@@ -41,18 +51,25 @@ void with_connection(RedisPool& pool, const std::stop_token& stop, Progress prog
   RetryState failures(pool.options().retry);
   while (true) {
     const uint64_t before = progress();
+    std::unique_ptr<RedisHandle> handle;
+    const auto failed = [&] {
+      if (handle && handle->answered()) pool.note_answer();
+      return FailedTry{progress() - before, pool.answered()};
+    };
     try {
-      std::unique_ptr<RedisHandle> handle = pool.take(stop);
+      handle = pool.take(stop);
       use(*handle);
+      pool.note_answer();
       pool.give_back(std::move(handle));
       return;
     } catch (const RedisServerError& error) {
       if (!error.again) throw;
-      wait_before_retry(failures, progress() - before, stop);
-    } catch (const Error& error) {
-      if (error.code() != Errc::io) throw;
+      pool.note_answer();
+      wait_before_retry(failures, failed(), stop);
+    } catch (const SocketError& error) {
+      if (!error.passing) throw;
       pool.close_idle();
-      wait_before_retry(failures, progress() - before, stop);
+      wait_before_retry(failures, failed(), stop);
     }
   }
 }

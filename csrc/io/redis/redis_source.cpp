@@ -47,23 +47,15 @@ RedisSource::RedisSource(RedisOptions options, std::string prefix, const std::st
   open(stop);
 }
 
-// Unlike a read, opening does not insist: a server that is not there is reported at once, and only
-// one that is still loading its data is waited for.
 void RedisSource::open(const std::stop_token& stop) {
-  RetryState failures(pool_.options().retry);
-  while (!layout_) {
-    try {
-      std::unique_ptr<RedisHandle> redis = pool_.take(stop);
-      std::vector<std::string> keys = list_keys(*redis, stop);
-      if (keys.empty())
-        throw Error(Errc::not_found, name_ + ": no key begins with \"" + prefix_ + ":\"", name_);
-      layout_.emplace(measure(*redis, std::move(keys), stop));
-      pool_.give_back(std::move(redis));
-    } catch (const RedisServerError& error) {
-      if (!error.again) throw;
-      wait_before_retry(failures, 0, stop);
-    }
-  }
+  with_connection(
+      pool_, stop, [] { return uint64_t{0}; },
+      [&](RedisHandle& redis) {
+        std::vector<std::string> keys = list_keys(redis, stop);
+        if (keys.empty())
+          throw Error(Errc::not_found, name_ + ": no key begins with \"" + prefix_ + ":\"", name_);
+        layout_.emplace(measure(redis, std::move(keys), stop));
+      });
 }
 
 std::vector<std::string> RedisSource::list_keys(RedisHandle& redis,

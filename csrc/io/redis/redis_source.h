@@ -38,6 +38,10 @@ class RedisSource final : public RangeSource {
     return bytes_read_.load(std::memory_order_relaxed);
   }
 
+  // Ends idle connections now and the others after their read; later reads open new ones.
+  void close_connections() { pool_.close(); }
+  void close() noexcept override { pool_.close(); }
+
   // End of the last value.
   uint64_t end() const noexcept { return layout_->end(); }
 

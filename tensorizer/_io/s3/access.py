@@ -31,6 +31,11 @@ class _Identity(NamedTuple):
     from_chain: bool = False
     refreshes: bool = False  # the credentials change from time to time
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether arguments or a configuration file of s3cmd gave keys."""
+        return not self.unsigned and None not in self.keys
+
 
 class S3Access:
     """A boto3 client, made when first used, and what messages say about it. Shows no keys.
@@ -82,13 +87,14 @@ class S3Access:
             logger.info("S3 endpoint %s, %s", self.host, self.source)
 
 
-def resolve(options: S3Options, defaults: S3Defaults, *, write: bool) -> S3Access:
+def resolve(location: S3Location, options: S3Options, defaults: S3Defaults, *, write: bool) -> S3Access:
     """Finds credentials and endpoint.
 
     Args:
+        location: Of the object.
         options: What the caller passed.
         defaults: What programs may replace. Its endpoints are used where no source names one, unless the credentials
-            are of the AWS chain.
+            are of the AWS chain, or the bucket is one that only AWS has.
         write: For writing. Without any credentials, reads go on unsigned.
 
     Raises:
@@ -110,17 +116,34 @@ def resolve(options: S3Options, defaults: S3Defaults, *, write: bool) -> S3Acces
     config = _file_or_arguments(options, defaults)
     session = make_session(options.profile)
     identity = _identify(session, options, config, anonymous=not write)
-    default = defaults.write_endpoint if write else defaults.read_endpoint
-    url = _endpoint(session, options, config, defaults, None if identity.from_chain else default)
-    access = _access(session, options, identity, url)
+    endpoint = _endpoint(session, options, config, defaults)
+    is_default = endpoint is None and not identity.from_chain and not location.is_express
+    if is_default:
+        default = defaults.write_endpoint if write else defaults.read_endpoint
+        endpoint = _as_url(default, options, config, defaults, allow_http=False) if default else None
+    access = _access(session, options, identity, endpoint, location)
     access.announce()
+    if is_default and identity.has_keys:
+        _warn_of_default(access)
     return access
 
 
-def access_at(options: S3Options, endpoint: Optional[str], *, write: bool) -> S3Access:
+def access_at(location: S3Location, options: S3Options, endpoint: Optional[str], *, write: bool) -> S3Access:
     """The arguments or the AWS chain, at exactly this endpoint; no configuration file of s3cmd is read."""
     session = make_session(None)
-    return _access(session, options, _identify(session, options, None, anonymous=not write), endpoint)
+    return _access(session, options, _identify(session, options, None, anonymous=not write), endpoint, location)
+
+
+def _warn_of_default(access: S3Access) -> None:
+    """Says once per host that keys go to a host that nobody named."""
+    if (access.host, "") not in _announced:
+        _announced.add((access.host, ""))
+        logger.warning(
+            "no S3 endpoint was named: requests signed with %s go to the default host %s; "
+            "pass s3_endpoint or set AWS_ENDPOINT_URL_S3",
+            access.source,
+            access.host,
+        )
 
 
 def _file_or_arguments(options: S3Options, defaults: S3Defaults) -> Optional[ParsedCredentials]:
@@ -153,33 +176,35 @@ def _identify(session: Any, options: S3Options, config: Optional[ParsedCredentia
 
 
 def _endpoint(
-    session: Any,
-    options: S3Options,
-    config: Optional[ParsedCredentials],
-    defaults: S3Defaults,
-    default: Optional[str],
+    session: Any, options: S3Options, config: Optional[ParsedCredentials], defaults: S3Defaults
 ) -> Optional[str]:
-    """URL of the store; ``None`` for AWS's own."""
-    allow_http = False
+    """URL of the store; ``None`` where nobody named one."""
     endpoint = options.endpoint or (config.s3_endpoint if config is not None else None)
-    if not endpoint:
-        endpoint = configured_endpoint(session)
-        allow_http = endpoint is not None
-    endpoint = endpoint or default
-    if not endpoint:
-        return None
+    if endpoint:
+        return _as_url(endpoint, options, config, defaults, allow_http=False)
+    endpoint = configured_endpoint(session)
+    return None if endpoint is None else _as_url(endpoint, options, config, defaults, allow_http=True)
+
+
+def _as_url(
+    endpoint: str, options: S3Options, config: Optional[ParsedCredentials], defaults: S3Defaults, allow_http: bool
+) -> str:
     force_http = options.force_http
     if force_http is None:
         force_http = config is not None and config.use_https is False
     return defaults.enforce_scheme(endpoint, allow_http, force_http)
 
 
-def _access(session: Any, options: S3Options, identity: _Identity, endpoint: Optional[str]) -> S3Access:
+def _access(
+    session: Any, options: S3Options, identity: _Identity, endpoint: Optional[str], location: S3Location
+) -> S3Access:
     def client() -> Any:
         from botocore import UNSIGNED
 
         keys = (None, None, None) if identity.unsigned else (*identity.keys, options.session_token)
-        signature = UNSIGNED if identity.unsigned else options.signature_version or "s3v4"
+        # Sessions have signatures of their own, which botocore finds where it may choose.
+        named = None if location.is_express else options.signature_version or "s3v4"
+        signature = UNSIGNED if identity.unsigned else named
         return make_client(session, endpoint, keys, options.region_name, signature, options.certificate_handling)
 
     checksums = chosen_checksums(session, "request_checksum_calculation")

@@ -6,15 +6,18 @@ GETs of presigned URLs that are renewed before they expire, writes are PUTs of p
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import TYPE_CHECKING, BinaryIO, Optional, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
 from tensorizer._io.http import CURLStreamFile
 from tensorizer._io.options import CAInfo
 from tensorizer._io.s3.access import S3Access, access_at, resolve
-from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults, S3Options, parse_s3_uri
+from tensorizer._io.s3.extra_args import check_names
+from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults, S3Location, S3Options, parse_s3_uri
+from tensorizer._io.s3.signing import SignedRequest, presign
 from tensorizer._io.upload_on_close import UploadOnClose
-from tensorizer._system.redaction import hidden
 
 if TYPE_CHECKING:
     from tensorizer import _C
@@ -24,8 +27,9 @@ __all__ = ["open_read", "open_write", "s3_download", "s3_download_url", "s3_uplo
 _DAY = 86400
 # Presigned URLs are replaced this long before they expire.
 _RENEW_SECONDS = 3600.0
-# Signatures of credentials that change are worth no more than the credentials.
+# Signatures of credentials that change are worth no more than the credentials; those of S3 Express end after 300 s.
 _CHANGING_SECONDS = 300.0
+_SESSION_SECONDS = 60.0
 
 
 def _url_seconds() -> int:
@@ -34,15 +38,12 @@ def _url_seconds() -> int:
     return (now // _DAY + 2) * _DAY - now
 
 
-def _presigned(access: S3Access, uri: str) -> str:
-    location = parse_s3_uri(uri)
-    url: str = access.client.generate_presigned_url(
-        "get_object", Params={"Bucket": location.bucket, "Key": location.key}, ExpiresIn=_url_seconds()
-    )
-    return cast(str, hidden(url))
+def _signed(access: S3Access, location: S3Location, extra: Mapping[str, Any]) -> SignedRequest:
+    return presign(access.client, "get_object", {**location.params, **extra}, _url_seconds())
 
 
 def _explicit_access(
+    location: S3Location,
     access_key_id: Optional[str],
     secret_access_key: Optional[str],
     endpoint: Optional[str],
@@ -60,7 +61,7 @@ def _explicit_access(
     )
     if endpoint and "://" not in endpoint:
         endpoint = "https://" + endpoint
-    return access_at(options, endpoint or None, write=write)
+    return access_at(location, options, endpoint or None, write=write)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -75,11 +76,10 @@ def s3_download_url(
     s3_signature_version: Optional[str] = None,
 ) -> str:
     """A presigned URL of an object, good for 24 to 48 hours; plain where there are no credentials."""
-    parse_s3_uri(path_uri)
-    access = _explicit_access(
-        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, write=False
-    )
-    return _presigned(access, path_uri)
+    location = parse_s3_uri(path_uri)
+    keys = s3_access_key_id, s3_secret_access_key
+    access = _explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
+    return _signed(access, location, {}).url
 
 
 def s3_download(
@@ -100,40 +100,39 @@ def s3_download(
         ValueError: Not an S3 URI.
         OSError: It cannot be opened.
     """
-    parse_s3_uri(path_uri)
-    access = _explicit_access(
-        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, write=False
-    )
+    location = parse_s3_uri(path_uri)
+    keys = s3_access_key_id, s3_secret_access_key
+    access = _explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
     options = S3Options(certificate_handling=certificate_handling)
-    return _open_presigned(access, path_uri, options, begin, end, buffer_size)
+    return _open_presigned(access, location, options, begin, end, buffer_size)
 
 
 def _open_presigned(
     access: S3Access,
-    uri: str,
+    location: S3Location,
     options: S3Options,
     begin: Optional[int],
     end: Optional[int],
     buffer_size: Optional[int],
-    defaults: Optional[S3Defaults] = None,
+    make_url: Optional[Callable[[], str]] = None,
 ) -> CURLStreamFile:
     lifetime = _CHANGING_SECONDS if access.refreshes else max(60.0, _url_seconds() - _RENEW_SECONDS)
+    if location.is_express:
+        lifetime = _SESSION_SECONDS
 
-    def url() -> str:
-        if defaults is not None and defaults.download_url is not None:
-            return defaults.download_url(uri, *access.arguments)
-        return _presigned(access, uri)
-
+    extra = options.extra("get")
+    first = SignedRequest(make_url(), {}) if make_url is not None else _signed(access, location, extra)
     return CURLStreamFile(
-        url(),
+        first.url,
         begin=begin,
         end=end,
+        headers=first.headers,  # the same for every URL of the object
         buffer_size=buffer_size,
         certificate_handling=options.certificate_handling,
         http_options=options.http_options,
-        url_provider=url,
+        url_provider=make_url or (lambda: _signed(access, location, extra).url),
         url_lifetime=lifetime,
-        display_name=access.describe(parse_s3_uri(uri)),
+        display_name=access.describe(location),
     )
 
 
@@ -149,16 +148,28 @@ def open_read(
     """Opens an object for reading; arguments as for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
-        ValueError: Not an S3 URI, a bad range, plain HTTP that nobody asked for.
+        ValueError: Not an S3 URI, a bad range, plain HTTP that nobody asked for, unknown ``s3_extra_args``.
         botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile, an empty key.
         OSError: It cannot be opened.
     """
-    parse_s3_uri(uri)
-    access = resolve(options, defaults, write=False)
+    location = parse_s3_uri(uri)
+    access = resolve(location, options, defaults, write=False)
+    make_url = None
+    if options.extra("get"):
+        _refuse_extra_args("get", defaults.download or defaults.download_url)
+        check_names(access.client, "get", options.extra("get"))
+    if defaults.download_url is not None:
+        make_url = functools.partial(defaults.download_url, uri, *access.arguments)
     if defaults.download is not None:
         stream = defaults.download(uri, *access.arguments, buffer_size, begin, end, options.certificate_handling)
         return cast(CURLStreamFile, stream)
-    return _open_presigned(access, uri, options, begin, end, buffer_size, defaults)
+    return _open_presigned(access, location, options, begin, end, buffer_size, make_url)
+
+
+def _refuse_extra_args(kind: str, replaced: Optional[Callable[..., Any]]) -> None:
+    if replaced is not None:
+        name = getattr(replaced, "__name__", repr(replaced))
+        raise ValueError(f"s3_extra_args[{kind!r}]: the function {name} that replaces the package's own takes none")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -179,18 +190,26 @@ def s3_upload(
         ValueError: Not an S3 URI.
         Exception: What boto3 raises.
     """
-    parse_s3_uri(target_uri)
-    access = _explicit_access(
-        s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name, s3_signature_version, write=True
-    )
-    _upload_file(access, path, target_uri, with_threads=True)
+    location = _parse_target(target_uri)
+    keys = s3_access_key_id, s3_secret_access_key
+    access = _explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=True)
+    _upload_file(access, path, location, {}, with_threads=True)
 
 
-def _upload_file(access: S3Access, path: str, uri: str, with_threads: bool) -> None:
+def _parse_target(uri: str) -> S3Location:
+    location = parse_s3_uri(uri)
+    if location.version is not None:
+        raise ValueError(f"{location}: a version of an object cannot be written, it is the store that numbers them")
+    return location
+
+
+def _upload_file(
+    access: S3Access, path: str, location: S3Location, extra: Mapping[str, Any], with_threads: bool
+) -> None:
     from boto3.s3.transfer import TransferConfig
 
-    location = parse_s3_uri(uri)
-    access.client.upload_file(path, location.bucket, location.key, Config=TransferConfig(use_threads=with_threads))
+    config = TransferConfig(use_threads=with_threads)
+    access.client.upload_file(path, location.bucket, location.key, ExtraArgs=dict(extra), Config=config)
 
 
 def open_write(uri: str, options: S3Options, defaults: S3Defaults) -> BinaryIO:
@@ -200,17 +219,23 @@ def open_write(uri: str, options: S3Options, defaults: S3Defaults) -> BinaryIO:
     temporary file, which boto3 uploads; a serializer writes the parts of an upload instead, without a file.
 
     Raises:
-        ValueError: Not an S3 URI, plain HTTP that nobody asked for, a bad budget.
+        ValueError: Not an S3 URI, one of a version, plain HTTP that nobody asked for, unknown ``s3_extra_args``.
         botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile.
     """
-    location = parse_s3_uri(uri)
-    access = resolve(options, defaults, write=True)
+    location = _parse_target(uri)
+    access = resolve(location, options, defaults, write=True)
+    extra = options.extra("put")
+    if extra:
+        _refuse_extra_args("put", defaults.upload)
+        check_names(access.client, "put", extra)
+    replaced = defaults.upload
+    if replaced is not None:
+        return cast(BinaryIO, UploadOnClose(lambda path, _: replaced(path, uri, *access.arguments), str(location)))
+
+    import boto3.s3.transfer  # noqa: F401 - now: at the end of the interpreter its imports fail
 
     def upload(path: str, with_threads: bool) -> None:
-        if defaults.upload is not None:
-            defaults.upload(path, uri, *access.arguments)
-        else:
-            _upload_file(access, path, uri, with_threads)
+        _upload_file(access, path, location, extra, with_threads)
 
     def open_sink() -> _C.MultipartSink:
         from tensorizer._io.s3.upload import open_multipart_sink

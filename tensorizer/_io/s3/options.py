@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
+
+from tensorizer._io.s3.extra_args import check_kinds
 
 if TYPE_CHECKING:
     from tensorizer._io.options import CAInfo, HTTPOptions
@@ -22,17 +24,28 @@ WRITE_ENDPOINT = "object.ord1.coreweave.com"
 
 
 class S3Location(NamedTuple):
-    """A bucket and a key."""
+    """A bucket, a key, and perhaps one version of the object."""
 
     bucket: str
     key: str
+    version: Optional[str] = None
 
     def __str__(self) -> str:
-        return f"s3://{self.bucket}/{self.key}"
+        return f"s3://{self.bucket}/{self.key}" + (f"?versionId={self.version}" if self.version else "")
+
+    @property
+    def is_express(self) -> bool:
+        """Whether the bucket is one of S3 Express, which only AWS has: its requests are signed for sessions."""
+        return self.bucket.endswith("--x-s3")
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """As requests for the object name it."""
+        return {"Bucket": self.bucket, "Key": self.key, **({"VersionId": self.version} if self.version else {})}
 
 
 def parse_s3_uri(uri: str) -> S3Location:
-    """Splits ``s3://bucket/key``; query and fragment are no part of the key.
+    """Splits ``s3://bucket/key[?versionId=...]``; the rest of the query, and a fragment, are no part of the key.
 
     Raises:
         ValueError: Another scheme, or no bucket.
@@ -40,7 +53,7 @@ def parse_s3_uri(uri: str) -> S3Location:
     parts = urlsplit(uri)
     if parts.scheme.lower() != "s3" or not parts.netloc:
         raise ValueError(f"Invalid S3 URI: {uri}")
-    return S3Location(parts.netloc, parts.path.lstrip("/"))
+    return S3Location(parts.netloc, parts.path.lstrip("/"), parse_qs(parts.query).get("versionId", [None])[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +70,7 @@ class S3Options:
     session_token: Optional[str] = dataclasses.field(default=None, repr=False)
     profile: Optional[str] = None
     client_factory: Optional[Callable[..., Any]] = None
+    extra_args: Optional[Mapping[str, Mapping[str, Any]]] = dataclasses.field(default=None, repr=False)
     memory_budget: Optional[int] = None
     certificate_handling: Optional[CAInfo] = None
     http_options: Optional[HTTPOptions] = None
@@ -64,6 +78,11 @@ class S3Options:
     def __post_init__(self) -> None:
         if self.memory_budget is not None and self.memory_budget < 1:
             raise ValueError(f"memory_budget: wanted a number of bytes above 0, found {self.memory_budget}")
+        object.__setattr__(self, "extra_args", check_kinds(self.extra_args))
+
+    def extra(self, kind: str) -> Mapping[str, Any]:
+        """The caller's own parameters of ``"get"`` or ``"put"`` requests."""
+        return (self.extra_args or {}).get(kind, {})
 
 
 @dataclasses.dataclass(frozen=True)

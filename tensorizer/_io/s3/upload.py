@@ -6,12 +6,14 @@ import base64
 import logging
 import re
 import threading
+from collections.abc import Mapping
 from typing import Any, Optional
 
 from tensorizer import _C
 from tensorizer._io.options import HTTPOptions
 from tensorizer._io.s3.access import S3Access
 from tensorizer._io.s3.errors import explain, s3_code, translated
+from tensorizer._io.s3.extra_args import params_of
 from tensorizer._io.s3.options import S3Location, S3Options
 from tensorizer._io.s3.signing import presign
 from tensorizer.errors import StreamError
@@ -37,10 +39,11 @@ class S3Upload:
     way. A store that answers that it knows none gets none from then on, unless the user's AWS settings insist.
     """
 
-    def __init__(self, access: S3Access, location: S3Location) -> None:
+    def __init__(self, access: S3Access, location: S3Location, extra: Mapping[str, Any]) -> None:
         self._client = access.client
         self._host = access.host
-        self._target = {"Bucket": location.bucket, "Key": location.key}
+        self._target = location.params
+        self._extra = extra
         self._upload_id: Optional[str] = None
         self._insists = access.checksums == "when_supported"
         self._adds_checksums = access.checksums != "when_required" and (
@@ -64,18 +67,19 @@ class S3Upload:
 
     def _create(self) -> Any:
         params = {"ChecksumAlgorithm": "CRC32"} if self._adds_checksums else {}
-        return self._call("begin", self._client.create_multipart_upload, **self._target, **params)
+        return self._call("begin", "create_multipart_upload", **params)
 
     def request(self, number: int, crc32: int) -> tuple[str, list[tuple[str, str]]]:
         """URL and headers of the next try to send part ``number``, or, for 0, the whole object."""
-        params: dict[str, Any] = dict(self._target)
+        method = "upload_part" if number else "put_object"
+        params = self._params(method)
         if number:
             params.update(PartNumber=number, UploadId=self._upload_id)
         with self._lock:
             self._checksums.pop(number, None)
             if self._adds_checksums:
                 self._checksums[number] = params["ChecksumCRC32"] = base64.b64encode(crc32.to_bytes(4, "big")).decode()
-        signed = presign(self._client, "upload_part" if number else "put_object", params, URL_SECONDS)
+        signed = presign(self._client, method, params, URL_SECONDS)
         return signed.url, list(signed.headers.items())
 
     def adapt(self, number: int, status: int, reason: str) -> bool:
@@ -107,7 +111,7 @@ class S3Upload:
         parts = [self._part(number, etag) for number, etag in enumerate(etags, 1)]
         whole = {"UploadId": self._upload_id, "MultipartUpload": {"Parts": parts}}
         try:
-            self._call("complete", self._client.complete_multipart_upload, **self._target, **whole)
+            self._call("complete", "complete_multipart_upload", **whole)
         except StreamError as error:
             # A repeated request whose first answer was lost finds no upload any more, and the object in its place.
             if s3_code(error.__cause__) != "NoSuchUpload" or not self._is_complete(len(etags)):
@@ -120,7 +124,7 @@ class S3Upload:
 
     def _is_complete(self, parts: int) -> bool:
         try:
-            etag = str(self._client.head_object(**self._target)["ETag"])
+            etag = str(self._client.head_object(**self._params("head_object", without_conditions=True))["ETag"])
         except Exception:
             return False
         return etag.strip('"').endswith(f"-{parts}")
@@ -128,16 +132,21 @@ class S3Upload:
     def abort(self) -> None:
         """Ends the upload and frees its parts. Does not raise: something else has failed already."""
         try:
-            self._client.abort_multipart_upload(**self._target, UploadId=self._upload_id)
+            self._client.abort_multipart_upload(**self._params("abort_multipart_upload"), UploadId=self._upload_id)
         except Exception as error:
             if s3_code(error) != "NoSuchUpload":
                 logger.warning("%s", explain(error, "abort the upload of", self.name))
 
-    def _call(self, operation: str, method: Any, **params: Any) -> Any:
+    def _params(self, method: str, without_conditions: bool = False) -> dict[str, Any]:
+        """The object, and those of the caller's own parameters that belong to the method."""
+        extra = params_of(self._client, method, self._extra)
+        return {**self._target, **{n: v for n, v in extra.items() if not (without_conditions and n.startswith("If"))}}
+
+    def _call(self, operation: str, method: str, **params: Any) -> Any:
         from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
 
         try:
-            return method(**params)
+            return getattr(self._client, method)(**self._params(method), **params)
         except (ClientError, ConnectionError, HTTPClientError) as error:  # missing credentials stay what they are
             raise translated(error, f"{operation} the upload of", self.name) from error
 
@@ -148,7 +157,7 @@ def open_multipart_sink(access: S3Access, location: S3Location, options: S3Optio
     Without ``options.memory_budget`` the parts that wait or are on their way take as many part sizes as there are
     uploads at the same time, and two.
     """
-    upload = S3Upload(access, location)
+    upload = S3Upload(access, location, options.extra("put"))
     http = options.http_options or HTTPOptions()
     return _C.MultipartSink(
         upload,

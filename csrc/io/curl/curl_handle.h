@@ -10,12 +10,11 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <stop_token>
 #include <string>
 #include <vector>
-
-#include "core/sync.h"
 
 namespace tensorizer::io {
 
@@ -86,42 +85,7 @@ struct CurlCompletion {
   CURLcode code = CURLE_OK;
 };
 
-// Lanes that wait with their connections open. Internally locked.
-class CurlLanePool {
- public:
-  // Gives the lane back, or ends its connections if the pool was closed meanwhile.
-  class Lease {
-   public:
-    Lease() = default;
-    Lease(CurlLanePool* pool, std::unique_ptr<CurlLane> lane) noexcept
-        : pool_(pool), lane_(std::move(lane)) {}
-    Lease(Lease&&) = default;
-    Lease& operator=(Lease&& other) noexcept {
-      std::swap(pool_, other.pool_);
-      std::swap(lane_, other.lane_);
-      return *this;
-    }
-    ~Lease() {
-      if (lane_) pool_->give_back(std::move(lane_));
-    }
-    CurlLane& operator*() const noexcept { return *lane_; }
-    explicit operator bool() const noexcept { return lane_ != nullptr; }
-
-   private:
-    CurlLanePool* pool_ = nullptr;
-    std::unique_ptr<CurlLane> lane_;
-  };
-
-  Lease take();
-  // Ends the connections of idle lanes, and those of busy ones when they come back.
-  void close() noexcept;
-
- private:
-  void give_back(std::unique_ptr<CurlLane> lane) noexcept;
-
-  Mutex mutex_;
-  std::vector<std::unique_ptr<CurlLane>> idle_ GUARDED_BY(mutex_);
-  bool closed_ GUARDED_BY(mutex_) = false;
-};
+// Runs `lane` until `done()` says so; throws Errc::cancelled on a stop. done() may throw.
+void drive(CurlLane& lane, const std::stop_token& stop, const std::function<bool()>& done);
 
 }  // namespace tensorizer::io

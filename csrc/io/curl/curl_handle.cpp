@@ -1,4 +1,4 @@
-#include "io/http/curl_handle.h"
+#include "io/curl/curl_handle.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -9,9 +9,12 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/stop.h"
 
 namespace tensorizer::io {
 namespace {
+
+constexpr std::chrono::milliseconds kPollInterval{100};
 
 void initialise_curl() {
   static std::once_flag once;
@@ -134,35 +137,15 @@ void CurlLane::wait(std::chrono::milliseconds timeout) {
   if (code != CURLM_OK) throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
 }
 
-CurlLanePool::Lease CurlLanePool::take() {
-  std::unique_ptr<CurlLane> lane;
-  {
-    MutexLock lock(mutex_);
-    while (!lane && !idle_.empty()) {
-      lane = std::move(idle_.back());
-      idle_.pop_back();
-      if (!lane->belongs_to_this_process()) lane.reset();
-    }
+void drive(CurlLane& lane, const std::stop_token& stop, const std::function<bool()>& done) {
+  SigpipeGuard guard;
+  std::stop_callback wake(stop, [&lane] { lane.wake(); });
+  for (;;) {
+    lane.perform();
+    if (done()) return;
+    throw_if_stopped(stop);
+    lane.wait(kPollInterval);
   }
-  if (!lane) lane = std::make_unique<CurlLane>();
-  return {this, std::move(lane)};
-}
-
-void CurlLanePool::give_back(std::unique_ptr<CurlLane> lane) noexcept {
-  MutexLock lock(mutex_);
-  if (closed_) return;
-  try {
-    idle_.push_back(std::move(lane));
-  } catch (const std::bad_alloc&) {
-    // the lane ends its connections instead
-  }
-}
-
-void CurlLanePool::close() noexcept {
-  std::vector<std::unique_ptr<CurlLane>> lanes;
-  MutexLock lock(mutex_);
-  closed_ = true;
-  lanes.swap(idle_);
 }
 
 }  // namespace tensorizer::io

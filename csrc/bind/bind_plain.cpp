@@ -1,0 +1,125 @@
+// Writing payloads without records (.safetensors), and digests of what is in memory.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "bind/bindings.h"
+#include "bind/gil.h"
+#include "core/run_workers.h"
+#include "core/stop.h"
+#include "core/threads.h"
+#include "format/digest.h"
+#include "save/copy_bytes.h"
+#include "save/plain_writer.h"
+
+namespace tensorizer::bind {
+namespace {
+
+using save::PlainPiece;
+using save::PlainWriter;
+
+std::span<const std::byte> memory_at(uint64_t address, uint64_t nbytes) {
+  return {reinterpret_cast<const std::byte*>(address), nbytes};
+}
+
+// (offset, address, bytes) per piece.
+void write(PlainWriter& writer, const std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>& items,
+           const py::object& progress) {
+  std::vector<PlainPiece> pieces;
+  pieces.reserve(items.size());
+  for (const auto& [offset, address, nbytes] : items)
+    pieces.push_back({offset, memory_at(address, nbytes)});
+  run_interruptible(
+      Where::helper_thread, [&](const std::stop_token& stop) { writer.write(pieces, stop); },
+      [&] {
+        if (!progress.is_none()) progress(writer.nbytes_done());
+      },
+      [&] { writer.sink().abandon(); });
+}
+
+void write_bytes(PlainWriter& writer, uint64_t offset, const py::bytes& bytes) {
+  const std::string_view text = bytes;
+  const auto view = std::as_bytes(std::span(text));
+  run_interruptible(
+      [&](const std::stop_token& stop) { writer.sink().write_at(offset, view, stop); });
+}
+
+// CRC-32 of each (address, bytes), by as many threads as are useful.
+std::vector<uint32_t> crc32_of(const std::vector<std::pair<uint64_t, uint64_t>>& payloads) {
+  std::vector<uint32_t> crcs(payloads.size());
+  std::atomic<size_t> next{0};
+  run_interruptible([&](const std::stop_token& stop) {
+    run_workers(cpu_quota(), stop, [&](const std::stop_token& token) {
+      for (size_t i = next.fetch_add(1); i < payloads.size(); i = next.fetch_add(1)) {
+        throw_if_stopped(token);
+        crcs[i] = format::crc32(0, memory_at(payloads[i].first, payloads[i].second));
+      }
+    });
+  });
+  return crcs;
+}
+
+uint64_t copy_from(PlainWriter& writer, io::RangeSource& source, const py::object& progress) {
+  std::atomic<uint64_t> done{0};
+  return run_interruptible(
+      Where::helper_thread,
+      [&](const std::stop_token& stop) {
+        return save::copy_bytes(source, writer.sink(), done, stop);
+      },
+      [&] {
+        if (!progress.is_none()) progress(done.load());
+      },
+      [&] { writer.sink().abandon(); });
+}
+
+py::bytes sha256_of(io::RangeSource& source, const py::object& progress) {
+  std::atomic<uint64_t> done{0};
+  const format::Sha256Digest digest = run_interruptible(
+      Where::helper_thread,
+      [&](const std::stop_token& stop) { return save::sha256_of(source, done, stop); },
+      [&] {
+        if (!progress.is_none()) progress(done.load());
+      },
+      [] {});
+  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
+}
+
+}  // namespace
+
+void register_plain(py::module_& m) {
+  py::class_<PlainWriter>(m, "PlainWriter")
+      .def(py::init([](std::shared_ptr<io::RangeSink> sink, unsigned max_workers) {
+             return std::make_unique<PlainWriter>(std::move(sink), max_workers);
+           }),
+           py::arg("sink"), py::arg("max_workers") = 0)
+      .def("reserve",
+           [](PlainWriter& w, uint64_t end) {
+             py::gil_scoped_release unlocked;
+             w.sink().reserve(end);
+           })
+      .def("write", &write, py::arg("pieces"), py::arg("progress") = py::none())
+      .def("copy_from", &copy_from, py::arg("source"), py::arg("progress") = py::none())
+      .def("write_bytes", &write_bytes, py::arg("offset"), py::arg("data"))
+      .def("publish",
+           [](PlainWriter& w, uint64_t end) {
+             run_interruptible([&](const std::stop_token& stop) { w.sink().publish(end, stop); });
+           })
+      .def("finish",
+           [](PlainWriter& w) {
+             run_interruptible([&](const std::stop_token& stop) { w.sink().finish(stop); });
+           })
+      .def("abandon",
+           [](PlainWriter& w) {
+             py::gil_scoped_release unlocked;
+             w.sink().abandon();
+           })
+      .def_property_readonly("nbytes_done", &PlainWriter::nbytes_done);
+  m.def("sha256_of", &sha256_of, py::arg("source"), py::arg("progress") = py::none());
+  m.def("crc32_of", &crc32_of, py::arg("payloads"));
+}
+
+}  // namespace tensorizer::bind

@@ -1,0 +1,35 @@
+// Whom a TLS connection trusts, and what connections of a process share: name look-ups, the parsed
+// trust anchors, TLS sessions.
+//
+// Sessions are shared only where trust and identity are the same: resuming a session skips the
+// check of the certificate. A trust file that was changed counts as another one.
+#pragma once
+
+#include <curl/curl.h>
+
+#include <chrono>
+#include <string>
+
+namespace tensorizer::io {
+
+struct CurlTrust {
+  // Trust anchors, PEM; both empty: libcurl's default.
+  std::string ca_file;
+  std::string ca_path;
+  bool verify_peer = true;
+  bool verify_host = true;
+  // The client's own certificate and key, PEM; empty for none.
+  std::string certificate_file;
+  std::string key_file;
+
+  // Equal for equal trust, as the files are now.
+  std::string key() const;
+};
+
+// What every connection has: no signals, http(s) alone, keep-alive, shuffled addresses.
+void apply_common_options(CURL* easy, std::chrono::milliseconds connect_timeout);
+
+// Trust, and the share of this process that belongs to it. REQUIRES: `easy` is in no multi handle.
+void apply_trust(CURL* easy, const CurlTrust& trust);
+
+}  // namespace tensorizer::io

@@ -1,0 +1,25 @@
+// Bytes of a source as they are: copied to a sink, or digested. Nothing is interpreted.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <stop_token>
+
+#include "format/digest.h"
+#include "io/range_sink.h"
+#include "io/range_source.h"
+
+namespace tensorizer::save {
+
+// Copies the whole source to the beginning of the sink, several units at a time; the sink is not
+// published. `done` counts bytes. Throws Error(io) for a source of unknown size. Returns the size.
+uint64_t copy_bytes(io::RangeSource& source, io::RangeSink& sink, std::atomic<uint64_t>& done,
+                    const std::stop_token& stop);
+
+// SHA-256 of the whole source; the next unit is read while one is hashed.
+format::Sha256Digest sha256_of(io::RangeSource& source, std::atomic<uint64_t>& done,
+                               const std::stop_token& stop);
+
+}  // namespace tensorizer::save

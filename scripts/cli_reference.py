@@ -1,0 +1,88 @@
+"""Writes docs/cli.md from the parsers of the command line; ``--check`` compares instead."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs" / "cli.md"
+
+HEAD = """# Command line
+
+`tensorizer COMMAND …`, or `python -m tensorizer COMMAND …`. Sources and targets are paths or URIs (`https://`, `s3://`,
+`redis://`, and whatever fsspec knows), `.tensors` or `.safetensors`: the content tells which. This page is written by
+`scripts/cli_reference.py` from the parsers.
+
+```console
+$ tensorizer inspect model.safetensors --group        # names, dtypes, shapes; reads the index alone
+$ tensorizer convert model.safetensors model.tensors  # digests are made on the way, the result is read back
+$ tensorizer verify model.tensors                     # every tensor against its digests
+$ tensorizer encrypt model.tensors secret.tensors --generate-key key
+$ tensorizer diff old.tensors new.tensors --rtol 1e-3
+```
+
+## Streams
+
+Results go to standard output, everything else to standard error. `--json` prints one document with `"schema": 1`;
+sizes are integers in bytes. Tables are cut to the width of a terminal, never in a pipe. Colours appear on a terminal
+alone, and not where `NO_COLOR` is set or `TERM` is `dumb`. Control characters in names are written out.
+
+## Keys
+
+No option takes a key or a passphrase itself, since arguments are visible to other users. A key file holds 32 bytes or
+64 hexadecimal digits; one line end behind a passphrase in a file is cut. Where a key is needed and none is named,
+`TENSORIZER_KEY_FILE` and `TENSORIZER_PASSPHRASE_FILE` are looked at, then the terminal asks, unless `--no-input` is
+given. `--key-…` names the key of the file (of the target, where a command writes one), `--in-key-…` that of the source
+of a conversion, `--new-key-…` the new one of `rekey`.
+
+## Exit status
+
+| status | meaning |
+|---:|---|
+| 0 | done; all equal; all verified |
+| 1 | the answer is no: a digest does not match, a tensor has none, files differ |
+| 2 | usage |
+| 3 | not found, no access, network, disk full |
+| 4 | not a valid file: malformed, truncated, unknown version or dtype |
+| 5 | key missing, wrong or not wanted; authentication failed |
+| 6 | the target exists (`--force`), or its format cannot hold the content |
+| 130 | interrupted |
+
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    os.environ["COLUMNS"] = "100"
+    sys.path.insert(0, str(ROOT))
+    from tensorizer.cli.main import make_parser
+
+    parser = make_parser()
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    parts = [HEAD + "## Commands\n"]
+    seen: set[int] = set()
+    for name, command in commands.choices.items():
+        if id(command) in seen:  # an alias
+            continue
+        seen.add(id(command))
+        parts.append(f"\n### {name}\n\n```text\n{command.format_help().rstrip()}\n```\n")
+    return "".join(parts)
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--check", action="store_true", help="fail where the page is not what would be written")
+    if not arguments.parse_args().check:
+        TARGET.write_text(reference(), encoding="utf-8")
+        return 0
+    same = TARGET.exists() and TARGET.read_text(encoding="utf-8") == reference()
+    if not same:
+        print("docs/cli.md is not what scripts/cli_reference.py writes: run it", file=sys.stderr)
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

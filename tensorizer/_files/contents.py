@@ -1,0 +1,150 @@
+"""What a conversion reads from: the tensors of one or several sources, in one order, a batch at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Protocol
+
+import torch
+
+from tensorizer._files.opened import BATCH_NBYTES, OpenedFile
+from tensorizer._format import dtypes
+from tensorizer._format.entries import TensorType
+from tensorizer._format.names import Name
+from tensorizer._format.payloads import contiguous
+from tensorizer._load.reader import CASTABLE
+
+__all__ = ["Content", "Contents", "FileContents", "StateDictContents", "batches", "cast"]
+
+
+class Content(NamedTuple):
+    """One tensor, as it will be written."""
+
+    name: Name
+    type: TensorType
+    module_idx: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    without_data: bool
+    """Written from the meta device: the record holds no payload."""
+    position: int
+    """In its source."""
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.without_data else math.prod(self.shape) * self.dtype.itemsize
+
+
+class Contents(Protocol):
+    """A source of tensors."""
+
+    items: list[Content]
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def metadata(self) -> Mapping[str, str]: ...
+    @property
+    def ties(self) -> Mapping[Name, Name]:
+        """From each name that has no payload of its own to the one whose payload it shares."""
+        ...
+
+    @property
+    def stored_ties(self) -> Mapping[Name, Name]:
+        """From each name that is a copy of another one and is stored all the same to that one."""
+        ...
+
+    def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
+        """Host tensors of the stored dtype, in C order."""
+
+
+class FileContents:
+    """The tensors of a file of tensors.
+
+    Args:
+        file: An open file; a key is needed where it is encrypted.
+        verify: Compares what is read with the digests in the file.
+
+    Raises:
+        CryptographyError: The file is encrypted and there is no key.
+    """
+
+    def __init__(self, file: OpenedFile, verify: bool) -> None:
+        self._file, self._verify = file, verify
+        self.label = file.label
+        self.metadata: Mapping[str, str] = file.metadata()
+        self.ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if not stored}
+        self.stored_ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if stored}
+        entries = range(len(file.names))
+        headers = file.headers(entries) if file.index.stores_hashes else None
+        self.items = [
+            Content(
+                name,
+                TensorType(file.index.type(i)),
+                0 if headers is None else headers.module_idx(i),
+                dtypes.torch_dtype(file.stored_dtype(i)),
+                file.shape(i),
+                file.index.data_nbytes(i) == 0 and file.index.loaded_nbytes(i) > 0,
+                i,
+            )
+            for i, name in enumerate(file.names)
+        ]
+
+    def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
+        entries = sorted(item.position for item in items)
+        tensors = dict(zip(entries, self._file.read(entries, self._verify)))
+        return [tensors[item.position] for item in items]
+
+
+class StateDictContents:
+    """The tensors of a state dict in memory, or mapped from a pickled file. Shared ones are told in `ties`."""
+
+    def __init__(self, label: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.label = label
+        self.metadata: Mapping[str, str] = {}
+        self._tensors = list(tensors.values())
+        kept: dict[tuple[Any, ...], str] = {}
+        for name in sorted(tensors):  # of the names of one tensor, the alphabetically first one
+            place = _place(tensors[name])
+            if place is not None:
+                kept.setdefault(place, name)
+        stands_for = {name: kept.get(_place(tensor) or (), name) for name, tensor in tensors.items()}
+        self.ties: Mapping[Name, Name] = {name: other for name, other in stands_for.items() if other != name}
+        self.stored_ties: Mapping[Name, Name] = {}
+        self.items = [
+            Content(name, TensorType.STATE_DICT, 0, tensor.dtype, tuple(tensor.shape), False, position)
+            for position, (name, tensor) in enumerate(tensors.items())
+            if name not in self.ties
+        ]
+
+    def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
+        return [contiguous(self._tensors[item.position], on_device=False) for item in items]
+
+
+def _place(tensor: torch.Tensor) -> Optional[tuple[Any, ...]]:
+    """What two names of one tensor have in common; ``None`` for tensors without bytes."""
+    if tensor.numel() == 0 or tensor.is_meta:
+        return None
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def cast(item: Content, dtype: Optional[torch.dtype]) -> Content:
+    """The item as ``dtype=`` changes it: floating point of 16 bits and more only."""
+    if dtype is None or item.dtype not in CASTABLE or dtype not in CASTABLE:
+        return item
+    return item._replace(dtype=dtype)
+
+
+def batches(items: Sequence[Content]) -> Iterator[list[Content]]:
+    """Runs of items whose payloads fit :data:`~tensorizer._files.opened.BATCH_NBYTES`, or single larger ones."""
+    batch: list[Content] = []
+    nbytes = 0
+    for item in items:
+        if batch and nbytes + item.nbytes > BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += item.nbytes
+    if batch:
+        yield batch

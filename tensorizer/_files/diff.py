@@ -1,0 +1,223 @@
+"""What differs between two files of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, dtype_text
+from tensorizer._format.entries import FilterFuncType
+from tensorizer._format.names import Name
+
+__all__ = ["Change", "DiffReport", "diff"]
+
+
+class Change(NamedTuple):
+    """A tensor that both files have, with other content."""
+
+    name: Name
+    what: str
+    """``"dtype"``, ``"shape"`` or ``"data"``."""
+    a: str
+    """Dtype and shape in the first file."""
+    b: str
+    max_abs: Optional[float]
+    """Largest difference of two elements; ``None`` where elements cannot be compared."""
+    max_rel: Optional[float]
+    """Largest difference of two elements relative to the second."""
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """What differs between two files. True where nothing does."""
+
+    a: str
+    b: str
+    added: tuple[Name, ...]
+    """Tensors of the second file alone."""
+    removed: tuple[Name, ...]
+    """Tensors of the first file alone."""
+    changed: tuple[Change, ...]
+    same: int
+    """Tensors that are equal, or within the tolerance."""
+    nbytes_read: int
+    """Payload bytes that had to be read: equal digests need none."""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.added or self.removed or self.changed)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def diff(
+    a: Any,
+    b: Any,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    ignore_dtype: bool = False,
+    filter_func: Optional[FilterFuncType] = None,
+    encryption_a: Any = None,
+    encryption_b: Any = None,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> DiffReport:
+    """Compares names, dtypes, shapes and data. Payloads are read only where stored digests do not settle it.
+
+    Args:
+        a: The first file: a path, URI, descriptor or open binary file object.
+        b: The second file.
+        rtol: Elements are equal where they differ by at most ``atol + rtol * abs(element of b)``. With both 0, data
+            are equal where every bit is.
+        atol: See `rtol`.
+        ignore_dtype: Compares values of different dtypes.
+        filter_func: Compares only the tensors whose name it accepts.
+        encryption_a: The key of the first file, where it is encrypted.
+        encryption_b: The key of the second file.
+        stream_options: Keywords for opening URIs.
+
+    Raises:
+        CryptographyError: A payload of an encrypted file is needed and there is no key, or a wrong one.
+        FormatError: Not a file of tensors.
+        OSError: It cannot be opened or read.
+    """
+    with (
+        OpenedFile(a, encryption=encryption_a, stream_options=stream_options) as first,
+        OpenedFile(b, encryption=encryption_b, stream_options=stream_options) as second,
+    ):
+        return _Comparison(first, second, rtol, atol, ignore_dtype).run(filter_func)
+
+
+class _Comparison:
+    def __init__(self, a: OpenedFile, b: OpenedFile, rtol: float, atol: float, ignore_dtype: bool) -> None:
+        self._a, self._b = a, b
+        self._rtol, self._atol, self._ignore_dtype = rtol, atol, ignore_dtype
+        self._changed: list[Change] = []
+        self._same = 0
+        self._nbytes_read = 0
+
+    def run(self, filter_func: Optional[FilterFuncType]) -> DiffReport:
+        of_a = {name: i for i, name in enumerate(self._a.names) if filter_func is None or filter_func(name)}
+        of_b = {name: i for i, name in enumerate(self._b.names) if filter_func is None or filter_func(name)}
+        comparable = []
+        for name, i in of_a.items():
+            j = of_b.get(name)
+            if j is None:
+                continue
+            what = self._difference_of_form(i, j)
+            if what is None:
+                comparable.append((i, j))
+            else:
+                self._note(i, j, what, None, None)
+        for pairs in _batched(self._without_equal_digests(comparable), self._a, self._b):
+            self._compare(pairs)
+        order = {name: position for position, name in enumerate(self._a.names)}
+        return DiffReport(
+            a=self._a.label,
+            b=self._b.label,
+            added=tuple(name for name in of_b if name not in of_a),
+            removed=tuple(name for name in of_a if name not in of_b),
+            changed=tuple(sorted(self._changed, key=lambda change: order[change.name])),
+            same=self._same,
+            nbytes_read=self._nbytes_read,
+        )
+
+    def _difference_of_form(self, i: int, j: int) -> Optional[str]:
+        if self._a.shape(i) != self._b.shape(j):
+            return "shape"
+        if not self._ignore_dtype and dtype_text(self._a.stored_dtype(i)) != dtype_text(self._b.stored_dtype(j)):
+            return "dtype"
+        return None
+
+    def _without_equal_digests(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The pairs that remain; digests cover record headers too, so different ones prove nothing."""
+        digests_a = _digests(self._a, [i for i, _ in pairs])
+        digests_b = _digests(self._b, [j for _, j in pairs])
+        remaining = []
+        for i, j in pairs:
+            if digests_a.get(i) is not None and digests_a.get(i) == digests_b.get(j):
+                self._same += 1
+            else:
+                remaining.append((i, j))
+        return remaining
+
+    def _compare(self, pairs: Sequence[tuple[int, int]]) -> None:
+        # Files may hold their tensors in different orders, and are read in their own.
+        tensors_a = _read(self._a, sorted(i for i, _ in pairs))
+        tensors_b = _read(self._b, sorted(j for _, j in pairs))
+        for i, j in pairs:
+            self._nbytes_read += self._a.index.data_nbytes(i) + self._b.index.data_nbytes(j)
+            x, y = tensors_a.pop(i), tensors_b.pop(j)
+            if x.dtype == y.dtype and _same_bits(x, y):
+                self._same += 1
+                continue
+            equal, max_abs, max_rel = _distance(x, y, self._rtol, self._atol)
+            if equal:
+                self._same += 1
+            else:
+                self._note(i, j, "data", max_abs, max_rel)
+
+    def _note(self, i: int, j: int, what: str, max_abs: Optional[float], max_rel: Optional[float]) -> None:
+        self._changed.append(Change(self._a.names[i], what, _form(self._a, i), _form(self._b, j), max_abs, max_rel))
+
+
+def _form(file: OpenedFile, i: int) -> str:
+    return f"{dtype_text(file.stored_dtype(i))} {list(file.shape(i))}"
+
+
+def _digests(file: OpenedFile, entries: Sequence[int]) -> dict[int, Optional[bytes]]:
+    """The stored SHA-256 of each entry; ``None`` where there is none."""
+    if not file.index.stores_hashes or not file.readable:
+        return {}
+    ordered = sorted(entries)
+    headers = file.headers(ordered)
+    return {i: dict(headers.hashes(position)).get(1) for position, i in enumerate(ordered)}
+
+
+def _read(file: OpenedFile, entries: Sequence[int]) -> dict[int, torch.Tensor]:
+    return dict(zip(entries, file.read(entries, verify=False)))
+
+
+def _batched(pairs: Sequence[tuple[int, int]], a: OpenedFile, b: OpenedFile) -> list[list[tuple[int, int]]]:
+    batches: list[list[tuple[int, int]]] = []
+    nbytes = 0
+    for i, j in pairs:
+        size = a.index.loaded_nbytes(i) + b.index.loaded_nbytes(j)
+        if not batches or nbytes + size > BATCH_NBYTES:
+            batches.append([])
+            nbytes = 0
+        batches[-1].append((i, j))
+        nbytes += size
+    return batches
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+
+
+def _distance(
+    x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float
+) -> tuple[bool, Optional[float], Optional[float]]:
+    """Whether two tensors of one shape are equal within the tolerance; the largest differences."""
+    try:
+        wide_x, wide_y = _widened(x), _widened(y)
+    except (RuntimeError, TypeError):  # packed types, which torch cannot convert
+        return False, None, None
+    both_nan = wide_x.isnan() & wide_y.isnan()
+    delta = (wide_x - wide_y).abs()
+    delta = torch.where(both_nan | (wide_x == wide_y), torch.zeros_like(delta), delta)
+    max_abs = float(delta.max()) if delta.numel() else 0.0
+    relative = torch.where(delta == 0, torch.zeros_like(delta), delta / wide_y.abs())
+    max_rel = float(relative.max()) if relative.numel() else 0.0
+    exact = rtol == 0 and atol == 0 and x.dtype == y.dtype
+    equal = not exact and bool(((delta == 0) | (delta <= atol + rtol * wide_y.abs())).all())
+    return equal, None if math.isnan(max_abs) else max_abs, None if math.isnan(max_rel) else max_rel
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,0 +1,104 @@
+"""What is in a file, from its index alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from tensorizer._files.opened import OpenedFile, dtype_text, name_text
+from tensorizer._format.entries import TensorType
+from tensorizer._format.names import Name
+
+__all__ = ["FileInfo", "TensorInfo", "inspect"]
+
+_KINDS = {TensorType.PARAM: "parameter", TensorType.BUFFER: "buffer", TensorType.STATE_DICT: "state_dict"}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor, as the index describes it."""
+
+    name: Name
+    """A text, or the path of a tensor in a nested state dict."""
+    kind: str
+    """``"parameter"``, ``"buffer"`` or ``"state_dict"``."""
+    dtype: str
+    """As torch calls it, without ``torch.``."""
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes that the tensor occupies once loaded."""
+    offset: int
+    """Of the payload in the file; counts from the file's first byte."""
+    stored_nbytes: int
+    """Bytes of the payload; 0 for tensors that were written without data."""
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of tensors, as its index describes it."""
+
+    source: str
+    """The file's name, without credentials."""
+    format: str
+    """``"tensors"`` or ``"safetensors"``."""
+    version: Optional[int]
+    """Data version of a ``.tensors`` file."""
+    encrypted: bool
+    file_nbytes: Optional[int]
+    """``None`` where the source does not say."""
+    tensors: tuple[TensorInfo, ...]
+    """In file order."""
+    metadata: Mapping[str, str]
+    ties: Mapping[str, str]
+    """From the name of an alias to the name of the tensor that it shares."""
+
+    @property
+    def tensor_nbytes(self) -> int:
+        """Bytes of all tensors once loaded."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) -> FileInfo:
+    """Describes a file without reading a payload, and without the key of an encrypted one.
+
+    Args:
+        source: A path, URI, descriptor or open binary file object.
+        stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
+
+    Returns:
+        What the index says.
+
+    Raises:
+        FormatError: Not a file of tensors, or a damaged one.
+        OSError: It cannot be opened or read.
+    """
+    with OpenedFile(source, stream_options=stream_options) as file:
+        return info_of(file)
+
+
+def info_of(file: OpenedFile) -> FileInfo:
+    """The description of a file that is open."""
+    index = file.index
+    tensors = tuple(
+        TensorInfo(
+            name,
+            _KINDS[TensorType(index.type(i))],
+            dtype_text(file.stored_dtype(i)),
+            index.shape(i),
+            index.loaded_nbytes(i),
+            index.data_offset(i),
+            index.data_nbytes(i),
+        )
+        for i, name in enumerate(file.names)
+    )
+    return FileInfo(
+        source=file.label,
+        format=index.format,
+        version=index.version if index.format == "tensors" else None,
+        encrypted=index.encrypted,
+        file_nbytes=file.source.size(),
+        tensors=tensors,
+        metadata=file.metadata(),
+        ties={name_text(alias): name_text(kept) for alias, kept, _ in file.ties},
+    )

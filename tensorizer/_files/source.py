@@ -1,0 +1,19 @@
+"""Facts about a source that commands ask for before they open it for work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from tensorizer._files.opened import OpenedFile
+from tensorizer._files.pickled import is_pickled
+
+__all__ = ["is_encrypted"]
+
+
+def is_encrypted(source: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
+    """Whether reading payloads of a file needs a key."""
+    if is_pickled(source):
+        return False
+    with OpenedFile(source, stream_options=stream_options) as file:
+        return file.index.encrypted

@@ -1,0 +1,169 @@
+"""Whether the data of a file are what was written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+from tensorizer import _C
+from tensorizer._files.opened import OpenedFile, name_text
+from tensorizer._format.entries import FilterFuncType
+from tensorizer._format.names import Name
+from tensorizer.errors import CryptographyError, FormatError, HashMismatchError
+from tensorizer.progress import ProgressArgument, progress_reporter
+
+__all__ = ["Mismatch", "VerifyReport", "verify"]
+
+
+class Mismatch(NamedTuple):
+    """A tensor whose data are not what was written."""
+
+    name: Name
+    reason: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was checked, and with what result. True where nothing is wrong and nothing was left unchecked."""
+
+    source: str
+    format: str
+    verified: tuple[Name, ...]
+    """Tensors whose data agree with a stored digest or an authentication code."""
+    mismatched: tuple[Mismatch, ...]
+    unverified: tuple[Name, ...]
+    """Tensors with data of which the file holds no digest."""
+    sha256: Optional[str]
+    """SHA-256 of the whole file, where it was compared."""
+    sha256_matches: Optional[bool]
+    nbytes: int
+    """Payload bytes that were read."""
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        if self.mismatched or self.sha256_matches is False:
+            return False
+        # A .safetensors file holds no digests: its structure is all that it can be held against.
+        return not self.unverified or self.format == "safetensors" or self.sha256_matches is True
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def verify(
+    source: Any,
+    *,
+    encryption: Any = None,
+    filter_func: Optional[FilterFuncType] = None,
+    sha256: Optional[str] = None,
+    fail_fast: bool = False,
+    num_readers: Optional[int] = None,
+    progress: ProgressArgument = False,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> VerifyReport:
+    """Reads every tensor and compares it with the digests and authentication codes in the file.
+
+    Args:
+        source: A path, URI, descriptor or open binary file object.
+        encryption: The key of an encrypted file.
+        filter_func: Checks only the tensors whose name it accepts.
+        sha256: Hexadecimal SHA-256 that the whole file must have, where it is known from elsewhere.
+        fail_fast: Ends at the first tensor that does not match.
+        num_readers: Upper bound for reading threads.
+        progress: ``True`` shows a bar; a callable is told about bytes done.
+        stream_options: Keywords for opening a URI.
+
+    Returns:
+        The report. Tensors without data count as verified: there is nothing that could be wrong. A ``.safetensors``
+        file holds no digests, so only its structure can be checked, unless `sha256` is given; the report says so in
+        ``unverified``.
+
+    Raises:
+        CryptographyError: The file is encrypted and there is no key, or a wrong one.
+        FormatError: Not a file of tensors, or one whose structure is damaged.
+        OSError: It cannot be opened or read.
+        ValueError: `sha256` is not 64 hexadecimal digits.
+    """
+    wanted = None if sha256 is None else _digest(sha256)
+    begin = time.monotonic()
+    with OpenedFile(source, encryption=encryption, num_readers=num_readers, stream_options=stream_options) as file:
+        chosen = [i for i, name in enumerate(file.names) if filter_func is None or filter_func(name)]
+        run = _Run(file, fail_fast)
+        total = sum(map(file.index.data_nbytes, chosen)) + (file.source.size() or 0 if wanted is not None else 0)
+        with progress_reporter(progress, total, "verifying") as report:
+            run.check(chosen, report)
+            found = None
+            if wanted is not None and not (fail_fast and run.mismatched):
+                found = _C.sha256_of(
+                    file.source, None if report is None else lambda done: report(run.nbytes + done)
+                ).hex()
+        return VerifyReport(
+            source=file.label,
+            format=file.index.format,
+            verified=tuple(run.verified),
+            mismatched=tuple(run.mismatched),
+            unverified=tuple(run.unverified),
+            sha256=found,
+            sha256_matches=None if found is None or wanted is None else found == wanted,
+            nbytes=run.nbytes,
+            seconds=time.monotonic() - begin,
+        )
+
+
+class _Run:
+    """One pass over the tensors of a file."""
+
+    def __init__(self, file: OpenedFile, fail_fast: bool) -> None:
+        self._file, self._fail_fast = file, fail_fast
+        self.verified: list[Name] = []
+        self.mismatched: list[Mismatch] = []
+        self.unverified: list[Name] = []
+        self.nbytes = 0
+
+    def check(self, entries: list[int], report: Any) -> None:
+        for batch in self._file.batches(entries):
+            self._check_batch(list(batch))
+            self.nbytes += sum(map(self._file.index.data_nbytes, batch))
+            if report is not None:
+                report(self.nbytes)
+            if self._fail_fast and self.mismatched:
+                return
+
+    def _check_batch(self, batch: list[int]) -> None:
+        try:
+            loaded = self._file.reader.read_raw(batch, True)
+        except (HashMismatchError, CryptographyError, FormatError) as error:
+            if len(batch) > 1:  # one of them: each for itself
+                for i in batch:
+                    self._check_batch([i])
+                    if self._fail_fast and self.mismatched:
+                        return
+                return
+            if isinstance(error, CryptographyError) and not self.verified and not self.mismatched:
+                raise  # the key may be wrong: that says nothing about the data
+            self.mismatched.append(Mismatch(self._file.names[batch[0]], str(error)))
+            return
+        for position, i in enumerate(batch):
+            has_data = self._file.index.data_nbytes(i) > 0
+            proved = not has_data or self._file.index.encrypted or bool(loaded.headers.hashes(position))
+            (self.verified if proved else self.unverified).append(self._file.names[i])
+
+
+def _digest(text: str) -> str:
+    lowered = text.strip().lower()
+    if len(lowered) != 64 or any(letter not in "0123456789abcdef" for letter in lowered):
+        raise ValueError(f"sha256: wanted 64 hexadecimal digits, found {len(lowered)} characters")
+    return lowered
+
+
+def describe(report: VerifyReport) -> str:
+    """One line for people."""
+    parts = [f"{len(report.verified)} verified"]
+    if report.mismatched:
+        parts.append(f"{len(report.mismatched)} do not match (first: {name_text(report.mismatched[0].name)})")
+    if report.unverified:
+        parts.append(f"{len(report.unverified)} without a digest")
+    return ", ".join(parts)

@@ -1,0 +1,110 @@
+"""Extra state of modules (``get_extra_state``) as text among a file's metadata (docs/format.md, "Extra state").
+
+One JSON object, from the path of each module to its state: ``{"t": [dtype, shape, base64]}`` is a tensor,
+``{"d": {key: state}}`` a dictionary.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tensorizer._format import dtypes
+from tensorizer._format.payloads import contiguous, stored_dtype
+from tensorizer.errors import FormatError
+
+__all__ = ["KEY", "Nodes", "pack", "state_name", "to_text", "unpack"]
+
+#: Under which name the text is among the metadata.
+KEY = "tensorizer.extra_state"
+
+#: States by module path, as they are stored.
+Nodes = dict[str, dict[str, Any]]
+
+# Metadata end at 100 MB, and text is a third larger than what it stands for.
+_MAX_NBYTES = 64 << 20
+# Nesting that a file may ask for; Python's own limit is far above.
+_MAX_DEPTH = 100
+
+
+def state_name(path: str) -> str:
+    """What ``state_dict`` calls the extra state of the module at `path`."""
+    return f"{path}._extra_state" if path else "_extra_state"
+
+
+def to_text(nodes: Nodes) -> str:
+    """The text to store; ``""`` where there is nothing to store."""
+    if not nodes:
+        return ""
+    return json.dumps(nodes, separators=(",", ":"), ensure_ascii=False)
+
+
+def pack(states: Mapping[str, Any]) -> Nodes:
+    """The states of modules, by module path, as they are stored.
+
+    Raises:
+        TypeError: A state that is neither a tensor nor a dictionary, with ``str`` keys, of such; all are checked.
+        ValueError: They are larger than 64 MiB together, or nested too deeply.
+        NotImplementedError: A tensor that the format cannot hold.
+    """
+    nbytes = 0
+
+    def node(state: Any, name: str, depth: int) -> dict[str, Any]:
+        nonlocal nbytes
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"{name}: more than {_MAX_DEPTH} dictionaries inside each other cannot be stored")
+        if isinstance(state, Mapping):
+            wrong = [key for key in state if not isinstance(key, str)]
+            if wrong:
+                raise TypeError(f"{name}: wanted str keys, found {type(wrong[0]).__name__}")
+            return {"d": {key: node(value, f"{name}[{key!r}]", depth + 1) for key, value in state.items()}}
+        if not isinstance(state, torch.Tensor) or state.is_meta:
+            found = "a tensor on the meta device" if isinstance(state, torch.Tensor) else type(state).__name__
+            raise TypeError(f"{name}: wanted a tensor or nested dictionaries of tensors, found {found}")
+        dtype = stored_dtype(name, state)
+        data = contiguous(state, on_device=False)
+        size = data.numel() * data.element_size()
+        nbytes += size
+        if nbytes > _MAX_NBYTES:
+            raise ValueError(f"{name}: extra states of more than {_MAX_NBYTES} bytes in all cannot be stored")
+        raw = ctypes.string_at(data.data_ptr(), size) if size else b""
+        return {"t": [dtype, list(state.shape), base64.b64encode(raw).decode("ascii")]}
+
+    return {path: node(state, state_name(path), 0) for path, state in states.items()}
+
+
+def unpack(text: str) -> dict[str, Any]:
+    """The states by module path, tensors on the CPU.
+
+    Raises:
+        FormatError: Not what :func:`pack` writes.
+    """
+    try:
+        nodes = json.loads(text)
+        return {path: _state(node, 0) for path, node in nodes.items()}
+    except FormatError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, OverflowError) as error:
+        raise FormatError(f"the extra state in the file is damaged: {error}") from None
+
+
+def _state(node: dict[str, Any], depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise FormatError("the extra state in the file is nested too deeply")
+    if "d" in node:
+        return {key: _state(value, depth + 1) for key, value in node["d"].items()}
+    stored, shape, encoded = node["t"]
+    dtype = dtypes.torch_dtype(stored)
+    raw = bytearray(base64.b64decode(encoded, validate=True))
+    wanted = math.prod(shape) * dtype.itemsize
+    if len(raw) != wanted or any(size < 0 for size in shape):
+        raise FormatError(f"the extra state in the file is damaged: wanted {wanted} bytes, found {len(raw)}")
+    if not raw:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(shape)

@@ -1,0 +1,73 @@
+"""Names, sizes and the index of files that share one set of tensors (docs/format.md, "Shards")."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Union
+
+__all__ = ["index_bytes", "index_name", "name_of_shard", "nbytes_of", "shard_names", "split"]
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?B)?\s*\Z", re.IGNORECASE)
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def nbytes_of(size: Union[str, int]) -> int:
+    """Bytes of a size like ``"5GB"``: decimal units, fractions allowed, as ``huggingface_hub`` counts.
+
+    Raises:
+        ValueError: No such size, or none above 0.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        nbytes = size
+    else:
+        match = _SIZE.match(size) if isinstance(size, str) else None
+        nbytes = int(float(match[1]) * _UNITS[(match[2] or "B").upper()]) if match else 0
+    if nbytes < 1:
+        raise ValueError(f"max_shard_size: wanted bytes, or a text like '5GB' or '500MB', found {size!r}")
+    return nbytes
+
+
+def split(sizes: Sequence[int], limit: Optional[int]) -> list[range]:
+    """Runs of consecutive tensors whose sum stays within `limit`; a larger tensor is a run of its own."""
+    runs: list[range] = []
+    begin, total = 0, 0
+    for position, size in enumerate(sizes):
+        if limit is not None and position > begin and total + size > limit:
+            runs.append(range(begin, position))
+            begin, total = position, 0
+        total += size
+    runs.append(range(begin, len(sizes)))
+    return runs
+
+
+def shard_names(name: str, count: int) -> list[str]:
+    """``model.safetensors`` for one, ``model-00001-of-00002.safetensors`` and so on for more."""
+    if count == 1:
+        return [name]
+    stem, extension = os.path.splitext(name)
+    return [f"{stem}-{number:05}-of-{count:05}{extension}" for number in range(1, count + 1)]
+
+
+def name_of_shard(name: str) -> str:
+    """The name without the number: what :func:`shard_names` was given."""
+    return re.sub(r"-\d{5}-of-\d{5}(?=\.[^./]*\Z|\Z)", "", name)
+
+
+def index_name(name: str) -> str:
+    """The index that belongs to a name: ``model.safetensors.index.json``."""
+    return f"{name}.index.json"
+
+
+def index_bytes(files: Mapping[str, str], total_size: int, metadata: Mapping[str, Any]) -> bytes:
+    """The index of shards.
+
+    Args:
+        files: From the name of each tensor, aliases included, to its file.
+        total_size: Bytes of all tensors, shared ones counted once.
+        metadata: Further texts.
+    """
+    content = {"metadata": {**metadata, "total_size": total_size}, "weight_map": dict(sorted(files.items()))}
+    return (json.dumps(content, indent=2, sort_keys=False, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,183 @@
+"""What of a file fits a module: decided from index and module, before a payload is read or a tensor replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Union
+
+import torch
+
+from tensorizer.errors import LoadError
+
+__all__ = ["LoadReport", "LoadedCount", "Mismatch", "kind_of"]
+
+
+class Mismatch(NamedTuple):
+    """A tensor of the file that is not of the shape or kind that the module has under its name."""
+
+    name: str  # as in the module's state dict
+    what: str  # "shape" or "kind"
+    file: Union[torch.Size, torch.dtype]
+    model: Union[torch.Size, torch.dtype]
+
+    def __str__(self) -> str:
+        if self.what == "shape":  # torch's own words
+            return (
+                f"size mismatch for {self.name}: copying a param with shape {self.file} from checkpoint, "
+                f"the shape in current model is {self.model}."
+            )
+        return f"{self.what} mismatch for {self.name}: the file holds {self.file}, the model {self.model}."
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadReport:
+    """What a load puts into a module and what it does not. Names are those of the module's state dict.
+
+    Attributes:
+        module: Class of the module.
+        source: The file, without secrets.
+        loaded: Tensors of the file that are placed in the module.
+        nbytes: Their bytes.
+        seconds: What reading and placing them took; 0 where that did not happen.
+        missing: Parameters, persistent buffers and extra states of the module that neither the file nor a tie supplies.
+        unexpected: Tensors of the file that the module has no parameter or buffer for.
+        mismatched: Tensors of another shape or kind (floating point, complex, integer, bool) than the module's.
+        cast: Tensors that the load converts to another dtype.
+        tied: Names that the file lacks and the module ties to one that it has; from alias to that name.
+        conflicting: Names that the module ties and the file holds with different contents.
+    """
+
+    module: str
+    source: str
+    loaded: tuple[str, ...] = ()
+    nbytes: int = 0
+    seconds: float = 0.0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[Mismatch, ...] = ()
+    cast: tuple[str, ...] = ()
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    conflicting: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether file and module have the same names, shapes and kinds."""
+        return not (self.missing or self.unexpected or self.mismatched or self.conflicting)
+
+    @property
+    def missing_keys(self) -> list[str]:
+        """``missing``, by the name that ``load_state_dict`` has for it."""
+        return list(self.missing)
+
+    @property
+    def unexpected_keys(self) -> list[str]:
+        """``unexpected``, by the name that ``load_state_dict`` has for it."""
+        return list(self.unexpected)
+
+    def __iter__(self) -> Iterator[list[str]]:
+        """``missing, unexpected = report``, as with what ``load_state_dict`` returns."""
+        return iter((self.missing_keys, self.unexpected_keys))
+
+    def __repr__(self) -> str:
+        if self.ok:
+            return "<All keys matched successfully>"
+        rows = [
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("mismatched", [row.name for row in self.mismatched]),
+            ("conflicting", self.conflicting),
+        ]
+        lines = [f"{title:12} {name}" for title, names in rows for name in joined_runs(names)]
+        return (
+            "\n".join([f"<LoadReport: {len(self.loaded)} tensors of {self.source} for {self.module}", *lines]) + "\n>"
+        )
+
+    def error(self, mismatched: Sequence[Mismatch], strict: bool) -> LoadError:
+        """The error for a load that does not go on, in the words of ``load_state_dict``.
+
+        Args:
+            mismatched: Which of the mismatches are errors.
+            strict: Whether missing, unexpected and conflicting names are errors, too.
+        """
+        problems = [str(row) for row in mismatched]
+        if strict:
+            problems += [f"conflicting values for {name}, which the model ties." for name in self.conflicting]
+            for title, names in (("Unexpected", self.unexpected), ("Missing", self.missing)):
+                quoted = ", ".join(f'"{name}"' for name in names)
+                if quoted:
+                    problems.insert(0, f"{title} key(s) in state_dict: {quoted}. ")
+        error = LoadError("\n\t".join([f"Error(s) in loading state_dict for {self.module}:", *problems]))
+        error.report, error.source = self, self.source
+        return error
+
+
+class LoadedCount(int):
+    """How many tensors were placed in a module; also knows which, and what did not fit."""
+
+    report: LoadReport
+
+    def __new__(cls, report: LoadReport) -> LoadedCount:
+        count = super().__new__(cls, len(report.loaded))
+        count.report = report
+        return count
+
+    def __getnewargs__(self) -> tuple[LoadReport]:  # type: ignore[override]
+        return (self.report,)
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        return self.report.loaded
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return self.report.missing
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        return self.report.unexpected
+
+    @property
+    def mismatched(self) -> tuple[Mismatch, ...]:
+        return self.report.mismatched
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """What numbers of a dtype are: those of one kind can stand for each other, if with other precision."""
+    if dtype == torch.bool:
+        return "bool"
+    if dtype.is_complex:
+        return "complex"
+    return "floating point" if dtype.is_floating_point else "integer"
+
+
+def joined_runs(names: Iterable[str]) -> list[str]:
+    """Names for a table; those that differ in one number alone are one line: ``layers.{0...31}.weight``."""
+    shapes: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for name in names:
+        parts = re.split(r"(?<![^.])(\d+)(?![^.])", name)  # whole components
+        shapes.setdefault(tuple(parts[::2]), []).append(tuple(map(int, parts[1::2])))
+    return [line for texts, numbers in shapes.items() for line in _lines(texts, numbers)]
+
+
+def _lines(texts: tuple[str, ...], numbers: list[tuple[int, ...]]) -> Iterator[str]:
+    columns = [sorted(set(column)) for column in zip(*numbers)]
+    varying = [i for i, column in enumerate(columns) if len(column) > 1]
+    if len(varying) != 1:
+        yield from ("".join(_woven(texts, map(str, row))) for row in numbers)
+        return
+    (position,) = varying
+    runs = itertools.groupby(enumerate(columns[position]), key=lambda pair: pair[1] - pair[0])
+    for _, run in runs:
+        values = [value for _, value in run]
+        shown = str(values[0]) if len(values) == 1 else f"{{{values[0]}...{values[-1]}}}"
+        row = [shown if i == position else str(column[0]) for i, column in enumerate(columns)]
+        yield "".join(_woven(texts, row))
+
+
+def _woven(texts: Sequence[str], between: Iterable[str]) -> Iterator[str]:
+    for text, number in itertools.zip_longest(texts, between, fillvalue=""):
+        yield text
+        yield number

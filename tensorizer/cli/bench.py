@@ -1,0 +1,133 @@
+"""``tensorizer bench``: how fast a file loads here."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any, Optional
+
+from tensorizer.cli.exit_codes import OK, UsageError
+from tensorizer.cli.keys import add_key_options, decryption
+from tensorizer.cli.options import add_common, stream_options
+from tensorizer.cli.output import Output, escaped, table
+
+
+def add_parsers(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure how fast a file loads",
+        description="Loads a file several times and prints medians. For comparisons with other packages, each in a "
+        "process of its own, see the benchmarks of the repository.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a path or URI")
+    parser.add_argument("--device", default="cpu", help="where the tensors go; default: cpu")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="counted runs; default 5")
+    parser.add_argument("--cold", action="store_true", help="drop a local file from the page cache before each run")
+    parser.add_argument("--readers", metavar="N,N,…", help="numbers of reading threads to try")
+    parser.add_argument("--compare", metavar="NAMES", help="out of safetensors and torch, where they can read the file")
+    add_key_options(parser, "the file")
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    from tensorizer._files.inspect import inspect
+    from tensorizer._system.sizes import convert_bytes
+
+    if arguments.repeat < 1:
+        raise UsageError("--repeat: wanted 1 or more")
+    options = stream_options(arguments, arguments.file)
+    info = inspect(arguments.file, stream_options=options)
+    key = decryption(arguments, output, info.encrypted, what=escaped(arguments.file))
+    phases: list[tuple[str, Any]] = []
+    for readers in _readers(arguments):
+        label = "load" if readers is None else f"load, {readers} readers"
+        phases.append((label, _loader(arguments, readers, key, False, options)))
+    if info.format != "safetensors":
+        phases.append(("load, verified", _loader(arguments, arguments.num_readers, key, True, options)))
+    phases += [(name, _peer(name, arguments)) for name in (arguments.compare or "").split(",") if name]
+    results = []
+    for label, action in phases:
+        seconds = []
+        for repetition in range(arguments.repeat + 1):
+            if arguments.cold:
+                _drop_from_cache(arguments.file)
+            begin = time.perf_counter()
+            action()
+            if repetition or arguments.cold:  # the first hot run warms up
+                seconds.append(time.perf_counter() - begin)
+        results.append((label, seconds))
+    if output.json:
+        output.document(
+            {
+                "file": info.source,
+                "tensor_nbytes": info.tensor_nbytes,
+                "cold": arguments.cold,
+                "phases": [{"name": label, "seconds": seconds} for label, seconds in results],
+            }
+        )
+        return OK
+    rows = [
+        [
+            label,
+            f"{statistics.median(seconds):.3f} s",
+            f"{min(seconds):.3f} – {max(seconds):.3f} s",
+            f"{convert_bytes(info.tensor_nbytes / statistics.median(seconds))}/s",
+        ]
+        for label, seconds in results
+    ]
+    for line in table(["phase", "median", "range", "rate"], rows, frozenset({1, 2, 3}), output.width()):
+        output.line(line)
+    return OK
+
+
+def _readers(arguments: argparse.Namespace) -> list[Optional[int]]:
+    if arguments.readers is None:
+        return [arguments.num_readers]
+    try:
+        chosen = [int(text) for text in arguments.readers.split(",")]
+    except ValueError:
+        chosen = [0]
+    if min(chosen) < 1:
+        raise UsageError(f"--readers: wanted numbers of 1 and more, found {arguments.readers!r}")
+    return list(chosen)
+
+
+def _loader(arguments: argparse.Namespace, readers: Optional[int], key: Any, verify: bool, options: Any) -> Any:
+    from tensorizer.deserializer import TensorDeserializer
+
+    def load() -> None:
+        TensorDeserializer(
+            arguments.file,
+            device=arguments.device,
+            num_readers=readers,
+            verify_hash=verify,
+            encryption=key,
+            stream_options=options,
+        )
+        if arguments.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.synchronize()
+
+    return load
+
+
+def _peer(name: str, arguments: argparse.Namespace) -> Any:
+    if name == "safetensors":
+        from safetensors.torch import load_file
+
+        return lambda: {key: tensor.clone() for key, tensor in load_file(arguments.file, arguments.device).items()}
+    if name == "torch":
+        import torch
+
+        return lambda: torch.load(arguments.file, map_location=arguments.device, weights_only=True)
+    raise UsageError(f"--compare: wanted safetensors or torch, found {name!r}")
+
+
+def _drop_from_cache(path: str) -> None:
+    import os
+
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

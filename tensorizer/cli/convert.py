@@ -1,0 +1,115 @@
+"""``tensorizer convert``: from one format to another."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tensorizer.cli.exit_codes import OK
+from tensorizer.cli.keys import add_key_options, decryption, encryption
+from tensorizer.cli.options import add_common, add_force, stream_options
+from tensorizer.cli.output import Output, escaped
+
+_DTYPES = {
+    "fp16": "float16",
+    "float16": "float16",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp32": "float32",
+    "float32": "float32",
+    "fp64": "float64",
+    "float64": "float64",
+}
+
+
+def add_parsers(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="write the tensors of a file in another format",
+        description="Writes the tensors of a .tensors, .safetensors, .pt or .bin file, or of a sharded folder, in "
+        "another format, dtype or encryption. The target appears when it is complete and was read back.",
+    )
+    parser.add_argument("source", metavar="SRC", help="a path or URI")
+    parser.add_argument("target", metavar="DST", help="a path or URI; its extension gives the format")
+    parser.add_argument("--to", choices=("tensors", "safetensors"), help="format of the target")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="convert floating-point tensors of 16 bits and more")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="write shards of at most this size, for example 5GB")
+    parser.add_argument(
+        "--ties", choices=("once", "twice", "error"), default="once", help="shared tensors; default: stored once"
+    )
+    parser.add_argument("--keep-order", action="store_true", help="keep the order of the source in .safetensors")
+    parser.add_argument("--flatten", action="store_true", help="join the steps of nested names with dots")
+    parser.add_argument("--key", metavar="PATH", help="where the state dict is in a .pt file, in dots")
+    parser.add_argument("--skip-non-tensors", action="store_true", help="leave out what is no tensor in a .pt file")
+    parser.add_argument("--no-check", action="store_true", help="do not read the target back")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written")
+    add_force(parser)
+    add_key_options(parser, "the target", generate=True)
+    add_key_options(parser, "the source", prefix="in-")
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    import torch
+
+    from tensorizer._files.convert import convert
+    from tensorizer._files.source import is_encrypted
+
+    options = stream_options(arguments, arguments.source, arguments.target)
+    key = decryption(
+        arguments, output, is_encrypted(arguments.source, options), prefix="in-", what=escaped(arguments.source)
+    )
+    report = convert(
+        arguments.source,
+        arguments.target,
+        format=arguments.to,
+        dtype=None if arguments.dtype is None else getattr(torch, _DTYPES[arguments.dtype]),
+        max_shard_size=arguments.max_shard_size,
+        ties=arguments.ties,
+        encryption=None if arguments.dry_run else encryption(arguments, output),
+        decryption=key,
+        check=not arguments.no_check,
+        keep_order=arguments.keep_order,
+        flatten=arguments.flatten,
+        key=arguments.key,
+        skip_non_tensors=arguments.skip_non_tensors,
+        dry_run=arguments.dry_run,
+        force=arguments.force,
+        progress=output.progress(),
+        stream_options=options,
+    )
+    print_report(report, output)
+    return OK
+
+
+def print_report(report: Any, output: Output) -> None:
+    """What was converted, in one line."""
+    from tensorizer._system.sizes import convert_bytes
+
+    if output.json:
+        output.document(
+            {
+                "source": report.source,
+                "target": report.target,
+                "format": report.format,
+                "tensors": report.tensors,
+                "nbytes": report.nbytes,
+                "files": list(report.files),
+                "ties": dict(report.ties),
+                "skipped": list(report.skipped),
+                "checked": report.checked,
+                "seconds": report.seconds,
+            }
+        )
+        return
+    if output.quiet:
+        return
+    rate = f", {convert_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
+    checked = ", read back and equal" if report.checked else ""
+    files = f" in {len(report.files)} files" if len(report.files) > 1 else ""
+    output.line(
+        f"{escaped(report.target)}: {report.tensors:,} tensors, {convert_bytes(report.nbytes)}{files}{rate}{checked}"
+    )
+    for name in report.skipped:
+        output.note(f"left out, no tensor: {escaped(name)}")

@@ -1,0 +1,103 @@
+"""``tensorizer diff``: what differs between two files."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from tensorizer.cli.exit_codes import DIFFERS, OK
+from tensorizer.cli.keys import add_key_options, decryption
+from tensorizer.cli.options import add_common, stream_options
+from tensorizer.cli.output import Output, escaped
+
+if TYPE_CHECKING:
+    from tensorizer._files.diff import Change, DiffReport
+
+
+def add_parsers(commands: Any) -> None:
+    parser = commands.add_parser(
+        "diff",
+        help="compare two files",
+        description="Compares names, dtypes, shapes and data of two files. Payloads are read only where stored digests "
+        "do not settle it. With -q nothing is printed; the exit status tells.",
+    )
+    parser.add_argument("a", metavar="A", help="a path or URI")
+    parser.add_argument("b", metavar="B", help="a path or URI")
+    parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help="relative tolerance; default 0")
+    parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="absolute tolerance; default 0")
+    parser.add_argument("--ignore-dtype", action="store_true", help="compare values of different dtypes")
+    parser.add_argument("--filter", metavar="GLOB", help="names that match the pattern (* ? [])")
+    parser.add_argument("--stat", action="store_true", help="counts only")
+    add_key_options(parser, "encrypted files")
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    from tensorizer._files.diff import diff
+    from tensorizer._files.opened import name_text
+    from tensorizer._files.source import is_encrypted
+
+    options = stream_options(arguments, arguments.a, arguments.b)
+    encrypted = [is_encrypted(uri, options) for uri in (arguments.a, arguments.b)]
+    key = decryption(arguments, output, any(encrypted), what="the encrypted file") if any(encrypted) else None
+    pattern = arguments.filter
+    report = diff(
+        arguments.a,
+        arguments.b,
+        rtol=arguments.rtol,
+        atol=arguments.atol,
+        ignore_dtype=arguments.ignore_dtype,
+        filter_func=None if pattern is None else lambda name: fnmatch.fnmatchcase(name_text(name), pattern),
+        encryption_a=key if encrypted[0] else None,
+        encryption_b=key if encrypted[1] else None,
+        stream_options=options,
+    )
+    if output.json:
+        output.document(_document(report))
+    elif not output.quiet:
+        _print(report, arguments.stat, output)
+    return OK if report.ok else DIFFERS
+
+
+def _print(report: DiffReport, stat: bool, output: Output) -> None:
+    from tensorizer._files.opened import name_text
+
+    if not stat:
+        for name in report.removed:
+            output.line(output.coloured(f"- {escaped(name_text(name))}", "red"))
+        for name in report.added:
+            output.line(output.coloured(f"+ {escaped(name_text(name))}", "green"))
+        for change in report.changed:
+            output.line(output.coloured(f"~ {escaped(name_text(change.name))}: {_how(change)}", "yellow"))
+    output.line(
+        f"{len(report.removed)} removed, {len(report.added)} added, {len(report.changed)} changed, {report.same} equal"
+    )
+
+
+def _how(change: Change) -> str:
+    if change.what != "data":
+        return f"{change.a} -> {change.b}"
+    parts = [
+        f"{label} {value:.3g}"
+        for label, value in (("max abs", change.max_abs), ("max rel", change.max_rel))
+        if value is not None
+    ]
+    return f"{change.a}: {', '.join(parts) if parts else 'other bytes'}"
+
+
+def _document(report: DiffReport) -> dict[str, Any]:
+    def plain(name: Any) -> Any:
+        return name if isinstance(name, str) else list(name)
+
+    return {
+        "ok": report.ok,
+        "a": report.a,
+        "b": report.b,
+        "added": [plain(name) for name in report.added],
+        "removed": [plain(name) for name in report.removed],
+        "changed": [{**change._asdict(), "name": plain(change.name)} for change in report.changed],
+        "same": report.same,
+        "nbytes_read": report.nbytes_read,
+    }

@@ -1,0 +1,135 @@
+"""``tensorizer encrypt``, ``decrypt`` and ``rekey``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Optional
+
+from tensorizer.cli.convert import print_report
+from tensorizer.cli.exit_codes import OK
+from tensorizer.cli.keys import add_key_options, decryption, encryption
+from tensorizer.cli.options import add_common, add_force, stream_options
+from tensorizer.cli.output import Output, escaped
+
+_PRESETS = ("min", "interactive", "moderate", "sensitive")
+
+
+def add_parsers(commands: Any) -> None:
+    _add(
+        commands,
+        "encrypt",
+        "write an encrypted copy",
+        "Writes an encrypted copy of a file. With a key of its own for each file, or a passphrase.",
+        run_encrypt,
+        [("", "the target", True)],
+        derives=True,
+    )
+    _add(
+        commands,
+        "decrypt",
+        "write a copy in clear",
+        "Writes a copy of an encrypted file in clear.",
+        run_decrypt,
+        [("", "the source", False)],
+        derives=False,
+    )
+    _add(
+        commands,
+        "rekey",
+        "write a copy under another key",
+        "Writes a copy of an encrypted file under another key. Nothing is written in clear.",
+        run_rekey,
+        [("", "the source", False), ("new-", "the target", True)],
+        derives=True,
+    )
+
+
+def _add(
+    commands: Any, name: str, summary: str, description: str, run: Any, keys: list[tuple[str, str, bool]], derives: bool
+) -> None:
+    parser = commands.add_parser(name, help=summary, description=description)
+    parser.add_argument("source", metavar="SRC", help="a path or URI")
+    parser.add_argument("target", metavar="DST", help="a path or URI")
+    for prefix, what, generate in keys:
+        add_key_options(parser, what, prefix, generate)
+    if derives:
+        group = parser.add_argument_group("cost of a passphrase")
+        group.add_argument("--opslimit", metavar="LIMIT", help=f"passes: a number, or {', '.join(_PRESETS)}")
+        group.add_argument("--memlimit", metavar="LIMIT", help=f"memory: bytes, or {', '.join(_PRESETS)}")
+    add_force(parser)
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run_encrypt(arguments: argparse.Namespace, output: Output) -> int:
+    _check_target(arguments)
+    return _recrypt(arguments, output, None, _new_key(arguments, output, ""))
+
+
+def run_decrypt(arguments: argparse.Namespace, output: Output) -> int:
+    _check_target(arguments)
+    return _recrypt(arguments, output, _old_key(arguments, output), None)
+
+
+def run_rekey(arguments: argparse.Namespace, output: Output) -> int:
+    _check_target(arguments)
+    old = _old_key(arguments, output)
+    return _recrypt(arguments, output, old, _new_key(arguments, output, "new-"))
+
+
+def _check_target(arguments: argparse.Namespace) -> None:
+    """Before a key is drawn: a key without a file would be left behind."""
+    from tensorizer._files.copy import check_target
+
+    check_target(arguments.target, arguments.force, stream_options(arguments, arguments.source, arguments.target))
+
+
+def _old_key(arguments: argparse.Namespace, output: Output) -> Any:
+    from tensorizer.errors import CryptographyError
+
+    key = decryption(arguments, output, encrypted=True, what=escaped(arguments.source))
+    if key is None:  # a passphrase was not given either
+        raise CryptographyError("no key")
+    return key
+
+
+def _new_key(arguments: argparse.Namespace, output: Output, prefix: str) -> Any:
+    from tensorizer.encryption import EncryptionParams
+
+    return encryption(
+        arguments,
+        output,
+        prefix,
+        opslimit=_limit(arguments.opslimit, EncryptionParams.OpsLimit, "--opslimit"),
+        memlimit=_limit(arguments.memlimit, EncryptionParams.MemLimit, "--memlimit"),
+        required=True,
+    )
+
+
+def _limit(text: Optional[str], presets: Any, option: str) -> Any:
+    from tensorizer.cli.exit_codes import UsageError
+
+    if text is None:
+        return None
+    if text.lower() in _PRESETS:
+        return presets[text.upper()]
+    if not text.isdigit():
+        raise UsageError(f"{option}: wanted a number or one of {', '.join(_PRESETS)}, found {text!r}")
+    return int(text)
+
+
+def _recrypt(arguments: argparse.Namespace, output: Output, decryption: Any, encryption: Any) -> int:
+    from tensorizer._files.convert import convert
+
+    report = convert(
+        arguments.source,
+        arguments.target,
+        format="tensors",
+        encryption=encryption,
+        decryption=decryption,
+        force=arguments.force,
+        progress=output.progress(),
+        stream_options=stream_options(arguments, arguments.source, arguments.target),
+    )
+    print_report(report, output)
+    return OK

@@ -1,0 +1,163 @@
+"""``tensorizer inspect`` (``ls``): what is in a file, from its index."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from tensorizer.cli.exit_codes import OK
+from tensorizer.cli.options import add_common, stream_options
+from tensorizer.cli.output import Output, escaped, table
+
+if TYPE_CHECKING:
+    from tensorizer._files.inspect import FileInfo, TensorInfo
+
+_NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]+(?![0-9A-Za-z])")
+
+
+def add_parsers(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        aliases=["ls"],
+        help="list the tensors of a file",
+        description="Lists what is in files of tensors. Reads the index alone, and needs no key of an encrypted file.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI")
+    parser.add_argument("--no-tensors", action="store_true", help="totals only")
+    parser.add_argument("--metadata", action="store_true", help="show the metadata")
+    parser.add_argument("--group", action="store_true", help="one row for names that differ in numbers alone")
+    parser.add_argument("--sort", choices=("name", "size", "offset"), default="offset", help="default: offset")
+    parser.add_argument("--filter", metavar="GLOB", help="names that match the pattern (* ? [])")
+    parser.add_argument("--long", action="store_true", help="offsets and kinds as well")
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    from tensorizer._files.inspect import inspect
+
+    documents = []
+    for position, file in enumerate(arguments.files):
+        info = inspect(file, stream_options=stream_options(arguments, file))
+        if output.json:
+            documents.append(_document(info, arguments))
+            continue
+        if position:
+            output.line()
+        _print(info, arguments, output)
+    if output.json:
+        output.document({"files": documents})
+    return OK
+
+
+def _chosen(info: FileInfo, arguments: argparse.Namespace) -> list[TensorInfo]:
+    from tensorizer._files.opened import name_text
+
+    tensors = [
+        tensor
+        for tensor in info.tensors
+        if arguments.filter is None or fnmatch.fnmatchcase(name_text(tensor.name), arguments.filter)
+    ]
+    if arguments.sort == "name":
+        return sorted(tensors, key=lambda tensor: name_text(tensor.name))
+    if arguments.sort == "size":
+        return sorted(tensors, key=lambda tensor: tensor.nbytes, reverse=True)
+    return sorted(tensors, key=lambda tensor: tensor.offset)
+
+
+def _document(info: FileInfo, arguments: argparse.Namespace) -> dict[str, Any]:
+    tensors = _chosen(info, arguments)
+    content: dict[str, Any] = {
+        "source": info.source,
+        "format": info.format,
+        "version": info.version,
+        "encrypted": info.encrypted,
+        "file_nbytes": info.file_nbytes,
+        "tensor_nbytes": info.tensor_nbytes,
+        "tensor_count": len(info.tensors),
+        "metadata": dict(info.metadata),
+        "ties": dict(info.ties),
+    }
+    if not arguments.no_tensors:
+        content["tensors"] = [
+            {
+                "name": tensor.name if isinstance(tensor.name, str) else list(tensor.name),
+                "kind": tensor.kind,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "nbytes": tensor.nbytes,
+                "offset": tensor.offset,
+                "stored_nbytes": tensor.stored_nbytes,
+            }
+            for tensor in tensors
+        ]
+    return content
+
+
+def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> None:
+    from tensorizer._system.sizes import convert_bytes
+
+    tensors = _chosen(info, arguments)
+    facts = [f".{info.format}" if info.version is None else f".{info.format}, data version {info.version}"]
+    if info.encrypted:
+        facts.append("encrypted")
+    shown = "" if len(tensors) == len(info.tensors) else f" ({len(tensors):,} shown)"
+    facts.append(f"{len(info.tensors):,} tensors{shown}")
+    facts.append(f"{convert_bytes(info.tensor_nbytes)} of tensors")
+    if info.file_nbytes is not None:
+        facts.append(f"{info.file_nbytes:,} bytes in the file")
+    output.line(f"{output.coloured(escaped(info.source), 'bold')}: {', '.join(facts)}")
+    if info.ties:
+        output.line(f"ties: {', '.join(f'{escaped(a)} = {escaped(b)}' for a, b in info.ties.items())}")
+    if arguments.metadata:
+        for key, value in info.metadata.items():
+            output.line(f"metadata: {escaped(key)} = {escaped(value)}")
+    elif info.metadata:
+        output.line(f"metadata: {len(info.metadata)} entries (--metadata shows them)")
+    if arguments.no_tensors:
+        return
+    header = ["name", "dtype", "shape", "size"] + (["offset", "kind"] if arguments.long else [])
+    rows = list(_grouped(tensors, arguments.long) if arguments.group else _single(tensors, arguments.long))
+    right = frozenset({3, 4} if arguments.long else {3})
+    for number, line in enumerate(table(header, rows, right, output.width())):
+        output.line(output.coloured(line, "dim") if number == 0 else line)
+
+
+def _single(tensors: Iterable[TensorInfo], long: bool) -> Iterable[list[str]]:
+    from tensorizer._files.opened import name_text
+    from tensorizer._system.sizes import convert_bytes
+
+    for tensor in tensors:
+        row = [escaped(name_text(tensor.name)), tensor.dtype, str(list(tensor.shape)), convert_bytes(tensor.nbytes)]
+        yield [*row, f"{tensor.offset:,}", tensor.kind] if long else row
+
+
+def _grouped(tensors: Iterable[TensorInfo], long: bool) -> Iterable[list[str]]:
+    """Names that differ in numbers alone share a row; the numbers are shown as a range where they have no gap."""
+    from tensorizer._files.opened import name_text
+    from tensorizer._system.sizes import convert_bytes
+
+    groups: dict[tuple[str, str, tuple[int, ...], str], list[TensorInfo]] = {}
+    for tensor in tensors:
+        pattern = _NUMBER.sub("*", name_text(tensor.name))
+        groups.setdefault((pattern, tensor.dtype, tensor.shape, tensor.kind), []).append(tensor)
+    for (pattern, dtype, shape, kind), members in groups.items():
+        numbers = [[int(number) for number in _NUMBER.findall(name_text(member.name))] for member in members]
+        name = pattern
+        for column in zip(*numbers):
+            name = name.replace("*", _range_text(column), 1)
+        count = f" x{len(members)}" if len(members) > 1 else ""
+        size = convert_bytes(sum(member.nbytes for member in members))
+        row = [escaped(name) + count, dtype, str(list(shape)), size]
+        yield [*row, f"{members[0].offset:,}", kind] if long else row
+
+
+def _range_text(numbers: tuple[int, ...]) -> str:
+    distinct = sorted(set(numbers))
+    if len(distinct) == 1:
+        return str(distinct[0])
+    whole = distinct[-1] - distinct[0] + 1 == len(distinct)
+    return f"{{{distinct[0]}...{distinct[-1]}}}" if whole else f"{{{len(distinct)} numbers}}"

@@ -1,0 +1,225 @@
+"""Where keys come from: files, environment variables, the terminal; never from the arguments themselves."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING, NamedTuple, Optional
+
+from tensorizer._system.config import env_text
+from tensorizer.cli.exit_codes import UsageError
+from tensorizer.cli.output import Output
+
+if TYPE_CHECKING:
+    from tensorizer.encryption import DecryptionParams, EncryptionParams
+
+__all__ = ["Secret", "add_key_options", "decryption", "encryption", "given", "write_new_key"]
+
+_KEY_NBYTES = 32
+_KINDS = ("key_file", "key_env", "passphrase_file", "passphrase_env")
+
+
+class Secret(NamedTuple):
+    """A key or a passphrase."""
+
+    value: bytes
+    is_key: bool
+
+
+def add_key_options(parser: argparse.ArgumentParser, what: str, prefix: str = "", generate: bool = False) -> None:
+    """``--key-file`` and its sisters; `prefix` stands in front of each name, `what` says which key in the help."""
+    group = parser.add_argument_group(f"key of {what}").add_mutually_exclusive_group()
+    group.add_argument(f"--{prefix}key-file", metavar="PATH", help="a file of 32 bytes or 64 hexadecimal digits")
+    group.add_argument(f"--{prefix}key-env", metavar="VAR", help="a variable of 64 hexadecimal digits")
+    group.add_argument(
+        f"--{prefix}passphrase-file", metavar="PATH", help="a file with a passphrase, - for standard input"
+    )
+    group.add_argument(f"--{prefix}passphrase-env", metavar="VAR", help="a variable with a passphrase")
+    if generate:
+        group.add_argument(f"--{prefix}generate-key", metavar="PATH", help="draw a key and write it to a new file")
+
+
+def given(arguments: argparse.Namespace, prefix: str = "") -> bool:
+    """Whether the arguments name a key."""
+    return any(_option(arguments, prefix, kind) for kind in (*_KINDS, "generate_key"))
+
+
+def decryption(
+    arguments: argparse.Namespace, output: Output, encrypted: bool, prefix: str = "", what: str = "the file"
+) -> Optional[DecryptionParams]:
+    """The key for reading: from the arguments, the environment's default, or the terminal.
+
+    Args:
+        arguments: Parsed, with the options of `prefix`.
+        output: Where notes go.
+        encrypted: Whether the file is: a plain one asks for nothing, and a key that is named for it is refused later.
+        prefix: As for :func:`add_key_options`.
+        what: The file, for the question on the terminal.
+
+    Raises:
+        CryptographyError: The file is encrypted and there is no key.
+    """
+    from tensorizer.encryption import DecryptionParams
+    from tensorizer.errors import CryptographyError
+
+    secret = _from_arguments(arguments, output, prefix)
+    if secret is None and encrypted:
+        secret = _from_defaults(output) or _from_terminal(arguments, f"Passphrase for {what}: ", repeat=False)
+        if secret is None:
+            raise CryptographyError(f"{what} is encrypted: name its key with --{prefix}key-file or its sisters")
+    if secret is None:
+        return None
+    if secret.is_key:
+        return DecryptionParams.from_key(secret.value)
+    return DecryptionParams.from_string(secret.value)
+
+
+def encryption(
+    arguments: argparse.Namespace,
+    output: Output,
+    prefix: str = "",
+    opslimit: Optional[int] = None,
+    memlimit: Optional[int] = None,
+    required: bool = False,
+) -> Optional[EncryptionParams]:
+    """The key for writing; ``None`` where the arguments name none.
+
+    Raises:
+        UsageError: A key is `required`, and there is neither one nor a terminal to ask on.
+        StreamExistsError: The file for a new key exists.
+    """
+    from tensorizer.encryption import EncryptionParams
+
+    path = _option(arguments, prefix, "generate_key")
+    if path:
+        params = EncryptionParams.random()
+        write_new_key(path, params.key)
+        output.note(f"wrote a new key to {path}")
+        return params
+    secret = _from_arguments(arguments, output, prefix)
+    if secret is None and required:
+        secret = _from_defaults(output) or _from_terminal(arguments, "New passphrase: ", repeat=True)
+        if secret is None:
+            raise UsageError(
+                f"no key: name one with --{prefix}key-file, --{prefix}key-env, --{prefix}passphrase-file, "
+                f"--{prefix}passphrase-env or --{prefix}generate-key"
+            )
+    if secret is None:
+        return None
+    if secret.is_key:
+        return EncryptionParams(secret.value)
+    return EncryptionParams.from_string(secret.value, opslimit, memlimit)
+
+
+def write_new_key(path: str, key: bytes) -> None:
+    """Writes a file that only its owner can read, whole before it has its name; an existing one is never replaced."""
+    from tensorizer.errors import StreamExistsError
+
+    folder = os.path.dirname(os.path.abspath(path))
+    partial = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            raise StreamExistsError(f"{path} exists: a key is never replaced") from None
+    finally:
+        os.unlink(partial)
+
+
+def _option(arguments: argparse.Namespace, prefix: str, kind: str) -> Optional[str]:
+    value: Optional[str] = getattr(arguments, f"{prefix.replace('-', '_')}{kind}", None)
+    return value
+
+
+def _from_arguments(arguments: argparse.Namespace, output: Output, prefix: str) -> Optional[Secret]:
+    path = _option(arguments, prefix, "key_file")
+    if path:
+        return Secret(_key_of_file(path, output), True)
+    name = _option(arguments, prefix, "key_env")
+    if name:
+        return Secret(_key_of_text(_variable(name), f"environment variable {name}"), True)
+    path = _option(arguments, prefix, "passphrase_file")
+    if path:
+        return Secret(_passphrase_of_file(path, output), False)
+    name = _option(arguments, prefix, "passphrase_env")
+    if name:
+        return Secret(os.fsencode(_variable(name)), False)
+    return None
+
+
+def _from_defaults(output: Output) -> Optional[Secret]:
+    path = env_text("TENSORIZER_KEY_FILE")
+    if path:
+        return Secret(_key_of_file(path, output), True)
+    path = env_text("TENSORIZER_PASSPHRASE_FILE")
+    return Secret(_passphrase_of_file(path, output), False) if path else None
+
+
+def _from_terminal(arguments: argparse.Namespace, question: str, repeat: bool) -> Optional[Secret]:
+    if arguments.no_input or not sys.stdin.isatty():
+        return None
+    passphrase = getpass.getpass(question)
+    if repeat and getpass.getpass("Again: ") != passphrase:
+        raise UsageError("the passphrases differ")
+    if not passphrase:
+        raise UsageError("the passphrase is empty")
+    return Secret(passphrase.encode(), False)
+
+
+def _variable(name: str) -> str:
+    value = env_text(name)
+    if value is None:
+        raise UsageError(f"environment variable {name} is not set")
+    return value
+
+
+def _key_of_file(path: str, output: Output) -> bytes:
+    _warn_if_readable_by_others(path, output)
+    with open(path, "rb") as file:
+        content = file.read(4 * _KEY_NBYTES)
+    if len(content) == _KEY_NBYTES:
+        return content
+    return _key_of_text(content.decode("ascii", "replace"), f"key file {path}")
+
+
+def _key_of_text(text: str, what: str) -> bytes:
+    from tensorizer.errors import CryptographyError
+
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        key = b""
+    if len(key) != _KEY_NBYTES:
+        raise CryptographyError(f"{what}: wanted {_KEY_NBYTES} bytes or {2 * _KEY_NBYTES} hexadecimal digits")
+    return key
+
+
+def _passphrase_of_file(path: str, output: Output) -> bytes:
+    from tensorizer.errors import CryptographyError
+
+    if path == "-":
+        content = sys.stdin.buffer.read()
+    else:
+        _warn_if_readable_by_others(path, output)
+        with open(path, "rb") as file:
+            content = file.read()
+    for ending in (b"\r\n", b"\n"):
+        if content.endswith(ending):
+            content = content[: -len(ending)]
+            break
+    if not content:
+        raise CryptographyError(f"{'standard input' if path == '-' else path}: the passphrase is empty")
+    return content
+
+
+def _warn_if_readable_by_others(path: str, output: Output) -> None:
+    if os.stat(path).st_mode & stat.S_IROTH and os.path.isfile(path):
+        output.note(f"warning: {path} can be read by everybody on this machine (chmod 600 {path})")

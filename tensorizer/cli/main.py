@@ -1,0 +1,69 @@
+"""``tensorizer COMMAND …``: the parsers of all commands, and what becomes of errors."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Optional
+
+from tensorizer._version import __version__
+from tensorizer.cli import exit_codes
+from tensorizer.cli.output import Output, escaped
+
+__all__ = ["COMMANDS", "main", "make_parser"]
+
+#: Modules of this package, each with ``add_parsers(commands)``.
+COMMANDS = ("inspect", "verify", "convert", "cp", "encrypt", "diff", "bench")
+
+_EPILOG = "Exit status: 0 done, 1 differs or does not verify, 2 usage, 3 not found or no access, 4 not a valid file, \
+5 key, 6 the target exists or cannot hold the content, 130 interrupted."
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, which would change their meaning with the next option."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = _Parser(
+        prog="tensorizer",
+        description="Look into, check, convert, copy, encrypt and compare files of tensors (.tensors, .safetensors).",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"tensorizer {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for name in COMMANDS:
+        importlib.import_module(f"tensorizer.cli.{name}").add_parsers(commands)
+    return parser
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Runs one command.
+
+    Returns:
+        The exit status (docs/cli.md, "Exit status").
+    """
+    arguments = make_parser().parse_args(argv)
+    output = Output(arguments)
+    try:
+        status: int = arguments.run(arguments, output)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except BaseException as error:
+        status = exit_codes.status_of(error)
+        if status < 0:
+            raise
+        if status != exit_codes.INTERRUPTED:
+            output.error(escaped(str(error)) or type(error).__name__)
+        return status

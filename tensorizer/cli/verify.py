@@ -1,0 +1,111 @@
+"""``tensorizer verify``: data against digests."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
+from tensorizer.cli.keys import add_key_options, decryption
+from tensorizer.cli.options import add_common, stream_options
+from tensorizer.cli.output import Output, escaped
+
+if TYPE_CHECKING:
+    from tensorizer._files.verify import VerifyReport
+
+
+def add_parsers(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="compare the data of a file with its digests",
+        description="Reads every tensor and compares it with the digests and authentication codes in the file. "
+        "A .safetensors file holds no digests: its structure is checked, and with --sha256 or --hub its bytes.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI")
+    parser.add_argument("--filter", metavar="GLOB", help="names that match the pattern (* ? [])")
+    parser.add_argument("--sha256", metavar="HEX", help="SHA-256 that the whole file must have")
+    parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest that the hub states")
+    parser.add_argument("--fail-fast", action="store_true", help="end at the first tensor that does not match")
+    add_key_options(parser, "the file")
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    from tensorizer._files.inspect import inspect
+    from tensorizer._files.verify import verify
+
+    if arguments.sha256 and len(arguments.files) > 1:
+        raise UsageError("--sha256 takes one file")
+    reports = []
+    for file in arguments.files:
+        options = stream_options(arguments, file)
+        info = inspect(file, stream_options=options)
+        key = decryption(arguments, output, info.encrypted, what=info.source)
+        report = verify(
+            file,
+            encryption=key,
+            filter_func=_filter(arguments.filter),
+            sha256=_hub_sha256(file) if arguments.hub else arguments.sha256,
+            fail_fast=arguments.fail_fast,
+            num_readers=arguments.num_readers,
+            progress=output.progress(),
+            stream_options=options,
+        )
+        reports.append(report)
+        if not output.json:
+            _print(report, output)
+        if arguments.fail_fast and not report.ok:
+            break
+    if output.json:
+        output.document({"ok": all(reports), "files": [_document(report) for report in reports]})
+    return OK if all(reports) else DIFFERS
+
+
+def _filter(pattern: str | None) -> Any:
+    from tensorizer._files.opened import name_text
+
+    return None if pattern is None else lambda name: fnmatch.fnmatchcase(name_text(name), pattern)
+
+
+def _hub_sha256(uri: str) -> str:
+    from tensorizer._files.hub import sha256_of_hub_file
+
+    return sha256_of_hub_file(uri)
+
+
+def _print(report: VerifyReport, output: Output) -> None:
+    from tensorizer._files.verify import describe
+    from tensorizer._system.sizes import convert_bytes
+
+    verdict = output.coloured("ok", "green") if report.ok else output.coloured("FAILED", "red")
+    rate = f"{convert_bytes(report.nbytes)} in {report.seconds:.1f} s"
+    output.line(f"{escaped(report.source)}: {verdict}: {describe(report)} ({rate})")
+    for mismatch in report.mismatched:
+        output.line(f"  {escaped(mismatch.reason)}")
+    if report.sha256_matches is not None:
+        output.line(f"  SHA-256 of the file {'matches' if report.sha256_matches else 'differs: found'} {report.sha256}")
+    elif report.format == "safetensors":
+        output.note(
+            "  a .safetensors file holds no digests: its structure alone was checked (--sha256 checks its bytes)"
+        )
+
+
+def _document(report: VerifyReport) -> dict[str, Any]:
+    return {
+        "source": report.source,
+        "format": report.format,
+        "ok": report.ok,
+        "verified": len(report.verified),
+        "mismatched": [{"name": _plain(name), "reason": reason} for name, reason in report.mismatched],
+        "unverified": [_plain(name) for name in report.unverified],
+        "sha256": report.sha256,
+        "sha256_matches": report.sha256_matches,
+        "nbytes": report.nbytes,
+        "seconds": report.seconds,
+    }
+
+
+def _plain(name: Any) -> Any:
+    return name if isinstance(name, str) else list(name)

@@ -1,0 +1,255 @@
+"""The functions that users of ``safetensors.torch`` know, over files of both formats, from anywhere.
+
+``from safetensors.torch import load_file, save_file`` becomes ``from tensorizer.torch import load_file, save_file``.
+Tensors are plain ones without a gradient, in a ``dict``, and on the CPU unless a device is named: unlike
+:class:`tensorizer.TensorDeserializer`, which gives Parameters on CUDA where there is any.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Mapping
+from typing import Any, Optional, Union
+
+import torch
+
+from tensorizer._files.convert import format_of, write_contents
+from tensorizer._files.fill_model import device_of_names, fill_model
+from tensorizer._files.plain import load_plain
+from tensorizer._files.safe_open import safe_open
+from tensorizer._files.state_dicts import check_state_dict, contents_of
+from tensorizer._format.entries import FilterFuncType
+from tensorizer._load.device_choice import DeviceArgument
+from tensorizer._load.report import LoadReport
+from tensorizer._save.hashes import HASH_NAMES
+from tensorizer.deserializer import TensorDeserializer
+from tensorizer.progress import ProgressArgument
+from tensorizer.serializer import TensorSerializer
+
+__all__ = ["load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
+
+
+def load_file(
+    source: Any,
+    device: DeviceArgument = "cpu",
+    *,
+    dtype: Optional[torch.dtype] = None,
+    filter_func: Optional[FilterFuncType] = None,
+    verify: bool = False,
+    encryption: Any = None,
+    mmap: bool = False,
+    num_readers: Optional[int] = None,
+    progress: ProgressArgument = False,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> dict[str, Any]:
+    """Loads all tensors of a ``.tensors`` or ``.safetensors`` file; its content tells which.
+
+    Args:
+        source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
+        device: Where the tensors go; the CPU by default.
+        dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype.
+        filter_func: Loads only the tensors whose name it accepts.
+        verify: Compares the data with the stored digests. A ``.safetensors`` file holds none, and is refused.
+        encryption: The key of an encrypted file.
+        mmap: Makes tensors copy-on-write views of a local file instead of reading it.
+        num_readers: Upper bound for reading threads.
+        progress: ``True`` shows a bar; a callable is told about bytes done.
+        stream_options: Keywords for opening a URI.
+
+    Returns:
+        Plain tensors by name, in the order of the file; aliases of one tensor are the same object. Names of tensors of
+        a root module come without their leading dot; nested state dicts as nested dicts.
+
+    Raises:
+        FormatError: Not a file of tensors, or a damaged one.
+        OSError: It cannot be opened or read.
+        MissingHashError: `verify`, and a tensor has no digest.
+        HashMismatchError: `verify`, and data disagree with their digest.
+        CryptographyError: A key is missing, wrong or not wanted.
+
+    Source: the semantics of ``safetensors.torch.load_file``; docs/safetensors.md says what differs.
+    """
+    return load_plain(
+        source,
+        device,
+        dtype=dtype,
+        filter_func=filter_func,
+        verify=verify,
+        encryption=encryption,
+        mmap=mmap,
+        num_readers=num_readers,
+        progress=progress,
+        stream_options=stream_options,
+    )
+
+
+def load(data: bytes, device: DeviceArgument = "cpu", **options: Any) -> dict[str, Any]:
+    """Loads the tensors of a file that is in memory; arguments and errors as :func:`load_file`."""
+    return load_plain(io.BytesIO(data), device, **options)
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor],
+    target: Any,
+    metadata: Optional[Mapping[str, str]] = None,
+    *,
+    format: Optional[str] = None,
+    ties: str = "once",
+    encryption: Any = None,
+    hashes: Union[str, Collection[str], None] = HASH_NAMES,
+    max_shard_size: Union[str, int, None] = None,
+    progress: ProgressArgument = False,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> None:
+    """Writes tensors to one file, or to shards and their index.
+
+    Tensors may be on any device, share memory, be views of larger storages, and need not be contiguous. What is written
+    to ``.safetensors`` is what the reference's writer would write, byte for byte.
+
+    Args:
+        tensors: By name.
+        target: A path, ``s3://`` URI or open binary file object. It appears when it is complete.
+        metadata: Texts to store, in their order.
+        format: ``"tensors"`` or ``"safetensors"``; ``None`` goes by the extension, ``"tensors"`` without a known one.
+        ties: What becomes of names that share one tensor: ``"once"`` stores it once and records the other names,
+            ``"twice"`` stores it under each name, ``"error"`` refuses as ``safetensors`` does.
+        encryption: Encrypts the file (``.tensors`` only).
+        hashes: Digests to store (``.tensors`` only), as for :class:`tensorizer.TensorSerializer`.
+        max_shard_size: Bytes, or a text like ``"5GB"``: writes several files beside the name of `target`.
+        progress: ``True`` shows a bar; a callable is told about bytes done.
+        stream_options: Keywords for opening URIs.
+
+    Raises:
+        ValueError: `tensors` is no mapping of names to dense tensors, or the format cannot hold something
+            (:class:`UnsupportedContentError`); nothing was written.
+        OSError: The target cannot be written.
+    """
+    contents = contents_of(check_state_dict(tensors), metadata)
+    write_contents(
+        contents,
+        target,
+        format=format,
+        ties=ties,
+        encryption=encryption,
+        hashes=hashes,
+        max_shard_size=max_shard_size,
+        progress=progress,
+        stream_options=stream_options,
+    )
+
+
+def save(
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Optional[Mapping[str, str]] = None,
+    *,
+    format: str = "safetensors",
+    ties: str = "once",
+    encryption: Any = None,
+) -> bytes:
+    """The file that :func:`save_file` would write, as bytes; arguments and errors as there."""
+    memory = _Memory()
+    save_file(tensors, memory, metadata, format=format, ties=ties, encryption=encryption)
+    return memory.getvalue()
+
+
+def load_model(
+    model: torch.nn.Module,
+    source: Any,
+    strict: bool = True,
+    device: DeviceArgument = None,
+    *,
+    assign: Union[bool, str] = "auto",
+    ignore_mismatched_sizes: bool = False,
+    dtype: Optional[torch.dtype] = None,
+    verify: bool = False,
+    encryption: Any = None,
+    num_readers: Optional[int] = None,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> LoadReport:
+    """Fills a model from a file, by the names of its state dict.
+
+    What fits is decided from the index and the model, before a payload is read or a tensor touched. Tensors that the
+    model shares stay shared. Modules with hooks or a ``_load_from_state_dict`` of their own get a state dict instead.
+
+    Args:
+        model: The model; its parameters may be on the meta device.
+        source: As for :func:`load_file`.
+        strict: Raises where names are missing or unexpected, or where names that the model ties hold other contents.
+        device: Where tensors are read to; ``None``: where the model has them, and to the CPU what it has on meta.
+        assign: ``False`` copies into the tensors of the model, which keep their dtype, device and identity; ``True``
+            replaces them; ``"auto"`` replaces those on the meta device and copies into the others. Copying is not
+            atomic: an error of reading comes before it, an error of the device may come in the middle.
+        ignore_mismatched_sizes: Leaves tensors of another shape or kind as they are, and reports them.
+        dtype: As for :func:`load_file`.
+        verify: As for :func:`load_file`.
+        encryption: The key of an encrypted file.
+        num_readers: Upper bound for reading threads.
+        stream_options: Keywords for opening a URI.
+
+    Returns:
+        The report; ``missing, unexpected = load_model(…)`` works as with ``safetensors``.
+
+    Raises:
+        LoadError: What does not fit, in the words of ``load_state_dict``, with the report as ``.report``; the model is
+            as it was.
+    """
+    if assign not in (True, False, "auto"):
+        raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
+    with TensorDeserializer(
+        source,
+        device_of_names(model, device),
+        dtype=dtype,
+        lazy_load=True,
+        num_readers=num_readers,
+        verify_hash=verify,
+        encryption=encryption,
+        stream_options=stream_options,
+    ) as file:
+        return fill_model(model, file, strict, assign, ignore_mismatched_sizes)
+
+
+def save_model(
+    model: torch.nn.Module,
+    target: Any,
+    metadata: Optional[Mapping[str, str]] = None,
+    force_contiguous: bool = True,
+    *,
+    format: Optional[str] = None,
+    include_non_persistent_buffers: bool = False,
+    ties: str = "once",
+    encryption: Any = None,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> None:
+    """Writes the state dict of a model; shared tensors once, their other names recorded.
+
+    Args:
+        model: The model; never modified.
+        target: As for :func:`save_file`.
+        metadata: Texts to store. In ``.safetensors`` each name that was left out is recorded as
+            ``metadata[dropped] = kept``, where ``kept`` is the alphabetically first one.
+        force_contiguous: Accepted, without effect: tensors need not be contiguous.
+        format: As for :func:`save_file`.
+        include_non_persistent_buffers: Writes also buffers that are not part of the state dict (``.tensors`` only).
+        ties: As for :func:`save_file`.
+        encryption: Encrypts the file (``.tensors`` only).
+        stream_options: Keywords for opening a URI.
+
+    Raises:
+        ValueError: As for :func:`save_file`.
+        OSError: The target cannot be written.
+    """
+    if format_of(target, format) == "tensors" and ties != "error":
+        with TensorSerializer(
+            target, encryption=encryption, metadata=metadata, ties=ties, stream_options=stream_options
+        ) as serializer:
+            serializer.write_module(model, include_non_persistent_buffers=include_non_persistent_buffers)
+        return
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    save_file(state, target, metadata, format=format, ties=ties, encryption=encryption, stream_options=stream_options)
+
+
+class _Memory(io.BytesIO):
+    """Stays readable when its writer closes it."""
+
+    def close(self) -> None:
+        """Leaves the content where it is."""

@@ -1,0 +1,252 @@
+"""A small object store on loopback that records its requests and checks their signatures as botocore computes them.
+
+For what the real store of ``s3_server.py`` does not have: checksums, sessions, versions, answers that refuse.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import threading
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, NamedTuple, Optional
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+__all__ = ["RecordedRequest", "S3Recorder"]
+
+NAMESPACE = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
+OWN_QUERY = ("X-Amz-Signature",)
+
+
+class RecordedRequest(NamedTuple):
+    """One request as it came."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def operation(self) -> str:
+        """Which call of the S3 interface it is."""
+        if "session" in self.query:
+            return "CreateSession"
+        if "uploads" in self.query:
+            return "CreateMultipartUpload"
+        if "uploadId" in self.query:
+            names = {"PUT": "UploadPart", "POST": "CompleteMultipartUpload", "DELETE": "AbortMultipartUpload"}
+            return names[self.method]
+        return {"PUT": "PutObject", "GET": "GetObject", "HEAD": "HeadObject"}[self.method]
+
+
+class S3Recorder:
+    """Starts on entering, stops on leaving.
+
+    Attributes:
+        requests: What came, in order.
+        objects: Content by path.
+        open_uploads: Parts of unfinished uploads, by id.
+        refuse: From an operation to the status and code that answer requests of it that carry a checksum.
+        fail_once: The same, once, for any request of the operation.
+        echoes_checksums: Whether the answer to a new upload says that its parts are compared.
+        hold_parts: So many parts at a time are waited for before one is answered (30 s at most).
+        most_parts: So many parts were on their way at the same time.
+        bad_signatures: Paths of presigned requests whose signature is not botocore's.
+    """
+
+    access_key, secret_key = "AKIDRECORDER", "recorder/secret"
+    session_key, session_secret, session_token = "AKIDSESSION", "session/secret", "session-token"
+
+    def __init__(self) -> None:
+        self.requests: list[RecordedRequest] = []
+        self.objects: dict[str, bytes] = {}
+        self.open_uploads: dict[str, dict[int, bytes]] = {}
+        self.refuse: dict[str, tuple[int, str]] = {}
+        self.fail_once: dict[str, tuple[int, str]] = {}
+        self.echoes_checksums = True
+        self.hold_parts = 0
+        self.most_parts = self._running = 0
+        self.bad_signatures: list[str] = []
+        self._changed = threading.Condition()
+        recorder = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                recorder._handle(self)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128
+
+            def handle_error(self, *args: Any) -> None:
+                pass  # clients that give up
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keywords for ``open_stream`` and friends."""
+        return {
+            "s3_access_key_id": self.access_key,
+            "s3_secret_access_key": self.secret_key,
+            "s3_endpoint": self.endpoint,
+            "force_http": True,
+        }
+
+    def of(self, operation: str) -> list[RecordedRequest]:
+        """The requests of one operation."""
+        return [request for request in self.requests if request.operation == operation]
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def _handle(self, handler: Any) -> None:
+        parts = urlsplit(handler.path)
+        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        request = RecordedRequest(
+            handler.command,
+            unquote(parts.path),
+            dict(parse_qsl(parts.query, keep_blank_values=True)),
+            {name.lower(): value for name, value in handler.headers.items()},
+            body,
+        )
+        with self._changed:
+            self.requests.append(request)
+        if "X-Amz-Signature" in request.query and not self._is_signed(request, handler.path):
+            self.bad_signatures.append(request.path)
+        status, fields, answer = self._answer(request)
+        handler.send_response(status)
+        for name, value in fields.items():
+            handler.send_header(name, value)
+        handler.send_header("Content-Length", str(len(answer)))
+        handler.end_headers()
+        if request.method != "HEAD":
+            handler.wfile.write(answer)
+
+    def _answer(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        name = request.operation
+        with_checksum = any(field.startswith(("x-amz-checksum-", "x-amz-sdk-checksum")) for field in request.headers)
+        if name in self.fail_once:
+            return self._error(*self.fail_once.pop(name))
+        if with_checksum and name in self.refuse:
+            return self._error(*self.refuse[name])
+        given = request.headers.get("x-amz-checksum-crc32")
+        if given is not None and given != base64.b64encode(zlib.crc32(request.body).to_bytes(4, "big")).decode():
+            return self._error(400, "BadDigest")
+        return getattr(self, f"_{name}")(request)
+
+    def _error(self, status: int, code: str) -> tuple[int, dict[str, str], bytes]:
+        return status, {}, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+
+    def _CreateSession(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        secret = (
+            f"<CreateSessionResult {NAMESPACE}><Credentials><AccessKeyId>{self.session_key}</AccessKeyId>"
+            f"<SecretAccessKey>{self.session_secret}</SecretAccessKey><SessionToken>{self.session_token}</SessionToken>"
+            "<Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></CreateSessionResult>"
+        )
+        return 200, {}, secret.encode()
+
+    def _CreateMultipartUpload(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        with self._changed:
+            number = f"upload{len(self.requests)}"
+            self.open_uploads[number] = {}
+        algorithm = request.headers.get("x-amz-checksum-algorithm")
+        fields = {"x-amz-checksum-algorithm": algorithm} if algorithm and self.echoes_checksums else {}
+        result = f"<InitiateMultipartUploadResult {NAMESPACE}><UploadId>{number}</UploadId>"
+        return 200, fields, (result + "</InitiateMultipartUploadResult>").encode()
+
+    def _UploadPart(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        with self._changed:
+            self._running += 1
+            self.most_parts = max(self.most_parts, self._running)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.most_parts >= self.hold_parts, timeout=30)
+            self._running -= 1
+            upload = self.open_uploads.get(request.query["uploadId"])
+            if upload is None:
+                return self._error(404, "NoSuchUpload")
+            upload[int(request.query["partNumber"])] = request.body
+        return 200, {"ETag": self._etag(request.body)}, b""
+
+    def _CompleteMultipartUpload(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        parts = self.open_uploads.pop(request.query["uploadId"])
+        self.objects[request.path] = b"".join(parts[number] for number in sorted(parts))
+        result = f'<CompleteMultipartUploadResult {NAMESPACE}><ETag>"whole-{len(parts)}"</ETag>'
+        return 200, {}, (result + "</CompleteMultipartUploadResult>").encode()
+
+    def _AbortMultipartUpload(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        self.open_uploads.pop(request.query["uploadId"], None)
+        return 204, {}, b""
+
+    def _PutObject(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        self.objects[request.path] = request.body
+        return 200, {"ETag": self._etag(request.body)}, b""
+
+    def _HeadObject(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        return 404, {}, b""
+
+    def _GetObject(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        data = self.objects.get(request.path)
+        if data is None:
+            return self._error(404, "NoSuchKey")
+        fields = {"ETag": self._etag(data)}
+        asked = request.headers.get("range")
+        if asked is None:
+            return 200, fields, data
+        first, _, last = asked.partition("=")[2].partition("-")
+        end = min(int(last) + 1 if last else len(data), len(data))
+        fields["Content-Range"] = f"bytes {first}-{end - 1}/{len(data)}"
+        return 206, fields, data[int(first) : end]
+
+    def _etag(self, data: bytes) -> str:
+        return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+
+    # -- signatures --------------------------------------------------------------------------------------------------
+
+    def _is_signed(self, request: RecordedRequest, target: str) -> bool:
+        """Whether the signature in the URL is the one that botocore computes for these headers."""
+        from botocore.auth import S3SigV4QueryAuth
+        from botocore.awsrequest import AWSRequest
+        from botocore.credentials import Credentials
+
+        access_key, _, region, service, _ = request.query["X-Amz-Credential"].split("/")
+        secret = {self.access_key: self.secret_key, self.session_key: self.session_secret}.get(access_key, "")
+        auth = S3SigV4QueryAuth(Credentials(access_key, secret), service, region)
+        base, _, query = target.partition("?")
+        kept = "&".join(field for field in query.split("&") if field.partition("=")[0] not in OWN_QUERY)
+        signed = request.query["X-Amz-SignedHeaders"].split(";")
+        if any(name not in request.headers for name in signed):
+            return False
+        again = AWSRequest(
+            request.method, f"{self.endpoint}{base}?{kept}", headers={name: request.headers[name] for name in signed}
+        )
+        again.context["timestamp"] = request.query["X-Amz-Date"]
+        text = auth.string_to_sign(again, auth.canonical_request(again))
+        return bool(auth.signature(text, again) == request.query["X-Amz-Signature"])
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> S3Recorder:
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        trace: Optional[TracebackType],
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,384 @@
+"""The command line, run as users run it: streams, exit statuses, JSON, keys, screens."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import unittest.mock
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import samples
+import torch
+
+from tensorizer import EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer.cli.main import main, make_parser
+
+KEY = bytes(range(32))
+
+
+class Result(NamedTuple):
+    """What one command left."""
+
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+
+
+def run(*arguments, stdin=b"", **environment) -> Result:
+    """One command, in this process: importing torch takes longer than most commands. Streams are pipes to it."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TENSORIZER_", "AWS_"))}
+    streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (stdin, b"", b"")]
+    saved = sys.stdin, sys.stdout, sys.stderr
+    with unittest.mock.patch.dict(os.environ, {**clean, **environment}, clear=True):
+        sys.stdin, sys.stdout, sys.stderr = streams
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as exit_request:
+            status = exit_request.code
+        finally:
+            for stream in streams[1:]:
+                stream.flush()
+            sys.stdin, sys.stdout, sys.stderr = saved
+    return Result(status, *(stream.buffer.getvalue() for stream in streams[1:]))
+
+
+def write(path: Path, tensors, **options) -> Path:
+    with TensorSerializer(path, **options) as serializer:
+        serializer.write_state_dict(tensors)
+    return path
+
+
+@pytest.fixture
+def tensors():
+    return {
+        "embed.weight": samples.tensor((64, 32), torch.float16, 1),
+        "layers.0.weight": torch.arange(1024.0).reshape(32, 32),
+        "layers.1.weight": samples.tensor((32, 32), torch.float32, 3),
+        "steps": torch.tensor(7),
+    }
+
+
+@pytest.fixture
+def model(tmp_path, tensors):
+    return write(tmp_path / "model.tensors", tensors)
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(KEY)
+    path.chmod(0o600)
+    return path
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def test_help_of_every_command_needs_no_torch():
+    program = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        assert name.split(".")[0] not in ("torch", "numpy", "boto3"), name
+sys.meta_path.insert(0, Refuse())
+from tensorizer.cli.main import make_parser
+parser = make_parser()
+parser.format_help()
+for commands in parser._subparsers._group_actions:
+    for command in commands.choices.values():
+        command.format_help()
+print(sorted(commands.choices))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    for command in ("inspect", "ls", "verify", "convert", "cp", "encrypt", "decrypt", "rekey", "diff", "bench"):
+        assert command in result.stdout
+
+
+def test_inspect_lists_names_dtypes_shapes_and_sizes(model):
+    result = run("inspect", model)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.decode().splitlines()
+    assert "4 tensors" in lines[0]
+    assert [line.split()[0] for line in lines[2:]] == ["embed.weight", "layers.0.weight", "layers.1.weight", "steps"]
+    assert "float16" in lines[2]
+    assert "[64, 32]" in lines[2]
+    assert "4.1 KB" in lines[2]
+    assert result.stderr == b""
+
+
+def test_inspect_as_json_has_integers_and_a_schema(model, tensors):
+    document = json.loads(run("ls", "--json", model).stdout)
+    assert document["schema"] == 1
+    (file,) = document["files"]
+    assert file["tensor_count"] == 4
+    assert file["encrypted"] is False
+    assert file["file_nbytes"] == model.stat().st_size
+    assert [(t["name"], t["dtype"], t["shape"], t["nbytes"]) for t in file["tensors"]] == [
+        (name, str(tensor.dtype)[6:], list(tensor.shape), tensor.numel() * tensor.element_size())
+        for name, tensor in tensors.items()
+    ]
+    content = model.read_bytes()
+    first = file["tensors"][0]
+    assert content[first["offset"] :][: first["stored_nbytes"]] == tensors["embed.weight"].numpy().tobytes()
+
+
+def test_inspect_groups_names_that_differ_in_numbers(tmp_path):
+    path = write(tmp_path / "m", {f"h.{i}.mlp.{j}": torch.zeros(2) for i in range(12) for j in (0, 3)})
+    result = run("inspect", "--group", path)
+    assert "h.{0...11}.mlp.{2 numbers} x24" in result.stdout.decode()
+
+
+def test_inspect_needs_no_key_of_an_encrypted_file(tmp_path, tensors):
+    path = write(tmp_path / "secret.tensors", tensors, encryption=EncryptionParams(KEY))
+    result = run("inspect", path)
+    assert result.returncode == 0
+    assert "encrypted" in result.stdout.decode()
+
+
+def test_names_cannot_act_on_the_terminal(tmp_path):
+    path = write(tmp_path / "m", {"a\x1b[31mb\u202ec": torch.zeros(1)})
+    output = run("inspect", path).stdout
+    assert b"\x1b" not in output
+    assert "\u202e" not in output.decode()
+    assert b"\\x1b[31mb\\u202ec" in output
+
+
+def test_every_exit_status_says_what_happened(tmp_path, model, tensors, key_file):
+    damaged = tmp_path / "damaged.tensors"
+    damaged.write_bytes(model.read_bytes())
+    flip(damaged, damaged.stat().st_size - 12)
+    garbage = tmp_path / "garbage"
+    garbage.write_bytes(b"no tensors in here" * 100)
+    other = write(tmp_path / "other.tensors", {**tensors, "steps": torch.tensor(8)})
+    complex_file = write(tmp_path / "complex.tensors", {"c": torch.zeros(2, dtype=torch.complex128)})
+    secret = write(tmp_path / "secret.tensors", tensors, encryption=EncryptionParams(KEY))
+    cut = tmp_path / "cut"
+    cut.write_bytes(model.read_bytes()[:-1000])
+    missing, fresh = tmp_path / "missing", tmp_path / "fresh"
+    wrong = tmp_path / "wrong"
+    wrong.write_bytes(bytes(32))
+    wrong.chmod(0o600)
+    cases = [
+        (0, "verify", model),
+        (0, "diff", model, model),
+        (1, "verify", damaged),
+        (1, "diff", model, other),
+        (2, "inspect"),
+        (2, "frobnicate"),
+        (2, "inspect", "--jso", model),
+        (2, "encrypt", model, fresh),
+        (3, "inspect", missing),
+        (3, "verify", missing),
+        (3, "diff", model, missing),
+        (3, "cp", missing, fresh),
+        (4, "inspect", garbage),
+        (4, "verify", cut),
+        (4, "diff", model, garbage),
+        (5, "verify", secret),
+        (5, "verify", secret, "--key-file", wrong),
+        (5, "verify", model, "--key-file", key_file),
+        (5, "decrypt", secret, fresh),
+        (5, "rekey", secret, fresh, "--new-key-file", key_file),
+        (6, "cp", model, other),
+        (6, "convert", complex_file, tmp_path / "c.safetensors"),
+        (6, "encrypt", model, fresh, "--generate-key", key_file),
+    ]
+    for expected, *arguments in cases:
+        result = run(*arguments, stdin=b"")
+        assert result.returncode == expected, (arguments, result.stdout, result.stderr)
+        if expected > 1:
+            assert b"Traceback" not in result.stderr, arguments
+            assert result.stdout == b"", arguments
+        assert not fresh.exists(), arguments
+    assert key_file.read_bytes() == KEY
+
+
+def test_encrypt_rekey_and_decrypt_give_the_same_tensors(tmp_path, model, tensors, key_file):
+    secret, again, clear = tmp_path / "secret", tmp_path / "again", tmp_path / "clear.tensors"
+    new_key = tmp_path / "new key"
+    assert run("encrypt", model, secret, "--key-file", key_file).returncode == 0
+    result = run("rekey", secret, again, "--key-file", key_file, "--new-generate-key", new_key)
+    assert result.returncode == 0, result.stderr
+    assert new_key.stat().st_mode & 0o777 == 0o600
+    assert new_key.stat().st_size == 32
+    assert run("decrypt", again, clear, "--key-env", "K", K=new_key.read_bytes().hex()).returncode == 0
+    assert run("diff", model, clear).returncode == 0
+    for path in (secret, again):
+        assert tensors["embed.weight"].numpy().tobytes()[:64] not in path.read_bytes()
+
+
+def test_passphrases_come_from_files_variables_and_standard_input(tmp_path, model):
+    secret, clear = tmp_path / "secret", tmp_path / "clear"
+    cheap = ("--opslimit", "min", "--memlimit", "min")
+    words = tmp_path / "words"
+    words.write_text("correct horse\n")
+    words.chmod(0o600)
+    assert run("encrypt", model, secret, "--passphrase-file", "-", *cheap, stdin=b"correct horse\r\n").returncode == 0
+    for options, environment in (
+        (["--passphrase-file", words], {}),
+        (["--passphrase-env", "P"], {"P": "correct horse"}),
+        ([], {"TENSORIZER_PASSPHRASE_FILE": str(words)}),
+    ):
+        result = run("decrypt", "--force", secret, clear, *options, **environment)
+        assert result.returncode == 0, result.stderr
+        assert run("diff", model, clear).returncode == 0
+    assert run("decrypt", "--force", secret, clear, "--passphrase-env", "P", P="wrong").returncode == 5
+
+
+def test_a_key_file_that_everybody_can_read_is_warned_of(tmp_path, model, key_file):
+    key_file.chmod(0o644)
+    result = run("encrypt", model, tmp_path / "secret", "--key-file", key_file)
+    assert result.returncode == 0
+    assert str(key_file) in result.stderr.decode()
+
+
+def test_no_secret_is_in_the_output_or_in_the_arguments(tmp_path, model):
+    secret = tmp_path / "secret"
+    result = run("encrypt", model, secret, "--key-env", "K", "-v", "--json", K=KEY.hex())
+    assert result.returncode == 0
+    assert KEY.hex().encode() not in result.stdout + result.stderr
+    text = run("encrypt", "--help").stdout.decode()
+    for option in ("--key ", "--passphrase "):
+        assert option not in text
+
+
+def test_verify_names_the_tensor_that_does_not_match(model):
+    content = model.read_bytes()
+    with TensorDeserializer(model, device="cpu", lazy_load=True) as file:
+        entry = next(entry for entry in file.entries() if entry.name == "layers.1.weight")
+    assert content
+    flip(model, entry.data_offset)
+    result = run("verify", model)
+    assert result.returncode == 1
+    assert "layers.1.weight" in result.stdout.decode()
+    document = json.loads(run("verify", "--json", model).stdout)
+    assert document["ok"] is False
+    assert [bad["name"] for bad in document["files"][0]["mismatched"]] == ["layers.1.weight"]
+    assert document["files"][0]["verified"] == 3
+
+
+def test_a_file_without_digests_is_not_verified(tmp_path, tensors):
+    path = write(tmp_path / "m", tensors, hashes=None)
+    result = run("verify", "--json", path)
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["files"][0]["unverified"] == list(tensors)
+
+
+def test_diff_says_what_was_added_removed_and_changed(tmp_path, model, tensors):
+    changed = dict(tensors)
+    changed["new"] = torch.zeros(3)
+    del changed["steps"]
+    changed["layers.0.weight"] = tensors["layers.0.weight"] + 0.5
+    changed["embed.weight"] = tensors["embed.weight"].float()
+    other = write(tmp_path / "other", changed)
+    result = run("diff", model, other)
+    assert result.returncode == 1
+    text = result.stdout.decode()
+    for line in ("- steps", "+ new", "~ embed.weight: float16 [64, 32] -> float32 [64, 32]", "~ layers.0.weight"):
+        assert line in text
+    assert "max abs 0.5" in text
+    assert run("diff", "-q", model, other).stdout == b""
+    document = json.loads(run("diff", "--json", "--ignore-dtype", "--atol", "1", model, other).stdout)
+    assert document["added"] == ["new"]
+    assert document["removed"] == ["steps"]
+    assert document["changed"] == []
+
+
+def test_equal_digests_need_no_payload(tmp_path, model, tensors):
+    same = write(tmp_path / "same", tensors)
+    document = json.loads(run("diff", "--json", model, same).stdout)
+    assert (document["ok"], document["same"], document["nbytes_read"]) == (True, 4, 0)
+
+
+def test_copies_go_through_pipes_and_never_replace_without_force(tmp_path, model):
+    target = tmp_path / "copy"
+    piped = run("cp", model, "-")
+    assert piped.stdout == model.read_bytes()
+    assert run("cp", "-", target, stdin=piped.stdout).returncode == 0
+    assert target.read_bytes() == model.read_bytes()
+    assert run("cp", model, target).returncode == 6
+    assert run("cp", "--force", "--verify", model, target).returncode == 0
+
+
+def test_a_reader_that_stops_reading_ends_the_command_quietly(tmp_path):
+    path = write(tmp_path / "many", {f"t{i}": torch.zeros(1) for i in range(5000)})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tensorizer", "inspect", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    process.stderr.close()
+    process.wait(timeout=60)
+    assert errors == b""
+
+
+def test_a_terminal_gets_colours_and_tables_as_wide_as_it_is(tmp_path):
+    path = write(tmp_path / "m", {"a." * 80 + "weight": torch.zeros(3)})
+
+    def on_terminal(columns, **environment):
+        parent, child = pty.openpty()
+        import fcntl
+        import struct
+        import termios
+
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tensorizer", "inspect", "m"],
+            stdout=child,
+            stderr=subprocess.DEVNULL,
+            cwd=tmp_path,
+            env={k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
+            | {"TERM": "xterm", **environment},
+        )
+        os.close(child)
+        text = b""
+        try:
+            while piece := os.read(parent, 65536):
+                text += piece
+        except OSError:  # the other side is closed
+            pass
+        os.close(parent)
+        process.wait(timeout=60)
+        return text.decode()
+
+    narrow, wide = on_terminal(80, NO_COLOR="1"), on_terminal(220, NO_COLOR="1")
+    assert max(map(len, narrow.splitlines()[1:])) <= 80
+    assert "…" in narrow
+    assert "…" not in wide
+    assert "\x1b[" not in narrow
+    assert "\x1b[" in on_terminal(80)
+    piped = run("inspect", path).stdout.decode()
+    assert "\x1b[" not in piped
+    assert "…" not in piped
+
+
+def test_bench_prints_medians(model):
+    document = json.loads(run("bench", "--json", "--repeat", "2", "--readers", "1,2", model).stdout)
+    assert [phase["name"] for phase in document["phases"]] == ["load, 1 readers", "load, 2 readers", "load, verified"]
+    assert all(len(phase["seconds"]) == 2 for phase in document["phases"])
+
+
+def test_the_reference_page_lists_every_command_and_option():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
+    commands = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        if name == "ls":
+            continue
+        section = page.partition(f"### {name}\n")[2].partition("\n### ")[0]
+        assert section, name
+        for option in command._option_string_actions:
+            assert option in section, (name, option)

@@ -1,0 +1,200 @@
+"""Conversions between formats: the same tensors, the same bytes where that can be, and nothing half done."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import samples
+import torch
+
+import tensorizer
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+MIB = 1 << 20
+
+
+def state():
+    return {
+        "b": samples.tensor((33, 7), torch.float32, 1),
+        "a": samples.tensor((5,), torch.bfloat16, 2),
+        "steps": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+        "mask": torch.tensor([True, False]),
+        "large": samples.tensor((9 * MIB,), torch.uint8, 3),
+    }
+
+
+def write(path, tensors, **options):
+    with TensorSerializer(path, **options) as serializer:
+        serializer.write_state_dict(tensors)
+    return path
+
+
+def assert_equal(found, wanted):
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        same = found[name].detach().reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+        assert same or tensor.numel() == 0, name
+
+
+def test_tensors_become_the_safetensors_file_that_the_reference_writes(tmp_path):
+    source = write(tmp_path / "m.tensors", state())
+    report = tensorizer.convert(source, tmp_path / "m.safetensors")
+    assert (report.format, report.tensors, report.checked) == ("safetensors", 6, True)
+    safetensors_torch.save_file(state(), tmp_path / "theirs.safetensors")
+    assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+
+
+def test_a_reference_file_comes_back_byte_for_byte_also_through_encryption(tmp_path):
+    theirs = tmp_path / "theirs.safetensors"
+    safetensors_torch.save_file(state(), theirs, metadata={"format": "pt"})
+    key = EncryptionParams.random()
+    for encryption in (None, key):
+        decryption = None if encryption is None else DecryptionParams.from_key(key.key)
+        tensorizer.convert(theirs, tmp_path / "m.tensors", encryption=encryption)
+        again = tmp_path / "again.safetensors"
+        tensorizer.convert(tmp_path / "m.tensors", again, decryption=decryption, keep_order=True)
+        assert again.read_bytes() == theirs.read_bytes()
+
+
+def test_modules_keep_kinds_and_numbers_in_another_tensors_file(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    with TensorSerializer(tmp_path / "m.tensors") as serializer:
+        serializer.write_module(module)
+    tensorizer.convert(tmp_path / "m.tensors", tmp_path / "n.tensors", encryption=EncryptionParams(bytes(32)))
+    decryption = DecryptionParams.from_key(bytes(32))
+    with (
+        TensorDeserializer(tmp_path / "m.tensors", device="cpu", lazy_load=True) as a,
+        TensorDeserializer(tmp_path / "n.tensors", device="cpu", lazy_load=True, encryption=decryption) as b,
+    ):
+        facts = [[(idx, kind, name) for idx, kind, name, _ in file.read_tensors()] for file in (a, b)]
+    assert facts[0] == facts[1]
+
+
+def test_dtype_changes_wide_floating_point_types_alone(tmp_path):
+    source = write(tmp_path / "m.tensors", state())
+    tensorizer.convert(source, tmp_path / "half.tensors", dtype=torch.float16)
+    with TensorDeserializer(tmp_path / "half.tensors", device="cpu") as found:
+        dtypes = {name: tensor.dtype for name, tensor in found.items()}
+        wanted = state()["b"].half()
+        assert found["b"].detach().view(torch.int16).equal(wanted.view(torch.int16))
+    assert dtypes == {
+        "b": torch.float16,
+        "a": torch.float16,
+        "steps": torch.int64,
+        "empty": torch.float16,
+        "mask": torch.bool,
+        "large": torch.uint8,
+    }
+
+
+def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    cases = {
+        "complex128": {"x": torch.zeros(2, dtype=torch.complex128), "y": torch.zeros(2, dtype=torch.complex128)},
+        "nested": {"x": {"y": torch.zeros(1)}},
+    }
+    for name, tensors in cases.items():
+        source = write(tmp_path / f"{name}.tensors", tensors)
+        target = tmp_path / f"{name}.safetensors"
+        target.write_bytes(b"old")
+        with pytest.raises(tensorizer.UnsupportedContentError, match="x"):
+            tensorizer.convert(source, target)
+        assert target.read_bytes() == b"old"
+    tensorizer.convert(tmp_path / "nested.tensors", tmp_path / "flat.safetensors", flatten=True)
+    assert list(safetensors_torch.load_file(tmp_path / "flat.safetensors")) == ["x.y"]
+    with pytest.raises(tensorizer.UnsupportedContentError):
+        tensorizer.convert(tmp_path / "nested.tensors", target, encryption=EncryptionParams.random())
+
+
+def test_a_damaged_source_leaves_the_old_target(tmp_path):
+    source = write(tmp_path / "m.tensors", state())
+    with TensorDeserializer(source, device="cpu", lazy_load=True) as file:
+        at = next(entry.data_offset for entry in file.entries() if entry.name == "large")
+    content = bytearray(source.read_bytes())
+    content[at] ^= 1
+    source.write_bytes(content)
+    for target in (tmp_path / "t.tensors", tmp_path / "t.safetensors"):
+        target.write_bytes(b"old")
+        with pytest.raises(tensorizer.HashMismatchError, match="large"):
+            tensorizer.convert(source, target)
+        assert target.read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.tensors", "t.safetensors", "t.tensors"]
+
+
+def test_shards_hold_all_tensors_and_an_index_that_names_them(tmp_path):
+    source = write(tmp_path / "m.tensors", {f"t{i}": samples.tensor((MIB,), torch.uint8, i) for i in range(5)})
+    report = tensorizer.convert(source, tmp_path / "model.safetensors", max_shard_size="2.2MB")
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [path.rpartition("/")[2] for path in report.files] == [*names, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 5 * MIB
+    assert index["weight_map"] == {f"t{i}": names[i // 2] for i in range(5)}
+    for name in names:
+        found = safetensors_torch.load_file(tmp_path / name)
+        for key, tensor in found.items():
+            assert tensor.equal(samples.tensor((MIB,), torch.uint8, int(key[1:])))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*names, "m.tensors", "model.safetensors.index.json"])
+
+
+def test_pickled_state_dicts_are_read_without_running_them(tmp_path):
+    shared = torch.arange(6.0)
+    content = {"epoch": 3, "state_dict": {"a": shared, "b": shared, "c": shared.reshape(2, 3).t(), "note": "text"}}
+    torch.save(content, tmp_path / "m.pt")
+    report = tensorizer.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    assert report.ties == {"b": "a"}
+    assert report.skipped == ("note",)
+    found = safetensors_torch.load_file(tmp_path / "m.safetensors")
+    assert found["a"].equal(shared)
+    assert found["c"].equal(shared.reshape(2, 3).t())
+    with pytest.raises(tensorizer.UnsupportedContentError, match="a"):
+        tensorizer.convert(tmp_path / "m.pt", tmp_path / "x.safetensors", ties="error")
+    tensorizer.convert(tmp_path / "m.pt", tmp_path / "twice.safetensors", ties="twice")
+    assert set(safetensors_torch.load_file(tmp_path / "twice.safetensors")) == {"a", "b", "c"}
+    with pytest.raises(tensorizer.FormatError, match="nowhere"):
+        tensorizer.convert(tmp_path / "m.pt", tmp_path / "x", key="nowhere")
+    assert not (tmp_path / "x").exists()
+
+
+class Canary:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_malicious_pickle_is_refused_and_does_nothing(tmp_path):
+    canary = tmp_path / "canary"
+    torch.save({"a": torch.zeros(1), "b": Canary(canary)}, tmp_path / "zip.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps({"a": Canary(canary)}))
+    for name in ("zip.pt", "plain.pt"):
+        with pytest.raises(tensorizer.FormatError):
+            tensorizer.convert(tmp_path / name, tmp_path / "out.tensors")
+    assert not canary.exists()
+    assert not (tmp_path / "out.tensors").exists()
+
+
+def test_a_dry_run_writes_nothing_and_an_existing_target_needs_force(tmp_path):
+    source = write(tmp_path / "m.tensors", state())
+    report = tensorizer.convert(source, tmp_path / "m.safetensors", dry_run=True)
+    assert report.tensors == 6
+    assert not report.checked
+    assert not (tmp_path / "m.safetensors").exists()
+    with pytest.raises(FileExistsError):
+        tensorizer.convert(source, source, force=False)
+    assert_equal(dict(TensorDeserializer(source, device="cpu")), state())
+
+
+def test_zero_filled_tensors_stay_without_data(tmp_path):
+    source = write(tmp_path / "m.tensors", {"a": torch.zeros(1), "meta": torch.empty(1000, 1000, device="meta")})
+    tensorizer.convert(source, tmp_path / "n.tensors")
+    assert (tmp_path / "n.tensors").stat().st_size < 10_000
+    with TensorDeserializer(tmp_path / "n.tensors", device="cpu") as found:
+        assert not found["meta"].any()

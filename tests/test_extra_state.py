@@ -1,0 +1,187 @@
+"""Extra state of modules, and what write calls leave out: named, or stored so that no earlier reader is disturbed."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+
+import pytest
+import samples
+import torch
+from test_module_loading import module_bytes, open_bytes
+from torch import nn
+
+from tensorizer import DecryptionParams, EncryptionParams, FormatError, LoadError, TensorDeserializer, TensorSerializer
+from tensorizer._format import extra_state
+
+
+class Keeper(nn.Module):
+    """A linear layer with extra state."""
+
+    def __init__(self, state=None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state) -> None:
+        self.state = state
+
+
+STATES = {
+    "a tensor": samples.tensor((3, 2)),
+    "a scalar": torch.tensor(7),
+    "bfloat16": samples.tensor((5,), torch.bfloat16),
+    "float8": samples.tensor((5,), torch.float8_e4m3fn),
+    "empty": torch.empty((0, 3)),
+    "not contiguous": samples.tensor((4, 6)).t(),
+    "nested": {"amax": samples.tensor((4,)), "deep": {"scale": samples.tensor(()), "none": {}}},
+    "no tensors": {},
+}
+
+
+def with_state(state, **options) -> bytes:
+    return module_bytes(nn.ModuleList([Keeper(), Keeper(state)]), include_extra_state=True, **options)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_extra_state_that_is_tensors_comes_back(name):
+    target = nn.ModuleList([Keeper("before"), Keeper("before")])
+    with open_bytes(with_state(STATES[name])) as deserializer:
+        count = deserializer.load_into_module(target)
+    assert count == 4
+    assert target[0].state == "before"
+    samples.assert_same(target[1].state, STATES[name])
+    assert count.missing == ("0._extra_state",)
+
+
+def test_loads_of_one_file_share_no_extra_state():
+    one, two = Keeper(), Keeper()
+    data = module_bytes(Keeper(torch.ones(2)), include_extra_state=True)
+    with open_bytes(data, lazy_load=True) as deserializer:
+        deserializer.load_into_module(one)
+        deserializer.load_into_module(two)
+    one.state.add_(1)
+    assert two.state.tolist() == [1, 1]
+
+
+def test_extra_state_of_an_encrypted_file_is_encrypted_and_comes_back():
+    secret = torch.frombuffer(bytearray(b"a secret of the module" * 3), dtype=torch.uint8)
+    model = Keeper({"key": secret})
+    stream = samples.KeptBytesIO()
+    samples.write_module(stream, model, options={"encryption": EncryptionParams(b"k" * 32)}, include_extra_state=True)
+    import base64
+
+    assert base64.b64encode(b"a secret of the module")[:20] not in stream.getvalue()
+    for lazy in (False, True):
+        target = Keeper()
+        options = {"encryption": DecryptionParams.from_key(b"k" * 32), "lazy_load": lazy}
+        with open_bytes(stream.getvalue(), **options) as deserializer:
+            deserializer.load_into_module(target)
+        samples.assert_same(target.state, model.state)
+
+
+@pytest.mark.parametrize("state", [b"bytes", 3, [torch.ones(1)], {"a": {"b": "text"}}, {1: torch.ones(1)}], ids=repr)
+def test_extra_state_of_another_kind_is_refused_by_name_before_anything_is_touched(state, tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    serializer = TensorSerializer(path)
+    with pytest.raises(TypeError, match=r"1\._extra_state"):
+        serializer.write_module(nn.ModuleList([Keeper(), Keeper(state)]), include_extra_state=True)
+    assert path.read_bytes() == b"old"
+    serializer.write_module(Keeper(torch.ones(1)), include_extra_state=True)
+    serializer.close()
+    with TensorDeserializer(path, device="cpu") as deserializer:
+        assert deserializer.load_into_module(Keeper(), strict=True) == 2
+
+
+def test_several_calls_keep_the_extra_state_of_each(tmp_path):
+    path = tmp_path / "f"
+    with TensorSerializer(path) as serializer:
+        for name in ("one", "two"):
+            module = nn.Module()
+            module.add_module(name, Keeper(torch.full((2,), float(len(name) + ord(name[0])))))
+            serializer.write_module(module, include_extra_state=True)
+    target = nn.Module()
+    target.one, target.two = Keeper(), Keeper()
+    with TensorDeserializer(path, device="cpu") as deserializer:
+        assert deserializer.load_into_module(target, strict=True) == 4
+    assert target.one.state[0] != target.two.state[0]
+
+
+def test_a_call_that_fails_leaves_no_extra_state_behind(tmp_path):
+    path = tmp_path / "f"
+    with TensorSerializer(path) as serializer:
+        serializer.write_module(Keeper(torch.ones(1)), include_extra_state=True)
+        with pytest.raises(ValueError, match="linear"):
+            serializer.write_module(Keeper(torch.zeros(1)), include_extra_state=True)
+        serializer.write_tensor(0, "more", 2, torch.ones(1))
+    target = Keeper()
+    with TensorDeserializer(path, device="cpu", filter_func=lambda name: "linear" in name) as deserializer:
+        deserializer.load_into_module(target)
+    assert target.state.tolist() == [1]
+
+
+def test_strict_loads_want_extra_state_where_the_module_takes_it_and_nowhere_else():
+    data = with_state(torch.ones(1))
+    with open_bytes(data) as deserializer, pytest.raises(LoadError) as caught:
+        deserializer.load_into_module(nn.ModuleList([Keeper(), Keeper()]), strict=True)
+    assert 'Missing key(s) in state_dict: "0._extra_state"' in str(caught.value)
+    plain = nn.ModuleList([Keeper(), nn.Module()])
+    plain[1].linear = nn.Linear(3, 3)
+    with open_bytes(data) as deserializer:
+        assert deserializer.load_into_module(plain).unexpected == ("1._extra_state",)
+
+
+def test_a_filter_leaves_extra_state_out():
+    target = Keeper("before")
+    with open_bytes(module_bytes(Keeper(torch.ones(1)), include_extra_state=True)) as deserializer:
+        deserializer.load_into_module(target, lambda name: "linear" in name)
+    assert target.state == "before"
+
+
+def test_damaged_text_is_a_format_error():
+    good = json.loads(extra_state.to_text(extra_state.pack({"a": torch.ones(2)})))
+    bad = [[], {"a": 1}, {"a": {}}, {"a": {"t": ["<f4", [3], good["a"]["t"][2]]}}, {"a": {"t": ["x", [2], "AAAA"]}}]
+    bad += [{"a": {"t": ["<f4", [-2], "AAAA"]}}, {"a": {"t": ["<f4", [2], "?"]}}, {"a": {"d": [1]}}]
+    for damaged in [*map(json.dumps, bad), "{", '{"a":{"t":["<f4",[1e400],""]}}', '{"a":' + '{"d":{"a":' * 5000]:
+        with pytest.raises(FormatError):
+            extra_state.unpack(damaged)
+
+
+# --- what is left out -----------------------------------------------------------------------------------------------
+
+
+def test_extra_state_that_is_left_out_is_named_in_one_warning():
+    model = nn.ModuleList([Keeper(b"x"), Keeper(b"y"), nn.Linear(1, 1)])
+    serializer = TensorSerializer(io.BytesIO())
+    with pytest.warns(UserWarning, match="include_extra_state=True") as caught:
+        serializer.write_module(model)
+    serializer.close()
+    (warning,) = caught
+    assert "0._extra_state, 1._extra_state" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_empty_containers_are_named_in_one_warning():
+    values = {"a": {}, "b": [], "c": {"d": [torch.ones(1), {}]}, "e": torch.empty(0)}
+    stream = samples.KeptBytesIO()
+    serializer = TensorSerializer(stream)
+    with pytest.warns(UserWarning, match="c/d/1") as caught:
+        serializer.write_state_dict(values)
+    serializer.close()
+    (warning,) = caught
+    assert "a, b, c/d/1" in str(warning.message)
+    assert warning.filename == __file__
+    assert list(samples.load(io.BytesIO(stream.getvalue()))) == ["c", "e"]
+
+
+def test_nothing_is_said_where_nothing_is_left_out():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module_bytes(samples.net())
+        with_state(torch.ones(1))
+        samples.state_dict_bytes({"a": {"b": [torch.ones(1)]}})

@@ -1,0 +1,263 @@
+"""What goes wrong with files: errors of the package that are the builtin ones, too, with what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import inspect
+import io
+import os
+import pickle
+
+import pytest
+import torch
+from servers.file_server import serve_folder
+
+from tensorizer import (
+    FormatError,
+    StreamError,
+    StreamIsADirectoryError,
+    StreamNotADirectoryError,
+    StreamNotFoundError,
+    TensorDeserializer,
+    TensorSerializer,
+    stream_io,
+)
+from tensorizer._system.os_errors import stream_error_class, stream_errors
+from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
+
+VALUES = {"weight": torch.arange(5.0)}
+
+
+def save(target, **keywords) -> None:
+    with TensorSerializer(target, **keywords) as serializer:
+        serializer.write_state_dict(VALUES)
+
+
+def load(source, **keywords) -> dict:
+    with TensorDeserializer(source, device="cpu", **keywords) as deserializer:
+        return dict(deserializer)
+
+
+def read(path) -> bytes:
+    with stream_io.open_stream(path) as stream:
+        return stream.read()
+
+
+def write(path) -> None:
+    with stream_io.open_stream(path, "wb+") as stream:
+        stream.write(b"x")
+
+
+def test_every_way_of_opening_a_file_says_what_the_system_said(tmp_path):
+    (tmp_path / "file").write_bytes(b"here")
+    cases = [
+        ((load, read), tmp_path / "absent", FileNotFoundError, StreamNotFoundError, errno.ENOENT),
+        ((load, read, save, write), tmp_path, IsADirectoryError, StreamIsADirectoryError, errno.EISDIR),
+        ((load, read), tmp_path / "file" / "below", NotADirectoryError, StreamNotADirectoryError, errno.ENOTDIR),
+        ((save, write), tmp_path / "file" / "below", FileExistsError, StreamError, errno.EEXIST),
+        ((load, read, save, write), tmp_path / ("n" * 300), OSError, StreamError, errno.ENAMETOOLONG),
+    ]
+    for ways, path, builtin, ours, number in cases:
+        for way in ways:
+            with pytest.raises(builtin) as caught:
+                way(path)
+            error = caught.value
+            assert isinstance(error, ours), (way, error)
+            assert isinstance(error, StreamError), (way, error)
+            assert error.errno == number, (way, error)
+            named = tmp_path / "file" if builtin is FileExistsError else path
+            assert str(named) in str(error), (way, error)
+
+
+def test_a_folder_without_permission_is_a_permission_error(fresh_process):
+    program = """
+import errno, io, os, tempfile, torch
+from tensorizer import StreamError, StreamPermissionError, TensorDeserializer, TensorSerializer, stream_io
+folder = tempfile.mkdtemp()
+model, locked, own = (os.path.join(folder, name) for name in ("model", "locked", "own"))
+TensorSerializer(model).write_state_dict({"a": torch.ones(1)})
+os.chmod(folder, 0o755)
+os.chmod(model, 0o000)
+os.mkdir(locked, 0o500)
+os.mkdir(own, 0o777)
+os.chmod(own, 0o777)
+child = os.fork()
+if child == 0:
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    else:
+        os.chmod(locked, 0o500)
+    def save(path):
+        TensorSerializer(path).write_state_dict({"a": torch.ones(1)})
+    def save_stream(path):
+        stream_io.open_stream(path, "wb+")
+    ways = [
+        (TensorDeserializer, model), (stream_io.open_stream, model), (save, model), (save_stream, model),
+        (save, os.path.join(locked, "f")), (save, os.path.join(locked, "below", "f")),
+        (save_stream, os.path.join(locked, "f")),
+    ]
+    for way, path in ways:
+        try:
+            way(path)
+        except PermissionError as error:
+            assert isinstance(error, StreamPermissionError) and isinstance(error, StreamError), (way, path)
+            assert error.errno == errno.EACCES, (way, path, error)
+            assert locked in str(error) or model in str(error), (way, path, error)
+        else:
+            raise SystemExit(f"{way} {path}: no error")
+    save(os.path.join(own, "f"))
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+import shutil
+shutil.rmtree(folder)
+assert status == 0
+"""
+    done = fresh_process(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_errors_of_the_system_keep_number_text_and_names():
+    for number in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EISDIR, errno.EROFS, errno.EIO):
+        builtin = OSError(number, os.strerror(number), "a", None, "b")
+        with pytest.raises(type(builtin)) as caught, stream_errors():
+            raise builtin
+        assert isinstance(caught.value, StreamError)
+        assert isinstance(caught.value, stream_error_class(number))
+        assert (caught.value.errno, caught.value.filename, caught.value.filename2) == (number, "a", "b")
+        assert str(caught.value) == str(builtin)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (type(again), again.errno) == (type(caught.value), number)
+    for other in (ConnectionResetError("x"), TimeoutError("x"), io.UnsupportedOperation("x"), StreamError("x")):
+        with pytest.raises(type(other)) as caught, stream_errors():
+            raise other
+        assert caught.value is other
+    with pytest.raises(StreamNotFoundError, match="the driver's words"), stream_errors():
+        raise FileNotFoundError("the driver's words")
+
+
+# --- files of another kind ------------------------------------------------------------------------------------------
+
+
+def old_torch_file() -> bytes:
+    stream = io.BytesIO()
+    torch.save(VALUES, stream, _use_new_zipfile_serialization=False)
+    return stream.getvalue()
+
+
+def torch_file() -> bytes:
+    stream = io.BytesIO()
+    torch.save(VALUES, stream)
+    return stream.getvalue()
+
+
+OID = "sha256:" + "4d7a2146" * 8
+OTHERS = {
+    "model.pt": (torch_file(), ["torch.load"]),
+    "old.pt": (old_torch_file(), ["torch.load"]),
+    "model.gz": (gzip.compress(b"x" * 100), ["gzip", "unpack"]),
+    "page.html": (b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>", ["HTML"]),
+    "denied.xml": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', ["XML"]),
+    "pointer": (
+        f"version https://git-lfs.github.com/spec/v1\noid {OID}\nsize 7340032\n".encode(),
+        ["git-lfs", "git lfs pull", OID, "7340032"],
+    ),
+}
+
+
+def test_a_file_of_another_kind_is_told_what_it_is(tmp_path):
+    for name, (data, _) in OTHERS.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "text").write_bytes(b"neither this nor that, but long enough to be anything else")
+    with serve_folder(tmp_path) as address:
+        for name, (_, words) in {**OTHERS, "text": (b"", [])}.items():
+            sources = [tmp_path / name, f"{address}/{name}", io.BytesIO((tmp_path / name).read_bytes())]
+            for source in sources:
+                with pytest.raises(FormatError) as caught:
+                    load(source)
+                text = str(caught.value)
+                assert all(word in text for word in words), text
+                assert isinstance(source, io.BytesIO) or name in text, text
+                assert words or not text.endswith(";"), text
+
+
+# --- ~ --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tilde_is_the_home_folder_in_every_call_that_takes_a_path(tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    save("~/model.tensors")
+    assert torch.equal(load("~/model.tensors")["weight"], VALUES["weight"])
+    assert torch.equal(load(b"~/model.tensors")["weight"], VALUES["weight"])
+    assert read("~/model.tensors") == (home / "model.tensors").read_bytes()
+    write("~/new folder/bytes")
+    assert (home / "new folder" / "bytes").read_bytes() == b"x"
+    with tensorizer_saving("~/sidecar.tensors"):
+        torch.save(VALUES, here / "model.pt")
+    with tensorizer_loading("~/sidecar.tensors", device="cpu"):
+        assert torch.equal(torch.load(here / "model.pt")["weight"], VALUES["weight"])
+    assert sorted(path.name for path in home.iterdir()) == ["model.tensors", "new folder", "sidecar.tensors"]
+    assert [path.name for path in here.iterdir()] == ["model.pt"]
+
+
+def test_a_folder_that_is_really_called_tilde_is_meant_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    save("./~/model.tensors")
+    assert torch.equal(load("~/model.tensors")["weight"], VALUES["weight"])
+    with tensorizer_saving():
+        torch.save(VALUES, "~/model.pt")  # torch's own word for ./~/model.pt
+    with tensorizer_loading(device="cpu"):
+        assert torch.equal(torch.load("~/model.pt")["weight"], VALUES["weight"])
+    assert sorted(path.name for path in (tmp_path / "~").iterdir()) == [
+        "model.pt",
+        "model.pt.tensors",
+        "model.tensors",
+    ]
+    assert not (tmp_path / "home").exists()
+
+
+# --- stream_options -------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_stream_option_is_refused_whatever_is_opened(tmp_path):
+    save(tmp_path / "model.tensors")
+    data = (tmp_path / "model.tensors").read_bytes()
+    sources = [
+        tmp_path / "model.tensors",
+        io.BytesIO(data),
+        "http://127.0.0.1:1/model.tensors",
+        "s3://bucket/model.tensors",
+        "redis://127.0.0.1:1/model",
+        "memory://model.tensors",
+        (tmp_path / "model.tensors").as_uri(),
+    ]
+    targets = [tmp_path / "new", io.BytesIO(), "s3://bucket/new", "memory://new", (tmp_path / "new").as_uri()]
+    for kind, places in ((TensorDeserializer, sources), (TensorSerializer, targets)):
+        for place in places:
+            for wrong, hint in (
+                ({"s3_acess_key_id": "x"}, "s3_access_key_id"),
+                ({"endpoint": "x"}, "s3_endpoint"),
+                ({"retries": 3}, "HTTPOptions(retries=...)"),
+                ({"zzz": 3}, "buffer_size"),
+                ({"mode": "rb"}, "mode"),
+            ):
+                with pytest.raises(TypeError) as caught:
+                    kind(place, stream_options=wrong)
+                assert next(iter(wrong)) in str(caught.value)
+                assert hint in str(caught.value)
+            with pytest.raises(TypeError, match=r"stream_options.*list"):
+                kind(place, stream_options=[("buffer_size", 1)])
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_keyword_of_open_stream_is_a_stream_option(tmp_path):
+    known = set(inspect.signature(stream_io.open_stream).parameters) - {"path_uri", "mode"}
+    assert "http_options" in known
+    save(tmp_path / "model.tensors", stream_options=dict.fromkeys(known))
+    assert list(load(tmp_path / "model.tensors", stream_options=dict.fromkeys(known))) == ["weight"]

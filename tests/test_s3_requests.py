@@ -1,0 +1,553 @@
+"""S3 requests as a store sees them: signatures, headers, checksums, parts at the same time, the caller's parameters."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gc
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+import zlib
+
+import pytest
+import torch
+from samples import assert_same, tensor
+from servers.s3_recorder import S3Recorder
+
+from tensorizer import TensorDeserializer, TensorSerializer, s3, stream_io
+from tensorizer._io.s3.errors import s3_code
+from tensorizer.errors import StreamError
+from tensorizer.stream_io import HTTPOptions, open_stream
+
+botocore = pytest.importorskip("botocore")
+pytest.importorskip("boto3")
+pytestmark = pytest.mark.timeout(180)
+
+PART = 64 << 10
+KEY, SECRET = "A" * 32, "topsecret/+key"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch, tmp_path):
+    """No credentials or settings but those of a test."""
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "aws-credentials"))
+    monkeypatch.setattr(stream_io, "_s3_default_config_paths", ())
+    monkeypatch.setattr("tensorizer._io.s3.upload._without_checksums", set())
+    monkeypatch.setattr("tensorizer._io.s3.upload.MIN_PART_NBYTES", PART)
+    monkeypatch.setattr("tensorizer._io.s3.upload.MAX_PART_NBYTES", PART)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+
+
+@pytest.fixture
+def store():
+    with S3Recorder() as recorder:
+        yield recorder
+        assert recorder.bad_signatures == []
+
+
+def temporary_files():
+    return os.listdir(tempfile.gettempdir())
+
+
+def state(parts=6, seed=0):
+    """Tensors of about that many parts together."""
+    return {f"t{i}": tensor((PART // 4,), torch.float32, seed=seed + i) for i in range(parts)}
+
+
+def crc32_of(data):
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+def save(store, expected, uri="s3://bucket/model", **options):
+    with TensorSerializer(uri, stream_options={**store.arguments, **options}) as serializer:
+        serializer.write_state_dict(expected)
+
+
+def loads(store, expected, uri="s3://bucket/model", **options):
+    with open_stream(uri, **{**store.arguments, **options}) as stream:
+        assert_same(dict(TensorDeserializer(stream, device="cpu", verify_hash=True).items()), expected)
+
+
+class TestStreamsOfSerializers:
+    def test_a_new_stream_is_taken_over_and_goes_up_in_parts_without_a_file(self, store):
+        for number, mode in enumerate(("wb+", "wb", "ab")):
+            expected = state(seed=number)
+            with open_stream(f"s3://bucket/{mode}", mode, **store.arguments) as stream:
+                serializer = TensorSerializer(stream)
+                serializer.write_state_dict(expected)
+                assert f"/bucket/{mode}" not in store.objects
+                assert temporary_files() == []
+                serializer.close()
+            loads(store, expected, f"s3://bucket/{mode}")
+        assert len(store.of("UploadPart")) > 3 * 5
+        assert store.of("PutObject") == []
+
+    def test_closing_the_stream_completes_what_an_unclosed_serializer_wrote(self, store):
+        expected = state()
+        with open_stream("s3://bucket/kept", "wb+", **store.arguments) as stream:
+            serializer = TensorSerializer(stream)
+            serializer.write_state_dict(expected)
+        loads(store, expected, "s3://bucket/kept")
+        serializer.close()
+        stream.close()
+        with open_stream("s3://bucket/collected", "wb+", **store.arguments) as stream:
+            TensorSerializer(stream).write_state_dict(expected)
+            gc.collect()
+        loads(store, expected, "s3://bucket/collected")
+
+    def test_a_failure_leaves_the_old_object_and_no_upload(self, store):
+        def in_stream(stream):
+            with stream:
+                TensorSerializer(stream).write_state_dict(state())
+                raise RuntimeError("on purpose")
+
+        def in_serializer(stream):
+            with TensorSerializer(stream) as serializer:
+                serializer.write_state_dict(state())
+                raise RuntimeError("on purpose")
+
+        def in_call(stream):
+            with stream:
+                TensorSerializer(stream).write_state_dict({"a": tensor((PART,), torch.float32), "b": "no tensor"})
+
+        def before_a_call(stream):
+            with stream:
+                TensorSerializer(stream)
+
+        for fails in (in_stream, in_serializer, in_call, before_a_call):
+            store.objects["/bucket/old"] = b"old"
+            with contextlib.suppress(RuntimeError, TypeError):
+                fails(open_stream("s3://bucket/old", "wb+", **store.arguments))
+            gc.collect()
+            assert store.objects["/bucket/old"] == b"old", fails.__name__
+            assert store.open_uploads == {}, fails.__name__
+            assert temporary_files() == []
+
+    def test_a_store_that_fails_a_part_makes_close_raise_and_stores_nothing(self, store):
+        store.fail_once["UploadPart"] = (403, "AccessDenied")
+        stream = open_stream("s3://bucket/denied", "wb+", **store.arguments)
+        serializer = TensorSerializer(stream)
+        with pytest.raises(StreamError, match="AccessDenied"):
+            self.write_and_close(serializer, state(12))
+        with contextlib.suppress(StreamError):
+            stream.close()
+        assert store.objects == store.open_uploads == {}
+
+    def write_and_close(self, serializer, tensors):
+        serializer.write_state_dict(tensors)
+        serializer.close()
+
+    def test_a_stream_that_was_written_to_keeps_its_file(self, store):
+        with open_stream("s3://bucket/by-hand", "wb+", **store.arguments) as stream:
+            stream.write(b"front")
+            with TensorSerializer(stream) as serializer:
+                serializer.write_state_dict(state(1))
+        assert store.objects["/bucket/by-hand"].startswith(b"front|TZR|")
+
+    def test_a_stream_that_was_only_looked_at_is_taken_over(self, store):
+        expected = state()
+        stream = open_stream("s3://bucket/looked-at", "wb+", **store.arguments)
+        assert (stream.seek(0), stream.tell(), stream.seekable(), os.fstat(stream.fileno()).st_size) == (0, 0, True, 0)
+        with TensorSerializer(stream) as serializer:
+            serializer.write_state_dict(expected)
+            assert temporary_files() == []
+        loads(store, expected, "s3://bucket/looked-at")
+
+    def test_a_stream_of_a_serializer_can_only_be_closed(self, store):
+        with open_stream("s3://bucket/taken", "wb+", **store.arguments) as stream:
+            TensorSerializer(stream)
+            for use in (stream.tell, lambda: stream.write(b"x"), lambda: stream.seek(0), lambda: stream.name):
+                with pytest.raises(ValueError, match="s3://bucket/taken"):
+                    use()
+            with pytest.raises(ValueError, match="s3://bucket/taken"):
+                TensorSerializer(stream)
+
+    def test_memory_is_bounded_as_with_a_uri(self, store):
+        stream = open_stream("s3://bucket/bounded", "wb+", memory_budget=4 * PART, **store.arguments)
+        sink = stream.take_over()
+        data = os.urandom(40 * PART)
+        sink.reserve(len(data))
+        for at in range(0, len(data), PART):
+            sink.write_at(at, data[at : at + PART])
+        sink.publish(len(data))
+        stream.close()
+        assert sink.peak_nbytes <= 4 * PART
+        assert store.objects["/bucket/bounded"] == data
+
+    def test_a_replaced_upload_function_gets_a_file(self, store, monkeypatch):
+        seen = []
+        monkeypatch.setattr(stream_io, "s3_upload", lambda path, uri, *_: seen.append((uri, os.path.getsize(path))))
+        for target in (open_stream("s3://bucket/x", "wb+", **store.arguments), "s3://bucket/x"):
+            with TensorSerializer(target, stream_options=store.arguments) as serializer:
+                serializer.write_state_dict(state(1))
+        assert [uri for uri, _ in seen] == ["s3://bucket/x"] * 2
+        assert min(size for _, size in seen) > PART
+        assert store.requests == []
+
+
+class TestStreamsByHand:
+    def test_a_stream_that_was_never_written_uploads_nothing(self, store):
+        store.objects["/bucket/old"] = b"old"
+        for mode in ("wb", "wb+", "ab"):
+            with open_stream("s3://bucket/old", mode, **store.arguments):
+                pass
+            stream = open_stream("s3://bucket/old", mode, **store.arguments)
+            stream.seek(0)
+            del stream
+            gc.collect()
+        assert store.objects == {"/bucket/old": b"old"}
+        assert temporary_files() == []
+
+    def test_an_empty_object_is_stored_by_an_empty_write(self, store):
+        with open_stream("s3://bucket/empty", "wb", **store.arguments) as stream:
+            stream.write(b"")
+        assert store.objects == {"/bucket/empty": b""}
+
+    def test_what_was_written_through_the_descriptor_is_uploaded(self, store):
+        with open_stream("s3://bucket/descriptor", "wb", **store.arguments) as stream:
+            os.write(stream.fileno(), b"abc")
+        assert store.objects == {"/bucket/descriptor": b"abc"}
+
+    def test_a_stream_that_is_collected_while_an_exception_is_handled_uploads_nothing(self, store, caplog):
+        def fail():
+            stream = open_stream("s3://bucket/half", "wb", **store.arguments)
+            stream.write(b"half")
+            raise RuntimeError("on purpose")
+
+        try:
+            fail()
+        except RuntimeError as error:
+            error.__traceback__ = None  # what held the stream
+            gc.collect()
+        assert store.objects == {}
+        assert "s3://bucket/half" in caplog.text
+
+    def test_a_stream_of_an_exception_handler_is_uploaded(self, store):
+        try:
+            raise RuntimeError("on purpose")
+        except RuntimeError:
+            stream = open_stream("s3://bucket/fallback", "wb", **store.arguments)
+            stream.write(b"x")
+            del stream
+            gc.collect()
+        assert store.objects == {"/bucket/fallback": b"x"}
+
+
+END = """
+import sys, torch, tensorizer
+from tensorizer.stream_io import open_stream
+options = dict(s3_access_key_id=sys.argv[1], s3_secret_access_key=sys.argv[2], s3_endpoint=sys.argv[3], force_http=True)
+how, ending = sys.argv[4:]
+if how == "hand":
+    stream = open_stream("s3://bucket/key", "wb", **options)
+    stream.write(b"new")
+elif how == "stream":
+    writer = tensorizer.TensorSerializer(open_stream("s3://bucket/key", "wb+", **options))
+    writer.write_state_dict({"a": torch.ones(10)})
+else:
+    writer = tensorizer.TensorSerializer("s3://bucket/key", stream_options=options)
+    writer.write_state_dict({"a": torch.ones(10)})
+if ending == "exception": raise RuntimeError("on purpose")
+"""
+
+
+def run_to_the_end(store, how, ending):
+    command = [sys.executable, "-W", "always", "-c", END, store.access_key, store.secret_key, store.endpoint]
+    return subprocess.run([*command, how, ending], capture_output=True, text=True, timeout=120, check=False).stderr
+
+
+class TestUnclosed:
+    def test_a_forgotten_serializer_of_a_uri_says_that_nothing_was_stored(self, store, caplog):
+        serializer = TensorSerializer("s3://bucket/forgotten", stream_options=store.arguments)
+        serializer.write_state_dict(state())
+        owned = [serializer]
+        del serializer
+        with pytest.warns(ResourceWarning, match="s3://bucket/forgotten"):
+            owned.clear()
+        assert "s3://bucket/forgotten" in caplog.text
+        assert SECRET not in caplog.text
+        assert store.objects == store.open_uploads == {}
+
+    def test_serializers_that_ended_say_nothing(self, store, caplog):
+        def failed():
+            with TensorSerializer("s3://bucket/failed", stream_options=store.arguments) as serializer:
+                serializer.write_state_dict(state())
+                raise RuntimeError("on purpose")
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            save(store, state())
+            with contextlib.suppress(RuntimeError):
+                failed()
+            gc.collect()
+        assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+    def test_the_end_of_the_interpreter_says_it_too(self, store):
+        store.objects["/bucket/key"] = b"old"
+        shown = run_to_the_end(store, "uri", "exit")
+        assert "ResourceWarning" in shown
+        assert shown.count("s3://bucket/key") >= 2, "a warning and a line in the log"
+        assert store.objects == {"/bucket/key": b"old"}
+
+    def test_an_exception_that_ends_the_program_uploads_nothing(self, store):
+        for how in ("hand", "stream", "uri"):
+            store.objects["/bucket/key"] = b"old"
+            assert "on purpose" in run_to_the_end(store, how, "exception")
+            assert store.objects == {"/bucket/key": b"old"}, how
+            assert store.open_uploads == {}
+
+    def test_streams_that_are_open_at_the_end_are_completed(self, store):
+        for how in ("hand", "stream"):
+            store.objects["/bucket/key"] = b"old"
+            shown = run_to_the_end(store, how, "exit")
+            assert store.objects["/bucket/key"] != b"old"
+            assert ("ResourceWarning" in shown) == (how == "stream")
+
+
+class TestParts:
+    def test_as_many_parts_go_at_the_same_time_as_there_are_connections(self, store):
+        store.hold_parts = 32
+        expected = state(60)
+        save(store, expected, http_options=HTTPOptions(connections=32))
+        assert store.most_parts == 32
+        store.hold_parts = 0
+        loads(store, expected)
+
+    def test_memory_follows_the_connections(self, store):
+        data = os.urandom(60 * PART)
+        for connections in (1, 8, 32):
+            options = HTTPOptions(connections=connections)
+            sink = s3.open_sink("s3://bucket/memory", http_options=options, **store.arguments)
+            sink.reserve(len(data))
+            for at in range(0, len(data), PART):
+                sink.write_at(at, data[at : at + PART])
+            sink.publish(len(data))
+            sink.finish()
+            sink.finish()
+            assert sink.peak_nbytes <= (connections + 2) * PART
+            assert store.objects["/bucket/memory"] == data
+
+
+class TestChecksums:
+    def test_each_part_and_each_whole_object_carries_its_crc32(self, store):
+        save(store, state())
+        save(store, {"a": torch.ones(3)}, "s3://bucket/small")
+        sent = store.of("UploadPart") + store.of("PutObject")
+        assert len(sent) > 5
+        for request in sent:
+            assert request.headers["x-amz-checksum-crc32"] == crc32_of(request.body)
+            assert "x-amz-checksum-crc32" in request.query["X-Amz-SignedHeaders"]
+        assert store.of("CreateMultipartUpload")[0].headers["x-amz-checksum-algorithm"] == "CRC32"
+        complete = store.of("CompleteMultipartUpload")[0].body.decode()
+        for request in store.of("UploadPart"):
+            assert f"<ChecksumCRC32>{request.headers['x-amz-checksum-crc32']}</ChecksumCRC32>" in complete
+
+    def test_a_store_that_compares_nothing_gets_no_checksums_at_the_end(self, store):
+        store.echoes_checksums = False
+        save(store, state())
+        assert b"Checksum" not in store.of("CompleteMultipartUpload")[0].body
+
+    def test_a_part_that_was_altered_on_the_way_is_sent_again(self, store):
+        store.fail_once["UploadPart"] = (400, "BadDigest")
+        expected = state()
+        save(store, expected, http_options=HTTPOptions(first_retry_delay=0.01))
+        loads(store, expected)
+
+    def test_a_store_that_refuses_checksums_gets_none_from_then_on(self, store):
+        for operation, answer in (
+            ("CreateMultipartUpload", (501, "NotImplemented")),
+            ("UploadPart", (501, "NotImplemented")),
+            ("UploadPart", (400, "InvalidArgument")),
+            ("PutObject", (400, "InvalidRequest")),
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("tensorizer._io.s3.upload._without_checksums", set())
+                store.refuse = {operation: answer}
+                expected = state() if operation != "PutObject" else {"a": torch.ones(2)}
+                save(store, expected)
+                store.requests.clear()
+                save(store, expected)
+                loads(store, expected)
+                assert not [r for r in store.requests if any("checksum" in field for field in r.headers)], operation
+                assert store.open_uploads == {}
+
+    def test_other_refusals_are_errors(self, store):
+        for operation in ("CreateMultipartUpload", "UploadPart"):
+            store.refuse = {operation: (403, "AccessDenied")}
+            with pytest.raises(StreamError, match="AccessDenied") as caught:
+                save(store, state())
+            assert s3_code(caught.value.__cause__) in ("", "AccessDenied")
+        assert store.open_uploads == {}
+
+    def test_the_aws_variable_turns_them_off(self, store, monkeypatch):
+        monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "WHEN_REQUIRED")
+        save(store, state())
+        assert not [r for r in store.requests if any("checksum" in field for field in r.headers)]
+
+    def test_the_aws_configuration_file_turns_them_off_and_insists(self, store, tmp_path):
+        (tmp_path / "aws-config").write_text("[default]\nrequest_checksum_calculation = when_required\n")
+        save(store, state())
+        assert not [r for r in store.requests if any("checksum" in field for field in r.headers)]
+        (tmp_path / "aws-config").write_text("[default]\nrequest_checksum_calculation = when_supported\n")
+        store.refuse = {"UploadPart": (501, "NotImplemented")}
+        with pytest.raises(StreamError, match="NotImplemented"):
+            save(store, state())
+
+    def test_a_value_that_botocore_does_not_know_is_botocores_error(self, store, monkeypatch):
+        monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "sometimes")
+        with pytest.raises(botocore.exceptions.BotoCoreError, match="sometimes"):
+            save(store, state())
+
+    def test_uploads_of_files_follow_the_variable_as_botocore_does(self, store, monkeypatch):
+        def upload():
+            store.requests.clear()
+            with open_stream("s3://bucket/file", "wb", **store.arguments) as stream:
+                stream.write(b"abc")
+            return any("checksum" in field for field in store.of("PutObject")[0].headers)
+
+        assert not upload()
+        monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
+        assert upload()
+
+
+class TestExtraArguments:
+    CUSTOMER = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": KEY}  # noqa: RUF012
+
+    def test_reads_are_signed_with_them(self, store):
+        expected = state(40)
+        save(store, expected)
+        store.requests.clear()
+        extra = {"get": {"VersionId": "v7", "RequestPayer": "requester", **self.CUSTOMER}}
+        options = HTTPOptions(head_nbytes=1000)
+        loads(store, expected, s3_extra_args=extra, http_options=options)
+        assert len(store.of("GetObject")) > 1
+        for request in store.of("GetObject"):
+            assert request.query["versionId"] == "v7"
+            assert request.headers["x-amz-request-payer"] == "requester"
+            assert (
+                request.headers["x-amz-server-side-encryption-customer-key"] == base64.b64encode(KEY.encode()).decode()
+            )
+            assert "x-amz-server-side-encryption-customer-key-md5" in request.query["X-Amz-SignedHeaders"]
+
+    def test_a_version_in_the_uri_is_read(self, store):
+        expected = state(1)
+        save(store, expected)
+        loads(store, expected, "s3://bucket/model?versionId=abc%2B1&other=2#fragment")
+        assert {request.query["versionId"] for request in store.of("GetObject")} == {"abc+1"}
+        with open_stream("s3://bucket/model?versionId=abc", **store.arguments) as stream:
+            assert "versionId=abc" in repr(stream)
+
+    def test_a_version_cannot_be_written(self, store):
+        for write in (open_stream, TensorSerializer):
+            with pytest.raises(ValueError, match="versionId=abc"):
+                write(
+                    "s3://bucket/model?versionId=abc",
+                    **({"mode": "wb", **store.arguments} if write is open_stream else {}),
+                )
+
+    def test_writes_send_each_where_it_belongs(self, store):
+        extra = {
+            "StorageClass": "STANDARD_IA",
+            "IfNoneMatch": "*",
+            "RequestPayer": "requester",
+            "Metadata": {"made-by": "x"},
+            **self.CUSTOMER,
+        }
+        save(store, state(), s3_extra_args={"put": extra})
+        save(store, {"a": torch.ones(2)}, "s3://bucket/small", s3_extra_args={"put": extra})
+        customer = "x-amz-server-side-encryption-customer-key"
+        wanted = {
+            "CreateMultipartUpload": {"x-amz-storage-class", "x-amz-request-payer", "x-amz-meta-made-by", customer},
+            "UploadPart": {"x-amz-request-payer", customer},
+            "CompleteMultipartUpload": {"if-none-match", "x-amz-request-payer", customer},
+            "PutObject": {
+                "x-amz-storage-class",
+                "if-none-match",
+                "x-amz-request-payer",
+                "x-amz-meta-made-by",
+                customer,
+            },
+        }
+        every = set().union(*wanted.values())
+        for operation, names in wanted.items():
+            assert store.of(operation)
+            for request in store.of(operation):
+                assert set(request.headers) & every == names, operation
+        with open_stream(
+            "s3://bucket/file", "wb", s3_extra_args={"put": {"StorageClass": "X"}}, **store.arguments
+        ) as file:
+            file.write(b"x")
+        assert store.of("PutObject")[-1].headers["x-amz-storage-class"] == "X"
+
+    def test_an_object_that_is_there_is_not_replaced(self, store):
+        store.fail_once["CompleteMultipartUpload"] = (412, "PreconditionFailed")
+        with pytest.raises(StreamError, match="PreconditionFailed"):
+            save(store, state(), s3_extra_args={"put": {"IfNoneMatch": "*"}})
+        assert store.objects == store.open_uploads == {}
+
+    def test_signatures_of_version_2_and_anonymous_requests_carry_them_too(self, store):
+        store.objects["/bucket/k"] = b"abc"
+        extra = {"get": {"RequestPayer": "requester"}}
+        with open_stream("s3://bucket/k", s3_signature_version="s3", s3_extra_args=extra, **store.arguments):
+            pass
+        assert store.requests[-1].query["x-amz-request-payer"] == "requester"
+        keys = {"s3_access_key_id": "", "s3_secret_access_key": ""}
+        with open_stream("s3://bucket/k", s3_extra_args=extra, **{**store.arguments, **keys}):
+            pass
+        assert store.requests[-1].headers["x-amz-request-payer"] == "requester"
+        assert store.requests[-1].query == {}
+
+    def test_unknown_names_are_refused_before_anything_is_asked(self, store):
+        for mode, extra, named in (
+            ("rb", {"get": {"VersionID": "x"}}, "VersionID"),
+            ("rb", {"get": {"Range": "bytes=0-1"}}, "Range"),
+            ("wb", {"put": {"VersionId": "x"}}, "VersionId"),
+            ("wb", {"put": {"Body": b""}}, "Body"),
+            ("wb", {"put": {"ChecksumSHA256": "x"}}, "ChecksumSHA256"),
+            ("wb", {"PUT": {}}, "PUT"),
+        ):
+            with pytest.raises(ValueError, match=named):
+                open_stream("s3://bucket/k", mode, s3_extra_args=extra, **store.arguments)
+        with pytest.raises(TypeError, match="s3_extra_args"):
+            open_stream("s3://bucket/k", s3_extra_args={"get": "VersionId"}, **store.arguments)
+        assert store.requests == []
+
+    def test_a_function_that_replaces_the_packages_own_is_no_silent_way_around_them(self, store, monkeypatch):
+        monkeypatch.setattr(stream_io, "s3_download", lambda *_: None)
+        monkeypatch.setattr(stream_io, "s3_upload", lambda *_: None)
+        for mode, kind in (("rb", "get"), ("wb", "put")):
+            with pytest.raises(ValueError, match="replaces"):
+                open_stream("s3://b/k", mode, s3_extra_args={kind: {"RequestPayer": "requester"}}, **store.arguments)
+
+    def test_customer_keys_are_not_shown(self, store, caplog):
+        caplog.set_level(logging.DEBUG, "tensorizer")
+        with pytest.raises(OSError) as caught:
+            open_stream("s3://bucket/none", s3_extra_args={"get": self.CUSTOMER}, **store.arguments)
+        assert KEY not in repr(caught.value) + str(caught.value) + caplog.text
+
+
+class TestExpress:
+    BUCKET = "models--usw2-az1--x-s3"
+
+    def test_requests_are_signed_for_a_session_as_botocore_does(self, store):
+        expected = state(20)
+        options = {"s3_region_name": "us-west-2"}
+        save(store, expected, f"s3://{self.BUCKET}/model", **options)
+        loads(store, expected, f"s3://{self.BUCKET}/model", **options)
+        signed = store.of("GetObject") + store.of("UploadPart")
+        assert len(signed) > 2
+        for request in signed:
+            assert request.query["X-Amz-Credential"].split("/")[0] == store.session_key
+            assert request.query["X-Amz-Credential"].endswith("/us-west-2/s3express/aws4_request")
+            assert request.query["X-Amz-S3session-Token"] == store.session_token
+        assert store.of("CreateSession")
