@@ -1,6 +1,7 @@
 // Safetensors headers: the worked example, the order and spelling of canonical files, refusals.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstring>
 
 #include "core/endian.h"
@@ -47,8 +48,8 @@ TEST(FormatSafetensors, TheWorkedExampleIsWrittenToTheByte) {
 TEST(FormatSafetensors, MetadataComesFirstAndTextIsEscapedAsTheReferenceDoes) {
   const std::vector<TextPair> pairs = {{"b", "\"\\\b\t\n\f\r\x01\x7f\xc3\xa9"}, {"a", ""}};
   const auto bytes = serialize_safetensors({}, Metadata(pairs));
-  EXPECT_EQ(text_of(bytes).substr(8, 70),
-            "{\"__metadata__\":{\"b\":\"\\\"\\\\\\b\\t\\n\\f\\r\\u0001\x7f\xc3\xa9\",\"a\":\"\"}}");
+  EXPECT_TRUE(text_of(bytes).substr(8).starts_with(
+      "{\"__metadata__\":{\"b\":\"\\\"\\\\\\b\\t\\n\\f\\r\\u0001\x7f\xc3\xa9\",\"a\":\"\"}}"));
   EXPECT_EQ(*parse_safetensors({bytes.begin() + 8, bytes.end()}, 0, bytes.size()).metadata, pairs);
 }
 
