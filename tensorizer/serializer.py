@@ -58,13 +58,14 @@ class TensorSerializer:
     on the disk when :meth:`close` returns. That needs a sync per call. Tensors of :meth:`write_tensor` therefore wait
     for each other: what has been written since the last sync becomes part of the content with the next call that
     writes many tensors, when 64 MiB have come together, with the first call a second later, and at the latest when
-    the serializer is closed or dropped. With ``fsync=False``, and in descriptors and file objects, each call is
-    visible when it returns.
+    the serializer is closed or dropped. On paths with metadata or ties they wait for the end alone, since the file is
+    laid out anew for them. With ``fsync=False``, and in descriptors and file objects, each call is visible when it
+    returns.
 
     Tensors must not change while a call that writes them runs. Contiguous tensors in host memory are read where they
-    are, once for the digests and once to be written, so a change in between gives a file that fails its own
-    verification. Where a copy is made anyway (encryption, other devices, tensors that are not contiguous) both come
-    from that copy.
+    are, once for the digests and once to be written or encrypted, so a change in between gives a file that fails its
+    own verification. Where a copy is made anyway (other devices, tensors that are not contiguous) both come from that
+    copy.
 
     As a context manager it closes the file; an exception inside the block abandons what was not complete.
 
