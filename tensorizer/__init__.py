@@ -14,6 +14,7 @@ from tensorizer._version import __version__ as __version__
 from tensorizer.errors import *  # noqa: F403 - every exception of the package
 
 if TYPE_CHECKING:
+    from tensorizer import cli as cli
     from tensorizer import cuda as cuda
     from tensorizer import deserializer as deserializer
     from tensorizer import encryption as encryption
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tensorizer import serializer as serializer
     from tensorizer import stream_io as stream_io
     from tensorizer import tensors_pb2 as tensors_pb2
+    from tensorizer import torch as torch
     from tensorizer import torch_compat as torch_compat
     from tensorizer import utils as utils
     from tensorizer._files.convert import ConversionReport as ConversionReport
@@ -119,8 +121,8 @@ _DEFINED_IN = {
 # Submodules that are attributes without being imported first.
 _SUBMODULES = frozenset(
     {
-        "cuda", "deserializer", "encryption", "errors", "integrations", "legacy", "module_tree", "progress", "protobuf",
-        "s3", "serialization", "serializer", "stream_io", "tensors_pb2", "torch", "torch_compat", "utils",
+        "cli", "cuda", "deserializer", "encryption", "errors", "integrations", "legacy", "module_tree", "progress",
+        "protobuf", "s3", "serialization", "serializer", "stream_io", "tensors_pb2", "torch", "torch_compat", "utils",
     }
 )  # fmt: skip
 

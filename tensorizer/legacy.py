@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from typing import Any, Optional, Union
@@ -82,3 +83,7 @@ def _load_from_folder(
     from tensorizer.integrations import huggingface
 
     return huggingface.load_model(path_uri, modelclass, configclass, model_prefix, device, dtype)
+
+
+# What tools show is the published signature.
+load_model.__signature__ = inspect.signature(_load_from_folder)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import re
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, Optional, Union
 from tensorizer import _C
 from tensorizer._io.sources import OpenedSource, is_path, open_source
 from tensorizer._io.uri import scheme_of
-from tensorizer.errors import FormatError, StreamNotFoundError
+from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError
 
 __all__ = ["OpenedFiles", "OpenedShards", "open_files"]
 
@@ -108,10 +109,11 @@ class _Place(NamedTuple):
                 raise FormatError(
                     f"{self.folder}: wanted one index or one model file, found {', '.join(sorted(found))[:300]}"
                 )
-        if not names:
-            raise StreamNotFoundError(f"{self.folder}: an empty folder")
-        raise StreamNotFoundError(
-            f"{self.folder}: no .safetensors or .tensors file, and no index of some, in this folder"
+        found_text = "none" if names else "an empty folder"
+        raise StreamIsADirectoryError(
+            errno.EISDIR,
+            f"a folder: wanted a .safetensors or .tensors file, or an index of some, in it, found {found_text}",
+            self.folder,
         )
 
     def _open_prefix(self) -> OpenedFiles:
