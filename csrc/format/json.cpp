@@ -113,8 +113,7 @@ char* JsonReader::unescape(char* out) {
   }
   std::string utf8;
   append_utf8(utf8, code_point);
-  std::memcpy(out, utf8.data(), utf8.size());
-  return out + utf8.size();
+  return std::ranges::copy(utf8, out).out;
 }
 
 uint32_t JsonReader::hex4() {

@@ -17,7 +17,7 @@ else
 fi
 "$python" -m venv /tmp/bare
 /tmp/bare/bin/pip install --quiet --upgrade 'pip>=20.3'
-/tmp/bare/bin/pip install --quiet torch --index-url https://download.pytorch.org/whl/cpu
+/tmp/bare/bin/pip install --quiet torch ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
 /tmp/bare/bin/pip install --quiet --find-links "$folder" --only-binary tensorizer --pre tensorizer
 mkdir -p /tmp/bare-files
 /tmp/bare/bin/python "$scripts/smoke.py" --folder /tmp/bare-files --inside /tmp/bare

@@ -12,12 +12,10 @@ import subprocess
 import sys
 import urllib.request
 
-from lock import TIMEOUT_SECONDS, read_libraries
+from lock import TIMEOUT_SECONDS, debian_mirror, read_libraries
 
-LISTS = (
-    "http://deb.debian.org/debian/dists/trixie/main/source/Sources.xz",
-    "http://deb.debian.org/debian-security/dists/trixie-security/main/source/Sources.xz",
-)
+# Below the mirror, and below its sister for security updates.
+LISTS = ("/dists/trixie/main/source/Sources.xz", "-security/dists/trixie-security/main/source/Sources.xz")
 
 
 def source_package(patches_file: str) -> tuple[str, str]:
@@ -28,7 +26,8 @@ def source_package(patches_file: str) -> tuple[str, str]:
 
 def published_versions() -> dict[str, set[str]]:
     versions: dict[str, set[str]] = {}
-    for url in LISTS:
+    mirror = debian_mirror()
+    for url in (mirror + path for path in LISTS):
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
             text = lzma.decompress(answer.read()).decode()
         for paragraph in text.split("\n\n"):

@@ -42,7 +42,7 @@ def component(library: Library) -> dict[str, Any]:
         "purl": f"pkg:generic/{library.name}@{library.version}",
         "externalReferences": [{"type": "website", "url": library.homepage}]
         + [
-            {"type": "source-distribution", "url": f.urls[0], "hashes": [{"alg": "SHA-256", "content": f.sha256}]}
+            {"type": "source-distribution", "url": f.urls[-1], "hashes": [{"alg": "SHA-256", "content": f.sha256}]}
             for f in files
         ],
     }

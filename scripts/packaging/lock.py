@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,8 @@ class LockedFile:
     Attributes:
         file: Its name in the cache.
         sha256: Of its content, in hexadecimal.
-        urls: Where it can be had; the first one that answers with the right content is used.
+        urls: Where it can be had; the first one that answers with the right content is used. ``debian:PATH`` is a path
+            below this machine's mirror of Debian.
     """
 
     file: str
@@ -82,6 +85,24 @@ def read_tools() -> list[Tool]:
     return [Tool(**{**entry, "sha256": tuple(entry["sha256"])}) for entry in json.loads(LOCK_FILE.read_text())["tools"]]
 
 
+def debian_mirror() -> str:
+    """The mirror of Debian that this machine's apt uses, or the one that ``DEBIAN_MIRROR`` names."""
+    named = os.environ.get("DEBIAN_MIRROR")
+    if named:
+        return named.rstrip("/")
+    lists = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
+    for path in lists:
+        for word in path.read_text(errors="replace").split() if path.is_file() else ():
+            if re.match(r"https?://", word) and word.rstrip("/").endswith("/debian"):
+                return word.rstrip("/")
+    sys.exit("no mirror of Debian in the apt sources: name one with DEBIAN_MIRROR")
+
+
+def address_of(url: str) -> str:
+    """The URL, with ``debian:`` resolved."""
+    return f"{debian_mirror()}/{url[7:]}" if url.startswith("debian:") else url
+
+
 def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -101,7 +122,7 @@ def fetch(wanted: LockedFile, folder: Path) -> Path:
     if path.is_file() and sha256_of(path) == wanted.sha256:
         return path
     complaints = []
-    for url in wanted.urls:
+    for url in map(address_of, wanted.urls):
         part = path.with_name(path.name + ".part")
         try:
             with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, part.open("wb") as file:

@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# An index of CPU builds of torch, where the ordinary one would bring along gigabytes of CUDA libraries.
+TORCH_INDEX = os.environ.get("TORCH_INDEX")
 # From each supported Python to the first release of torch, 2.1 or later, that has wheels for it.
 OLDEST_TORCH = {"3.9": "2.1.0", "3.10": "2.1.0", "3.11": "2.1.0", "3.12": "2.2.0", "3.13": "2.5.0", "3.14": "2.9.0"}
 
@@ -55,7 +56,7 @@ def install(python: Path, torch: str, wheels: Path | None) -> str:
     # torch up to 2.2 was built for numpy 1
     numpy = "numpy<2" if torch in ("2.1.0", "2.2.0") else "numpy"
     wanted = "torch" if torch == "newest" else f"torch=={torch}"
-    if not run(*pip, wanted, numpy, "--extra-index-url", "https://pypi.org/simple", "--index-url", CPU_INDEX):
+    if not run(*pip, wanted, numpy, *(["--extra-index-url", TORCH_INDEX] if TORCH_INDEX else [])):
         return f"no {wanted}"
     if not run(*pip, "setuptools>=64", "wheel", "ninja", "--requirement", "requirements-dev.txt"):
         return "no test requirements"

@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from lock import debian_mirror  # noqa: E402
 from servers.certificates import make_certificates  # noqa: E402
 from servers.file_server import serve_folder  # noqa: E402
 from servers.http_faults import FaultyServer  # noqa: E402
@@ -32,7 +33,6 @@ from servers.redis_server import RedisServer, redis_is_installed  # noqa: E402
 from servers.s3_server import S3Server, s3_is_installed  # noqa: E402
 
 SMOKE = Path(__file__).with_name("smoke.py")
-MIRROR = "http://deb.debian.org/debian"
 
 
 def lent_packages() -> list[str]:
@@ -110,7 +110,7 @@ def debian_root(suite: str, cache: Path) -> Path | None:
         "--include=python3,python3-venv",
         suite,
         str(root),
-        MIRROR,
+        debian_mirror(),
     ]
     if subprocess.run(command, capture_output=True, check=False).returncode != 0:
         return None
