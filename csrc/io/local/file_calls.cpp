@@ -10,7 +10,7 @@
 
 namespace tensorizer::io {
 
-FileCalls& FileCalls::system() noexcept {
+FileCalls& FileCalls::system() {
   static auto* const calls = new FileCalls;
   return *calls;
 }

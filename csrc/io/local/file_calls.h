@@ -16,7 +16,7 @@ class FileCalls {
   virtual ~FileCalls() = default;
 
   // Those of the system. Never destroyed.
-  static FileCalls& system() noexcept;
+  static FileCalls& system();
 
   // A new file: without a name in `folder`, or under a name that nobody has.
   virtual int open_unnamed(const std::string& folder, unsigned mode);
