@@ -35,7 +35,7 @@ LoadOptions possible(LoadOptions options, const OpenedIndex& opened) {
 
 }  // namespace
 
-LoadSession::LoadSession(io::RangeSource& source, std::shared_ptr<const OpenedIndex> opened,
+LoadSession::LoadSession(io::RangeSource& source, const std::shared_ptr<const OpenedIndex>& opened,
                          std::vector<LoadTarget> targets, const LoadOptions& options)
     : job_(source, opened, std::move(targets), possible(options, *opened)) {
   if (has_crypt_info() && options.keys == nullptr)

@@ -19,7 +19,7 @@ class LoadSession {
  public:
   // `targets` in ascending order of entry. Throws Error(malformed) for sizes and headers that no
   // file has.
-  LoadSession(io::RangeSource& source, std::shared_ptr<const OpenedIndex> opened,
+  LoadSession(io::RangeSource& source, const std::shared_ptr<const OpenedIndex>& opened,
               std::vector<LoadTarget> targets, const LoadOptions& options);
   ~LoadSession();
 

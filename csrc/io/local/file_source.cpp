@@ -17,7 +17,6 @@
 namespace tensorizer::io {
 namespace {
 
-[[maybe_unused]] constexpr uint64_t kPageNbytes = 4096;
 constexpr unsigned kColdReaders = 8;           // requests in flight that a disk wants to see
 constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
 constexpr size_t kIovMax = 512;
