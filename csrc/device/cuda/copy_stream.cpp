@@ -1,6 +1,7 @@
 #include "device/cuda/copy_stream.h"
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 
 namespace tensorizer::device::cuda {
@@ -111,6 +112,14 @@ bool CopyStream::copy_batched(std::byte* buffer, std::span<const CopyPiece> piec
                          " pieces at once)");
   batches_ = false;
   return false;
+}
+
+void keep_for_good(std::unique_ptr<CopyStream> stream) noexcept {
+  static std::atomic<CopyStream*> last{nullptr};
+  CopyStream* const kept = stream.release();
+  kept->kept_before_ = last.load(std::memory_order_relaxed);
+  while (!last.compare_exchange_weak(kept->kept_before_, kept, std::memory_order_acq_rel)) {
+  }
 }
 
 }  // namespace tensorizer::device::cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -43,9 +44,15 @@ class CopyStream {
   bool copy_batched(std::byte* buffer, std::span<const CopyPiece> pieces, Direction direction);
   void copy_many(std::byte* buffer, std::span<const CopyPiece> pieces, Direction direction);
 
+  friend void keep_for_good(std::unique_ptr<CopyStream> stream) noexcept;
+
   const Driver& driver_;
   Stream stream_ = nullptr;
   bool batches_;
+  CopyStream* kept_before_ = nullptr;  // see keep_for_good()
 };
+
+// A stream whose copies may still run is never destroyed; it stays reachable to the end.
+void keep_for_good(std::unique_ptr<CopyStream> stream) noexcept;
 
 }  // namespace tensorizer::device::cuda

@@ -47,7 +47,7 @@ CudaLane::~CudaLane() {
     buffers_.give_back(std::move(stream_));
   } else {
     shared_.device.condemn(buffers_);
-    static_cast<void>(stream_.release());
+    keep_for_good(std::move(stream_));
   }
   {
     MutexLock lock(shared_.mutex);
