@@ -65,8 +65,6 @@ class SafetensorsTarget(Target):
     ) -> None:
         entries = [HeaderEntry(name, item.dtype, item.shape) for name, item in zip(names, items)]
         self._writer = SafetensorsWriter(target, entries, metadata, stream_options=stream_options)
-        self._items = items
-        self._next = 0
 
     def write(self, tensors: Sequence[torch.Tensor], progress: Optional[Callable[[int], None]] = None) -> None:
         self._writer.write(tensors, progress)

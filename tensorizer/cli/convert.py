@@ -26,8 +26,8 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
         help="write the tensors of a file in another format",
-        description="Writes the tensors of a .tensors, .safetensors, .pt or .bin file, or of a sharded folder, in "
-        "another format, dtype or encryption. The target appears when it is complete and was read back.",
+        description="Writes the tensors of a .tensors, .safetensors, .pt or .bin file in another "
+        "format, dtype or encryption. The target appears when it is complete and was read back.",
     )
     parser.add_argument("source", metavar="SRC", help="a path or URI")
     parser.add_argument("target", metavar="DST", help="a path or URI; its extension gives the format")
