@@ -15,7 +15,7 @@ import torch
 
 from tensorizer._files.convert import format_of, write_contents
 from tensorizer._files.fill_model import device_of_names, fill_model
-from tensorizer._files.plain import load_plain
+from tensorizer._files.plain import plain_tensors
 from tensorizer._files.safe_open import safe_open
 from tensorizer._files.state_dicts import check_state_dict, contents_of
 from tensorizer._format.entries import FilterFuncType
@@ -69,23 +69,24 @@ def load_file(
 
     Source: the semantics of ``safetensors.torch.load_file``; docs/safetensors.md says what differs.
     """
-    return load_plain(
+    with TensorDeserializer(
         source,
-        device,
-        dtype=dtype,
-        filter_func=filter_func,
-        verify=verify,
+        "cpu" if device is None else device,
+        filter_func,
+        dtype,
+        verify_hash=verify,
         encryption=encryption,
         mmap=mmap,
         num_readers=num_readers,
         progress=progress,
         stream_options=stream_options,
-    )
+    ) as file:
+        return plain_tensors(file)
 
 
 def load(data: bytes, device: DeviceArgument = "cpu", **options: Any) -> dict[str, Any]:
     """Loads the tensors of a file that is in memory; arguments and errors as :func:`load_file`."""
-    return load_plain(io.BytesIO(data), device, **options)
+    return load_file(io.BytesIO(data), device, **options)
 
 
 def save_file(

@@ -83,6 +83,14 @@ def test_filter_and_dtype_apply(tmp_path):
         assert [found[n].dtype for n in ("a", "b")] == [torch.float16, torch.int64]
 
 
+def test_a_filter_may_take_an_alias_alone_or_leave_both_names_out(tmp_path):
+    shared = torch.arange(4.0)
+    for name in FORMATS:
+        save_file({"a": shared, "b": shared, "c": torch.ones(1)}, tmp_path / name)
+        assert_same(load_file(tmp_path / name, filter_func=lambda n: n == "b"), {"b": shared})
+        assert_same(load_file(tmp_path / name, filter_func=lambda n: n == "c"), {"c": torch.ones(1)})
+
+
 def test_verification_of_what_holds_no_digests_is_refused(tmp_path):
     for name in FORMATS:
         save_file({"a": torch.ones(3)}, tmp_path / name)
