@@ -7,7 +7,7 @@ torch nor numpy.
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.machinery
 from typing import TYPE_CHECKING, Any
 
 from tensorizer._version import __version__ as __version__
@@ -143,7 +143,8 @@ def __dir__() -> list[str]:
 
 def _require_build() -> None:
     """Says what to do where only the sources are, or a module for another Python."""
-    if importlib.util.find_spec(f"{__name__}._C") is not None:
+    # Only beside these files: the finder of an editable install would offer the module of another checkout.
+    if importlib.machinery.PathFinder.find_spec(f"{__name__}._C", __path__) is not None:
         return
     import pathlib
     import sys

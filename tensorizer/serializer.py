@@ -335,7 +335,7 @@ class TensorSerializer:
         self._extra_state = self._extra_state if extra is None else extra
         if logger.isEnabledFor(logging.DEBUG):
             for item in items:
-                logger.debug("wrote %s", item)
+                logger.debug("wrote %s", str(item))  # text: a kept record must not keep the tensor
 
     def _write_batch(self, first_record: int, batch: list[Item], report: Optional[Callable[[int], None]]) -> None:
         device = batch[0].tensor.device

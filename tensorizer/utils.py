@@ -6,7 +6,7 @@ import sys
 import threading
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, Union, overload
 
 import torch
@@ -257,6 +257,13 @@ def _put_in_place(
         setattr(module_class, "reset_parameters", method)  # noqa: B010  a method of a class, not an attribute of ours
 
 
+@cache
+def _let_torch_note_its_functions() -> None:
+    """``torch.device(...)`` contexts keep from their first use on which functions make tensors: torch's own ones."""
+    with torch.device("cpu"):
+        _torch_empty(0)
+
+
 @contextmanager
 def _without_init() -> Iterator[None]:
     global _patch_users
@@ -266,6 +273,7 @@ def _without_init() -> Iterator[None]:
     with _patch_lock:
         _patch_users += 1
         if _patch_users == 1:
+            _let_torch_note_its_functions()
             _put_in_place(_empty_on_meta, _quiet_methods)
     _skipping_init.set(True)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -10,7 +12,7 @@ import pytest
 import torch
 from servers.file_server import serve_folder
 
-from tensorizer import TensorSerializer, errors
+from tensorizer import errors
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,23 +68,37 @@ def document_parameters():
             yield pytest.param(path, id=path.name, marks=pytest.mark.xdist_group(group))
 
 
-@pytest.mark.filterwarnings("default")
+# In a process of their own: they set log levels, defaults and environment variables.
+RUN_SNIPPETS = """
+import json, sys, warnings
+warnings.simplefilter("default")
+import torch
+from tensorizer import TensorSerializer
+for name in ("model.tensors", "gpt.tensors"):  # what a reader has been given
+    with TensorSerializer(name) as serializer:
+        serializer.write_module(torch.nn.Linear(4, 4))
+namespace = {"__name__": "snippets"}
+document = sys.argv[1]
+for line, code in json.load(open("snippets.json")):
+    # compiled with the document's name and line, so that a failure points there
+    exec(compile("\\n" * (line - 1) + code, document, "exec"), namespace)
+"""
+
+
 @pytest.mark.parametrize("path", list(document_parameters()))
-def test_the_snippets_of_a_document_run_one_after_the_other(path, tmp_path, web, monkeypatch):
+def test_the_snippets_of_a_document_run_one_after_the_other(path, tmp_path, web, fresh_process):
     if path.name in NEED_TRANSFORMERS:
         for module in ("transformers", "accelerate", "diffusers"):
-            pytest.importorskip(module, reason=f"{module} is not installed")
-    monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "snippets"}
-    for name in ("model.tensors", "gpt.tensors"):  # what a reader has been given
-        with TensorSerializer(name) as serializer:
-            serializer.write_module(torch.nn.Linear(4, 4))
-    for snippet in snippets(path):
-        if not snippet.runs:
-            continue
-        code = snippet.code.replace("https://models.example", web)
-        # compiled with the document's name and line, so that a failure points there
-        exec(compile("\n" * (snippet.line - 1) + code, str(path), "exec"), namespace)
+            if importlib.util.find_spec(module) is None:
+                pytest.skip(f"{module} is not installed")
+    code = [
+        (snippet.line, snippet.code.replace("https://models.example", web))
+        for snippet in snippets(path)
+        if snippet.runs
+    ]
+    (tmp_path / "snippets.json").write_text(json.dumps(code))
+    result = fresh_process(f"import os; os.chdir({str(tmp_path)!r})\n{RUN_SNIPPETS}", path, timeout=250)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -685,7 +685,8 @@ def test_a_serializer_that_is_dropped_before_any_write_leaves_the_old_file(tmp_p
     assert samples.temporary_leftovers(tmp_path, "f") == []
 
 
-def test_the_tensors_are_not_kept_alive_by_the_serializer():
+def test_the_tensors_are_kept_alive_neither_by_the_serializer_nor_by_its_log(caplog):
+    caplog.set_level(logging.DEBUG, "tensorizer")  # records are kept, and with them their arguments
     value = tensor((1000,))
     alive = weakref.ref(value)
     serializer = TensorSerializer(io.BytesIO())

@@ -358,6 +358,18 @@ def test_initialisation_is_skipped_for_real_parameters_too():
     assert not torch.equal(linear.weight, before)
 
 
+def test_device_contexts_work_after_a_first_one_around_a_use(fresh_process):
+    result = fresh_process("""
+        import torch
+        from tensorizer.utils import no_init_or_tensor
+        with torch.device("cpu"), no_init_or_tensor():
+            torch.nn.Linear(2, 2)
+        with torch.device("meta"):
+            print(torch.nn.Linear(2, 2).weight.device)
+    """)
+    assert (result.returncode, result.stdout) == (0, "meta\n"), result.stderr
+
+
 def test_other_threads_see_normal_behaviour():
     seen = []
     with no_init_or_tensor():
