@@ -32,8 +32,14 @@ class Content(NamedTuple):
     """In its source."""
 
     @property
+    def tensor_nbytes(self) -> int:
+        """In memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
-        return 0 if self.without_data else math.prod(self.shape) * self.dtype.itemsize
+        """Of the payload."""
+        return 0 if self.without_data else self.tensor_nbytes
 
 
 class Contents(Protocol):
