@@ -19,6 +19,7 @@ HEAD = """# Command line
 ```console
 $ tensorizer inspect model.safetensors --group        # names, dtypes, shapes; reads the index alone
 $ tensorizer convert model.safetensors model.tensors  # digests are made on the way, the result is read back
+$ tensorizer convert folder/ one/ --all               # shards become one file; what lies beside them is copied
 $ tensorizer verify model.tensors                     # every tensor against its digests
 $ tensorizer encrypt model.tensors secret.tensors --generate-key key
 $ tensorizer diff old.tensors new.tensors --rtol 1e-3

@@ -146,6 +146,42 @@ def test_inspect_needs_no_key_of_an_encrypted_file(tmp_path, tensors):
     assert "encrypted" in result.stdout.decode()
 
 
+def test_folders_of_shards_are_inspected_verified_compared_and_converted_as_one_model(tmp_path, tensors, model):
+    folder = tmp_path / "folder"
+    assert run("convert", model, f"{folder}/", "--max-shard-size", "5KB", "--to", "tensors").returncode == 0
+    (folder / "config.json").write_text("{}")
+    lines = run("inspect", "--long", folder).stdout.decode().splitlines()
+    assert "4 tensors" in lines[0]
+    assert "3 shards" in lines[0]
+    assert lines[2].split()[-1] == "model-00001-of-00003.tensors"
+    (document,) = json.loads(run("inspect", "--json", folder / "model.tensors.index.json").stdout)["files"]
+    assert document["files"] == [f"model-0000{i}-of-00003.tensors" for i in (1, 2, 3)]
+    assert document["tensors"][3]["file"] == document["files"][2]
+    result = run("verify", folder)
+    assert (result.returncode, b"4 verified" in result.stdout) == (0, True)
+    assert run("diff", model, folder).returncode == 0
+    assert run("verify", "--sha256", "0" * 64, folder).returncode == 2
+    assert run("convert", "--all", folder, tmp_path / "other" / "m.safetensors").returncode == 0
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["config.json", "m.safetensors"]
+    shard = folder / "model-00002-of-00003.tensors"
+    flip(shard, shard.stat().st_size - 100)
+    result = run("verify", folder)
+    assert result.returncode == 1
+    assert b"layers." in result.stdout
+    shard.rename(folder / "away")
+    assert run("verify", folder).returncode == 3
+    assert run("inspect", folder).returncode == 3
+
+
+def test_verify_finds_an_index_that_was_changed(tmp_path):
+    path = write(tmp_path / "noted.tensors", {"aa": torch.ones(3), "bb": torch.ones(3)}, metadata={"note": "text"})
+    content = path.read_bytes()
+    assert run("verify", path).returncode == 0
+    path.write_bytes(content.replace(b"bb", b"cc", 1))  # in the index, not in the record
+    result = run("verify", path)
+    assert (result.returncode, b"index does not match" in result.stdout) == (1, True)
+
+
 def test_names_cannot_act_on_the_terminal(tmp_path):
     path = write(tmp_path / "m", {"a\x1b[31mb\u202ec": torch.zeros(1)})
     output = run("inspect", path).stdout

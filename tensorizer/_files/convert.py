@@ -11,10 +11,12 @@ from typing import Any, Optional, Union
 
 import torch
 
+from tensorizer._files.beside import copies_beside
 from tensorizer._files.contents import Contents, FileContents, StateDictContents
+from tensorizer._files.copy import copy_file
 from tensorizer._files.opened import OpenedFile, name_text
-from tensorizer._files.pickled import is_pickled, read_pickled
-from tensorizer._files.write import WriteOptions, write_contents
+from tensorizer._files.pickled import pickled_files, read_pickled
+from tensorizer._files.write import WriteOptions, file_in_folder, write_contents
 from tensorizer.progress import ProgressArgument
 
 __all__ = ["ConversionReport", "convert"]
@@ -37,6 +39,8 @@ class ConversionReport:
     """From the name of an alias to the name of the tensor that is stored."""
     skipped: tuple[str, ...]
     """Leaves of a pickled state dict that were left out because they are no tensors."""
+    copied: tuple[str, ...]
+    """Files beside the tensors that were copied as they are."""
     checked: bool
     """Whether the target was read back and its payloads compared with those that were read."""
     seconds: float
@@ -60,6 +64,7 @@ def convert(
     ties: str = "once",
     encryption: Any = None,
     decryption: Any = None,
+    all_files: bool = False,
     check: bool = True,
     keep_order: bool = False,
     flatten: bool = False,
@@ -77,9 +82,11 @@ def convert(
     what was there.
 
     Args:
-        source: A ``.tensors``, ``.safetensors``, ``.pt`` or ``.bin`` file: a path, URI or open binary file object. The
-            format is told by its content.
-        target: A path or URI.
+        source: A ``.tensors``, ``.safetensors``, ``.pt`` or ``.bin`` file: a path, URI or open binary file object; or
+            the shards of a model: their folder, index or URI prefix. The format is told by the content. Pickled files
+            have to be local.
+        target: A path or URI. In a folder that exists, or with a slash at the end: the file ``model.tensors`` or
+            ``model.safetensors`` there.
         format: ``"tensors"`` or ``"safetensors"``; ``None`` goes by the extension of `target`, ``"tensors"`` without
             one that is known.
         dtype: Converts floating-point tensors of 16 bits and more; others stay as they are.
@@ -89,6 +96,8 @@ def convert(
             ``"twice"`` stores it under each name, ``"error"`` refuses.
         encryption: Encrypts the target (``.tensors`` only).
         decryption: The key of an encrypted source.
+        all_files: Copies what else is in the local folder of `source` (configuration, tokenizer) to that of `target`:
+            its files, without hidden ones, subfolders, and models in any format.
         check: Reads the target back and compares every payload with what was read from the source.
         keep_order: Keeps the order of the source in a ``.safetensors`` target, instead of that of the reference's
             writer: a file that came from there is the same again, byte for byte.
@@ -105,11 +114,12 @@ def convert(
 
     Raises:
         UnsupportedContentError: The target's format cannot hold something; nothing was written.
-        StreamExistsError: The target exists, without `force`.
+        StreamExistsError: The target, or a file that would be copied, exists, without `force`.
         HashMismatchError: The source does not agree with its digests, or the target with what was written.
         CryptographyError: A key is missing, wrong or not wanted.
         FormatError: The source is no file of tensors.
         OSError: It cannot be read or written.
+        ValueError: An argument that is none of those above; `all_files` of a source that is not local.
     """
     begin = time.monotonic()
     options = WriteOptions(
@@ -128,7 +138,12 @@ def convert(
     )
     with contextlib.ExitStack() as stack:
         contents, skipped = _open_contents(stack, source, decryption, key, skip_non_tensors, stream_options)
+        target = file_in_folder(target, format)
+        beside = copies_beside(source, target, options) if all_files else []
         plan, files = write_contents(contents, target, options)
+        if not dry_run:
+            for file, copy in beside:
+                copy_file(file, copy, stream_options=stream_options)
         return ConversionReport(
             source=contents.label,
             target=str(target),
@@ -138,6 +153,7 @@ def convert(
             nbytes=plan.nbytes,
             ties={name_text(alias): name_text(kept) for alias, kept in plan.ties.items()},
             skipped=tuple(skipped),
+            copied=tuple(copy for _, copy in beside),
             checked=check and not dry_run,
             seconds=time.monotonic() - begin,
         )
@@ -151,11 +167,9 @@ def _open_contents(
     skip_non_tensors: bool,
     stream_options: Optional[Mapping[str, Any]],
 ) -> tuple[Contents, list[str]]:
-    contents: Contents
-    if is_pickled(source):
-        tensors, skipped = read_pickled(source, key, skip_non_tensors)
-        contents = StateDictContents(os.fspath(source), tensors)
-        return contents, skipped
+    files = pickled_files(source)
+    if files:
+        tensors, skipped = read_pickled(files, key, skip_non_tensors)
+        return StateDictContents(os.fspath(source), tensors), skipped
     file = stack.enter_context(OpenedFile(source, encryption=decryption, stream_options=stream_options))
-    contents = FileContents(file, verify=file.index.stores_hashes)
-    return contents, []
+    return FileContents(file, verify=file.index.stores_hashes), []

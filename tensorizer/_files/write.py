@@ -17,13 +17,13 @@ from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._files.targets import Write, safetensors_target, tensors_target
 from tensorizer._files.together import TogetherOrNot
 from tensorizer._format import shards
-from tensorizer._format.names import Name
+from tensorizer._format.names import Name, path_of
 from tensorizer._format.safetensors import HeaderEntry, canonical_order, check_entries
 from tensorizer._save.hashes import HASH_NAMES, check_hashes
-from tensorizer.errors import HashMismatchError, UnsupportedContentError
+from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
-__all__ = ["Plan", "WriteOptions", "format_of", "write_contents"]
+__all__ = ["Plan", "WriteOptions", "file_in_folder", "format_of", "write_contents"]
 
 FORMATS = ("tensors", "safetensors")
 TIES = ("once", "twice", "error")
@@ -59,13 +59,41 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tu
         if not isinstance(target, (str, os.PathLike)):
             raise ValueError(f"max_shard_size: wanted a path or URI as target, found {type(target).__name__}")
         names = list(shards.shard_names(os.fspath(target), len(plan.shards)))
-    for name in names:
-        check_target(name, options.force, options.stream_options)
+    files = names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
+    for file in files:
+        check_target(file, options.force, options.stream_options)
+    old = _older_form(target, files)
+    if old and not options.force:
+        raise StreamExistsError(f"{old[0]} exists, of an older form of {target}; it is removed with force alone")
     if not options.dry_run:
         total = plan.nbytes * (2 if options.check else 1)
         with progress_reporter(options.progress, total, "writing") as report:
             _Run(contents, plan, options, report).write(names)
-    return plan, names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
+        for path in old:
+            os.unlink(path)
+    return plan, files
+
+
+def _older_form(target: Any, files: Sequence[Any]) -> list[str]:
+    """What is left of the same local model written as one file, or in other shards: readers could take that instead."""
+    if not isinstance(target, (str, os.PathLike)) or "://" in str(target):
+        return []
+    path = os.fspath(target)
+    folder, name = os.path.split(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        return []
+    of_model = shards.names_of_model(name, os.listdir(folder))
+    written = {os.path.basename(file) for file in files if isinstance(file, (str, os.PathLike))}
+    return [os.path.join(folder, other) for other in of_model if other not in written]
+
+
+def file_in_folder(target: Any, format: Optional[str]) -> Any:
+    """A target that is a folder, or ends with a slash, as the file ``model`` in it; any other as it is."""
+    if not isinstance(target, (str, os.PathLike)) or isinstance(text := os.fspath(target), bytes):
+        return target
+    if text.endswith("/") or ("://" not in text and os.path.isdir(text)):
+        return f"{text.rstrip('/')}/model.{format_of('', format)}"
+    return target
 
 
 def format_of(target: Any, format: Optional[str]) -> str:
@@ -96,6 +124,15 @@ class Plan(NamedTuple):
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items)
 
+    def names_in(self, run: range) -> Iterator[str]:
+        """What an index of shards maps to the shard of `run`: stored names, as far as they are in it."""
+        here = [*self.names[run.start : run.stop]]
+        if self.format == "tensors":
+            kept = set(here)
+            here += [alias for alias, other in self.ties.items() if other in kept]
+        for name in here:
+            yield _C.stored_name(path_of(name)).decode() if self.format == "tensors" else name_text(name)
+
 
 def _plan(contents: Contents, format: str, options: WriteOptions) -> Plan:
     ties = options.ties
@@ -114,9 +151,13 @@ def _plan(contents: Contents, format: str, options: WriteOptions) -> Plan:
         items = [item for item in items if item.name not in stored_twice]
         aliases, stored_twice = {**aliases, **stored_twice}, {}
     if ties == "twice":
-        stored = {item.name: item for item in items}
-        items += [stored[kept]._replace(name=alias) for alias, kept in aliases.items()]
+        items += _copies(items, aliases)
         aliases, stored_twice = {}, {**aliases, **stored_twice}
+    if format == "safetensors":  # which tells of ties in its metadata alone, where readers have to recognise them
+        noted = contents.metadata or {}
+        untold = {a: kept for a, kept in aliases.items() if not _is_told(_flat(a), _flat(kept), noted)}
+        items += _copies(items, untold)
+        aliases = {alias: kept for alias, kept in aliases.items() if alias not in untold}
     names: list[Name] = [item.name for item in items]
     if format == "safetensors":
         flat = _flat_names(items, options.flatten)
@@ -127,6 +168,17 @@ def _plan(contents: Contents, format: str, options: WriteOptions) -> Plan:
         aliases = {_flat(alias): _flat(kept) for alias, kept in aliases.items()}
     runs = shards.split([item.nbytes for item in items], limit)
     return Plan(format, items, names, runs, contents.metadata, aliases, stored_twice)
+
+
+def _copies(items: Sequence[Content], aliases: Mapping[Name, Name]) -> list[Content]:
+    """The aliases as tensors of their own."""
+    stored = {item.name: item for item in items}
+    return [stored[kept]._replace(name=alias) for alias, kept in aliases.items()]
+
+
+def _is_told(alias: str, kept: str, metadata: Mapping[str, str]) -> bool:
+    """Whether ``metadata[alias] = kept`` is read as a tie, and says nothing else already."""
+    return metadata.get(alias, kept) == kept and _C.names_of_one_model(alias, kept)
 
 
 def _flat_names(items: Sequence[Content], flatten: bool) -> list[str]:
@@ -165,54 +217,50 @@ class _Run:
 
     def write(self, names: Sequence[Any]) -> None:
         if len(names) == 1:
-            self._write_one(names[0], self._plan.shards[0], with_ties=True)
+            self._write_one(names[0], self._plan.shards[0])
             return
         with TogetherOrNot(names, self._options.stream_options) as places:
-            for place, run in zip(places, self._plan.shards):
-                self._write_one(place, run, with_ties=False)
-            files = {
-                name_text(self._plan.names[i]): os.path.basename(name)
-                for name, run in zip(names, self._plan.shards)
-                for i in run
-            }
-            for alias, kept in self._plan.ties.items():
-                files[name_text(alias)] = files[name_text(kept)]
-            metadata = {**(self._plan.metadata or {}), **self._aliases()}
-            index = shards.index_bytes(files, self._plan.nbytes, metadata)
+            files: dict[str, str] = {}
+            for place, name, run in zip(places, names, self._plan.shards):
+                self._write_one(place, run)
+                files.update(dict.fromkeys(self._plan.names_in(run), os.path.basename(name)))
+            # An encrypted model keeps its metadata and ties in the annexes of its shards.
+            texts = {} if self._plan.format == "tensors" else self._texts()
+            index = shards.index_bytes(files, self._plan.nbytes, texts)
             places.finish(shards.index_name(shards.name_of_shard(names[0])), index)
 
-    def _write_one(self, target: Any, run: range, with_ties: bool) -> None:
+    def _write_one(self, target: Any, run: range) -> None:
         items = self._plan.items[run.start : run.stop]
-        with self._open(target, run, with_ties) as write:
+        with self._open(target, run) as write:
             crcs = self._copy(items, write)
         if self._options.check:
             self._check_target(target, items, crcs)
 
-    def _open(self, target: Any, run: range, with_ties: bool) -> AbstractContextManager[Write]:
-        plan = self._plan
+    def _open(self, target: Any, run: range) -> AbstractContextManager[Write]:
+        plan, options = self._plan, self._options
         items = plan.items[run.start : run.stop]
         if plan.format == "tensors":
+            here = {item.name for item in items}
             return tensors_target(
                 target,
                 items,
-                encryption=self._options.encryption,
+                encryption=options.encryption,
                 hashes=self._hashes,
-                metadata=(plan.metadata or {}) if with_ties else {},
-                ties=plan.ties if with_ties else {},
-                stored_ties=plan.stored_ties if with_ties else {},
-                stream_options=self._options.stream_options,
+                metadata=(plan.metadata or {}) if run.start == 0 else {},
+                ties={alias: kept for alias, kept in plan.ties.items() if kept in here},
+                stored_ties={a: kept for a, kept in plan.stored_ties.items() if kept in here and a in here},
+                stream_options=options.stream_options,
             )
-        # Shards carry what transformers insists on; one file carries what the source had, and aliases beside it.
-        metadata: Optional[dict[str, str]] = {"format": "pt"}
-        if with_ties:
-            noted = plan.metadata is not None or plan.ties
-            metadata = {**(plan.metadata or {}), **self._aliases()} if noted else None
+        metadata: Optional[dict[str, str]] = {"format": "pt"}  # what transformers insists on in shards
+        if len(plan.shards) == 1:
+            metadata = None if plan.metadata is None and not plan.ties else self._texts()
         names = [name_text(name) for name in plan.names[run.start : run.stop]]
-        return safetensors_target(target, items, names, metadata, self._options.stream_options)
+        return safetensors_target(target, items, names, metadata, options.stream_options)
 
-    def _aliases(self) -> dict[str, str]:
-        """As ``safetensors.torch.save_model`` records them; what the source recorded already stays in its place."""
-        return {name_text(alias): name_text(kept) for alias, kept in self._plan.ties.items()}
+    def _texts(self) -> dict[str, str]:
+        """The metadata of ``.safetensors``: what the source had, and aliases as ``save_model`` notes them."""
+        aliases = {name_text(alias): name_text(kept) for alias, kept in self._plan.ties.items()}
+        return {**(self._plan.metadata or {}), **aliases}
 
     def _copy(self, items: Sequence[Content], write: Write) -> list[int]:
         """Writes all payloads of one file; the CRC-32 of each, where they are wanted."""
@@ -224,14 +272,14 @@ class _Run:
             self._note(sum(item.nbytes for item in batch))
         return crcs
 
-    def _read_ahead(self, items: Sequence[Content]) -> Iterator[tuple[list[Content], list[torch.Tensor]]]:
+    def _read_ahead(self, items: Sequence[Content]) -> Iterator[tuple[Sequence[Content], list[torch.Tensor]]]:
         """Batch by batch; the next one is read while the caller has the one before."""
 
-        def read(batch: list[Content]) -> tuple[list[Content], list[torch.Tensor]]:
+        def read(batch: Sequence[Content]) -> tuple[Sequence[Content], list[torch.Tensor]]:
             return batch, [tensor.to(item.dtype) for item, tensor in zip(batch, self._contents.read(batch))]
 
         with concurrent.futures.ThreadPoolExecutor(1, "tensorizer-convert") as reader:
-            ahead: Optional[concurrent.futures.Future[tuple[list[Content], list[torch.Tensor]]]] = None
+            ahead: Optional[concurrent.futures.Future[tuple[Sequence[Content], list[torch.Tensor]]]] = None
             for batch in batches(items):
                 following = reader.submit(read, batch)
                 if ahead is not None:
@@ -244,8 +292,8 @@ class _Run:
         """Reads the target back."""
         decryption = None if self._options.encryption is None else _decryption_of(self._options.encryption)
         with OpenedFile(target, encryption=decryption, stream_options=self._options.stream_options) as file:
-            if len(file.names) != len(items):
-                raise HashMismatchError(f"{file.label}: wanted {len(items)} tensors, found {len(file.names)}")
+            if len(file.entries) != len(items):
+                raise HashMismatchError(f"{file.label}: wanted {len(items)} tensors, found {len(file.entries)}")
             for entries in file.batches(range(len(items))):
                 tensors = file.read(entries, verify=file.index.stores_hashes)
                 found = _C.crc32_of([_memory(tensor) for tensor in tensors])

@@ -25,7 +25,9 @@ def add_parsers(commands: Any) -> None:
         help="list the tensors of a file",
         description="Lists what is in files of tensors. Reads the index alone, and needs no key of an encrypted file.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="a path or URI, of a file, a folder or the index of shards"
+    )
     parser.add_argument("--no-tensors", action="store_true", help="totals only")
     parser.add_argument("--metadata", action="store_true", help="show the metadata")
     parser.add_argument("--group", action="store_true", help="one row for names that differ in numbers alone")
@@ -78,6 +80,7 @@ def _document(info: FileInfo, arguments: argparse.Namespace) -> dict[str, Any]:
         "file_nbytes": info.file_nbytes,
         "tensor_nbytes": info.tensor_nbytes,
         "tensor_count": len(info.tensors),
+        "files": list(info.files),
         "metadata": dict(info.metadata),
         "ties": dict(info.ties),
     }
@@ -91,6 +94,7 @@ def _document(info: FileInfo, arguments: argparse.Namespace) -> dict[str, Any]:
                 "nbytes": tensor.nbytes,
                 "offset": tensor.offset,
                 "stored_nbytes": tensor.stored_nbytes,
+                "file": tensor.file,
             }
             for tensor in tensors
         ]
@@ -108,7 +112,8 @@ def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> Non
     facts.append(f"{len(info.tensors):,} tensors{shown}")
     facts.append(f"{convert_bytes(info.tensor_nbytes)} of tensors")
     if info.file_nbytes is not None:
-        facts.append(f"{info.file_nbytes:,} bytes in the file")
+        where = f"{len(info.files):,} shards" if info.files else "the file"
+        facts.append(f"{info.file_nbytes:,} bytes in {where}")
     output.line(f"{output.coloured(escaped(info.source), 'bold')}: {', '.join(facts)}")
     if info.ties:
         output.line(f"ties: {', '.join(f'{escaped(a)} = {escaped(b)}' for a, b in info.ties.items())}")
@@ -119,7 +124,8 @@ def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> Non
         output.line(f"metadata: {len(info.metadata)} entries (--metadata shows them)")
     if arguments.no_tensors:
         return
-    header = ["name", "dtype", "shape", "size"] + (["offset", "kind"] if arguments.long else [])
+    columns = ["offset", "kind", *(["file"] if info.files else [])]
+    header = ["name", "dtype", "shape", "size", *(columns if arguments.long else [])]
     rows = list(_grouped(tensors, arguments.long) if arguments.group else _single(tensors, arguments.long))
     right = frozenset({3, 4} if arguments.long else {3})
     for number, line in enumerate(table(header, rows, right, output.width())):
@@ -132,7 +138,7 @@ def _single(tensors: Iterable[TensorInfo], long: bool) -> Iterable[list[str]]:
 
     for tensor in tensors:
         row = [escaped(name_text(tensor.name)), tensor.dtype, str(list(tensor.shape)), convert_bytes(tensor.nbytes)]
-        yield [*row, f"{tensor.offset:,}", tensor.kind] if long else row
+        yield [*row, *_details(tensor)] if long else row
 
 
 def _grouped(tensors: Iterable[TensorInfo], long: bool) -> Iterable[list[str]]:
@@ -144,7 +150,7 @@ def _grouped(tensors: Iterable[TensorInfo], long: bool) -> Iterable[list[str]]:
     for tensor in tensors:
         pattern = _NUMBER.sub("*", name_text(tensor.name))
         groups.setdefault((pattern, tensor.dtype, tensor.shape, tensor.kind), []).append(tensor)
-    for (pattern, dtype, shape, kind), members in groups.items():
+    for (pattern, dtype, shape, _), members in groups.items():
         numbers = [[int(number) for number in _NUMBER.findall(name_text(member.name))] for member in members]
         name = pattern
         for column in zip(*numbers):
@@ -152,7 +158,12 @@ def _grouped(tensors: Iterable[TensorInfo], long: bool) -> Iterable[list[str]]:
         count = f" x{len(members)}" if len(members) > 1 else ""
         size = convert_bytes(sum(member.nbytes for member in members))
         row = [escaped(name) + count, dtype, str(list(shape)), size]
-        yield [*row, f"{members[0].offset:,}", kind] if long else row
+        yield [*row, *_details(members[0])] if long else row
+
+
+def _details(tensor: TensorInfo) -> list[str]:
+    file = [] if tensor.file is None else [escaped(tensor.file)]
+    return [f"{tensor.offset:,}", tensor.kind, *file]
 
 
 def _range_text(numbers: tuple[int, ...]) -> str:

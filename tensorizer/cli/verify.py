@@ -22,7 +22,9 @@ def add_parsers(commands: Any) -> None:
         description="Reads every tensor and compares it with the digests and authentication codes in the file. "
         "A .safetensors file holds no digests: its structure is checked, and with --sha256 or --hub its bytes.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="a path or URI, of a file, a folder or the index of shards"
+    )
     parser.add_argument("--filter", metavar="GLOB", help="names that match the pattern (* ? [])")
     parser.add_argument("--sha256", metavar="HEX", help="SHA-256 that the whole file must have")
     parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest that the hub states")
@@ -100,6 +102,7 @@ def _document(report: VerifyReport) -> dict[str, Any]:
         "verified": len(report.verified),
         "mismatched": [{"name": _plain(name), "reason": reason} for name, reason in report.mismatched],
         "unverified": [_plain(name) for name in report.unverified],
+        "index_matches": report.index_matches,
         "sha256": report.sha256,
         "sha256_matches": report.sha256_matches,
         "nbytes": report.nbytes,
