@@ -222,6 +222,10 @@ class Container:
         """Names of the files of a sharded model, in order; none for a single file."""
         return []
 
+    def part(self, i: int) -> tuple[Container, int]:
+        """The single file that holds the data of an entry, and the number of those data there."""
+        return self, self.targets.get(i, i)
+
     def file_of(self, i: int) -> Optional[str]:
         """Which of them holds an entry."""
         return None

@@ -227,6 +227,10 @@ class ShardedContainer(Container):
     def file_names(self) -> list[str]:
         return list(self._files.files)
 
+    def part(self, i: int) -> tuple[Container, int]:
+        shard, local = self._shard_index.place(self.targets.get(i, i))
+        return self._shards[shard].part(local)
+
     def file_of(self, i: int) -> Optional[str]:
         return self.file_names[self._shard_index.place(i)[0]]
 
