@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import pickle
 
+import memory
 import pytest
 import samples
 import torch
@@ -320,3 +322,54 @@ def test_pickled_shards_are_one_model(tmp_path):
         index.write_text(json.dumps({"weight_map": {**names, "c": wrong}}))
         with pytest.raises(error, match=wrong):
             tensorizer.convert(folder, tmp_path / "m.safetensors")
+
+
+def large_file(path, nbytes):
+    """A canonical ``.safetensors`` file of tensors of 24 MiB, written without holding it in memory."""
+    each = 24 * MIB
+    names = [f"layers.{i:03}.weight" for i in range(nbytes // each)]
+    header = {
+        name: {"dtype": "F16", "shape": [each // 2048, 1024], "data_offsets": [i * each, (i + 1) * each]}
+        for i, name in enumerate(names)
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        piece = samples.tensor((each,), torch.uint8, 7).numpy()
+        for i in range(len(names)):
+            piece[:8] = i % 256  # no two alike
+            file.write(piece)
+    return path
+
+
+def sha256(path):
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(MIB):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def convert_there_and_back(folder, nbytes):
+    """Bytes above what was resident before, at most, while a file goes to ``.tensors`` and back."""
+    source = large_file(folder / "m.safetensors", nbytes)
+    with memory.peak_growth() as growth:
+        there = tensorizer.convert(source, folder / "m.tensors")
+        back = tensorizer.convert(folder / "m.tensors", folder / "again.safetensors", keep_order=True)
+    assert (there.checked, back.checked) == (True, True)
+    assert sha256(folder / "again.safetensors") == sha256(source)
+    for path in folder.iterdir():  # pytest keeps the folders of three runs
+        path.unlink()
+    return growth.peak
+
+
+@pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here")
+def test_a_conversion_needs_memory_for_a_few_batches_and_not_for_the_file(tmp_path):
+    assert convert_there_and_back(tmp_path, 312 * MIB) < 220 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here")
+def test_a_large_conversion_needs_no_more_memory_than_a_small_one(tmp_path):
+    assert convert_there_and_back(tmp_path, 1536 * MIB) < 300 * MIB
