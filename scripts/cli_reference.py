@@ -31,6 +31,9 @@ Results go to standard output, everything else to standard error. `--json` print
 sizes are integers in bytes. Tables are cut to the width of a terminal, never in a pipe. Colours appear on a terminal
 alone, and not where `NO_COLOR` is set or `TERM` is `dumb`. Control characters in names are written out.
 
+[shtab](https://docs.iterative.ai/shtab/) makes completions for bash, zsh and tcsh from the parsers:
+`shtab --shell bash tensorizer.cli.main.make_parser > ~/.local/share/bash-completion/completions/tensorizer`.
+
 ## Keys
 
 No option takes a key or a passphrase itself, since arguments are visible to other users. A key file holds 32 bytes or

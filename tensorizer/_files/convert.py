@@ -43,6 +43,8 @@ class ConversionReport:
     """Files beside the tensors that were copied as they are."""
     checked: bool
     """Whether the target was read back and its payloads compared with those that were read."""
+    dry_run: bool
+    """Whether nothing was written."""
     seconds: float
 
     @property
@@ -155,6 +157,7 @@ def convert(
             skipped=tuple(skipped),
             copied=tuple(copy for _, copy in beside),
             checked=check and not dry_run,
+            dry_run=dry_run,
             seconds=time.monotonic() - begin,
         )
 

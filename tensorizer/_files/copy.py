@@ -33,7 +33,7 @@ def exists(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> b
 def check_target(target: Any, force: bool, stream_options: Optional[Mapping[str, Any]] = None) -> None:
     """Raises :class:`StreamExistsError` for a target that exists, unless `force`."""
     if not force and exists(target, stream_options):
-        raise StreamExistsError(f"{target} exists; it is replaced with force alone")
+        raise StreamExistsError(f"{target} exists (force replaces it)")
 
 
 def copy_file(

@@ -56,6 +56,8 @@ class FileInfo:
     """From the name of an alias to the name of the tensor that it shares."""
     files: tuple[str, ...] = ()
     """Names of the shards, in the order of their index; none for a single file."""
+    metadata_encrypted: bool = False
+    """Whether there are metadata that cannot be shown without the key."""
 
     @property
     def tensor_nbytes(self) -> int:
@@ -108,4 +110,5 @@ def info_of(file: OpenedFile) -> FileInfo:
         metadata=file.metadata() or {},
         ties={name_text(alias): name_text(kept) for alias, kept, _ in file.ties},
         files=tuple(container.file_names),
+        metadata_encrypted=bool(index.metadata_is_sealed),
     )

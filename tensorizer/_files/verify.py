@@ -43,6 +43,8 @@ class VerifyReport:
     nbytes: int
     """Payload bytes that were read."""
     seconds: float
+    sharded: bool = False
+    """Whether it is a model of several files."""
 
     @property
     def ok(self) -> bool:
@@ -114,6 +116,7 @@ def verify(
             sha256_matches=None if found is None or wanted is None else found == wanted,
             nbytes=run.nbytes,
             seconds=time.monotonic() - begin,
+            sharded=source is None,
         )
 
 
@@ -165,11 +168,11 @@ def _digest(text: str) -> str:
 
 def describe(report: VerifyReport) -> str:
     """One line for people."""
-    parts = [f"{len(report.verified)} verified"]
+    parts = [f"{len(report.verified):,} verified"]
     if report.mismatched:
-        parts.append(f"{len(report.mismatched)} do not match (first: {name_text(report.mismatched[0].name)})")
+        parts.append(f"{len(report.mismatched):,} do not match (first: {name_text(report.mismatched[0].name)})")
     if report.index_matches is False:
         parts.append("the index does not match its digest")
     if report.unverified:
-        parts.append(f"{len(report.unverified)} without a digest")
+        parts.append(f"{len(report.unverified):,} without a digest")
     return ", ".join(parts)

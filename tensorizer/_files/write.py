@@ -64,7 +64,7 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tu
         check_target(file, options.force, options.stream_options)
     old = _older_form(target, files)
     if old and not options.force:
-        raise StreamExistsError(f"{old[0]} exists, of an older form of {target}; it is removed with force alone")
+        raise StreamExistsError(f"{old[0]} exists, of an older form of {target} (force removes it)")
     if not options.dry_run:
         total = plan.nbytes * (2 if options.check else 1)
         with progress_reporter(options.progress, total, "writing") as report:

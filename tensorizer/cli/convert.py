@@ -106,19 +106,20 @@ def print_report(report: Any, output: Output) -> None:
                 "skipped": list(report.skipped),
                 "copied": list(report.copied),
                 "checked": report.checked,
+                "dry_run": report.dry_run,
                 "seconds": report.seconds,
             }
         )
         return
     if output.quiet:
         return
-    rate = f", {convert_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
+    rate = f", {convert_bytes(report.nbytes / report.seconds)}/s" if report.seconds and not report.dry_run else ""
     checked = ", read back and equal" if report.checked else ""
     files = f" in {len(report.files)} files" if len(report.files) > 1 else ""
-    output.line(
-        f"{escaped(report.target)}: {report.tensors:,} tensors, {convert_bytes(report.nbytes)}{files}{rate}{checked}"
-    )
+    would = "would write " if report.dry_run else ""
+    size = f"{report.tensors:,} tensors, {convert_bytes(report.nbytes)}"
+    output.line(f"{would}{escaped(report.target)}: {size}{files}{rate}{checked}")
     for name in report.copied:
-        output.detail(f"copied: {escaped(name)}")
+        output.detail(f"{'would copy' if report.dry_run else 'copied'}: {escaped(name)}")
     for name in report.skipped:
         output.note(f"left out, no tensor: {escaped(name)}")

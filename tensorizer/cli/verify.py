@@ -81,7 +81,12 @@ def _print(report: VerifyReport, output: Output) -> None:
     from tensorizer._files.verify import describe
     from tensorizer._system.sizes import convert_bytes
 
-    verdict = output.coloured("ok", "green") if report.ok else output.coloured("FAILED", "red")
+    if report.ok and output.quiet:
+        return
+    known = report.verified or report.sha256_matches or not report.unverified
+    verdict = output.coloured("ok" if known else "structure ok", "green")
+    if not report.ok:
+        verdict = output.coloured("FAILED", "red")
     rate = f"{convert_bytes(report.nbytes)} in {report.seconds:.1f} s"
     output.line(f"{escaped(report.source)}: {verdict}: {describe(report)} ({rate})")
     for mismatch in report.mismatched:
@@ -89,9 +94,8 @@ def _print(report: VerifyReport, output: Output) -> None:
     if report.sha256_matches is not None:
         output.line(f"  SHA-256 of the file {'matches' if report.sha256_matches else 'differs: found'} {report.sha256}")
     elif report.format == "safetensors":
-        output.note(
-            "  a .safetensors file holds no digests: its structure alone was checked (--sha256 checks its bytes)"
-        )
+        hint = "" if report.sharded else " (--sha256 checks the bytes of a file)"
+        output.note(f"  .safetensors hold no digests: the structure alone was checked{hint}")
 
 
 def _document(report: VerifyReport) -> dict[str, Any]:
