@@ -167,6 +167,14 @@ class Contender:
         """All tensors that ``to_redis`` has stored below the URI's prefix."""
         raise NotImplementedError
 
+    def convert(self, source: Path, target: Path) -> None:
+        """Its own file as one of this project's, on the device when it returns; digests made, nothing read back."""
+        raise NotImplementedError
+
+    def convert_checked(self, source: Path, target: Path) -> None:
+        """As :meth:`convert`; what was written is read back and compared."""
+        raise NotImplementedError
+
     def can(self, what: str) -> bool:
         """Whether this contender offers the method or fact ``what``."""
         own = getattr(type(self), what)

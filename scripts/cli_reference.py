@@ -19,6 +19,7 @@ HEAD = """# Command line
 ```console
 $ tensorizer inspect model.safetensors --group        # names, dtypes, shapes; reads the index alone
 $ tensorizer convert model.safetensors model.tensors  # digests are made on the way, the result is read back
+$ tensorizer convert folder/ one/ --all               # shards become one file; what lies beside them is copied
 $ tensorizer verify model.tensors                     # every tensor against its digests
 $ tensorizer encrypt model.tensors secret.tensors --generate-key key
 $ tensorizer diff old.tensors new.tensors --rtol 1e-3
@@ -29,6 +30,9 @@ $ tensorizer diff old.tensors new.tensors --rtol 1e-3
 Results go to standard output, everything else to standard error. `--json` prints one document with `"schema": 1`;
 sizes are integers in bytes. Tables are cut to the width of a terminal, never in a pipe. Colours appear on a terminal
 alone, and not where `NO_COLOR` is set or `TERM` is `dumb`. Control characters in names are written out.
+
+[shtab](https://docs.iterative.ai/shtab/) makes completions for bash, zsh and tcsh from the parsers:
+`shtab --shell bash tensorizer.cli.main.make_parser > ~/.local/share/bash-completion/completions/tensorizer`.
 
 ## Keys
 

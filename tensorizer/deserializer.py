@@ -15,9 +15,9 @@ from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
 from tensorizer._io.file_types import SourceArgument
-from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
+from tensorizer._io.shards import OpenedFiles, open_files
 from tensorizer._load.arguments import check_dtype, check_filter
-from tensorizer._load.container import Container, ReadOptions, open_container
+from tensorizer._load.container import Container, ReadOptions
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
 from tensorizer._load.facts import FileFacts
@@ -25,7 +25,7 @@ from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
 from tensorizer._load.modules import ModuleLoad
 from tensorizer._load.report import LoadedCount, LoadReport
-from tensorizer._load.shards import open_shards
+from tensorizer._load.shards import open_files_as_one
 from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
 from tensorizer.encryption import DecryptionParams
@@ -146,11 +146,7 @@ class TensorDeserializer(
         verify: bool,
         progress: ProgressArgument,
     ) -> None:
-        container = self._container = (
-            open_shards(opened, filter_func, options)
-            if isinstance(opened, OpenedShards)
-            else open_container(opened, filter_func, options)
-        )
+        container = self._container = open_files_as_one(opened, filter_func, options)
         if verify:
             container.verify_index()
         self._loaded = LoadedTensors(container, verify, progress)

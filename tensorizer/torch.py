@@ -13,11 +13,11 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer._files.convert import format_of, write_contents
 from tensorizer._files.fill_model import device_of_names, fill_model
 from tensorizer._files.plain import plain_tensors
 from tensorizer._files.safe_open import safe_open
 from tensorizer._files.state_dicts import check_state_dict, contents_of
+from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._load.device_choice import DeviceArgument
 from tensorizer._load.report import LoadReport
@@ -126,9 +126,7 @@ def save_file(
         OSError: The target cannot be written.
     """
     contents = contents_of(check_state_dict(tensors), metadata)
-    write_contents(
-        contents,
-        target,
+    options = WriteOptions(
         format=format,
         ties=ties,
         encryption=encryption,
@@ -137,6 +135,7 @@ def save_file(
         progress=progress,
         stream_options=stream_options,
     )
+    write_contents(contents, target, options)
 
 
 def save(

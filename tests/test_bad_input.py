@@ -489,7 +489,6 @@ def test_many_entries_that_share_one_name_or_payload_are_refused_quickly():
 def test_the_deepest_possible_name_is_read_without_recursion():
     path = (0,) * 32_000
     data = fmt.write_file([fmt.Tensor(path, "|u1", (1,), b"x")], index_nbytes=None)
-    begin = time.monotonic()
     with TensorDeserializer(io.BytesIO(data), device="cpu") as deserializer:
         ((_, _, name, value),) = deserializer.read_tensors()
         assert name == path
@@ -502,7 +501,6 @@ def test_the_deepest_possible_name_is_read_without_recursion():
             found = found[0]
         assert found is value
         assert deserializer.tree(path) is value
-    assert time.monotonic() - begin < 2 * SECONDS
 
 
 def test_hostile_sizes_need_little_memory(tmp_path):

@@ -19,6 +19,7 @@ import torch
 
 from tensorizer import EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer.cli.main import main, make_parser
+from tensorizer.cli.output import table
 
 KEY = bytes(range(32))
 
@@ -144,6 +145,42 @@ def test_inspect_needs_no_key_of_an_encrypted_file(tmp_path, tensors):
     result = run("inspect", path)
     assert result.returncode == 0
     assert "encrypted" in result.stdout.decode()
+
+
+def test_folders_of_shards_are_inspected_verified_compared_and_converted_as_one_model(tmp_path, tensors, model):
+    folder = tmp_path / "folder"
+    assert run("convert", model, f"{folder}/", "--max-shard-size", "5KB", "--to", "tensors").returncode == 0
+    (folder / "config.json").write_text("{}")
+    lines = run("inspect", "--long", folder).stdout.decode().splitlines()
+    assert "4 tensors" in lines[0]
+    assert "3 shards" in lines[0]
+    assert lines[2].endswith("1 of 3")
+    (document,) = json.loads(run("inspect", "--json", folder / "model.tensors.index.json").stdout)["files"]
+    assert document["files"] == [f"model-0000{i}-of-00003.tensors" for i in (1, 2, 3)]
+    assert document["tensors"][3]["file"] == document["files"][2]
+    result = run("verify", folder)
+    assert (result.returncode, b"4 verified" in result.stdout) == (0, True)
+    assert run("diff", model, folder).returncode == 0
+    assert run("verify", "--sha256", "0" * 64, folder).returncode == 2
+    assert run("convert", "--all", folder, tmp_path / "other" / "m.safetensors").returncode == 0
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["config.json", "m.safetensors"]
+    shard = folder / "model-00002-of-00003.tensors"
+    flip(shard, shard.stat().st_size - 100)
+    result = run("verify", folder)
+    assert result.returncode == 1
+    assert b"layers." in result.stdout
+    shard.rename(folder / "away")
+    assert run("verify", folder).returncode == 3
+    assert run("inspect", folder).returncode == 3
+
+
+def test_verify_finds_an_index_that_was_changed(tmp_path):
+    path = write(tmp_path / "noted.tensors", {"aa": torch.ones(3), "bb": torch.ones(3)}, metadata={"note": "text"})
+    content = path.read_bytes()
+    assert run("verify", path).returncode == 0
+    path.write_bytes(content.replace(b"bb", b"cc", 1))  # in the index, not in the record
+    result = run("verify", path)
+    assert (result.returncode, b"index does not match" in result.stdout) == (1, True)
 
 
 def test_names_cannot_act_on_the_terminal(tmp_path):
@@ -364,6 +401,33 @@ def test_a_terminal_gets_colours_and_tables_as_wide_as_it_is(tmp_path):
     piped = run("inspect", path).stdout.decode()
     assert "\x1b[" not in piped
     assert "…" not in piped
+
+
+def test_long_names_keep_their_numbers_and_last_words_on_a_narrow_terminal():
+    name = "language_model.model.layers.17.block_sparse_moe.experts.3.feed_forward.gate_proj.weight"
+    for width in (46, 60, 80):
+        (_, line) = table(["name", "size"], [[name, "8 KB"]], frozenset({1}), width)
+        assert len(line) <= width
+        assert ".17." in line
+        assert ".3." in line
+        assert "gate_proj.weight" in line
+    (_, line) = table(["name", "size"], [["x" * 200, "8 KB"]], frozenset({1}), 40)
+    assert len(line) == 40
+
+
+def test_screens_say_what_was_not_done_and_where_the_rest_is(tmp_path, tensors, model):
+    secret = tmp_path / "secret.tensors"
+    write(secret, tensors, encryption=EncryptionParams(KEY), metadata={"note": "text"})
+    assert b"metadata: encrypted" in run("inspect", secret).stdout
+    assert b"would write" in run("convert", "--dry-run", model, tmp_path / "m.safetensors").stdout
+    assert run("convert", model, tmp_path / "m.safetensors").returncode == 0
+    assert b"structure ok" in run("verify", tmp_path / "m.safetensors").stdout
+    assert run("verify", "-q", model).stdout == b""
+    weight = torch.ones(3)
+    tied = write(tmp_path / "tied.tensors", {f"t.{i}": weight for i in range(40)}, metadata={"long": "x" * 5000})
+    lines = run("inspect", "--metadata", "--no-tensors", tied).stdout.decode().splitlines()
+    assert lines[11] == "tie: 29 more (--json lists all)"
+    assert lines[12].endswith("… (4,000 more characters; --json shows all)")
 
 
 def test_bench_prints_medians(model):

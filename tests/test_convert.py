@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import os
 import pickle
 
+import memory
 import pytest
 import samples
 import torch
 
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer.errors import FormatError, StreamExistsError
+from tensorizer.torch import load_file, save, save_file
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 MIB = 1 << 20
@@ -198,3 +204,172 @@ def test_zero_filled_tensors_stay_without_data(tmp_path):
     assert (tmp_path / "n.tensors").stat().st_size < 10_000
     with TensorDeserializer(tmp_path / "n.tensors", device="cpu") as found:
         assert not found["meta"].any()
+
+
+def test_shards_are_converted_into_one_file_or_other_shards_with_what_lies_beside_them(tmp_path):
+    tensors = {f"layers.{i}.weight": samples.tensor((MIB // 8,), torch.uint8, i) for i in range(6)}
+    folder = tmp_path / "model"
+    state = {**tensors, "tied.weight": tensors["layers.5.weight"]}
+    save_file(state, folder / "model.safetensors", max_shard_size="300KB")
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"a model in another format")
+    (folder / ".cache").mkdir()
+    for source in (folder, folder / "model.safetensors.index.json", f"{folder}/"):
+        report = tensorizer.convert(source, tmp_path / "one.tensors")
+        assert (report.tensors, report.checked, dict(report.ties)) == (6, True, {"tied.weight": "layers.5.weight"})
+        found = load_file(tmp_path / "one.tensors")
+        assert_equal(found, state)
+        assert found["tied.weight"] is found["layers.5.weight"]
+
+    report = tensorizer.convert(folder, f"{tmp_path}/out/", all_files=True, max_shard_size="400KB")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        *(f"model-0000{i}-of-00002.tensors" for i in (1, 2)),
+        "model.tensors.index.json",
+    ]
+    assert report.copied == (str(tmp_path / "out" / "config.json"),)
+    assert_equal(load_file(tmp_path / "out"), state)
+    for name in ("model-00002-of-00002.tensors", "model.tensors.index.json", "config.json"):
+        kept = (tmp_path / "out" / name).read_bytes()
+        for other in set(os.listdir(tmp_path / "out")) - {name}:
+            (tmp_path / "out" / other).unlink()
+        with pytest.raises(StreamExistsError, match=name):
+            tensorizer.convert(folder, tmp_path / "out", all_files=True, max_shard_size="400KB", force=False)
+        assert os.listdir(tmp_path / "out") == [name]
+        assert (tmp_path / "out" / name).read_bytes() == kept
+        tensorizer.convert(folder, tmp_path / "out", all_files=True, max_shard_size="400KB")
+    with pytest.raises(ValueError, match="all_files"):
+        tensorizer.convert(io.BytesIO(save(tensors)), tmp_path / "x.tensors", all_files=True)
+
+
+def test_ties_and_metadata_survive_in_shards_of_both_formats(tmp_path):
+    weight = samples.tensor((MIB // 8,), torch.uint8, 1)
+    tensors = {"embed.weight": weight, "other": samples.tensor((MIB // 8,), torch.uint8, 2), "lm_head.weight": weight}
+    key = EncryptionParams.random()
+    for name, options in (("m.safetensors", {}), ("m.tensors", {}), ("k.tensors", {"encryption": key})):
+        folder = tmp_path / name
+        save_file(tensors, folder / name, {"note": "private text"}, max_shard_size="150KB", **options)
+        decryption = DecryptionParams.from_key(key.key) if options else None
+        found = load_file(folder, encryption=decryption)
+        assert_equal(found, tensors)
+        assert found["lm_head.weight"] is found["embed.weight"], name
+        with TensorDeserializer(folder, device="cpu", encryption=decryption, lazy_load=True) as file:
+            assert file.metadata["note"] == "private text"
+            assert file.ties == {"lm_head.weight": "embed.weight"}
+        index = (folder / f"{name}.index.json").read_text()
+        assert ("private text" in index) == (name == "m.safetensors")
+    nested = {"optimizer": {"state": [torch.ones(9), torch.zeros(9)], "name/with.dots": torch.ones(3)}}
+    source = write(tmp_path / "nested.tensors", nested)
+    tensorizer.convert(source, tmp_path / "nested" / "model.tensors", max_shard_size=40)
+    found = load_file(tmp_path / "nested")["optimizer"]
+    assert found["state"][1].equal(torch.zeros(9))
+    assert found["name/with.dots"].equal(torch.ones(3))
+
+
+def test_a_tie_that_readers_of_safetensors_would_not_recognise_is_stored_twice(tmp_path):
+    weight = torch.arange(9.0)
+    for names in (("a", "b.c"), ("a b", "c d"), ("", "x"), ("note", "z")):
+        state = dict.fromkeys(names, weight)
+        for options in ({}, {"max_shard_size": 36}):
+            folder = tmp_path / f"{names[0]}-{len(options)}"
+            save_file(state, folder / "model.safetensors", {"note": "text"}, **options)
+            assert_equal(load_file(folder), state)
+            with TensorDeserializer(folder, device="cpu", lazy_load=True) as file:
+                assert file.metadata["note"] == "text"
+
+
+def test_no_older_form_of_a_model_stays_beside_the_new_one(tmp_path):
+    old, new = ({"a": torch.full((1000,), value), "b": torch.full((1000,), value)} for value in (1.0, 2.0))
+    other = tmp_path / "model-00001-of-00002.safetensors.bak"
+    other.write_bytes(b"of somebody else")
+    for options in ({"max_shard_size": 4000}, {}, {"max_shard_size": 4000}, {}):
+        old, new = new, old
+        save_file(new, tmp_path / "model.safetensors", **options)
+        assert_equal(load_file(tmp_path), new)
+        count = 3 if options else 1
+        assert len(os.listdir(tmp_path)) == count + 1
+    with pytest.raises(StreamExistsError):
+        tensorizer.convert(io.BytesIO(save(new)), tmp_path / "model.safetensors", max_shard_size=4000, force=False)
+    assert other.read_bytes() == b"of somebody else"
+
+
+def test_a_folder_that_lies_leaves_the_old_target(tmp_path):
+    folder = tmp_path / "model"
+    save_file({"a": torch.ones(9), "b": torch.ones(9)}, folder / "model.safetensors", max_shard_size=40)
+    (tmp_path / "out.tensors").write_bytes(b"old")
+    (folder / "model-00002-of-00002.safetensors").rename(folder / "moved")
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00002"):
+        tensorizer.convert(folder, tmp_path / "out.tensors")
+    (folder / "moved").rename(folder / "model-00002-of-00002.safetensors")
+    save_file({"other": torch.ones(9)}, folder / "model-00002-of-00002.safetensors")
+    with pytest.raises(FormatError, match="'b'"):
+        tensorizer.convert(folder, tmp_path / "out.tensors")
+    assert (tmp_path / "out.tensors").read_bytes() == b"old"
+
+
+def test_pickled_shards_are_one_model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    torch.save({"a": torch.ones(3)}, folder / "pytorch_model-00001-of-00002.bin")
+    torch.save({"b": torch.zeros(2)}, folder / "pytorch_model-00002-of-00002.bin")
+    names = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    for source in (folder, index):
+        tensorizer.convert(source, tmp_path / "m.safetensors")
+        assert_equal(load_file(tmp_path / "m.safetensors"), {"a": torch.ones(3), "b": torch.zeros(2)})
+    for wrong, error in (("../x.bin", FormatError), ("absent.bin", FileNotFoundError)):
+        index.write_text(json.dumps({"weight_map": {**names, "c": wrong}}))
+        with pytest.raises(error, match=wrong):
+            tensorizer.convert(folder, tmp_path / "m.safetensors")
+
+
+def large_file(path, nbytes):
+    """A canonical ``.safetensors`` file of tensors of 24 MiB, written without holding it in memory."""
+    each = 24 * MIB
+    names = [f"layers.{i:03}.weight" for i in range(nbytes // each)]
+    header = {
+        name: {"dtype": "F16", "shape": [each // 2048, 1024], "data_offsets": [i * each, (i + 1) * each]}
+        for i, name in enumerate(names)
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        piece = samples.tensor((each,), torch.uint8, 7).numpy()
+        for i in range(len(names)):
+            piece[:8] = i % 256  # no two alike
+            file.write(piece)
+    return path
+
+
+def sha256(path):
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(MIB):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def convert_there_and_back(folder, nbytes):
+    """Bytes above what was resident before, at most, while a file goes to ``.tensors`` and back."""
+    source = large_file(folder / "m.safetensors", nbytes)
+    with memory.peak_growth() as growth:
+        there = tensorizer.convert(source, folder / "m.tensors")
+        back = tensorizer.convert(folder / "m.tensors", folder / "again.safetensors", keep_order=True)
+    assert (there.checked, back.checked) == (True, True)
+    assert sha256(folder / "again.safetensors") == sha256(source)
+    for path in folder.iterdir():  # pytest keeps the folders of three runs
+        path.unlink()
+    return growth.peak
+
+
+@pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here")
+def test_a_conversion_needs_memory_for_a_few_batches_and_not_for_the_file(tmp_path):
+    assert convert_there_and_back(tmp_path, 312 * MIB) < 220 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here")
+def test_a_large_conversion_needs_no_more_memory_than_a_small_one(tmp_path):
+    assert convert_there_and_back(tmp_path, 1536 * MIB) < 300 * MIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from benchmarks.contender import State
 from benchmarks.contenders.bare_python import BarePython
 from benchmarks.contenders.machine import Machine
 from benchmarks.memory import PeakSampler
+from benchmarks.sync import fsync_path
 
 
 def limit(bench: Bench, what: str, path: Path, *more: str) -> float:
@@ -151,6 +153,25 @@ def save_tmpfs_write(bench: Bench) -> float:
     return save(bench, sync=False)
 
 
+def convert(bench: Bench) -> float:
+    """From one file in the page cache to another one that is on the disk; the limit is ``cp`` and fsync."""
+    memory.warm_page_cache(bench.path)
+    bench.target.unlink(missing_ok=True)
+    os.sync()
+    try:
+        with bench.clock():
+            if bench.contender.name == "machine":
+                subprocess.run(["cp", "--reflink=never", str(bench.path), str(bench.target)], check=True)
+                fsync_path(bench.target)
+            else:
+                getattr(bench.contender, bench.case.needs)(bench.path, bench.target)
+        if bench.target.stat().st_size < bench.manifest.nbytes:
+            raise RuntimeError(f"{bench.contender.label}: the file is too short")
+    finally:
+        bench.target.unlink(missing_ok=True)
+    return bench.seconds
+
+
 def import_library(bench: Bench) -> float:
     """The import, in a process that has torch already."""
     import torch  # noqa: F401
@@ -192,7 +213,14 @@ CASES = (
         "load",
         load,
         limit="machine",
-        goals=(Goal("machine", at_least=0.75), Goal("reference", at_least=4.0)),
+        goals=(
+            Goal("machine", at_least=0.75),
+            Goal("reference", at_least=4.0),
+            Goal("ours", at_least=0.97, who="ours-safetensors"),
+            Goal("safetensors", at_least=1.0, who="ours-safetensors"),
+            Goal("fastsafetensors", at_least=1.0, who="ours-safetensors"),
+            Goal("runai", at_least=1.0, who="ours-safetensors"),
+        ),
     ),
     Case(
         "load-second",
@@ -208,7 +236,7 @@ CASES = (
         "load_mapped",
         load,
         unit="ms",
-        goals=(Goal("safetensors", at_least=1.0),),
+        goals=(Goal("safetensors", at_least=1.0), Goal("safetensors", at_least=1.0, who="ours-safetensors")),
     ),
     Case(
         "map-touch",
@@ -235,7 +263,7 @@ CASES = (
         model="many",
         unit="ms",
         limit="bare-python",
-        goals=(Goal(at_most=80.0),),
+        goals=(Goal(at_most=80.0), Goal("safetensors", at_least=2.0, who="ours-safetensors")),
     ),
     Case(
         "load-verified",
@@ -276,6 +304,21 @@ CASES = (
         save_tmpfs_write,
         limit="machine",
         goals=(Goal("torch", at_least=1.0), Goal("safetensors", at_least=1.0)),
+    ),
+    Case(
+        "convert",
+        "a .safetensors file to .tensors on the disk, with both digests",
+        "convert",
+        convert,
+        limit="machine",
+        goals=(Goal("machine", at_least=0.8, who="ours-safetensors"),),
+    ),
+    Case(
+        "convert-checked",
+        "the same, read back and compared",
+        "convert_checked",
+        convert,
+        limit="machine",
     ),
     Case(
         "import",

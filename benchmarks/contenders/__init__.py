@@ -6,10 +6,12 @@ from benchmarks.contender import Contender
 from benchmarks.contenders.bare_python import BarePython
 from benchmarks.contenders.boto3_transfer import Boto3
 from benchmarks.contenders.curl_program import Curl
+from benchmarks.contenders.fastsafetensors_file import Fastsafetensors
 from benchmarks.contenders.link import Link
 from benchmarks.contenders.machine import Machine
 from benchmarks.contenders.ours import Ours
 from benchmarks.contenders.ours_kernel import KERNELS, OursKernel, OursLibsodium
+from benchmarks.contenders.ours_safetensors import OursSafetensors
 from benchmarks.contenders.reference import Reference, ReferenceReaders
 from benchmarks.contenders.runai_streamer import RunaiStreamer
 from benchmarks.contenders.safetensors_file import Safetensors
@@ -19,12 +21,14 @@ from benchmarks.contenders.torch_file import Torch
 
 CONTENDERS: tuple[Contender, ...] = (
     Ours(),
+    OursSafetensors(),
     *(OursKernel(kernel) for kernel in KERNELS),
     OursLibsodium(),
     Reference(),
     ReferenceReaders(),
     Safetensors(),
     Torch(),
+    Fastsafetensors(),
     RunaiStreamer(),
     Curl(),
     Boto3(),

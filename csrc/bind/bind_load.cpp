@@ -317,6 +317,13 @@ void register_index(py::module_& m) {
         return py::make_tuple(as_dict(index.weight_map), as_dict(index.metadata));
       },
       py::arg("text"));
+  m.def(
+      "stored_name",
+      [](const py::tuple& path) {
+        const std::string stored = format::encode_name(path_from_python(path));
+        return py::bytes(stored);
+      },
+      py::arg("path"));
   m.def("names_of_one_model", &format::read_as_names_of_one_model, py::arg("a"), py::arg("b"));
   m.def(
       "open_index",

@@ -14,6 +14,7 @@ from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name
 from tensorizer._format.payloads import contiguous
 from tensorizer._load.reader import CASTABLE
+from tensorizer._system.runs import runs
 
 __all__ = ["Content", "Contents", "FileContents", "StateDictContents", "batches", "cast"]
 
@@ -32,8 +33,14 @@ class Content(NamedTuple):
     """In its source."""
 
     @property
+    def tensor_nbytes(self) -> int:
+        """In memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
-        return 0 if self.without_data else math.prod(self.shape) * self.dtype.itemsize
+        """Of the payload."""
+        return 0 if self.without_data else self.tensor_nbytes
 
 
 class Contents(Protocol):
@@ -76,19 +83,19 @@ class FileContents:
         self.metadata: Optional[Mapping[str, str]] = file.metadata()
         self.ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if not stored}
         self.stored_ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if stored}
-        entries = range(len(file.names))
-        headers = file.headers(entries) if file.index.stores_hashes else None
+        if file.index.stores_hashes:
+            file.read_headers(file.entries)
         self.items = [
             Content(
-                name,
-                TensorType(file.index.type(i)),
-                0 if headers is None else headers.module_idx(i),
+                file.name(i),
+                file.container.type(i),
+                file.module_idx(i),
                 dtypes.torch_dtype(file.stored_dtype(i)),
                 file.shape(i),
                 file.index.data_nbytes(i) == 0 and file.index.loaded_nbytes(i) > 0,
                 i,
             )
-            for i, name in enumerate(file.names)
+            for i in file.entries
         ]
 
     def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
@@ -141,15 +148,6 @@ def cast(item: Content, dtype: Optional[torch.dtype]) -> Content:
     return item._replace(dtype=dtype)
 
 
-def batches(items: Sequence[Content]) -> Iterator[list[Content]]:
+def batches(items: Sequence[Content]) -> Iterator[Sequence[Content]]:
     """Runs of items whose payloads fit :data:`~tensorizer._files.opened.BATCH_NBYTES`, or single larger ones."""
-    batch: list[Content] = []
-    nbytes = 0
-    for item in items:
-        if batch and nbytes + item.nbytes > BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(item)
-        nbytes += item.nbytes
-    if batch:
-        yield batch
+    return runs(items, lambda item: item.nbytes, BATCH_NBYTES)

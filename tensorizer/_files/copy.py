@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Optional
 
 from tensorizer import _C
-from tensorizer._io.sinks import open_sink
 from tensorizer._io.sources import open_source
+from tensorizer._io.whole_file import WholeFile
 from tensorizer.errors import HashMismatchError, StreamExistsError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
@@ -34,7 +33,7 @@ def exists(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> b
 def check_target(target: Any, force: bool, stream_options: Optional[Mapping[str, Any]] = None) -> None:
     """Raises :class:`StreamExistsError` for a target that exists, unless `force`."""
     if not force and exists(target, stream_options):
-        raise StreamExistsError(f"{target} exists; it is replaced with force alone")
+        raise StreamExistsError(f"{target} exists (force replaces it)")
 
 
 def copy_file(
@@ -73,18 +72,9 @@ def copy_file(
         with progress_reporter(progress, total, "copying") as report:
             if target == "-":
                 return _to_stream(opened.source, total, sys.stdout.buffer, report)
-            sink = open_sink(target, True, stream_options)
-            writer = _C.PlainWriter(sink.sink)
-            try:
-                nbytes = writer.copy_from(opened.source, report)
-                writer.publish(nbytes)
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    writer.abandon()
-                raise
-            writer.finish()
-            sink.close()
-            return nbytes
+            with WholeFile(target, stream_options) as file:
+                file.copy_from(opened.source, report)
+            return file.nbytes
     finally:
         opened.close()
 
@@ -105,18 +95,7 @@ def _from_stream(stream: BinaryIO, target: Any, stream_options: Optional[Mapping
             written += sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
         return written
-    sink = open_sink(target, True, stream_options)
-    writer = _C.PlainWriter(sink.sink)
-    nbytes = 0
-    try:
+    with WholeFile(target, stream_options) as file:
         while piece := stream.read(_PIECE_NBYTES):
-            writer.write_bytes(nbytes, piece)
-            nbytes += len(piece)
-        writer.publish(nbytes)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            writer.abandon()
-        raise
-    writer.finish()
-    sink.close()
-    return nbytes
+            file.append(piece)
+    return file.nbytes

@@ -12,6 +12,7 @@ import torch
 from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, dtype_text
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
+from tensorizer._system.runs import runs
 
 __all__ = ["Change", "DiffReport", "diff"]
 
@@ -70,7 +71,7 @@ def diff(
     """Compares names, dtypes, shapes and data. Payloads are read only where stored digests do not settle it.
 
     Args:
-        a: The first file: a path, URI, descriptor or open binary file object.
+        a: The first file: a path, URI, descriptor, open binary file object, a folder of shards or their index.
         b: The second file.
         rtol: Elements are equal where they differ by at most ``atol + rtol * abs(element of b)``. With both 0, data
             are equal where every bit is.
@@ -102,8 +103,8 @@ class _Comparison:
         self._nbytes_read = 0
 
     def run(self, filter_func: Optional[FilterFuncType]) -> DiffReport:
-        of_a = {name: i for i, name in enumerate(self._a.names) if filter_func is None or filter_func(name)}
-        of_b = {name: i for i, name in enumerate(self._b.names) if filter_func is None or filter_func(name)}
+        of_a = _chosen(self._a, filter_func)
+        of_b = _chosen(self._b, filter_func)
         comparable = []
         for name, i in of_a.items():
             j = of_b.get(name)
@@ -114,15 +115,14 @@ class _Comparison:
                 comparable.append((i, j))
             else:
                 self._note(i, j, what, None, None)
-        for pairs in _batched(self._without_equal_digests(comparable), self._a, self._b):
+        for pairs in runs(self._without_equal_digests(comparable), self._nbytes_of, BATCH_NBYTES):
             self._compare(pairs)
-        order = {name: position for position, name in enumerate(self._a.names)}
         return DiffReport(
             a=self._a.label,
             b=self._b.label,
             added=tuple(name for name in of_b if name not in of_a),
             removed=tuple(name for name in of_a if name not in of_b),
-            changed=tuple(sorted(self._changed, key=lambda change: order[change.name])),
+            changed=tuple(sorted(self._changed, key=lambda change: of_a[change.name])),
             same=self._same,
             nbytes_read=self._nbytes_read,
         )
@@ -136,11 +136,14 @@ class _Comparison:
 
     def _without_equal_digests(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """The pairs that remain; digests cover record headers too, so different ones prove nothing."""
-        digests_a = _digests(self._a, [i for i, _ in pairs])
-        digests_b = _digests(self._b, [j for _, j in pairs])
+        if not all(file.index.stores_hashes and file.readable for file in (self._a, self._b)):
+            return list(pairs)
+        self._a.read_headers(sorted(i for i, _ in pairs))
+        self._b.read_headers(sorted(j for _, j in pairs))
         remaining = []
         for i, j in pairs:
-            if digests_a.get(i) is not None and digests_a.get(i) == digests_b.get(j):
+            digest = self._a.sha256(i)
+            if digest is not None and digest == self._b.sha256(j):
                 self._same += 1
             else:
                 remaining.append((i, j))
@@ -162,38 +165,25 @@ class _Comparison:
             else:
                 self._note(i, j, "data", max_abs, max_rel)
 
+    def _nbytes_of(self, pair: tuple[int, int]) -> int:
+        return int(self._a.index.loaded_nbytes(pair[0]) + self._b.index.loaded_nbytes(pair[1]))
+
     def _note(self, i: int, j: int, what: str, max_abs: Optional[float], max_rel: Optional[float]) -> None:
-        self._changed.append(Change(self._a.names[i], what, _form(self._a, i), _form(self._b, j), max_abs, max_rel))
+        self._changed.append(Change(self._a.name(i), what, _form(self._a, i), _form(self._b, j), max_abs, max_rel))
+
+
+def _chosen(file: OpenedFile, filter_func: Optional[FilterFuncType]) -> dict[Name, int]:
+    """The tensors to compare, by name, in file order."""
+    named = ((i, file.name(i)) for i in file.entries)
+    return {name: i for i, name in named if filter_func is None or filter_func(name)}
 
 
 def _form(file: OpenedFile, i: int) -> str:
     return f"{dtype_text(file.stored_dtype(i))} {list(file.shape(i))}"
 
 
-def _digests(file: OpenedFile, entries: Sequence[int]) -> dict[int, Optional[bytes]]:
-    """The stored SHA-256 of each entry; ``None`` where there is none."""
-    if not file.index.stores_hashes or not file.readable:
-        return {}
-    ordered = sorted(entries)
-    headers = file.headers(ordered)
-    return {i: dict(headers.hashes(position)).get(1) for position, i in enumerate(ordered)}
-
-
 def _read(file: OpenedFile, entries: Sequence[int]) -> dict[int, torch.Tensor]:
     return dict(zip(entries, file.read(entries, verify=False)))
-
-
-def _batched(pairs: Sequence[tuple[int, int]], a: OpenedFile, b: OpenedFile) -> list[list[tuple[int, int]]]:
-    batches: list[list[tuple[int, int]]] = []
-    nbytes = 0
-    for i, j in pairs:
-        size = a.index.loaded_nbytes(i) + b.index.loaded_nbytes(j)
-        if not batches or nbytes + size > BATCH_NBYTES:
-            batches.append([])
-            nbytes = 0
-        batches[-1].append((i, j))
-        nbytes += size
-    return batches
 
 
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:

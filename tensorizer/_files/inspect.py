@@ -29,14 +29,16 @@ class TensorInfo:
     nbytes: int
     """Bytes that the tensor occupies once loaded."""
     offset: int
-    """Of the payload in the file; counts from the file's first byte."""
+    """Of the payload; counts from the first byte of its file."""
     stored_nbytes: int
     """Bytes of the payload; 0 for tensors that were written without data."""
+    file: Optional[str] = None
+    """The shard that holds it; ``None`` in a single file."""
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file of tensors, as its index describes it."""
+    """A file of tensors, or the shards of a model, as the index describes it."""
 
     source: str
     """The file's name, without credentials."""
@@ -46,12 +48,16 @@ class FileInfo:
     """Data version of a ``.tensors`` file."""
     encrypted: bool
     file_nbytes: Optional[int]
-    """``None`` where the source does not say."""
+    """Of all shards together; ``None`` where the source does not say."""
     tensors: tuple[TensorInfo, ...]
     """In file order."""
     metadata: Mapping[str, str]
     ties: Mapping[str, str]
     """From the name of an alias to the name of the tensor that it shares."""
+    files: tuple[str, ...] = ()
+    """Names of the shards, in the order of their index; none for a single file."""
+    metadata_encrypted: bool = False
+    """Whether there are metadata that cannot be shown without the key."""
 
     @property
     def tensor_nbytes(self) -> int:
@@ -63,7 +69,7 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
     """Describes a file without reading a payload, and without the key of an encrypted one.
 
     Args:
-        source: A path, URI, descriptor or open binary file object.
+        source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
         stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
 
     Returns:
@@ -80,25 +86,29 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
 def info_of(file: OpenedFile) -> FileInfo:
     """The description of a file that is open."""
     index = file.index
+    container = file.container
     tensors = tuple(
         TensorInfo(
-            name,
-            _KINDS[TensorType(index.type(i))],
+            file.name(i),
+            _KINDS[container.type(i)],
             dtype_text(file.stored_dtype(i)),
             index.shape(i),
             index.loaded_nbytes(i),
             index.data_offset(i),
             index.data_nbytes(i),
+            container.file_of(i),
         )
-        for i, name in enumerate(file.names)
+        for i in file.entries
     )
     return FileInfo(
         source=file.label,
         format=index.format,
         version=index.version if index.format == "tensors" else None,
         encrypted=index.encrypted,
-        file_nbytes=file.source.size(),
+        file_nbytes=container.nbytes,
         tensors=tensors,
         metadata=file.metadata() or {},
         ties={name_text(alias): name_text(kept) for alias, kept, _ in file.ties},
+        files=tuple(container.file_names),
+        metadata_encrypted=bool(index.metadata_is_sealed),
     )

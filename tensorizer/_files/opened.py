@@ -1,4 +1,4 @@
-"""A file of tensors that is open for work on the whole of it."""
+"""A file of tensors, or the shards of one model, open for work on the whole of it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any, Optional
 import torch
 
 from tensorizer import _C
-from tensorizer._crypto.keys import check_decryption, key_ring
+from tensorizer._crypto.keys import check_decryption
 from tensorizer._format import dtypes
+from tensorizer._format.entries import HashType
 from tensorizer._format.names import Name
-from tensorizer._io.sources import OpenedSource, open_source
-from tensorizer._load.reader import TensorReader
+from tensorizer._io.shards import open_files
+from tensorizer._load.container import ReadOptions
+from tensorizer._load.shards import open_files_as_one
+from tensorizer._system.runs import runs
 from tensorizer.errors import CryptographyError, FormatError
 
 __all__ = ["OpenedFile", "dtype_text", "name_text"]
@@ -23,17 +26,20 @@ BATCH_NBYTES = 64 << 20
 
 
 class OpenedFile(AbstractContextManager["OpenedFile"]):
-    """One container: its source, its index, and a reader of its tensors.
+    """One container, of which nothing is kept but the record headers of what was read.
+
+    Tensors are numbered as in the container ("entries"); those of :attr:`entries` have data in the file, the others are
+    names that stand for one of them.
 
     Args:
-        source: A path, URI, descriptor or open binary file object.
+        source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
         encryption: The key of an encrypted file; without it the index can be read all the same.
         num_readers: Upper bound for reading threads.
         stream_options: Keywords for opening a URI.
 
     Raises:
         CryptographyError: A key for a file that is not encrypted.
-        FormatError: Not a file of tensors.
+        FormatError: Not a file of tensors, or shards that are not those of their index.
         OSError: It cannot be opened.
     """
 
@@ -46,91 +52,103 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
         check_decryption(encryption)
-        self._opened: OpenedSource = open_source(source, stream_options)
+        options = ReadOptions(
+            torch.device("cpu"),
+            None,
+            num_readers or 0,
+            encryption,
+            mmap=False,
+            allow_missing_hashes=True,
+            without_key=True,
+        )
+        opened = open_files(source, stream_options)
         try:
-            self.source: _C.RangeSource = self._opened.source
-            self.index: _C.Index = _open_index(self.source, self._opened.start, encryption is not None)
-            self.names: list[Name] = self.index.names()[: self.index.entry_count]
-            self.ties: list[tuple[Name, Name, bool]] = self.index.ties()
-            self._encryption = encryption
-            self._num_readers = num_readers or 0
-            self._reader: Optional[TensorReader] = None
+            container = self.container = open_files_as_one(opened, None, options)
         except BaseException:
-            self._opened.close()
+            opened.close()
             raise
+        self.index: Any = container.index
+        self.entries = [i for i in range(len(container.names)) if container.is_stored(i)]
+        self._has_key = encryption is not None
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the source."""
-        self._opened.close()
+        self.container.close()
 
     @property
     def label(self) -> str:
         """The file's name for messages, without credentials."""
-        return self.source.name
+        return self.container.source_name
 
     @property
     def readable(self) -> bool:
         """Whether payloads can be read: there is a key, or none is needed."""
-        return self._encryption is not None or not self.index.encrypted
+        return self._has_key or not self.index.encrypted
 
     @property
-    def reader(self) -> TensorReader:
-        """Reads tensors to host memory.
+    def ties(self) -> list[tuple[Name, Name, bool]]:
+        """Names that stand for another tensor, that tensor, and whether its data are there under both names."""
+        container = self.container
+        return [
+            (container.names[alias], container.names[kept], container.is_stored(alias))
+            for alias, kept in container.targets.items()
+        ]
+
+    @property
+    def source(self) -> Optional[_C.RangeSource]:
+        """The bytes of a single file; ``None`` for shards."""
+        return self.container.source
+
+    def name(self, entry: int) -> Name:
+        return self.container.names[entry]
+
+    def batches(self, entries: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Runs of `entries` whose payloads fit :data:`BATCH_NBYTES`, or single larger ones."""
+        return runs(entries, self.index.loaded_nbytes, BATCH_NBYTES)
+
+    def read(self, entries: Sequence[int], verify: bool) -> list[torch.Tensor]:
+        """Plain tensors of the stored dtype in host memory.
 
         Raises:
             CryptographyError: The file is encrypted and there is no key.
         """
-        if self._reader is None:
-            if not self.readable:
-                raise CryptographyError(f"{self.label} is encrypted: a key is needed")
-            self._reader = TensorReader(
-                self.source,
-                self.index,
-                device=torch.device("cpu"),
-                dtype=None,
-                max_workers=self._num_readers,
-                keys=key_ring(self._encryption) if self.index.encrypted else None,
-                mapping=None,
-                allow_missing_hashes=True,
-            )
-        return self._reader
+        self._check_readable()
+        return list(self.container.read_raw(entries, verify).tensors)
 
-    def batches(self, entries: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Runs of `entries` whose payloads fit :data:`BATCH_NBYTES`, or single larger ones."""
-        return self.reader.batches(entries, BATCH_NBYTES)
+    def read_headers(self, entries: Sequence[int]) -> None:
+        """Reads the record headers of `entries`, which tell digests and module indexes, where the format has any."""
+        self._check_readable()
+        self.container.read_headers(entries)
 
-    def read(self, entries: Sequence[int], verify: bool) -> list[torch.Tensor]:
-        """Plain tensors of the stored dtype in host memory."""
-        return list(self.reader.read_raw(entries, verify).tensors)
+    def sha256(self, entry: int) -> Optional[bytes]:
+        """The stored SHA-256 of a tensor whose record header was read; ``None`` where there is none."""
+        if not self.container.has_header(entry):
+            return None
+        headers, position = self.container.header(entry)
+        return dict(headers.hashes(position)).get(HashType.SHA256.value)
 
-    def headers(self, entries: Sequence[int]) -> _C.LoadedHeaders:
-        """What the record headers of `entries` say, without their payloads."""
-        return self.reader.read_headers(entries).headers
+    def module_idx(self, entry: int) -> int:
+        """Of a tensor whose record header was read; 0 where the format has none."""
+        if not self.container.has_header(entry):
+            return 0
+        headers, position = self.container.header(entry)
+        return headers.module_idx(position)
 
     def metadata(self) -> Optional[dict[str, str]]:
         """What the writer noted; ``None`` where that is nothing, or encrypted and there is no key."""
-        sealed = self.index.metadata_is_sealed
-        if sealed and self._encryption is None:
+        if self.index.metadata_is_sealed and not self._has_key:
             return None
-        return self.index.metadata(self.reader.keys if sealed else None)
+        return self.container.metadata()
 
     def shape(self, entry: int) -> tuple[int, ...]:
-        return self.index.shape(entry)
+        return self.container.shape(entry)
 
     def stored_dtype(self, entry: int) -> str:
-        return self.index.dtype(entry).decode("utf-8", "replace")
+        stored: bytes = self.index.dtype(entry)
+        return stored.decode("utf-8", "replace")
 
-
-def _open_index(source: _C.RangeSource, start: int, key_given: bool) -> _C.Index:
-    try:
-        return _C.open_index(source, start, key_given)
-    except CryptographyError:
-        if key_given:
-            raise
-        return _C.open_index(source, start, True)  # encrypted: the index is in clear
+    def _check_readable(self) -> None:
+        if not self.readable:
+            raise CryptographyError(f"{self.label} is encrypted: a key is needed")
 
 
 def dtype_text(stored: str) -> str:

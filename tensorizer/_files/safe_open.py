@@ -91,4 +91,4 @@ class safe_open(AbstractContextManager["safe_open"]):
             entry = container.names.index(kept)
         except ValueError:
             raise KeyError(name) from None
-        return TensorSlice(name, ContainerSlice(container, entry, self._device))
+        return TensorSlice(name, ContainerSlice(*container.part(entry), self._device))

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from tensorizer._files.opened import OpenedFile
-from tensorizer._files.pickled import is_pickled
+from tensorizer._files.pickled import pickled_files
 
 __all__ = ["is_encrypted"]
 
 
 def is_encrypted(source: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
     """Whether reading payloads of a file needs a key."""
-    if is_pickled(source):
+    if pickled_files(source):
         return False
     with OpenedFile(source, stream_options=stream_options) as file:
-        return file.index.encrypted
+        return bool(file.index.encrypted)

@@ -1,10 +1,13 @@
-"""What a conversion writes to: one class per format, given all names and shapes before the first payload."""
+"""What a conversion writes to: one function per format, given all names and shapes before the first payload.
+
+Each is a context manager that gives a function to write the next tensors with, in the order that was announced. The
+file appears when the block ends; after an exception what was there stays.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -13,91 +16,70 @@ from tensorizer import _C
 from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._files.contents import Content
 from tensorizer._format import dtypes
-from tensorizer._format.names import Name, Path
-from tensorizer._format.safetensors import HeaderEntry
+from tensorizer._format.names import Name, path_of
+from tensorizer._format.payloads import contiguous
+from tensorizer._format.safetensors import HeaderEntry, header_bytes
 from tensorizer._io.sinks import open_sink
-from tensorizer._save.safetensors import SafetensorsWriter
+from tensorizer._io.whole_file import WholeFile
 
-__all__ = ["SafetensorsTarget", "Target", "TensorsTarget"]
+__all__ = ["Write", "safetensors_target", "tensors_target"]
 
-
-class Target:
-    """A file that is being written; a context manager that abandons it when an exception passes."""
-
-    def write(self, tensors: Sequence[torch.Tensor], progress: Optional[Callable[[int], None]] = None) -> None:
-        """The next tensors, in the order that was announced."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Makes the file appear."""
-        raise NotImplementedError
-
-    def abandon(self) -> None:
-        """Leaves what was there before."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Target:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: Optional[type[BaseException]],
-        exc: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
-        if exc_type is None:
-            self.finish()
-        else:
-            with contextlib.suppress(Exception):  # the exception that is on its way tells more
-                self.abandon()
+Write = Callable[[Sequence[torch.Tensor]], None]
 
 
-class SafetensorsTarget(Target):
-    """A ``.safetensors`` file."""
+@contextlib.contextmanager
+def safetensors_target(
+    target: Any,
+    items: Sequence[Content],
+    names: Sequence[str],
+    metadata: Optional[Mapping[str, str]],
+    stream_options: Optional[Mapping[str, Any]],
+) -> Iterator[Write]:
+    """A ``.safetensors`` file: header first, payloads behind it.
 
-    def __init__(
-        self,
-        target: Any,
-        items: Sequence[Content],
-        names: Sequence[str],
-        metadata: Optional[Mapping[str, str]],
-        stream_options: Optional[Mapping[str, Any]],
-    ) -> None:
-        entries = [HeaderEntry(name, item.dtype, item.shape) for name, item in zip(names, items)]
-        self._writer = SafetensorsWriter(target, entries, metadata, stream_options=stream_options)
+    Args:
+        target: A path, URI or open binary file object.
+        items: The tensors, in the order of the file.
+        names: What each is called there.
+        metadata: Texts to store, in their order; ``None`` stores no such member.
+        stream_options: Keywords for opening a URI.
 
-    def write(self, tensors: Sequence[torch.Tensor], progress: Optional[Callable[[int], None]] = None) -> None:
-        self._writer.write(tensors, progress)
+    Raises:
+        UnsupportedContentError: Something that the format cannot hold; nothing was opened then.
+        OSError: The target cannot be written.
+    """
+    header = header_bytes([HeaderEntry(name, item.dtype, item.shape) for name, item in zip(names, items)], metadata)
+    with WholeFile(target, stream_options) as file:
+        file.reserve(len(header) + sum(item.tensor_nbytes for item in items))
+        file.append(header)
 
-    def finish(self) -> None:
-        self._writer.finish()
+        def write(tensors: Sequence[torch.Tensor]) -> None:
+            data = [contiguous(tensor, on_device=False) for tensor in tensors]  # alive until the call returns
+            file.append_memory([(d.data_ptr() if d.numel() else 0, d.numel() * d.element_size()) for d in data])
 
-    def abandon(self) -> None:
-        self._writer.abandon()
+        yield write
 
 
-class TensorsTarget(Target):
+@contextlib.contextmanager
+def tensors_target(
+    target: Any,
+    items: Sequence[Content],
+    *,
+    encryption: Any,
+    hashes: frozenset[str],
+    metadata: Mapping[str, str],
+    ties: Mapping[Name, Name],
+    stored_ties: Mapping[Name, Name],
+    stream_options: Optional[Mapping[str, Any]],
+) -> Iterator[Write]:
     """A ``.tensors`` file, written by one call of the extension's session, so that it appears whole."""
-
-    def __init__(
-        self,
-        target: Any,
-        items: Sequence[Content],
-        *,
-        encryption: Any,
-        hashes: frozenset[str],
-        metadata: Mapping[str, str],
-        ties: Mapping[Name, Name],
-        stored_ties: Mapping[Name, Name],
-        stream_options: Optional[Mapping[str, Any]],
-    ) -> None:
-        check_encryption(encryption)
-        key, derivation = encryption_key(encryption)
-        self._items = items
-        self._next = 0
-        opened = open_sink(target, True, stream_options)
-        self._close_stream = opened.close
-        self._session = _C.SaveSession(
+    check_encryption(encryption)
+    key, derivation = encryption_key(encryption)
+    tied = [(path_of(alias), path_of(kept), False) for alias, kept in ties.items()]
+    tied += [(path_of(alias), path_of(kept), True) for alias, kept in stored_ties.items()]
+    opened = open_sink(target, True, stream_options)
+    try:
+        session = _C.SaveSession(
             opened.sink,
             opened.start,
             crc32="crc32" in hashes and key is None,
@@ -107,42 +89,34 @@ class TensorsTarget(Target):
             metadata=list(metadata.items()),
         )
         try:
-            tied = [(_path(alias), _path(kept), False) for alias, kept in ties.items()]
-            tied += [(_path(alias), _path(kept), True) for alias, kept in stored_ties.items()]
-            self._session.begin_call([_described(item) for item in items], False, tied)
+            session.begin_call([_described(item) for item in items], False, tied)
+            written = 0
+
+            def write(tensors: Sequence[torch.Tensor]) -> None:
+                nonlocal written
+                payloads = []
+                for item, tensor in zip(items[written : written + len(tensors)], tensors):
+                    empty = item.without_data or tensor.numel() == 0
+                    payloads.append((written, 0 if empty else tensor.data_ptr(), 0 if empty else item.nbytes))
+                    written += 1
+                session.write_payloads(payloads)
+
+            yield write
+            session.finish_call()
+            session.finish()
         except BaseException:
-            self.abandon()
+            with contextlib.suppress(Exception):  # the exception that is on its way tells more
+                session.abandon()
             raise
-
-    def write(self, tensors: Sequence[torch.Tensor], progress: Optional[Callable[[int], None]] = None) -> None:
-        payloads = []
-        for tensor in tensors:
-            item = self._items[self._next]
-            empty = item.without_data or tensor.numel() == 0
-            payloads.append((self._next, 0 if empty else tensor.data_ptr(), 0 if empty else item.nbytes))
-            self._next += 1
-        self._session.write_payloads(payloads, progress=progress)
-
-    def finish(self) -> None:
-        try:
-            self._session.finish_call()
-            self._session.finish()
-        finally:
-            self._close_stream()
-
-    def abandon(self) -> None:
-        try:
-            self._session.abandon()
-        finally:
-            self._close_stream()
-
-
-def _path(name: Name) -> Path:
-    return (name,) if isinstance(name, str) else name
+    except BaseException:
+        with contextlib.suppress(Exception):
+            opened.discard()
+        raise
+    opened.close()
 
 
 def _described(item: Content) -> tuple[Any, ...]:
     stored = dtypes.stored_for_tensor(item.dtype)
     scalar = item.without_data and not item.shape
     nbytes = item.dtype.itemsize if scalar else item.nbytes
-    return (_path(item.name), stored.encode(), item.shape, int(item.type), item.module_idx, nbytes, item.without_data)
+    return (path_of(item.name), stored.encode(), item.shape, int(item.type), item.module_idx, nbytes, item.without_data)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Optional
 
-from tensorizer import _C
-from tensorizer._io.sinks import open_sink
+from tensorizer._io.whole_file import WholeFile
 
 __all__ = ["TogetherOrNot"]
 
 
-class TogetherOrNot:
+class TogetherOrNot(AbstractContextManager["TogetherOrNot"]):
     """Places to write files to, and one last file that refers to them.
 
     Local files are written to a hidden folder beside their target and renamed when :meth:`finish` is called, the last
@@ -45,10 +44,8 @@ class TogetherOrNot:
         if self._folder is not None:
             for place, name in zip(self, self._names):
                 os.replace(place, name)
-        write_bytes(last, content, self._stream_options)
-
-    def __enter__(self) -> TogetherOrNot:
-        return self
+        with WholeFile(last, self._stream_options) as file:
+            file.append(content)
 
     def __exit__(
         self,
@@ -58,19 +55,3 @@ class TogetherOrNot:
     ) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def write_bytes(target: str, content: bytes, stream_options: Optional[Mapping[str, Any]] = None) -> None:
-    """Writes a small file whole or not at all."""
-    opened = open_sink(target, True, stream_options)
-    writer = _C.PlainWriter(opened.sink)
-    try:
-        writer.reserve(len(content))
-        writer.write_bytes(opened.start, content)
-        writer.publish(opened.start + len(content))
-    except BaseException:
-        with contextlib.suppress(Exception):
-            writer.abandon()
-        raise
-    writer.finish()
-    opened.close()

@@ -35,16 +35,20 @@ class VerifyReport:
     mismatched: tuple[Mismatch, ...]
     unverified: tuple[Name, ...]
     """Tensors with data of which the file holds no digest."""
+    index_matches: Optional[bool]
+    """Whether the index has the digest that is stored with it; ``None`` where there is none."""
     sha256: Optional[str]
     """SHA-256 of the whole file, where it was compared."""
     sha256_matches: Optional[bool]
     nbytes: int
     """Payload bytes that were read."""
     seconds: float
+    sharded: bool = False
+    """Whether it is a model of several files."""
 
     @property
     def ok(self) -> bool:
-        if self.mismatched or self.sha256_matches is False:
+        if self.mismatched or self.index_matches is False or self.sha256_matches is False:
             return False
         # A .safetensors file holds no digests: its structure is all that it can be held against.
         return not self.unverified or self.format == "safetensors" or self.sha256_matches is True
@@ -67,7 +71,7 @@ def verify(
     """Reads every tensor and compares it with the digests and authentication codes in the file.
 
     Args:
-        source: A path, URI, descriptor or open binary file object.
+        source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
         encryption: The key of an encrypted file.
         filter_func: Checks only the tensors whose name it accepts.
         sha256: Hexadecimal SHA-256 that the whole file must have, where it is known from elsewhere.
@@ -85,31 +89,34 @@ def verify(
         CryptographyError: The file is encrypted and there is no key, or a wrong one.
         FormatError: Not a file of tensors, or one whose structure is damaged.
         OSError: It cannot be opened or read.
-        ValueError: `sha256` is not 64 hexadecimal digits.
+        ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file.
     """
     wanted = None if sha256 is None else _digest(sha256)
     begin = time.monotonic()
     with OpenedFile(source, encryption=encryption, num_readers=num_readers, stream_options=stream_options) as file:
-        chosen = [i for i, name in enumerate(file.names) if filter_func is None or filter_func(name)]
+        chosen = [i for i in file.entries if filter_func is None or filter_func(file.name(i))]
+        source = file.source
+        if wanted is not None and source is None:
+            raise ValueError(f"sha256: wanted one file, found the shards of {file.label}")
         run = _Run(file, fail_fast)
-        total = sum(map(file.index.data_nbytes, chosen)) + (file.source.size() or 0 if wanted is not None else 0)
+        total = sum(map(file.index.data_nbytes, chosen)) + (source.size() or 0 if wanted and source else 0)
         with progress_reporter(progress, total, "verifying") as report:
             run.check(chosen, report)
             found = None
-            if wanted is not None and not (fail_fast and run.mismatched):
-                found = _C.sha256_of(
-                    file.source, None if report is None else lambda done: report(run.nbytes + done)
-                ).hex()
+            if source is not None and wanted is not None and not (fail_fast and run.mismatched):
+                found = _C.sha256_of(source, None if report is None else lambda done: report(run.nbytes + done)).hex()
         return VerifyReport(
             source=file.label,
             format=file.index.format,
             verified=tuple(run.verified),
             mismatched=tuple(run.mismatched),
             unverified=tuple(run.unverified),
+            index_matches=file.container.index_matches,
             sha256=found,
             sha256_matches=None if found is None or wanted is None else found == wanted,
             nbytes=run.nbytes,
             seconds=time.monotonic() - begin,
+            sharded=source is None,
         )
 
 
@@ -134,7 +141,7 @@ class _Run:
 
     def _check_batch(self, batch: list[int]) -> None:
         try:
-            loaded = self._file.reader.read_raw(batch, True)
+            self._file.read(batch, True)
         except (HashMismatchError, CryptographyError, FormatError) as error:
             if len(batch) > 1:  # one of them: each for itself
                 for i in batch:
@@ -144,12 +151,12 @@ class _Run:
                 return
             if isinstance(error, CryptographyError) and not self.verified and not self.mismatched:
                 raise  # the key may be wrong: that says nothing about the data
-            self.mismatched.append(Mismatch(self._file.names[batch[0]], str(error)))
+            self.mismatched.append(Mismatch(self._file.name(batch[0]), str(error)))
             return
-        for position, i in enumerate(batch):
-            has_data = self._file.index.data_nbytes(i) > 0
-            proved = not has_data or self._file.index.encrypted or bool(loaded.headers.hashes(position))
-            (self.verified if proved else self.unverified).append(self._file.names[i])
+        container = self._file.container
+        for i in batch:
+            proved = self._file.index.encrypted or not container.lacks_hashes(i)
+            (self.verified if proved else self.unverified).append(self._file.name(i))
 
 
 def _digest(text: str) -> str:
@@ -161,9 +168,11 @@ def _digest(text: str) -> str:
 
 def describe(report: VerifyReport) -> str:
     """One line for people."""
-    parts = [f"{len(report.verified)} verified"]
+    parts = [f"{len(report.verified):,} verified"]
     if report.mismatched:
-        parts.append(f"{len(report.mismatched)} do not match (first: {name_text(report.mismatched[0].name)})")
+        parts.append(f"{len(report.mismatched):,} do not match (first: {name_text(report.mismatched[0].name)})")
+    if report.index_matches is False:
+        parts.append("the index does not match its digest")
     if report.unverified:
-        parts.append(f"{len(report.unverified)} without a digest")
+        parts.append(f"{len(report.unverified):,} without a digest")
     return ", ".join(parts)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Union
 
-__all__ = ["index_bytes", "index_name", "name_of_shard", "nbytes_of", "shard_names", "split"]
+__all__ = ["index_bytes", "index_name", "name_of_shard", "names_of_model", "nbytes_of", "shard_names", "split"]
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?B)?\s*\Z", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -56,6 +56,13 @@ def name_of_shard(name: str) -> str:
     return re.sub(r"-\d{5}-of-\d{5}(?=\.[^./]*\Z|\Z)", "", name)
 
 
+def names_of_model(name: str, among: Iterable[str]) -> list[str]:
+    """Those of `among` that are a model of that name: its file, its index, its shards in whatever number."""
+    stem, extension = os.path.splitext(name)
+    shard = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}{re.escape(extension)}\Z")
+    return sorted(other for other in among if other in (name, index_name(name)) or shard.match(other))
+
+
 def index_name(name: str) -> str:
     """The index that belongs to a name: ``model.safetensors.index.json``."""
     return f"{name}.index.json"
@@ -65,7 +72,7 @@ def index_bytes(files: Mapping[str, str], total_size: int, metadata: Mapping[str
     """The index of shards.
 
     Args:
-        files: From the name of each tensor, aliases included, to its file.
+        files: From the name of each tensor to its file.
         total_size: Bytes of all tensors, shared ones counted once.
         metadata: Further texts.
     """

@@ -24,7 +24,8 @@ MAX_INDEX_NBYTES = 100_000_000
 # "model.safetensors.index.json", with a variant before or behind "index".
 _INDEX_NAME = re.compile(r"\.(safetensors|tensors)(\.[^./]+)?\.index(\.[^./]+)?\.json\Z")
 _SHARD_NAME = re.compile(r"\.(safetensors|tensors)\Z")
-_PREFIX_SCHEMES = ("http", "https", "s3")
+_NO_PREFIX_SCHEMES = ("redis", "rediss")  # keys are no paths there
+_HUB_MODEL = re.compile(r"hf://(?:models/)?[^/]+/[^/]+/?\Z", re.IGNORECASE)  # a whole repository, whatever dots it has
 
 
 class OpenedShards(NamedTuple):
@@ -80,10 +81,12 @@ class _Place(NamedTuple):
             folder, name = os.path.split(path)
             return cls(folder, name, False, stream_options, file_obj) if _INDEX_NAME.search(name) else None
         bare = re.split(r"[?#]", file_obj)[0] if scheme in ("http", "https") else file_obj
+        if _HUB_MODEL.match(bare):
+            return cls(bare.rstrip("/"), None, True, stream_options, f"{bare.rstrip('/')}/")
         folder, _, name = bare.rpartition("/")
         if _INDEX_NAME.search(name):
             return cls(folder, name, True, stream_options, file_obj)
-        if scheme in _PREFIX_SCHEMES and bare == file_obj and "." not in name:
+        if scheme not in _NO_PREFIX_SCHEMES and bare == file_obj and "." not in name:
             # A name without an extension may be a file's; what ends with a slash is none.
             return cls(bare.rstrip("/"), None, True, stream_options, file_obj)
         return None

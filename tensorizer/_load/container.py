@@ -22,7 +22,7 @@ from tensorizer._io.sources import OpenedSource
 from tensorizer._load.device_choice import DeviceChooser
 from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader, converts, stored_dtype
 from tensorizer._system.devices import ordinary_tensors
-from tensorizer.errors import HashMismatchError
+from tensorizer.errors import CryptographyError, HashMismatchError
 
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams
@@ -48,6 +48,7 @@ class ReadOptions(NamedTuple):
     encryption: Optional[DecryptionParams]
     mmap: bool
     allow_missing_hashes: bool = False
+    without_key: bool = False  # opens the index of an encrypted file without one; its tensors are out of reach then
 
 
 class Container:
@@ -77,6 +78,7 @@ class Container:
         self._reader: Optional[TensorReader] = reader
         self._headers: dict[int, _BatchHeaders] = {}
         self._metadata: Optional[dict[str, str]] = None
+        self._metadata_is_known = False
         self._lock = threading.Lock()
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -161,20 +163,27 @@ class Container:
         """``"tensors"`` or ``"safetensors"``."""
         return self.index.format
 
-    def metadata(self) -> dict[str, str]:
-        """What the writer noted; decrypted when it is first asked for, which has to be while the file is open.
+    def metadata(self) -> Optional[dict[str, str]]:
+        """What the writer noted, ``None`` where that is nothing at all or encrypted and there is no key.
+
+        Decrypted when it is first asked for, which has to be while the file is open.
 
         Raises:
             RuntimeError: It is encrypted, and the file is closed.
         """
-        if self._metadata is None:
+        if not self._metadata_is_known:
             keys = self.reader.keys if self.index.metadata_is_sealed else None
-            self._metadata = self.index.metadata(keys) or {}
-        return dict(self._metadata)
+            self._metadata, self._metadata_is_known = self.index.metadata(keys), True
+        return None if self._metadata is None else dict(self._metadata)
 
     def ties(self) -> dict[Name, Name]:
         """Names that stand for another tensor of the file, and which one."""
         return {alias: target for alias, target, _ in self.index.ties()}
+
+    @property
+    def index_matches(self) -> Optional[bool]:
+        """Whether the index agrees with its digest; ``None`` where the file has none."""
+        return self.index.index_matches
 
     def verify_index(self) -> None:
         """Compares the index with its digest, where the file has one.
@@ -182,12 +191,12 @@ class Container:
         Raises:
             HashMismatchError: They disagree.
         """
-        if self.index.index_matches is False:
+        if self.index_matches is False:
             raise HashMismatchError("the index does not match its digest: entries or metadata were changed")
 
     def extra_states(self) -> dict[str, Any]:
         """Extra states of modules by module path, their new tensors on the device of the load."""
-        text = self.metadata().get(extra_state.KEY, "") if self.index.has_annex else ""
+        text = (self.metadata() or {}).get(extra_state.KEY, "") if self.index.has_annex else ""
         if not text:
             return {}
         states = extra_state.unpack(text)
@@ -198,6 +207,28 @@ class Container:
 
     def _device_of(self, name: Name) -> torch.device:
         return self._device if isinstance(self._device, torch.device) else self._device(name)
+
+    def is_stored(self, i: int) -> bool:
+        """Whether a name has data of its own in the file, be they those of another one once more."""
+        return i < self.index.entry_count
+
+    @property
+    def nbytes(self) -> Optional[int]:
+        """Of the file; ``None`` where its source does not say."""
+        return self.reader.source.size()
+
+    @property
+    def file_names(self) -> list[str]:
+        """Names of the files of a sharded model, in order; none for a single file."""
+        return []
+
+    def part(self, i: int) -> tuple[Container, int]:
+        """The single file that holds the data of an entry, and the number of those data there."""
+        return self, self.targets.get(i, i)
+
+    def file_of(self, i: int) -> Optional[str]:
+        """Which of them holds an entry."""
+        return None
 
     def type(self, i: int) -> TensorType:
         return TensorType(self.index.type(i))
@@ -269,7 +300,7 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
         CryptographyError: The file is encrypted and there is no key, or the other way round.
         ValueError: A mapping is wanted of what cannot be mapped.
     """
-    index = _C.open_index(opened.source, opened.start, options.encryption is not None)
+    index = _open_index(opened, options)
     names: list[Name] = index.names()
     selection: Sequence[int] = range(len(names))
     if filter_func is not None:
@@ -280,11 +311,20 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
         device=_device_of_entries(options.device, names),
         dtype=options.dtype,
         max_workers=options.max_workers,
-        keys=key_ring(options.encryption) if index.encrypted else None,
+        keys=key_ring(options.encryption) if index.encrypted and options.encryption is not None else None,
         mapping=_map_source(opened.source) if options.mmap else None,
         allow_missing_hashes=options.allow_missing_hashes,
     )
     return Container(opened, index, names, selection, reader, options)
+
+
+def _open_index(opened: OpenedSource, options: ReadOptions) -> _C.Index:
+    try:
+        return _C.open_index(opened.source, opened.start, options.encryption is not None)
+    except CryptographyError:
+        if not options.without_key or options.encryption is not None:
+            raise
+    return _C.open_index(opened.source, opened.start, True)  # it is in clear
 
 
 def _moved(state: Any, device: torch.device) -> Any:

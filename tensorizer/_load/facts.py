@@ -46,7 +46,7 @@ class FileFacts:
             CryptographyError: It is encrypted with another key, or was altered.
             RuntimeError: It is encrypted, and the file was closed before it was asked for.
         """
-        return self._container.metadata()
+        return self._container.metadata() or {}
 
     @property
     def ties(self) -> dict[Name, Name]:

@@ -18,6 +18,7 @@ from tensorizer._format import dtypes
 from tensorizer._load.digests import missing_hashes
 from tensorizer._system import cuda_engine, kept_memory, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
+from tensorizer._system.runs import runs
 from tensorizer.errors import FormatError
 
 __all__ = ["BATCH_NBYTES", "LoadedBatch", "PendingBatch", "ReadAhead", "TensorReader", "converts", "stored_dtype"]
@@ -110,7 +111,7 @@ class TensorReader:
             return
         fast = cuda_engine.is_fast_device(device)
         done = 0
-        for part in [entries] if fast and not casts else self.batches(entries, BATCH_NBYTES):
+        for part in [entries] if fast and not casts else runs(entries, self.index.loaded_nbytes, BATCH_NBYTES):
             report = None if progress is None else functools.partial(_report_from, progress, done)
             raw = self._read_fast(device, part, verify, report) if fast else self.read_raw(part, verify, report)
             done += sum(map(self.index.data_nbytes, part))
@@ -195,18 +196,6 @@ class TensorReader:
         batch = self._batch(entries, False, headers_only=True)
         batch.run()
         return LoadedBatch(entries, [], batch.headers)
-
-    def batches(self, entries: Sequence[int], limit: int) -> Iterator[Sequence[int]]:
-        """Cuts `entries` into runs of at most `limit` bytes, or one entry where that alone is larger."""
-        begin, nbytes = 0, 0
-        for position, entry in enumerate(entries):
-            size = self.index.loaded_nbytes(entry)
-            if position > begin and nbytes + size > limit:
-                yield entries[begin:position]
-                begin, nbytes = position, 0
-            nbytes += size
-        if begin < len(entries):
-            yield entries[begin:]
 
     def casts(self, stored: torch.dtype) -> bool:
         """Whether the constructor's ``dtype=`` changes tensors of this stored dtype: floating point only."""

@@ -14,12 +14,12 @@ import torch
 from tensorizer import _C
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, path_of
-from tensorizer._io.shards import OpenedShards
+from tensorizer._io.shards import OpenedFiles, OpenedShards
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.reader import LoadedBatch, Progress
 from tensorizer.errors import FormatError
 
-__all__ = ["ShardedContainer", "ShardedIndex", "open_shards"]
+__all__ = ["ShardedContainer", "ShardedIndex", "open_files_as_one", "open_shards"]
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -41,7 +41,7 @@ class ShardedIndex:
         self.version = max(index.version for index in shards)
         self.flags = first.flags
         self.format = first.format
-        self.encrypted = first.encrypted
+        self.encrypted = any(index.encrypted for index in shards)
         self.stores_hashes = all(index.stores_hashes for index in shards)
         self.metadata_is_sealed = any(index.metadata_is_sealed for index in shards)
         self.tensor_size = sum(index.tensor_size for index in shards)
@@ -203,23 +203,51 @@ class ShardedContainer(Container):
         shard, local = self._shard_index.place(i)
         return self._shards[shard].header(local)
 
-    def metadata(self) -> dict[str, str]:
+    def metadata(self) -> Optional[dict[str, str]]:
         """That of the index, and of the shards, the first of which decides where they differ."""
         found = dict(self._files.metadata)
         for shard in self._shards:
-            for key, value in shard.metadata().items():
+            for key, value in (shard.metadata() or {}).items():
                 found.setdefault(key, value)
-        return found
+        return found or None
 
     def extra_states(self) -> dict[str, Any]:
         return {path: state for shard in self._shards for path, state in shard.extra_states().items()}
 
+    def is_stored(self, i: int) -> bool:
+        shard, local = self._shard_index.place(i)
+        return i < self._shard_index.entry_count and self._shards[shard].is_stored(local)
+
+    @property
+    def nbytes(self) -> Optional[int]:
+        sizes = [shard.nbytes for shard in self._shards]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    @property
+    def file_names(self) -> list[str]:
+        return list(self._files.files)
+
+    def part(self, i: int) -> tuple[Container, int]:
+        shard, local = self._shard_index.place(self.targets.get(i, i))
+        return self._shards[shard].part(local)
+
+    def file_of(self, i: int) -> Optional[str]:
+        return self.file_names[self._shard_index.place(i)[0]]
+
     def ties(self) -> dict[Name, Name]:
         return {self.names[alias]: self.names[target] for alias, target in self.targets.items()}
 
-    def verify_index(self) -> None:
-        for shard in self._shards:
-            shard.verify_index()
+    @property
+    def index_matches(self) -> Optional[bool]:
+        found = {shard.index_matches for shard in self._shards}
+        return False if False in found else True if True in found else None
+
+
+def open_files_as_one(opened: OpenedFiles, filter_func: Optional[FilterFuncType], options: ReadOptions) -> Container:
+    """One file or the shards of one model; errors as :func:`open_container` and :func:`open_shards`."""
+    if isinstance(opened, OpenedShards):
+        return open_shards(opened, filter_func, options)
+    return open_container(opened, filter_func, options)
 
 
 def open_shards(opened: OpenedShards, filter_func: Optional[FilterFuncType], options: ReadOptions) -> ShardedContainer:

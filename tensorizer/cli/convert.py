@@ -26,11 +26,13 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
         help="write the tensors of a file in another format",
-        description="Writes the tensors of a .tensors, .safetensors, .pt or .bin file in another "
-        "format, dtype or encryption. The target appears when it is complete and was read back.",
+        description="Writes the tensors of a .tensors, .safetensors, .pt or .bin file, or of the shards in a folder, "
+        "in another format, dtype or encryption. The target appears when it is complete and was read back.",
     )
-    parser.add_argument("source", metavar="SRC", help="a path or URI")
-    parser.add_argument("target", metavar="DST", help="a path or URI; its extension gives the format")
+    parser.add_argument("source", metavar="SRC", help="a path or URI: a file, folder or index of shards")
+    parser.add_argument(
+        "target", metavar="DST", help="a path or URI; its extension gives the format; in a folder: model.tensors"
+    )
     parser.add_argument("--to", choices=("tensors", "safetensors"), help="format of the target")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), help="convert floating-point tensors of 16 bits and more")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="write shards of at most this size, for example 5GB")
@@ -41,6 +43,9 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--flatten", action="store_true", help="join the steps of nested names with dots")
     parser.add_argument("--key", metavar="PATH", help="where the state dict is in a .pt file, in dots")
     parser.add_argument("--skip-non-tensors", action="store_true", help="leave out what is no tensor in a .pt file")
+    parser.add_argument(
+        "--all", action="store_true", dest="all_files", help="copy the other files of a local folder, too"
+    )
     parser.add_argument("--no-check", action="store_true", help="do not read the target back")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")
     add_force(parser)
@@ -69,6 +74,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         ties=arguments.ties,
         encryption=None if arguments.dry_run else encryption(arguments, output),
         decryption=key,
+        all_files=arguments.all_files,
         check=not arguments.no_check,
         keep_order=arguments.keep_order,
         flatten=arguments.flatten,
@@ -98,18 +104,22 @@ def print_report(report: Any, output: Output) -> None:
                 "files": list(report.files),
                 "ties": dict(report.ties),
                 "skipped": list(report.skipped),
+                "copied": list(report.copied),
                 "checked": report.checked,
+                "dry_run": report.dry_run,
                 "seconds": report.seconds,
             }
         )
         return
     if output.quiet:
         return
-    rate = f", {convert_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
+    rate = f", {convert_bytes(report.nbytes / report.seconds)}/s" if report.seconds and not report.dry_run else ""
     checked = ", read back and equal" if report.checked else ""
     files = f" in {len(report.files)} files" if len(report.files) > 1 else ""
-    output.line(
-        f"{escaped(report.target)}: {report.tensors:,} tensors, {convert_bytes(report.nbytes)}{files}{rate}{checked}"
-    )
+    would = "would write " if report.dry_run else ""
+    size = f"{report.tensors:,} tensors, {convert_bytes(report.nbytes)}"
+    output.line(f"{would}{escaped(report.target)}: {size}{files}{rate}{checked}")
+    for name in report.copied:
+        output.detail(f"{'would copy' if report.dry_run else 'copied'}: {escaped(name)}")
     for name in report.skipped:
         output.note(f"left out, no tensor: {escaped(name)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tensorizer.cli.exit_codes import OK
@@ -15,6 +15,9 @@ from tensorizer.cli.output import Output, escaped, table
 if TYPE_CHECKING:
     from tensorizer._files.inspect import FileInfo, TensorInfo
 
+_MOST_TIES = 10
+_MOST_TEXT = 1000
+_MANY_ROWS = 500
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]+(?![0-9A-Za-z])")
 
 
@@ -25,7 +28,9 @@ def add_parsers(commands: Any) -> None:
         help="list the tensors of a file",
         description="Lists what is in files of tensors. Reads the index alone, and needs no key of an encrypted file.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="a path or URI, of a file, a folder or the index of shards"
+    )
     parser.add_argument("--no-tensors", action="store_true", help="totals only")
     parser.add_argument("--metadata", action="store_true", help="show the metadata")
     parser.add_argument("--group", action="store_true", help="one row for names that differ in numbers alone")
@@ -78,7 +83,9 @@ def _document(info: FileInfo, arguments: argparse.Namespace) -> dict[str, Any]:
         "file_nbytes": info.file_nbytes,
         "tensor_nbytes": info.tensor_nbytes,
         "tensor_count": len(info.tensors),
+        "files": list(info.files),
         "metadata": dict(info.metadata),
+        "metadata_encrypted": info.metadata_encrypted,
         "ties": dict(info.ties),
     }
     if not arguments.no_tensors:
@@ -91,6 +98,7 @@ def _document(info: FileInfo, arguments: argparse.Namespace) -> dict[str, Any]:
                 "nbytes": tensor.nbytes,
                 "offset": tensor.offset,
                 "stored_nbytes": tensor.stored_nbytes,
+                "file": tensor.file,
             }
             for tensor in tensors
         ]
@@ -108,34 +116,45 @@ def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> Non
     facts.append(f"{len(info.tensors):,} tensors{shown}")
     facts.append(f"{convert_bytes(info.tensor_nbytes)} of tensors")
     if info.file_nbytes is not None:
-        facts.append(f"{info.file_nbytes:,} bytes in the file")
+        where = f"{len(info.files):,} shards" if info.files else "the file"
+        facts.append(f"{info.file_nbytes:,} bytes in {where}")
     output.line(f"{output.coloured(escaped(info.source), 'bold')}: {', '.join(facts)}")
-    if info.ties:
-        output.line(f"ties: {', '.join(f'{escaped(a)} = {escaped(b)}' for a, b in info.ties.items())}")
-    if arguments.metadata:
+    for alias, kept in list(info.ties.items())[:_MOST_TIES]:
+        output.line(f"tie: {escaped(alias)} = {escaped(kept)}")
+    if len(info.ties) > _MOST_TIES:
+        output.line(f"tie: {len(info.ties) - _MOST_TIES:,} more (--json lists all)")
+    if info.metadata_encrypted:
+        output.line("metadata: encrypted")
+    elif arguments.metadata:
         for key, value in info.metadata.items():
-            output.line(f"metadata: {escaped(key)} = {escaped(value)}")
+            rest = len(value) - _MOST_TEXT
+            cut = f"… ({rest:,} more characters; --json shows all)" if rest > 0 else ""
+            output.line(f"metadata: {escaped(key)} = {escaped(value[:_MOST_TEXT])}{cut}")
     elif info.metadata:
         output.line(f"metadata: {len(info.metadata)} entries (--metadata shows them)")
     if arguments.no_tensors:
         return
-    header = ["name", "dtype", "shape", "size"] + (["offset", "kind"] if arguments.long else [])
-    rows = list(_grouped(tensors, arguments.long) if arguments.group else _single(tensors, arguments.long))
-    right = frozenset({3, 4} if arguments.long else {3})
+    columns = ["offset", "kind", *(["shard"] if info.files else [])]
+    header = ["name", "dtype", "shape", "size", *(columns if arguments.long else [])]
+    shards = {name: number for number, name in enumerate(info.files, 1)}
+    rows = list((_grouped if arguments.group else _single)(tensors, arguments.long, shards))
+    right = frozenset({3, 4, 6} if arguments.long else {3})
     for number, line in enumerate(table(header, rows, right, output.width())):
         output.line(output.coloured(line, "dim") if number == 0 else line)
+    if len(rows) > _MANY_ROWS and output.width() is not None and not arguments.group:
+        output.note(f"{len(rows):,} rows: --group has one for names that differ in numbers alone")
 
 
-def _single(tensors: Iterable[TensorInfo], long: bool) -> Iterable[list[str]]:
+def _single(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
     from tensorizer._files.opened import name_text
     from tensorizer._system.sizes import convert_bytes
 
     for tensor in tensors:
         row = [escaped(name_text(tensor.name)), tensor.dtype, str(list(tensor.shape)), convert_bytes(tensor.nbytes)]
-        yield [*row, f"{tensor.offset:,}", tensor.kind] if long else row
+        yield [*row, *_details(tensor, shards)] if long else row
 
 
-def _grouped(tensors: Iterable[TensorInfo], long: bool) -> Iterable[list[str]]:
+def _grouped(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
     """Names that differ in numbers alone share a row; the numbers are shown as a range where they have no gap."""
     from tensorizer._files.opened import name_text
     from tensorizer._system.sizes import convert_bytes
@@ -144,7 +163,7 @@ def _grouped(tensors: Iterable[TensorInfo], long: bool) -> Iterable[list[str]]:
     for tensor in tensors:
         pattern = _NUMBER.sub("*", name_text(tensor.name))
         groups.setdefault((pattern, tensor.dtype, tensor.shape, tensor.kind), []).append(tensor)
-    for (pattern, dtype, shape, kind), members in groups.items():
+    for (pattern, dtype, shape, _), members in groups.items():
         numbers = [[int(number) for number in _NUMBER.findall(name_text(member.name))] for member in members]
         name = pattern
         for column in zip(*numbers):
@@ -152,7 +171,12 @@ def _grouped(tensors: Iterable[TensorInfo], long: bool) -> Iterable[list[str]]:
         count = f" x{len(members)}" if len(members) > 1 else ""
         size = convert_bytes(sum(member.nbytes for member in members))
         row = [escaped(name) + count, dtype, str(list(shape)), size]
-        yield [*row, f"{members[0].offset:,}", kind] if long else row
+        yield [*row, *_details(members[0], shards)] if long else row
+
+
+def _details(tensor: TensorInfo, shards: Mapping[str, int]) -> list[str]:
+    shard = [] if tensor.file is None else [f"{shards[tensor.file]} of {len(shards)}"]
+    return [f"{tensor.offset:,}", tensor.kind, *shard]
 
 
 def _range_text(numbers: tuple[int, ...]) -> str:

@@ -65,5 +65,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if status < 0:
             raise
         if status != exit_codes.INTERRUPTED:
-            output.error(escaped(str(error)) or type(error).__name__)
+            output.error(escaped(_message(error)))
         return status
+
+
+def _message(error: BaseException) -> str:
+    """What went wrong, as other commands say it: the file, then what the system found."""
+    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__

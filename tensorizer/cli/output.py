@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,10 @@ SCHEMA = 1
 _COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "dim": "2"}
 _GAP = "  "
 _SHORTEST_NAME = 16
+_SHORTEST_WORD = 3
+_LAST_WORDS = 3  # two, and what separates them
+_SEPARATOR = re.compile(r"([./](?![^{]*}))")  # not within {0...31}
+_NUMBERS = re.compile(r"\A[0-9{]| x[0-9]+\Z")
 
 
 def escaped(text: str) -> str:
@@ -110,8 +115,25 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset
 
 
 def _cut(text: str, width: int) -> str:
-    """The text with its middle left out where it is too long: both ends of a name tell tensors apart."""
+    """The text in `width` columns: its longest words shortened, and where that does not do, without its middle.
+
+    Numbers and the ends of a name are what tells tensors apart.
+    """
     if len(text) <= width:
         return text
+    parts = _SEPARATOR.split(text)  # words at even positions
+    excess = len(text) - width
+    for among in (parts[:-_LAST_WORDS:2], parts[::2]):  # the last words say what a tensor is
+        lengths = {2 * i: len(word) for i, word in enumerate(among) if not _NUMBERS.search(word)}
+        while excess > 0 and lengths:
+            longest = max(lengths, key=lambda i: lengths[i])
+            if lengths[longest] <= _SHORTEST_WORD:
+                break
+            lengths[longest] -= 1
+            parts[longest] = f"{parts[longest].rstrip('…')[: lengths[longest] - 1]}…"
+            excess -= 1
+    short = "".join(parts)
+    if len(short) <= width:
+        return short
     tail = (width - 1) * 2 // 3
-    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+    return f"{short[: width - 1 - tail]}…{short[len(short) - tail :]}"

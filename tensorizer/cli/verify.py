@@ -22,7 +22,9 @@ def add_parsers(commands: Any) -> None:
         description="Reads every tensor and compares it with the digests and authentication codes in the file. "
         "A .safetensors file holds no digests: its structure is checked, and with --sha256 or --hub its bytes.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="a path or URI, of a file, a folder or the index of shards"
+    )
     parser.add_argument("--filter", metavar="GLOB", help="names that match the pattern (* ? [])")
     parser.add_argument("--sha256", metavar="HEX", help="SHA-256 that the whole file must have")
     parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest that the hub states")
@@ -79,7 +81,12 @@ def _print(report: VerifyReport, output: Output) -> None:
     from tensorizer._files.verify import describe
     from tensorizer._system.sizes import convert_bytes
 
-    verdict = output.coloured("ok", "green") if report.ok else output.coloured("FAILED", "red")
+    if report.ok and output.quiet:
+        return
+    known = report.verified or report.sha256_matches or not report.unverified
+    verdict = output.coloured("ok" if known else "structure ok", "green")
+    if not report.ok:
+        verdict = output.coloured("FAILED", "red")
     rate = f"{convert_bytes(report.nbytes)} in {report.seconds:.1f} s"
     output.line(f"{escaped(report.source)}: {verdict}: {describe(report)} ({rate})")
     for mismatch in report.mismatched:
@@ -87,9 +94,8 @@ def _print(report: VerifyReport, output: Output) -> None:
     if report.sha256_matches is not None:
         output.line(f"  SHA-256 of the file {'matches' if report.sha256_matches else 'differs: found'} {report.sha256}")
     elif report.format == "safetensors":
-        output.note(
-            "  a .safetensors file holds no digests: its structure alone was checked (--sha256 checks its bytes)"
-        )
+        hint = "" if report.sharded else " (--sha256 checks the bytes of a file)"
+        output.note(f"  .safetensors hold no digests: the structure alone was checked{hint}")
 
 
 def _document(report: VerifyReport) -> dict[str, Any]:
@@ -100,6 +106,7 @@ def _document(report: VerifyReport) -> dict[str, Any]:
         "verified": len(report.verified),
         "mismatched": [{"name": _plain(name), "reason": reason} for name, reason in report.mismatched],
         "unverified": [_plain(name) for name in report.unverified],
+        "index_matches": report.index_matches,
         "sha256": report.sha256,
         "sha256_matches": report.sha256_matches,
         "nbytes": report.nbytes,

@@ -1,0 +1,322 @@
+"""Writing tensors to one file or to shards: planned as a whole, then written in bounded memory, then read back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+
+from tensorizer import _C
+from tensorizer._files.contents import Content, Contents, batches, cast
+from tensorizer._files.copy import check_target
+from tensorizer._files.opened import OpenedFile, name_text
+from tensorizer._files.targets import Write, safetensors_target, tensors_target
+from tensorizer._files.together import TogetherOrNot
+from tensorizer._format import shards
+from tensorizer._format.names import Name, path_of
+from tensorizer._format.safetensors import HeaderEntry, canonical_order, check_entries
+from tensorizer._save.hashes import HASH_NAMES, check_hashes
+from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
+from tensorizer.progress import ProgressArgument, progress_reporter
+
+__all__ = ["Plan", "WriteOptions", "file_in_folder", "format_of", "write_contents"]
+
+FORMATS = ("tensors", "safetensors")
+TIES = ("once", "twice", "error")
+
+
+class WriteOptions(NamedTuple):
+    """How tensors are written; the meanings are those of the arguments of :func:`tensorizer.convert`."""
+
+    format: Optional[str] = None
+    dtype: Optional[torch.dtype] = None
+    max_shard_size: Union[str, int, None] = None
+    ties: str = "once"
+    encryption: Any = None
+    hashes: Union[str, Collection[str], None] = HASH_NAMES
+    check: bool = False
+    keep_order: bool = False
+    flatten: bool = False
+    force: bool = True
+    dry_run: bool = False
+    progress: ProgressArgument = False
+    stream_options: Optional[Mapping[str, Any]] = None
+
+
+def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tuple[Plan, list[Any]]:
+    """Writes tensors to one file or several; errors as :func:`tensorizer.convert`.
+
+    Returns:
+        What was planned, and the files in the order in which they were written.
+    """
+    plan = _plan(contents, format_of(target, options.format), options)
+    names: list[Any] = [target]
+    if len(plan.shards) > 1:
+        if not isinstance(target, (str, os.PathLike)):
+            raise ValueError(f"max_shard_size: wanted a path or URI as target, found {type(target).__name__}")
+        names = list(shards.shard_names(os.fspath(target), len(plan.shards)))
+    files = names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
+    for file in files:
+        check_target(file, options.force, options.stream_options)
+    old = _older_form(target, files)
+    if old and not options.force:
+        raise StreamExistsError(f"{old[0]} exists, of an older form of {target} (force removes it)")
+    if not options.dry_run:
+        total = plan.nbytes * (2 if options.check else 1)
+        with progress_reporter(options.progress, total, "writing") as report:
+            _Run(contents, plan, options, report).write(names)
+        for path in old:
+            os.unlink(path)
+    return plan, files
+
+
+def _older_form(target: Any, files: Sequence[Any]) -> list[str]:
+    """What is left of the same local model written as one file, or in other shards: readers could take that instead."""
+    if not isinstance(target, (str, os.PathLike)) or "://" in str(target):
+        return []
+    path = os.fspath(target)
+    folder, name = os.path.split(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        return []
+    of_model = shards.names_of_model(name, os.listdir(folder))
+    written = {os.path.basename(file) for file in files if isinstance(file, (str, os.PathLike))}
+    return [os.path.join(folder, other) for other in of_model if other not in written]
+
+
+def file_in_folder(target: Any, format: Optional[str]) -> Any:
+    """A target that is a folder, or ends with a slash, as the file ``model`` in it; any other as it is."""
+    if not isinstance(target, (str, os.PathLike)) or isinstance(text := os.fspath(target), bytes):
+        return target
+    if text.endswith("/") or ("://" not in text and os.path.isdir(text)):
+        return f"{text.rstrip('/')}/model.{format_of('', format)}"
+    return target
+
+
+def format_of(target: Any, format: Optional[str]) -> str:
+    """The format of a target: what was asked for, else what its extension says."""
+    if format is not None:
+        if format not in FORMATS:
+            raise ValueError(f"format: wanted one of {', '.join(FORMATS)}, found {format!r}")
+        return format
+    name = os.fspath(target).partition("?")[0] if isinstance(target, (str, os.PathLike)) else ""
+    return "safetensors" if str(name).endswith(".safetensors") else "tensors"
+
+
+# --- what will be written -------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """Tensors in the order of the target, by file."""
+
+    format: str
+    items: list[Content]
+    names: list[Name]  # as they will be stored
+    shards: list[range]
+    metadata: Optional[Mapping[str, str]]
+    ties: Mapping[Name, Name]
+    stored_ties: Mapping[Name, Name]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+    def names_in(self, run: range) -> Iterator[str]:
+        """What an index of shards maps to the shard of `run`: stored names, as far as they are in it."""
+        here = [*self.names[run.start : run.stop]]
+        if self.format == "tensors":
+            kept = set(here)
+            here += [alias for alias, other in self.ties.items() if other in kept]
+        for name in here:
+            yield _C.stored_name(path_of(name)).decode() if self.format == "tensors" else name_text(name)
+
+
+def _plan(contents: Contents, format: str, options: WriteOptions) -> Plan:
+    ties = options.ties
+    if ties not in TIES:
+        raise ValueError(f"ties: wanted one of {', '.join(TIES)}, found {ties!r}")
+    if format == "safetensors" and options.encryption is not None:
+        raise UnsupportedContentError("a .safetensors file cannot be encrypted")
+    limit = None if options.max_shard_size is None else shards.nbytes_of(options.max_shard_size)
+    items = [cast(item, options.dtype) for item in contents.items]
+    aliases, stored_twice = dict(contents.ties), dict(contents.stored_ties)
+    if (aliases or stored_twice) and ties == "error":
+        shared = {**aliases, **stored_twice}
+        texts = [f"{name_text(alias)} = {name_text(kept)}" for alias, kept in shared.items()]
+        raise UnsupportedContentError(f"tensors share memory: {', '.join(texts)}")
+    if ties == "once":
+        items = [item for item in items if item.name not in stored_twice]
+        aliases, stored_twice = {**aliases, **stored_twice}, {}
+    if ties == "twice":
+        items += _copies(items, aliases)
+        aliases, stored_twice = {}, {**aliases, **stored_twice}
+    if format == "safetensors":  # which tells of ties in its metadata alone, where readers have to recognise them
+        noted = contents.metadata or {}
+        untold = {a: kept for a, kept in aliases.items() if not _is_told(_flat(a), _flat(kept), noted)}
+        items += _copies(items, untold)
+        aliases = {alias: kept for alias, kept in aliases.items() if alias not in untold}
+    names: list[Name] = [item.name for item in items]
+    if format == "safetensors":
+        flat = _flat_names(items, options.flatten)
+        entries = [HeaderEntry(name, item.dtype, item.shape) for name, item in zip(flat, items)]
+        check_entries(entries)
+        order = range(len(items)) if options.keep_order else canonical_order(entries)
+        items, names = [items[i] for i in order], [flat[i] for i in order]
+        aliases = {_flat(alias): _flat(kept) for alias, kept in aliases.items()}
+    runs = shards.split([item.nbytes for item in items], limit)
+    return Plan(format, items, names, runs, contents.metadata, aliases, stored_twice)
+
+
+def _copies(items: Sequence[Content], aliases: Mapping[Name, Name]) -> list[Content]:
+    """The aliases as tensors of their own."""
+    stored = {item.name: item for item in items}
+    return [stored[kept]._replace(name=alias) for alias, kept in aliases.items()]
+
+
+def _is_told(alias: str, kept: str, metadata: Mapping[str, str]) -> bool:
+    """Whether ``metadata[alias] = kept`` is read as a tie, and says nothing else already."""
+    return metadata.get(alias, kept) == kept and _C.names_of_one_model(alias, kept)
+
+
+def _flat_names(items: Sequence[Content], flatten: bool) -> list[str]:
+    """One text per tensor, without the dot in front that names tensors of a root module."""
+    nested = [name_text(item.name) for item in items if not isinstance(item.name, str)]
+    if nested and not flatten:
+        raise UnsupportedContentError(
+            f".safetensors holds no nested names: {', '.join(nested[:10])}{' …' if len(nested) > 10 else ''}; "
+            "flatten joins their steps with dots"
+        )
+    names = [_flat(item.name) for item in items]
+    seen: set[str] = set()
+    double: set[str] = set()
+    for name in names:
+        (double if name in seen else seen).add(name)
+    if double:
+        raise UnsupportedContentError(f"several tensors would be named {', '.join(map(repr, sorted(double)))}")
+    return names
+
+
+def _flat(name: Name) -> str:
+    text = name if isinstance(name, str) else ".".join(map(str, name))
+    return text[1:] if text.startswith(".") and len(text) > 1 else text
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """One file or set of shards on its way."""
+
+    def __init__(self, contents: Contents, plan: Plan, options: WriteOptions, report: Any) -> None:
+        self._contents, self._plan, self._options, self._report = contents, plan, options, report
+        self._hashes = check_hashes(options.hashes, encrypted=options.encryption is not None)
+        self._done = 0
+
+    def write(self, names: Sequence[Any]) -> None:
+        if len(names) == 1:
+            self._write_one(names[0], self._plan.shards[0])
+            return
+        with TogetherOrNot(names, self._options.stream_options) as places:
+            files: dict[str, str] = {}
+            for place, name, run in zip(places, names, self._plan.shards):
+                self._write_one(place, run)
+                files.update(dict.fromkeys(self._plan.names_in(run), os.path.basename(name)))
+            # An encrypted model keeps its metadata and ties in the annexes of its shards.
+            texts = {} if self._plan.format == "tensors" else self._texts()
+            index = shards.index_bytes(files, self._plan.nbytes, texts)
+            places.finish(shards.index_name(shards.name_of_shard(names[0])), index)
+
+    def _write_one(self, target: Any, run: range) -> None:
+        items = self._plan.items[run.start : run.stop]
+        with self._open(target, run) as write:
+            crcs = self._copy(items, write)
+        if self._options.check:
+            self._check_target(target, items, crcs)
+
+    def _open(self, target: Any, run: range) -> AbstractContextManager[Write]:
+        plan, options = self._plan, self._options
+        items = plan.items[run.start : run.stop]
+        if plan.format == "tensors":
+            here = {item.name for item in items}
+            return tensors_target(
+                target,
+                items,
+                encryption=options.encryption,
+                hashes=self._hashes,
+                metadata=(plan.metadata or {}) if run.start == 0 else {},
+                ties={alias: kept for alias, kept in plan.ties.items() if kept in here},
+                stored_ties={a: kept for a, kept in plan.stored_ties.items() if kept in here and a in here},
+                stream_options=options.stream_options,
+            )
+        metadata: Optional[dict[str, str]] = {"format": "pt"}  # what transformers insists on in shards
+        if len(plan.shards) == 1:
+            metadata = None if plan.metadata is None and not plan.ties else self._texts()
+        names = [name_text(name) for name in plan.names[run.start : run.stop]]
+        return safetensors_target(target, items, names, metadata, options.stream_options)
+
+    def _texts(self) -> dict[str, str]:
+        """The metadata of ``.safetensors``: what the source had, and aliases as ``save_model`` notes them."""
+        aliases = {name_text(alias): name_text(kept) for alias, kept in self._plan.ties.items()}
+        return {**(self._plan.metadata or {}), **aliases}
+
+    def _copy(self, items: Sequence[Content], write: Write) -> list[int]:
+        """Writes all payloads of one file; the CRC-32 of each, where they are wanted."""
+        crcs: list[int] = []
+        for batch, tensors in self._read_ahead(items):
+            if self._options.check:
+                crcs += _C.crc32_of([_memory(tensor) for tensor in tensors])
+            write(tensors)
+            self._note(sum(item.nbytes for item in batch))
+        return crcs
+
+    def _read_ahead(self, items: Sequence[Content]) -> Iterator[tuple[Sequence[Content], list[torch.Tensor]]]:
+        """Batch by batch; the next one is read while the caller has the one before."""
+
+        def read(batch: Sequence[Content]) -> tuple[Sequence[Content], list[torch.Tensor]]:
+            return batch, [tensor.to(item.dtype) for item, tensor in zip(batch, self._contents.read(batch))]
+
+        with concurrent.futures.ThreadPoolExecutor(1, "tensorizer-convert") as reader:
+            ahead: Optional[concurrent.futures.Future[tuple[Sequence[Content], list[torch.Tensor]]]] = None
+            for batch in batches(items):
+                following = reader.submit(read, batch)
+                if ahead is not None:
+                    yield ahead.result()
+                ahead = following
+            if ahead is not None:
+                yield ahead.result()
+
+    def _check_target(self, target: str, items: Sequence[Content], crcs: Sequence[int]) -> None:
+        """Reads the target back."""
+        decryption = None if self._options.encryption is None else _decryption_of(self._options.encryption)
+        with OpenedFile(target, encryption=decryption, stream_options=self._options.stream_options) as file:
+            if len(file.entries) != len(items):
+                raise HashMismatchError(f"{file.label}: wanted {len(items)} tensors, found {len(file.entries)}")
+            for entries in file.batches(range(len(items))):
+                tensors = file.read(entries, verify=file.index.stores_hashes)
+                found = _C.crc32_of([_memory(tensor) for tensor in tensors])
+                for i, crc in zip(entries, found):
+                    if crc != crcs[i] and not items[i].without_data:
+                        raise HashMismatchError(
+                            f"{file.label}: tensor {name_text(items[i].name)!r}: "
+                            f"wanted CRC-32 {crcs[i]:08x}, as read from the source, found {crc:08x}"
+                        )
+                self._note(sum(items[i].nbytes for i in entries))
+
+    def _note(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._report is not None:
+            self._report(self._done)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    nbytes = tensor.numel() * tensor.element_size()
+    return (tensor.data_ptr() if nbytes else 0, nbytes)
+
+
+def _decryption_of(encryption: Any) -> Any:
+    from tensorizer.encryption import DecryptionParams
+
+    return DecryptionParams.from_key(encryption.key)
