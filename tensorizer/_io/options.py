@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 from tensorizer._io.certificates import trust_for
 from tensorizer._system import config
+from tensorizer._system.threads import share_of_node
 from tensorizer._version import __version__
 
 if TYPE_CHECKING:
@@ -122,8 +123,9 @@ class HTTPOptions:
         connections: Requests at the same time; ``None`` starts with 8, or with 32 where the server takes 10 ms or more
             to answer, and doubles while that brings more bytes per second.
         max_connections: Upper bound of ``connections``, and of the requests that all streams and loads of this process
-            together have at one host (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values given here are
-            lowered to it).
+            together have at one host: 64, or this rank's share of them, 4 at least, where ``LOCAL_WORLD_SIZE`` says
+            that the machine has several (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values are lowered to
+            it).
         head_nbytes: Bytes of the first request, kept in memory: format header, index, often the first tensors.
         unit_nbytes: Bytes of each further request of a load.
         direct_nbytes: Over HTTP/1.1 in clear, a read of at least this many bytes goes from the socket into its tensor;
@@ -158,7 +160,7 @@ class HTTPOptions:
     max_retry_delay: float = 15.0
     max_redirects: int = 10
     connections: Optional[int] = None
-    max_connections: int = 64
+    max_connections: int = dataclasses.field(default_factory=lambda: share_of_node(64, 4))
     head_nbytes: int = 1 << 20
     unit_nbytes: int = 8 << 20
     direct_nbytes: int = 256 << 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -145,6 +146,18 @@ class ShardedContainer(Container):
     @property
     def bytes_read(self) -> Optional[int]:
         return None if self.closed else sum(shard.bytes_read or 0 for shard in self._shards)
+
+    @property
+    def shards(self) -> list[Container]:
+        """The files, in the order of their entries."""
+        return self._shards
+
+    @functools.cached_property
+    def shows_all(self) -> bool:
+        return all(shard.shows_all for shard in self._shards)
+
+    def device_of(self, name: Name) -> torch.device:
+        return self._shards[0].device_of(name)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
