@@ -52,14 +52,14 @@ def save_pretrained(
     encryption: Any = None,
     max_shard_size: Union[str, int, None] = None,
     variant: Optional[str] = None,
+    names: str = "model",
     stream_options: StreamOptions = None,
 ) -> None:
     """Write an object as its library's ``save_pretrained`` would, with the weights in ``.tensors`` files.
 
     The configuration, the generation configuration and the tokenizer lie beside them, so that ``AutoConfig`` and
-    ``AutoTokenizer`` open the folder; :func:`from_pretrained` opens all of it. Names of tensors are those of
-    ``state_dict()``. A local file takes its name when it is complete, the weights first; shards and the single file of
-    an earlier save under the same name are removed.
+    ``AutoTokenizer`` open the folder; :func:`from_pretrained` opens all of it. A local file takes its name when it is
+    complete, the weights first; shards and the single file of an earlier save under the same name are removed.
 
     Args:
         obj: A model of ``transformers`` or ``diffusers``, a ``PeftModel`` (its adapters alone), a pipeline, or a
@@ -71,17 +71,23 @@ def save_pretrained(
         encryption: Encrypts the weights (:class:`tensorizer.EncryptionParams`); configurations stay in clear.
         max_shard_size: Bytes, or a text like ``"5GB"``: writes several files and an index. Default: one file.
         variant: A word in the names of the files of weights, as in ``model.fp16.tensors``.
+        names: ``"model"`` stores tensors under the names of ``state_dict()``, which load without a detour where the
+            library has the same ones. ``"library"`` stores those of transformers' own files, for other releases of it:
+            version 5 keeps experts fused, and names some models' parts differently than version 4. The library then
+            writes a temporary file first. ``metadata`` is not stored with it.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
 
     Raises:
         TypeError: An object of another kind.
-        ValueError: Tensors without data, on the meta device or offloaded.
+        ValueError: Tensors without data, on the meta device or offloaded; another word for `names`.
         UnsupportedContentError: What is quantised by ``torchao``, whose layout is not in its tensors.
         OSError: The folder cannot be written.
     """
     from tensorizer.integrations._hf.saving import SaveOptions, save_object
 
-    options = SaveOptions(dict(metadata or {}), ties, encryption, max_shard_size, variant, stream_options)
+    if names not in ("model", "library"):
+        raise ValueError(f"names: wanted 'model' or 'library', found {names!r}")
+    options = SaveOptions(dict(metadata or {}), ties, encryption, max_shard_size, variant, names, stream_options)
     save_object(obj, folder, tokenizer, options)
 
 

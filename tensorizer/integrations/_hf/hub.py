@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 from typing import Any, Optional
 
+from tensorizer._files.together import write_bytes
 from tensorizer.integrations._hf.place import Place, RemotePlace, is_weight
 
 __all__ = ["CachedRepo", "is_repo_id", "open_repo", "parse_uri"]
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _REPO_ID = re.compile(rf"{_PART}(?:/{_PART})?\Z")
-_URI = re.compile(rf"hf://(?:models/)?({_PART}/{_PART})(?:@([^/]+))?(?:/(.*))?\Z")
+_URI = re.compile(rf"hf://(?:models/)?((?!(?:datasets|spaces)/){_PART}/{_PART})(?:@([^/]+))?(?:/(.*))?\Z")
 
 
 def is_repo_id(text: str) -> bool:
@@ -63,6 +64,8 @@ def open_repo(
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         shown = repo if revision is None else f"{repo}@{revision}"
         raise FileNotFoundError(f"{shown}: {str(error).strip().splitlines()[0]}") from None
+    if cache and info.sha is not None:
+        _note_revision(repo, revision or constants.DEFAULT_REVISION, info.sha)
     names = {sibling.rfilename for sibling in info.siblings or ()}
     place: Place
     if cache:
@@ -70,6 +73,21 @@ def open_repo(
     else:
         place = _StreamedRepo(repo, info.sha, names, token)
     return place.below(subfolder)
+
+
+def _note_revision(repo: str, revision: str, commit: str) -> None:
+    """Leaves in the cache which commit a branch was, as the hub's library does: offline it is found by that."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    if revision == commit:
+        return
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type="model"), "refs")
+    path = folder / revision
+    if folder.resolve() not in path.resolve().parents:
+        raise ValueError(f"{repo}: wanted the name of a branch or tag as revision, found {revision!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(str(path), commit.encode())
 
 
 def _cached(huggingface_hub: Any, repo: str, revision: Optional[str], cache: bool) -> Place:

@@ -34,6 +34,7 @@ class SaveOptions(NamedTuple):
     encryption: Any
     max_shard_size: Union[str, int, None]
     variant: Optional[str]
+    names: str
     stream_options: Optional[Mapping[str, Any]]
 
 
@@ -163,7 +164,17 @@ def _save_model(model: Any, where: _Target, subfolder: str) -> None:
         _config_to_save(model).save_pretrained(folder)
         if hasattr(model, "can_generate") and model.can_generate():
             model.generation_config.save_pretrained(folder)
+        if where.options.names == "library":
+            _write_as_the_library(model, where, subfolder)
+            return
     where.write_state(_state_of(model), subfolder, stem_of(model), more)
+
+
+def _write_as_the_library(model: Any, where: _Target, subfolder: str) -> None:
+    """The names that releases of the library agree on, which it alone knows: it writes, and its file is converted."""
+    with tempfile.TemporaryDirectory(prefix="tensorizer-") as folder:
+        model.save_pretrained(folder, max_shard_size="1000TB")
+        where.write_file(Path(folder, "model.safetensors"), subfolder, "model")
 
 
 def _state_of(model: Any) -> dict[str, torch.Tensor]:
