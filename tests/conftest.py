@@ -127,6 +127,45 @@ def _find_reference(config, release: str):
     return python
 
 
+@pytest.fixture(scope="session")
+def package_folder(request):
+    """From a name and requirements to a folder for ``PYTHONPATH`` that has them, without what they depend on.
+
+    The folders are made below pytest's cache, once; skips, saying why, where that cannot be done.
+    """
+
+    def find(name: str, *requirements: str) -> Path:
+        if not hasattr(request.config, "cache"):
+            pytest.skip("pytest runs without its cache, so there is no place for packages")
+        folder = Path(request.config.cache.mkdir("packages")) / name
+        done = folder / ".done"
+        with folder.with_suffix(".lock").open("w") as lock:
+            if sys.platform != "win32":
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                pip = [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "install",
+                    "--quiet",
+                    "--disable-pip-version-check",
+                    "--retries",
+                    "1",
+                ]
+                arguments = [*pip, "--no-deps", "--upgrade", "--target", str(folder), *requirements]
+                try:
+                    subprocess.run(arguments, check=True, capture_output=True, timeout=280)
+                except (subprocess.SubprocessError, OSError) as error:
+                    pytest.skip(f"{' '.join(requirements)} cannot be installed: {error}")
+                done.touch()
+        return folder
+
+    return find
+
+
 def pytest_configure(config):
     # A shell that starts this in the background has Ctrl-C ignored, by every program below it too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -99,3 +99,66 @@ def save_stable_diffusion(folder: Path) -> Path:
     )  # fmt: skip
     pipeline.save_pretrained(folder / "pipeline")
     return folder / "pipeline"
+
+
+def mixtral():
+    """A mixture of experts, whose weights transformers 5 keeps fused and files keep apart."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=VOCABULARY, max_position_embeddings=64,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+def bert_config():
+    return transformers.BertConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
+        max_position_embeddings=32, num_labels=3,
+    )  # fmt: skip
+
+
+def bert():
+    torch.manual_seed(0)
+    return transformers.BertModel(bert_config()).eval()
+
+
+def bert_with_head():
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(bert_config()).eval()
+
+
+def vit():
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4
+    )
+    return transformers.ViTForImageClassification(config).eval()
+
+
+def output_of(model):
+    """What a model says to a fixed input."""
+    tokens = torch.tensor([[3, 4, 5]], device=model.device)
+    with torch.no_grad():
+        if model.main_input_name == "pixel_values":
+            pixels = torch.arange(192.0, device=model.device).reshape(1, 3, 8, 8) / 192
+            return model(pixel_values=pixels.to(model.dtype)).logits
+        if model.config.is_encoder_decoder:
+            return model(input_ids=tokens, decoder_input_ids=tokens).logits
+        output = model(input_ids=tokens)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def sentence_transformer(folder: Path):
+    """A sentence transformer with pooling and a dense layer."""
+    sentence_transformers = pytest.importorskip(
+        "sentence_transformers", reason="sentence-transformers is not installed"
+    )
+    from sentence_transformers.sentence_transformer import modules
+
+    save_language_model(folder, bert())
+    torch.manual_seed(0)
+    return sentence_transformers.SentenceTransformer(
+        modules=[modules.Transformer(str(folder)), modules.Pooling(32), modules.Dense(32, 8)], device="cpu"
+    )

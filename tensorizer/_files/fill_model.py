@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Optional, Union
 
 import torch
@@ -14,7 +14,7 @@ from tensorizer._load.report import LoadReport, Mismatch, kind_of
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.deserializer import TensorDeserializer
 
-__all__ = ["fill_model"]
+__all__ = ["fill_model", "report_for", "takes_state_dicts_itself"]
 
 
 def fill_model(
@@ -29,12 +29,17 @@ def fill_model(
     Raises:
         LoadError: What :func:`tensorizer.torch.load_model` documents.
     """
-    if _takes_state_dicts_itself(model):
+    if takes_state_dicts_itself(model):
         return _by_load_state_dict(model, file, strict, assign)
     return _ModelFill(model, file, assign, ignore_mismatched_sizes).run(strict)
 
 
-def _takes_state_dicts_itself(model: torch.nn.Module) -> bool:
+def report_for(model: torch.nn.Module, file: TensorDeserializer) -> LoadReport:
+    """What a file has and lacks for a model, by name and shape; nothing is read but the index."""
+    return _ModelFill(model, file, True, False).report()
+
+
+def takes_state_dicts_itself(model: torch.nn.Module) -> bool:
     """Whether a module does more with a state dict than put tensors in their places."""
     plain = torch.nn.Module
     for module in model.modules():
@@ -90,15 +95,17 @@ class _ModelFill:
         self._groups = self._tied_names()
         self._facts = {shown(str(entry.name)): entry for entry in file.entries()}
         for alias, kept in file.ties.items():
-            self._facts.setdefault(shown(str(alias)), self._facts[shown(str(kept))])
+            if shown(str(kept)) in self._facts:  # a filter may have left out both
+                self._facts.setdefault(shown(str(alias)), self._facts[shown(str(kept))])
 
     def run(self, strict: bool) -> LoadReport:
         begin = time.perf_counter()
-        report = self._report()
+        report = self.report()
         refused = [] if self._ignore_sizes else list(report.mismatched)
         if refused or (strict and (report.missing or report.unexpected)):
             raise report.error(refused, strict)
         skipped = {row.name for row in report.mismatched}
+        self._read_together({name for name in report.loaded if name not in skipped})
         tensors: dict[str, torch.Tensor] = {}
         for group in self._groups.values():
             conflict = self._read_group([name for name in group if name not in skipped], tensors)
@@ -116,7 +123,7 @@ class _ModelFill:
             groups.setdefault(id(slot.tensor), []).append(name)
         return groups
 
-    def _report(self) -> LoadReport:
+    def report(self) -> LoadReport:
         missing, tied = [], {}
         for group in self._groups.values():
             supplied = [name for name in group if name in self._stored]
@@ -152,6 +159,12 @@ class _ModelFill:
             elif kind_of(stored) != kind_of(target.dtype) and not target.is_meta:
                 found.append(Mismatch(name, "kind", stored, target.dtype))
         return found
+
+    def _read_together(self, names: Collection[str]) -> None:
+        """Reads in one go what is asked for name by name afterwards."""
+        container = self._file._container
+        wanted = [i for i in container.selection if shown(str(container.names[i])) in names]
+        self._file._loaded.load(wanted)
 
     def _read_group(self, names: list[str], into: dict[str, torch.Tensor]) -> list[str]:
         """Reads what the names of one tensor of the model share; returns names whose contents differ."""

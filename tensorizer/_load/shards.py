@@ -7,7 +7,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -276,9 +276,9 @@ def open_shards(opened: OpenedShards, filter_func: Optional[FilterFuncType], opt
     with contextlib.ExitStack() as undo:
         undo.callback(opened.close)
         shards = [open_container(opened.files[file], filter_func, options) for file in files]
-        _check_map(opened, files, shards)
         names: list[Name] = list(itertools.chain.from_iterable(shard.names for shard in shards))
         aliases = _aliases(opened.metadata, names)
+        _check_map(opened, files, shards, aliases)
         index = ShardedIndex([shard.index for shard in shards], list(aliases.values()))
         selection = [index.begin(s) + i for s, shard in enumerate(shards) for i in shard.selection]
         for alias in aliases:
@@ -289,7 +289,7 @@ def open_shards(opened: OpenedShards, filter_func: Optional[FilterFuncType], opt
     return ShardedContainer(shards, index, names, selection, opened)
 
 
-def _check_map(opened: OpenedShards, files: list[str], shards: list[Container]) -> None:
+def _check_map(opened: OpenedShards, files: list[str], shards: list[Container], aliases: Collection[str]) -> None:
     home: dict[Name, str] = {}
     unmapped = 0
     for file, shard in zip(files, shards):
@@ -311,7 +311,7 @@ def _check_map(opened: OpenedShards, files: list[str], shards: list[Container]) 
         if not isinstance(name, str)
     }
     for stored, file in opened.weight_map.items():
-        if stored not in known and stored not in structured:
+        if stored not in known and stored not in structured and stored not in aliases:
             raise FormatError(f"{opened.name}: tensor {stored!r:.200}: wanted in {file!r}, found in no shard")
     _check_paths(opened.name, home)
     if unmapped:

@@ -1,8 +1,10 @@
-"""Models, tokenizers and schedulers of ``transformers`` and ``diffusers``, to and from a folder or bucket.
+"""Models, pipelines and adapters of the Hugging Face libraries, to and from folders, buckets and the hub.
 
-A model is ``<folder>/<prefix>.tensors`` and ``<folder>/<prefix>-config.json``, and where it generates text
+:func:`save_pretrained` and :func:`from_pretrained` are one line each way. The functions below them are those of earlier
+releases, for models, tokenizers and schedulers of ``transformers`` and ``diffusers``: a model is
+``<folder>/<prefix>.tensors`` and ``<folder>/<prefix>-config.json``, and where it generates text
 ``generation_config.json`` (behind ``<prefix>-`` unless that is ``model``); a tokenizer or scheduler is
-``<folder>/<prefix>.zip``. Neither library is imported here: the classes come from the caller.
+``<folder>/<prefix>.zip``. No library is imported before it is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ import torch
 from tensorizer import TensorDeserializer, TensorSerializer, stream_io
 from tensorizer.utils import get_device, no_init_or_tensor
 
-__all__ = ["load_model", "load_pretrained", "serialize_model", "serialize_pretrained"]
+__all__ = [
+    "from_pretrained",
+    "load_adapter",
+    "load_model",
+    "load_pretrained",
+    "save_pretrained",
+    "serialize_model",
+    "serialize_pretrained",
+]
 
 Folder = Union[str, "os.PathLike[str]"]
 StreamOptions = Optional[Mapping[str, Any]]
@@ -30,6 +40,219 @@ StreamOptions = Optional[Mapping[str, Any]]
 logger = logging.getLogger(__name__)
 
 _DEFAULT_PREFIX = "model"
+
+
+def save_pretrained(
+    obj: Any,
+    folder: Folder,
+    *,
+    tokenizer: Any = None,
+    metadata: Optional[Mapping[str, str]] = None,
+    ties: str = "once",
+    encryption: Any = None,
+    max_shard_size: Union[str, int, None] = None,
+    variant: Optional[str] = None,
+    names: str = "model",
+    stream_options: StreamOptions = None,
+) -> None:
+    """Write an object as its library's ``save_pretrained`` would, with the weights in ``.tensors`` files.
+
+    The configuration, the generation configuration and the tokenizer lie beside them, so that ``AutoConfig`` and
+    ``AutoTokenizer`` open the folder; :func:`from_pretrained` opens all of it. A local file takes its name when it is
+    complete, the weights first; shards and the single file of an earlier save under the same name are removed.
+
+    Args:
+        obj: A model of ``transformers`` or ``diffusers``, a ``PeftModel`` (its adapters alone), a pipeline, or a
+            ``SentenceTransformer``.
+        folder: A local folder, made where missing, or an ``s3://`` prefix.
+        tokenizer: Anything else with ``save_pretrained(folder)`` that belongs to it: a tokenizer or processor.
+        metadata: Texts to store in the files of weights, beside the ones that say what wrote them.
+        ties: Names that share one tensor are stored ``"once"``, the others recorded, or ``"twice"``.
+        encryption: Encrypts the weights (:class:`tensorizer.EncryptionParams`); configurations stay in clear.
+        max_shard_size: Bytes, or a text like ``"5GB"``: writes several files and an index. Default: one file.
+        variant: A word in the names of the files of weights, as in ``model.fp16.tensors``.
+        names: ``"model"`` stores tensors under the names of ``state_dict()``, which load without a detour where the
+            library has the same ones. ``"library"`` stores those of transformers' own files, for other releases of it:
+            version 5 keeps experts fused, and names some models' parts differently than version 4. The library then
+            writes a temporary file first. ``metadata`` is not stored with it.
+        stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
+
+    Raises:
+        TypeError: An object of another kind.
+        ValueError: Tensors without data, on the meta device or offloaded; another word for `names`.
+        UnsupportedContentError: What is quantised by ``torchao``, whose layout is not in its tensors.
+        OSError: The folder cannot be written.
+    """
+    from tensorizer.integrations._hf.saving import SaveOptions, save_object
+
+    if names not in ("model", "library"):
+        raise ValueError(f"names: wanted 'model' or 'library', found {names!r}")
+    options = SaveOptions(dict(metadata or {}), ties, encryption, max_shard_size, variant, names, stream_options)
+    save_object(obj, folder, tokenizer, options)
+
+
+def from_pretrained(
+    cls: Any,
+    source: Folder,
+    *,
+    revision: Optional[str] = None,
+    subfolder: str = "",
+    variant: Optional[str] = None,
+    dtype: Union[torch.dtype, str, None] = "auto",
+    device: Union[torch.device, str, None] = None,
+    device_map: Any = None,
+    quantization_config: Any = None,
+    config: Any = None,
+    model_class: Any = None,
+    strict: bool = True,
+    verify: bool = False,
+    encryption: Any = None,
+    cache: bool = True,
+    local_files_only: bool = False,
+    token: Any = None,
+    allow_pickle: bool = False,
+    allow_plaintext_temp: bool = False,
+    output_loading_info: bool = False,
+    stream_options: StreamOptions = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Load a model, pipeline or adapter from the weights that are there: ``.tensors``, ``.safetensors`` or ``.bin``.
+
+    What comes back is what the library's own ``from_pretrained`` gives: in evaluation mode, tied, with its generation
+    configuration. Tensors go straight to the device where names and shapes of the file are those of the model; where
+    the library has to rename, convert or quantise, it gets a state dict; where it reads files alone, a temporary one
+    (docs/huggingface.md says which is which).
+
+    Args:
+        cls: The class, an ``AutoModel...``, or ``None``: the one that the configuration names.
+        source: A local folder, an ``s3://`` or ``https://`` prefix, ``hf://org/name[@revision]``, or a hub id.
+        revision: Branch, tag or commit of a hub repository; resolved once, all files are of that commit.
+        subfolder: Folder inside of `source`.
+        variant: A word in the names of the files of weights.
+        dtype: A dtype or its name; ``"auto"`` is that of the configuration, else of the weights; ``None`` is torch's
+            default dtype. Parts that the class keeps in ``float32`` stay so.
+        device: Where the model goes; the CPU by default, as with the libraries.
+        device_map: As the library takes it; needs ``accelerate``.
+        quantization_config: Quantises while loading, by the library.
+        config: A configuration instead of the one of the folder.
+        model_class: The class of a model whose code is not in the library; code of a repository is never run.
+        strict: Raises where tensors are missing or unexpected. ``False`` leaves that to the library, which initialises
+            what is missing: from a base model to one with a head and back.
+        verify: Compares the data with the stored digests; ``.safetensors`` files hold none and are refused.
+        encryption: The key of encrypted weights (:class:`tensorizer.DecryptionParams`).
+        cache: ``False`` reads a hub repository over HTTPS instead of through the cache.
+        local_files_only: Asks nothing of the hub; so does ``HF_HUB_OFFLINE``.
+        token: For the hub, as ``huggingface_hub`` takes it; it goes to the hub's host alone.
+        allow_pickle: Reads ``.bin`` files where there is nothing else, by ``torch.load(weights_only=True)``.
+        allow_plaintext_temp: Lets encrypted weights be decrypted to a private temporary file, where the library reads
+            nothing else.
+        output_loading_info: Gives ``(model, info)``, with the information of the library.
+        stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
+        **model_kwargs: What else the library's ``from_pretrained`` takes; members of the configuration override it.
+
+    Raises:
+        FileNotFoundError: No such folder, repository or revision, or no weights in it.
+        LoadError: With `strict`, tensors are missing or unexpected.
+        ValueError: No class is named or known, or its code is in the repository; ``trust_remote_code=True``; weights
+            that only `allow_pickle` or `allow_plaintext_temp` would load; ``output_loading_info`` of something that has
+            none.
+        VerificationError, CryptographyError, FormatError, OSError: The files, as for
+            :class:`tensorizer.TensorDeserializer`.
+    """
+    if model_kwargs.pop("trust_remote_code", False):
+        raise ValueError(
+            "trust_remote_code: code of a repository is never run; import the class and pass it as model_class="
+        )
+    from tensorizer.integrations._hf.loading import load_object
+    from tensorizer.integrations._hf.opening import open_place
+    from tensorizer.integrations._hf.options import LoadOptions
+
+    options = LoadOptions(
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        quantization_config=quantization_config,
+        config=config,
+        model_class=model_class,
+        strict=strict,
+        verify=verify,
+        encryption=encryption,
+        variant=variant,
+        allow_pickle=allow_pickle,
+        allow_plaintext_temp=allow_plaintext_temp,
+        model_kwargs=model_kwargs,
+    )
+
+    def base_model(base_cls: Any, base: str) -> Any:
+        # A model of another folder: nothing that was said about the adapter's files holds for it.
+        plain = {"dtype": dtype, "device": device, "device_map": device_map, "quantization_config": quantization_config}
+        more = {"cache": cache, "local_files_only": local_files_only, "token": token, "allow_pickle": allow_pickle}
+        return from_pretrained(base_cls, base, **plain, **more, model_class=model_class, **model_kwargs)
+
+    with open_place(
+        source,
+        revision=revision,
+        cache=cache,
+        local_files_only=local_files_only,
+        token=token,
+        stream_options=stream_options,
+    ) as place:
+        model, info = load_object(cls, place.below(subfolder), options, base_model)
+    if not output_loading_info:
+        return model
+    if info is None:
+        raise ValueError(f"output_loading_info: only models of transformers have it, found {type(model).__name__}")
+    return model, info
+
+
+def load_adapter(
+    model: Any,
+    source: Folder,
+    *,
+    adapter_name: str = "default",
+    revision: Optional[str] = None,
+    subfolder: str = "",
+    strict: bool = True,
+    verify: bool = False,
+    encryption: Any = None,
+    cache: bool = True,
+    local_files_only: bool = False,
+    token: Any = None,
+    allow_pickle: bool = False,
+    stream_options: StreamOptions = None,
+) -> Any:
+    """Put a PEFT adapter into a model of ``transformers`` or ``peft``, or into a pipeline of ``diffusers``.
+
+    Args:
+        model: The model or pipeline, which is changed.
+        source: As for :func:`from_pretrained`: the folder of the adapter, or one with ``pytorch_lora_weights`` of a
+            pipeline.
+        adapter_name: Name of the adapter in the model.
+        revision, subfolder, verify, encryption, cache, local_files_only, token, allow_pickle, stream_options: As for
+            :func:`from_pretrained`.
+        strict: Raises where tensors of the adapter are missing or unexpected, for models of ``peft``.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: An object of another kind.
+        LoadError, OSError, ValueError: As for :func:`from_pretrained`.
+    """
+    from tensorizer.integrations._hf.adapters import load_adapter_into
+    from tensorizer.integrations._hf.opening import open_place
+    from tensorizer.integrations._hf.options import LoadOptions
+
+    options = LoadOptions(strict=strict, verify=verify, encryption=encryption, allow_pickle=allow_pickle)
+    with open_place(
+        source,
+        revision=revision,
+        cache=cache,
+        local_files_only=local_files_only,
+        token=token,
+        stream_options=stream_options,
+    ) as place:
+        return load_adapter_into(model, place.below(subfolder), options, adapter_name)
 
 
 def _inside(folder: Folder, name: str) -> str:

@@ -1,0 +1,247 @@
+"""Writing what the libraries' own ``save_pretrained`` writes, with the weights in ``.tensors`` files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+
+from tensorizer._files.convert import convert
+from tensorizer._files.together import write_bytes
+from tensorizer._io.uri import scheme_of
+from tensorizer.errors import UnsupportedContentError
+from tensorizer.integrations._hf.adapters import is_peft
+from tensorizer.integrations._hf.pipelines import stem_of
+from tensorizer.integrations._hf.place import MANIFEST, is_weight
+from tensorizer.integrations._hf.sentences import is_sentence_transformer
+from tensorizer.torch import save_file
+
+__all__ = ["SaveOptions", "save_object"]
+
+
+class SaveOptions(NamedTuple):
+    """How files are written."""
+
+    metadata: Mapping[str, str]
+    ties: str
+    encryption: Any
+    max_shard_size: Union[str, int, None]
+    variant: Optional[str]
+    names: str
+    stream_options: Optional[Mapping[str, Any]]
+
+
+class _Target:
+    """The folder or prefix that is written to; small files are written to a temporary folder first and go last."""
+
+    def __init__(self, target: Any, options: SaveOptions, staging: Path) -> None:
+        self.remote = scheme_of(target) not in (None, "file", "local")
+        self._root = str(target).rstrip("/") if self.remote else os.path.expanduser(os.fspath(target))
+        self.options, self.staging = options, staging
+        self._weights: list[str] = []
+
+    def join(self, name: str) -> str:
+        return f"{self._root}/{name}" if self.remote else os.path.join(self._root, *name.split("/"))
+
+    def weight_name(self, subfolder: str, stem: str) -> str:
+        variant = f".{self.options.variant}" if self.options.variant else ""
+        name = f"{stem}{variant}.tensors"
+        name = f"{subfolder}/{name}" if subfolder else name
+        self._weights.append(name)
+        if not self.remote:
+            os.makedirs(os.path.dirname(self.join(name)), exist_ok=True)
+        return name
+
+    def write_state(
+        self, state: Mapping[str, torch.Tensor], subfolder: str, stem: str, more: Mapping[str, str]
+    ) -> None:
+        name = self.weight_name(subfolder, stem)
+        save_file(
+            state,
+            self.join(name),
+            {"format": "pt", **more, **self.options.metadata},
+            ties=self.options.ties,
+            encryption=self.options.encryption,
+            max_shard_size=self.options.max_shard_size,
+            stream_options=self.options.stream_options,
+        )
+
+    def write_file(self, source: Path, subfolder: str, stem: str) -> None:
+        """A file that a library has written, in the format of this one."""
+        name = self.weight_name(subfolder, stem)
+        convert(
+            source,
+            self.join(name),
+            ties=self.options.ties,
+            max_shard_size=self.options.max_shard_size,
+            encryption=self.options.encryption,
+            check=False,
+            stream_options=self.options.stream_options,
+        )
+
+    def finish(self) -> None:
+        """Writes the small files, and removes what an earlier save under the same names left and this one replaced."""
+        names = sorted(path.relative_to(self.staging).as_posix() for path in _files(self.staging))
+        if any("/" in name for name in (*names, *self._weights)):
+            text = json.dumps(sorted({*names, *self._weights}), indent=2) + "\n"
+            (self.staging / MANIFEST).write_text(text, encoding="utf-8")
+            names.append(MANIFEST)
+        if not self.remote:
+            self._remove_stale()
+        for name in names:
+            if not self.remote:
+                os.makedirs(os.path.dirname(self.join(name)), exist_ok=True)
+            write_bytes(self.join(name), (self.staging / name).read_bytes(), self.options.stream_options)
+
+    def _remove_stale(self) -> None:
+        for name in self._weights:
+            folder, file = os.path.split(self.join(name))
+            stem = re.escape(file[: -len(".tensors")])
+            index, single = os.path.join(folder, f"{file}.index.json"), os.path.join(folder, file)
+            present = {*os.listdir(folder)}
+            shards = {other for other in present if re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.tensors", other)}
+            if file in present and os.path.basename(index) in present:
+                newer_is_index = os.stat(index).st_mtime_ns >= os.stat(single).st_mtime_ns
+                os.unlink(single if newer_is_index else index)
+                present = {*os.listdir(folder)}
+            kept: set[str] = set()
+            if os.path.basename(index) in present:
+                with open(index, "rb") as stream:
+                    kept = set(json.load(stream)["weight_map"].values())
+            for other in shards - kept:
+                os.unlink(os.path.join(folder, other))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def save_object(obj: Any, target: Any, tokenizer: Any, options: SaveOptions) -> None:
+    """Writes a model, adapter, pipeline or sentence transformer.
+
+    Raises:
+        TypeError: An object of another kind.
+        UnsupportedContentError: Weights whose layout is not in their tensors (torchao).
+    """
+    with tempfile.TemporaryDirectory(prefix="tensorizer-") as folder:
+        where = _Target(target, options, Path(folder))
+        if is_sentence_transformer(obj):
+            _save_sentence_transformer(obj, where)
+        elif is_peft(obj):
+            _save_adapters(obj, where)
+        elif hasattr(obj, "components") and hasattr(obj, "save_config"):
+            _save_pipeline(obj, where)
+        elif isinstance(obj, torch.nn.Module) and hasattr(obj, "config"):
+            _save_model(obj, where, "")
+        else:
+            raise TypeError(
+                "wanted a model of transformers or diffusers, a PeftModel, a pipeline or a SentenceTransformer, "
+                f"found {type(obj).__name__}"
+            )
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        where.finish()
+
+
+def _save_model(model: Any, where: _Target, subfolder: str) -> None:
+    folder = where.staging / subfolder
+    folder.mkdir(parents=True, exist_ok=True)
+    more = {"architecture": type(model).__name__, "names": "model"}
+    if hasattr(model, "save_config"):  # diffusers
+        model.save_config(folder)
+    else:
+        import transformers
+
+        more["transformers_version"] = transformers.__version__
+        _check_quantiser(model)
+        _config_to_save(model).save_pretrained(folder)
+        if hasattr(model, "can_generate") and model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if where.options.names == "library":
+            _write_as_the_library(model, where, subfolder)
+            return
+    where.write_state(_state_of(model), subfolder, stem_of(model), more)
+
+
+def _write_as_the_library(model: Any, where: _Target, subfolder: str) -> None:
+    """The names that releases of the library agree on, which it alone knows: it writes, and its file is converted."""
+    with tempfile.TemporaryDirectory(prefix="tensorizer-") as folder:
+        model.save_pretrained(folder, max_shard_size="1000TB")
+        where.write_file(Path(folder, "model.safetensors"), subfolder, "model")
+
+
+def _state_of(model: Any) -> dict[str, torch.Tensor]:
+    """The state dict without what its class leaves out and without what is no tensor."""
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    state = {n: t for n, t in model.state_dict().items() if n not in left_out and isinstance(t, torch.Tensor)}
+    without = [name for name, tensor in state.items() if tensor.is_meta]
+    if without:
+        raise ValueError(
+            f"{len(without)} tensors of {type(model).__name__} have no data here: {', '.join(without[:5])}"
+        )
+    return state
+
+
+def _config_to_save(model: Any) -> Any:
+    """As the library writes it: with the class and the dtype of the model."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    dtype = str(model.dtype).replace("torch.", "")
+    setattr(config, "dtype" if "dtype" in config.to_dict() else "torch_dtype", dtype)
+    return config
+
+
+def _check_quantiser(model: Any) -> None:
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    if str(getattr(method, "value", method)) == "torchao":
+        raise UnsupportedContentError(
+            "torchao keeps the layout of its tensors in the metadata of .safetensors files; save this model with its "
+            "own save_pretrained"
+        )
+
+
+def _save_adapters(model: Any, where: _Target) -> None:
+    from peft import get_peft_model_state_dict
+
+    names = list(model.peft_config)
+    for name in names:
+        subfolder = "" if name == "default" else name
+        folder = where.staging / subfolder
+        folder.mkdir(parents=True, exist_ok=True)
+        config = copy.deepcopy(model.peft_config[name])
+        config.inference_mode = True
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = getattr(getattr(model, "config", None), "name_or_path", None)
+        config.save_pretrained(str(folder))
+        state = get_peft_model_state_dict(model, adapter_name=name)
+        where.write_state(state, subfolder, "adapter_model", {"peft_type": str(config.peft_type)})
+
+
+def _save_pipeline(pipeline: Any, where: _Target) -> None:
+    pipeline.save_config(where.staging)
+    for name, component in pipeline.components.items():
+        if component is None:
+            continue
+        if isinstance(component, torch.nn.Module) and hasattr(component, "config"):
+            _save_model(component, where, name)
+        elif hasattr(component, "save_pretrained"):
+            component.save_pretrained(where.staging / name)
+
+
+def _save_sentence_transformer(model: Any, where: _Target) -> None:
+    model.save_pretrained(str(where.staging), create_model_card=False, safe_serialization=True)
+    for path in sorted(_files(where.staging)):
+        if path.suffix == ".safetensors":
+            subfolder = path.parent.relative_to(where.staging).as_posix()
+            where.write_file(path, "" if subfolder == "." else subfolder, path.stem)
+            path.unlink()
+    left = [path.name for path in _files(where.staging) if is_weight(path.name)]
+    if left:
+        raise UnsupportedContentError(f"weights in a form that is not converted: {', '.join(left)}")

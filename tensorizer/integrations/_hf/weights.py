@@ -1,0 +1,129 @@
+"""The weights of one model: which file or index of a folder, and what it gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from tensorizer._files.pickled import read_pickled
+from tensorizer.deserializer import TensorDeserializer
+from tensorizer.integrations._hf.options import LoadOptions
+from tensorizer.integrations._hf.place import Place
+from tensorizer.torch import load_file
+
+__all__ = ["Weights", "find_weights"]
+
+_PICKLED_STEMS = {"model": "pytorch_model"}  # the others are called the same in every format
+
+
+class Weights(NamedTuple):
+    """A file of tensors, or the index of several.
+
+    Attributes:
+        source: What the engine opens; for pickled weights the local paths of all files.
+        pickled: Whether torch has to read them.
+    """
+
+    source: Any
+    pickled: bool
+    place: Place
+    options: LoadOptions
+
+    @property
+    def label(self) -> str:
+        return str(self.source[0] if self.pickled else self.source)
+
+    def open(
+        self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None
+    ) -> TensorDeserializer:
+        """The file, with nothing read but its index."""
+        return TensorDeserializer(
+            self.source,
+            device,
+            filter_func,
+            dtype,
+            lazy_load=True,
+            verify_hash=self.options.verify,
+            encryption=self.options.encryption,
+            stream_options=self.place.stream_options,
+        )
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All tensors in host memory, with the dtypes that are stored."""
+        if self.pickled:
+            tensors: dict[str, torch.Tensor] = {}
+            for path in self.source:
+                tensors.update(read_pickled(path)[0])
+            return tensors
+        return load_file(
+            self.source,
+            verify=self.options.verify,
+            encryption=self.options.encryption,
+            stream_options=self.place.stream_options,
+        )
+
+    @property
+    def encrypted(self) -> bool:
+        if self.pickled:
+            return False
+        with self.open() as file:
+            return bool(file._container.index.encrypted)
+
+
+def find_weights(place: Place, stem: str, options: LoadOptions) -> Weights:
+    """The weights under the usual names: ``.tensors``, else ``.safetensors``, else ``.bin`` if that is allowed.
+
+    Args:
+        place: The folder.
+        stem: ``model``, ``diffusion_pytorch_model`` or ``adapter_model``.
+        options: Of the load; ``variant`` and ``allow_pickle`` are used.
+
+    Raises:
+        FileNotFoundError: There are none; the message says what was looked for.
+        ValueError: Only pickled ones, and they are not allowed.
+    """
+    tried = []
+    for extension in ("tensors", "safetensors"):
+        for name in _names(stem, extension, options.variant):
+            if place.has(name):
+                return Weights(place.weight(name), False, place, options)
+            tried.append(name)
+    for name in _names(_PICKLED_STEMS.get(stem, stem), "bin", options.variant):
+        if not place.has(name):
+            continue
+        if not options.allow_pickle:
+            raise ValueError(
+                f"{place.label}: only {name} holds the weights, a pickle; allow_pickle=True reads it (weights only, "
+                "nothing in it is run)"
+            )
+        return Weights(tuple(_pickled_files(place, name)), True, place, options)
+    raise FileNotFoundError(f"{place.label}: wanted {', '.join(tried)}, found none of them")
+
+
+def _names(stem: str, extension: str, variant: Optional[str]) -> Iterator[str]:
+    if variant is None:
+        yield f"{stem}.{extension}"
+        yield f"{stem}.{extension}.index.json"
+        return
+    yield f"{stem}.{variant}.{extension}"
+    yield f"{stem}.{extension}.index.{variant}.json"
+    yield f"{stem}.{variant}.{extension}.index.json"
+    yield f"{stem}.{extension}.{variant}.index.json"
+
+
+def _pickled_files(place: Place, name: str) -> Iterator[str]:
+    path = str(place.weight(name))
+    if "://" in path:
+        raise ValueError(f"{place.label}: {name} is a pickle, which is read from local files and the hub's cache alone")
+    if not name.endswith(".json"):
+        yield path
+        return
+    weight_map = json.loads(Path(path).read_bytes())["weight_map"]
+    for shard in sorted(set(weight_map.values())):
+        if "/" in shard or "\\" in shard or ".." in shard:
+            raise ValueError(f"{path}: wanted the name of a file in its folder, found {shard!r:.200}")
+        yield str(place.weight(shard))

@@ -1,0 +1,128 @@
+"""Checkpoints of ``transformers.Trainer`` in ``.tensors`` files: a mixin writes and resumes them, a callback writes.
+
+Importing this module imports ``transformers``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+from transformers import TrainerCallback
+
+from tensorizer.integrations._hf.adapters import is_peft, load_adapter_into
+from tensorizer.integrations._hf.options import LoadOptions
+from tensorizer.integrations._hf.place import LocalPlace
+from tensorizer.integrations._hf.weights import Weights, find_weights
+from tensorizer.integrations.huggingface import save_pretrained
+from tensorizer.torch import load_model, save_model
+
+__all__ = ["TensorsCallback", "TensorsTrainerMixin"]
+
+_TRAINING_ARGS = "training_args.bin"
+
+
+class TensorsTrainerMixin:
+    """Lets a ``Trainer`` write its checkpoints as ``.tensors`` and go on from them.
+
+    Name it before the trainer: ``class MyTrainer(TensorsTrainerMixin, Trainer): ...``. Everything else is as ever:
+    ``resume_from_checkpoint``, ``save_total_limit``, ``load_best_model_at_end``; checkpoints with ``.safetensors`` are
+    resumed by the trainer itself. Optimizer, scheduler and random states stay the trainer's own files. Under FSDP and
+    DeepSpeed, which keep models in pieces, nothing is changed.
+
+    Attributes:
+        encryption: Encrypts the weights of checkpoints (:class:`tensorizer.EncryptionParams`); the trainer's other
+            files stay in clear, and what the optimizer keeps tells about the weights.
+        decryption: The key that belongs to it, for resuming.
+    """
+
+    encryption: Any = None
+    decryption: Any = None
+
+    def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
+        """Write the model, its configuration and tokenizer; called by the trainer for each checkpoint.
+
+        Args:
+            output_dir: The folder; ``None`` is ``args.output_dir``.
+            _internal_call: Whether the trainer calls; otherwise ``args.push_to_hub`` uploads the folder.
+        """
+        trainer: Any = self
+        if _is_in_pieces(trainer):
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        if not trainer.args.should_save:
+            return
+        folder = trainer.args.output_dir if output_dir is None else output_dir
+        os.makedirs(folder, exist_ok=True)
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        tokenizer = trainer.processing_class
+        if tokenizer is None:
+            tokenizer = getattr(trainer.data_collator, "tokenizer", None)
+        if hasattr(model, "config") or is_peft(model):
+            save_pretrained(model, folder, tokenizer=tokenizer, encryption=self.encryption)
+        else:
+            save_model(model, os.path.join(folder, "model.tensors"), encryption=self.encryption)
+        torch.save(trainer.args, os.path.join(folder, _TRAINING_ARGS))
+        if trainer.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Optional[torch.nn.Module] = None) -> None:
+        if not self._fill(resume_from_checkpoint, model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        trainer: Any = self
+        if not self._fill(trainer.state.best_model_checkpoint, None):
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _fill(self, folder: str, model: Optional[torch.nn.Module]) -> bool:
+        """Copies a checkpoint into the model, so that optimizers keep their tensors; ``False`` where it is no ours."""
+        trainer: Any = self
+        if _is_in_pieces(trainer):
+            return False
+        target = trainer.accelerator.unwrap_model(model or trainer.model, keep_torch_compile=False)
+        place = LocalPlace(Path(folder))
+        stem = "adapter_model" if is_peft(target) else "model"
+        if not any(place.has(f"{stem}.tensors{ending}") for ending in ("", ".index.json")):
+            return False
+        options = LoadOptions(encryption=self.decryption)
+        if is_peft(target):
+            training = target.training
+            load_adapter_into(target, place, options, target.active_adapter)
+            target.train(training)
+        else:
+            weights: Weights = find_weights(place, stem, options)
+            left_out = bool(getattr(target, "_keys_to_ignore_on_save", None))
+            load_model(target, weights.source, strict=not left_out, assign=False, encryption=self.decryption)
+        return True
+
+
+def _is_in_pieces(trainer: Any) -> bool:
+    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+
+
+class TensorsCallback(TrainerCallback):  # type: ignore[misc]
+    """Writes each checkpoint's model once more as ``.tensors``, for a trainer whose class stays as it is.
+
+    The trainer's own files stay what it resumes from; these are for :func:`.huggingface.from_pretrained`.
+
+    Args:
+        target: A folder or ``s3://`` prefix, below which a checkpoint is ``checkpoint-<step>``; ``None``: the folder of
+            the checkpoint itself, which ``save_total_limit`` removes with the rest.
+        **options: Keywords for :func:`.huggingface.save_pretrained`, such as ``encryption``.
+    """
+
+    def __init__(self, target: Union[str, os.PathLike[str], None] = None, **options: Any) -> None:
+        self.target = target
+        self.options: Mapping[str, Any] = options
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """Called by the trainer when a checkpoint is complete."""
+        if not state.is_world_process_zero:
+            return
+        root = str(args.output_dir if self.target is None else self.target).rstrip("/")
+        tokenizer = others.get("processing_class")
+        save_pretrained(model, f"{root}/checkpoint-{state.global_step}", tokenizer=tokenizer, **self.options)

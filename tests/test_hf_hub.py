@@ -1,0 +1,156 @@
+"""Repositories of a hub on loopback: one revision for all files, the cache, offline, and who gets the token."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+from servers import hub_repository
+
+from tensorizer.integrations._hf import hub
+from tensorizer.integrations.huggingface import save_pretrained
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
+
+FIRST, SECOND = "1" * 40, "2" * 40
+
+# In a process of its own: where the hub is, is read when huggingface_hub is imported.
+PROGRAM = """
+import json, os, sys
+import huggingface_hub
+from huggingface_hub import constants
+from tensorizer.integrations.huggingface import from_pretrained
+
+TOKEN, FIRST, SECOND = sys.argv[1:]
+steps = []
+
+def load(what, *arguments, **keywords):
+    try:
+        model = from_pretrained(None, *arguments, **keywords)
+        answer = [float(model.model.norm.weight[0]), model.config.name_or_path]
+    except Exception as error:
+        answer = [type(error).__name__, str(error)]
+    print("STEP", json.dumps([what, answer]), flush=True)
+    sys.stdin.readline()
+
+load("main", "org/tiny", token=TOKEN)
+load("main again", "org/tiny", token=TOKEN)
+load("a commit", "org/tiny", revision=FIRST, token=TOKEN)
+load("from the cache", "org/tiny", local_files_only=True)
+load("not in the cache", "org/tiny", local_files_only=True, revision="3" * 40)
+constants.HF_HUB_OFFLINE = True
+load("offline", "hf://org/tiny")
+load("offline, not cached", "org/other")
+load("offline, streamed", "org/tiny", cache=False)
+constants.HF_HUB_OFFLINE = False
+load("streamed", f"hf://org/tiny@{FIRST}", token=TOKEN, cache=False)
+load("shards streamed", f"hf://org/tiny@{FIRST}/shards", token=TOKEN, cache=False)
+load("shards", "hf://org/tiny/shards", token=TOKEN, revision=FIRST)
+load("without a token", "org/tiny", token=False)
+load("no such revision", "org/tiny", revision="nothing", token=TOKEN)
+load("two revisions", f"hf://org/tiny@{FIRST}", revision=SECOND, token=TOKEN)
+"""
+
+
+@pytest.fixture(scope="module")
+def commits(tmp_path_factory):
+    """Two commits, which a parameter tells apart: 1.0 and 2.0."""
+    found = {}
+    for value, commit in ((1.0, FIRST), (2.0, SECOND)):
+        folder = tmp_path_factory.mktemp(f"commit{value}")
+        model = tiny_models.llama()
+        model.model.norm.weight.data.fill_(value)
+        save_pretrained(model, folder, tokenizer=tiny_models.tokenizer())
+        save_pretrained(model, folder / "shards", max_shard_size="20KB")
+        found[commit] = folder
+    return found
+
+
+def test_a_repository_is_read_at_one_commit_and_the_token_goes_to_the_hub_alone(commits, tmp_path):
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    with hub_repository.serve_hub(commits, FIRST) as server, (tmp_path / "stderr").open("w") as stderr:
+        server.moves_to = SECOND  # once somebody has asked what the main branch is
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": server.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_XET": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "no_proxy"):
+            environment.pop(name, None)
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, hub_repository.TOKEN, FIRST, SECOND],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        answers, requests = {}, {}
+        with process:
+            for line in process.stdout:
+                if line.startswith("STEP "):
+                    what, answer = json.loads(line[5:])
+                    answers[what], requests[what] = answer, server.requests[:]
+                    server.requests.clear()
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+        assert process.returncode == 0, (tmp_path / "stderr").read_text()[-3000:]
+
+    assert answers["main"] == [1.0, "org/tiny"]  # though the branch moved in the middle of it
+    asked = [request.path for request in requests["main"]]
+    assert [path for path in asked if path.startswith("/api/models")] == ["/api/models/org/tiny"]
+    assert all(FIRST in path for path in asked if not path.startswith("/api/"))
+    assert not any("tokenizer" in path for path in asked)  # nothing that a model does not need
+
+    assert answers["main again"] == [2.0, "org/tiny"]
+    assert answers["a commit"] == [1.0, "org/tiny"]
+    asked = [request.path for request in requests["a commit"]]
+    assert [path for path in asked if "org" in path] == [f"/api/models/org/tiny/revision/{FIRST}"]
+    assert answers["from the cache"] == answers["offline"] == [2.0, "org/tiny"]
+    assert answers["not in the cache"][0] == answers["offline, not cached"][0] == "FileNotFoundError"
+    assert answers["offline, streamed"][0] == "ValueError"
+    for what in ("from the cache", "not in the cache", "offline", "offline, not cached", "offline, streamed"):
+        assert requests[what] == [], what
+
+    for what in ("streamed", "shards streamed", "shards"):
+        assert answers[what] == [1.0, "org/tiny"], what
+        assert any(request.host == "storage" for request in requests[what]), what
+    assert answers["without a token"][0] == answers["no such revision"][0] == "FileNotFoundError"
+    assert answers["two revisions"][0] == "ValueError"
+
+    every = [request for step in requests.values() for request in step]
+    assert {request.token for request in every if request.host == "storage"} == {""}
+    by_hub = {request.token for what, step in requests.items() if what != "without a token" for request in step}
+    assert by_hub == {"", hub_repository.TOKEN}
+    assert not [text for answer in answers.values() for text in answer if hub_repository.TOKEN in str(text)]
+    cached = [path.name for path in (tmp_path / "home").rglob("*") if path.is_symlink()]
+    assert cached.count("model.tensors") == 2  # what was streamed is not there a second time
+
+
+def test_what_names_a_repository_and_what_does_not():
+    assert hub.is_repo_id("org/name")
+    assert hub.is_repo_id("gpt2")
+    for text in ("/abs/path", "./here", "a/b/c", "a//b", "..", "a/..", "", "a b"):
+        assert not hub.is_repo_id(text), text
+    assert hub.parse_uri("hf://org/name") == ("org/name", None, "")
+    assert hub.parse_uri("hf://models/org/name@v1/sub/folder") == ("org/name", "v1", "sub/folder")
+    assert hub.parse_uri("hf://org/name@refs%2Fpr%2F1") == ("org/name", "refs/pr/1", "")
+    for uri in ("hf://name", "hf://datasets/org/name", "hf://org"):
+        with pytest.raises(ValueError, match="wanted hf://"):
+            hub.parse_uri(uri)
+
+
+def test_a_revision_stays_inside_of_the_cache(tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="revision"):
+        hub._note_revision("org/name", "../../../outside", "1" * 40)
+    assert not Path(tmp_path / "outside").exists()

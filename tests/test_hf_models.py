@@ -1,0 +1,450 @@
+"""save_pretrained and from_pretrained against the libraries' own, offline, on models made here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from servers.file_server import serve_folder
+
+import tensorizer
+from tensorizer import DecryptionParams, EncryptionParams
+from tensorizer.errors import LoadError, MissingHashError, UnsupportedContentError
+from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
+
+FAMILIES = {
+    "llama, tied": tiny_models.llama,
+    "llama, untied": lambda: tiny_models.llama(tie_word_embeddings=False),
+    "gpt2": tiny_models.gpt2,
+    "mixtral": tiny_models.mixtral,
+    "t5": tiny_models.t5,
+    "bert": tiny_models.bert,
+    "bert with a head": tiny_models.bert_with_head,
+    "vit": tiny_models.vit,
+}
+
+
+@pytest.fixture
+def library_calls(monkeypatch):
+    """The classes whose own from_pretrained was called."""
+    calls = []
+    original = transformers.PreTrainedModel.from_pretrained.__func__
+
+    def from_pretrained(cls, *arguments, **keywords):
+        calls.append(cls.__name__)
+        return original(cls, *arguments, **keywords)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+    return calls
+
+
+def ties_of(model):
+    groups = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(tensor), []).append(name)
+    return sorted(names for names in groups.values() if len(names) > 1)
+
+
+def assert_as_the_library(ours, theirs, what=""):
+    assert type(ours) is type(theirs), what
+    state, expected = ours.state_dict(), theirs.state_dict()
+    assert list(state) == list(expected), what
+    for name, tensor in state.items():
+        assert tensor.dtype == expected[name].dtype, (what, name)
+        assert torch.equal(tensor, expected[name]), (what, name)
+    buffers, wanted = dict(ours.named_buffers()), dict(theirs.named_buffers())
+    assert buffers.keys() == wanted.keys(), what
+    assert all(torch.equal(buffers[name], wanted[name]) for name in wanted), what
+    assert ties_of(ours) == ties_of(theirs), what
+    assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in theirs.parameters()], what
+    assert not any(tensor.is_meta for tensor in (*ours.parameters(), *ours.buffers())), what
+    assert not ours.training, what
+    assert all(not module.training for module in ours.modules()), what
+    assert torch.equal(tiny_models.output_of(ours), tiny_models.output_of(theirs)), what
+    if theirs.can_generate():
+        assert ours.generation_config.to_dict() == theirs.generation_config.to_dict(), what
+    assert ours.dtype == theirs.dtype, what
+    left_out = {"_name_or_path": "", "transformers_version": "", "architectures": ""}
+    if theirs.config.dtype is None:  # made, not loaded
+        left_out["dtype"] = ""
+    assert {**ours.config.to_dict(), **left_out} == {**theirs.config.to_dict(), **left_out}, what
+
+
+def test_every_family_loads_as_the_library_loads_it(tmp_path):
+    for what, make in FAMILIES.items():
+        model = make()
+        if model.can_generate():
+            model.generation_config.max_new_tokens = 7
+        library = tmp_path / what / "library"
+        model.save_pretrained(library)
+        theirs, info = type(model).from_pretrained(library, output_loading_info=True)
+        save_pretrained(model, tmp_path / what / "ours")
+        save_pretrained(model, tmp_path / what / "shards", max_shard_size=20_000)
+        assert (tmp_path / what / "shards" / "model.tensors.index.json").exists()
+        for folder in ("library", "ours", "shards"):
+            ours, our_info = from_pretrained(None, tmp_path / what / folder, output_loading_info=True)
+            assert_as_the_library(ours, theirs, f"{what}, {folder}")
+            assert our_info == info, (what, folder)
+            assert ours.config.name_or_path == ours.name_or_path == str(tmp_path / what / folder)
+
+
+def test_files_of_the_models_own_names_go_straight_to_the_device(tmp_path, library_calls):
+    for what, make in FAMILIES.items():
+        save_pretrained(make(), tmp_path / what)
+        from_pretrained(None, tmp_path / what)
+    assert library_calls == []
+
+
+def test_the_library_converts_what_it_stores_in_another_form(tmp_path, library_calls):
+    tiny_models.mixtral().save_pretrained(tmp_path)
+    if not any("experts.0." in name for name in tensorizer.TensorDeserializer(tmp_path, device="cpu", lazy_load=True)):
+        pytest.skip("this transformers stores experts as it keeps them")
+    from_pretrained(None, tmp_path)
+    assert library_calls == ["MixtralForCausalLM"]
+
+
+def test_the_class_may_be_named_in_every_way(tmp_path):
+    model = tiny_models.llama()
+    save_pretrained(model, tmp_path)
+    for cls in (None, transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM):
+        assert type(from_pretrained(cls, tmp_path)) is transformers.LlamaForCausalLM
+    assert type(from_pretrained(None, tmp_path, model_class=transformers.LlamaForCausalLM)) is type(model)
+    base = from_pretrained(transformers.AutoModel, tmp_path, strict=False)  # another class than the one that was saved
+    assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
+    config = transformers.LlamaConfig.from_pretrained(tmp_path)
+    config.architectures = None
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"names no class.*model_class"):
+        from_pretrained(None, tmp_path)
+
+
+def test_a_configuration_given_or_overridden_is_used(tmp_path):
+    save_pretrained(tiny_models.llama(), tmp_path)
+    config = transformers.LlamaConfig.from_pretrained(tmp_path, rope_theta=5.0)
+    assert from_pretrained(None, tmp_path, rms_norm_eps=0.5).config.rms_norm_eps == 0.5
+    eager = from_pretrained(None, tmp_path, config=config, attn_implementation="eager")
+    assert eager.config._attn_implementation == "eager"
+    theirs = transformers.LlamaForCausalLM.from_pretrained
+    tiny_models.llama().save_pretrained(tmp_path / "library")
+    assert torch.equal(
+        tiny_models.output_of(eager),
+        tiny_models.output_of(theirs(tmp_path / "library", config=config, attn_implementation="eager")),
+    )
+
+
+def test_the_folder_opens_with_the_librarys_own_functions(tmp_path):
+    model, tokenizer = tiny_models.llama(), tiny_models.tokenizer()
+    model.generation_config.max_new_tokens = 7
+    save_pretrained(model, tmp_path, tokenizer=tokenizer, metadata={"note": "mine"})
+    assert type(transformers.AutoConfig.from_pretrained(tmp_path)) is transformers.LlamaConfig
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("abc")["input_ids"] == tokenizer("abc")["input_ids"]
+    assert transformers.GenerationConfig.from_pretrained(tmp_path).max_new_tokens == 7
+    model.save_pretrained(tmp_path / "library")
+    wanted, found = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "library", tmp_path))
+    assert found == wanted
+    metadata = tensorizer.TensorDeserializer(tmp_path / "model.tensors", device="cpu", lazy_load=True).metadata
+    assert metadata == {
+        "format": "pt",
+        "architecture": "LlamaForCausalLM",
+        "names": "model",
+        "transformers_version": transformers.__version__,
+        "note": "mine",
+    }
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    save_pretrained(tiny_models.llama(), tmp_path)
+    with tensorizer.TensorDeserializer(tmp_path / "model.tensors", device="cpu", lazy_load=True) as file:
+        assert dict(file.ties) == {"model.embed_tokens.weight": "lm_head.weight"}
+
+
+def test_a_different_head_under_a_configuration_that_ties_is_kept(tmp_path, caplog):
+    model = tiny_models.llama(tie_word_embeddings=False)
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path / "library")
+    save_pretrained(model, tmp_path / "ours")
+    for folder in ("library", "ours"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "tensorizer"):
+            loaded = from_pretrained(None, tmp_path / folder)
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+        assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight)
+        assert torch.equal(tiny_models.output_of(loaded), tiny_models.output_of(model))
+        assert "lm_head.weight" in caplog.text
+
+
+def test_both_halves_of_a_tie_stored_apart_are_tied_again(tmp_path):
+    model = tiny_models.llama()
+    save_pretrained(model, tmp_path, ties="twice")
+    loaded = from_pretrained(None, tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_a_head_is_added_and_taken_away_where_strict_is_off(tmp_path):
+    base, whole = tiny_models.bert(), tiny_models.bert_with_head()
+    for what, (model, cls) in {
+        "to head": (base, transformers.BertForSequenceClassification),
+        "back": (whole, transformers.BertModel),
+    }.items():
+        model.save_pretrained(tmp_path / what / "library")
+        save_pretrained(model, tmp_path / what / "ours")
+        torch.manual_seed(1)
+        theirs, info = cls.from_pretrained(tmp_path / what / "library", output_loading_info=True)
+        torch.manual_seed(1)
+        ours, our_info = from_pretrained(cls, tmp_path / what / "ours", strict=False, output_loading_info=True)
+        assert our_info == info
+        assert info["missing_keys"] or info["unexpected_keys"]
+        state, expected = ours.state_dict(), theirs.state_dict()
+        assert list(state) == list(expected)
+        for name in state:
+            if name not in info["missing_keys"]:
+                assert torch.equal(state[name], expected[name]), name
+        with pytest.raises(LoadError, match=r"classifier\.weight.*strict=False") as caught:
+            from_pretrained(cls, tmp_path / what / "ours")
+        assert not caught.value.report.ok
+
+
+# --- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+def test_dtypes_are_those_of_the_library(tmp_path):
+    for what, make in {"llama": tiny_models.llama, "t5": tiny_models.t5}.items():
+        for stored in (torch.float32, torch.bfloat16):
+            model = make().to(stored)
+            folder = tmp_path / what / str(stored)
+            model.save_pretrained(folder / "library")
+            save_pretrained(model, folder / "ours")
+            for dtype in ("auto", torch.float16, torch.bfloat16, "float32"):
+                theirs = type(model).from_pretrained(folder / "library", dtype=dtype)
+                for kind in ("library", "ours"):
+                    ours = from_pretrained(None, folder / kind, dtype=dtype)
+                    assert_as_the_library(ours, theirs, f"{what} {stored} {dtype} {kind}")
+    with pytest.raises(ValueError, match="dtype: wanted"):
+        from_pretrained(None, folder / "ours", dtype="float33")
+
+
+def test_parts_that_halves_are_too_coarse_for_stay_in_single_precision(tmp_path, library_calls):
+    save_pretrained(tiny_models.t5(), tmp_path)
+    model = from_pretrained(None, tmp_path, dtype=torch.float16)
+    assert model.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.float32
+    assert model.encoder.block[0].layer[1].DenseReluDense.wi.weight.dtype == torch.float16
+    assert library_calls == []
+
+
+def test_auto_is_the_dtype_of_the_weights_where_the_configuration_names_none(tmp_path):
+    save_pretrained(tiny_models.llama().to(torch.bfloat16), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("dtype", None)
+    config.pop("torch_dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert from_pretrained(None, tmp_path).dtype == torch.bfloat16
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+def test_device_maps_give_what_the_library_gives(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = tiny_models.llama()
+    model.save_pretrained(tmp_path / "library")
+    save_pretrained(model, tmp_path / "ours")
+    parts = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    for device_map in ("auto", "cpu", {"": "cpu"}, {**parts, "lm_head": "cpu"}):
+        theirs = type(model).from_pretrained(tmp_path / "library", device_map=device_map)
+        ours = from_pretrained(None, tmp_path / "ours", device_map=device_map)
+        assert_as_the_library(ours, theirs, str(device_map))
+
+
+def test_limits_that_leave_parts_to_the_disk_are_the_librarys_to_arrange(tmp_path, library_calls):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = tiny_models.llama(tie_word_embeddings=False)
+    save_pretrained(model, tmp_path / "ours")
+    offloaded = from_pretrained(
+        None, tmp_path / "ours", device_map="auto", max_memory={"cpu": 60_000}, offload_folder=str(tmp_path / "disk")
+    )
+    assert set(offloaded.hf_device_map.values()) == {"cpu", "disk"}
+    assert torch.equal(tiny_models.output_of(offloaded), tiny_models.output_of(model))
+    assert library_calls == ["LlamaForCausalLM"]
+
+
+def test_limits_of_two_devices_divide_a_model_as_accelerate_does():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from tensorizer.integrations._hf import device_maps
+
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(tiny_models.llama_config(tie_word_embeddings=False))
+    limits = {0: 50_000, 1: 40_000, "cpu": 1_000_000}
+    found = device_maps.resolve(model, "sequential", limits, torch.float32)
+    whole = model._no_split_modules
+    assert found == dict(accelerate.infer_auto_device_map(model, limits, list(whole), dtype=torch.float32))
+    assert set(found.values()) == {0, 1, "cpu"}
+    assert device_maps.holds_everything(found)
+    with pytest.raises(ValueError, match="device_map: wanted"):
+        device_maps.resolve(model, "nowhere", None, torch.float32)
+
+
+# --- what is taken, and what is refused ------------------------------------------------------------------------------
+
+
+def test_tensors_come_before_safetensors_and_pickles_only_when_allowed(tmp_path):
+    model = tiny_models.llama()
+    save_pretrained(model, tmp_path)
+    (tmp_path / "model.tensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.tensors.*model\.safetensors"):
+        from_pretrained(None, tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="allow_pickle"):
+        from_pretrained(None, tmp_path)
+    assert_as_the_library(from_pretrained(None, tmp_path, allow_pickle=True), model)
+    model.save_pretrained(tmp_path)
+    for value, name in ((1.0, "model.safetensors"), (2.0, "model.tensors")):
+        model.model.norm.weight.data.fill_(value)
+        tensorizer.save_file(model.state_dict(), tmp_path / name)
+        assert from_pretrained(None, tmp_path, allow_pickle=True).model.norm.weight[0] == value
+
+
+def test_sharded_pickles_are_read(tmp_path):
+    model = tiny_models.gpt2()
+    save_pretrained(model, tmp_path)
+    (tmp_path / "model.tensors").unlink()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    half = len(state) // 2
+    weight_map = {}
+    for i, names in enumerate((list(state)[:half], list(state)[half:]), 1):
+        file = f"pytorch_model-0000{i}-of-00002.bin"
+        torch.save({name: state[name] for name in names}, tmp_path / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert_as_the_library(from_pretrained(None, tmp_path, allow_pickle=True), model)
+
+
+def test_variants_have_files_of_their_own(tmp_path):
+    model = tiny_models.llama()
+    save_pretrained(model.to(torch.float16), tmp_path, variant="fp16")
+    assert (tmp_path / "model.fp16.tensors").exists()
+    assert from_pretrained(None, tmp_path, variant="fp16").dtype == torch.float16
+    with pytest.raises(FileNotFoundError, match=r"model\.tensors"):
+        from_pretrained(None, tmp_path)
+    (tmp_path / "model.fp16.tensors").unlink()
+    model.save_pretrained(tmp_path, variant="fp16", max_shard_size="20KB")
+    theirs = type(model).from_pretrained(tmp_path, variant="fp16")
+    assert_as_the_library(from_pretrained(None, tmp_path, variant="fp16"), theirs)
+
+
+def test_code_of_a_repository_is_never_run(tmp_path):
+    save_pretrained(tiny_models.llama(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    native = {**config, "auto_map": {"AutoModelForCausalLM": "modeling.Mine", "AutoConfig": "modeling.MyConfig"}}
+    (tmp_path / "modeling.py").write_text("raise SystemExit('code of the repository ran')")
+    (tmp_path / "config.json").write_text(json.dumps(native))
+    assert type(from_pretrained(None, tmp_path)) is transformers.LlamaForCausalLM  # the library has these classes
+    with pytest.raises(ValueError, match="model_class"):
+        from_pretrained(None, tmp_path, trust_remote_code=True)
+    (tmp_path / "config.json").write_text(json.dumps({**native, "model_type": "mine", "architectures": ["Mine"]}))
+    with pytest.raises(ValueError, match=r"code in the repository.*model_class"):
+        from_pretrained(None, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**native, "architectures": ["Mine"]}))
+    with pytest.raises(ValueError, match="model_class"):
+        from_pretrained(None, tmp_path)
+    found = from_pretrained(None, tmp_path, model_class=transformers.LlamaForCausalLM)
+    assert type(found) is transformers.LlamaForCausalLM
+
+
+def test_encrypted_and_verified_weights(tmp_path):
+    encryption = EncryptionParams.random()
+    key = DecryptionParams.from_key(encryption.key)
+    model = tiny_models.llama()
+    save_pretrained(model, tmp_path, encryption=encryption)
+    assert_as_the_library(from_pretrained(None, tmp_path, encryption=key, verify=True), model)
+    base = from_pretrained(transformers.LlamaModel, tmp_path, encryption=key, strict=False)  # by the library
+    assert torch.equal(base.norm.weight, model.model.norm.weight)
+    with pytest.raises(tensorizer.CryptographyError):
+        from_pretrained(None, tmp_path)
+    model.save_pretrained(tmp_path / "library")
+    with pytest.raises(MissingHashError):
+        from_pretrained(None, tmp_path / "library", verify=True)
+
+
+def test_damaged_weights_are_an_error(tmp_path):
+    save_pretrained(tiny_models.llama(), tmp_path)
+    path = tmp_path / "model.tensors"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(tensorizer.HashMismatchError):
+        from_pretrained(None, tmp_path, verify=True)
+
+
+def test_a_saved_folder_replaces_an_earlier_one(tmp_path):
+    model = tiny_models.llama()
+    save_pretrained(model, tmp_path)
+    (tmp_path / "mine-00001-of-00001.tensors").write_bytes(b"")
+    model.model.norm.weight.data.fill_(3.0)
+    save_pretrained(model, tmp_path, max_shard_size="20KB")
+    assert not (tmp_path / "model.tensors").exists()
+    assert from_pretrained(None, tmp_path).model.norm.weight[0] == 3.0
+    many = len(list(tmp_path.glob("model-*.tensors")))
+    save_pretrained(model, tmp_path, max_shard_size="40KB")
+    assert 1 < len(list(tmp_path.glob("model-*.tensors"))) < many
+    model.model.norm.weight.data.fill_(4.0)
+    save_pretrained(model, tmp_path)
+    assert from_pretrained(None, tmp_path).model.norm.weight[0] == 4.0
+    names = ["config.json", "generation_config.json", "mine-00001-of-00001.tensors", "model.tensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_what_cannot_be_saved_is_refused_before_a_file_appears(tmp_path):
+    with pytest.raises(TypeError, match="found Linear"):
+        save_pretrained(torch.nn.Linear(2, 2), tmp_path / "out")
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(tiny_models.llama_config())
+    with pytest.raises(ValueError, match="no data"):
+        save_pretrained(empty, tmp_path / "out")
+    model = tiny_models.llama()
+    model.config.quantization_config = type("Config", (), {"quant_method": "torchao"})()
+    with pytest.raises(UnsupportedContentError, match="torchao"):
+        save_pretrained(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_sources_that_are_no_folders_are_named(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    for source, error in (
+        (tmp_path / "file", "found a file"),
+        (tmp_path / "nothing", "found nothing"),
+        (tmp_path, "config.json"),
+    ):
+        with pytest.raises(FileNotFoundError, match=error):
+            from_pretrained(None, source)
+    save_pretrained(tiny_models.bert(), tmp_path / "model")
+    with pytest.raises(ValueError, match="revision"):
+        from_pretrained(None, tmp_path / "model", revision="main")
+    outer = from_pretrained(None, tmp_path, subfolder="model")
+    assert type(outer) is transformers.BertModel
+    assert type(from_pretrained(None, f"file://{tmp_path}/model")) is transformers.BertModel
+
+
+def test_a_prefix_of_a_web_server_is_a_folder(tmp_path):
+    model = tiny_models.llama()
+    model.generation_config.max_new_tokens = 7
+    save_pretrained(model, tmp_path / "ours", max_shard_size="20KB")
+    tiny_models.mixtral().save_pretrained(tmp_path / "library")
+    before = set(os.listdir(Path(os.path.realpath(os.environ.get("TMPDIR", "/tmp")))))
+    with serve_folder(tmp_path) as web:
+        loaded = from_pretrained(None, f"{web}/ours")
+        assert_as_the_library(loaded, model)
+        assert loaded.name_or_path == f"{web}/ours"
+        assert_as_the_library(from_pretrained(None, f"{web}/library"), tiny_models.mixtral())
+        with pytest.raises(FileNotFoundError, match=r"config\.json"):
+            from_pretrained(None, f"{web}/nothing")
+    left = set(os.listdir(Path(os.path.realpath(os.environ.get("TMPDIR", "/tmp"))))) - before
+    assert not {name for name in left if name.startswith("tensorizer-")}

@@ -1,0 +1,269 @@
+"""Pipelines, adapters, sentence transformers and quantised models, against their own libraries."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from servers.file_server import serve_folder
+
+import tensorizer
+from tensorizer import DecryptionParams, EncryptionParams
+from tensorizer.errors import LoadError
+from tensorizer.integrations import huggingface
+from tensorizer.integrations.huggingface import from_pretrained, load_adapter, save_pretrained
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
+
+PROMPT = torch.tensor([[3, 4, 5]])
+
+
+def assert_same_state(ours, theirs):
+    state, expected = ours.state_dict(), theirs.state_dict()
+    assert list(state) == list(expected)
+    for name, tensor in state.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+    assert not any(tensor.is_meta for tensor in (*ours.parameters(), *ours.buffers()))
+    assert not any(module.training for module in ours.modules())
+
+
+@pytest.fixture
+def private_folders(monkeypatch):
+    """The temporary folders that are made; none may be left."""
+    made, original = [], tempfile.mkdtemp
+
+    def mkdtemp(*arguments, **keywords):
+        made.append(original(*arguments, **keywords))
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    yield made
+    assert not [folder for folder in made if os.path.exists(folder) and "tensorizer-" in os.path.basename(folder)]
+
+
+# --- diffusers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stable_diffusion(tmp_path_factory):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    folder = tiny_models.save_stable_diffusion(tmp_path_factory.mktemp("diffusion"))
+    return folder, diffusers.StableDiffusionPipeline.from_pretrained(folder)
+
+
+def image_of(pipeline):
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    return pipeline("ab", num_inference_steps=2, height=8, width=8, generator=generator, output_type="pt").images
+
+
+def test_a_pipeline_goes_each_way_in_one_call(stable_diffusion, tmp_path, private_folders):
+    folder, theirs = stable_diffusion
+    save_pretrained(theirs, tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    names = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.tensors")]
+    assert sorted(names) == [
+        "text_encoder/model.tensors",
+        "unet/diffusion_pytorch_model.tensors",
+        "vae/diffusion_pytorch_model.tensors",
+    ]
+    wanted = image_of(theirs)
+    with serve_folder(tmp_path) as web:
+        for source in (tmp_path, folder, web):
+            ours = from_pretrained(None, source)
+            assert type(ours) is type(theirs)
+            assert ours.components.keys() == theirs.components.keys()
+            for name, component in theirs.components.items():
+                assert type(ours.components[name]) is type(component), name
+                if isinstance(component, torch.nn.Module):
+                    assert_same_state(ours.components[name], component)
+            assert torch.equal(image_of(ours), wanted)
+
+
+def test_one_model_of_diffusers_loads_by_itself(stable_diffusion, tmp_path):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    folder, theirs = stable_diffusion
+    save_pretrained(theirs.unet, tmp_path)
+    assert_same_state(from_pretrained(None, tmp_path), theirs.unet)
+    half = from_pretrained(diffusers.UNet2DConditionModel, folder, subfolder="unet", dtype=torch.bfloat16)
+    assert_same_state(half, type(half).from_pretrained(folder, subfolder="unet", torch_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="device_map"):
+        from_pretrained(None, tmp_path, device_map="auto")
+    with pytest.raises(ValueError, match="output_loading_info"):
+        from_pretrained(None, tmp_path, output_loading_info=True)
+
+
+def test_old_names_of_a_model_of_diffusers_are_the_librarys_to_change(stable_diffusion, tmp_path, private_folders):
+    """An attention block of the first releases, which the library renames while it loads."""
+    _, theirs = stable_diffusion
+    save_pretrained(theirs.vae, tmp_path)
+    state = theirs.vae.state_dict()
+    new = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    renamed = {}
+    for name, tensor in state.items():
+        for now, then in new.items():
+            name = name.replace(f"mid_block.attentions.0.{now}", f"mid_block.attentions.0.{then}")
+        renamed[name] = tensor
+    assert renamed.keys() != state.keys()
+    encryption = EncryptionParams.random()
+    key = DecryptionParams.from_key(encryption.key)
+    file = tmp_path / "diffusion_pytorch_model.tensors"
+    tensorizer.save_file(renamed, file)
+    assert_same_state(from_pretrained(None, tmp_path), theirs.vae)
+    tensorizer.save_file(renamed, file, encryption=encryption)
+    with pytest.raises(ValueError, match="allow_plaintext_temp"):
+        from_pretrained(None, tmp_path, encryption=key)
+    assert_same_state(from_pretrained(None, tmp_path, encryption=key, allow_plaintext_temp=True), theirs.vae)
+    del renamed["decoder.conv_in.weight"]
+    tensorizer.save_file(renamed, file)
+    with pytest.raises(LoadError, match=r"decoder\.conv_in\.weight"):
+        from_pretrained(None, tmp_path)
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def with_adapter(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config).eval()
+
+
+def test_an_adapter_loads_into_peft_and_transformers(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = tmp_path / "base"
+    save_pretrained(tiny_models.llama(), base)
+    tiny_models.llama().save_pretrained(tmp_path / "library base")
+    theirs = with_adapter(from_pretrained(None, base))
+    theirs.save_pretrained(tmp_path / "library")
+    save_pretrained(theirs, tmp_path / "ours")
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.tensors",
+    ]
+    wanted = theirs(PROMPT).logits
+    again = peft.PeftModel.from_pretrained(
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "library base"), tmp_path / "library"
+    )
+    assert torch.equal(again(PROMPT).logits, wanted)
+    for folder in ("ours", "library"):
+        for cls in (None, peft.PeftModel):
+            ours = from_pretrained(cls, tmp_path / folder)
+            assert type(ours) is peft.PeftModelForCausalLM
+            assert_same_state(ours, again)
+            assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in again.parameters()]
+            assert torch.equal(ours(PROMPT).logits, wanted)
+        into = from_pretrained(transformers.AutoModelForCausalLM, tmp_path / folder)
+        assert type(into) is transformers.LlamaForCausalLM
+        assert torch.equal(into(PROMPT).logits, wanted)
+        second = load_adapter(from_pretrained(None, tmp_path / "ours"), tmp_path / folder, adapter_name="second")
+        second.set_adapter("second")
+        assert torch.equal(second(PROMPT).logits, wanted)
+
+
+def test_an_adapter_that_does_not_fit_or_names_no_base_is_an_error(tmp_path):
+    model = tiny_models.llama()
+    save_pretrained(model, tmp_path / "base")
+    adapted = with_adapter(from_pretrained(None, tmp_path / "base"))
+    save_pretrained(adapted, tmp_path / "ours")
+    state = tensorizer.load_file(tmp_path / "ours" / "adapter_model.tensors")
+    first = next(iter(state))
+    del state[first]
+    tensorizer.save_file({**state, "surplus": torch.zeros(1)}, tmp_path / "ours" / "adapter_model.tensors")
+    with pytest.raises(LoadError, match=f"missing.*{first}"):
+        from_pretrained(None, tmp_path / "ours")
+    from_pretrained(None, tmp_path / "ours", strict=False)
+    config = tmp_path / "ours" / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(tmp_path / "base"), ""))
+    with pytest.raises(ValueError, match="base_model_name_or_path"):
+        from_pretrained(None, tmp_path / "ours")
+    with pytest.raises(TypeError, match="found Linear"):
+        load_adapter(torch.nn.Linear(1, 1), tmp_path / "ours")
+
+
+def test_an_adapter_loads_into_a_pipeline(stable_diffusion, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    folder, plain = stable_diffusion
+    source = diffusers.StableDiffusionPipeline.from_pretrained(folder)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    unet = peft.get_peft_model(source.unet, config)
+    layers = peft.get_peft_model_state_dict(unet)
+    bare = {name.removeprefix("base_model.model."): tensor for name, tensor in layers.items()}
+    diffusers.StableDiffusionPipeline.save_lora_weights(tmp_path / "library", unet_lora_layers=bare)
+    save_pretrained(unet, tmp_path / "ours")
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder)
+    theirs.load_lora_weights(tmp_path / "library")
+    wanted = image_of(theirs)
+    assert not torch.equal(wanted, image_of(plain))
+    for kind in ("library", "ours"):
+        assert torch.equal(image_of(load_adapter(from_pretrained(None, folder), tmp_path / kind)), wanted), kind
+
+
+# --- sentence-transformers -------------------------------------------------------------------------------------------
+
+
+def test_a_sentence_transformer_goes_each_way_in_one_call(tmp_path, private_folders):
+    theirs = tiny_models.sentence_transformer(tmp_path / "source")
+    save_pretrained(theirs, tmp_path / "ours")
+    theirs.save_pretrained(str(tmp_path / "library"), create_model_card=False)
+    assert not list((tmp_path / "ours").rglob("*.safetensors"))
+    wanted = theirs.encode(["abc", "de"])
+    with serve_folder(tmp_path) as web:
+        for source in (tmp_path / "ours", tmp_path / "library", f"{web}/ours"):
+            ours = from_pretrained(None, source)
+            assert (ours.encode(["abc", "de"]) == wanted).all()
+            assert not any(module.training for module in ours.modules())
+    again = type(theirs)
+    assert (from_pretrained(again, tmp_path / "ours").encode("abc") == theirs.encode("abc")).all()
+
+
+def test_plaintext_of_encrypted_weights_is_written_only_when_allowed(tmp_path, private_folders):
+    theirs = tiny_models.sentence_transformer(tmp_path / "source")
+    encryption = EncryptionParams.random()
+    key = DecryptionParams.from_key(encryption.key)
+    save_pretrained(theirs, tmp_path / "ours", encryption=encryption)
+    with pytest.raises(ValueError, match="allow_plaintext_temp"):
+        from_pretrained(None, tmp_path / "ours", encryption=key)
+    ours = from_pretrained(None, tmp_path / "ours", encryption=key, allow_plaintext_temp=True)
+    assert (ours.encode("abc") == theirs.encode("abc")).all()
+
+
+def test_an_interrupted_load_leaves_no_file(tmp_path, private_folders, monkeypatch):
+    import sentence_transformers
+
+    save_pretrained(tiny_models.sentence_transformer(tmp_path / "source"), tmp_path / "ours")
+    seen = []
+
+    class Interrupted(sentence_transformers.SentenceTransformer):
+        def __init__(self, folder, **keywords):
+            seen.append((folder, os.stat(folder).st_mode & 0o777, (Path(folder) / "model.safetensors").exists()))
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        from_pretrained(Interrupted, tmp_path / "ours")
+    ((folder, mode, was_there),) = seen
+    assert was_there
+    assert mode == 0o700
+    assert not os.path.exists(folder)
+
+
+# --- the old functions -----------------------------------------------------------------------------------------------
+
+
+def test_the_old_functions_load_what_the_new_ones_write(tmp_path):
+    model = tiny_models.llama()
+    model.generation_config.max_new_tokens = 7
+    huggingface.serialize_model(model, model.config, tmp_path / "old")
+    new = from_pretrained(transformers.LlamaForCausalLM, tmp_path / "old")
+    assert_same_state(new, model)
+    assert new.generation_config.max_new_tokens == 7

@@ -1,0 +1,178 @@
+"""transformers.Trainer with checkpoints in .tensors files."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from tensorizer import CryptographyError, DecryptionParams, EncryptionParams
+from tensorizer.integrations.huggingface import from_pretrained
+from tensorizer.integrations.transformers import TensorsCallback, TensorsTrainerMixin
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
+
+STEPS = 6
+
+
+class OurTrainer(TensorsTrainerMixin, Trainer):
+    """The trainer of these tests."""
+
+
+class Examples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        tokens = torch.randint(3, 64, (8,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class StopAt(TrainerCallback):
+    """A training that ends early, as one that was interrupted after a checkpoint."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **others):
+        control.should_training_stop = control.should_training_stop or state.global_step == self.step
+
+
+def model():
+    return tiny_models.llama(attention_dropout=0.1)
+
+
+def trainer(folder, made=None, kind=OurTrainer, callbacks=(), **changes):
+    arguments = {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    arguments = TrainingArguments(**{**arguments, **changes})
+    return kind(
+        model=model() if made is None else made,
+        args=arguments,
+        train_dataset=Examples(),
+        eval_dataset=Examples(),
+        processing_class=tiny_models.tokenizer(),
+        data_collator=transformers.default_data_collator,
+        callbacks=list(callbacks),
+    )
+
+
+def losses(run):
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def assert_same_weights(one, other):
+    expected = other.state_dict()
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(tmp_path):
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    plain = trainer(tmp_path / "plain", kind=Trainer)
+    plain.train()
+    assert losses(whole) == losses(plain)  # the trainer learns what it learns without us
+    trainer(tmp_path / "parts", callbacks=[StopAt(4)]).train()
+    names = {path.name for path in (tmp_path / "parts" / "checkpoint-4").iterdir()}
+    assert {"model.tensors", "config.json", "generation_config.json", "tokenizer.json", "training_args.bin"} <= names
+    assert not [name for name in names if name.endswith(".safetensors")]
+    resumed = trainer(tmp_path / "parts")
+    resumed.train(resume_from_checkpoint=True)
+    assert len(losses(resumed)) == STEPS
+    assert losses(resumed) == losses(whole)
+    assert_same_weights(resumed.model, whole.model)
+    assert_same_weights(from_pretrained(None, tmp_path / "parts" / f"checkpoint-{STEPS}"), whole.model)
+    assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
+
+
+def test_old_checkpoints_go_and_the_best_model_comes_back(tmp_path):
+    options = {"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    run = trainer(tmp_path, learning_rate=3.0, metric_for_best_model="loss", **options)  # so large that it gets worse
+    run.train()
+    best = tmp_path / run.state.best_model_checkpoint.rpartition("/")[2]
+    kept = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert kept == sorted({best.name, f"checkpoint-{STEPS}"})
+    assert_same_weights(run.model, from_pretrained(None, best))
+    assert run.model.training is False
+    run.save_model(str(tmp_path / "final"))
+    assert_same_weights(run.model, from_pretrained(None, tmp_path / "final"))
+
+
+def test_checkpoints_of_the_trainer_itself_are_resumed(tmp_path):
+    trainer(tmp_path / "theirs", kind=Trainer, callbacks=[StopAt(4)]).train()
+    run = trainer(tmp_path / "theirs")
+    run.train(resume_from_checkpoint=True)
+    assert len(losses(run)) == STEPS
+    (tmp_path / "empty").mkdir()
+    run = trainer(tmp_path / "new")
+    with pytest.raises(ValueError, match="valid checkpoint"):
+        run.train(resume_from_checkpoint=str(tmp_path / "empty"))
+
+
+def test_encrypted_checkpoints_are_resumed_with_the_key_alone(tmp_path):
+    class Encrypting(OurTrainer):
+        encryption = EncryptionParams.random()
+        decryption = DecryptionParams.from_key(encryption.key)
+
+    trainer(tmp_path, kind=Encrypting, callbacks=[StopAt(2)]).train()
+    with pytest.raises(CryptographyError):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    run = trainer(tmp_path, kind=Encrypting)
+    run.train(resume_from_checkpoint=True)
+    assert len(losses(run)) == STEPS
+
+
+def test_adapters_and_plain_modules_are_resumed_too(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def adapted():
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(tiny_models.llama(), config)
+
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.table = torch.nn.Embedding(64, 8)
+
+        def forward(self, input_ids, labels):
+            return {"loss": self.table(input_ids).square().mean()}
+
+    for what, make in {"adapters": adapted, "plain": Plain}.items():
+        whole = trainer(tmp_path / what / "whole", make())
+        whole.train()
+        trainer(tmp_path / what / "parts", make(), callbacks=[StopAt(4)]).train()
+        resumed = trainer(tmp_path / what / "parts", make())
+        resumed.train(resume_from_checkpoint=True)
+        assert losses(resumed) == losses(whole), what
+        assert_same_weights(resumed.model, whole.model)
+        assert not list((tmp_path / what).rglob("*model.safetensors"))
+
+
+def test_a_callback_writes_beside_the_files_of_the_trainer_or_elsewhere(tmp_path):
+    callbacks = [TensorsCallback(), TensorsCallback(tmp_path / "elsewhere", max_shard_size="20KB")]
+    run = trainer(tmp_path / "run", kind=Trainer, callbacks=callbacks, save_total_limit=1)
+    run.train()
+    last = f"checkpoint-{STEPS}"
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [last]
+    assert (tmp_path / "run" / last / "model.safetensors").exists()
+    assert_same_weights(from_pretrained(None, tmp_path / "run" / last), run.model)
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [
+        f"checkpoint-{step}" for step in range(2, STEPS + 1, 2)
+    ]
+    assert_same_weights(from_pretrained(None, tmp_path / "elsewhere" / last), run.model)
