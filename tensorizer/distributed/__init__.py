@@ -1,0 +1,50 @@
+"""Many processes: checkpoints of ``torch.distributed.checkpoint``. Names are resolved when asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensorizer.distributed._checkpoint.consolidation import consolidate as consolidate
+    from tensorizer.distributed._checkpoint.defaults import dcp_default as dcp_default
+    from tensorizer.distributed._checkpoint.reader import TensorizerReader as TensorizerReader
+    from tensorizer.distributed._checkpoint.upkeep import VerifyReport as VerifyReport
+    from tensorizer.distributed._checkpoint.upkeep import is_complete as is_complete
+    from tensorizer.distributed._checkpoint.upkeep import prune as prune
+    from tensorizer.distributed._checkpoint.upkeep import verify as verify
+    from tensorizer.distributed._checkpoint.writer import TensorizerWriter as TensorizerWriter
+
+# From the public names to the modules that define them.
+_MODULES = {
+    "TensorizerReader": "_checkpoint.reader",
+    "TensorizerWriter": "_checkpoint.writer",
+    "VerifyReport": "_checkpoint.upkeep",
+    "consolidate": "_checkpoint.consolidation",
+    "dcp_default": "_checkpoint.defaults",
+    "is_complete": "_checkpoint.upkeep",
+    "prune": "_checkpoint.upkeep",
+    "verify": "_checkpoint.upkeep",
+}
+
+__all__ = [
+    *_MODULES,
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    import torch.distributed
+
+    if not torch.distributed.is_available():
+        raise ImportError(f"{__name__}.{name}: this build of torch has no torch.distributed")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

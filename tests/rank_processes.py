@@ -1,0 +1,71 @@
+"""Ranks of a gloo group: children of a process that has imported what they need. For programs of ``fresh_process``."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+__all__ = ["run_ranks"]
+
+
+def run_ranks(
+    ranks: int, work: Callable[[int], object], *, expected: int = 0, timeout: float = 50, own: float = 30
+) -> list[int]:
+    """Runs ``work(rank)`` in each rank; gives their exit codes, which have to be `expected` unless that is ``None``."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                os._exit(_run(rank, ranks, work, folder, own))
+            children.append(child)
+        codes = _wait(children, timeout)
+    if expected is not None and codes != [expected] * ranks:
+        raise SystemExit(f"ranks ended with {codes}")
+    return codes
+
+
+def _run(rank: int, ranks: int, work: Callable[[int], object], folder: str, own: float) -> int:
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=ranks,
+            timeout=datetime.timedelta(seconds=own),
+        )
+        work(rank)
+        dist.destroy_process_group()
+    except BaseException:
+        print(f"rank {rank}:", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        return 1
+    sys.stdout.flush()
+    return 0
+
+
+def _wait(children: list[int], timeout: float) -> list[int]:
+    deadline = time.monotonic() + timeout
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        for child in children:
+            if child not in codes:
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            for child in children:
+                if child not in codes:
+                    os.kill(child, 9)
+                    os.waitpid(child, 0)
+                    codes[child] = -9
+        time.sleep(0.005)
+    return [codes[child] for child in children]
