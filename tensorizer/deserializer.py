@@ -20,12 +20,13 @@ from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
-from tensorizer._load.facts import FileFacts
+from tensorizer._load.facts import FileFacts, kind_text
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
 from tensorizer._load.modules import ModuleLoad
 from tensorizer._load.report import LoadedCount, LoadReport
 from tensorizer._load.shards import open_shards
+from tensorizer._load.slices import TensorSlices
 from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
 from tensorizer.encryption import DecryptionParams
@@ -39,6 +40,7 @@ logger = logging.getLogger("tensorizer.serialization")
 class TensorDeserializer(
     FileFacts,
     TensorMapping,
+    TensorSlices,
     contextlib.AbstractContextManager["TensorDeserializer"],
 ):
     """A ``.tensors`` or ``.safetensors`` file, or a folder of either, as a read-only mapping from names to parameters.
@@ -154,6 +156,7 @@ class TensorDeserializer(
         if verify:
             container.verify_index()
         self._loaded = LoadedTensors(container, verify, progress)
+        self._open_parts(options)
         self._root = build_tree(container.names, container.selection)
         self._cursor = Cursor(container, self._loaded)
         self.total_file_bytes: int = container.index.tensor_size
@@ -165,7 +168,7 @@ class TensorDeserializer(
             opened.name,
             len(container.selection),
             self.total_tensor_bytes,
-            _kind_text(container.index),
+            kind_text(container.index),
             self._device_text(),
             options.dtype,
             container.index.encrypted,
@@ -197,7 +200,7 @@ class TensorDeserializer(
         state = "closed" if container.closed else "open"
         return (
             f"<{type(self).__name__}: {len(container.selection)} tensors, {self.total_tensor_bytes:,} bytes, "
-            f"{_kind_text(container.index)}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
+            f"{kind_text(container.index)}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
             f"{state}>"
         )
 
@@ -342,7 +345,3 @@ class TensorDeserializer(
             raise ValueError("to_redis stores files, and this container starts in the middle of one")
         records = container.stored_records(container.selection)
         export_to_redis(container.source, container.prologue(), records, redis_client, key_prefix, force)
-
-
-def _kind_text(index: Any) -> str:
-    return f"data version {index.version}" if index.format == "tensors" else str(index.format)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <set>
 #include <stop_token>
 
 #include "bind/bindings.h"
@@ -91,6 +92,21 @@ std::optional<py::dict> metadata(const OpenedIndex& opened, load::KeyRing* keys)
 std::optional<bool> index_matches(const OpenedIndex& opened) {
   if (!opened.annex || !opened.annex->digest) return std::nullopt;
   return opened.annex->digest == opened.annex->computed;
+}
+
+// The distinct dtypes of the entries, and whether one of them may be a scalar without data, whose
+// shape the index writes as (1,).
+py::tuple kinds(const OpenedIndex& opened) {
+  std::set<std::string_view> dtypes;
+  bool scalars = false;
+  for (const format::IndexEntry& entry : opened.index.entries()) {
+    dtypes.insert(entry.dtype);
+    scalars = scalars ||
+              (entry.data_nbytes == 0 && entry.shape.size() == 1 && entry.shape.front() == 1);
+  }
+  py::list names;
+  for (const std::string_view dtype : dtypes) names.append(py::bytes(dtype.data(), dtype.size()));
+  return py::make_tuple(names, scalars);
 }
 
 py::tuple shape_tuple(std::span<const uint64_t> shape) {
@@ -282,6 +298,7 @@ void register_index(py::module_& m) {
       .def_property_readonly("metadata_nbytes",
                              [](const OpenedIndex& o) { return o.prologue.metadata_nbytes; })
       .def("names", &names)
+      .def("kinds", &kinds)
       .def("total_loaded_nbytes", &total_loaded, py::arg("selection"))
       .def("stored_name",
            [](const OpenedIndex& o, size_t i) {

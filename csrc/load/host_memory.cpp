@@ -97,4 +97,36 @@ void allocate_on_host(const OpenedIndex& opened, bool sized, std::span<LoadTarge
   Allocator(opened, sized, targets).run();
 }
 
+std::vector<device::Destination> allocate_parts(std::span<const uint64_t> sizes, bool secret) {
+  const auto arena = [secret](uint64_t nbytes) {
+    return secret ? HostArena::create(nbytes) : HostArena::recycle(nbytes);
+  };
+  std::vector<device::Destination> parts(sizes.size());
+  for (size_t first = 0; first < sizes.size();) {
+    size_t end = first;  // of those that share an arena
+    uint64_t used = 0;
+    for (; end < sizes.size(); ++end) {
+      const uint64_t at = align_up(used, kTensorAlignment);
+      const bool alone = sizes[end] >= kOwnPagesNbytes;
+      if (end > first && (alone || at + sizes[end] > kArenaNbytes)) break;
+      used = at + sizes[end];
+      if (alone) {
+        ++end;
+        break;
+      }
+    }
+    if (used > 0) {
+      const auto shared = arena(used);
+      uint64_t at = 0;
+      for (size_t i = first; i < end; ++i) {
+        at = align_up(at, kTensorAlignment);
+        if (sizes[i] > 0) parts[i] = {shared->bytes().data() + at, sizes[i], device::kHost, shared};
+        at += sizes[i];
+      }
+    }
+    first = end;
+  }
+  return parts;
+}
+
 }  // namespace tensorizer::load

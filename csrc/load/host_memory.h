@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "load/load_session.h"
 #include "load/open_index.h"
@@ -19,5 +20,9 @@ namespace tensorizer::load {
 // `sized`: the size of the source is known, and the index within it. Throws Error: out_of_memory;
 // malformed for a tensor that only claims its size.
 void allocate_on_host(const OpenedIndex& opened, bool sized, std::span<LoadTarget> targets);
+
+// Memory for parts of tensors, one of each size, in the same way; null for 0 bytes. `secret`: what
+// will be there was decrypted. Throws Error(out_of_memory).
+std::vector<device::Destination> allocate_parts(std::span<const uint64_t> sizes, bool secret);
 
 }  // namespace tensorizer::load

@@ -36,6 +36,10 @@ void PayloadCipher::accept(uint32_t target, const format::RecordHeader& header, 
   targets_[target] = std::move(state);
 }
 
+uint64_t PayloadCipher::chunk_nbytes(uint32_t target) const noexcept {
+  return targets_[target] ? targets_[target]->chunk_nbytes : 0;
+}
+
 bool PayloadCipher::is_gathered(uint32_t target) const noexcept {
   return targets_[target] && targets_[target]->gathered;
 }

@@ -25,6 +25,10 @@ class PayloadCipher {
   // malformed, out_of_memory.
   void accept(uint32_t target, const format::RecordHeader& header, uint32_t steps);
 
+  // Bytes of its chunks, all but the last; 0 for tensors without data. REQUIRES: accept() has
+  // returned.
+  uint64_t chunk_nbytes(uint32_t target) const noexcept;
+
   // Whether chunks straddle pieces, so that the whole ciphertext is gathered before any of it is
   // opened. Source: docs/format.md 7; no writer that was released makes such files.
   bool is_gathered(uint32_t target) const noexcept;

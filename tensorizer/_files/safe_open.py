@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 
 from tensorizer._load.device_choice import DeviceArgument
-from tensorizer._load.slices import ContainerSlice, TensorSlice
+from tensorizer._load.slices import TensorSlice
 from tensorizer.deserializer import TensorDeserializer
 
 __all__ = ["safe_open"]
@@ -44,9 +44,6 @@ class safe_open(AbstractContextManager["safe_open"]):
             raise ValueError(f"framework: wanted 'pt', found {framework!r}")
         self._file = TensorDeserializer(
             source, device, lazy_load=True, encryption=encryption, stream_options=stream_options
-        )
-        self._device = torch.device(
-            "cpu" if device is None or callable(device) or isinstance(device, Mapping) else device
         )
         self._metadata = self._file.metadata
         self._kept = {str(alias): str(kept) for alias, kept in self._file.ties.items()}
@@ -85,10 +82,4 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: There is none of that name.
         """
-        kept = self._kept.get(name, name)
-        container = self._file._container
-        try:
-            entry = container.names.index(kept)
-        except ValueError:
-            raise KeyError(name) from None
-        return TensorSlice(name, ContainerSlice(container, entry, self._device))
+        return self._file.get_slice(name)

@@ -7,6 +7,7 @@ entries; how the bytes lie, and in how many files, is decided here.
 from __future__ import annotations
 
 import bisect
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
@@ -20,7 +21,7 @@ from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, Te
 from tensorizer._format.names import Name
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.device_choice import DeviceChooser
-from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader, converts, stored_dtype
+from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader, converts, known_dtype, stored_dtype
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.errors import HashMismatchError
 
@@ -100,6 +101,10 @@ class Container:
     def bytes_read(self) -> Optional[int]:
         """Bytes that came from the source so far; ``None`` once it is closed."""
         return None if self._opened is None else int(self._opened.source.bytes_read)
+
+    def place(self, i: int) -> tuple[Container, int]:
+        """The file that holds the data of an entry, and the entry's number there."""
+        return self, i
 
     @property
     def reader(self) -> TensorReader:
@@ -192,11 +197,10 @@ class Container:
             return {}
         states = extra_state.unpack(text)
         with ordinary_tensors():
-            return {
-                path: _moved(state, self._device_of(extra_state.state_name(path))) for path, state in states.items()
-            }
+            return {path: _moved(state, self.device_of(extra_state.state_name(path))) for path, state in states.items()}
 
-    def _device_of(self, name: Name) -> torch.device:
+    def device_of(self, name: Name) -> torch.device:
+        """Where the tensor of a name is put."""
         return self._device if isinstance(self._device, torch.device) else self._device(name)
 
     def type(self, i: int) -> TensorType:
@@ -208,6 +212,12 @@ class Container:
     def may_be_scalar(self, i: int) -> bool:
         """Whether the index shows a scalar without data, whose shape it writes as ``(1,)``."""
         return self.index.data_nbytes(i) == 0 and self.index.shape(i) == (1,)
+
+    @functools.cached_property
+    def shows_all(self) -> bool:
+        """Whether the index gives the dtype and the shape of every tensor, so that no record header has to."""
+        dtypes, scalars = self.index.kinds()
+        return not scalars and all(known_dtype(dtype) is not None for dtype in dtypes)
 
     def stored_dtype(self, i: int) -> Optional[torch.dtype]:
         """The dtype that the index shows; ``None`` where only the record header names it, or torch does not know it."""

@@ -10,7 +10,7 @@ from tensorizer._format.names import Name
 from tensorizer._load.container import Container
 from tensorizer._load.loaded_tensors import LoadedTensors
 
-__all__ = ["FileFacts"]
+__all__ = ["FileFacts", "kind_text"]
 
 
 class FileFacts:
@@ -80,3 +80,8 @@ class FileFacts:
         from tensorizer._format.table import entries_table
 
         return entries_table(repr(self)[1:-1], self.entries())
+
+
+def kind_text(index: Any) -> str:
+    """What an opened file is, for messages."""
+    return f"data version {index.version}" if index.format == "tensors" else str(index.format)

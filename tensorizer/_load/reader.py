@@ -20,7 +20,17 @@ from tensorizer._system import cuda_engine, kept_memory, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer.errors import FormatError
 
-__all__ = ["BATCH_NBYTES", "LoadedBatch", "PendingBatch", "ReadAhead", "TensorReader", "converts", "stored_dtype"]
+__all__ = [
+    "BATCH_NBYTES",
+    "LoadedBatch",
+    "PendingBatch",
+    "ReadAhead",
+    "TensorReader",
+    "converts",
+    "known_dtype",
+    "no_collections",
+    "stored_dtype",
+]
 
 # Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
 BATCH_NBYTES = 256 << 20
@@ -79,7 +89,7 @@ class TensorReader:
         self._max_workers = max_workers
         self._mapping = mapping
         self._allow_missing_hashes = allow_missing_hashes
-        self._factory = _C.TensorFactory(dtypes.resolve)
+        self.factory = _C.TensorFactory(dtypes.resolve)
 
     def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
         """Loads `entries` (ascending) to the target device and dtype, as Parameters, in order.
@@ -138,8 +148,8 @@ class TensorReader:
 
         def finish() -> LoadedBatch:
             self._check_hashes_are_there(entries, batch.headers, verify)
-            with _no_collections(), ordinary_tensors():
-                return LoadedBatch(entries, batch.parameters(self._factory), batch.headers)
+            with no_collections(), ordinary_tensors():
+                return LoadedBatch(entries, batch.parameters(self.factory), batch.headers)
 
         return PendingBatch(batch, finish)
 
@@ -188,7 +198,7 @@ class TensorReader:
         self._run(batch, entries, progress)
         self._check_hashes_are_there(entries, batch.headers, verify)
         with ordinary_tensors():
-            return LoadedBatch(entries, batch.tensors(self._factory), batch.headers)
+            return LoadedBatch(entries, batch.tensors(self.factory), batch.headers)
 
     def read_headers(self, entries: Sequence[int]) -> LoadedBatch:
         """The record headers of `entries`, without any data."""
@@ -256,11 +266,11 @@ class TensorReader:
 
 def stored_dtype(index: _C.Index, entry: int) -> Optional[torch.dtype]:
     """The dtype that the index shows; ``None`` where only the record header names it."""
-    return _known_dtype(index.dtype(entry))
+    return known_dtype(index.dtype(entry))
 
 
 @functools.lru_cache(maxsize=64)
-def _known_dtype(stored: bytes) -> Optional[torch.dtype]:
+def known_dtype(stored: bytes) -> Optional[torch.dtype]:
     try:
         return dtypes.torch_dtype(stored.decode("utf-8", "replace"))
     except FormatError:
@@ -321,7 +331,7 @@ def _report_from(progress: Callable[[int], object], before: int, done: int) -> N
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
     """Holds back the cyclic garbage collector, which thousands of new objects would set off again and again."""
     if not gc.isenabled():
         yield

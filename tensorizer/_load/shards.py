@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -145,6 +146,17 @@ class ShardedContainer(Container):
     @property
     def bytes_read(self) -> Optional[int]:
         return None if self.closed else sum(shard.bytes_read or 0 for shard in self._shards)
+
+    def place(self, i: int) -> tuple[Container, int]:
+        shard, local = self._shard_index.place(i)
+        return self._shards[shard], local
+
+    @functools.cached_property
+    def shows_all(self) -> bool:
+        return all(shard.shows_all for shard in self._shards)
+
+    def device_of(self, name: Name) -> torch.device:
+        return self._shards[0].device_of(name)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -14,6 +15,9 @@ from tensorizer._format.entries import HashType
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.digests import missing_hashes
+from tensorizer._load.loaded_tensors import LoadedTensors
+from tensorizer._load.parts import PartReader
+from tensorizer._load.parts import Wanted as PartWanted
 from tensorizer._system import cuda_engine
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
@@ -52,12 +56,11 @@ class Wanted(NamedTuple):
         return all(p.start == 0 and p.stop == size for p, size in zip(self.part, self.shape))
 
     @property
-    def is_direct(self) -> bool:
-        """Whether the bytes of the box are those of the target."""
+    def is_straight(self) -> bool:
+        """Whether the elements of the part, one after the other, are the target's memory."""
         target = self.target
         return (
-            self.is_whole
-            and target.dtype == self.dtype
+            target.dtype == self.dtype
             and target.is_contiguous()
             and not (target.is_conj() or target.is_neg())
             and (target.device.type == "cpu" or cuda_engine.is_fast_device(target.device))
@@ -165,7 +168,7 @@ class CheckpointFiles:
             entry = self.check(want.name, want.stored, want.dtype, want.shape)
             assert want.stored.file is not None
             of_file = direct.setdefault(want.stored.file, {})
-            if want.is_direct and (want.target.device, entry) not in of_file:
+            if want.is_whole and want.is_straight and (want.target.device, entry) not in of_file:
                 of_file[want.target.device, entry] = want
             else:
                 others.append((entry, want))
@@ -209,17 +212,44 @@ class CheckpointFiles:
         )
 
     def _read_parts(self, others: list[tuple[int, Wanted]]) -> None:
-        """Records of which a part is wanted, or another dtype, or memory that is not contiguous."""
-        by_file: dict[SavedFile, dict[int, list[Wanted]]] = {}
+        """Boxes of which a part is wanted, or another dtype, or memory that is not contiguous."""
+        by_file: dict[SavedFile, list[tuple[int, Wanted]]] = {}
         for entry, want in others:
             assert want.stored.file is not None
-            by_file.setdefault(want.stored.file, {}).setdefault(entry, []).append(want)
-        for file, by_entry in by_file.items():
-            for run in self.container(file).reader.batches(sorted(by_entry), _STAGED_NBYTES):
-                items = [(entry, by_entry[entry][0].name, by_entry[entry][0].stored) for entry in run]
-                for entry, tensor in zip(run, self._raw(file, items)):
-                    for want in by_entry[entry]:
-                        want.target.copy_(tensor[want.part])
+            by_file.setdefault(want.stored.file, []).append((entry, want))
+        read = self._read_and_verify if self._verify else self._read_ranges
+        if not any(self.container(file).network for file in by_file):
+            for file, items in by_file.items():
+                read(file, items)
+            return
+        with ThreadPoolExecutor(_NETWORK_FILES_AT_ONCE, "tensorizer-load") as threads:
+            list(threads.map(read, by_file, by_file.values()))
+
+    def _read_ranges(self, file: SavedFile, items: list[tuple[int, Wanted]]) -> None:
+        """Only the bytes that are wanted, joined where they are close; to their places, or by way of bounded copies."""
+        container = self.container(file)
+        parts = PartReader(container, LoadedTensors(container, False, False), self._options)
+        run: list[PartWanted] = []
+        nbytes = 0
+        for entry, want in sorted(items, key=lambda item: item[0]):
+            copied = 0 if want.is_straight else want.target.numel() * want.dtype.itemsize
+            if run and nbytes + copied > _STAGED_NBYTES:
+                parts.read(run, False)
+                run, nbytes = [], 0
+            run.append(PartWanted(entry, want.part, want.target.device, want.target))
+            nbytes += copied
+        parts.read(run, False)
+
+    def _read_and_verify(self, file: SavedFile, items: list[tuple[int, Wanted]]) -> None:
+        """Whole records, whose digests cover all of their bytes, and from them what is wanted."""
+        by_entry: dict[int, list[Wanted]] = {}
+        for entry, want in items:
+            by_entry.setdefault(entry, []).append(want)
+        for run in self.container(file).reader.batches(sorted(by_entry), _STAGED_NBYTES):
+            records = [(entry, by_entry[entry][0].name, by_entry[entry][0].stored) for entry in run]
+            for entry, tensor in zip(run, self._raw(file, records)):
+                for want in by_entry[entry]:
+                    want.target.copy_(tensor[want.part])
 
     def _raw(self, file: Optional[SavedFile], items: Sequence[tuple[int, str, Stored]]) -> Sequence[torch.Tensor]:
         assert file is not None
