@@ -29,6 +29,7 @@ from tensorizer._system.redaction import hidden
 
 if TYPE_CHECKING:
     from tensorizer._io.redis import RedisStreamFile
+    from tensorizer._io.s3.prefix import S3Prefix
 
 __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa: RUF022 - as callers know it
 
@@ -193,23 +194,21 @@ def open_stream(
         )
     if scheme == "s3":
         _require_mode(mode, _S3_MODES, scheme)
-        # Tools that record local variables show these as <hidden>.
-        s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
-        options = S3Options(
-            access_key_id=s3_access_key_id,
-            secret_access_key=s3_secret_access_key,
-            endpoint=s3_endpoint,
-            config_path=s3_config_path,
-            force_http=force_http,
-            region_name=s3_region_name,
-            signature_version=s3_signature_version,
-            session_token=s3_session_token,
-            profile=s3_profile,
-            client_factory=s3_client_factory,
-            extra_args=s3_extra_args,
-            memory_budget=memory_budget,
+        options = _s3_options(
+            s3_access_key_id,
+            s3_secret_access_key,
+            s3_endpoint,
+            s3_config_path,
+            force_http,
+            s3_region_name=s3_region_name,
+            s3_signature_version=s3_signature_version,
             certificate_handling=certificate_handling,
+            s3_session_token=s3_session_token,
+            s3_profile=s3_profile,
+            s3_client_factory=s3_client_factory,
             http_options=http_options,
+            s3_extra_args=s3_extra_args,
+            memory_budget=memory_budget,
         )
         if "r" in mode:
             return objects.open_read(uri, options, _s3_defaults(), begin=begin, end=end, buffer_size=buffer_size)
@@ -218,6 +217,43 @@ def open_stream(
 
     with stream_errors():
         return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, end=end)
+
+
+def _s3_options(
+    s3_access_key_id: Optional[str] = None,
+    s3_secret_access_key: Optional[str] = None,
+    s3_endpoint: Optional[str] = None,
+    s3_config_path: Optional[PathArgument] = None,
+    force_http: Optional[bool] = None,
+    *,
+    s3_region_name: Optional[str] = None,
+    s3_signature_version: Optional[str] = None,
+    certificate_handling: Optional[CAInfo] = None,
+    s3_session_token: Optional[str] = None,
+    s3_profile: Optional[str] = None,
+    s3_client_factory: Optional[Callable[..., Any]] = None,
+    http_options: Optional[HTTPOptions] = None,
+    s3_extra_args: Optional[Mapping[str, Mapping[str, Any]]] = None,
+    memory_budget: Optional[int] = None,
+) -> S3Options:
+    # Tools that record local variables show these as <hidden>.
+    s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
+    return S3Options(
+        access_key_id=s3_access_key_id,
+        secret_access_key=s3_secret_access_key,
+        endpoint=s3_endpoint,
+        config_path=s3_config_path,
+        force_http=force_http,
+        region_name=s3_region_name,
+        signature_version=s3_signature_version,
+        session_token=s3_session_token,
+        profile=s3_profile,
+        client_factory=s3_client_factory,
+        extra_args=s3_extra_args,
+        memory_budget=memory_budget,
+        certificate_handling=certificate_handling,
+        http_options=http_options,
+    )
 
 
 def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:
@@ -243,3 +279,11 @@ def _open_local(path: Any, mode: str, buffer_size: Optional[int], begin: Optiona
         file.close()
         raise
     return file
+
+
+def _s3_prefix(uri: str, **stream_options: Any) -> S3Prefix:
+    """The objects below an ``s3://`` prefix; keywords of :func:`open_stream` that S3 has no use for are ignored."""
+    from tensorizer._io.s3.prefix import S3Prefix
+
+    known = {name: value for name, value in stream_options.items() if name not in ("buffer_size", "begin", "end")}
+    return S3Prefix(uri, _s3_options(**known), _s3_defaults())

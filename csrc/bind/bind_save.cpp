@@ -72,6 +72,18 @@ void write_payloads(SaveSession& session, const py::list& items, int device,
       });
 }
 
+// (data offset, CRC-32 or None, SHA-256 or None) per record.
+py::list record_facts(const SaveSession& session) {
+  py::list result;
+  for (const save::RecordFacts& facts : session.records()) {
+    py::object sha256 = py::none();
+    if (facts.sha256)
+      sha256 = py::bytes(reinterpret_cast<const char*>(facts.sha256->data()), facts.sha256->size());
+    result.append(py::make_tuple(facts.data_offset, py::cast(facts.crc32), sha256));
+  }
+  return result;
+}
+
 std::unique_ptr<SaveSession> make_session(
     std::shared_ptr<io::RangeSink> sink, uint64_t start, bool crc32, bool sha256,
     unsigned max_workers, std::shared_ptr<crypto::SecretKey> key,
@@ -106,6 +118,7 @@ void register_save(py::module_& m) {
       .def("write_payloads", &write_payloads, py::arg("payloads"), py::kw_only(),
            py::arg("device") = device::kHost, py::arg("engine") = py::none(),
            py::arg("progress") = py::none())
+      .def("records", &record_facts)
       .def("finish_call",
            [](SaveSession& session) {
              run_step(

@@ -527,6 +527,26 @@ void SaveSession::write_payloads(std::span<const PayloadToWrite> payloads,
               [&shared](const std::stop_token& token) { Worker(shared, token).run(); });
 }
 
+std::vector<RecordFacts> SaveSession::records() const {
+  if (!call_ || call_->written != call_->records.size())
+    throw Error(Errc::invalid_argument, "not all payloads of the call were written");
+  std::vector<RecordFacts> result;
+  result.reserve(call_->records.size());
+  for (const PlannedRecord& record : call_->records) {
+    const format::HeaderLayout& header = record.header;
+    RecordFacts facts{.data_offset = record.data_offset(), .crc32 = {}, .sha256 = {}};
+    if (header.crc32_at != 0)
+      facts.crc32 = load_le<uint32_t>(header.bytes.data() + header.crc32_at);
+    if (header.sha256_at != 0) {
+      facts.sha256.emplace();
+      std::memcpy(facts.sha256->data(), header.bytes.data() + header.sha256_at,
+                  facts.sha256->size());
+    }
+    result.push_back(facts);
+  }
+  return result;
+}
+
 void SaveSession::finish_call(const std::stop_token& stop) {
   if (!call_ || call_->written != call_->records.size())
     throw Error(Errc::invalid_argument, "not all payloads of the call were written");

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <stop_token>
@@ -18,6 +19,7 @@
 #include "device/copy_engine.h"
 #include "device/destination.h"
 #include "format/annex.h"
+#include "format/digest.h"
 #include "format/tensor_path.h"
 #include "io/range_sink.h"
 #include "save/save_plan.h"
@@ -44,6 +46,13 @@ struct TieToWrite {
 struct PayloadToWrite {
   uint32_t record;  // number within the call
   device::Destination from;
+};
+
+// Where a record of the call lies, and the digests that it states.
+struct RecordFacts {
+  uint64_t data_offset = 0;  // absolute in the container
+  std::optional<uint32_t> crc32;
+  std::optional<format::Sha256Digest> sha256;
 };
 
 class SaveSession {
@@ -73,6 +82,10 @@ class SaveSession {
   // return. `engine` serves device memory.
   void write_payloads(std::span<const PayloadToWrite> payloads, device::CopyEngine* engine,
                       const std::stop_token& stop);
+
+  // The records of the current call, in order. REQUIRES: all payloads were handed over, and
+  // finish_call() was not called yet. A later call may move them.
+  std::vector<RecordFacts> records() const;
 
   // The records are complete content now: index, annex, end mark and prologue are written and the
   // sink publishes, here or, where it may wait, in a later call. After a failure abort_call() must

@@ -1,10 +1,21 @@
-"""Many processes: one file for all ranks of a group. Names are resolved when asked for."""
+"""Many processes: one file for all ranks of a group, and checkpoints of ``torch.distributed.checkpoint``.
+
+Names are resolved when asked for.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tensorizer.distributed._checkpoint.consolidation import consolidate as consolidate
+    from tensorizer.distributed._checkpoint.defaults import dcp_default as dcp_default
+    from tensorizer.distributed._checkpoint.reader import TensorizerReader as TensorizerReader
+    from tensorizer.distributed._checkpoint.upkeep import VerifyReport as VerifyReport
+    from tensorizer.distributed._checkpoint.upkeep import is_complete as is_complete
+    from tensorizer.distributed._checkpoint.upkeep import prune as prune
+    from tensorizer.distributed._checkpoint.upkeep import verify as verify
+    from tensorizer.distributed._checkpoint.writer import TensorizerWriter as TensorizerWriter
     from tensorizer.distributed._loading import load as load
     from tensorizer.distributed._loading import load_sharded as load_sharded
     from tensorizer.distributed._report import LoadReport as LoadReport
@@ -14,8 +25,16 @@ if TYPE_CHECKING:
 _MODULES = {
     "LoadReport": "_report",
     "RankReport": "_report",
+    "TensorizerReader": "_checkpoint.reader",
+    "TensorizerWriter": "_checkpoint.writer",
+    "VerifyReport": "_checkpoint.upkeep",
+    "consolidate": "_checkpoint.consolidation",
+    "dcp_default": "_checkpoint.defaults",
+    "is_complete": "_checkpoint.upkeep",
     "load": "_loading",
     "load_sharded": "_loading",
+    "prune": "_checkpoint.upkeep",
+    "verify": "_checkpoint.upkeep",
 }
 
 __all__ = [

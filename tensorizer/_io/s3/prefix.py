@@ -1,0 +1,62 @@
+"""The objects below an ``s3://`` prefix: which there are, and deleting some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensorizer._io.s3.access import resolve
+from tensorizer._io.s3.errors import s3_code, translated
+from tensorizer._io.s3.options import S3Defaults, S3Options, parse_s3_uri
+
+__all__ = ["S3Prefix"]
+
+
+class S3Prefix:
+    """A prefix, as if it were a folder: objects further down are not part of it.
+
+    Raises:
+        ValueError: Not an S3 URI.
+    """
+
+    def __init__(self, uri: str, options: S3Options, defaults: S3Defaults) -> None:
+        location = parse_s3_uri(uri.rstrip("/") + "/_")  # URIs name objects
+        self._bucket = location.bucket
+        self._prefix = location.key[:-1]
+        self._access = resolve(location, options, defaults, write=True)
+        self._name = self._access.describe(location)
+
+    def names(self) -> list[str]:
+        """The names behind the prefix.
+
+        Raises:
+            OSError: The store refused, or did not answer.
+        """
+        pages = self._access.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=self._prefix, Delimiter="/"
+        )
+        begin = len(self._prefix)
+        found: list[str] = self._ask(
+            "list", lambda: [item["Key"][begin:] for page in pages for item in page.get("Contents", ())]
+        )
+        return found
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Deletes objects; those that are gone already are no error. Raises as :meth:`names`."""
+        for name in names:
+            self._ask("delete", lambda name=name: self._delete(self._prefix + name))
+
+    def _delete(self, key: str) -> None:
+        try:
+            self._access.client.delete_object(Bucket=self._bucket, Key=key)
+        except Exception as error:
+            if s3_code(error) not in ("404", "NoSuchKey"):
+                raise
+
+    def _ask(self, operation: str, request: Any) -> Any:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return request()
+        except (BotoCoreError, ClientError) as error:
+            raise translated(error, operation, self._name) from error

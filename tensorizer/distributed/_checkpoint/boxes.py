@@ -1,0 +1,275 @@
+"""Boxes of saved tensors, read from the files of a checkpoint into memory that is there already."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from tensorizer import _C
+from tensorizer._format.dtypes import stored_for_tensor
+from tensorizer._format.entries import HashType
+from tensorizer._io.sources import OpenedSource
+from tensorizer._load.container import Container, ReadOptions, open_container
+from tensorizer._load.digests import missing_hashes
+from tensorizer._load.loaded_tensors import LoadedTensors
+from tensorizer._load.parts import PartReader
+from tensorizer._load.parts import Wanted as PartWanted
+from tensorizer._system import cuda_engine
+from tensorizer.distributed._checkpoint.folder import Folder
+from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
+from tensorizer.encryption import DecryptionParams
+from tensorizer.errors import FormatError, HashMismatchError, StreamNotFoundError, TruncatedError
+
+__all__ = ["CheckpointFiles", "Saved", "Wanted"]
+
+# Bytes of records that are read and then copied from, at a time.
+_STAGED_NBYTES = 128 << 20
+_LOCAL_FILES_AT_ONCE = 2
+_NETWORK_FILES_AT_ONCE = 4
+
+
+class Saved(NamedTuple):
+    """A saved box or leaf."""
+
+    name: str
+    stored: Stored
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Wanted(NamedTuple):
+    """A part of a saved box, and where it goes."""
+
+    name: str  # of the tensor, for messages
+    stored: Stored
+    dtype: torch.dtype  # as saved
+    shape: tuple[int, ...]  # of the saved box
+    part: tuple[slice, ...]  # of the box
+    target: torch.Tensor  # of the part's shape, on any device
+
+    @property
+    def is_whole(self) -> bool:
+        return all(p.start == 0 and p.stop == size for p, size in zip(self.part, self.shape))
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether the elements of the part, one after the other, are the target's memory."""
+        target = self.target
+        return (
+            target.dtype == self.dtype
+            and target.is_contiguous()
+            and not (target.is_conj() or target.is_neg())
+            and (target.device.type == "cpu" or cuda_engine.is_fast_device(target.device))
+        )
+
+
+class CheckpointFiles:
+    """The files of one checkpoint, opened when they are needed. A context manager that closes them."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        *,
+        verify: bool = False,
+        encryption: Optional[DecryptionParams] = None,
+        max_workers: int = 0,
+    ) -> None:
+        self._folder = folder
+        self._verify = verify
+        self._options = ReadOptions(torch.device("cpu"), None, max_workers, encryption, False)
+        self._max_workers = max_workers
+        self._open: dict[SavedFile, Container] = {}
+        self._closing = contextlib.ExitStack()
+        self.bytes_read = 0  # by files that are closed
+
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.bytes_read += sum(container.bytes_read or 0 for container in self._open.values())
+        self._open.clear()
+        self._closing.close()
+
+    def container(self, file: SavedFile) -> Container:
+        """An open file of the checkpoint.
+
+        Raises:
+            StreamNotFoundError: It is not there.
+            FormatError: It is not the file that was written: :class:`TruncatedError` where it is shorter.
+        """
+        if file not in self._open:
+            opened = self._opened(file)
+            try:
+                self._open[file] = open_container(opened, None, self._options)
+            except BaseException:
+                opened.close()
+                raise
+            self._closing.callback(self._open[file].close)
+            if self._verify:
+                self._open[file].verify_index()
+        return self._open[file]
+
+    def _opened(self, file: SavedFile) -> OpenedSource:
+        try:
+            opened = self._folder.open(file.name)
+        except FileNotFoundError as error:
+            raise StreamNotFoundError(f"{self._folder.where}: file {file.name} of the checkpoint is missing") from error
+        nbytes = opened.source.size()
+        if nbytes is not None and nbytes != file.nbytes:
+            opened.close()
+            kind = TruncatedError if nbytes < file.nbytes else FormatError
+            raise kind(f"{opened.name}: wanted {file.nbytes} bytes, as the marker says, found {nbytes}")
+        return opened
+
+    def check(self, name: str, stored: Stored, dtype: torch.dtype, shape: Sequence[int]) -> int:
+        """The entry of a box in its file, which is the one that the marker means.
+
+        Raises:
+            FormatError: Another record is in its place.
+        """
+        assert stored.file is not None
+        container = self.container(stored.file)
+        index = container.index
+        i = stored.record
+        found: Any = "no such record"
+        if i < index.entry_count:
+            found = (container.names[i], index.dtype(i).decode("utf-8", "replace"), tuple(index.shape(i)))
+            as_named = isinstance(found[0], str) and (found[0] == name or found[0].startswith((f"{name}@", f"{name}'")))
+            as_shaped = found[1:] == (stored_for_tensor(dtype), tuple(shape))
+            if as_named and as_shaped and index.data_nbytes(i) == stored.nbytes:
+                return i
+        raise FormatError(
+            f"{container.source_name}: record {i}: wanted {name!r}, {dtype}, {list(shape)}, found {found}: "
+            "not the file that belongs to this checkpoint"
+        )
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def read_bytes(self, name: str, stored: Stored) -> bytes:
+        """The bytes of a leaf."""
+        entry = self.check(name, stored, torch.uint8, (stored.nbytes,))
+        (tensor,) = self._raw(stored.file, [(entry, name, stored)])
+        return bytes(tensor.numpy().tobytes())
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Fills the targets: in the order of the files, several files at a time, with few and large requests.
+
+        Raises:
+            HashMismatchError: A box is not what was written, where that is verified.
+            FormatError, OSError: A file is damaged, or cannot be read.
+        """
+        direct: dict[SavedFile, dict[tuple[torch.device, int], Wanted]] = {}
+        others: list[tuple[int, Wanted]] = []
+        for want in wanted:
+            entry = self.check(want.name, want.stored, want.dtype, want.shape)
+            assert want.stored.file is not None
+            of_file = direct.setdefault(want.stored.file, {})
+            if want.is_whole and want.is_straight and (want.target.device, entry) not in of_file:
+                of_file[want.target.device, entry] = want
+            else:
+                others.append((entry, want))
+        self._read_direct(direct)
+        self._read_parts(others)
+
+    def verify(self, records: Sequence[Saved]) -> None:
+        """Reads records of one file and compares them with their digests. Raises as :meth:`read`."""
+        items = [(self.check(*record), record.name, record.stored) for record in records]
+        self._raw(records[0].stored.file, items)
+
+    def _read_direct(self, direct: dict[SavedFile, dict[tuple[torch.device, int], Wanted]]) -> None:
+        batches = []
+        for file, of_file in direct.items():
+            for device in {device for device, _ in of_file}:
+                entries = sorted(entry for on, entry in of_file if on == device)
+                parts = [of_file[device, entry] for entry in entries]
+                batches.append((file, parts, self._batch_into(file, entries, [p.target for p in parts])))
+        network = any(container.network for container in self._open.values())
+        _C.run_batches([batch for *_, batch in batches], _NETWORK_FILES_AT_ONCE if network else _LOCAL_FILES_AT_ONCE)
+        for file, parts, batch in batches:
+            self._check_digests(file, [(part.name, part.stored) for part in parts], batch.headers)
+
+    def _batch_into(self, file: SavedFile, entries: list[int], targets: list[torch.Tensor]) -> _C.LoadBatch:
+        reader = self.container(file).reader
+        device = targets[0].device
+        where: dict[str, Any] = {}
+        if device.type != "cpu":
+            engine = cuda_engine.engine_for(device)
+            engine.order_after_caller()
+            where = {"device": device.index, "engine": engine}
+        return _C.LoadBatch(
+            reader.source,
+            reader.index,
+            entries,
+            verify=self._verify,
+            max_workers=self._max_workers,
+            keys=reader.keys,
+            addresses=[target.data_ptr() for target in targets],
+            **where,
+        )
+
+    def _read_parts(self, others: list[tuple[int, Wanted]]) -> None:
+        """Boxes of which a part is wanted, or another dtype, or memory that is not contiguous."""
+        by_file: dict[SavedFile, list[tuple[int, Wanted]]] = {}
+        for entry, want in others:
+            assert want.stored.file is not None
+            by_file.setdefault(want.stored.file, []).append((entry, want))
+        read = self._read_and_verify if self._verify else self._read_ranges
+        if not any(self.container(file).network for file in by_file):
+            for file, items in by_file.items():
+                read(file, items)
+            return
+        with ThreadPoolExecutor(_NETWORK_FILES_AT_ONCE, "tensorizer-load") as threads:
+            list(threads.map(read, by_file, by_file.values()))
+
+    def _read_ranges(self, file: SavedFile, items: list[tuple[int, Wanted]]) -> None:
+        """Only the bytes that are wanted, joined where they are close; to their places, or by way of bounded copies."""
+        container = self.container(file)
+        parts = PartReader(container, LoadedTensors(container, False, False), self._options)
+        run: list[PartWanted] = []
+        nbytes = 0
+        for entry, want in sorted(items, key=lambda item: item[0]):
+            copied = 0 if want.is_straight else want.target.numel() * want.dtype.itemsize
+            if run and nbytes + copied > _STAGED_NBYTES:
+                parts.read(run, False)
+                run, nbytes = [], 0
+            run.append(PartWanted(entry, want.part, want.target.device, want.target))
+            nbytes += copied
+        parts.read(run, False)
+
+    def _read_and_verify(self, file: SavedFile, items: list[tuple[int, Wanted]]) -> None:
+        """Whole records, whose digests cover all of their bytes, and from them what is wanted."""
+        by_entry: dict[int, list[Wanted]] = {}
+        for entry, want in items:
+            by_entry.setdefault(entry, []).append(want)
+        for run in self.container(file).reader.batches(sorted(by_entry), _STAGED_NBYTES):
+            records = [(entry, by_entry[entry][0].name, by_entry[entry][0].stored) for entry in run]
+            for entry, tensor in zip(run, self._raw(file, records)):
+                for want in by_entry[entry]:
+                    want.target.copy_(tensor[want.part])
+
+    def _raw(self, file: Optional[SavedFile], items: Sequence[tuple[int, str, Stored]]) -> Sequence[torch.Tensor]:
+        assert file is not None
+        loaded = self.container(file).read_raw([entry for entry, *_ in items], self._verify)
+        self._check_digests(file, [(name, stored) for _, name, stored in items], loaded.headers)
+        return loaded.tensors
+
+    def _check_digests(self, file: SavedFile, items: Sequence[tuple[str, Stored]], headers: _C.LoadedHeaders) -> None:
+        """The digests of the records, with which the data agree, are those that the marker states."""
+        if not self._verify:
+            return
+        source = self.container(file).source_name
+        stated = [{HashType(kind): value for kind, value in headers.hashes(i)} for i in range(len(items))]
+        bare = [name for (name, stored), found in zip(items, stated) if stored.nbytes and not found]
+        if bare:
+            raise missing_hashes(source, bare)
+        for (name, stored), found in zip(items, stated):
+            crc32 = None if stored.crc32 is None else stored.crc32.to_bytes(4, "little")
+            sha256 = None if stored.sha256 is None else bytes.fromhex(stored.sha256)
+            if (found.get(HashType.CRC32), found.get(HashType.SHA256)) != (crc32, sha256):
+                raise HashMismatchError(
+                    f"{source}: tensor {name!r}: the digests of the file are not those of the checkpoint's marker"
+                )

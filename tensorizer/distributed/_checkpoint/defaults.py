@@ -1,0 +1,131 @@
+"""Code that names no storage: :func:`dcp_default`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _storage_utils, format_utils
+
+from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, marker_name
+from tensorizer.distributed._checkpoint.reader import TensorizerReader
+from tensorizer.distributed._checkpoint.writer import TensorizerWriter
+
+__all__ = ["dcp_default"]
+
+_lock = threading.RLock()
+_depth = 0
+_undo: Optional[contextlib.ExitStack] = None
+_options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+
+@contextlib.contextmanager
+def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dict[str, Any]] = None) -> Iterator[None]:
+    """Inside the block, code that names no storage, or torch's own file storage, uses ours.
+
+    For ``dcp.save(state, checkpoint_id=…)`` and for libraries that write ``FileSystemWriter`` themselves (accelerate,
+    Lightning). What is read is looked at first: directories of torch's writers still load. ``s3://`` works in place of
+    a path. Blocks may be nested; the innermost one's options count. It holds for all threads of the process: a
+    background save that begins in the block uses ours, also when it ends after it.
+
+    Args:
+        writer: Keywords of :class:`TensorizerWriter`.
+        reader: Keywords of :class:`TensorizerReader`.
+    """
+    global _depth, _undo
+    # Wrong keywords fail here.
+    TensorizerWriter(None, **(writer or {}))
+    TensorizerReader(None, **(reader or {}))
+    with _lock:
+        _options.append((dict(writer or {}), dict(reader or {})))
+        own = _options[-1]
+        _depth += 1
+        if _depth == 1:
+            _undo = _replace_names()
+    try:
+        yield
+    finally:
+        with _lock:
+            _options[:] = [kept for kept in _options if kept is not own]
+            _depth -= 1
+            if _depth == 0 and _undo is not None:
+                _undo.close()
+                _undo = None
+
+
+def _replace_names() -> contextlib.ExitStack:
+    """Puts our classes where torch looks its own up, until the stack is closed."""
+    undo = contextlib.ExitStack()
+    places: list[tuple[Any, str]] = [(module, "FileSystem") for module in (dcp, _storage_utils, format_utils)]
+    with contextlib.suppress(ImportError):  # fsspec is not installed
+        from torch.distributed.checkpoint import _fsspec_filesystem
+
+        places.append((_fsspec_filesystem, "Fsspec"))
+    for module, prefix in places:
+        for name, replace in ((f"{prefix}Writer", _writer_instead_of), (f"{prefix}Reader", _reader_instead_of)):
+            original = getattr(module, name, None)
+            if original is not None:
+                undo.callback(setattr, module, name, original)
+                setattr(module, name, replace(original))
+    return undo
+
+
+class _Instead:
+    """A class whose calls give objects of others."""
+
+    original: Any
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return TensorizerWriter.validate_checkpoint_id(checkpoint_id) or bool(
+            cls.original.validate_checkpoint_id(checkpoint_id)
+        )
+
+
+def _writer_instead_of(replaced: Any) -> type:
+    class Writer(_Instead):
+        original = replaced
+
+        def __new__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
+            if not TensorizerWriter.validate_checkpoint_id(path):
+                return replaced(path, *args, **kwargs)
+            return TensorizerWriter(path, **{**_understood(kwargs), **(_options[-1][0] if _options else {})})
+
+    return Writer
+
+
+def _understood(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of arguments for torch's writers those that mean something to ours; the others tune what ours does anyway."""
+    names = {"sync_files": "fsync", "overwrite": "overwrite"}
+    return {ours: bool(arguments[theirs]) for theirs, ours in names.items() if theirs in arguments}
+
+
+def _reader_instead_of(replaced: Any) -> type:
+    class Reader(_Instead):
+        original = replaced
+
+        def __new__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
+            options = _options[-1][1] if _options else {}
+            if not TensorizerReader.validate_checkpoint_id(path) or _is_foreign(path, options.get("stream_options")):
+                return replaced(path, *args, **kwargs)
+            return TensorizerReader(path, **options)
+
+    return Reader
+
+
+def _is_foreign(path: PathLike, stream_options: Any) -> bool:
+    """Whether a marker is there that ours did not write."""
+    folder = Folder.at(path, stream_options)
+    for name in (MARKER, marker_name(0)):
+        try:
+            opened = folder.open(name)
+        except FileNotFoundError:
+            continue
+        try:
+            return bool(opened.source.size()) and opened.source.read(0, 1) != b"{"
+        finally:
+            opened.close()
+    return False

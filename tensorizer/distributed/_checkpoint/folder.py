@@ -1,0 +1,223 @@
+"""The folder or ``s3://`` prefix that one checkpoint lies in: its names, and small files in it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+
+from tensorizer import _C
+from tensorizer._io.sinks import open_sink
+from tensorizer._io.sources import OpenedSource, open_source
+from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._system.os_errors import stream_errors
+from tensorizer._system.paths import expanded
+from tensorizer.errors import StreamExistsError, StreamNotFoundError
+
+if TYPE_CHECKING:
+    from tensorizer._io.s3.prefix import S3Prefix
+
+__all__ = ["MARKER", "Folder", "data_file_name", "is_data_file", "is_unnamed", "marker_name", "rank_of_marker"]
+
+#: What makes a checkpoint complete. Tools that look for checkpoints test for this name.
+MARKER = ".metadata"
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+_DATA_FILE = re.compile(r"r\d{5,9}-[0-9a-f]{16}\.tensors\Z")
+_RANK_MARKER = re.compile(r"__(\d{1,9})\.metadata\Z")
+# As the sinks of the extension and Folder.write() call files that have no name yet.
+_UNNAMED = re.compile(r"\.(r\d{5,9}-[0-9a-f]{16}\.tensors|(__\d{1,9})?\.metadata)\.[0-9a-f]{16}\.tmp\Z")
+
+
+def data_file_name(rank: int) -> str:
+    """A new name for the tensors of one rank. Never used before: the old checkpoint stays whole beside the new one.
+
+    The bytes come from the system, not from a seeded generator: ranks are often seeded alike.
+    """
+    return f"r{rank:05d}-{os.urandom(8).hex()}.tensors"
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a name is one of those that :func:`data_file_name` gives."""
+    return _DATA_FILE.match(name) is not None
+
+
+def marker_name(rank: Optional[int]) -> str:
+    """The marker of all ranks, or of one that was saved without collectives."""
+    return MARKER if rank is None else f"__{rank}{MARKER}"
+
+
+def rank_of_marker(name: str) -> Optional[int]:
+    """The rank of a marker of one rank; ``None`` for other names."""
+    match = _RANK_MARKER.match(name)
+    return int(match.group(1)) if match else None
+
+
+def is_unnamed(name: str) -> bool:
+    """Whether a file is what a process that was killed left while it wrote; never part of a checkpoint."""
+    return _UNNAMED.match(name) is not None
+
+
+class Folder(NamedTuple):
+    """Where a checkpoint is: a local folder, or an ``s3://`` prefix."""
+
+    where: str
+    remote: bool
+    stream_options: Optional[Mapping[str, Any]] = None
+
+    @classmethod
+    def at(cls, path: PathLike, stream_options: Optional[Mapping[str, Any]] = None) -> Folder:
+        """Of a path or URI.
+
+        Raises:
+            ValueError: A scheme that checkpoints cannot be written to or listed at.
+            TypeError: Not a path.
+        """
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"checkpoint: wanted a path or an s3:// URI, found {type(path).__name__}")
+        scheme = scheme_of(path)
+        if scheme is None:
+            return cls(os.path.abspath(expanded(os.fsdecode(path))), False, stream_options)
+        if scheme in LOCAL_SCHEMES:
+            return cls(os.path.abspath(path_of_file_uri(str(path))), False, stream_options)
+        if scheme != "s3":
+            raise ValueError(f"checkpoint: wanted a local path or an s3:// URI, found one with {scheme}://")
+        return cls(str(path).rstrip("/"), True, stream_options)
+
+    def join(self, name: str) -> str:
+        return f"{self.where}/{name}" if self.remote else os.path.join(self.where, name)
+
+    def open(self, name: str) -> OpenedSource:
+        """Opens a file for reading.
+
+        Raises:
+            StreamNotFoundError: There is none.
+            OSError: It cannot be opened.
+        """
+        return open_source(self.join(name), self.stream_options)
+
+    def nbytes(self, name: str) -> int:
+        """The size of a file. Raises as :meth:`open`."""
+        if not self.remote:
+            with stream_errors():
+                return os.stat(self.join(name)).st_size
+        opened = self.open(name)
+        try:
+            return opened.source.size() or 0
+        finally:
+            opened.close()
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file. Raises as :meth:`open`."""
+        opened = self.open(name)
+        try:
+            return opened.source.read(0, opened.source.size() or 0)
+        finally:
+            opened.close()
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        if not self.remote:
+            return os.path.exists(self.join(name))
+        try:
+            self.open(name).close()
+        except StreamNotFoundError:
+            return False
+        return True
+
+    def write(self, name: str, content: bytes, *, fsync: bool, replace: bool) -> None:
+        """Writes a small file, which appears complete or not at all.
+
+        Args:
+            name: Its name in the folder.
+            content: All of it.
+            fsync: Syncs the file before it takes its name, and the folder after that.
+            replace: What has the name already is replaced, in one step; else its presence is an error.
+
+        Raises:
+            StreamExistsError: There is one, and it is not to be replaced.
+            OSError: It cannot be written.
+        """
+        options = self.stream_options
+        if self.remote and not replace:
+            options = dict(options or {})
+            extra = dict(options.get("s3_extra_args") or {})
+            options["s3_extra_args"] = {**extra, "put": {**extra.get("put", {}), "IfNoneMatch": "*"}}
+        hidden = name if self.remote or replace else f".{name}.{os.urandom(8).hex()}.tmp"
+        opened = open_sink(self.join(hidden), fsync, options)
+        writer = _C.PlainWriter(opened.sink)
+        try:
+            writer.reserve(len(content))
+            writer.write_bytes(0, content)
+            writer.publish(len(content))
+            writer.finish()
+        except OSError as error:
+            writer.abandon()
+            if self.remote and not replace and re.search(r"\b(412|409)\b", str(error)):
+                raise self._exists(name) from error
+            raise
+        except BaseException:
+            writer.abandon()
+            raise
+        finally:
+            opened.close()
+        if hidden != name:
+            self._take_name(hidden, name, fsync)
+
+    def _take_name(self, hidden: str, name: str, fsync: bool) -> None:
+        """Gives a file its name unless that is taken."""
+        try:
+            with stream_errors():
+                os.link(self.join(hidden), self.join(name))
+        except FileExistsError:
+            raise self._exists(name) from None
+        finally:
+            os.unlink(self.join(hidden))
+        if fsync:
+            self.sync()
+
+    def _exists(self, name: str) -> StreamExistsError:
+        return StreamExistsError(errno.EEXIST, "a checkpoint is there already, and overwrite=False", self.join(name))
+
+    def _store(self) -> S3Prefix:
+        from tensorizer import stream_io
+
+        return stream_io._s3_prefix(self.where, **(self.stream_options or {}))
+
+    def sync(self) -> None:
+        """Makes the names of a local folder outlast a crash of the machine."""
+        if self.remote:
+            return
+        descriptor = os.open(self.where, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:  # some file systems cannot; their names stand either way
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(descriptor)
+
+    def names(self) -> list[str]:
+        """The files of the folder; none where it does not exist."""
+        if self.remote:
+            return self._store().names()
+        try:
+            with stream_errors():
+                return os.listdir(self.where)
+        except FileNotFoundError:
+            return []
+
+    def delete(self, names: list[str]) -> None:
+        """Deletes files; those that are gone already are no error."""
+        if self.remote:
+            if names:
+                self._store().delete(names)
+            return
+        for name in names:
+            try:
+                os.unlink(self.join(name))
+            except FileNotFoundError:
+                continue

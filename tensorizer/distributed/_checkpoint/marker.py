@@ -1,0 +1,289 @@
+"""The marker of a checkpoint: which tensors it has, and where their boxes lie. JSON, written last, never unpickled.
+
+The first line is the head: what the body is, its size and its SHA-256. The body holds columns, one number per box, so
+that a million boxes stay a few tens of megabytes; it is compressed from 1 MiB on. docs/distributed_checkpoints.md,
+"Files", describes every field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tensorizer._version import __version__
+from tensorizer.distributed._checkpoint.folder import is_data_file
+from tensorizer.distributed._checkpoint.values import NotSimple, decoded, encoded
+from tensorizer.errors import FormatError, HashMismatchError, InvalidVersionError
+
+__all__ = ["Marker", "SavedFile", "Stored", "pack_marker", "unpack_marker"]
+
+_FORMAT = "tensorizer.checkpoint"
+_VERSION = 1
+_COMPRESSED_FROM = 1 << 20
+_MAX_CONTENT_NBYTES = 1 << 33
+_NOWHERE = -1  # file number of what needs no bytes
+
+TENSOR, JSON, TORCH_SAVE = "tensor", "json", "torch_save"
+
+
+class SavedFile(NamedTuple):
+    """A file of the checkpoint."""
+
+    name: str
+    nbytes: int
+
+
+class Stored(NamedTuple):
+    """Where the bytes of one item are. Ranks send it to the coordinator."""
+
+    kind: str  # TENSOR; of other leaves JSON or TORCH_SAVE
+    file: Optional[SavedFile] = None  # None: a box without elements, or a value that `text` gives
+    record: int = 0  # number of the record in the file
+    offset: int = 0  # of its payload
+    nbytes: int = 0
+    crc32: Optional[int] = None
+    sha256: Optional[str] = None
+    text: Optional[str] = None
+    shape: tuple[int, ...] = ()  # of a box, when it was read from a marker
+
+
+class Marker(NamedTuple):
+    """What a marker says."""
+
+    metadata: Metadata  # as torch's planners want it; its storage_data are `stored`
+    stored: dict[MetadataIndex, Stored]
+    files: list[SavedFile]
+    rank: Optional[int]  # of a save without collectives
+    world_size: int
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def pack_marker(
+    metadata: Metadata, stored: Mapping[MetadataIndex, Stored], rank: Optional[int], world_size: int
+) -> bytes:
+    """The content of a marker.
+
+    Raises:
+        ValueError: Data of a planner that JSON cannot hold.
+    """
+    files = sorted({s.file for s in stored.values() if s.file is not None})
+    numbers = {file: i for i, file in enumerate(files)}
+    body = {
+        "torch": str(torch.__version__),
+        "tensorizer": __version__,
+        "rank": rank,
+        "world_size": world_size,
+        "files": [list(file) for file in files],
+        "planner": _planner_node(metadata.planner_data),
+        **_tensor_columns(metadata, stored, numbers),
+        "leaves": [
+            _leaf(fqn, stored.get(MetadataIndex(fqn)), numbers)
+            for fqn, item in metadata.state_dict_metadata.items()
+            if not isinstance(item, TensorStorageMetadata)
+        ],
+    }
+    content = json.dumps(body, separators=(",", ":")).encode()
+    compressed = len(content) >= _COMPRESSED_FROM
+    stored_content = zlib.compress(content, 1) if compressed else content
+    head = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "body": "zlib" if compressed else "json",
+        "nbytes": len(stored_content),
+        "content_nbytes": len(content),
+        "sha256": hashlib.sha256(stored_content).hexdigest(),
+    }
+    return json.dumps(head).encode() + b"\n" + stored_content
+
+
+def _planner_node(data: Any) -> Any:
+    try:
+        return encoded(data)
+    except (NotSimple, RecursionError):
+        raise ValueError(
+            f"planner data of type {type(data).__name__} hold more than simple values, which a marker cannot store"
+        ) from None
+
+
+def _tensor_columns(
+    metadata: Metadata, stored: Mapping[MetadataIndex, Stored], numbers: Mapping[SavedFile, int]
+) -> dict[str, Any]:
+    properties: dict[tuple[Any, ...], int] = {}
+    tensors: list[list[Any]] = []  # [name, number of its properties, size, number of boxes]
+    bounds: list[int] = []  # offsets, then sizes, of each box
+    places: list[list[Any]] = [[], [], [], [], [], []]
+    for fqn, item in metadata.state_dict_metadata.items():
+        if not isinstance(item, TensorStorageMetadata):
+            continue
+        number = properties.setdefault(_properties_key(item.properties), len(properties))
+        tensors.append([fqn, number, list(item.size), len(item.chunks)])
+        for chunk in item.chunks:
+            bounds += [*chunk.offsets, *chunk.sizes]
+            found = stored.get(MetadataIndex(fqn, chunk.offsets)) if chunk.sizes.numel() else Stored(TENSOR)
+            if found is None:
+                raise ValueError(f"tensor {fqn!r}: no rank wrote its box at {list(chunk.offsets)}")
+            file = _NOWHERE if found.file is None else numbers[found.file]
+            values = (file, found.record, found.offset, found.nbytes, found.crc32, found.sha256)
+            for column, value in zip(places, values):
+                column.append(value)
+    names = ("file", "record", "offset", "nbytes", "crc32", "sha256")
+    columns: dict[str, Any] = dict(zip(names, places))
+    for digest in ("crc32", "sha256"):
+        if all(value is None for value in columns[digest]):
+            columns[digest] = None
+    return {"properties": [list(key) for key in properties], "tensors": tensors, "bounds": bounds, "boxes": columns}
+
+
+def _leaf(fqn: str, found: Optional[Stored], numbers: Mapping[SavedFile, int]) -> list[Any]:
+    if found is None:
+        raise ValueError(f"{fqn!r}: no rank wrote it")
+    if found.text is not None:
+        return [fqn, found.kind, found.text]
+    assert found.file is not None
+    place = (numbers[found.file], found.record, found.offset, found.nbytes, found.crc32, found.sha256)
+    return [fqn, found.kind, None, *place]
+
+
+def _properties_key(properties: TensorProperties) -> tuple[Any, ...]:
+    return (
+        _last_word(properties.dtype),
+        _last_word(properties.layout),
+        bool(properties.requires_grad),
+        _last_word(properties.memory_format),
+        bool(properties.pin_memory),
+    )
+
+
+def _last_word(value: Any) -> str:
+    return str(value).rpartition(".")[2]
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def unpack_marker(data: bytes, name: str) -> Marker:
+    """What the content of a marker says.
+
+    Args:
+        data: All of the file.
+        name: Of the file, for messages.
+
+    Raises:
+        FormatError: Not a marker, or a damaged one; :class:`InvalidVersionError` for one of a later version.
+        HashMismatchError: Its content is not what was written.
+    """
+    if data[:1] != b"{":
+        pickled = data[:1] == b"\x80"
+        found = "one written by torch.distributed.checkpoint; load it with FileSystemReader" if pickled else "none"
+        raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found {found}")
+    body = _body(data, name)
+    try:
+        return _marker(body)
+    except FormatError as error:
+        raise FormatError(f"{name}: {error}") from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise FormatError(f"{name}: a damaged marker ({type(error).__name__}: {error})") from None
+
+
+def _body(data: bytes, name: str) -> dict[str, Any]:
+    first, _, rest = data.partition(b"\n")
+    try:
+        head = json.loads(first)
+        known, version, compression = head["format"] == _FORMAT, head["version"], head["body"]
+        nbytes, content_nbytes, digest = int(head["nbytes"]), int(head["content_nbytes"]), head["sha256"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found other JSON") from None
+    if not known:
+        raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found format {head['format']!r:.50}")
+    if version != _VERSION:
+        error = InvalidVersionError(f"{name}: wanted marker version {_VERSION}, found {version!r:.50}")
+        error.version = version if isinstance(version, int) else -1
+        raise error
+    if len(rest) != nbytes or content_nbytes > _MAX_CONTENT_NBYTES:
+        raise FormatError(f"{name}: wanted {nbytes} bytes behind the first line, found {len(rest)}")
+    if hashlib.sha256(rest).hexdigest() != digest:
+        raise HashMismatchError(f"{name}: the marker does not match its digest")
+    try:
+        content = zlib.decompressobj().decompress(rest, content_nbytes) if compression == "zlib" else rest
+        body = json.loads(content)
+    except (ValueError, zlib.error, RecursionError) as cause:
+        raise FormatError(f"{name}: a damaged marker ({cause})") from None
+    if not isinstance(body, dict):
+        raise FormatError(f"{name}: a damaged marker (no object)")
+    return body
+
+
+def _marker(body: Mapping[str, Any]) -> Marker:
+    files = [SavedFile(str(name), int(nbytes)) for name, nbytes in body["files"]]
+    for file in files:
+        if not is_data_file(file.name):
+            raise FormatError(f"wanted the name of a file of a checkpoint, found {file.name!r:.200}")
+    items: dict[str, Any] = {}
+    stored: dict[MetadataIndex, Stored] = {}
+    properties = [_properties(key) for key in body["properties"]]
+    boxes = _boxes(body["boxes"], files)
+    bounds = iter(body["bounds"])
+    for fqn, number, size, count in body["tensors"]:
+        chunks = []
+        for _ in range(count):
+            offsets, sizes = (torch.Size([next(bounds) for _ in size]) for _ in range(2))
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            box = next(boxes)
+            if box.file is not None:
+                stored[MetadataIndex(fqn, offsets)] = box._replace(shape=tuple(sizes))
+        items[fqn] = TensorStorageMetadata(properties[number], torch.Size(size), chunks)
+    for fqn, kind, text, *place in body["leaves"]:
+        items[fqn] = BytesStorageMetadata()
+        stored[MetadataIndex(fqn)] = Stored(kind, text=text) if text is not None else _stored(kind, files, place)
+    metadata = Metadata(state_dict_metadata=items, planner_data=decoded(body["planner"]), storage_data=stored)
+    rank = None if body["rank"] is None else int(body["rank"])
+    return Marker(metadata, stored, files, rank, int(body["world_size"]))
+
+
+def _boxes(columns: Mapping[str, Any], files: Sequence[SavedFile]) -> Iterator[Stored]:
+    count = len(columns["file"])
+    nothing = [None] * count
+    digests = [columns[name] or nothing for name in ("crc32", "sha256")]
+    for place in zip(*(columns[name] for name in ("file", "record", "offset", "nbytes")), *digests):
+        yield Stored(TENSOR) if place[0] == _NOWHERE else _stored(TENSOR, files, place)
+
+
+def _stored(kind: str, files: Sequence[SavedFile], place: Sequence[Any]) -> Stored:
+    number, record, offset, nbytes, crc32, sha256 = place
+    if number < 0 or record < 0 or offset < 0 or nbytes < 0:
+        raise ValueError("a negative place")
+    return Stored(kind, files[number], record, offset, nbytes, crc32, sha256)
+
+
+def _properties(key: Sequence[Any]) -> TensorProperties:
+    dtype, layout, requires_grad, memory_format, pin_memory = key
+    return TensorProperties(
+        dtype=_named(dtype, torch.dtype),
+        layout=_named(layout, torch.layout),
+        requires_grad=bool(requires_grad),
+        memory_format=_named(memory_format, torch.memory_format),
+        pin_memory=bool(pin_memory),
+    )
+
+
+def _named(word: str, kind: Any) -> Any:
+    """The value of torch that has this name."""
+    value = getattr(torch, word, None)
+    if not isinstance(value, kind):
+        raise FormatError(f"this torch ({torch.__version__}) has no {kind.__name__} {word!r:.50}")
+    return value

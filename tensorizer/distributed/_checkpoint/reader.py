@@ -1,0 +1,212 @@
+"""Loading: :class:`TensorizerReader`."""
+
+from __future__ import annotations
+
+import io
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Optional, Union
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from tensorizer._crypto.keys import check_decryption
+from tensorizer._system.threads import thread_limit
+from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
+from tensorizer.distributed._checkpoint.folder import Folder, PathLike, marker_name
+from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marker
+from tensorizer.distributed._checkpoint.values import from_json, load_vetted, saved
+from tensorizer.encryption import DecryptionParams
+from tensorizer.errors import FormatError
+
+__all__ = ["TensorizerReader"]
+
+DecryptionArgument = Union[DecryptionParams, Callable[[], DecryptionParams], None]
+
+
+class TensorizerReader(StorageReader):
+    """Reads checkpoints of :class:`TensorizerWriter` for ``dcp.load(…, storage_reader=TensorizerReader(path))``.
+
+    Each rank reads what its plan asks for and no more, straight into the memory of its tensors where dtypes agree and
+    that memory is contiguous; other world sizes, meshes and placements than those of the save are the rule, not a
+    special case.
+
+    Nothing of a checkpoint is unpickled as it comes. Leaves that are neither tensors nor simple values are read with
+    ``torch.load(weights_only=True)``, and what that refuses is an error unless `allow_pickle`.
+
+    Args:
+        path: Where the checkpoint is: a folder or an ``s3://`` prefix; ``None`` where ``checkpoint_id`` of the load
+            says.
+        verify_hash: Compares every box that is read with its digest, and that with the marker. Boxes are read whole
+            for that, also where a part is wanted.
+        allow_pickle: Lets torch unpickle leaves that hold more than simple values: for trusted checkpoints alone.
+        encryption: The key of an encrypted checkpoint, or a function without arguments that returns it.
+        threads: Upper bound for reading threads; ``None`` uses as many as are useful.
+        stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
+
+    Attributes:
+        total_bytes_read: Bytes that came from storage since the reader was made.
+
+    Raises:
+        ValueError: Another scheme than ``s3``; `threads` below 1.
+        TypeError: An argument of the wrong type.
+
+    Source: docs/distributed_checkpoints.md.
+    """
+
+    def __init__(
+        self,
+        path: Optional[PathLike] = None,
+        *,
+        verify_hash: bool = False,
+        allow_pickle: bool = False,
+        encryption: DecryptionArgument = None,
+        threads: Optional[int] = None,
+        stream_options: Optional[Mapping[str, Any]] = None,
+    ) -> None:
+        super().__init__()
+        if not callable(encryption):
+            check_decryption(encryption)
+        self._encryption = encryption
+        self._max_workers = thread_limit("threads", threads)
+        self._verify = verify_hash
+        self._allow_pickle = allow_pickle
+        self._stream_options = stream_options
+        self._path = path
+        self._load_id = str(uuid.uuid4())
+        self._metadata: Optional[Metadata] = None
+        self.total_bytes_read = 0
+        if path is not None:
+            Folder.at(path, stream_options)
+
+    # ---- what torch calls, in its order -----------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
+        """Begins a load, from `checkpoint_id` where that is given."""
+        if checkpoint_id is not None:
+            Folder.at(checkpoint_id, self._stream_options)
+            self._path = checkpoint_id
+        self._load_id = str(uuid.uuid4())
+        self._metadata = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the marker says: of all ranks, or with ``rank=`` of one that was saved without collectives.
+
+        Raises:
+            FileNotFoundError: There is no complete checkpoint.
+            FormatError: The marker is damaged, or another program's.
+        """
+        folder = self._folder()
+        name = marker_name(kwargs.get("rank"))
+        content = folder.read(name)
+        self.total_bytes_read += len(content)
+        found = unpack_marker(content, folder.join(name)).metadata
+        _note_load(found, self._path, self._load_id)
+        return found
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Keeps what :meth:`read_metadata` returned."""
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the items of this rank into the tensors that the planner names.
+
+        Raises:
+            FormatError: A file is not the one that was written, or is damaged.
+            HashMismatchError: A box is not what was written, with ``verify_hash``.
+            pickle.UnpicklingError: A leaf holds more than simple values, without ``allow_pickle``.
+            CryptographyError: The key is missing or wrong.
+            OSError: A file cannot be read.
+        """
+        params = self._encryption() if callable(self._encryption) else self._encryption
+        check_decryption(params)
+        files = CheckpointFiles(self._folder(), verify=self._verify, encryption=params, max_workers=self._max_workers)
+        try:
+            with files:
+                self._read(plan, planner, files)
+        finally:
+            self.total_bytes_read += files.bytes_read
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Whether a checkpoint could be there, as far as the name tells."""
+        try:
+            Folder.at(checkpoint_id)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> Optional[PathLike]:
+        """Where the checkpoint is, as it was given."""
+        return self._path
+
+    # ---- the items of a rank ----------------------------------------------------------------------------------------
+
+    def _folder(self) -> Folder:
+        if self._path is None:
+            raise ValueError("checkpoint: wanted a path, or checkpoint_id= of the load; found neither")
+        return Folder.at(self._path, self._stream_options)
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner, files: CheckpointFiles) -> None:
+        wanted: list[tuple[ReadItem, Wanted]] = []
+        for item in plan.items:
+            stored = self._stored(item.storage_index)
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._leaf(item.storage_index.fqn, stored, files))
+            else:
+                wanted.append((item, self._wanted(item, stored, planner)))
+        files.read(want for _, want in wanted)
+        for item, want in wanted:
+            planner.commit_tensor(item, want.target)
+
+    def _stored(self, index: MetadataIndex) -> Stored:
+        assert self._metadata is not None
+        assert self._metadata.storage_data is not None
+        found: Optional[Stored] = self._metadata.storage_data.get(index)
+        if found is None:
+            where = "" if index.offset is None else f" at {list(index.offset)}"
+            raise FormatError(f"{self._folder().where}: the checkpoint has no data of {index.fqn!r}{where}")
+        return found
+
+    def _wanted(self, item: ReadItem, stored: Stored, planner: LoadPlanner) -> Wanted:
+        assert self._metadata is not None
+        fqn = item.storage_index.fqn
+        saved_as = self._metadata.state_dict_metadata[fqn]
+        assert isinstance(saved_as, TensorStorageMetadata)
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != torch.Size(item.lengths):
+            raise ValueError(f"tensor {fqn!r}: wanted memory of shape {list(item.lengths)}, found {list(target.shape)}")
+        part = tuple(slice(begin, begin + n) for begin, n in zip(item.storage_offsets, item.lengths))
+        return Wanted(fqn, stored, saved_as.properties.dtype, stored.shape, part, target)
+
+    def _leaf(self, fqn: str, stored: Stored, files: CheckpointFiles) -> io.BytesIO:
+        """A leaf as bytes of ``torch.save`` that were made here, from a value that was found harmless."""
+        if stored.kind == JSON:
+            text = stored.text
+            return saved(from_json(files.read_bytes(fqn, stored).decode() if text is None else text))
+        data = io.BytesIO(files.read_bytes(fqn, stored))
+        return data if self._allow_pickle else saved(load_vetted(fqn, data))
+
+
+def _note_load(metadata: Metadata, checkpoint_id: Optional[PathLike], load_id: str) -> None:
+    """Path and number of the load, as planners are told (torch 2.4 and later)."""
+    from torch.distributed.checkpoint import metadata as module
+
+    kind = getattr(module, "StorageMeta", None)
+    if kind is not None:
+        metadata.storage_meta = kind(checkpoint_id=checkpoint_id, load_id=load_id)

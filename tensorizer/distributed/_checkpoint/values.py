@@ -1,0 +1,126 @@
+"""Leaves that are no tensors: numbers, texts and containers of them as JSON, so that no pickle is needed for them.
+
+JSON has fewer types than Python. Containers and what JSON cannot hold are objects with one member, whose name is the
+kind: ``t`` tuple, ``d`` dict and ``o`` OrderedDict (lists of pairs), ``b`` bytes (Base64), ``f`` a float that is no
+number or infinite, ``i`` an integer of more than 64 bits (hexadecimal).
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import io
+import json
+import math
+import pickle
+from typing import Any, Optional
+
+import torch
+
+from tensorizer.errors import FormatError
+
+__all__ = ["NotSimple", "decoded", "encoded", "from_json", "load_vetted", "saved", "simple_value", "to_json"]
+
+_MAX_JSON_INT = 1 << 63
+
+
+class NotSimple(TypeError):
+    """A value that JSON does not hold."""
+
+
+def to_json(value: Any) -> Optional[str]:
+    """The text that stands for a value; ``None`` for one that is not made of simple types alone."""
+    try:
+        return json.dumps(encoded(value), separators=(",", ":"), allow_nan=False)
+    except (NotSimple, RecursionError):
+        return None
+
+
+def from_json(text: str) -> Any:
+    """The value that :func:`to_json` gave the text for.
+
+    Raises:
+        FormatError: Another text.
+    """
+    try:
+        return decoded(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(f"a value that is none: {text[:80]!r} ({error})") from None
+
+
+def encoded(value: Any) -> Any:
+    """What JSON can hold of a value: the way back is :func:`decoded`.
+
+    Raises:
+        NotSimple: It is not made of simple types alone.
+        RecursionError: It contains itself, or is nested hundreds of times.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if -_MAX_JSON_INT <= value < _MAX_JSON_INT else {"i": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"f": repr(value)}
+    if kind is bytes:
+        return {"b": base64.b64encode(value).decode()}
+    if kind is list:
+        return [encoded(item) for item in value]
+    if kind is tuple:
+        return {"t": [encoded(item) for item in value]}
+    if kind in (dict, collections.OrderedDict):
+        return {"d" if kind is dict else "o": [[encoded(key), encoded(item)] for key, item in value.items()]}
+    raise NotSimple
+
+
+def decoded(node: Any) -> Any:
+    """The value of :func:`encoded`. Raises ValueError, TypeError or the like for what is none."""
+    if isinstance(node, list):
+        return [decoded(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, content),) = node.items()
+    if kind == "t":
+        return tuple(decoded(item) for item in content)
+    if kind in "do":
+        pairs = [(decoded(key), decoded(item)) for key, item in content]
+        return dict(pairs) if kind == "d" else collections.OrderedDict(pairs)
+    if kind == "b":
+        return base64.b64decode(content, validate=True)
+    if kind == "f":
+        return float(content)
+    if kind == "i":
+        return int(content, 16)
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def simple_value(data: memoryview) -> Optional[str]:
+    """The JSON text for the value in bytes of ``torch.save``; ``None`` where it is not simple, or not such bytes."""
+    try:
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception:  # whatever a planner may have written: its bytes are kept as they are
+        return None
+    return to_json(value)
+
+
+def saved(value: Any) -> io.BytesIO:
+    """The value as planners of torch expect it: in bytes of ``torch.save``, made here and now."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def load_vetted(name: str, data: io.BytesIO) -> Any:
+    """The value in bytes of ``torch.save``, by the loader that calls nothing that the bytes name.
+
+    Raises:
+        pickle.UnpicklingError: They hold more than tensors and simple values, or cannot be read.
+    """
+    try:
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise pickle.UnpicklingError(
+            f"{name!r} was refused by torch.load(weights_only=True); with allow_pickle=True its pickle would be "
+            f"executed, which is for checkpoints from trusted sources alone: {error}"
+        ) from error

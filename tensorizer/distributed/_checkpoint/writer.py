@@ -1,0 +1,416 @@
+"""Saving: :class:`TensorizerWriter`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from tensorizer import _C
+from tensorizer._crypto.keys import check_encryption, encryption_key
+from tensorizer._format.entries import TensorType
+from tensorizer._format.payloads import contiguous, stored_dtype
+from tensorizer._io.sinks import open_sink
+from tensorizer._save.hashes import check_hashes
+from tensorizer._system import cuda_engine
+from tensorizer._system.threads import thread_limit
+from tensorizer.distributed._checkpoint import marker as markers
+from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, data_file_name, marker_name
+from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, pack_marker
+from tensorizer.distributed._checkpoint.upkeep import remove_stale
+from tensorizer.distributed._checkpoint.values import simple_value
+from tensorizer.encryption import EncryptionParams
+from tensorizer.errors import StreamExistsError
+
+__all__ = ["TensorizerWriter"]
+
+# Copies (other devices, tensors that are not contiguous) that exist at a time: one batch is written while the next one
+# is copied.
+_BATCH_NBYTES = 128 << 20
+
+# Leaves of at most this size are looked into; larger ones are stored as they are.
+_MAX_SIMPLE_NBYTES = 1 << 20
+# JSON of at most this size is part of the marker, so that no rank opens the files of others for a few numbers.
+_MAX_INLINE_NBYTES = 4 << 10
+
+EncryptionArgument = Union[EncryptionParams, Callable[[], EncryptionParams], None]
+
+
+class TensorizerWriter(StorageWriter):
+    """Writes checkpoints of ``torch.distributed.checkpoint`` as ``.tensors`` files, one per rank, and a marker.
+
+    For ``dcp.save(…, storage_writer=TensorizerWriter(path))`` and ``dcp.async_save``. A checkpoint counts once its
+    marker, the file ``.metadata``, is there, which is written last and in one step. Files have names that were never
+    used before, so an existing checkpoint in the folder stays whole until the new marker replaces its own, and is
+    deleted after that: overwriting needs room for both. Whatever ends the processes, at any moment, leaves the old
+    checkpoint or the new one.
+
+    Nothing in the files is a pickle, except for leaves that are neither tensors nor made of numbers, texts, bytes,
+    lists, tuples and dicts.
+
+    May be pickled, as ``async_save`` in a process needs it: it holds no open file, thread or connection. A key goes
+    with it; give a function that returns the key where that is not wanted.
+
+    Args:
+        path: A local folder, which is made, or an ``s3://`` prefix; ``None`` where ``checkpoint_id`` of the save says.
+        hashes: Digests to store with each box: ``"crc32"`` (default), ``"sha256"``, both, or ``None``. The CRC-32
+            costs next to nothing, the SHA-256 a multiple of that. Encrypted boxes get a
+            SHA-256 instead of a CRC-32, whose four bytes would say too much about short ones.
+        fsync: Syncs files and folder, so that a crash of the machine does no harm either.
+        overwrite: ``False``: a checkpoint that is there already is an error on every rank, before anything is written.
+        encryption: Encrypts tensors and leaves; names, shapes and placements stay readable in the marker. Parameters,
+            or a function without arguments that returns them.
+        threads: Upper bound for threads; ``None`` uses as many as are useful.
+        allow_pickle: ``False``: a leaf that would need a pickle is an error.
+        stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
+
+    Raises:
+        ValueError: Another scheme than ``s3``; unknown `hashes`; `threads` below 1.
+        TypeError: An argument of the wrong type.
+
+    Source: docs/distributed_checkpoints.md.
+    """
+
+    def __init__(
+        self,
+        path: Optional[PathLike] = None,
+        *,
+        hashes: Union[str, Collection[str], None] = "crc32",
+        fsync: bool = True,
+        overwrite: bool = True,
+        encryption: EncryptionArgument = None,
+        threads: Optional[int] = None,
+        allow_pickle: bool = True,
+        stream_options: Optional[Mapping[str, Any]] = None,
+    ) -> None:
+        super().__init__()
+        self._encryption = encryption
+        if not callable(encryption):
+            check_encryption(encryption)
+        chosen = check_hashes(hashes, encrypted=False)
+        if encryption is not None and "crc32" in chosen:
+            chosen = frozenset(("sha256",))
+        self._hashes = chosen
+        self._max_workers = thread_limit("threads", threads)
+        self._fsync = fsync
+        self._overwrite = overwrite
+        self._allow_pickle = allow_pickle
+        self._stream_options = stream_options
+        self._path = path
+        self._rank: Optional[int] = None  # in the group, of a save without collectives
+        self._save_id = _new_id()
+        if path is not None:
+            Folder.at(path, stream_options)
+
+    # ---- what torch calls, in its order -----------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
+        """Begins a save, at `checkpoint_id` where that is given."""
+        if checkpoint_id is not None:
+            Folder.at(checkpoint_id, self._stream_options)
+            self._path = checkpoint_id
+        self._save_id = _new_id()
+
+    def storage_meta(self) -> Any:
+        """Path and number of the save, as planners are told (torch 2.4 and later)."""
+        from torch.distributed.checkpoint import metadata
+
+        kind = getattr(metadata, "StorageMeta", None)
+        return None if kind is None else kind(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Looks at what is there already.
+
+        Raises:
+            FileExistsError: A checkpoint, and ``overwrite=False``; or, without collectives, in any case.
+        """
+        alone = not kwargs.get("use_collectives", True)
+        self._rank = int(kwargs.get("rank") or 0) if alone else None
+        folder = self._folder()
+        names = [MARKER, marker_name(self._rank)] if alone else [] if self._overwrite else [MARKER]
+        for name in names:
+            if folder.exists(name):
+                why = "a save without collectives cannot replace it in one step" if alone else "overwrite=False"
+                raise StreamExistsError(17, f"a checkpoint is there already, and {why}", folder.join(name))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is; without collectives with the rank."""
+        return plan if self._rank is None else dataclasses.replace(plan, storage_data=self._rank)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tells each rank its number. Nothing else: plans are kept and used again."""
+        return [
+            plan if plan.storage_data is not None else dataclasses.replace(plan, storage_data=rank)
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes the items of this rank to one file, complete and synced when it returns; no file without items.
+
+        Raises:
+            OSError: It could not be written; nothing is left of it.
+            TypeError: A leaf that needs a pickle, and ``allow_pickle=False``.
+            NotImplementedError: A tensor that the format cannot hold.
+        """
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(plan, planner))
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the marker, then deletes what belonged to the checkpoint that it replaced.
+
+        Raises:
+            FileExistsError: A checkpoint appeared meanwhile, and ``overwrite=False``.
+            OSError: The marker could not be written: the checkpoint that was there before is the one that is there.
+        """
+        stored = _by_index(results)
+        world_size = len(results)
+        if self._rank is not None and torch.distributed.is_initialized():
+            world_size = torch.distributed.get_world_size()
+        folder = self._folder()
+        content = pack_marker(metadata, stored, self._rank, world_size)
+        if self._fsync and not folder.remote:
+            os.makedirs(folder.where, exist_ok=True)
+            folder.sync()
+        replace = self._overwrite and self._rank is None
+        folder.write(marker_name(self._rank), content, fsync=self._fsync, replace=replace)
+        metadata.storage_data = stored
+        if hasattr(metadata, "storage_meta"):
+            metadata.storage_meta = self.storage_meta()
+        if self._rank is None:
+            files = {item.file.name for item in stored.values() if item.file is not None}
+            remove_stale(folder, files)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Whether a checkpoint could be written there, as far as the name tells."""
+        try:
+            Folder.at(checkpoint_id)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> Optional[PathLike]:
+        """Where the checkpoint is, as it was given."""
+        return self._path
+
+    # ---- the file of a rank -----------------------------------------------------------------------------------------
+
+    def _folder(self) -> Folder:
+        if self._path is None:
+            raise ValueError("checkpoint: wanted a path, or checkpoint_id= of the save; found neither")
+        return Folder.at(self._path, self._stream_options)
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        results: list[WriteResult] = []
+        records: list[_Record] = []
+        names: set[str] = set()
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                leaf = self._leaf(item, planner.resolve_data(item))
+                if isinstance(leaf, Stored):
+                    results.append(WriteResult(item.index, len(leaf.text or ""), leaf))
+                else:
+                    records.append(leaf._replace(name=_unused(item.index, names)))
+                continue
+            data = item.tensor_data
+            assert data is not None
+            shape = data.chunk.sizes
+            if shape.numel() == 0:
+                results.append(WriteResult(item.index, 0, Stored(markers.TENSOR)))
+                continue
+            name = _unused(item.index, names)
+            records.append(_Record(name, item, markers.TENSOR, data.properties.dtype, tuple(shape)))
+        if records:
+            results += self._write_file(int(plan.storage_data or 0), records, planner)
+        return results
+
+    def _leaf(self, item: WriteItem, data: Any) -> Union[Stored, _Record]:
+        """A leaf that is no tensor: in the marker, or a record of bytes."""
+        view = data.getbuffer() if isinstance(data, io.BytesIO) else memoryview(data)
+        text = simple_value(view) if view.nbytes <= _MAX_SIMPLE_NBYTES else None
+        if text is not None and len(text) <= _MAX_INLINE_NBYTES and self._encryption is None:
+            return Stored(markers.JSON, text=text)
+        if text is None and not self._allow_pickle:
+            raise TypeError(f"{item.index.fqn!r}: a leaf that needs a pickle, and allow_pickle=False")
+        kind = markers.TORCH_SAVE if text is None else markers.JSON
+        content = torch.frombuffer(bytearray(view if text is None else text.encode()), dtype=torch.uint8)
+        return _Record("", item, kind, torch.uint8, tuple(content.shape), content)
+
+    def _write_file(self, rank: int, records: Sequence[_Record], planner: SavePlanner) -> list[WriteResult]:
+        folder, name = self._folder(), data_file_name(rank)
+        params = self._encryption() if callable(self._encryption) else self._encryption
+        check_encryption(params)
+        key, derivation = encryption_key(params)
+        opened = open_sink(folder.join(name), self._fsync, self._stream_options)
+        session = _C.SaveSession(
+            opened.sink,
+            opened.start,
+            crc32="crc32" in self._hashes,
+            sha256="sha256" in self._hashes,
+            max_workers=self._max_workers,
+            key=key,
+            derivation=derivation,
+        )
+        try:
+            session.begin_call([record.describe() for record in records], False)
+            _write_batches(session, records, planner)
+            facts = session.records()
+            session.finish_call()
+            session.finish()
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first failure tells more
+                session.abort_call()
+                session.abandon()
+            with contextlib.suppress(Exception):
+                opened.discard()
+            raise
+        opened.close()
+        file = SavedFile(name, folder.nbytes(name))
+        return [
+            WriteResult(
+                record.item.index,
+                record.nbytes,
+                Stored(record.kind, file, i, offset, record.nbytes, crc32, None if sha256 is None else sha256.hex()),
+            )
+            for i, (record, (offset, crc32, sha256)) in enumerate(zip(records, facts))
+        ]
+
+
+class _Record(NamedTuple):
+    """One record of a rank's file."""
+
+    name: str
+    item: WriteItem
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    content: Optional[torch.Tensor] = None  # of a leaf; tensors are asked for when their turn comes
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def describe(self) -> tuple[Any, ...]:
+        """What the extension plans with."""
+        from tensorizer._format.dtypes import stored_for_tensor
+
+        stored = stored_for_tensor(self.dtype).encode()
+        return ((self.name,), stored, self.shape, int(TensorType.STATE_DICT), 0, self.nbytes, False)
+
+    def tensor(self, planner: SavePlanner) -> torch.Tensor:
+        """The data, where they are; as planned.
+
+        Raises:
+            ValueError: They are not what was planned.
+        """
+        if self.content is not None:
+            return self.content
+        tensor: Any = planner.resolve_data(self.item)
+        wait = getattr(tensor, "trigger_wait", None)  # the result of a collective that may still run
+        tensor = tensor if wait is None else wait()
+        if tensor.is_meta or tensor.dtype != self.dtype or tuple(tensor.shape) != self.shape:
+            raise ValueError(
+                f"tensor {self.name!r}: wanted {self.dtype} {self.shape} with data, "
+                f"found {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            )
+        stored_dtype(self.name, tensor)
+        return torch.Tensor.detach(tensor)
+
+
+def _unused(index: MetadataIndex, names: set[str]) -> str:
+    """A name for the record of an item: that of its tensor, for further boxes with their offsets."""
+    name = index.fqn
+    if name in names:
+        name = f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+    while name in names:
+        name += "'"
+    names.add(name)
+    return name
+
+
+def _is_fast(tensor: torch.Tensor) -> bool:
+    return cuda_engine.is_fast_device(tensor.device)
+
+
+def _batches(records: Sequence[_Record], planner: SavePlanner) -> Iterator[tuple[list[torch.Tensor], bool]]:
+    """Tensors in the order of the records, ready to be written, and whether they were copied for that."""
+    batch: list[torch.Tensor] = []
+    copied = 0
+    for record in records:
+        tensor = record.tensor(planner)
+        data = contiguous(tensor, on_device=_is_fast(tensor))
+        size = 0 if data.data_ptr() == tensor.data_ptr() and data.device == tensor.device else record.nbytes
+        if batch and (copied + size > _BATCH_NBYTES or data.device != batch[0].device):
+            yield batch, copied > 0
+            batch, copied = [], 0
+        batch.append(data)
+        copied += size
+        del tensor, data
+    if batch:
+        yield batch, copied > 0
+
+
+def _write_batches(session: _C.SaveSession, records: Sequence[_Record], planner: SavePlanner) -> None:
+    """Writes all records; where tensors have to be copied, one batch is copied while the one before is written."""
+    written = 0
+    with ThreadPoolExecutor(1, "tensorizer-save") as thread:
+        pending: Any = None
+        for batch, copied in _batches(records, planner):
+            write = _prepared(session, written, batch)
+            written += len(batch)
+            if pending is not None:
+                pending.result()
+                pending = None
+            if copied and written < len(records):
+                pending = thread.submit(write)
+            else:
+                write()
+            del batch, write  # so that a batch ends when it is written
+        if pending is not None:
+            pending.result()
+
+
+def _prepared(session: _C.SaveSession, first: int, batch: list[torch.Tensor]) -> Callable[[], None]:
+    """What writes a batch, whose copies on the device are in order after what the caller enqueued."""
+    payloads = [(first + i, t.data_ptr(), t.numel() * t.element_size()) for i, t in enumerate(batch)]
+    device = batch[0].device
+    engine = None
+    if device.type != "cpu":
+        engine = cuda_engine.engine_for(device)
+        engine.order_after_caller()
+
+    def write() -> None:
+        if engine is None:
+            session.write_payloads(payloads)
+        else:
+            session.write_payloads(payloads, device=device.index, engine=engine)
+        batch.clear()  # kept until here
+
+    return write
+
+
+def _by_index(results: Sequence[Sequence[WriteResult]]) -> dict[MetadataIndex, Stored]:
+    """What all ranks wrote. A box without elements never stands for one that begins at the same place."""
+    stored: dict[MetadataIndex, Stored] = {}
+    for result in (result for of_rank in results for result in of_rank):
+        found = stored.get(result.index)
+        if found is None or found.file is None:
+            stored[result.index] = result.storage_data
+    return stored
+
+
+def _new_id() -> str:
+    return str(uuid.uuid4())

@@ -1,0 +1,245 @@
+"""``TensorizerWriter`` and ``TensorizerReader`` under ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import tensorizer.distributed as td
+from tensorizer import DecryptionParams, EncryptionParams, FormatError, HashMismatchError, TensorDeserializer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+def save(state, path, **arguments):
+    return dcp.save(state, storage_writer=td.TensorizerWriter(path, **arguments))
+
+
+def load(state, path, **arguments):
+    reader = td.TensorizerReader(path, **arguments)
+    dcp.load(state, storage_reader=reader)
+    return reader
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    left, right = (tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
+    return torch.equal(left, right)
+
+
+def cause_of(error: CheckpointException) -> BaseException:
+    (failure,) = {type(f[0]): f[0] for f in error.failures.values()}.values()
+    return failure
+
+
+LEAVES = {
+    "step": 7,
+    "lr": 1e-3,
+    "odd": [float("nan"), float("inf"), -0.0, 1 << 70, -(1 << 63), True, None],
+    "text": "Grüße \ud800",
+    "raw": b"\x00\xff",
+    "pair": (1, (2.5, "x"), [(), {}]),
+    "keys": collections.OrderedDict([("a", "x"), ("b", 2)]),
+}
+
+
+def test_tensors_of_every_kind_and_leaves_come_back_and_no_file_holds_a_pickle(tmp_path):
+    torch.manual_seed(0)
+    wide = torch.randn(600, 500)
+    state = {
+        "f32": torch.randn(5, 7),
+        "bf16": wide.to(torch.bfloat16).t(),
+        "f8": wide.to(torch.float8_e4m3fn),
+        "bool": wide > 0,
+        "complex": torch.randn(3, 4, dtype=torch.complex64).conj(),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3),
+        "strided": wide[::2, 1:-1],
+        "model": {"w": torch.nn.Parameter(torch.randn(4)), "list": [torch.ones(2), 5]},
+        "leaves": LEAVES,
+    }
+    save(state, tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[0] == ".metadata"
+    assert re.fullmatch(r"r00000-[0-9a-f]{16}\.tensors", names[1])
+    assert len(names) == 2
+    for path in tmp_path.iterdir():
+        content = path.read_bytes()
+        assert b"PK\x03\x04" not in content
+        assert b"\x80\x02" not in content[:64]
+
+    target = {name: torch.zeros_like(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    target["f32"] = torch.zeros(7, 5, dtype=torch.float64).t()  # other strides, another dtype
+    target["model"] = {"w": torch.zeros(4), "list": [torch.zeros(2), 0]}
+    target["leaves"] = dict.fromkeys(LEAVES) | {"odd": [0] * 7, "pair": (0,), "keys": {"a": 0, "b": 0}}
+    reader = load(target, tmp_path, verify_hash=True)
+    for name in ("bf16", "f8", "bool", "complex", "scalar", "empty", "strided"):
+        assert same_bits(target[name], state[name]), name
+    assert torch.equal(target["f32"], state["f32"].double())
+    assert torch.equal(target["model"]["w"], state["model"]["w"])
+    assert target["model"]["list"][1] == 5
+    leaves = dict(target["leaves"])
+    assert repr(leaves.pop("odd")) == repr(LEAVES["odd"])
+    assert leaves.pop("keys") == {"a": "x", "b": 2}
+    assert leaves == {key: value for key, value in LEAVES.items() if key not in ("odd", "keys")}
+    assert reader.total_bytes_read > sum(value.nbytes for value in target.values() if isinstance(value, torch.Tensor))
+
+    with TensorDeserializer(tmp_path / names[1], device="cpu", verify_hash=True) as file:
+        assert torch.equal(file["strided"], state["strided"])
+
+
+class Canary:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_hostile_pickles_in_leaves_and_markers_are_never_executed(tmp_path):
+    sign = tmp_path / "executed"
+    folder = tmp_path / "checkpoint"
+    save({"w": torch.ones(2), "evil": Canary(sign)}, folder)
+    target = {"w": torch.zeros(2), "evil": None}
+    with pytest.raises(CheckpointException) as caught:
+        load(target, folder)
+    refused = cause_of(caught.value)
+    assert isinstance(refused, pickle.UnpicklingError)
+    assert "'evil'" in str(refused)
+    assert "allow_pickle" in str(refused)
+    assert td.verify(folder).ok
+    assert not sign.exists()
+    load(target, folder, allow_pickle=True)  # the canary is alive
+    assert sign.exists()
+    sign.rmdir()
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Canary(sign)))
+    with pytest.raises(CheckpointException, match="FileSystemReader"):
+        load(target, folder)
+    assert not td.verify(folder).ok
+    with pytest.raises(FormatError):
+        td.prune(folder)
+    assert not td.is_complete(folder)
+    with pytest.raises(CheckpointException) as caught:
+        save({"evil": Canary(sign)}, folder, allow_pickle=False)
+    assert isinstance(cause_of(caught.value), TypeError)
+    assert not sign.exists()
+
+
+def test_leaves_beyond_the_marker_and_vetted_objects_come_back(tmp_path):
+    state = {"long": list(range(3000)), "device": torch.device("cpu"), "mixed": {"a": (torch.arange(3), 1)}}
+    save(state, tmp_path)
+    target = {"long": None, "device": None, "mixed": {"a": None}}
+    load(target, tmp_path)
+    assert target["long"] == state["long"]
+    assert target["device"] == torch.device("cpu")
+    assert torch.equal(target["mixed"]["a"][0], torch.arange(3))
+
+
+def test_damage_is_named_and_never_becomes_a_tensor_where_it_is_verified(tmp_path):
+    state = {"a": torch.arange(1000.0), "b": torch.arange(1000.0) + 1}
+    save(state, tmp_path / "one")
+    save({"a": state["b"], "b": state["a"]}, tmp_path / "two")
+    (file,) = (tmp_path / "one").glob("*.tensors")
+    (other,) = (tmp_path / "two").glob("*.tensors")
+    marker = tmp_path / "one" / ".metadata"
+    whole, swapped, text = file.read_bytes(), other.read_bytes(), marker.read_bytes()
+
+    def fails(kind, *words):
+        target = {name: torch.full((1000,), -1.0) for name in state}
+        with pytest.raises(CheckpointException) as caught:
+            load(target, tmp_path / "one", verify_hash=True)
+        if kind is not None:
+            failure = cause_of(caught.value)
+            assert isinstance(failure, kind), failure
+            assert all(word in str(failure) for word in words), failure
+        report = td.verify(tmp_path / "one")
+        assert not report.ok
+        return report
+
+    offset = json.loads(text.split(b"\n", 1)[1])["boxes"]["offset"][1]
+    file.write_bytes(whole[: offset + 5] + bytes([whole[offset + 5] ^ 1]) + whole[offset + 6 :])
+    report = fails(HashMismatchError, "'b'")
+    assert len(report.errors) == 1
+    assert "'b'" in report.errors[0]
+    file.write_bytes(swapped)
+    report = fails(HashMismatchError, "'a'", "marker")
+    assert len(report.errors) == 2
+    file.write_bytes(whole[:-100])
+    fails(FormatError, file.name)
+    file.unlink()
+    fails(FileNotFoundError, file.name)
+    assert not td.is_complete(tmp_path / "one")
+    file.write_bytes(whole)
+    for at in range(0, len(text), 7):
+        marker.write_bytes(text[:at] + bytes([text[at] ^ 0x04]) + text[at + 1 :])
+        assert not td.verify(tmp_path / "one").ok, at
+    for end in range(0, len(text), 50):
+        marker.write_bytes(text[:end])
+        assert not td.is_complete(tmp_path / "one")
+    marker.write_bytes(text)
+    assert td.is_complete(tmp_path / "one")
+    load({name: torch.zeros(1000) for name in state}, tmp_path / "one", verify_hash=True)
+
+
+def test_an_encrypted_checkpoint_shows_no_value_and_needs_its_key(tmp_path):
+    key = EncryptionParams.random()
+    state = {"w": torch.arange(100_000.0), "secret": "open sesame", "step": 3}
+    save(state, tmp_path, encryption=lambda: key)
+    assert all(b"sesame" not in path.read_bytes() for path in tmp_path.iterdir())
+    unlock = DecryptionParams.from_key(key.key)
+    target = {"w": torch.zeros(100_000), "secret": "", "step": 0}
+    load(target, tmp_path, encryption=unlock, verify_hash=True)
+    assert torch.equal(target["w"], state["w"])
+    assert (target["secret"], target["step"]) == ("open sesame", 3)
+    assert td.verify(tmp_path, encryption=unlock).ok
+    for wrong in (None, DecryptionParams.from_key(EncryptionParams.random().key)):
+        with pytest.raises(CheckpointException, match=r"(?i)encrypt|key"):
+            load(dict(target), tmp_path, encryption=wrong)
+    pickle.loads(pickle.dumps(td.TensorizerWriter(tmp_path, encryption=key)))
+    assert str(key.key) not in repr(td.TensorizerWriter(tmp_path, encryption=key))
+
+
+def test_overwriting_replaces_a_checkpoint_as_a_whole_and_overwrite_false_refuses_before_it_writes(tmp_path):
+    writer = td.TensorizerWriter(tmp_path)
+    for n in range(3):
+        dcp.save({"w": torch.full((10,), float(n))}, storage_writer=writer)
+        assert len(list(tmp_path.iterdir())) == 2
+    leftovers = [
+        "r00007-0123456789abcdef.tensors",
+        "__3.metadata",
+        ".r00001-0123456789abcdef.tensors.0123456789abcdef.tmp",
+    ]
+    for name in [*leftovers, "mine.txt", "__0_0.distcp"]:
+        (tmp_path / name).write_text("x")
+    assert sorted(td.prune(tmp_path)) == sorted(leftovers)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(CheckpointException) as caught:
+        save({"w": torch.zeros(10)}, tmp_path, overwrite=False)
+    assert isinstance(cause_of(caught.value), FileExistsError)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "deep" / "er", storage_writer=writer)
+    target = {"w": torch.zeros(3)}
+    dcp.load(target, checkpoint_id=tmp_path / "deep" / "er", storage_reader=td.TensorizerReader())
+    assert torch.equal(target["w"], torch.ones(3))
+    with pytest.raises(ValueError, match="gs"):
+        td.TensorizerWriter("gs://bucket/x")
+
+
+def run(fresh_process, program: str, *arguments, timeout: float = 55) -> str:
+    result = fresh_process(f"import warnings; warnings.simplefilter('ignore')\n{program}", *arguments, timeout=timeout)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def test_what_any_number_of_ranks_saved_on_any_mesh_loads_on_any_other(fresh_process, tmp_path):
+    run(fresh_process, "import sys, checkpoint_matrix\ncheckpoint_matrix.main(sys.argv[1])", tmp_path)
