@@ -146,7 +146,6 @@ class LoadBatch:
         keys: KeyRing | None = None,
         mapping: FileMapping | None = None,
         addresses: collections.abc.Sequence[int] | None = None,
-        device: int = -1,
         engine: CopyEngine | None = None,
         headers_only: bool = False,
     ) -> None: ...
@@ -187,7 +186,6 @@ class SaveSession:
         self,
         payloads: list[tuple[int, int, int]],
         *,
-        device: int = -1,
         engine: CopyEngine | None = None,
         progress: typing.Any = None,
     ) -> None: ...

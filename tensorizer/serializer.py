@@ -348,7 +348,7 @@ class TensorSerializer:
         if fast:
             engine = cuda_engine.engine_for(device)
             engine.order_after_caller()
-            self._session.write_payloads(payloads, device=device.index, engine=engine, progress=report)
+            self._session.write_payloads(payloads, engine=engine, progress=report)
         else:
             self._session.write_payloads(payloads, progress=report)
         _release(batch)

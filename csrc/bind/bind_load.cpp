@@ -117,7 +117,7 @@ class LoadBatch {
   LoadBatch(std::shared_ptr<io::RangeSource> source, std::shared_ptr<OpenedIndex> opened,
             const std::vector<uint32_t>& selection, bool verify, unsigned max_workers,
             std::shared_ptr<load::KeyRing> keys, std::shared_ptr<io::FileMapping> mapping,
-            const std::optional<std::vector<uint64_t>>& addresses, int device,
+            const std::optional<std::vector<uint64_t>>& addresses,
             std::shared_ptr<device::CopyEngine> engine, bool headers_only)
       : source_(std::move(source)),
         opened_(std::move(opened)),
@@ -135,7 +135,7 @@ class LoadBatch {
       for (LoadTarget& target : targets_) target.in_place = true;
     }
     if (addresses) {
-      use_addresses(*addresses, device);
+      use_addresses(*addresses);
     } else {
       load::allocate_on_host(*opened_, source_->size().has_value(), targets_);
     }
@@ -214,17 +214,16 @@ class LoadBatch {
       if (entry.data_nbytes == 0 || entry.data_offset % std::max(entry.itemsize, 1U) != 0) continue;
       target.in_place = true;
       target.destination = {mapping->bytes().data() + entry.data_offset, entry.data_nbytes,
-                            device::kHost, mapping};
+                            mapping};
     }
   }
 
-  void use_addresses(const std::vector<uint64_t>& addresses, int device) {
+  void use_addresses(const std::vector<uint64_t>& addresses) {
     if (addresses.size() != targets_.size())
       throw Error(Errc::invalid_argument, "one address per tensor is wanted");
     for (size_t i = 0; i < targets_.size(); ++i) {
       const uint64_t nbytes = opened_->index[targets_[i].entry].loaded_nbytes;
-      targets_[i].destination = {reinterpret_cast<std::byte*>(addresses[i]), nbytes, device,
-                                 nullptr};
+      targets_[i].destination = {reinterpret_cast<std::byte*>(addresses[i]), nbytes, nullptr};
     }
   }
 
@@ -353,12 +352,11 @@ void register_batch(py::module_& m) {
       .def(py::init<std::shared_ptr<io::RangeSource>, std::shared_ptr<OpenedIndex>,
                     const std::vector<uint32_t>&, bool, unsigned, std::shared_ptr<load::KeyRing>,
                     std::shared_ptr<io::FileMapping>, const std::optional<std::vector<uint64_t>>&,
-                    int, std::shared_ptr<device::CopyEngine>, bool>(),
+                    std::shared_ptr<device::CopyEngine>, bool>(),
            py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(),
            py::arg("verify") = false, py::arg("max_workers") = 0, py::arg("keys") = py::none(),
            py::arg("mapping") = py::none(), py::arg("addresses") = py::none(),
-           py::arg("device") = device::kHost, py::arg("engine") = py::none(),
-           py::arg("headers_only") = false)
+           py::arg("engine") = py::none(), py::arg("headers_only") = false)
       .def("run", &LoadBatch::run, py::arg("progress") = py::none())
       .def_property_readonly("headers",
                              [](const LoadBatch& batch) {

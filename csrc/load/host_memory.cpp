@@ -48,7 +48,7 @@ class Allocator {
   }
 
   void assign(size_t i, const std::shared_ptr<HostArena>& arena, uint64_t at) {
-    targets_[i].destination = {arena->bytes().data() + at, wanted(i), device::kHost, arena};
+    targets_[i].destination = {arena->bytes().data() + at, wanted(i), arena};
   }
 
   std::shared_ptr<HostArena> own_arena(size_t i) const {

@@ -137,7 +137,7 @@ void LoadSession::run_and_compare(const std::stop_token& stop) {
     if (of_bytes) blame_change(job_.source);
     throw;
   }
-  check_unchanged(job_.source, *job_.opened, job_.targets, job_.options.verify, stop);
+  check_unchanged(job_, stop);
 }
 
 void LoadSession::run_workers(const std::stop_token& stop) {
@@ -194,7 +194,7 @@ void LoadSession::wipe_on_device() noexcept {
 
 // What a piece puts into its destination.
 device::DeviceRange LoadSession::filled_by(const Piece& piece) const noexcept {
-  const device::Destination& to = job_.targets[piece.target].destination;
+  const device::TensorMemory& to = job_.targets[piece.target].destination;
   if (piece.kind != Piece::Kind::payload || piece.target_offset >= to.nbytes) return {nullptr, 0};
   return {to.data + piece.target_offset, std::min(piece.nbytes, to.nbytes - piece.target_offset)};
 }

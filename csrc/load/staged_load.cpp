@@ -149,7 +149,7 @@ class StagedLoad::Worker final : public UnitWorker {
   // Plaintext goes to the hashes, and to the device where that is where it goes.
   void deliver(const Piece& piece, std::span<const std::byte> plain) {
     if (job_.digester) digest(piece, plain);
-    const device::Destination& to = job_.targets[piece.target].destination;
+    const device::TensorMemory& to = job_.targets[piece.target].destination;
     if (!lane_ || piece.target_offset >= to.nbytes) return;
     copies_.push_back({piece.unit_offset, to.data + piece.target_offset,
                        std::min(piece.nbytes, to.nbytes - piece.target_offset)});
@@ -200,7 +200,7 @@ class StagedLoad::Worker final : public UnitWorker {
 
   void send_gathered(uint32_t target) {
     const std::byte* const plain = shared_.gathering_place(target);
-    const device::Destination& to = job_.targets[target].destination;
+    const device::TensorMemory& to = job_.targets[target].destination;
     const uint64_t nbytes = std::min<uint64_t>(job_.entry_of(target).data_nbytes, to.nbytes);
     for (uint64_t done = 0; done < nbytes;) {
       take_buffer();

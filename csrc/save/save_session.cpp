@@ -168,7 +168,7 @@ class SaveSession::Worker {
   // The unit's plaintext in host memory, one span per payload: the caller's memory, or a slot.
   std::span<const std::byte> host_bytes(const Unit& unit, uint32_t i, std::span<std::byte> slot,
                                         uint64_t slot_at) const {
-    const device::Destination& from = shared_.payloads[i].from;
+    const device::TensorMemory& from = shared_.payloads[i].from;
     if (!slot.empty()) return slot.subspan(slot_at, unit.count > 0 ? from.nbytes : unit.nbytes);
     return {from.data + unit.offset, unit.count > 0 ? from.nbytes : unit.nbytes};
   }
@@ -178,7 +178,7 @@ class SaveSession::Worker {
     std::vector<device::CopyPiece> pieces;
     uint64_t at = 0;
     for (uint32_t i = unit.first; i < unit.first + std::max(unit.count, 1U); ++i) {
-      const device::Destination& from = shared_.payloads[i].from;
+      const device::TensorMemory& from = shared_.payloads[i].from;
       const uint64_t nbytes = unit.count > 0 ? from.nbytes : unit.nbytes;
       if (nbytes > 0) pieces.push_back({at, from.data + unit.offset, nbytes});
       at += nbytes;
@@ -300,7 +300,7 @@ class SaveSession::Worker {
   }
 
   std::span<const std::byte> step_bytes(ChainQueue::Step step) const {
-    const device::Destination& from = shared_.payloads[step.chain].from;
+    const device::TensorMemory& from = shared_.payloads[step.chain].from;
     const uint64_t at = step.step * shared_.unit_nbytes;
     return {from.data + at, std::min(shared_.unit_nbytes, from.nbytes - at)};
   }

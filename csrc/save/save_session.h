@@ -16,7 +16,7 @@
 
 #include "crypto/secret_key.h"
 #include "device/copy_engine.h"
-#include "device/destination.h"
+#include "device/tensor_memory.h"
 #include "format/annex.h"
 #include "format/tensor_path.h"
 #include "io/range_sink.h"
@@ -43,7 +43,7 @@ struct TieToWrite {
 // engine.
 struct PayloadToWrite {
   uint32_t record;  // number within the call
-  device::Destination from;
+  device::TensorMemory from;
 };
 
 class SaveSession {

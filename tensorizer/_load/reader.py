@@ -168,7 +168,7 @@ class TensorReader:
                 if self.index.data_nbytes(entry) == 0:  # written without data: zeros
                     tensor.zero_()
         engine.order_after_caller()
-        batch = self._batch(entries, verify, addresses=[t.data_ptr() for t in flat], device=device.index, engine=engine)
+        batch = self._batch(entries, verify, addresses=[t.data_ptr() for t in flat], engine=engine)
 
         def finish() -> LoadedBatch:
             headers = batch.headers

@@ -210,8 +210,7 @@ inline void write_call(save::SaveSession& session, const std::vector<Tensor>& te
                     .shape = {tensor.data.size()},
                     .data_nbytes = tensor.data.size()});
     payloads.push_back({static_cast<uint32_t>(payloads.size()),
-                        {const_cast<std::byte*>(tensor.data.data()), tensor.data.size(),
-                         engine ? 0 : device::kHost, nullptr}});
+                        {const_cast<std::byte*>(tensor.data.data()), tensor.data.size(), nullptr}});
   }
   session.begin_call(std::move(plan), paths, {}, growing, stop);
   try {
@@ -256,9 +255,7 @@ inline bool load_all(io::RangeSource& source, const LoadSettings& settings,
   for (const format::IndexEntry& entry : opened->index.entries())
     into.emplace_back(entry.data_nbytes);
   for (uint32_t i = 0; i < opened->index.size(); ++i) {
-    targets.push_back({.entry = i,
-                       .destination = {into[i].data(), into[i].size(),
-                                       settings.engine ? 0 : device::kHost, nullptr}});
+    targets.push_back({.entry = i, .destination = {into[i].data(), into[i].size(), nullptr}});
   }
   load::LoadSession session(source, opened, targets,
                             {.verify = settings.verify,
