@@ -77,7 +77,6 @@ class CudaCopyEngine(CopyEngine):
         slot_nbytes: int = 8388608,
         keep_idle_seconds: float = 30.0,
     ) -> None: ...
-    def order_after_caller(self) -> None: ...
 
 class Index:
     def __len__(self) -> int: ...
@@ -145,7 +144,7 @@ class LoadBatch:
         max_workers: int = 0,
         keys: KeyRing | None = None,
         mapping: FileMapping | None = None,
-        addresses: collections.abc.Sequence[int] | None = None,
+        allocate: collections.abc.Callable[[int, bool], typing.Any] | None = None,
         engine: CopyEngine | None = None,
         headers_only: bool = False,
     ) -> None: ...
@@ -184,7 +183,7 @@ class SaveSession:
     def set_metadata(self, key: str, value: str) -> None: ...
     def write_payloads(
         self,
-        payloads: list[tuple[int, int, int]],
+        payloads: list[tuple[int, int]],
         *,
         engine: CopyEngine | None = None,
         progress: typing.Any = None,

@@ -55,15 +55,16 @@ void begin_call(SaveSession& session, const py::list& items, bool growing, const
       [] {});
 }
 
-// (record number, address, bytes) per record, zero-sized ones included.
+// (address, bytes) of the next records, zero-sized ones included.
 void write_payloads(SaveSession& session, const py::list& items, device::CopyEngine* engine,
                     const py::object& progress) {
-  std::vector<save::PayloadToWrite> payloads;
+  std::vector<device::TensorMemory> payloads;
   payloads.reserve(items.size());
   for (const py::handle item : items) {
-    const auto [record, address, nbytes] = item.cast<std::tuple<uint32_t, uint64_t, uint64_t>>();
-    payloads.push_back({record, {reinterpret_cast<std::byte*>(address), nbytes, nullptr}});
+    const auto [address, nbytes] = item.cast<std::pair<uint64_t, uint64_t>>();
+    payloads.push_back({reinterpret_cast<std::byte*>(address), nbytes, nullptr});
   }
+  if (engine != nullptr) engine->order_after_caller();
   run_step(
       session, session.call_is_brief() && engine == nullptr,
       [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },

@@ -25,10 +25,9 @@ namespace tensorizer::load {
 
 // Where one selected tensor goes.
 struct LoadTarget {
-  uint32_t entry = 0;  // number in the index
-  // At least entry.data_nbytes on the host, loaded_nbytes on a device.
-  device::TensorMemory destination;
-  bool in_place = false;  // the bytes are there already (a mapping): check, do not read
+  uint32_t entry = 0;                // number in the index
+  device::TensorMemory destination;  // of entry.data_nbytes at least
+  bool in_place = false;             // the bytes are there already (a mapping): check, do not read
 };
 
 struct LoadOptions {
