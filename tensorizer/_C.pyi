@@ -77,7 +77,6 @@ class CudaCopyEngine(CopyEngine):
         slot_nbytes: int = 8388608,
         keep_idle_seconds: float = 30.0,
     ) -> None: ...
-    def order_after_caller(self) -> None: ...
 
 class Index:
     def __len__(self) -> int: ...
@@ -146,8 +145,7 @@ class LoadBatch:
         max_workers: int = 0,
         keys: KeyRing | None = None,
         mapping: FileMapping | None = None,
-        addresses: collections.abc.Sequence[int] | None = None,
-        device: int = -1,
+        allocate: collections.abc.Callable[[int, bool], typing.Any] | None = None,
         engine: CopyEngine | None = None,
         headers_only: bool = False,
     ) -> None: ...
@@ -171,7 +169,6 @@ class SliceBatch:
         self,
         *,
         addresses: collections.abc.Sequence[int] | None = None,
-        device: int = -1,
         engine: CopyEngine | None = None,
         keys: KeyRing | None = None,
         max_workers: int = 0,
@@ -211,9 +208,8 @@ class SaveSession:
     def set_metadata(self, key: str, value: str) -> None: ...
     def write_payloads(
         self,
-        payloads: list[tuple[int, int, int]],
+        payloads: list[tuple[int, int]],
         *,
-        device: int = -1,
         engine: CopyEngine | None = None,
         progress: typing.Any = None,
     ) -> None: ...

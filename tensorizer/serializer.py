@@ -63,9 +63,9 @@ class TensorSerializer:
     returns.
 
     Tensors must not change while a call that writes them runs. Contiguous tensors in host memory are read where they
-    are, once for the digests and once to be written or encrypted, so a change in between gives a file that fails its
-    own verification. Where a copy is made anyway (other devices, tensors that are not contiguous) both come from that
-    copy.
+    are, once to be written and once for the digests, so a change in between gives a file that fails its own
+    verification. Where a copy is made anyway (encryption, other devices, tensors that are not contiguous) both come
+    from that copy: the file verifies, and may hold a mix of old and new bytes.
 
     As a context manager it closes the file; an exception inside the block abandons what was not complete.
 
@@ -319,10 +319,8 @@ class TensorSerializer:
             self._session.begin_call([item.describe() for item in items], growing, ties)
             begun = True
             with progress_reporter(self._progress, total, "saving") as report:
-                record = 0
                 for batch in batches(items):
-                    self._write_batch(record, batch, report)
-                    record += len(batch)
+                    self._write_batch(batch, report)
             self._session.finish_call()
             _release(left_out)
         except BaseException:
@@ -337,18 +335,15 @@ class TensorSerializer:
             for item in items:
                 logger.debug("wrote %s", str(item))  # text: a kept record must not keep the tensor
 
-    def _write_batch(self, first_record: int, batch: list[Item], report: Optional[Callable[[int], None]]) -> None:
+    def _write_batch(self, batch: list[Item], report: Optional[Callable[[int], None]]) -> None:
         device = batch[0].tensor.device
         fast = not batch[0].tensor.is_meta and cuda_engine.is_fast_device(device)
         data = [contiguous(item.tensor, on_device=fast) for item in batch]  # kept alive until the call returns
         payloads = [
-            (first_record + i, tensor.data_ptr() if tensor.numel() else 0, tensor.numel() * tensor.element_size())
-            for i, tensor in enumerate(data)
+            (tensor.data_ptr() if tensor.numel() else 0, tensor.numel() * tensor.element_size()) for tensor in data
         ]
         if fast:
-            engine = cuda_engine.engine_for(device)
-            engine.order_after_caller()
-            self._session.write_payloads(payloads, device=device.index, engine=engine, progress=report)
+            self._session.write_payloads(payloads, engine=cuda_engine.engine_for(device), progress=report)
         else:
             self._session.write_payloads(payloads, progress=report)
         _release(batch)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import functools
 import os
 import subprocess
 import weakref
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -21,7 +19,6 @@ from typing import Any, Optional
 import torch
 
 from tensorizer import _C, TensorDeserializer, TensorSerializer
-from tensorizer._load import reader
 from tensorizer._system import cuda_engine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,17 +87,6 @@ class FakeDriver:
         return tensor
 
 
-class FakeAllocation(torch.Tensor):
-    """What torch would allocate on the device: knows to write zeros there, which the host cannot."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    zeros: Callable[[torch.Tensor], None]
-
-    def zero_(self) -> FakeAllocation:  # type: ignore[override]
-        self.zeros(self)
-        return self
-
-
 class OnFakeDevice(torch.Tensor):
     """A tensor over the fake driver's memory that says so."""
 
@@ -160,27 +146,17 @@ class FakeDevice(Accelerator):
     def install(self, monkeypatch: Any) -> None:
         """Lets tensorizer believe in two CUDA devices for the length of a test."""
 
-        def allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-            return [self._allocate(nbytes, device.index) for nbytes in sizes]
-
-        def deliver(reader: Any, entry: int, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
-            return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
+        def allocate(device: torch.device, nbytes: int, zeros: bool) -> torch.Tensor:
+            flat = self.driver.memory(nbytes, device.index)
+            if zeros and nbytes:
+                # Later than the call, on the caller's stream, as torch does it: a copy must wait for it.
+                self.driver.compute(None, device.index, flat.data_ptr(), nbytes, 0, 1000)
+                self._with_zeros.add(device.index)
+            return flat
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
         monkeypatch.setattr(cuda_engine, "allocate", allocate)
-        monkeypatch.setattr(reader.TensorReader, "_deliver", deliver)
-
-    def _allocate(self, nbytes: int, device: int) -> torch.Tensor:
-        flat = self.driver.memory(nbytes, device).as_subclass(FakeAllocation)
-        flat.zeros = functools.partial(self._write_zeros, device)
-        return flat
-
-    def _write_zeros(self, device: int, tensor: torch.Tensor) -> None:
-        # Later than the call, on the caller's stream, as torch does it: a copy that does not wait breaks a rule.
-        if tensor.numel():
-            self.driver.compute(None, device, tensor.data_ptr(), tensor.numel(), 0, 1000)
-            self._with_zeros.add(device)
 
     def fetch(self, value: torch.Tensor) -> torch.Tensor:
         while self._with_zeros:  # written by torch, not by us: whoever reads has to wait for the stream

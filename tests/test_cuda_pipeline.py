@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 
 import accelerators
@@ -131,18 +132,46 @@ def test_encrypted_tensors_are_decrypted_on_their_way(gpu, verify):
     assert_loads_as_on_cpu(gpu, written(state, encryption=encryption), encryption=decryption, verify_hash=verify)
 
 
+def test_small_tensors_share_allocations_of_which_each_keeps_at_most_16_mib(gpu, monkeypatch):
+    alive = {}
+
+    def note(*args):
+        tensor = allocate(*args)
+        if tensor.numel():
+            alive[weakref.ref(tensor, lambda gone: alive.pop(gone))] = tensor.numel()
+        return tensor
+
+    allocate = cuda_engine.allocate
+    monkeypatch.setattr(cuda_engine, "allocate", note)
+    state = {f"t{i}": samples.tensor((MIB + 40 * i + 3,), torch.uint8, i) for i in range(40)}
+    state.update(empty=torch.empty(0, 3), large=samples.tensor((9 * MIB,), torch.uint8))
+    on_device = dict(TensorDeserializer(written(state), device="cuda:0").items())
+    assert len(alive) == 4
+    assert max(alive.values()) <= 16 * MIB
+    for name, tensor in on_device.items():
+        assert tensor.untyped_storage().nbytes() == state[name].nbytes, name
+        assert tensor.data_ptr() % 512 == 0 or not tensor.numel()
+        assert samples.same(gpu.fetch(tensor), state[name]), name
+    del tensor
+    kept = on_device.pop("t0")
+    on_device.clear()
+    assert len(alive) == 1
+    assert samples.same(gpu.fetch(kept), state["t0"])
+
+
 def test_what_was_decrypted_before_a_damaged_chunk_is_wiped_on_the_device(gpu, monkeypatch):
     allocated = []
     allocate = cuda_engine.allocate
     monkeypatch.setattr(cuda_engine, "allocate", lambda *args: allocated.append(allocate(*args)) or allocated[-1])
     encryption = EncryptionParams.random()
-    state = {f"t{i}": samples.tensor((5 * MIB + 3,), torch.uint8, i) for i in range(3)}
+    state = {f"t{i}": samples.tensor((9 * MIB + 3,), torch.uint8, i) for i in range(3)}
     damaged = bytearray(written(state, encryption=encryption).getvalue())
     damaged[-100] ^= 1
     with pytest.raises(CryptographyError, match="t2"):
         gpu.load(io.BytesIO(damaged), encryption=DecryptionParams.from_key(encryption.key), num_readers=1)
-    assert [tensor.numel() for tensor in allocated[0]] == [5 * MIB + 3] * 3
-    for tensor in allocated[0]:
+    allocated = [tensor for tensor in allocated if tensor.numel()]
+    assert [tensor.numel() for tensor in allocated] == [9 * MIB + 3] * 3
+    for tensor in allocated:
         assert not gpu.fetch(tensor.view(torch.uint8)).any()
 
 

@@ -19,7 +19,7 @@
 #include "device/kept_memory.h"
 #include "format/shard_index.h"
 #include "io/local/file_mapping.h"
-#include "load/host_memory.h"
+#include "load/allocate.h"
 #include "load/load_session.h"
 #include "load/open_index.h"
 #include "load/sealed_metadata.h"
@@ -32,6 +32,7 @@ using load::LoadTarget;
 using load::OpenedIndex;
 
 constexpr uint64_t kBriefIndexNbytes = uint64_t{1} << 20;  // parsed in a few milliseconds
+constexpr uint64_t kDeviceAlignment = 512;                 // as torch's own allocator gives
 
 // The entry of a name's own; of the target where a tie alone gives the name.
 const format::IndexEntry& entry_at(const OpenedIndex& opened, size_t i) {
@@ -101,8 +102,8 @@ py::tuple kinds(const OpenedIndex& opened) {
   bool scalars = false;
   for (const format::IndexEntry& entry : opened.index.entries()) {
     dtypes.insert(entry.dtype);
-    scalars = scalars ||
-              (entry.data_nbytes == 0 && entry.shape.size() == 1 && entry.shape.front() == 1);
+    scalars =
+        scalars || (entry.data_nbytes == 0 && entry.shape.size() == 1 && entry.shape.front() == 1);
   }
   py::list names;
   for (const std::string_view dtype : dtypes) names.append(py::bytes(dtype.data(), dtype.size()));
@@ -133,12 +134,13 @@ class LoadBatch {
   LoadBatch(std::shared_ptr<io::RangeSource> source, std::shared_ptr<OpenedIndex> opened,
             const std::vector<uint32_t>& selection, bool verify, unsigned max_workers,
             std::shared_ptr<load::KeyRing> keys, std::shared_ptr<io::FileMapping> mapping,
-            const std::optional<std::vector<uint64_t>>& addresses, int device,
-            std::shared_ptr<device::CopyEngine> engine, bool headers_only)
+            const std::optional<py::function>& allocate, std::shared_ptr<device::CopyEngine> engine,
+            bool headers_only)
       : source_(std::move(source)),
         opened_(std::move(opened)),
         keys_(std::move(keys)),
-        engine_(std::move(engine)) {
+        engine_(std::move(engine)),
+        place_(allocate ? TensorPlace((*allocate)(0, false)) : TensorPlace::cpu()) {
     targets_.reserve(selection.size());
     for (uint32_t i : selection) {
       if (i >= opened_->index.size()) throw py::index_error("no such entry");
@@ -150,11 +152,9 @@ class LoadBatch {
     if (headers_only) {
       for (LoadTarget& target : targets_) target.in_place = true;
     }
-    if (addresses) {
-      use_addresses(*addresses, device);
-    } else {
-      load::allocate_on_host(*opened_, source_->size().has_value(), targets_);
-    }
+    load::allocate(*opened_, source_->size().has_value(),
+                   allocate ? memory_of(*allocate) : load::host_memory(*opened_), targets_);
+    if (engine_) engine_->order_after_caller();
     const load::LoadOptions options{
         .verify = verify, .max_workers = max_workers, .keys = keys_.get(), .engine = engine_.get()};
     session_ = std::make_unique<load::LoadSession>(*source_, opened_, targets_, options);
@@ -190,7 +190,8 @@ class LoadBatch {
       const format::RecordHeader header = session_->headers()->header(i);
       const TensorDtype& dtype = factory.dtype(header.dtype);
       result[i] =
-          factory.parameter(host_tensor(factory, dtype, header.shape, i), dtype.differentiable);
+          factory.parameter(factory.tensor(dtype, header.shape, targets_[i].destination, place_),
+                            dtype.differentiable);
     }
     return result;
   }
@@ -199,7 +200,8 @@ class LoadBatch {
     py::list result(targets_.size());
     for (size_t i = 0; i < targets_.size(); ++i) {
       const format::RecordHeader header = session_->headers()->header(i);
-      result[i] = host_tensor(factory, factory.dtype(header.dtype), header.shape, i);
+      result[i] = factory.tensor(factory.dtype(header.dtype), header.shape, targets_[i].destination,
+                                 place_);
     }
     return result;
   }
@@ -214,10 +216,14 @@ class LoadBatch {
     });
   }
 
-  py::object host_tensor(TensorFactory& factory, const TensorDtype& dtype,
-                         std::span<const uint64_t> shape, size_t i) {
-    const LoadTarget& target = targets_[i];
-    return factory.tensor(dtype, shape, target.destination.data, target.destination.owner);
+  // allocate(nbytes, zeros) -> flat torch tensor
+  static load::MemoryMaker memory_of(const py::function& allocate) {
+    const auto make = [allocate](uint64_t nbytes, bool zeros) -> device::TensorMemory {
+      py::object tensor = allocate(nbytes, zeros);
+      const auto address = tensor.attr("data_ptr")().cast<uintptr_t>();
+      return {reinterpret_cast<std::byte*>(address), nbytes, keep_alive(std::move(tensor))};
+    };
+    return {make, kDeviceAlignment};
   }
 
   // Tensors whose payload is aligned for their element become views of the mapping; the others are
@@ -230,17 +236,7 @@ class LoadBatch {
       if (entry.data_nbytes == 0 || entry.data_offset % std::max(entry.itemsize, 1U) != 0) continue;
       target.in_place = true;
       target.destination = {mapping->bytes().data() + entry.data_offset, entry.data_nbytes,
-                            device::kHost, mapping};
-    }
-  }
-
-  void use_addresses(const std::vector<uint64_t>& addresses, int device) {
-    if (addresses.size() != targets_.size())
-      throw Error(Errc::invalid_argument, "one address per tensor is wanted");
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      const uint64_t nbytes = opened_->index[targets_[i].entry].loaded_nbytes;
-      targets_[i].destination = {reinterpret_cast<std::byte*>(addresses[i]), nbytes, device,
-                                 nullptr};
+                            mapping};
     }
   }
 
@@ -249,6 +245,7 @@ class LoadBatch {
   std::vector<LoadTarget> targets_;
   std::shared_ptr<load::KeyRing> keys_;
   std::shared_ptr<device::CopyEngine> engine_;
+  const TensorPlace place_;
   std::unique_ptr<load::LoadSession> session_;
 };
 
@@ -376,13 +373,12 @@ void register_batch(py::module_& m) {
   py::class_<LoadBatch>(m, "LoadBatch")
       .def(py::init<std::shared_ptr<io::RangeSource>, std::shared_ptr<OpenedIndex>,
                     const std::vector<uint32_t>&, bool, unsigned, std::shared_ptr<load::KeyRing>,
-                    std::shared_ptr<io::FileMapping>, const std::optional<std::vector<uint64_t>>&,
-                    int, std::shared_ptr<device::CopyEngine>, bool>(),
+                    std::shared_ptr<io::FileMapping>, const std::optional<py::function>&,
+                    std::shared_ptr<device::CopyEngine>, bool>(),
            py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(),
            py::arg("verify") = false, py::arg("max_workers") = 0, py::arg("keys") = py::none(),
-           py::arg("mapping") = py::none(), py::arg("addresses") = py::none(),
-           py::arg("device") = device::kHost, py::arg("engine") = py::none(),
-           py::arg("headers_only") = false)
+           py::arg("mapping") = py::none(), py::arg("allocate") = py::none(),
+           py::arg("engine") = py::none(), py::arg("headers_only") = false)
       .def("run", &LoadBatch::run, py::arg("progress") = py::none())
       .def_property_readonly("headers",
                              [](const LoadBatch& batch) {

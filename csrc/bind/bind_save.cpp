@@ -55,15 +55,16 @@ void begin_call(SaveSession& session, const py::list& items, bool growing, const
       [] {});
 }
 
-// (record number, address, bytes) per record, zero-sized ones included.
-void write_payloads(SaveSession& session, const py::list& items, int device,
-                    device::CopyEngine* engine, const py::object& progress) {
-  std::vector<save::PayloadToWrite> payloads;
+// (address, bytes) of the next records, zero-sized ones included.
+void write_payloads(SaveSession& session, const py::list& items, device::CopyEngine* engine,
+                    const py::object& progress) {
+  std::vector<device::TensorMemory> payloads;
   payloads.reserve(items.size());
   for (const py::handle item : items) {
-    const auto [record, address, nbytes] = item.cast<std::tuple<uint32_t, uint64_t, uint64_t>>();
-    payloads.push_back({record, {reinterpret_cast<std::byte*>(address), nbytes, device, nullptr}});
+    const auto [address, nbytes] = item.cast<std::pair<uint64_t, uint64_t>>();
+    payloads.push_back({reinterpret_cast<std::byte*>(address), nbytes, nullptr});
   }
+  if (engine != nullptr) engine->order_after_caller();
   run_step(
       session, session.call_is_brief() && engine == nullptr,
       [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
@@ -116,8 +117,7 @@ void register_save(py::module_& m) {
            py::arg("ties") = py::list())
       .def("set_metadata", &SaveSession::set_metadata, py::arg("key"), py::arg("value"))
       .def("write_payloads", &write_payloads, py::arg("payloads"), py::kw_only(),
-           py::arg("device") = device::kHost, py::arg("engine") = py::none(),
-           py::arg("progress") = py::none())
+           py::arg("engine") = py::none(), py::arg("progress") = py::none())
       .def("records", &record_facts)
       .def("finish_call",
            [](SaveSession& session) {

@@ -11,7 +11,7 @@
 #include "bind/torch_bridge.h"
 #include "core/error.h"
 #include "core/run_units.h"
-#include "load/host_memory.h"
+#include "load/allocate.h"
 #include "load/open_index.h"
 #include "load/slice_session.h"
 
@@ -52,20 +52,20 @@ class SliceBatch {
   uint64_t nbytes(size_t i) const { return targets_.at(i).runs.nbytes(); }
 
   // Where the parts go; nullopt: to host memory that the batch allocates.
-  void plan(const std::optional<std::vector<uint64_t>>& addresses, int device,
+  void plan(const std::optional<std::vector<uint64_t>>& addresses,
             std::shared_ptr<device::CopyEngine> engine, std::shared_ptr<load::KeyRing> keys,
             unsigned max_workers, std::optional<uint64_t> gap_nbytes) {
     if (addresses && addresses->size() != targets_.size())
       throw Error(Errc::invalid_argument, "one address per part is wanted");
     if (addresses) {
       for (size_t i = 0; i < targets_.size(); ++i)
-        targets_[i].destination = {reinterpret_cast<std::byte*>((*addresses)[i]), nbytes(i), device,
+        targets_[i].destination = {reinterpret_cast<std::byte*>((*addresses)[i]), nbytes(i),
                                    nullptr};
     } else {
       std::vector<uint64_t> sizes;
       sizes.reserve(targets_.size());
       for (const load::SliceTarget& target : targets_) sizes.push_back(target.runs.nbytes());
-      const auto memory = load::allocate_parts(sizes, opened_->prologue.has_crypt_info());
+      const auto memory = load::allocate_parts(*opened_, sizes);
       for (size_t i = 0; i < targets_.size(); ++i) targets_[i].destination = memory[i];
     }
     keys_ = std::move(keys);
@@ -98,8 +98,7 @@ class SliceBatch {
     for (size_t i = 0; i < targets_.size(); ++i) {
       const load::SliceTarget& target = targets_[i];
       const TensorDtype& dtype = factory.dtype(opened_->index[target.entry].dtype);
-      result[i] =
-          factory.tensor(dtype, shapes_[i], target.destination.data, target.destination.owner);
+      result[i] = factory.tensor(dtype, shapes_[i], target.destination, TensorPlace::cpu());
     }
     return result;
   }
@@ -130,8 +129,7 @@ void register_slices(py::module_& m) {
       .def("shape", &SliceBatch::shape, py::arg("i"))
       .def("nbytes", &SliceBatch::nbytes, py::arg("i"))
       .def("plan", &SliceBatch::plan, py::kw_only(), py::arg("addresses") = py::none(),
-           py::arg("device") = device::kHost, py::arg("engine") = py::none(),
-           py::arg("keys") = py::none(), py::arg("max_workers") = 0,
+           py::arg("engine") = py::none(), py::arg("keys") = py::none(), py::arg("max_workers") = 0,
            py::arg("gap_nbytes") = py::none())
       .def("run", &SliceBatch::run)
       .def("tensors", &SliceBatch::tensors, py::arg("factory"));

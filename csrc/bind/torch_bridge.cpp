@@ -21,11 +21,11 @@ void destroy(Export* exported) noexcept {
   ::operator delete(exported);
 }
 
-Export* make_export(const TensorDtype& dtype, std::span<const uint64_t> shape, std::byte* data,
-                    std::shared_ptr<void> owner) {
+Export* make_export(const TensorDtype& dtype, std::span<const uint64_t> shape,
+                    const device::TensorMemory& memory, const TensorPlace& place) {
   const size_t ndim = shape.size();
   auto* exported = new (::operator new(sizeof(Export) + 2 * ndim * sizeof(int64_t))) Export{};
-  exported->owner = std::move(owner);
+  exported->owner = memory.owner;
   int64_t stride = 1;
   for (size_t i = ndim; i-- > 0;) {
     exported->dims[i] = static_cast<int64_t>(shape[i]);
@@ -33,8 +33,8 @@ Export* make_export(const TensorDtype& dtype, std::span<const uint64_t> shape, s
     stride *= std::max<int64_t>(exported->dims[i], 1);
   }
   DLTensor& tensor = exported->managed.dl_tensor;
-  tensor.data = data;
-  tensor.device = {kDLCPU, 0};
+  tensor.data = memory.data;
+  tensor.device = {static_cast<DLDeviceType>(place.dlpack_type), place.dlpack_id};
   tensor.ndim = static_cast<int32_t>(ndim);
   tensor.dtype = {dtype.code, dtype.bits, dtype.lanes};
   tensor.shape = exported->dims;
@@ -62,6 +62,16 @@ py::object call(const py::object& function, std::initializer_list<PyObject*> arg
 
 }  // namespace
 
+TensorPlace TensorPlace::cpu() {
+  return TensorPlace(py::module_::import("torch").attr("empty")(0, py::arg("device") = "cpu"));
+}
+
+TensorPlace::TensorPlace(const py::object& tensor) : torch_device(tensor.attr("device")) {
+  const py::tuple dlpack = tensor.attr("__dlpack_device__")();
+  dlpack_type = py::int_(dlpack[0]).cast<int32_t>();
+  dlpack_id = py::int_(dlpack[1]).cast<int32_t>();
+}
+
 TensorFactory::TensorFactory(py::function resolve) : resolve_(std::move(resolve)) {
   const py::module_ torch = py::module_::import("torch");
   from_dlpack_ = torch.attr("utils").attr("dlpack").attr("from_dlpack");
@@ -86,13 +96,14 @@ const TensorDtype& TensorFactory::dtype(std::string_view stored) {
 }
 
 py::object TensorFactory::tensor(const TensorDtype& dtype, std::span<const uint64_t> shape,
-                                 std::byte* data, std::shared_ptr<void> owner) {
+                                 const device::TensorMemory& memory, const TensorPlace& place) {
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) {
     py::tuple dims(shape.size());
     for (size_t i = 0; i < shape.size(); ++i) dims[i] = py::int_(shape[i]);
-    return empty_(dims, py::arg("dtype") = dtype.torch_dtype, py::arg("device") = "cpu");
+    return empty_(dims, py::arg("dtype") = dtype.torch_dtype,
+                  py::arg("device") = place.torch_device);
   }
-  Export* exported = make_export(dtype, shape, data, std::move(owner));
+  Export* exported = make_export(dtype, shape, memory, place);
   PyObject* raw = PyCapsule_New(&exported->managed, "dltensor", &drop_capsule);
   if (raw == nullptr) {
     destroy(exported);

@@ -1,5 +1,4 @@
-// Host memory to torch tensors and back, without linking torch: DLPack one way, attributes the
-// other.
+// Memory to torch tensors and back, without linking torch: DLPack one way, attributes the other.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,6 +10,8 @@
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "device/tensor_memory.h"
 
 namespace tensorizer::bind {
 
@@ -27,7 +28,18 @@ struct TensorDtype {
   bool differentiable = false;  // requires_grad of the Parameter
 };
 
-// Makes parameters. Confined to the thread that holds the interpreter lock.
+// Where tensors are: on the CPU, or where torch allocates.
+struct TensorPlace {
+  static TensorPlace cpu();
+  // Of an existing tensor.
+  explicit TensorPlace(const py::object& tensor);
+
+  py::object torch_device;
+  int32_t dlpack_type;  // DLDeviceType
+  int32_t dlpack_id;
+};
+
+// Makes tensors and parameters. Confined to the thread that holds the interpreter lock.
 class TensorFactory {
  public:
   // `resolve(stored_dtype) -> (dlpack code, bits, torch dtype, reinterpret, differentiable)` is
@@ -36,9 +48,9 @@ class TensorFactory {
 
   const TensorDtype& dtype(std::string_view stored);
 
-  // A CPU tensor over `data`, which `owner` keeps alive; its storage is exactly the tensor's bytes.
-  py::object tensor(const TensorDtype& dtype, std::span<const uint64_t> shape, std::byte* data,
-                    std::shared_ptr<void> owner);
+  // A tensor over `memory`, whose owner it keeps alive; its storage is exactly the tensor's bytes.
+  py::object tensor(const TensorDtype& dtype, std::span<const uint64_t> shape,
+                    const device::TensorMemory& memory, const TensorPlace& place);
 
   // torch.nn.Parameter(tensor, requires_grad=differentiable), without its Python-level checks.
   py::object parameter(const py::object& tensor, bool differentiable);

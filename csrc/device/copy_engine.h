@@ -77,6 +77,11 @@ class CopyEngine {
   // True when the caller's earlier work on the device's memory is done: copies may start.
   virtual bool is_ready() const noexcept = 0;
 
+  // Copies of lanes that are made from now on run after what the caller has asked the device for up
+  // to now. To be called once the memory is allocated: the allocator may hand out memory that
+  // earlier work still uses. Throws Error: device, invalid_argument.
+  virtual void order_after_caller() = 0;
+
   // A lane for the calling thread. REQUIRES: the engine outlives it.
   virtual std::unique_ptr<Lane> make_lane() = 0;
 

@@ -22,8 +22,6 @@ class HostArena {
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
-  // Its content may be anything.
-  bool recycled() const noexcept { return recycled_; }
   std::span<std::byte> bytes() const noexcept { return {data_, nbytes_}; }
 
  private:

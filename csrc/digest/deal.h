@@ -11,6 +11,8 @@ namespace tensorizer::digest {
 
 // A unit that holds whole records and no step of a larger one.
 inline constexpr uint32_t kNoRecord = std::numeric_limits<uint32_t>::max();
+// Records at once for each worker: it finds two chains to hash side by side.
+inline constexpr size_t kDealtPerWorker = 2;
 
 // records[i] is the record that unit i is a part of; the units of one record are neighbours.
 // Returns the numbers of all units in the order in which to take them: those of one record in their

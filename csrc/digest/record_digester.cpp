@@ -193,4 +193,10 @@ void RecordDigester::finish(const std::stop_token& stop) {
   }
 }
 
+void StepsInBuffers::release_oldest(RecordDigester& digester, const std::stop_token& stop) {
+  if (buffers_.empty()) return;
+  for (const Step& step : buffers_.front()) digester.wait(step.record, step.step, stop);
+  buffers_.pop_front();
+}
+
 }  // namespace tensorizer::digest

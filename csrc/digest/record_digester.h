@@ -104,4 +104,23 @@ class RecordDigester {
   uint64_t steps_left_ GUARDED_BY(mutex_) = 0;
 };
 
+// The steps whose bytes lie in the buffers that one worker has under way. Confined to one thread.
+class StepsInBuffers {
+ public:
+  struct Step {
+    uint32_t record, step;
+  };
+
+  size_t buffers() const noexcept { return buffers_.size(); }
+  void begin_buffer() { buffers_.emplace_back(); }
+  // In the buffer that was begun last; the digester has it.
+  void add(Step step) { buffers_.back().push_back(step); }
+  // Returns when nobody needs the bytes of the oldest buffer any more; at once if there is none.
+  // Throws Error(cancelled). See RecordDigester::wait().
+  void release_oldest(RecordDigester& digester, const std::stop_token& stop);
+
+ private:
+  std::deque<std::vector<Step>> buffers_;  // oldest first
+};
+
 }  // namespace tensorizer::digest

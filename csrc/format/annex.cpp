@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "core/byte_cursor.h"
+#include "core/byte_writer.h"
 #include "core/endian.h"
 #include "core/error.h"
 #include "format/prologue.h"
@@ -109,36 +110,26 @@ class SectionReader {
   Annex annex_;
 };
 
-template <class T>
-void put(std::vector<std::byte>& out, T value) {
-  out.resize(out.size() + sizeof value);
-  store_le(&out[out.size() - sizeof value], value);
-}
-
-void put_bytes(std::vector<std::byte>& out, std::span<const std::byte> bytes) {
-  const size_t at = out.size();
-  out.resize(at + bytes.size());
-  if (!bytes.empty()) std::memcpy(out.data() + at, bytes.data(), bytes.size());
+void check_section(SectionType type, uint64_t nbytes) {
+  if (nbytes > kMaxMetadataNbytes)
+    throw Error(Errc::out_of_range, (type == SectionType::ties ? "ties of " : "metadata of ") +
+                                        number(nbytes) + " bytes, at most " +
+                                        number(kMaxMetadataNbytes) + " fit");
 }
 
 void put_section(std::vector<std::byte>& out, SectionType type, std::span<const std::byte> body) {
-  if (body.size() > kMaxMetadataNbytes)
-    throw Error(Errc::out_of_range, (type == SectionType::ties ? "ties of " : "metadata of ") +
-                                        number(body.size()) + " bytes, at most " +
-                                        number(kMaxMetadataNbytes) + " fit");
-  put(out, static_cast<uint8_t>(type));
-  put(out, uint8_t{0});
-  put(out, static_cast<uint32_t>(body.size()));
-  put_bytes(out, body);
+  check_section(type, body.size());
+  ByteWriter section(out);
+  section.put(static_cast<uint8_t>(type));
+  section.put(uint8_t{0});
+  section.put(static_cast<uint32_t>(body.size()));
+  section.put_bytes(body);
 }
 
 std::string text_of(SectionType type, std::span<const TextPair> pairs) {
   std::string text;
   append_text_object(text, pairs);
-  if (text.size() > kMaxMetadataNbytes)
-    throw Error(Errc::out_of_range, (type == SectionType::ties ? "ties of " : "metadata of ") +
-                                        number(text.size()) + " bytes, at most " +
-                                        number(kMaxMetadataNbytes) + " fit");
+  check_section(type, text.size());
   return text;
 }
 
@@ -196,10 +187,11 @@ std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<cons
 
   std::vector<std::byte> out;
   out.reserve(sections.size() + kFrameNbytes);
-  put_bytes(out, std::as_bytes(std::span(kAnnexMagic)));
-  put(out, static_cast<uint32_t>(sections.size()));
-  put_bytes(out, sections);
-  put(out, crc32(0, out));
+  ByteWriter annex_out(out);
+  annex_out.put_bytes(std::as_bytes(std::span(kAnnexMagic)));
+  annex_out.put(static_cast<uint32_t>(sections.size()));
+  annex_out.put_bytes(sections);
+  annex_out.put(crc32(0, out));
   return out;
 }
 

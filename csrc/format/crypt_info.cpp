@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/byte_cursor.h"
+#include "core/byte_writer.h"
 #include "core/checked_math.h"
 #include "core/error.h"
 
@@ -80,28 +81,8 @@ void parse_chunk(ByteCursor& cursor, CryptInfo& info) {
   info.cipher = cipher;
 }
 
-class Writer {
- public:
-  explicit Writer(uint64_t nbytes) : bytes_(nbytes) {}
-
-  template <class T>
-  void put(T value) {
-    store_le(&bytes_[at_], value);
-    at_ += sizeof value;
-  }
-  void put_bytes(std::span<const std::byte> bytes) {
-    std::ranges::copy(bytes, bytes_.begin() + static_cast<std::ptrdiff_t>(at_));
-    at_ += bytes.size();
-  }
-  std::vector<std::byte> take() && { return std::move(bytes_); }
-
- private:
-  std::vector<std::byte> bytes_;
-  size_t at_ = 0;
-};
-
 // Length, number of chunks, and the derivation, of a block of `nbytes` with its prefix.
-void put_block_head(Writer& out, uint64_t nbytes, const KeyDerivation* derivation) {
+void put_block_head(ByteWriter& out, uint64_t nbytes, const KeyDerivation* derivation) {
   if (derivation != nullptr && derivation->salt.size() != kSaltNbytes) {
     throw Error(Errc::invalid_argument, "a salt has " + std::to_string(kSaltNbytes) +
                                             " bytes, not " +
@@ -169,14 +150,17 @@ uint64_t crypt_info_nbytes(bool encrypted, uint64_t macs, bool derivation) noexc
 std::vector<std::byte> serialize_crypt_info(const KeyDerivation* derivation, const Nonce& nonce,
                                             uint64_t macs) {
   const uint64_t nbytes = crypt_info_nbytes(true, macs, derivation != nullptr);
-  Writer out(nbytes);
+  std::vector<std::byte> block;
+  block.reserve(nbytes);
+  ByteWriter out(block);
   put_block_head(out, nbytes, derivation);
   out.put(uint64_t{kCipherChunkFixedNbytes + kMacNbytes * macs});
   out.put(kParallelChunk);
   out.put(uint64_t{kCipherChunkNbytes});
   out.put_bytes(nonce);
   out.put(uint64_t{macs});
-  return std::move(out).take();
+  out.put_zeros(kMacNbytes * macs);
+  return block;
 }
 
 uint64_t message_crypt_info_nbytes(bool derivation) noexcept {
@@ -187,20 +171,23 @@ std::vector<std::byte> serialize_message_crypt_info(const KeyDerivation* derivat
                                                     const Nonce& nonce,
                                                     std::span<const std::byte, kMacNbytes> mac) {
   const uint64_t nbytes = message_crypt_info_nbytes(derivation != nullptr);
-  Writer out(nbytes);
+  std::vector<std::byte> block;
+  block.reserve(nbytes);
+  ByteWriter out(block);
   put_block_head(out, nbytes, derivation);
   out.put(uint64_t{kMessageChunkNbytes});
   out.put(kSequentialChunk);
   out.put_bytes(nonce);
   out.put_bytes(mac);
-  return std::move(out).take();
+  return block;
 }
 
 std::vector<std::byte> serialize_empty_crypt_info() {
-  Writer out(8 + 2);
+  std::vector<std::byte> block;
+  ByteWriter out(block);
   out.put(uint64_t{2});
   out.put(uint16_t{0});
-  return std::move(out).take();
+  return block;
 }
 
 }  // namespace tensorizer::format

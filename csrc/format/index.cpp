@@ -193,43 +193,40 @@ uint64_t index_entry_nbytes(const EntryToWrite& entry, bool tagged) noexcept {
          dim_nbytes * entry.shape.size();
 }
 
+void check_fields_fit(std::string_view name, std::string_view dtype,
+                      std::span<const uint64_t> shape, bool wide_dims) {
+  check_fits(name, kNameLength, name.size(), kMaxNameNbytes);
+  check_fits(name, "the length of its dtype text in bytes", dtype.size(), UINT8_MAX);
+  check_fits(name, "its number of dimensions", shape.size(), UINT8_MAX);
+  if (wide_dims) return;
+  for (const uint64_t dim : shape) check_fits(name, "a dimension", dim, kMaxShortDim);
+}
+
 void append_index_entry(std::vector<std::byte>& out, const EntryToWrite& entry, bool tagged) {
   const bool wide = tagged && entry.is_long();
-  const auto refuse = [&](const std::string& problem) {
-    throw Error(Errc::out_of_range, "tensor " + display_name(entry.name) + ": " + problem);
-  };
-  if (entry.name.size() > UINT16_MAX) refuse("its name has more than 65535 bytes");
-  if (entry.dtype.size() > UINT8_MAX) refuse("its dtype text has more than 255 bytes");
-  if (entry.shape.size() > UINT8_MAX) refuse("it has more than 255 dimensions");
-  if (!wide && entry.is_long()) refuse("a dimension of 2^32 or more needs tagged index entries");
+  check_fields_fit(entry.name, entry.dtype, entry.shape, wide);
+  ByteWriter to(out);
+  if (tagged) to.put(uint32_t{wide ? 5u : 1u});
+  to.put(static_cast<uint16_t>(entry.name.size()));
+  to.put_text(entry.name);
+  to.put(static_cast<uint8_t>(entry.type));
+  to.put(static_cast<uint8_t>(entry.dtype.size()));
+  to.put_text(entry.dtype);
+  put_shape(to, entry.shape, wide);
+  to.put(entry.offset);
+  to.put(entry.data_offset);
+  to.put(entry.data_nbytes);
+}
 
-  size_t at = out.size();
-  out.resize(at + index_entry_nbytes(entry, tagged));
-  const auto put = [&](auto value) {
-    store_le(&out[at], value);
-    at += sizeof value;
-  };
-  const auto put_text = [&](std::string_view text) {
-    std::memcpy(out.data() + at, text.data(), text.size());
-    at += text.size();
-  };
-  if (tagged) put(uint32_t{wide ? 5u : 1u});
-  put(static_cast<uint16_t>(entry.name.size()));
-  put_text(entry.name);
-  put(static_cast<uint8_t>(entry.type));
-  put(static_cast<uint8_t>(entry.dtype.size()));
-  put_text(entry.dtype);
-  put(static_cast<uint8_t>(entry.shape.size()));
-  for (const uint64_t dim : entry.shape) {
-    if (wide) {
-      put(dim);
+void put_shape(ByteWriter& out, std::span<const uint64_t> shape, bool wide_dims) {
+  out.put(static_cast<uint8_t>(shape.size()));
+  for (const uint64_t dim : shape) {
+    if (wide_dims) {
+      out.put(dim);
     } else {
-      put(static_cast<uint32_t>(dim));
+      out.put(static_cast<uint32_t>(dim));
     }
   }
-  put(entry.offset);
-  put(entry.data_offset);
-  put(entry.data_nbytes);
 }
 
 }  // namespace tensorizer::format

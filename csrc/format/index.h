@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/byte_writer.h"
 #include "format/prologue.h"
 
 namespace tensorizer::format {
@@ -88,6 +89,16 @@ struct EntryToWrite {
   bool is_long() const noexcept;  // any dimension >= 2^32
 };
 uint64_t index_entry_nbytes(const EntryToWrite& entry, bool tagged) noexcept;
+
+// Throws Error(out_of_range) naming the tensor, for what neither an index entry nor a record header
+// has room for.
+void check_fields_fit(std::string_view name, std::string_view dtype,
+                      std::span<const uint64_t> shape, bool wide_dims);
+
+// The number of dimensions and the dimensions, as both write them.
+void put_shape(ByteWriter& out, std::span<const uint64_t> shape, bool wide_dims);
+
+// Throws as check_fields_fit.
 void append_index_entry(std::vector<std::byte>& out, const EntryToWrite& entry, bool tagged);
 
 }  // namespace tensorizer::format

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/byte_cursor.h"
+#include "core/byte_writer.h"
 #include "format/dtype.h"
 #include "format/tensor_path.h"
 
@@ -242,12 +243,7 @@ void check_writable(const HeaderToWrite& header, uint64_t padded_nbytes) {
   const auto refuse = [&](const std::string& problem, Errc code = Errc::out_of_range) {
     throw Error(code, "tensor " + display_name(header.name) + ": " + problem);
   };
-  if (header.name.size() > UINT16_MAX) refuse("its name has more than 65535 bytes");
-  if (header.dtype.size() > UINT8_MAX) refuse("its dtype text has more than 255 bytes");
-  if (header.shape.size() > UINT8_MAX) refuse("it has more than 255 dimensions");
-  const bool is_long =
-      std::ranges::any_of(header.shape, [](uint64_t dim) { return dim > UINT32_MAX; });
-  if (is_long && !header.wide_dims) refuse("a dimension of 2^32 or more needs wide dimensions");
+  check_fields_fit(header.name, header.dtype, header.shape, header.wide_dims);
   if (header.data_nbytes > INT64_MAX) refuse("its data has 2^63 bytes or more");
   if (header.has_crypt_info && header.crypt_info.size() < 10)
     refuse("its crypt_info block is missing", Errc::invalid_argument);
@@ -255,96 +251,53 @@ void check_writable(const HeaderToWrite& header, uint64_t padded_nbytes) {
     refuse("its record header does not fit in the planned size", Errc::invalid_argument);
 }
 
-// Appends the fields in order into a header of its final size.
-class HeaderWriter {
- public:
-  explicit HeaderWriter(uint64_t nbytes) { layout_.bytes.resize(nbytes); }
+// The value is filled in later. Returns its offset.
+uint64_t put_hash(std::vector<std::byte>& bytes, HashType type, uint8_t nbytes) {
+  ByteWriter out(bytes);
+  out.put(static_cast<uint8_t>(type));
+  out.put(nbytes);
+  out.put_zeros(nbytes);
+  return bytes.size() - nbytes;
+}
 
-  template <class T>
-  void put(T value) {
-    store_le(&layout_.bytes[at_], value);
-    at_ += sizeof value;
-  }
-
-  void put_text(std::string_view text) { put_bytes(std::as_bytes(std::span(text))); }
-
-  void put_bytes(std::span<const std::byte> bytes) {
-    std::ranges::copy(bytes, layout_.bytes.begin() + static_cast<std::ptrdiff_t>(at_));
-    at_ += bytes.size();
-  }
-
-  void put_shape(std::span<const uint64_t> shape, bool wide) {
-    put(static_cast<uint8_t>(shape.size()));
-    for (const uint64_t dim : shape) {
-      if (wide) {
-        put(dim);
-      } else {
-        put(static_cast<uint32_t>(dim));
-      }
-    }
-  }
-
-  void put_hashes(HashChoice hashes) {
-    const int nbytes = 1 + (hashes.crc32 ? 6 : 0) + (hashes.sha256 ? 34 : 0);
-    put(static_cast<uint16_t>(nbytes));
-    put(static_cast<uint8_t>(int{hashes.crc32} + int{hashes.sha256}));
-    if (hashes.crc32) layout_.crc32_at = put_hash(HashType::crc32, 4);
-    if (hashes.sha256) layout_.sha256_at = put_hash(HashType::sha256, 32);
-  }
-
-  void put_crypt_info(const HeaderToWrite& header) {
-    layout_.crypt_begin = at_;
-    if (header.has_crypt_info) {
-      put_bytes(header.crypt_info);
-      const uint64_t macs_from = first_mac(header.crypt_info);
-      layout_.macs_at = macs_from == 0 ? 0 : layout_.crypt_begin + macs_from;
-    }
-    layout_.crypt_end = at_;
-  }
-
-  HeaderLayout finish(uint64_t data_nbytes) && {
-    at_ = layout_.bytes.size() - kTrailerNbytes;  // padding stays zero
-    put(static_cast<int64_t>(data_nbytes));
-    return std::move(layout_);
-  }
-
- private:
-  uint64_t put_hash(HashType type, uint8_t nbytes) {
-    put(static_cast<uint8_t>(type));
-    put(nbytes);
-    const uint64_t at = at_;
-    at_ += nbytes;
-    return at;
-  }
-
-  // Where the MACs begin in a block with its prefix, 0 where there are none: they end what the
-  // writer serializes.
-  static uint64_t first_mac(std::span<const std::byte> block) {
-    const CryptInfo info = parse_crypt_info(block.subspan(8), 0);
-    if (!info.cipher || info.cipher->macs.empty()) return 0;
-    return static_cast<uint64_t>(info.cipher->macs.data() - block.data());
-  }
-
-  HeaderLayout layout_;
-  size_t at_ = 0;
-};
+// Where the MACs begin in a block with its prefix, 0 where there are none: they end what the writer
+// serializes.
+uint64_t first_mac(std::span<const std::byte> block) {
+  const CryptInfo info = parse_crypt_info(block.subspan(8), 0);
+  if (!info.cipher || info.cipher->macs.empty()) return 0;
+  return static_cast<uint64_t>(info.cipher->macs.data() - block.data());
+}
 
 }  // namespace
 
 HeaderLayout serialize_record_header(const HeaderToWrite& header, uint64_t padded_nbytes) {
   check_writable(header, padded_nbytes);
-  HeaderWriter out(padded_nbytes);
-  out.put(uint64_t{padded_nbytes});
+  HeaderLayout layout;
+  layout.bytes.reserve(padded_nbytes);
+  ByteWriter out(layout.bytes);
+  out.put(padded_nbytes);
   out.put(header.module_idx);
   out.put(static_cast<uint8_t>(header.type));
   out.put(static_cast<uint16_t>(header.name.size()));
   out.put_text(header.name);
   out.put(static_cast<uint8_t>(header.dtype.size()));
   out.put_text(header.dtype);
-  out.put_shape(header.shape, header.wide_dims);
-  out.put_hashes(header.hashes);
-  out.put_crypt_info(header);
-  return std::move(out).finish(header.data_nbytes);
+  put_shape(out, header.shape, header.wide_dims);
+  const auto [crc32, sha256] = header.hashes;
+  out.put(static_cast<uint16_t>(1 + (crc32 ? 6 : 0) + (sha256 ? 34 : 0)));
+  out.put(static_cast<uint8_t>(int{crc32} + int{sha256}));
+  if (crc32) layout.crc32_at = put_hash(layout.bytes, HashType::crc32, 4);
+  if (sha256) layout.sha256_at = put_hash(layout.bytes, HashType::sha256, 32);
+  layout.crypt_begin = layout.bytes.size();
+  if (header.has_crypt_info) {
+    out.put_bytes(header.crypt_info);
+    if (const uint64_t macs_from = first_mac(header.crypt_info); macs_from > 0)
+      layout.macs_at = layout.crypt_begin + macs_from;
+  }
+  layout.crypt_end = layout.bytes.size();
+  out.put_zeros(padded_nbytes - kTrailerNbytes - layout.bytes.size());
+  out.put(static_cast<int64_t>(header.data_nbytes));
+  return layout;
 }
 
 HeaderDigest digest_header(const HeaderLayout& layout, HashChoice hashes) {

@@ -9,7 +9,6 @@
 namespace tensorizer::format {
 namespace {
 
-constexpr size_t kMaxNameNbytes = 65535;
 // Python refuses to make an int of more decimal digits, so such an index could not be delivered.
 constexpr size_t kMaxIndexDigits = 4300;
 
@@ -289,12 +288,15 @@ std::string encode_name(const TensorPath& path) {
   const bool plain =
       single != nullptr && !single->empty() && !is_structured_name(*single) && is_utf8(*single);
   std::string name = plain ? *single : encode_structured(path);
-  if (name.size() > kMaxNameNbytes) {
-    throw Error(Errc::out_of_range,
-                "tensor name " + display_name(name) + " takes " + std::to_string(name.size()) +
-                    " bytes, the format has room for " + std::to_string(kMaxNameNbytes));
-  }
+  check_fits(name, kNameLength, name.size(), kMaxNameNbytes);
   return name;
+}
+
+void check_fits(std::string_view stored_name, const char* what, uint64_t found, uint64_t limit) {
+  if (found > limit)
+    throw Error(Errc::out_of_range, "tensor " + display_name(stored_name) + ": " + what + " is " +
+                                        std::to_string(found) + ", at most " +
+                                        std::to_string(limit) + " fits");
 }
 
 std::string display_name(std::string_view stored) {

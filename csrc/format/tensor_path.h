@@ -38,6 +38,11 @@ TensorPath decode_name(std::string_view stored);
 // bytes, invalid_argument for strings that are not UTF-8.
 std::string encode_name(const TensorPath& path);
 
+// What a number in the file has room for. Throws Error(out_of_range) naming the tensor.
+void check_fits(std::string_view stored_name, const char* what, uint64_t found, uint64_t limit);
+inline constexpr uint64_t kMaxNameNbytes = 65535;
+inline constexpr const char* kNameLength = "the length of its name in bytes";
+
 // For messages: printable, quoted, at most ~100 characters.
 std::string display_name(std::string_view stored);
 

@@ -56,19 +56,17 @@ class Recheck {
   const std::stop_token& stop_;
 };
 
-bool is_harmless(const io::SourceChange& change, io::RangeSource& source, const OpenedIndex& opened,
-                 std::span<const LoadTarget> targets, bool verified, const std::stop_token& stop) {
+bool is_harmless(const io::SourceChange& change, const LoadJob& job, const std::stop_token& stop) {
   if (change.kind == io::SourceChange::Kind::written) return false;
-  const Recheck again(source, opened, stop);
+  const Recheck again(job.source, *job.opened, stop);
   if (!again.index_is_the_same()) return false;
-  if (verified) return true;
-  for (const LoadTarget& target : targets) {
+  if (job.options.verify) return true;
+  for (const LoadTarget& target : job.targets) {
     throw_if_stopped(stop);
-    const format::IndexEntry& entry = opened.index[target.entry];
+    const format::IndexEntry& entry = job.opened->index[target.entry];
     if (entry.data_nbytes == 0) continue;
     if (entry.end() > change.nbytes) return false;  // of a mapping, not even there to be looked at
-    const bool on_host = target.destination.device == device::kHost;
-    if (!on_host || !again.matches(target)) return false;
+    if (job.options.engine != nullptr || !again.matches(target)) return false;
   }
   return true;
 }
@@ -83,17 +81,15 @@ bool is_harmless(const io::SourceChange& change, io::RangeSource& source, const 
 
 }  // namespace
 
-void check_unchanged(io::RangeSource& source, const OpenedIndex& opened,
-                     std::span<const LoadTarget> targets, bool verified,
-                     const std::stop_token& stop) {
-  const std::optional<io::SourceChange> change = source.change();
+void check_unchanged(const LoadJob& job, const std::stop_token& stop) {
+  const std::optional<io::SourceChange> change = job.source.change();
   if (!change) return;
   try {
-    if (is_harmless(*change, source, opened, targets, verified, stop)) return;
+    if (is_harmless(*change, job, stop)) return;
   } catch (const Error& error) {  // it cannot even be read again
     if (error.code() == Errc::cancelled) throw;
   }
-  throw_changed(source, *change);
+  throw_changed(job.source, *change);
 }
 
 void blame_change(const io::RangeSource& source) {

@@ -1,12 +1,9 @@
 // What becomes of a load whose source was written to meanwhile.
 #pragma once
 
-#include <span>
 #include <stop_token>
 
-#include "io/range_source.h"
-#include "load/load_session.h"
-#include "load/open_index.h"
+#include "load/load_job.h"
 
 namespace tensorizer::load {
 
@@ -15,11 +12,9 @@ namespace tensorizer::load {
 //
 // Two changes do no harm: records that a serializer appends, and a cut behind what was loaded. So a
 // source of another size is let pass if its index begins as before, and if what was loaded is what
-// the record headers, read again, have digests of; `verified`: the load has compared them. Tensors
+// the record headers, read again, have digests of; a load that verifies has compared them. Tensors
 // on a device cannot be compared, nor those without digests: they are not let pass.
-void check_unchanged(io::RangeSource& source, const OpenedIndex& opened,
-                     std::span<const LoadTarget> targets, bool verified,
-                     const std::stop_token& stop);
+void check_unchanged(const LoadJob& job, const std::stop_token& stop);
 
 // In the handler of an error that the bytes gave cause for: throws the same if the source was
 // written to or cut meanwhile, which explains more.

@@ -12,7 +12,7 @@
 
 #include "core/error.h"
 #include "device/copy_engine.h"
-#include "device/destination.h"
+#include "device/tensor_memory.h"
 #include "digest/record_digester.h"
 #include "format/record_header.h"
 #include "io/range_source.h"
@@ -25,10 +25,9 @@ namespace tensorizer::load {
 
 // Where one selected tensor goes.
 struct LoadTarget {
-  uint32_t entry = 0;  // number in the index
-  device::Destination
-      destination;        // at least entry.data_nbytes on the host, loaded_nbytes on a device
-  bool in_place = false;  // the bytes are there already (a mapping): check, do not read
+  uint32_t entry = 0;                // number in the index
+  device::TensorMemory destination;  // of entry.data_nbytes at least
+  bool in_place = false;             // the bytes are there already (a mapping): check, do not read
 };
 
 struct LoadOptions {

@@ -7,6 +7,7 @@
 #include "core/run_units.h"
 #include "core/threads.h"
 #include "crypto/chunked_box.h"
+#include "digest/deal.h"
 #include "format/safetensors.h"
 #include "load/changed_source.h"
 #include "load/host_load.h"
@@ -24,7 +25,6 @@ constexpr size_t kBriefUnits = 512;
 // A source whose requests cost less than this many bytes is read chunk by chunk when decrypting.
 constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
 constexpr size_t kWipedAtOnce = 1024;  // destinations on a device, between two waits
-constexpr size_t kDealtPerWorker = 2;  // so that every worker finds two chains to hash side by side
 
 // A container without record headers has no digests to compare: its index says all there is to
 // know.
@@ -88,7 +88,7 @@ void LoadSession::make_plan() {
     plan.buffer_nbytes = options.engine->buffer_nbytes();
     plan.unit_nbytes = std::min(plan.unit_nbytes, plan.buffer_nbytes);
     // Bytes leave their buffer once they are hashed: several chains must be under way.
-    if (options.verify && workers_ > 1) plan.large_at_once = kDealtPerWorker * workers_;
+    if (options.verify && workers_ > 1) plan.large_at_once = digest::kDealtPerWorker * workers_;
   }
   if (has_crypt_info()) {
     plan.cut_nbytes = format::kCipherChunkNbytes;
@@ -137,7 +137,7 @@ void LoadSession::run_and_compare(const std::stop_token& stop) {
     if (of_bytes) blame_change(job_.source);
     throw;
   }
-  check_unchanged(job_.source, *job_.opened, job_.targets, job_.options.verify, stop);
+  check_unchanged(job_, stop);
 }
 
 void LoadSession::run_workers(const std::stop_token& stop) {
@@ -194,9 +194,8 @@ void LoadSession::wipe_on_device() noexcept {
 
 // What a piece puts into its destination.
 device::DeviceRange LoadSession::filled_by(const Piece& piece) const noexcept {
-  const device::Destination& to = job_.targets[piece.target].destination;
-  if (piece.kind != Piece::Kind::payload || piece.target_offset >= to.nbytes) return {nullptr, 0};
-  return {to.data + piece.target_offset, std::min(piece.nbytes, to.nbytes - piece.target_offset)};
+  if (piece.kind != Piece::Kind::payload) return {nullptr, 0};
+  return {job_.targets[piece.target].destination.data + piece.target_offset, piece.nbytes};
 }
 
 }  // namespace tensorizer::load

@@ -14,7 +14,7 @@
 #include <stop_token>
 #include <vector>
 
-#include "device/destination.h"
+#include "device/tensor_memory.h"
 #include "load/load_job.h"
 #include "load/payload_cipher.h"
 #include "load/slice_plan.h"
@@ -23,9 +23,9 @@ namespace tensorizer::load {
 
 // Elements of one tensor, and where they go.
 struct SliceTarget {
-  uint32_t entry = 0;               // number in the index
-  SliceRuns runs;                   // within its loaded_nbytes
-  device::Destination destination;  // of runs.nbytes(); none where that is 0
+  uint32_t entry = 0;                // number in the index
+  SliceRuns runs;                    // within its loaded_nbytes
+  device::TensorMemory destination;  // of runs.nbytes(); none where that is 0
 };
 
 struct SliceOptions {

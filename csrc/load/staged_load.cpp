@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <map>
 
 #include "core/checked_math.h"
@@ -90,19 +89,13 @@ class StagedLoad::Worker final : public UnitWorker {
   }
 
  private:
-  struct Step {
-    uint32_t target, step;
-  };
-
   // A buffer goes on once its copies are done and its steps are hashed. Two or three are under way,
   // so that a worker has steps of several tensors to hash side by side.
   void take_buffer() {
     buffer_ = device::next_buffer(*lane_, stop_, [this] {
-      if (hashing_.empty()) return;
-      for (const Step& step : hashing_.front()) job_.digester->wait(step.target, step.step, stop_);
-      hashing_.pop_front();
+      if (job_.digester) hashing_.release_oldest(*job_.digester, stop_);
     });
-    hashing_.emplace_back();
+    if (job_.digester) hashing_.begin_buffer();
   }
 
   // All bytes of the unit, as they are in the file.
@@ -149,10 +142,9 @@ class StagedLoad::Worker final : public UnitWorker {
   // Plaintext goes to the hashes, and to the device where that is where it goes.
   void deliver(const Piece& piece, std::span<const std::byte> plain) {
     if (job_.digester) digest(piece, plain);
-    const device::Destination& to = job_.targets[piece.target].destination;
-    if (!lane_ || piece.target_offset >= to.nbytes) return;
-    copies_.push_back({piece.unit_offset, to.data + piece.target_offset,
-                       std::min(piece.nbytes, to.nbytes - piece.target_offset)});
+    if (!lane_) return;
+    std::byte* const to = job_.targets[piece.target].destination.data + piece.target_offset;
+    copies_.push_back({piece.unit_offset, to, piece.nbytes});
   }
 
   void digest(const Piece& piece, std::span<const std::byte> plain) {
@@ -162,7 +154,7 @@ class StagedLoad::Worker final : public UnitWorker {
     }
     shared_.wait_for_header(piece.target, stop_);
     job_.digester->add(piece.target, piece.step, plain);
-    if (lane_) hashing_.back().push_back({piece.target, piece.step});
+    if (lane_) hashing_.add({piece.target, piece.step});
   }
 
   void send() {
@@ -200,13 +192,13 @@ class StagedLoad::Worker final : public UnitWorker {
 
   void send_gathered(uint32_t target) {
     const std::byte* const plain = shared_.gathering_place(target);
-    const device::Destination& to = job_.targets[target].destination;
-    const uint64_t nbytes = std::min<uint64_t>(job_.entry_of(target).data_nbytes, to.nbytes);
+    std::byte* const to = job_.targets[target].destination.data;
+    const uint64_t nbytes = job_.entry_of(target).data_nbytes;
     for (uint64_t done = 0; done < nbytes;) {
       take_buffer();
       const uint64_t n = std::min<uint64_t>(buffer_.size(), nbytes - done);
       std::memcpy(buffer_.data(), plain + done, n);
-      const device::CopyPiece copy{0, to.data + done, n};
+      const device::CopyPiece copy{0, to + done, n};
       lane_->send({&copy, 1}, stop_);
       done += n;
     }
@@ -224,8 +216,8 @@ class StagedLoad::Worker final : public UnitWorker {
   std::vector<std::byte> image_;
   std::vector<digest::RecordDigester::Whole> whole_;
   std::vector<device::CopyPiece> copies_;
-  std::deque<std::vector<Step>> hashing_;  // per buffer under way, oldest first: steps in it
-  std::vector<uint32_t> complete_;         // gathered device tensors that this unit completed
+  digest::StepsInBuffers hashing_;
+  std::vector<uint32_t> complete_;  // gathered device tensors that this unit completed
 };
 
 StagedLoad::StagedLoad(LoadJob& job) : shared_(std::make_unique<Shared>(job)) {}

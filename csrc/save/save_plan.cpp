@@ -10,23 +10,6 @@ namespace tensorizer::save {
 namespace {
 
 constexpr uint64_t kFirstIndexRoom = uint64_t{64} << 10;
-constexpr uint64_t kMaxDtypeNbytes = 255;
-constexpr uint64_t kMaxNameNbytes = 65535;
-constexpr uint64_t kMaxDims = 255;
-
-void check_fields(const TensorToWrite& tensor) {
-  auto refuse = [&](const std::string& problem) {
-    throw Error(Errc::out_of_range, "tensor " + format::display_name(tensor.name) + ": " + problem);
-  };
-  if (tensor.name.empty()) refuse("a stored name cannot be empty");
-  if (tensor.name.size() > kMaxNameNbytes)
-    refuse("the name takes " + std::to_string(tensor.name.size()) + " bytes, at most 65535 fit");
-  if (tensor.dtype.size() > kMaxDtypeNbytes)
-    refuse("the dtype text takes " + std::to_string(tensor.dtype.size()) +
-           " bytes, at most 255 fit");
-  if (tensor.shape.size() > kMaxDims)
-    refuse("has " + std::to_string(tensor.shape.size()) + " dimensions, at most 255 fit");
-}
 
 bool is_long(const TensorToWrite& tensor) {
   return std::any_of(tensor.shape.begin(), tensor.shape.end(),
@@ -51,7 +34,6 @@ format::Prologue raise_version(format::Prologue prologue, const TensorToWrite& t
 
 PlannedRecord plan_record(const TensorToWrite& tensor, uint64_t offset, const PlanChoice& choice,
                           const format::Nonce& nonce) {
-  check_fields(tensor);
   PlannedRecord record;
   record.nonce = nonce;
   record.offset = offset;

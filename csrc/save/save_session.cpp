@@ -4,23 +4,16 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
-#include "core/chain_queue.h"
 #include "core/checked_math.h"
-#include "core/endian.h"
 #include "core/error.h"
-#include "core/run_units.h"
-#include "core/stop.h"
-#include "core/threads.h"
 #include "crypto/chunked_box.h"
+#include "save/record_writer.h"
 
 namespace tensorizer::save {
 namespace {
 
-constexpr uint64_t kUnitNbytes = uint64_t{8} << 20;  // a multiple of the cipher chunk
 constexpr uint64_t kEndMarkNbytes = 8;
-constexpr size_t kUnitRecords = 512;
 constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;  // hashed and written in a few milliseconds
 constexpr size_t kBriefRecords = 64;
 
@@ -41,308 +34,7 @@ struct SaveSession::Call {
   bool may_wait = false;      // the content need not be published with this call
   uint64_t index_nbytes = 0;  // with the entries of this call
   uint64_t records_end = 0;
-  uint32_t written = 0;  // records handed over so far
-};
-
-// One write_payloads(): units of whole small records and of pieces of large ones.
-class SaveSession::Worker {
- public:
-  struct Unit {
-    uint32_t first = 0, count = 0;  // payloads; count 0: a piece of payload `first`
-    uint64_t offset = 0, nbytes = 0;
-    uint32_t step = 0;
-  };
-
-  // A record that is written in several pieces; its header follows when the last of them is done.
-  struct Large {
-    format::HeaderDigest digest;
-    std::vector<uint32_t> crcs;
-    std::atomic<uint32_t> left{0};  // pieces, plus the chain of SHA-256 steps
-    uint32_t next_turn = 0;         // guarded by Shared::turn_mutex
-    uint32_t steps = 0;
-  };
-
-  struct Shared {
-    SaveSession& session;
-    std::span<const PayloadToWrite> payloads;
-    device::CopyEngine* engine;
-    uint64_t unit_nbytes = kUnitNbytes;
-    std::vector<Unit> units{};
-    std::vector<std::unique_ptr<Large>> large{};  // per payload; null for small ones
-    std::unique_ptr<ChainQueue> chains{};
-    std::atomic<uint32_t> next_unit{0};
-    Mutex turn_mutex{};
-    CondVar turn_changed{};
-  };
-
-  Worker(Shared& shared, const std::stop_token& stop)
-      : shared_(shared), s_(shared.session), stop_(stop) {
-    if (shared_.engine != nullptr) lane_ = shared_.engine->make_lane();
-  }
-
-  static void cut_units(Shared& shared) {
-    uint64_t& unit_nbytes = shared.unit_nbytes;
-    if (shared.engine != nullptr)
-      unit_nbytes = std::min(
-          unit_nbytes, align_down(shared.engine->buffer_nbytes(), format::kCipherChunkNbytes));
-    std::vector<uint32_t> steps(shared.payloads.size(), 0);
-    shared.large.resize(shared.payloads.size());
-    Unit open;
-    auto close = [&] {
-      if (open.count > 0) shared.units.push_back(open);
-      open = Unit{};
-    };
-    for (uint32_t i = 0; i < shared.payloads.size(); ++i) {
-      const uint64_t nbytes = shared.payloads[i].from.nbytes;
-      if (nbytes > unit_nbytes) {
-        close();
-        auto large = std::make_unique<Large>();
-        for (uint64_t at = 0; at < nbytes; at += unit_nbytes) {
-          shared.units.push_back({i, 0, at, std::min(unit_nbytes, nbytes - at), large->steps++});
-        }
-        steps[i] = large->steps;
-        shared.large[i] = std::move(large);
-        continue;
-      }
-      if (open.count == kUnitRecords || (open.count > 0 && open.nbytes + nbytes > unit_nbytes))
-        close();
-      if (open.count == 0) open.first = i;
-      ++open.count;
-      open.nbytes += nbytes;
-    }
-    close();
-    prepare_large(shared, std::move(steps));
-  }
-
-  void run() {
-    while (true) {
-      throw_if_stopped(stop_);
-      if (shared_.chains) {
-        const ChainQueue::Work pair = shared_.chains->take(false);
-        if (pair.count > 0) {
-          hash_steps(pair);
-          continue;
-        }
-      }
-      // The buffer comes before the unit: whoever has an early one, which others may wait for,
-      // waits for no buffer.
-      std::span<std::byte> slot;
-      if (lane_) slot = device::next_buffer(*lane_, stop_, [] {});
-      const uint32_t unit = shared_.next_unit.fetch_add(1, std::memory_order_relaxed);
-      if (unit >= shared_.units.size()) break;
-      process(shared_.units[unit], slot);
-    }
-    while (shared_.chains) {
-      throw_if_stopped(stop_);
-      const ChainQueue::Work work = shared_.chains->take_or_wait(stop_);
-      if (work.count == 0) break;
-      hash_steps(work);
-    }
-  }
-
- private:
-  static void prepare_large(Shared& shared, std::vector<uint32_t> steps) {
-    const format::HashChoice hashes = shared.session.options_.hashes;
-    for (uint32_t i = 0; i < shared.payloads.size(); ++i) {
-      Large* large = shared.large[i].get();
-      if (large == nullptr) continue;
-      large->digest =
-          format::digest_header(shared.session.record_of(shared.payloads[i]).header, hashes);
-      large->crcs.resize(large->steps);
-      large->left = large->steps + (hashes.sha256 && shared.engine == nullptr ? 1 : 0);
-    }
-    if (hashes.sha256 && shared.engine == nullptr)
-      shared.chains = std::make_unique<ChainQueue>(std::move(steps));
-  }
-
-  void process(const Unit& unit, std::span<std::byte> slot) {
-    if (!slot.empty()) fetch(unit);
-    if (unit.count > 0) {
-      write_small_records(unit, slot);
-    } else {
-      write_piece(unit, slot);
-    }
-    s_.nbytes_done_.fetch_add(unit.nbytes, std::memory_order_relaxed);
-  }
-
-  // The unit's plaintext in host memory, one span per payload: the caller's memory, or a slot.
-  std::span<const std::byte> host_bytes(const Unit& unit, uint32_t i, std::span<std::byte> slot,
-                                        uint64_t slot_at) const {
-    const device::Destination& from = shared_.payloads[i].from;
-    if (!slot.empty()) return slot.subspan(slot_at, unit.count > 0 ? from.nbytes : unit.nbytes);
-    return {from.data + unit.offset, unit.count > 0 ? from.nbytes : unit.nbytes};
-  }
-
-  void fetch(const Unit& unit) {
-    if (unit.nbytes == 0) return;
-    std::vector<device::CopyPiece> pieces;
-    uint64_t at = 0;
-    for (uint32_t i = unit.first; i < unit.first + std::max(unit.count, 1U); ++i) {
-      const device::Destination& from = shared_.payloads[i].from;
-      const uint64_t nbytes = unit.count > 0 ? from.nbytes : unit.nbytes;
-      if (nbytes > 0) pieces.push_back({at, from.data + unit.offset, nbytes});
-      at += nbytes;
-    }
-    lane_->fetch(pieces, stop_);
-  }
-
-  // --- small records: hash, encrypt, one gathered write ---
-
-  void write_small_records(const Unit& unit, std::span<std::byte> slot) {
-    digest_small(unit, slot);
-    slices_.clear();
-    if (s_.options_.key) cipher_.resize(kUnitNbytes);
-    uint64_t at = 0;
-    const uint64_t begin = s_.record_of(shared_.payloads[unit.first]).offset;
-    for (uint32_t i = unit.first; i < unit.first + unit.count; ++i) {
-      PlannedRecord& record = s_.record_of(shared_.payloads[i]);
-      std::span<const std::byte> plain = host_bytes(unit, i, slot, at);
-      slices_.emplace_back(record.header.bytes);
-      if (record.encrypted) {
-        std::span<std::byte> cipher(cipher_.data() + at, plain.size());
-        seal_chunks(record, 0, plain, cipher);
-        slices_.emplace_back(cipher);
-      } else {
-        slices_.push_back(plain);
-      }
-      at += plain.size();
-    }
-    s_.sink_->write_at(begin, slices_, stop_);
-  }
-
-  void digest_small(const Unit& unit, std::span<std::byte> slot) {
-    const format::HashChoice hashes = s_.options_.hashes;
-    uint64_t at = 0;
-    for (uint32_t i = unit.first; i < unit.first + unit.count; i += 2) {
-      const bool two = i + 1 < unit.first + unit.count;
-      std::span<const std::byte> x = host_bytes(unit, i, slot, at);
-      at += x.size();
-      format::HeaderDigest a = format::digest_header(header_of(i), hashes);
-      if (!two) {
-        if (hashes.sha256) a.sha256.update(x);
-        fill_hashes(i, a, x);
-        break;
-      }
-      std::span<const std::byte> y = host_bytes(unit, i + 1, slot, at);
-      at += y.size();
-      format::HeaderDigest b = format::digest_header(header_of(i + 1), hashes);
-      if (hashes.sha256) format::Sha256::update_pair(a.sha256, x, b.sha256, y);
-      fill_hashes(i, a, x);
-      fill_hashes(i + 1, b, y);
-    }
-  }
-
-  format::HeaderLayout& header_of(uint32_t payload) const {
-    return s_.record_of(shared_.payloads[payload]).header;
-  }
-
-  void fill_hashes(uint32_t payload, format::HeaderDigest& digest,
-                   std::span<const std::byte> plain) {
-    if (s_.options_.hashes.crc32) digest.crc32 = format::crc32(digest.crc32, plain);
-    store_hashes(header_of(payload), digest);
-  }
-
-  void store_hashes(format::HeaderLayout& header, format::HeaderDigest& digest) const {
-    if (header.crc32_at != 0) store_le(header.bytes.data() + header.crc32_at, digest.crc32);
-    if (header.sha256_at != 0) {
-      const format::Sha256Digest value = digest.sha256.finish();
-      std::memcpy(header.bytes.data() + header.sha256_at, value.data(), value.size());
-    }
-  }
-
-  // Chunks of `plain`, which starts at `offset` of the record's payload; MACs go to the header.
-  void seal_chunks(PlannedRecord& record, uint64_t offset, std::span<const std::byte> plain,
-                   std::span<std::byte> cipher) const {
-    for (uint64_t done = 0; done < plain.size(); done += format::kCipherChunkNbytes) {
-      const uint64_t chunk = (offset + done) / format::kCipherChunkNbytes;
-      const uint64_t n = std::min(format::kCipherChunkNbytes, plain.size() - done);
-      const auto nonce = crypto::nonce_plus(crypto::NonceView(record.nonce), chunk);
-      auto mac = std::span(record.header.bytes)
-                     .subspan(record.header.macs_at + chunk * crypto::kMacNbytes)
-                     .first<crypto::kMacNbytes>();
-      crypto::seal(cipher.subspan(done, n), mac, plain.subspan(done, n), nonce, *s_.options_.key);
-      throw_if_stopped(stop_);
-    }
-  }
-
-  // --- large records: pieces in parallel, the header last ---
-
-  void write_piece(const Unit& unit, std::span<std::byte> slot) {
-    PlannedRecord& record = s_.record_of(shared_.payloads[unit.first]);
-    Large& large = *shared_.large[unit.first];
-    std::span<const std::byte> plain = host_bytes(unit, unit.first, slot, 0);
-    if (s_.options_.hashes.crc32) large.crcs[unit.step] = format::crc32(0, plain);
-    if (s_.options_.hashes.sha256 && shared_.engine != nullptr) digest_in_turn(unit, large, plain);
-    if (record.encrypted) {
-      cipher_.resize(kUnitNbytes);
-      std::span<std::byte> cipher(cipher_.data(), plain.size());
-      seal_chunks(record, unit.offset, plain, cipher);
-      s_.sink_->write_at(record.data_offset() + unit.offset, cipher, stop_);
-    } else {
-      s_.sink_->write_at(record.data_offset() + unit.offset, plain, stop_);
-    }
-    if (shared_.chains) shared_.chains->mark_ready({unit.first, unit.step});
-    finish_part(unit.first);
-  }
-
-  // Bytes in a slot are gone when the slot is given back, so they are hashed in order here.
-  void digest_in_turn(const Unit& unit, Large& large, std::span<const std::byte> plain) {
-    {
-      MutexLock lock(shared_.turn_mutex);
-      const bool my_turn = shared_.turn_changed.wait(shared_.turn_mutex, stop_,
-                                                     [&] { return large.next_turn == unit.step; });
-      if (!my_turn) throw Error(Errc::cancelled, "cancelled");
-    }
-    large.digest.sha256.update(plain);
-    MutexLock lock(shared_.turn_mutex);
-    ++large.next_turn;
-    shared_.turn_changed.notify_all();
-  }
-
-  std::span<const std::byte> step_bytes(ChainQueue::Step step) const {
-    const device::Destination& from = shared_.payloads[step.chain].from;
-    const uint64_t at = step.step * shared_.unit_nbytes;
-    return {from.data + at, std::min(shared_.unit_nbytes, from.nbytes - at)};
-  }
-
-  void hash_steps(const ChainQueue::Work& work) {
-    Large& a = *shared_.large[work.steps[0].chain];
-    if (work.count == 2) {
-      Large& b = *shared_.large[work.steps[1].chain];
-      format::Sha256::update_pair(a.digest.sha256, step_bytes(work.steps[0]), b.digest.sha256,
-                                  step_bytes(work.steps[1]));
-    } else {
-      a.digest.sha256.update(step_bytes(work.steps[0]));
-    }
-    for (int i = 0; i < work.count; ++i) {
-      const ChainQueue::Step step = work.steps[i];
-      if (step.step + 1 == shared_.large[step.chain]->steps) finish_part(step.chain);
-    }
-    shared_.chains->done(work);
-  }
-
-  void finish_part(uint32_t payload) {
-    Large& large = *shared_.large[payload];
-    if (large.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    PlannedRecord& record = s_.record_of(shared_.payloads[payload]);
-    if (s_.options_.hashes.crc32) {
-      uint64_t left = record.data_nbytes;
-      for (uint32_t crc : large.crcs) {
-        const uint64_t n = std::min(shared_.unit_nbytes, left);
-        large.digest.crc32 = format::crc32_combine(large.digest.crc32, crc, n);
-        left -= n;
-      }
-    }
-    store_hashes(record.header, large.digest);
-    s_.sink_->write_at(record.offset, io::ConstSlice(record.header.bytes), stop_);
-  }
-
-  Shared& shared_;
-  SaveSession& s_;
-  const std::stop_token stop_;
-  std::unique_ptr<device::Lane> lane_;  // set iff the payloads are on a device
-  std::vector<io::ConstSlice> slices_;
-  std::vector<std::byte> cipher_;
+  size_t written = 0;  // records handed over so far
 };
 
 SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
@@ -359,10 +51,6 @@ SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
 }
 
 SaveSession::~SaveSession() = default;
-
-PlannedRecord& SaveSession::record_of(const PayloadToWrite& payload) {
-  return call_->records[payload.record];
-}
 
 // A fresh random nonce whose chunk nonces cannot meet those of another record of this file: the
 // upper 16 bytes differ, and the lower 8 are far from overflowing.
@@ -508,23 +196,29 @@ void SaveSession::place_records(Call& call) {
   call.records_end = offset;
 }
 
-void SaveSession::write_payloads(std::span<const PayloadToWrite> payloads,
+void SaveSession::write_payloads(std::span<const device::TensorMemory> payloads,
                                  device::CopyEngine* engine, const std::stop_token& stop) {
   if (!call_) throw Error(Errc::invalid_argument, "no write call is open");
-  for (const PayloadToWrite& payload : payloads) {
-    if (payload.record != call_->written || payload.record >= call_->records.size() ||
-        payload.from.nbytes != call_->records[payload.record].data_nbytes)
-      throw Error(Errc::invalid_argument, "payloads must come in order and with the planned size");
-    ++call_->written;
+  const std::span<PlannedRecord> left = std::span(call_->records).subspan(call_->written);
+  if (payloads.size() > left.size())
+    throw Error(Errc::invalid_argument, "the call has planned fewer payloads");
+  const std::span<PlannedRecord> records = left.first(payloads.size());
+  for (size_t i = 0; i < payloads.size(); ++i) {
+    if (payloads[i].nbytes != records[i].data_nbytes)
+      throw Error(Errc::invalid_argument,
+                  "payload " + std::to_string(call_->written + i) + " of the call: wanted " +
+                      std::to_string(records[i].data_nbytes) + " bytes, found " +
+                      std::to_string(payloads[i].nbytes));
   }
-  Worker::Shared shared{.session = *this, .payloads = payloads, .engine = engine};
-  Worker::cut_units(shared);
-  const unsigned wanted = std::max(sink_->concurrency(), cpu_quota());
-  const unsigned allowed = options_.max_workers > 0 ? options_.max_workers : wanted;
-  const unsigned workers =
-      static_cast<unsigned>(std::clamp<size_t>(shared.units.size(), 1, std::min(wanted, allowed)));
-  run_workers(workers, stop,
-              [&shared](const std::stop_token& token) { Worker(shared, token).run(); });
+  call_->written += payloads.size();
+  write_records({.records = records,
+                 .payloads = payloads,
+                 .engine = engine,
+                 .hashes = options_.hashes,
+                 .key = options_.key.get(),
+                 .max_workers = options_.max_workers,
+                 .nbytes_done = nbytes_done_},
+                *sink_, stop);
 }
 
 std::vector<RecordFacts> SaveSession::records() const {

@@ -17,7 +17,7 @@
 
 #include "crypto/secret_key.h"
 #include "device/copy_engine.h"
-#include "device/destination.h"
+#include "device/tensor_memory.h"
 #include "format/annex.h"
 #include "format/digest.h"
 #include "format/tensor_path.h"
@@ -39,13 +39,6 @@ struct TieToWrite {
   format::TensorPath alias;
   format::TensorPath target;  // a tensor of the call
   bool listed = false;        // the alias is one too
-};
-
-// Where the bytes of one planned record are. Host memory, or device memory with the session's
-// engine.
-struct PayloadToWrite {
-  uint32_t record;  // number within the call
-  device::Destination from;
 };
 
 // Where a record of the call lies, and the digests that it states.
@@ -77,10 +70,10 @@ class SaveSession {
   // before abort_call() where that call fails.
   void set_metadata(const std::string& key, const std::string& value);
 
-  // Writes records of the current call, headers and hashes included. Every record is handed over
-  // once, in order, those without data too; the bytes are only read, and no longer needed on
-  // return. `engine` serves device memory.
-  void write_payloads(std::span<const PayloadToWrite> payloads, device::CopyEngine* engine,
+  // Writes the next records of the current call, headers and hashes included: every one is handed
+  // over once, in order, those without data too. The bytes are only read, and no longer needed on
+  // return. `engine` serves device memory. See record_writer.h.
+  void write_payloads(std::span<const device::TensorMemory> payloads, device::CopyEngine* engine,
                       const std::stop_token& stop);
 
   // The records of the current call, in order. REQUIRES: all payloads were handed over, and
@@ -105,7 +98,6 @@ class SaveSession {
   uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }
 
  private:
-  class Worker;
   struct Call;
 
   // The layout of the complete content, and how much of its index is in the file.
@@ -119,7 +111,6 @@ class SaveSession {
     uint64_t written_nbytes = 0;  // so many bytes
   };
 
-  PlannedRecord& record_of(const PayloadToWrite& payload);
   format::Nonce draw_nonce();
   format::AnnexToWrite annex_with(std::span<const format::OwnedPair> more_ties) const;
   uint64_t annex_nbytes_with(std::span<const format::OwnedPair> more_ties) const;

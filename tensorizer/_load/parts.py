@@ -275,7 +275,7 @@ class PartReader:
                 tensor.zero_()
         engine = cuda_engine.engine_for(device)
         engine.order_after_caller()
-        batch.plan(addresses=addresses, device=device.index, engine=engine, **common)
+        batch.plan(addresses=addresses, engine=engine, **common)
         return tensors
 
 

@@ -9,7 +9,7 @@ import gc
 import itertools
 import mmap
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 
@@ -43,6 +43,8 @@ _UNTOUCHED_NBYTES = 1 << 20
 _ROW = 3
 _FIRST_AHEAD_NBYTES = 1 << 20
 _MAX_AHEAD_NBYTES = 16 << 20
+
+_HOST = torch.device("cpu")
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -113,17 +115,16 @@ class TensorReader:
     def _read_to(
         self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress
     ) -> Iterator[LoadedBatch]:
-        casts = self._casts_any(entries)
-        if device.type == "cpu" and not casts:
-            pending = self._begin_on_host(entries, verify)
+        if self._stays(device) and not self._casts_any(entries):
+            pending = self._begin(device, entries, verify)
             self._run(pending.batch, entries, progress)
             yield pending.finish()
             return
-        fast = cuda_engine.is_fast_device(device)
+        lands_on = device if self._stays(device) else _HOST
         done = 0
-        for part in [entries] if fast and not casts else runs(entries, self.index.loaded_nbytes, BATCH_NBYTES):
+        for part in runs(entries, self.index.loaded_nbytes, BATCH_NBYTES):
             report = None if progress is None else functools.partial(_report_from, progress, done)
-            raw = self._read_fast(device, part, verify, report) if fast else self.read_raw(part, verify, report)
+            raw = self.read_raw(part, verify, report, lands_on)
             done += sum(map(self.index.data_nbytes, part))
             with perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
                 with ordinary_tensors():
@@ -135,17 +136,17 @@ class TensorReader:
 
         ``None`` where tensors do not stay where they land (cast, or moved to a device without a fast way).
         """
-        if self._casts_any(entries):
-            return None
         parts = list(self._by_device(entries))
-        if all(device.type == "cpu" for device, _ in parts):
-            return [self._begin_on_host(part, verify) for _, part in parts]
-        if all(cuda_engine.is_fast_device(device) for device, _ in parts):
-            return [self._begin_delivered(device, part, verify) for device, part in parts]
-        return None
+        if self._casts_any(entries) or not all(self._stays(device) for device, _ in parts):
+            return None
+        return [self._begin(device, part, verify) for device, part in parts]
 
-    def _begin_on_host(self, entries: Sequence[int], verify: bool) -> PendingBatch:
-        batch = self._batch(entries, verify)
+    def _stays(self, device: torch.device) -> bool:
+        """Whether tensors for this device are loaded to their final addresses."""
+        return device.type == "cpu" or cuda_engine.is_fast_device(device)
+
+    def _begin(self, device: torch.device, entries: Sequence[int], verify: bool) -> PendingBatch:
+        batch = self._batch(entries, verify, device)
 
         def finish() -> LoadedBatch:
             self._check_hashes_are_there(entries, batch.headers, verify)
@@ -154,48 +155,11 @@ class TensorReader:
 
         return PendingBatch(batch, finish)
 
-    def _begin_delivered(self, device: torch.device, entries: Sequence[int], verify: bool) -> PendingBatch:
-        pending = self._begin_fast(device, entries, verify)
-
-        def finish() -> LoadedBatch:
-            raw = pending.finish()
-            with ordinary_tensors():
-                return raw._replace(tensors=[self._deliver(e, t, device) for e, t in zip(entries, raw.tensors)])
-
-        return PendingBatch(pending.batch, finish)
-
-    def _read_fast(self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress) -> LoadedBatch:
-        pending = self._begin_fast(device, entries, verify)
-        self._run(pending.batch, entries, progress)
-        return pending.finish()
-
-    def _begin_fast(self, device: torch.device, entries: Sequence[int], verify: bool) -> PendingBatch:
-        """Loads `entries` to a CUDA device through its ring of pinned slots, straight to their final addresses."""
-        engine = cuda_engine.engine_for(device)
-        sizes = [self.index.loaded_nbytes(entry) for entry in entries]
-        with ordinary_tensors():
-            flat = cuda_engine.allocate(sizes, device)
-            for entry, tensor in zip(entries, flat):
-                if self.index.data_nbytes(entry) == 0:  # written without data: zeros
-                    tensor.zero_()
-        engine.order_after_caller()
-        batch = self._batch(entries, verify, addresses=[t.data_ptr() for t in flat], device=device.index, engine=engine)
-
-        def finish() -> LoadedBatch:
-            headers = batch.headers
-            self._check_hashes_are_there(entries, headers, verify)
-            with ordinary_tensors():
-                tensors = [
-                    tensor.view(dtypes.torch_dtype(headers.dtype(i).decode("utf-8", "replace"))).view(headers.shape(i))
-                    for i, tensor in enumerate(flat)
-                ]
-            return LoadedBatch(entries, tensors, headers)
-
-        return PendingBatch(batch, finish)
-
-    def read_raw(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> LoadedBatch:
-        """Loads `entries` as plain host tensors of their stored dtype."""
-        batch = self._batch(entries, verify)
+    def read_raw(
+        self, entries: Sequence[int], verify: bool, progress: Progress = None, device: torch.device = _HOST
+    ) -> LoadedBatch:
+        """Loads `entries` as plain tensors of their stored dtype, to the host or a device with a fast way."""
+        batch = self._batch(entries, verify, device)
         self._run(batch, entries, progress)
         self._check_hashes_are_there(entries, batch.headers, verify)
         with ordinary_tensors():
@@ -214,17 +178,23 @@ class TensorReader:
     def _casts_any(self, entries: Sequence[int]) -> bool:
         return self.dtype is not None and any(converts(stored_dtype(self.index, i), self.dtype) for i in entries)
 
-    def _batch(self, entries: Sequence[int], verify: bool, **to: Any) -> _C.LoadBatch:
-        return _C.LoadBatch(
-            self.source,
-            self.index,
-            list(entries),
-            verify=verify,
-            max_workers=self._max_workers,
-            keys=self.keys,
-            mapping=None if to else self._mapping,
-            **to,
-        )
+    def _batch(
+        self, entries: Sequence[int], verify: bool, device: torch.device = _HOST, headers_only: bool = False
+    ) -> _C.LoadBatch:
+        on_host = device.type == "cpu"
+        with ordinary_tensors():
+            return _C.LoadBatch(
+                self.source,
+                self.index,
+                list(entries),
+                verify=verify,
+                max_workers=self._max_workers,
+                keys=self.keys,
+                mapping=self._mapping if on_host and not headers_only else None,
+                allocate=None if on_host else functools.partial(cuda_engine.allocate, device),
+                engine=None if on_host else cuda_engine.engine_for(device),
+                headers_only=headers_only,
+            )
 
     def _run(self, batch: _C.LoadBatch, entries: Sequence[int], progress: Progress) -> None:
         with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):

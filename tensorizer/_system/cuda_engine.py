@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -67,6 +66,6 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
     )
 
 
-def allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """One flat byte tensor per size, on `device`, in order of the caller's current stream."""
-    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+def allocate(device: torch.device, nbytes: int, zeros: bool) -> torch.Tensor:
+    """A flat byte tensor on `device`, in order of the caller's current stream; without `zeros` it may hold anything."""
+    return (torch.zeros if zeros else torch.empty)(nbytes, dtype=torch.uint8, device=device)

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -44,6 +45,7 @@ class MemorySink final : public io::RangeSink {
   void write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
                 const std::stop_token& stop) override {
     throw_if_stopped(stop);
+    if (before_write) before_write(offset);
     MutexLock lock(mutex_);
     if (fail_at >= 0 && writes_++ >= fail_at) throw Error(Errc::io, "the sink is full", name_);
     for (const io::ConstSlice& slice : slices) {
@@ -67,6 +69,7 @@ class MemorySink final : public io::RangeSink {
   Bytes published;
   int fail_at = -1;
   int relocations = 0;
+  std::function<void(uint64_t)> before_write;  // by the writing thread, with the offset
 
  private:
   std::string name_ = "memory";
@@ -117,6 +120,7 @@ class HostEngine final : public device::CopyEngine {
   }
   uint64_t buffer_nbytes() const noexcept override { return buffer_nbytes_; }
   bool is_ready() const noexcept override { return true; }
+  void order_after_caller() override {}
   std::unique_ptr<device::Lane> make_lane() override { return std::make_unique<HostLane>(*this); }
   void wipe(std::span<const device::DeviceRange> destinations) noexcept override {
     for (const device::DeviceRange& range : destinations)
@@ -202,16 +206,14 @@ inline void write_call(save::SaveSession& session, const std::vector<Tensor>& te
   const std::stop_token stop;
   std::vector<save::TensorToWrite> plan;
   std::vector<format::TensorPath> paths;
-  std::vector<save::PayloadToWrite> payloads;
+  std::vector<device::TensorMemory> payloads;
   for (const Tensor& tensor : tensors) {
     paths.push_back({tensor.name});
     plan.push_back({.name = tensor.name,
                     .dtype = "|u1",
                     .shape = {tensor.data.size()},
                     .data_nbytes = tensor.data.size()});
-    payloads.push_back({static_cast<uint32_t>(payloads.size()),
-                        {const_cast<std::byte*>(tensor.data.data()), tensor.data.size(),
-                         engine ? 0 : device::kHost, nullptr}});
+    payloads.push_back({const_cast<std::byte*>(tensor.data.data()), tensor.data.size(), nullptr});
   }
   session.begin_call(std::move(plan), paths, {}, growing, stop);
   try {
@@ -256,9 +258,7 @@ inline bool load_all(io::RangeSource& source, const LoadSettings& settings,
   for (const format::IndexEntry& entry : opened->index.entries())
     into.emplace_back(entry.data_nbytes);
   for (uint32_t i = 0; i < opened->index.size(); ++i) {
-    targets.push_back({.entry = i,
-                       .destination = {into[i].data(), into[i].size(),
-                                       settings.engine ? 0 : device::kHost, nullptr}});
+    targets.push_back({.entry = i, .destination = {into[i].data(), into[i].size(), nullptr}});
   }
   load::LoadSession session(source, opened, targets,
                             {.verify = settings.verify,

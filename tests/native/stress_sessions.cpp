@@ -1,7 +1,6 @@
 // Many threads, small units, random failures: for the thread and address sanitizers.
 #include <random>
 
-#include "core/chain_queue.h"
 #include "core/run_units.h"
 #include "session_harness.h"
 
@@ -45,48 +44,18 @@ TEST(Stress, SavesThatFailSomewhereLeaveNothingPublished) {
     const auto tensors = make_tensors(random_sizes(random), static_cast<uint64_t>(round));
     auto sink = std::make_shared<MemorySink>();
     sink->fail_at = static_cast<int>(random() % 6);
-    save::SaveSession session(sink, 0, {.max_workers = 5});
+    const bool encrypted = round % 3 == 1;
+    HostEngine engine(1 + round % 4, 2 << 20);
+    save::SaveSession session(sink, 0, {.max_workers = 5, .key = encrypted ? test_key() : nullptr});
+    LoadSettings settings;
+    if (encrypted) settings.keys = std::make_shared<load::KeyRing>(test_key());
     try {
-      write_call(session, tensors);
-      expect_loads(sink->published, tensors);
+      write_call(session, tensors, false, round % 2 == 0 ? &engine : nullptr);
+      expect_loads(sink->published, tensors, settings);
     } catch (const Error& error) {
       ASSERT_EQ(error.code(), Errc::io) << error.what();
       ASSERT_TRUE(sink->published.empty());
     }
-  }
-}
-
-TEST(Stress, ChainStepsRunInOrderAndAllOfThem) {
-  std::mt19937 random(3);
-  for (int round = 0; round < 20; ++round) {
-    std::vector<uint32_t> lengths(1 + random() % 20);
-    for (uint32_t& length : lengths) length = static_cast<uint32_t>(random() % 12);
-    ChainQueue queue(lengths);
-    std::vector<ChainQueue::Step> input;
-    for (uint32_t chain = 0; chain < lengths.size(); ++chain) {
-      for (uint32_t step = 0; step < lengths[chain]; ++step) input.push_back({chain, step});
-    }
-    std::shuffle(input.begin(), input.end(), random);
-    std::vector<uint32_t> done(
-        lengths.size());  // of each chain: only its owner of the moment touches it
-    std::atomic<size_t> next{0};
-    auto finish = [&](const ChainQueue::Work& work) {
-      for (int i = 0; i < work.count; ++i)
-        EXPECT_EQ(done[work.steps[i].chain]++, work.steps[i].step);
-      queue.done(work);
-    };
-    run_workers(4, {}, [&](const std::stop_token& stop) {
-      for (size_t i = next++; i < input.size(); i = next++) {
-        queue.mark_ready(input[i]);
-        if (const auto work = queue.take(i % 2 == 0); work.count > 0) finish(work);
-      }
-      while (true) {
-        const auto work = queue.take_or_wait(stop);
-        if (work.count == 0) break;
-        finish(work);
-      }
-    });
-    EXPECT_EQ(done, lengths);
   }
 }
 

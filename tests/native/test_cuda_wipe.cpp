@@ -45,7 +45,7 @@ class CudaWipe : public FakeDriverTest {
     std::vector<load::LoadTarget> targets;
     for (uint32_t i = 0; i < memory_.size(); ++i)
       targets.push_back(
-          {.entry = i, .destination = {memory_[i]->data(), memory_[i]->size(), 0, {}}});
+          {.entry = i, .destination = {memory_[i]->data(), memory_[i]->size(), nullptr}});
     load::LoadSession session(source, opened, targets,
                               {.max_workers = 1, .keys = &keys, .engine = &engine});
     try {
@@ -173,7 +173,8 @@ TEST_F(CudaWipe, ALoadThatSucceedsIsNotWiped) {
   const auto opened = open_all(source, format::KeyGiven::yes);
   std::vector<load::LoadTarget> targets;
   for (uint32_t i = 0; i < memory_.size(); ++i)
-    targets.push_back({.entry = i, .destination = {memory_[i]->data(), memory_[i]->size(), 0, {}}});
+    targets.push_back(
+        {.entry = i, .destination = {memory_[i]->data(), memory_[i]->size(), nullptr}});
   load::LoadSession(source, opened, targets, {.keys = &keys, .engine = &engine}).run({});
   fake().wait(nullptr, 0);
   for (size_t i = 0; i < tensors_.size(); ++i)

@@ -46,7 +46,7 @@ void write(save::SaveSession& session, const Call& call, const std::string& stem
   session.begin_call({{.name = stem + "wide", .dtype = "|u1", .shape = call.wide_shape}},
                      std::vector<format::TensorPath>{{stem + "wide"}}, {}, call.growing, {});
   try {
-    session.write_payloads(std::vector<save::PayloadToWrite>{{0, {}}}, nullptr, {});
+    session.write_payloads(std::vector<device::TensorMemory>(1), nullptr, {});
     session.finish_call({});
   } catch (...) {
     session.abort_call();

@@ -268,6 +268,48 @@ TEST(Sessions, AFailedDeviceLoadGivesEveryBufferBack) {
   expect_loads(file, tensors, {.engine = &engine});
 }
 
+TEST(Sessions, ACopyThatASaveMakesIsDigestedAndWrittenAsItIs) {
+  for (const bool encrypted : {false, true}) {
+    for (const bool on_device : {false, true}) {
+      if (!encrypted && !on_device) continue;  // written from where it is
+      auto tensors = make_tensors({100, 2 * kUnit + 5, 3 * kUnit}, 73);
+      HostEngine engine(3, kUnit);
+      auto sink = std::make_shared<MemorySink>();
+      sink->before_write = [&](uint64_t) {
+        for (Tensor& tensor : tensors) tensor.data.front() ^= std::byte{1};
+        for (Tensor& tensor : tensors) tensor.data.back() ^= std::byte{1};
+      };
+      save::SaveOptions options = encrypted ? encrypted_options() : save::SaveOptions{};
+      options.max_workers = 1;  // whose writes come between its reads
+      save::SaveSession session(sink, 0, options);
+      write_call(session, tensors, false, on_device ? &engine : nullptr);
+      PlainSource source(sink->published);
+      std::vector<Bytes> found;
+      EXPECT_NO_THROW(load_all(source, {.keys = encrypted ? ring() : nullptr}, found))
+          << "encrypted " << encrypted << " device " << on_device;
+    }
+  }
+}
+
+TEST(Sessions, ASaveThatCopiesDealsLargeTensorsInTurn) {
+  const auto tensors = make_tensors({3 * kUnit, 3 * kUnit, 3 * kUnit}, 74);
+  HostEngine engine(4, kUnit);
+  for (const bool encrypted : {false, true}) {
+    auto sink = std::make_shared<MemorySink>();
+    std::vector<uint64_t> places;
+    sink->before_write = [&](uint64_t offset) { places.push_back(offset); };
+    save::SaveOptions options = encrypted ? encrypted_options() : save::SaveOptions{};
+    options.max_workers = 1;
+    save::SaveSession session(sink, 0, options);
+    write_call(session, tensors, false, encrypted ? nullptr : &engine);
+    ASSERT_GT(places.size(), 4U);
+    // Two of them step by step, so that one thread can hash both side by side.
+    EXPECT_GT(places[1], places[0] + 2 * kUnit);
+    EXPECT_EQ(places[2], places[0] + kUnit);
+    EXPECT_EQ(places[3], places[1] + kUnit);
+  }
+}
+
 TEST(Sessions, ASequentialSourceIsReadByOneWorkerAtGrowingOffsets) {
   const auto tensors = make_tensors(kMixedSizes, 80);
   const Bytes file = save_all(tensors);

@@ -42,11 +42,9 @@ class CudaCopyEngine final : public CopyEngine {
 
   uint64_t buffer_nbytes() const noexcept override;
   bool is_ready() const noexcept override;
+  void order_after_caller() override;
   std::unique_ptr<Lane> make_lane() override;
   void wipe(std::span<const DeviceRange> destinations) noexcept override;
-
-  // Copies of lanes that are made from now on run after what is on the caller's stream now.
-  void order_after_caller();
 
   // Every wait of its lanes ends in Error(cancelled) from now on. Does not wait for them.
   void cancel() noexcept;

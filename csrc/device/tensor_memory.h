@@ -1,0 +1,16 @@
+// The memory of a tensor's payload, which a load fills and a save reads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace tensorizer::device {
+
+struct TensorMemory {
+  std::byte* data = nullptr;    // of the host, or of a device, which only its CopyEngine touches
+  uint64_t nbytes = 0;          // that may be filled, or are to be read
+  std::shared_ptr<void> owner;  // keeps the memory alive; null: the caller does
+};
+
+}  // namespace tensorizer::device

@@ -1,0 +1,125 @@
+#include "load/allocate.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "core/checked_math.h"
+#include "core/error.h"
+#include "device/host_arena.h"
+#include "format/tensor_path.h"
+
+namespace tensorizer::load {
+namespace {
+
+using device::HostArena;
+using device::TensorMemory;
+
+constexpr uint64_t kOwnMemoryNbytes = uint64_t{8} << 20;
+constexpr uint64_t kSharedNbytes = uint64_t{16} << 20;
+constexpr uint64_t kHostAlignment = 64;
+
+// Serves the targets with data, or those without.
+class Allocator {
+ public:
+  Allocator(const OpenedIndex& opened, bool sized, const MemoryMaker& memory, bool zeros,
+            std::span<LoadTarget> targets)
+      : opened_(opened), sized_(sized), memory_(memory), zeros_(zeros), targets_(targets) {}
+
+  void run() {
+    for (size_t i = 0; i < targets_.size();) {
+      if (!needs_memory(i)) {
+        ++i;
+      } else if (wanted(i) >= kOwnMemoryNbytes) {
+        targets_[i].destination = own_memory(i);
+        ++i;
+      } else {
+        i = share_memory(i);
+      }
+    }
+  }
+
+ private:
+  const format::IndexEntry& entry(size_t i) const { return opened_.index[targets_[i].entry]; }
+  // Surplus bytes of old files included.
+  uint64_t wanted(size_t i) const { return std::max(entry(i).data_nbytes, entry(i).loaded_nbytes); }
+  bool needs_memory(size_t i) const {
+    return !targets_[i].in_place && wanted(i) > 0 && entry(i).zero_filled() == zeros_;
+  }
+
+  TensorMemory own_memory(size_t i) const {
+    try {
+      return memory_.make(wanted(i), zeros_);
+    } catch (const Error& error) {
+      // What the source's size vouches for is honest; the rest is only claimed.
+      if (error.code() != Errc::out_of_memory || (sized_ && !zeros_)) throw;
+      throw Error(Errc::malformed, "tensor " + format::display_name(entry(i).name) + " claims " +
+                                       std::to_string(wanted(i)) + " bytes" +
+                                       (zeros_ ? " of zeros" : "") + ", more than memory can be");
+    }
+  }
+
+  // Memory for target `first` and the small ones behind it; the number of the first that is not in
+  // it.
+  size_t share_memory(size_t first) {
+    std::vector<std::pair<size_t, uint64_t>> group;  // target, its place
+    uint64_t used = 0;
+    size_t i = first;
+    for (; i < targets_.size(); ++i) {
+      if (!needs_memory(i)) continue;
+      const uint64_t at = align_up(used, memory_.alignment);
+      if (wanted(i) >= kOwnMemoryNbytes || at + wanted(i) > kSharedNbytes) break;
+      group.emplace_back(i, at);
+      used = at + wanted(i);
+    }
+    const TensorMemory shared = memory_.make(used, zeros_);
+    for (const auto& [target, at] : group)
+      targets_[target].destination = {shared.data + at, wanted(target), shared.owner};
+    return i;
+  }
+
+  const OpenedIndex& opened_;
+  const bool sized_;
+  const MemoryMaker& memory_;
+  const bool zeros_;
+  const std::span<LoadTarget> targets_;
+};
+
+}  // namespace
+
+MemoryMaker host_memory(const OpenedIndex& opened) {
+  const bool secret = opened.prologue.has_crypt_info();
+  const auto make = [secret](uint64_t nbytes, bool zeros) -> TensorMemory {
+    const auto arena = secret || zeros ? HostArena::create(nbytes) : HostArena::recycle(nbytes);
+    return {arena->bytes().data(), nbytes, arena};
+  };
+  return {make, kHostAlignment};
+}
+
+void allocate(const OpenedIndex& opened, bool sized, const MemoryMaker& memory,
+              std::span<LoadTarget> targets) {
+  for (const bool zeros : {false, true}) Allocator(opened, sized, memory, zeros, targets).run();
+}
+
+std::vector<TensorMemory> allocate_parts(const OpenedIndex& opened,
+                                         std::span<const uint64_t> sizes) {
+  const MemoryMaker memory = host_memory(opened);
+  std::vector<TensorMemory> parts(sizes.size());
+  for (size_t first = 0, end = 0; first < sizes.size(); first = end) {
+    uint64_t used = sizes[first];  // of memory that parts first to end share
+    std::vector<uint64_t> places{0};
+    for (end = first + 1; end < sizes.size() && sizes[first] < kOwnMemoryNbytes; ++end) {
+      const uint64_t at = align_up(used, memory.alignment);
+      if (sizes[end] >= kOwnMemoryNbytes || at + sizes[end] > kSharedNbytes) break;
+      places.push_back(at);
+      used = at + sizes[end];
+    }
+    if (used == 0) continue;
+    const TensorMemory shared = memory.make(used, false);
+    for (size_t i = first; i < end; ++i)
+      if (sizes[i] > 0) parts[i] = {shared.data + places[i - first], sizes[i], shared.owner};
+  }
+  return parts;
+}
+
+}  // namespace tensorizer::load

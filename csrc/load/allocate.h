@@ -1,0 +1,41 @@
+// Which tensors of a load share memory, and whose memory on the host may be used again.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "device/tensor_memory.h"
+#include "load/load_job.h"
+#include "load/open_index.h"
+
+namespace tensorizer::load {
+
+// Memory of the host or of a device for one tensor, or for several that share it.
+struct MemoryMaker {
+  // `nbytes` > 0; `zeros`: they are zero, else their content may be anything.
+  std::function<device::TensorMemory(uint64_t nbytes, bool zeros)> make;
+  uint64_t alignment;  // of each tensor
+};
+
+// Host memory for the tensors of this file. Those of plain files get memory that earlier ones have
+// left, and leave theirs to later ones. What was decrypted goes back to the system with its tensor,
+// which wipes it, and does not lie in memory that others get.
+MemoryMaker host_memory(const OpenedIndex& opened);
+
+// Gives every target that has none (in_place) and takes some a destination, in file order. A tensor
+// of at least 8 MiB has memory of its own; smaller ones share at most 16 MiB, so a tensor that
+// stays alive keeps at most 16 MiB beyond its own bytes. Tensors without data share with each
+// other: theirs is zero.
+//
+// `sized`: the size of the source is known, and the index within it. Throws what `memory` throws,
+// Error(malformed) instead of out_of_memory for a tensor that only claims its size.
+void allocate(const OpenedIndex& opened, bool sized, const MemoryMaker& memory,
+              std::span<LoadTarget> targets);
+
+// Host memory for parts of tensors of this file, one of each size, in the same way; null for 0
+// bytes. Throws Error(out_of_memory).
+std::vector<device::TensorMemory> allocate_parts(const OpenedIndex& opened,
+                                                 std::span<const uint64_t> sizes);
+
+}  // namespace tensorizer::load

@@ -1,0 +1,264 @@
+#include "save/record_writer.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "core/checked_math.h"
+#include "core/endian.h"
+#include "core/run_units.h"
+#include "core/stop.h"
+#include "core/threads.h"
+#include "crypto/chunked_box.h"
+#include "digest/deal.h"
+#include "digest/record_digester.h"
+
+namespace tensorizer::save {
+namespace {
+
+using digest::RecordDigester;
+
+constexpr uint64_t kUnitNbytes = uint64_t{8} << 20;  // a multiple of the cipher chunk
+constexpr size_t kUnitRecords = 512;
+constexpr size_t kHostBuffers = 2;  // so that a worker has steps of two tensors to hash
+
+// Whole small records, or one step of a large one.
+struct Unit {
+  uint32_t first;
+  uint32_t count;   // 0: a step of record `first`
+  uint64_t offset;  // of the step within its payload
+  uint64_t nbytes;  // of payload
+  uint32_t step;
+};
+
+struct Plan {
+  std::vector<Unit> units;      // in the order of the file
+  std::vector<uint32_t> steps;  // per record; 0: it is written whole
+};
+
+Plan cut(std::span<const device::TensorMemory> payloads, uint64_t unit_nbytes) {
+  Plan plan;
+  plan.steps.resize(payloads.size());
+  Unit open{};
+  const auto close = [&] {
+    if (open.count > 0) plan.units.push_back(open);
+    open = {};
+  };
+  for (uint32_t i = 0; i < payloads.size(); ++i) {
+    const uint64_t nbytes = payloads[i].nbytes;
+    if (nbytes > unit_nbytes) {
+      close();
+      for (uint64_t at = 0; at < nbytes; at += unit_nbytes)
+        plan.units.push_back({i, 0, at, std::min(unit_nbytes, nbytes - at), plan.steps[i]++});
+      continue;
+    }
+    if (open.count == kUnitRecords || open.nbytes + nbytes > unit_nbytes) close();
+    if (open.count == 0) open.first = i;
+    ++open.count;
+    open.nbytes += nbytes;
+  }
+  close();
+  return plan;
+}
+
+// So that as many SHA-256 chains run at once as there are workers, and two on each.
+void deal_units(Plan& plan, size_t workers) {
+  std::vector<uint32_t> records;
+  records.reserve(plan.units.size());
+  for (const Unit& unit : plan.units)
+    records.push_back(unit.count > 0 ? digest::kNoRecord : unit.first);
+  std::vector<Unit> dealt;
+  dealt.reserve(plan.units.size());
+  for (const uint32_t number : digest::deal(records, digest::kDealtPerWorker * workers))
+    dealt.push_back(plan.units[number]);
+  plan.units = std::move(dealt);
+}
+
+// What the workers of one call share.
+struct Shared {
+  Shared(const RecordsToWrite& to_write, Plan planned, io::RangeSink& to,
+         const std::stop_token& stop)
+      : job(to_write),
+        plan(std::move(planned)),
+        sink(to),
+        digester(plan.steps, [this, stop](uint32_t record, const digest::RecordDigests& digests) {
+          complete(record, digests, stop);
+        }) {
+    for (uint32_t i = 0; i < plan.steps.size(); ++i) {
+      if (plan.steps[i] > 0) digester.expect(i, start_of(i));
+    }
+  }
+
+  digest::RecordStart start_of(uint32_t record) const {
+    return {format::digest_header(job.records[record].header, job.hashes), job.hashes};
+  }
+
+  // The header of a record in steps is the last of it that is written: all of it is known now.
+  void complete(uint32_t record, const digest::RecordDigests& digests,
+                const std::stop_token& stop) const {
+    PlannedRecord& planned = job.records[record];
+    format::HeaderLayout& header = planned.header;
+    if (header.crc32_at != 0) store_le(header.bytes.data() + header.crc32_at, digests.crc32);
+    if (header.sha256_at != 0)
+      std::ranges::copy(digests.sha256, header.bytes.data() + header.sha256_at);
+    if (plan.steps[record] > 0) sink.write_at(planned.offset, io::ConstSlice(header.bytes), stop);
+  }
+
+  const RecordsToWrite& job;
+  const Plan plan;
+  io::RangeSink& sink;
+  RecordDigester digester;
+};
+
+class Worker final : public UnitWorker {
+ public:
+  Worker(Shared& shared, const std::stop_token& stop)
+      : shared_(shared), job_(shared.job), stop_(stop) {
+    if (job_.engine != nullptr) lane_ = job_.engine->make_lane();
+  }
+
+  bool help() override { return shared_.digester.help(); }
+
+  void prepare() override {
+    if (is_staged()) take_buffer();
+  }
+
+  void process(size_t number) override {
+    const Unit& unit = shared_.plan.units[number];
+    if (is_staged()) fill_buffer(unit);
+    if (unit.count > 0) {
+      write_whole_records(unit);
+    } else {
+      write_step(unit);
+    }
+    job_.nbytes_done.fetch_add(unit.nbytes, std::memory_order_relaxed);
+  }
+
+  void finish() override { shared_.digester.finish(stop_); }
+
+ private:
+  bool is_staged() const noexcept { return lane_ != nullptr || job_.key != nullptr; }
+
+  // A buffer goes on once its steps are hashed.
+  void take_buffer() {
+    const auto release = [this] { hashing_.release_oldest(shared_.digester, stop_); };
+    if (lane_) {
+      buffer_ = device::next_buffer(*lane_, stop_, release);
+    } else {
+      if (hashing_.buffers() == kHostBuffers) release();
+      std::vector<std::byte>& next = host_buffers_[next_host_buffer_++ % kHostBuffers];
+      next.resize(kUnitNbytes);
+      buffer_ = next;
+    }
+    hashing_.begin_buffer();
+  }
+
+  // The unit's plaintext, one payload behind the other. The only time that the caller's memory is
+  // read.
+  void fill_buffer(const Unit& unit) {
+    pieces_.clear();
+    uint64_t at = 0;
+    for (uint32_t i = unit.first; i < unit.first + std::max(unit.count, 1U); ++i) {
+      const uint64_t nbytes = unit.count > 0 ? job_.payloads[i].nbytes : unit.nbytes;
+      if (nbytes > 0) pieces_.push_back({at, job_.payloads[i].data + unit.offset, nbytes});
+      at += nbytes;
+    }
+    if (lane_ && !pieces_.empty()) {
+      lane_->fetch(pieces_, stop_);
+    } else {
+      for (const device::CopyPiece& piece : pieces_)
+        std::memcpy(buffer_.data() + piece.buffer_offset, piece.device_address, piece.nbytes);
+    }
+  }
+
+  // Plaintext of the unit in host memory: a payload of its `nbytes`, `at` behind the first.
+  std::span<const std::byte> plaintext(const Unit& unit, uint32_t payload, uint64_t at,
+                                       uint64_t nbytes) const {
+    if (is_staged()) return buffer_.subspan(at, nbytes);
+    return {job_.payloads[payload].data + unit.offset, nbytes};
+  }
+
+  void write_whole_records(const Unit& unit) {
+    std::vector<RecordDigester::Whole> whole;
+    uint64_t at = 0;
+    for (uint32_t i = unit.first; i < unit.first + unit.count; ++i) {
+      const uint64_t nbytes = job_.payloads[i].nbytes;
+      whole.push_back({i, shared_.start_of(i), plaintext(unit, i, at, nbytes)});
+      at += nbytes;
+    }
+    shared_.digester.add_whole(whole);
+    std::vector<io::ConstSlice> slices;
+    at = 0;
+    for (const RecordDigester::Whole& record : whole) {
+      slices.emplace_back(job_.records[record.record].header.bytes);
+      slices.push_back(stored_bytes(record.record, 0, at, record.bytes));
+      at += record.bytes.size();
+    }
+    shared_.sink.write_at(job_.records[unit.first].offset, slices, stop_);
+  }
+
+  void write_step(const Unit& unit) {
+    const std::span<const std::byte> plain = plaintext(unit, unit.first, 0, unit.nbytes);
+    shared_.sink.write_at(job_.records[unit.first].data_offset() + unit.offset,
+                          stored_bytes(unit.first, unit.offset, 0, plain), stop_);
+    // Only now: the record may be complete with it.
+    shared_.digester.add(unit.first, unit.step, plain);
+    if (is_staged()) hashing_.add({unit.first, unit.step});
+  }
+
+  // What the file holds of these bytes: themselves, or their ciphertext, made at `at` of a buffer.
+  io::ConstSlice stored_bytes(uint32_t record, uint64_t offset, uint64_t at,
+                              std::span<const std::byte> plain) {
+    if (!job_.records[record].encrypted) return plain;
+    cipher_.resize(kUnitNbytes);
+    const std::span<std::byte> cipher(cipher_.data() + at, plain.size());
+    seal_chunks(job_.records[record], offset, plain, cipher);
+    return cipher;
+  }
+
+  // Chunks of `plain`, which starts at `offset` of the record's payload; MACs go to the header.
+  void seal_chunks(PlannedRecord& record, uint64_t offset, std::span<const std::byte> plain,
+                   std::span<std::byte> cipher) const {
+    for (uint64_t done = 0; done < plain.size(); done += format::kCipherChunkNbytes) {
+      const uint64_t chunk = (offset + done) / format::kCipherChunkNbytes;
+      const uint64_t n = std::min(format::kCipherChunkNbytes, plain.size() - done);
+      const auto nonce = crypto::nonce_plus(crypto::NonceView(record.nonce), chunk);
+      const auto mac = std::span(record.header.bytes)
+                           .subspan(record.header.macs_at + chunk * crypto::kMacNbytes)
+                           .first<crypto::kMacNbytes>();
+      crypto::seal(cipher.subspan(done, n), mac, plain.subspan(done, n), nonce, *job_.key);
+      throw_if_stopped(stop_);
+    }
+  }
+
+  Shared& shared_;
+  const RecordsToWrite& job_;
+  const std::stop_token stop_;
+  std::unique_ptr<device::Lane> lane_;  // set iff the payloads are on a device
+  std::span<std::byte> buffer_;         // with the plaintext of the unit at hand, if staged
+  std::array<std::vector<std::byte>, kHostBuffers> host_buffers_;
+  size_t next_host_buffer_ = 0;
+  digest::StepsInBuffers hashing_;
+  std::vector<device::CopyPiece> pieces_;
+  std::vector<std::byte> cipher_;
+};
+
+}  // namespace
+
+void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::stop_token& stop) {
+  uint64_t unit_nbytes = kUnitNbytes;
+  if (job.engine != nullptr)
+    unit_nbytes =
+        std::min(unit_nbytes, align_down(job.engine->buffer_nbytes(), format::kCipherChunkNbytes));
+  Plan plan = cut(job.payloads, unit_nbytes);
+  const unsigned useful = std::max(sink.concurrency(), cpu_quota());
+  const unsigned allowed = job.max_workers > 0 ? std::min(job.max_workers, useful) : useful;
+  const auto workers = static_cast<unsigned>(std::clamp<size_t>(plan.units.size(), 1, allowed));
+  if (job.hashes.sha256 && (job.engine != nullptr || job.key != nullptr)) deal_units(plan, workers);
+  Shared shared(job, std::move(plan), sink, stop);
+  std::atomic<size_t> next{0};
+  run_units(shared.plan.units.size(), next, workers, stop,
+            [&](const std::stop_token& token) { return std::make_unique<Worker>(shared, token); });
+}
+
+}  // namespace tensorizer::save

@@ -1,0 +1,36 @@
+// Writes the payloads of planned records and their headers: digested, and encrypted where there is
+// a key.
+//
+// Plain tensors in host memory are written from where they are and hashed there. What passes
+// through memory of ours on its way (encrypted, or on a device) is copied once; digest, ciphertext
+// and file are made of that copy, so they agree whatever the caller does to the tensor meanwhile.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+#include <stop_token>
+
+#include "crypto/secret_key.h"
+#include "device/copy_engine.h"
+#include "device/tensor_memory.h"
+#include "format/record_header.h"
+#include "io/range_sink.h"
+#include "save/save_plan.h"
+
+namespace tensorizer::save {
+
+struct RecordsToWrite {
+  std::span<PlannedRecord> records;  // neighbours in the file; hashes and MACs are filled in
+  std::span<const device::TensorMemory> payloads;  // of the records, each of the planned size
+  device::CopyEngine* engine;                      // set iff they are on its device
+  format::HashChoice hashes;
+  const crypto::SecretKey* key;  // of encrypted records
+  unsigned max_workers;          // 0: as many as are useful
+  std::atomic<uint64_t>& nbytes_done;
+};
+
+// Returns when all of it is in the sink. Throws Error: io, device, out_of_memory, cancelled.
+void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::stop_token& stop);
+
+}  // namespace tensorizer::save
