@@ -430,6 +430,14 @@ def test_screens_say_what_was_not_done_and_where_the_rest_is(tmp_path, tensors, 
     assert lines[12].endswith("… (4,000 more characters; --json shows all)")
 
 
+def test_an_interrupt_is_status_130_and_silent(model, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tensorizer._files.inspect.inspect", interrupt)
+    assert run("inspect", model) == (130, b"", b"")
+
+
 def test_bench_prints_medians(model):
     document = json.loads(run("bench", "--json", "--repeat", "2", "--readers", "1,2", model).stdout)
     assert [phase["name"] for phase in document["phases"]] == ["load, 1 readers", "load, 2 readers", "load, verified"]
