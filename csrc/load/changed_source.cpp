@@ -66,7 +66,8 @@ bool is_harmless(const io::SourceChange& change, const LoadJob& job, const std::
     const format::IndexEntry& entry = job.opened->index[target.entry];
     if (entry.data_nbytes == 0) continue;
     if (entry.end() > change.nbytes) return false;  // of a mapping, not even there to be looked at
-    if (job.options.engine != nullptr || !again.matches(target)) return false;
+    const bool is_here = target.destination.data != nullptr && job.options.engine == nullptr;
+    if (!is_here || !again.matches(target)) return false;
   }
   return true;
 }

@@ -13,7 +13,7 @@ namespace tensorizer::load {
 // Two changes do no harm: records that a serializer appends, and a cut behind what was loaded. So a
 // source of another size is let pass if its index begins as before, and if what was loaded is what
 // the record headers, read again, have digests of; a load that verifies has compared them. Tensors
-// on a device cannot be compared, nor those without digests: they are not let pass.
+// on a device cannot be compared, nor parts, nor those without digests: they are not let pass.
 void check_unchanged(const LoadJob& job, const std::stop_token& stop);
 
 // In the handler of an error that the bytes gave cause for: throws the same if the source was

@@ -169,9 +169,7 @@ void SliceSession::run_and_compare(const std::stop_token& stop) {
     if (of_bytes) blame_change(job_.source);
     throw;
   }
-  // The bytes that were wanted have all been there: what was appended or cut behind them does no
-  // harm.
-  check_unchanged(job_.source, *job_.opened, {}, true, stop);
+  check_unchanged(job_, stop);
 }
 
 void SliceSession::read_headers(const std::stop_token& stop) {

@@ -9,8 +9,10 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer._load.modules import Slot, insert_into_module, shown, slots_of
-from tensorizer._load.report import LoadReport, Mismatch, kind_of
+from tensorizer._format.dtypes import torch_dtype
+from tensorizer._load.fit import Fact, Slot, fit_of, shown, slots_in
+from tensorizer._load.modules import insert_into_module
+from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.deserializer import TensorDeserializer
 
@@ -89,7 +91,7 @@ class _ModelFill:
         self._model, self._file, self._assign, self._ignore_sizes = model, file, assign, ignore_sizes
         self._modules = dict(model.named_modules())
         self._slots: dict[str, Slot] = {
-            shown(name): slot for name, slot in slots_of(model).items() if slot.tensor is not None
+            shown(name): slot for name, slot in slots_in(self._modules).items() if slot.tensor is not None
         }
         self._stored: dict[str, Any] = {shown(str(name)): name for name in file}  # what the file calls each name
         self._groups = self._tied_names()
@@ -124,41 +126,28 @@ class _ModelFill:
         return groups
 
     def report(self) -> LoadReport:
-        missing, tied = [], {}
-        for group in self._groups.values():
-            supplied = [name for name in group if name in self._stored]
-            for name in group:
-                if name in self._stored:
-                    continue
-                if supplied:
-                    tied[name] = supplied[0]
-                elif self._slots[name].in_state_dict:
-                    missing.append(name)
+        facts = {name: Fact(tuple(self._facts[name].shape), self._dtype_of(name)) for name in self._stored}
+        fit = fit_of(self._slots, facts, [name for name in self._slots if name not in self._stored])
         loaded = [name for name in self._stored if name in self._slots]
         return LoadReport(
             module=type(self._model).__name__,
             source=self._file._container.source_name,
             loaded=tuple(loaded),
             nbytes=sum(self._facts[name].deserialized_length for name in loaded),
-            missing=tuple(missing),
-            unexpected=tuple(name for name in self._stored if name not in self._slots),
-            mismatched=tuple(self._mismatches(loaded)),
-            tied=tied,
+            missing=tuple(name for name in fit.absent if self._slots[name].in_state_dict),
+            unexpected=tuple(fit.unexpected),
+            mismatched=tuple(row for row in fit.mismatched if row.what == "shape" or not self._is_meta(row.name)),
+            tied=fit.tied,
         )
 
-    def _mismatches(self, names: list[str]) -> list[Mismatch]:
-        from tensorizer._format.dtypes import torch_dtype
+    def _dtype_of(self, name: str) -> Optional[torch.dtype]:
+        """Of a tensor that the model has a place for; this torch need not know the others."""
+        return torch_dtype(self._facts[name].dtype) if name in self._slots else None
 
-        found = []
-        for name in names:
-            target, entry = self._slots[name].tensor, self._facts[name]
-            assert target is not None
-            stored = torch_dtype(entry.dtype)
-            if tuple(target.shape) != tuple(entry.shape):
-                found.append(Mismatch(name, "shape", torch.Size(entry.shape), target.shape))
-            elif kind_of(stored) != kind_of(target.dtype) and not target.is_meta:
-                found.append(Mismatch(name, "kind", stored, target.dtype))
-        return found
+    def _is_meta(self, name: str) -> bool:
+        """Of a place on the meta device nothing is kept, so that its kind does not matter."""
+        tensor = self._slots[name].tensor
+        return tensor is not None and tensor.is_meta
 
     def _read_together(self, names: Collection[str]) -> None:
         """Reads in one go what is asked for name by name afterwards."""
@@ -217,6 +206,6 @@ def device_of_names(model: torch.nn.Module, device: Optional[Any]) -> Any:
         return device
     places = {
         shown(name): torch.device("cpu") if slot.tensor is None or slot.tensor.is_meta else slot.tensor.device
-        for name, slot in slots_of(model).items()
+        for name, slot in slots_in(dict(model.named_modules())).items()
     }
     return lambda name: places.get(shown(str(name)), torch.device("cpu"))

@@ -7,55 +7,21 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import state_name
 from tensorizer._load.container import Container
+from tensorizer._load.fit import Fact, fit_of, shown, slots_in
 from tensorizer._load.loaded_tensors import LoadedTensors
-from tensorizer._load.report import LoadReport, Mismatch, kind_of
+from tensorizer._load.report import LoadReport, Mismatch
 from tensorizer._system.devices import ordinary_tensors
 
 __all__ = ["ModuleLoad", "insert_into_module", "live_tensors"]
 
 logger = logging.getLogger("tensorizer.serialization")
-
-
-class Slot(NamedTuple):
-    """A place of a module where a tensor belongs, or may belong."""
-
-    module: torch.nn.Module
-    attribute: str
-    is_buffer: bool
-    tensor: Optional[torch.Tensor]  # what is there now; None: registered, but without a tensor
-
-    @property
-    def in_state_dict(self) -> bool:
-        """Whether ``state_dict`` has it: not without a tensor, not as a non-persistent buffer."""
-        hidden = self.is_buffer and self.attribute in self.module._non_persistent_buffers_set
-        return self.tensor is not None and not hidden
-
-
-def slots_of(module: torch.nn.Module) -> dict[str, Slot]:
-    """Every place for a tensor, by stored name; a module that is registered twice is there once."""
-    return _slots_in(dict(module.named_modules()))
-
-
-def _slots_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, Slot]:
-    found: dict[str, Slot] = {}
-    for path, child in modules.items():
-        for attribute, tensor in child._parameters.items():
-            found[f"{path}.{attribute}"] = Slot(child, attribute, False, tensor)
-        for attribute, buffer in child._buffers.items():
-            found[f"{path}.{attribute}"] = Slot(child, attribute, True, buffer)
-    return found
-
-
-def shown(stored_name: str) -> str:
-    """A stored name as state dicts have it: without the dot in front of tensors of the root."""
-    return stored_name[1:] if stored_name.startswith(".") else stored_name
 
 
 class ModuleLoad:
@@ -65,7 +31,7 @@ class ModuleLoad:
         self._container = container
         self._adapted: dict[int, torch.nn.Parameter] = {}  # by the id of the loaded one
         self._modules = dict(module.named_modules())
-        self._slots = _slots_in(self._modules)
+        self._slots = slots_in(self._modules)
         self._wanted = _places(container, container.accepted_by(filter_func))
         absent = [name for name, slot in self._slots.items() if slot.tensor is not None and name not in self._wanted]
         if filter_func is not None:
@@ -77,8 +43,12 @@ class ModuleLoad:
         }
         self._extra = {p: s for p, s in container.extra_states().items() if _accepts(filter_func, state_name(p))}
         without = [state_name(path) for path in self._receivers if path not in self._extra]
-        self._ties = dict(self._ties_among(absent))
-        self._absent = [name for name in absent if name not in self._ties]
+        facts = {
+            name: Fact(container.shape(i), container.stored_dtype(i), container.may_be_scalar(i))
+            for name, i in self._wanted.items()
+        }
+        fit = fit_of(self._slots, facts, absent)
+        self._ties, self._absent = fit.tied, fit.absent
         self.report = LoadReport(
             module=type(module).__name__,
             source=container.source_name,
@@ -89,10 +59,10 @@ class ModuleLoad:
                 *(name for name in without if _accepts(filter_func, name)),
             ),
             unexpected=(
-                *(shown(name) for name in self._wanted if self._target(name) is None),
+                *map(shown, fit.unexpected),
                 *(state_name(path) for path in self._extra if path not in self._receivers),
             ),
-            mismatched=tuple(self._mismatches()),
+            mismatched=tuple(fit.mismatched),
             cast=tuple(shown(name) for name, i in self._wanted.items() if container.may_cast(i)),
             tied={shown(alias): shown(name) for alias, name in self._ties.items()},
         )
@@ -101,25 +71,6 @@ class ModuleLoad:
         """What the module has under a stored name."""
         slot = self._slots.get(name)
         return None if slot is None else slot.tensor
-
-    def _ties_among(self, absent: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """(alias, name) for names that the file lacks where the module has the very tensor of one that it holds."""
-        supplied = {id(self._target(name)): name for name in self._wanted if self._target(name) is not None}
-        for alias in absent:
-            name = supplied.get(id(self._target(alias)))
-            if name is not None and self._slots[name].is_buffer == self._slots[alias].is_buffer:
-                yield alias, name
-
-    def _mismatches(self) -> Iterator[Mismatch]:
-        for name, i in self._wanted.items():
-            target = self._target(name)
-            if target is None or torch.nn.parameter.is_lazy(target):
-                continue
-            shape, dtype = self._container.shape(i), self._container.stored_dtype(i)
-            if target.shape != shape and not (target.dim() == 0 and self._container.may_be_scalar(i)):
-                yield Mismatch(shown(name), "shape", torch.Size(shape), target.shape)
-            elif dtype is not None and kind_of(dtype) != kind_of(target.dtype):
-                yield Mismatch(shown(name), "kind", dtype, target.dtype)
 
     def check(self, strict: bool) -> None:
         """Refuses what cannot be placed, and with `strict` whatever does not fit; nothing was touched then.
