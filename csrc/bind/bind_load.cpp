@@ -101,8 +101,8 @@ py::tuple kinds(const OpenedIndex& opened) {
   bool scalars = false;
   for (const format::IndexEntry& entry : opened.index.entries()) {
     dtypes.insert(entry.dtype);
-    scalars = scalars ||
-              (entry.data_nbytes == 0 && entry.shape.size() == 1 && entry.shape.front() == 1);
+    scalars =
+        scalars || (entry.data_nbytes == 0 && entry.shape.size() == 1 && entry.shape.front() == 1);
   }
   py::list names;
   for (const std::string_view dtype : dtypes) names.append(py::bytes(dtype.data(), dtype.size()));
