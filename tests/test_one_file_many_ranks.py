@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import samples
 
 import tensorizer.distributed as td
+from tensorizer._system.threads import share_of_node
+from tensorizer.stream_io import HTTPOptions
 
 pytest.importorskip("torch.distributed.tensor")
 
@@ -40,8 +48,6 @@ def test_modules_of_fsdp_and_tensor_parallelism_are_filled_on_meta_and_in_place(
 
 
 def test_without_a_group_one_process_loads_alone(tmp_path):
-    import samples
-
     tensors = {"a": samples.tensor((5, 3))}
     samples.write_state_dict(tmp_path / "f", tensors)
     for exchange in ("auto", "none", "all_gather"):
@@ -56,9 +62,6 @@ def test_without_a_group_one_process_loads_alone(tmp_path):
 
 
 def test_ranks_of_one_machine_share_its_connections_threads_and_pinned_memory(monkeypatch):
-    from tensorizer import HTTPOptions
-    from tensorizer._system.threads import share_of_node
-
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert HTTPOptions().max_connections == 64
     assert share_of_node(16, 4) == 16
@@ -66,3 +69,32 @@ def test_ranks_of_one_machine_share_its_connections_threads_and_pinned_memory(mo
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert HTTPOptions().max_connections == share
         assert HTTPOptions(max_connections=50).max_connections == 50
+
+
+def test_models_of_transformers_come_from_slices_and_with_tensor_parallelism_each_rank_reads_its_half(
+    fresh_process, tmp_path
+):
+    pytest.importorskip("transformers")
+    program = """
+        import pathlib, sys
+        import transformers_ranks
+        transformers_ranks.load_models(pathlib.Path(sys.argv[1]))
+    """
+    result = fresh_process(program, tmp_path, timeout=200)
+    assert result.returncode == 0, result.stderr + result.stdout
+
+
+def test_the_example_of_the_guide_runs_with_torchrun(tmp_path):
+    example = Path(__file__).parents[1] / "examples" / "many_ranks.py"
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        assert f"rank {rank}: its part" in result.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from tensorizer._load.digests import listed
 from tensorizer._system.devices import resolve_cuda_device
 from tensorizer.distributed._boxes import Box, box_of
 from tensorizer.distributed._exchange import Place, whole
-from tensorizer.distributed._loading import Opened
+from tensorizer.distributed._opened import Opened
 from tensorizer.distributed._ranks import Ranks
 from tensorizer.errors import LoadError
 
