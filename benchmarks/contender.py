@@ -175,6 +175,10 @@ class Contender:
         """As :meth:`convert`; what was written is read back and compared."""
         raise NotImplementedError
 
+    def from_pretrained(self, folder: Path) -> torch.nn.Module:
+        """A model of ``transformers``, ready for use, from a folder with ``config.json`` and its own file."""
+        raise NotImplementedError
+
     def can(self, what: str) -> bool:
         """Whether this contender offers the method or fact ``what``."""
         own = getattr(type(self), what)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,23 @@ def llm_shapes(nbytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"model.layers.{index}.{name}.weight", shape
     yield "model.norm.weight", (width,)
     yield "lm_head.weight", (vocabulary, width)
+
+
+def llama_config(manifest: Manifest) -> dict[str, Any]:
+    """What ``config.json`` of ``transformers`` says about the large model."""
+    width, hidden, vocabulary = (2048, 5632, 32_000) if manifest.one_nbytes > 10_000_000 else (512, 1408, 8_000)
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": (manifest.tensors - 3) // 9,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": width // 64 // 8,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": False,
+        "dtype": "float16",
+    }
 
 
 def many_shapes(nbytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:

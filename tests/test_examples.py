@@ -81,36 +81,34 @@ def test_every_script_explains_itself(script, run, capsys):
 
 
 @pytest.fixture
-def tensors_file(language_model, tmp_path, run):
-    path = tmp_path / "model.tensors"
+def tensors_folder(language_model, tmp_path, run):
+    path = tmp_path / "out"
     output = run("serialize.py", "--model-ref", language_model, "--output", path, "--dtype", "float32")
     assert re.search(r"Wrote [\d.]+ KB in [\d.]+ s, [\d.]+ .B/s", output)
     return path
 
 
-def test_a_model_is_written_loaded_and_speaks(language_model, tensors_file, run):
-    arguments = ("--source", tensors_file, "--model-ref", language_model)
+def test_a_model_is_written_loaded_and_speaks(tensors_folder, run):
+    arguments = ("--source", tensors_folder / "model.tensors", "--model-ref", tensors_folder)
     output = run("deserialize-simple.py", *arguments, "--prompt", "abc", "--max-new-tokens", "4")
     assert re.search(r"Loaded [\d.]+ KB in", output)
     assert re.search(r"^Output: a b c", output, re.MULTILINE)
+    for options in ((), ("--verify-hash", "--model-ref", tensors_folder)):
+        output = run("deserialize.py", "--source", tensors_folder, *options, "--prompt", "ab")
+        assert re.search(r"Loaded [\d.]+ KB in", output)
+        assert re.search(r"^Output: a b", output, re.MULTILINE)
 
 
-@pytest.mark.parametrize("options", [(), ("--no-plaid", "--lazy-load", "--verify-hash", "--num-readers", "2")], ids=str)
-def test_loading_with_options(language_model, tensors_file, options, run):
-    output = run("deserialize.py", "--source", tensors_file, "--model-ref", language_model, *options, "--prompt", "ab")
-    assert re.search(r"^Output: a b", output, re.MULTILINE)
-
-
-def test_loading_an_encrypted_model(language_model, tmp_path, run, monkeypatch):
+def test_loading_an_encrypted_model(tmp_path, run, monkeypatch):
     import tiny_models
 
     from tensorizer import EncryptionParams
+    from tensorizer.integrations.huggingface import save_pretrained
 
     limits = EncryptionParams.OpsLimit.MIN, EncryptionParams.MemLimit.MIN
     encryption = EncryptionParams.from_string("open sesame", *limits)
-    with TensorSerializer(tmp_path / "model.tensors", encryption=encryption) as serializer:
-        serializer.write_module(tiny_models.llama())
-    arguments = ("--source", tmp_path / "model.tensors", "--model-ref", language_model, "--encryption")
+    save_pretrained(tiny_models.llama(), tmp_path, tokenizer=tiny_models.tokenizer(), encryption=encryption)
+    arguments = ("--source", tmp_path, "--encryption")
     monkeypatch.delenv("SUPER_SECRET_STRONG_PASSWORD", raising=False)
     with pytest.raises(SystemExit, match="SUPER_SECRET_STRONG_PASSWORD"):
         run("deserialize.py", *arguments)
@@ -300,3 +298,14 @@ def test_the_notebook_runs_and_shows_the_file(tmp_path, monkeypatch):
 def test_the_notebook_is_stored_without_output():
     cells = json.loads((EXAMPLES / "inspect.ipynb").read_text())["cells"]
     assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in cells)
+
+
+def test_the_notebook_about_hugging_face_runs_and_shows_what_was_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = EXAMPLES / "huggingface.ipynb"
+    assert all(not c.get("outputs") and not c.get("execution_count") for c in json.loads(path.read_text())["cells"])
+    shown = execute_notebook(path)
+    (table,) = [value for value in shown if isinstance(value, str) and "<table" in value]
+    assert "LoadReport" not in table
+    assert "<td>loaded</td>" in table
+    assert True in shown  # the loaded model says what the written one says

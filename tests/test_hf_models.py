@@ -160,10 +160,14 @@ def test_the_folder_opens_with_the_librarys_own_functions(tmp_path):
     }
 
 
-def test_tied_weights_are_stored_once(tmp_path):
-    save_pretrained(tiny_models.llama(), tmp_path)
+def test_tied_weights_are_stored_once_and_the_file_is_that_of_a_module(tmp_path):
+    model = tiny_models.llama()
+    save_pretrained(model, tmp_path)
+    other = transformers.LlamaForCausalLM(model.config)
+    assert tensorizer.TensorDeserializer(tmp_path / "model.tensors", device="cpu").load_into_module(other).missing == ()
+    assert torch.equal(tiny_models.output_of(other.eval()), tiny_models.output_of(model))
     with tensorizer.TensorDeserializer(tmp_path / "model.tensors", device="cpu", lazy_load=True) as file:
-        assert dict(file.ties) == {"model.embed_tokens.weight": "lm_head.weight"}
+        assert dict(file.ties) == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_a_different_head_under_a_configuration_that_ties_is_kept(tmp_path, caplog):

@@ -196,16 +196,16 @@ def web(tmp_path):
         yield address
 
 
-def test_models_and_tokenizers_load_over_http(tmp_path, web, example):
+def test_models_and_tokenizers_load_over_http(tmp_path, web):
     original, tokenizer = tiny_models.llama(), tiny_models.tokenizer()
-    example.serialize_model(original, original.config, str(tmp_path / "out"))
-    example.serialize_pretrained(tokenizer, str(tmp_path / "out"), "tokenizer")
-    model = example.load_model(f"{web}/out", transformers.LlamaForCausalLM, transformers.LlamaConfig, device="cpu")
-    assert_same_model(model, original)
-    loaded = example.load_pretrained(transformers.PreTrainedTokenizerFast, f"{web}/out", "tokenizer")
+    huggingface.serialize_model(original, original.config, tmp_path / "out")
+    huggingface.serialize_pretrained(tokenizer, tmp_path / "out", "tokenizer")
+    classes = transformers.LlamaForCausalLM, transformers.LlamaConfig
+    assert_same_model(huggingface.load_model(f"{web}/out", *classes, device="cpu"), original)
+    loaded = huggingface.load_pretrained(transformers.PreTrainedTokenizerFast, f"{web}/out", "tokenizer")
     assert loaded("abc")["input_ids"] == tokenizer("abc")["input_ids"]
     with pytest.raises(OSError, match="404"):
-        example.load_model(f"{web}/nowhere", transformers.LlamaForCausalLM, device="cpu")
+        huggingface.load_model(f"{web}/nowhere", transformers.LlamaForCausalLM, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -223,15 +223,22 @@ def bucket(tmp_path_factory):
 
 
 def test_a_model_lives_in_a_bucket(bucket, language_model, example):
-    out = f"{bucket}/deep/llama"
+    out, options = f"{bucket}/deep/llama", example.stream_options()
     example.main([str(language_model), out, "--model-type", "transformers", "--validate", "-q"])
-    model = example.load_model(out, transformers.AutoModelForCausalLM, device="cpu")
+    model = huggingface.from_pretrained(None, out, stream_options=options)
     assert_same_model(model, transformers.AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float16))
-    example.serialize_pretrained(tiny_models.tokenizer(), out, "tokenizer")
-    loaded = example.load_pretrained(transformers.PreTrainedTokenizerFast, out, "tokenizer")
+    huggingface.serialize_pretrained(tiny_models.tokenizer(), out, "tokenizer", stream_options=options)
+    kind = transformers.PreTrainedTokenizerFast
+    loaded = huggingface.load_pretrained(kind, out, "tokenizer", stream_options=options)
     assert loaded("abc")["input_ids"] == tiny_models.tokenizer()("abc")["input_ids"]
     assert example.exists(f"{out}/model.tensors")
     assert not example.exists(f"{out}/other.tensors")
+
+
+def test_a_pipeline_lives_in_a_bucket(bucket, tmp_path, example):
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    source = tiny_models.save_stable_diffusion(tmp_path / "source")
+    example.main([str(source), f"{bucket}/diffusion", "--model-type", "diffusers", "--validate", "-q"])
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
@@ -243,44 +250,30 @@ def language_model(tmp_path_factory):
 
 
 def test_a_transformers_model_is_written_in_half_precision_and_validated(language_model, tmp_path, example):
-    example.main([str(language_model), str(tmp_path / "out"), "--model-type", "transformers", "--validate", "-q"])
-    names = ["config.json", "generation_config.json", "model-config.json", "model.tensors"]
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == names
-    config = json.loads((tmp_path / "out" / "model-config.json").read_text())
-    assert config["model_type"] == "llama"
-    assert config["dtype"] == "float16"
-    model = example.load_model(str(tmp_path / "out"), transformers.AutoModelForCausalLM, device="cpu")
-    original = transformers.AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float16)
-    assert_same_model(model, original)
-
-
-def test_a_stable_diffusion_pipeline_is_written_in_parts_and_validated(tmp_path, example):
-    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-    source = tiny_models.save_stable_diffusion(tmp_path / "source")
     out = tmp_path / "out"
+    example.main([str(language_model), str(out), "--model-type", "transformers", "--validate", "-q"])
+    names = {"config.json", "generation_config.json", "model.tensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in out.iterdir()} == names
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("llama", "float16")
+    original = transformers.AutoModelForCausalLM.from_pretrained(language_model, dtype=torch.float16)
+    assert_same_model(huggingface.from_pretrained(None, out), original)
+
+
+def test_a_stable_diffusion_pipeline_is_written_and_validated(tmp_path, example):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    source, out = tiny_models.save_stable_diffusion(tmp_path / "source"), tmp_path / "out"
     example.main([str(source), str(out), "--model-type", "diffusers", "--validate", "-q"])
-    assert sorted(file.name for file in out.iterdir()) == [
-        "encoder-config.json",
-        "encoder.tensors",
-        "scheduler.zip",
-        "tokenizer.zip",
-        "unet-config.json",
-        "unet.tensors",
-        "vae-config.json",
-        "vae.tensors",
-    ]
-    unet = example.load_model(str(out), diffusers.UNet2DConditionModel, None, "unet", device="cpu")
+    unet = huggingface.from_pretrained(None, out, subfolder="unet")
     assert_same_model(unet, diffusers.UNet2DConditionModel.from_pretrained(source, subfolder="unet"))
-    scheduler = example.load_pretrained(diffusers.DDIMScheduler, str(out), "scheduler")
-    assert scheduler.config.num_train_timesteps == 50
+    assert diffusers.DDIMScheduler.from_pretrained(out, subfolder="scheduler").config.num_train_timesteps == 50
 
 
-def test_existing_files_stay_unless_forced(language_model, tmp_path, example):
+def test_what_exists_stays_unless_forced(language_model, tmp_path, example):
     arguments = [str(language_model), str(tmp_path), "--model-type", "transformers", "-q"]
     (tmp_path / "model.tensors").write_bytes(b"old")
-    (tmp_path / "model-config.json").write_bytes(b"")
     example.main(arguments)
-    assert (tmp_path / "model.tensors").read_bytes() != b"old"  # one of the pair was empty
+    assert (tmp_path / "model.tensors").read_bytes() != b"old"  # there was no config.json, which comes last
     (tmp_path / "model.tensors").write_bytes(b"old")
     example.main(arguments)
     assert (tmp_path / "model.tensors").read_bytes() == b"old"
@@ -291,32 +284,23 @@ def test_existing_files_stay_unless_forced(language_model, tmp_path, example):
 def test_validation_names_what_differs(example):
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     other.load_state_dict(model.state_dict())
-    example.validate_model(model, other)
+    example.validate(model, other)
     other.weight.data[0, 0] += 1
-    with pytest.raises(example.ValueMismatchError, match="weight"):
-        example.validate_model(model, other)
-    with pytest.raises(example.ValueMismatchError, match="float16"):
-        example.validate_model(model, torch.nn.Linear(2, 2).half())
-    with pytest.raises(example.NameMismatchError, match="bias"):
-        example.validate_model(model, torch.nn.Linear(2, 2, bias=False))
-    assert issubclass(example.ComponentMismatchError, example.ValidationError)
-
-
-def test_a_tokenizer_with_another_vocabulary_fails_the_validation(example):
-    tokenizer, other = tiny_models.tokenizer(), tiny_models.tokenizer()
-    example.validate_pretrained(tokenizer, other)
-    other.add_tokens(["another"])
-    with pytest.raises(example.ComponentMismatchError, match=r"tokenizer.*\.json"):
-        example.validate_pretrained(tokenizer, other)
+    for wrong, named in ((other, "weight"), (torch.nn.Linear(2, 2).half(), "float16")):
+        with pytest.raises(example.ValidationError, match=named):
+            example.validate(model, wrong)
+    with pytest.raises(example.ValidationError, match="bias"):
+        example.validate(model, torch.nn.Linear(2, 2, bias=False))
 
 
 def test_a_wrong_reload_fails_the_validation(language_model, tmp_path, example, monkeypatch):
-    def spoiled(*arguments, **keywords):
-        model = huggingface.load_model(*arguments[:3], device="cpu")
-        model.model.norm.weight.data += 1
+    def spoiled(cls, source, **keywords):
+        model = huggingface.from_pretrained(cls, source, **keywords)
+        if str(source) == str(tmp_path):
+            model.model.norm.weight.data += 1
         return model
 
-    monkeypatch.setattr(example, "load_model", spoiled)
+    monkeypatch.setattr(example, "from_pretrained", spoiled)
     with pytest.raises(example.ValidationError, match="norm"):
         example.main([str(language_model), str(tmp_path), "--model-type", "transformers", "--validate", "-q"])
 
@@ -335,10 +319,9 @@ def test_a_wrong_reload_fails_the_validation(language_model, tmp_path, example, 
     ids=str,
 )
 def test_verbosity_starts_in_the_middle(options, level, example, monkeypatch):
-    ran = []
-    monkeypatch.setattr(example, "hf_main", ran.append)
+    monkeypatch.setattr(example, "read", lambda args: (None, None))
+    monkeypatch.setattr(example, "save_pretrained", lambda *arguments, **keywords: None)
     example.main(["in", "out", "--model-type", "transformers", *options])
-    assert len(ran) == 1
     assert logging.getLogger("hf_serialization").level == level
 
 

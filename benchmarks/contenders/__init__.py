@@ -18,6 +18,7 @@ from benchmarks.contenders.safetensors_file import Safetensors
 from benchmarks.contenders.sockets import Sockets
 from benchmarks.contenders.sodium import Sodium
 from benchmarks.contenders.torch_file import Torch
+from benchmarks.contenders.transformers_model import Transformers
 
 CONTENDERS: tuple[Contender, ...] = (
     Ours(),
@@ -29,6 +30,7 @@ CONTENDERS: tuple[Contender, ...] = (
     Safetensors(),
     Torch(),
     Fastsafetensors(),
+    Transformers(),
     RunaiStreamer(),
     Curl(),
     Boto3(),

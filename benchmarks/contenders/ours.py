@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from benchmarks.contender import Contender, HttpPlace, S3Place, State
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Ours(Contender):
@@ -108,6 +111,12 @@ class Ours(Contender):
         from tensorizer import TensorDeserializer
 
         return TensorDeserializer(uri, device="cpu")
+
+    def from_pretrained(self, folder: Path) -> torch.nn.Module:
+        from tensorizer.integrations.huggingface import from_pretrained
+
+        model: torch.nn.Module = from_pretrained(None, folder)
+        return model
 
     def _s3_options(self, place: S3Place) -> dict[str, object]:
         return {

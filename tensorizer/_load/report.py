@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from typing import NamedTuple, Union
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from tensorizer.errors import LoadError
 
 __all__ = ["LoadReport", "LoadedCount", "Mismatch", "kind_of"]
+
+_MAX_LINES = 100  # of a cell in a notebook
 
 
 class Mismatch(NamedTuple):
@@ -95,6 +98,21 @@ class LoadReport:
             "\n".join([f"<LoadReport: {len(self.loaded)} tensors of {self.source} for {self.module}", *lines]) + "\n>"
         )
 
+    def _repr_html_(self) -> str:
+        """A table for Jupyter: how much was loaded, and the names of what did not fit."""
+        rows = [
+            ("loaded", [f"{len(self.loaded):,} tensors, {self.nbytes:,} bytes in {self.seconds:.3f} s"]),
+            ("missing", joined_runs(self.missing)),
+            ("unexpected", joined_runs(self.unexpected)),
+            ("mismatched", [str(row) for row in self.mismatched]),
+            ("conflicting", joined_runs(self.conflicting)),
+            ("cast", joined_runs(self.cast)),
+            ("tied", [f"{alias} = {name}" for alias, name in self.tied.items()]),
+        ]
+        body = "".join(f"<tr><td>{title}</td><td>{_listed(lines)}</td></tr>" for title, lines in rows if lines)
+        title = escape(f"{self.module} from {self.source}")
+        return f"<div><p><code>{title}</code></p><table><tbody>{body}</tbody></table></div>"
+
     def error(self, mismatched: Sequence[Mismatch], strict: bool) -> LoadError:
         """The error for a load that does not go on, in the words of ``load_state_dict``.
 
@@ -112,6 +130,13 @@ class LoadReport:
         error = LoadError("\n\t".join([f"Error(s) in loading state_dict for {self.module}:", *problems]))
         error.report, error.source = self, self.source
         return error
+
+
+def _listed(lines: Sequence[str]) -> str:
+    """Lines of a cell; those beyond what a notebook should keep are counted."""
+    shown = [escape(line) for line in lines[:_MAX_LINES]]
+    left_out = len(lines) - len(shown)
+    return "<br>".join([*shown, f"… and {left_out:,} more"] if left_out else shown)
 
 
 class LoadedCount(int):

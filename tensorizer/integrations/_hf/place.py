@@ -18,7 +18,7 @@ __all__ = ["MANIFEST", "LocalPlace", "Place", "RemotePlace", "is_weight"]
 #: The list of files that ``save_pretrained`` leaves where a loader cannot know their names: prefixes have no listing.
 MANIFEST = "tensorizer_files.json"
 
-_WEIGHTS = (".tensors", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+_WEIGHTS = (".tensors", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 
 
 def is_weight(name: str) -> bool:

@@ -16,12 +16,14 @@ import torch
 from tensorizer._files.convert import convert
 from tensorizer._files.together import write_bytes
 from tensorizer._io.uri import scheme_of
+from tensorizer._load.modules import shown
+from tensorizer._save.modules import walk_module
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.adapters import is_peft
 from tensorizer.integrations._hf.pipelines import stem_of
 from tensorizer.integrations._hf.place import MANIFEST, is_weight
 from tensorizer.integrations._hf.sentences import is_sentence_transformer
-from tensorizer.torch import save_file
+from tensorizer.torch import save_file, save_model
 
 __all__ = ["SaveOptions", "save_object"]
 
@@ -70,6 +72,22 @@ class _Target:
             ties=self.options.ties,
             encryption=self.options.encryption,
             max_shard_size=self.options.max_shard_size,
+            stream_options=self.options.stream_options,
+        )
+
+    def write_model(self, model: Any, subfolder: str, stem: str, more: Mapping[str, str]) -> None:
+        """The state dict of a model; as a module, which ``load_into_module`` takes, where it is no more than that."""
+        state = _state_of(model)
+        listed = {shown(item.name) for item in walk_module(model, False)}
+        if self.options.max_shard_size is not None or listed != set(state):
+            self.write_state(state, subfolder, stem, more)
+            return
+        save_model(
+            model,
+            self.join(self.weight_name(subfolder, stem)),
+            {"format": "pt", **more, **self.options.metadata},
+            ties=self.options.ties,
+            encryption=self.options.encryption,
             stream_options=self.options.stream_options,
         )
 
@@ -167,7 +185,7 @@ def _save_model(model: Any, where: _Target, subfolder: str) -> None:
         if where.options.names == "library":
             _write_as_the_library(model, where, subfolder)
             return
-    where.write_state(_state_of(model), subfolder, stem_of(model), more)
+    where.write_model(model, subfolder, stem_of(model), more)
 
 
 def _write_as_the_library(model: Any, where: _Target, subfolder: str) -> None:
