@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import signal
+import socket
 import struct
 import sys
 import time
@@ -257,6 +259,33 @@ def in_a_process(folder: Path) -> None:
         assert number_in(folder) == 8
 
     run_ranks(1, work)
+
+
+def example(folder: Path) -> None:
+    """examples/distributed_checkpoint.py as torchrun starts it: whole, stopped, and resumed by another number of ranks."""
+    import torch._dynamo
+    import torch.distributed.fsdp
+
+    script = Path(__file__).parents[1] / "examples" / "distributed_checkpoint.py"
+
+    def run(ranks: int, name: str, steps: int) -> list[str]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+
+        def work(rank: int) -> None:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            sys.argv = [str(script), str(folder / name), str(steps)]
+            sys.stdout = open(folder / f"{name}-{steps}-{rank}", "w")
+            runpy.run_path(str(script), run_name="__main__")
+
+        run_ranks(ranks, work, grouped=False)
+        return (folder / f"{name}-{steps}-0").read_text().split()[2:]
+
+    whole = run(2, "whole", 8)
+    assert run(2, "part", 4) == whole[:4]
+    assert run(3, "part", 6) == whole[4:6]
+    assert run(1, "part", 8) == whole[6:]
 
 
 if __name__ == "__main__":

@@ -248,7 +248,14 @@ def test_what_any_number_of_ranks_saved_on_any_mesh_loads_on_any_other(fresh_pro
 
 @pytest.mark.parametrize(
     "scenario",
-    ["kill_one_process_at_every_step", "kill_one_rank_of_two", "fail_on_one_rank", "other_ways", "in_a_process"],
+    [
+        "kill_one_process_at_every_step",
+        "kill_one_rank_of_two",
+        "fail_on_one_rank",
+        "other_ways",
+        "in_a_process",
+        "example",
+    ],
 )
 def test_with_ranks_of_their_own(fresh_process, tmp_path, scenario):
     """A save that is killed at any step leaves the old checkpoint or the new one; the others say what they do."""
