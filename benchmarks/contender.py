@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -165,6 +165,14 @@ class Contender:
 
     def load_redis(self, uri: str) -> State:
         """All tensors that ``to_redis`` has stored below the URI's prefix."""
+        raise NotImplementedError
+
+    def dcp_writer(self, path: Path) -> Any:
+        """A storage writer for ``torch.distributed.checkpoint.save``, as users make it."""
+        raise NotImplementedError
+
+    def dcp_reader(self, path: Path) -> Any:
+        """A storage reader for what the writer wrote."""
         raise NotImplementedError
 
     def can(self, what: str) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.case import Case
-from benchmarks.cases import encrypted, gpu, local, remote
+from benchmarks.cases import dcp, encrypted, gpu, local, remote
 
-CASES: tuple[Case, ...] = (*local.CASES, *encrypted.CASES, *remote.CASES)
+CASES: tuple[Case, ...] = (*local.CASES, *encrypted.CASES, *remote.CASES, *dcp.CASES)
 #: Cases that need a CUDA device: measured when named (``make bench-gpu``).
 GPU_CASES: tuple[Case, ...] = gpu.CASES
 

@@ -15,6 +15,7 @@ from benchmarks.contenders.runai_streamer import RunaiStreamer
 from benchmarks.contenders.safetensors_file import Safetensors
 from benchmarks.contenders.sockets import Sockets
 from benchmarks.contenders.sodium import Sodium
+from benchmarks.contenders.torch_dcp import HuggingFaceDcp, TorchDcp, TorchDcpThreads
 from benchmarks.contenders.torch_file import Torch
 
 CONTENDERS: tuple[Contender, ...] = (
@@ -25,6 +26,9 @@ CONTENDERS: tuple[Contender, ...] = (
     ReferenceReaders(),
     Safetensors(),
     Torch(),
+    TorchDcp(),
+    TorchDcpThreads(),
+    HuggingFaceDcp(),
     RunaiStreamer(),
     Curl(),
     Boto3(),
