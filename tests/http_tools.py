@@ -23,6 +23,7 @@ def quick(**changes: object) -> HTTPOptions:
         "max_retry_delay": 0.05,
         "head_nbytes": 4096,
         "unit_nbytes": 64 << 10,
+        "direct_nbytes": 1,
         "proxy": "",
     }
     return HTTPOptions(**{**settings, **changes})

@@ -168,6 +168,34 @@ def test_lazy_access_works_in_any_order(put: Put) -> None:
 
 
 @every_source
+def test_parts_of_tensors_are_those_of_the_whole_and_little_else_is_read(put: Put) -> None:
+    expected = state()
+    with put(saved(expected))(device="cpu", lazy_load=True) as loaded:
+        before = loaded.total_bytes_read
+        rows = loaded.get_slice("big")[1000 : 1000 + MIB // 4]
+        assert loaded.total_bytes_read - before <= 1.05 * 4 * MIB
+        assert_same(rows, expected["big"][1000 : 1000 + MIB // 4])
+        for index in [
+            (slice(None, None, 7), slice(1, 3)),
+            (slice(5, 2000), 2),
+            [700_000, 3, 4],
+            -1,
+            (..., slice(2, 3)),
+        ]:
+            assert_same(loaded.get_slice("big")[index], expected["big"][index])
+        parts = {f"small.{i}": (slice(i // 2, None), slice(0, 2)) for i in range(1, 40)}
+        found = loaded.get_slices({**parts, "bool": [76, 1], "none": ..., "scalar": ()})
+        assert_same(found["small.20"], expected["small.20"][10:, :2])
+        assert_same(found["bool"], expected["bool"][[76, 1]])
+        assert_same(found["scalar"], expected["scalar"])
+    key = os.urandom(32)
+    with put(saved(expected, encryption=EncryptionParams(key)))(
+        device="cpu", lazy_load=True, encryption=DecryptionParams.from_key(key)
+    ) as loaded:
+        assert_same(loaded.get_slice("big")[500_000:700_000, 1:3], expected["big"][500_000:700_000, 1:3])
+
+
+@every_source
 def test_a_filter_selects(put: Put) -> None:
     expected = {name: value for name, value in state().items() if name.startswith("small.")}
     with put(saved(state()))(device="cpu", filter_func=lambda name: name.startswith("small.")) as loaded:

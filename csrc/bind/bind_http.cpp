@@ -85,6 +85,7 @@ void register_options(py::module_& m) {
       .def_readwrite("max_connections", &HttpOptions::max_connections)
       .def_readwrite("head_nbytes", &HttpOptions::head_nbytes)
       .def_readwrite("unit_nbytes", &HttpOptions::unit_nbytes)
+      .def_readwrite("direct_nbytes", &HttpOptions::direct_nbytes)
       .def_readwrite("version", &HttpOptions::version)
       .def_readwrite("proxy", &HttpOptions::proxy)
       .def_readwrite("no_proxy", &HttpOptions::no_proxy)

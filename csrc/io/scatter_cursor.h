@@ -1,6 +1,8 @@
 // A place within a scatter list, to which bytes are appended. Borrows the list and its memory.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <algorithm>
 #include <cstring>
 #include <span>
@@ -15,11 +17,7 @@ class ScatterCursor {
   // Starts `skip` bytes into the list.
   explicit ScatterCursor(std::span<const Slice> slices, uint64_t skip = 0) noexcept
       : slices_(slices), room_(total_nbytes(slices)) {
-    while (skip > 0 && !slices_.empty()) {
-      const uint64_t step = std::min<uint64_t>(skip, slices_.front().size() - used_);
-      advance(static_cast<size_t>(step));
-      skip -= step;
-    }
+    this->skip(skip);
   }
 
   // Copies as much as there is room for; returns how much that was.
@@ -34,6 +32,29 @@ class ScatterCursor {
       done += step;
     }
     return done;
+  }
+
+  // Notes that the next `nbytes` are in place.
+  void skip(uint64_t nbytes) noexcept {
+    while (nbytes > 0 && !slices_.empty()) {
+      const uint64_t step = std::min<uint64_t>(nbytes, slices_.front().size() - used_);
+      advance(static_cast<size_t>(step));
+      nbytes -= step;
+    }
+  }
+
+  // Fills `into` with the places of the next bytes, at most `limit` of them; returns how many
+  // entries that took.
+  size_t places(std::span<iovec> into, uint64_t limit) const noexcept {
+    size_t count = 0, used = used_;
+    for (const Slice& slice : slices_) {
+      if (count == into.size() || limit == 0) break;
+      const size_t nbytes = static_cast<size_t>(std::min<uint64_t>(limit, slice.size() - used));
+      if (nbytes > 0) into[count++] = {slice.data() + used, nbytes};
+      limit -= nbytes;
+      used = 0;
+    }
+    return count;
   }
 
   uint64_t room() const noexcept { return room_; }

@@ -116,7 +116,7 @@ struct SlicePlan {
 
 struct SlicePlanOptions {
   uint64_t unit_nbytes = uint64_t{8} << 20;  // most bytes of a unit, read or placed
-  uint64_t run_gap_nbytes = 1024;            // runs of a part that are closer are read together
+  uint64_t run_gap_nbytes = 256;             // runs of a part that are closer are read together
   uint64_t part_gap_nbytes = 4096;  // parts that are closer are, if that reads little in vain
   uint64_t runs_at_once = 256;      // runs that are read one by one: so many make a unit
 };

@@ -21,7 +21,7 @@ constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;
 constexpr size_t kBriefUnits = 512;
 // A read of what is in memory costs as much as copying so many bytes; a request elsewhere what its
 // source says.
-constexpr uint64_t kCachedRunGapNbytes = 1024;
+constexpr uint64_t kCachedRunGapNbytes = 256;
 constexpr uint64_t kCachedPartGapNbytes = 4096;
 constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
 constexpr size_t kWipedAtOnce = 1024;  // destinations on a device, between two waits

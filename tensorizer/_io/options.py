@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 from tensorizer._io.certificates import trust_for
 from tensorizer._system import config
+from tensorizer._system.threads import share_of_node
 from tensorizer._version import __version__
 
 if TYPE_CHECKING:
@@ -122,10 +123,14 @@ class HTTPOptions:
         connections: Requests at the same time; ``None`` starts with 8, or with 32 where the server takes 10 ms or more
             to answer, and doubles while that brings more bytes per second.
         max_connections: Upper bound of ``connections``, and of the requests that all streams and loads of this process
-            together have at one host (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values given here are
-            lowered to it).
+            together have at one host: 64, or this rank's share of them, 4 at least, where ``LOCAL_WORLD_SIZE`` says
+            that the machine has several (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values are lowered to
+            it).
         head_nbytes: Bytes of the first request, kept in memory: format header, index, often the first tensors.
         unit_nbytes: Bytes of each further request of a load.
+        direct_nbytes: Over HTTP/1.1 in clear, a read of at least this many bytes goes from the socket into its tensor;
+            smaller ones, TLS and proxies pass through a buffer of libcurl. 256 KiB: below that the copy that is saved
+            costs less than the connection of its own that such reads use. 1 for all.
         hedge_after: A request that has run for this long without an answer (and for four times as long as answers
             usually take), or at less than a quarter of the usual speed, is sent again on another connection if one is
             idle; 0 for never.
@@ -155,9 +160,10 @@ class HTTPOptions:
     max_retry_delay: float = 15.0
     max_redirects: int = 10
     connections: Optional[int] = None
-    max_connections: int = 64
+    max_connections: int = dataclasses.field(default_factory=lambda: share_of_node(64, 4))
     head_nbytes: int = 1 << 20
     unit_nbytes: int = 8 << 20
+    direct_nbytes: int = 256 << 10
     hedge_after: float = 2.0
     http_version: str = "auto"
     headers: Headers = dataclasses.field(default_factory=dict, repr=False)
@@ -178,6 +184,7 @@ class HTTPOptions:
         self._require("max_connections", 1 <= self.max_connections <= 1024, "an integer from 1 to 1024")
         self._require("head_nbytes", 1 <= self.head_nbytes <= 1 << 30, "an integer from 1 to 1 GiB")
         self._require("unit_nbytes", 1 <= self.unit_nbytes <= 1 << 30, "an integer from 1 to 1 GiB")
+        self._require("direct_nbytes", 1 <= self.direct_nbytes < 1 << 63, "an integer from 1 to 2**63 - 1")
         self._require("http_version", self.http_version in _HTTP_VERSIONS, f"one of {sorted(_HTTP_VERSIONS)}")
         if self.certificate_handling is not None and not isinstance(self.certificate_handling, CAInfo):
             raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(self.certificate_handling)}")
@@ -216,6 +223,8 @@ class HTTPOptions:
             native.header_provider = lambda: _merged(*all_headers)
         else:
             native.headers = _merged(*all_headers)
+        if self.proxy is None and config.http_proxy_is_named():
+            native.direct_nbytes = 1 << 63  # only libcurl speaks to proxies
         native.proxy = self.proxy
         native.no_proxy = self.no_proxy
         trust = trust_for(certificate_handling or self.certificate_handling, secure=secure)
@@ -230,7 +239,7 @@ _NOT_NEGATIVE = (
 _PLAIN_FIELDS = (
     "connect_timeout", "stall_timeout", "min_bytes_per_second", "retries", "retry_seconds", "first_answer_seconds",
     "first_retry_delay", "max_retry_delay", "max_redirects", "max_connections", "head_nbytes", "unit_nbytes",
-    "hedge_after",
+    "direct_nbytes", "hedge_after",
 )  # fmt: skip
 
 

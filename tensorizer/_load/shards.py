@@ -151,6 +151,11 @@ class ShardedContainer(Container):
         shard, local = self._shard_index.place(i)
         return self._shards[shard], local
 
+    @property
+    def shards(self) -> list[Container]:
+        """The files, in the order of their entries."""
+        return self._shards
+
     @functools.cached_property
     def shows_all(self) -> bool:
         return all(shard.shows_all for shard in self._shards)

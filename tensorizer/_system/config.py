@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from typing import Optional
 
-__all__ = ["env_float", "env_int", "env_text"]
+__all__ = ["env_float", "env_int", "env_text", "http_proxy_is_named"]
 
 
 def env_text(name: str) -> Optional[str]:
     """The variable's value, or ``None`` where it is unset or empty."""
     return os.environ.get(name) or None
+
+
+def http_proxy_is_named() -> bool:
+    """Whether libcurl would find a proxy for plain HTTP in the environment (``no_proxy`` aside)."""
+    return any(env_text(name) for name in ("http_proxy", "all_proxy", "ALL_PROXY"))
 
 
 def env_int(name: str, minimum: int) -> Optional[int]:

@@ -9,12 +9,14 @@ import torch
 
 from tensorizer import _C
 from tensorizer._system.config import env_float, env_int, env_text
+from tensorizer._system.threads import share_of_node
 
 __all__ = ["allocate", "engine_for", "is_fast_device", "set_ring_size", "use_driver_library"]
 
 _MEBIBYTE = 1 << 20
 # 16 slots of 8 MiB keep a PCIe link busy while workers fill the others; more gains nothing.
 DEFAULT_RING_SLOTS = 16
+LEAST_RING_SLOTS = 4  # of a rank that shares its machine with others
 DEFAULT_RING_SLOT_NBYTES = 8 * _MEBIBYTE
 DEFAULT_IDLE_SECONDS = 30.0  # an unused ring goes back after that
 
@@ -59,7 +61,7 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
     return _C.CudaCopyEngine(
         device.index,
         stream,
-        slots=DEFAULT_RING_SLOTS if slots is None else slots,
+        slots=share_of_node(DEFAULT_RING_SLOTS, LEAST_RING_SLOTS) if slots is None else slots,
         slot_nbytes=DEFAULT_RING_SLOT_NBYTES if slot_nbytes is None else slot_nbytes,
         keep_idle_seconds=DEFAULT_IDLE_SECONDS if idle_seconds is None else idle_seconds,
     )

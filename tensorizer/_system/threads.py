@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Optional
 
-__all__ = ["thread_limit"]
+from tensorizer._system.config import env_int
+
+__all__ = ["share_of_node", "thread_limit"]
 
 _MORE_THAN_THERE_WILL_EVER_BE = 0xFFFF
 
@@ -23,3 +25,12 @@ def thread_limit(name: str, limit: Optional[int]) -> int:
     if limit < 1:
         raise ValueError(f"{name}: wanted 1 or more, found {limit}")
     return min(int(limit), _MORE_THAN_THERE_WILL_EVER_BE)
+
+
+def share_of_node(most: int, least: int) -> int:
+    """This process's share of what the ranks of one machine have together: `most`, or fewer, but not below `least`.
+
+    ``LOCAL_WORLD_SIZE`` says how many ranks there are; torchrun and its like set it. Without it there is one.
+    """
+    ranks = env_int("LOCAL_WORLD_SIZE", 1) or 1
+    return most if ranks == 1 else max(least, most // ranks)

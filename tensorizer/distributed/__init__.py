@@ -1,4 +1,7 @@
-"""Many processes: checkpoints of ``torch.distributed.checkpoint``. Names are resolved when asked for."""
+"""Many processes: one file for all ranks of a group, and checkpoints of ``torch.distributed.checkpoint``.
+
+Names are resolved when asked for.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,23 @@ if TYPE_CHECKING:
     from tensorizer.distributed._checkpoint.upkeep import prune as prune
     from tensorizer.distributed._checkpoint.upkeep import verify as verify
     from tensorizer.distributed._checkpoint.writer import TensorizerWriter as TensorizerWriter
+    from tensorizer.distributed._loading import load as load
+    from tensorizer.distributed._loading import load_sharded as load_sharded
+    from tensorizer.distributed._report import LoadReport as LoadReport
+    from tensorizer.distributed._report import RankReport as RankReport
 
 # From the public names to the modules that define them.
 _MODULES = {
+    "LoadReport": "_report",
+    "RankReport": "_report",
     "TensorizerReader": "_checkpoint.reader",
     "TensorizerWriter": "_checkpoint.writer",
     "VerifyReport": "_checkpoint.upkeep",
     "consolidate": "_checkpoint.consolidation",
     "dcp_default": "_checkpoint.defaults",
     "is_complete": "_checkpoint.upkeep",
+    "load": "_loading",
+    "load_sharded": "_loading",
     "prune": "_checkpoint.upkeep",
     "verify": "_checkpoint.upkeep",
 }

@@ -10,6 +10,7 @@
 
 #include "core/error.h"
 #include "core/stop.h"
+#include "io/curl/curl_connection.h"
 
 namespace tensorizer::io {
 namespace {
@@ -72,6 +73,7 @@ CurlLane::CurlLane() : process_(getpid()) {
 }
 
 CurlLane::~CurlLane() {
+  kept_connection_.reset();  // its handle is the lane's
   if (!belongs_to_this_process()) {
     // Closing would say good-bye on connections that the parent still uses.
     for (UniqueCurlEasy& easy : spare_) (void)easy.release();
@@ -132,8 +134,9 @@ void CurlLane::perform() {
 
 void CurlLane::wait(std::chrono::milliseconds timeout) {
   int ready = 0;
+  const unsigned watched = watched_.fd == CURL_SOCKET_BAD ? 0 : 1;
   const CURLMcode code =
-      curl_multi_poll(multi_.get(), nullptr, 0, static_cast<int>(timeout.count()), &ready);
+      curl_multi_poll(multi_.get(), &watched_, watched, static_cast<int>(timeout.count()), &ready);
   if (code != CURLM_OK) throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
 }
 

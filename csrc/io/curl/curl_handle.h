@@ -47,6 +47,8 @@ class SigpipeGuard {
   bool blocked_ = false;
 };
 
+class CurlConnection;
+
 // Confined to one thread at a time.
 class CurlLane {
  public:
@@ -68,14 +70,22 @@ class CurlLane {
   void perform();
   // Waits until there is something to move, `timeout` is over, or wake() was called.
   void wait(std::chrono::milliseconds timeout);
+  // From now on wait() also ends when `socket` is ready for `events` (POLLIN, POLLOUT);
+  // CURL_SOCKET_BAD for none.
+  void watch(curl_socket_t socket, short events) noexcept { watched_ = {socket, events, 0}; }
   // The one call that is allowed from another thread.
   void wake() noexcept { curl_multi_wakeup(multi_.get()); }
+
+  // A connection of this lane that nobody uses at the moment, for the next one who does.
+  std::unique_ptr<CurlConnection>& kept_connection() noexcept { return kept_connection_; }
 
   bool belongs_to_this_process() const noexcept;
 
  private:
   UniqueCurlMulti multi_;
   std::vector<UniqueCurlEasy> spare_;
+  std::unique_ptr<CurlConnection> kept_connection_;
+  curl_waitfd watched_{CURL_SOCKET_BAD, 0, 0};
   const pid_t process_;
 };
 

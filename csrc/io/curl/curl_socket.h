@@ -1,8 +1,7 @@
 // A stream connection: TCP or a Unix socket, in clear or inside TLS. Confined to one thread at a
 // time.
 //
-// libcurl connects: it looks names up without blocking, divides the time among the addresses, and
-// trusts whom HTTPS trusts. Every wait looks at the stop token a few times per second and ends with
+// CurlConnection connects. Every wait looks at the stop token a few times per second and ends with
 // a SocketError when the peer stays silent for the stall timeout. A socket that threw is broken:
 // destroy it. In a child that was forked it is left to the parent.
 #pragma once
@@ -14,23 +13,14 @@
 #include <string>
 
 #include "core/error.h"
+#include "io/curl/curl_connection.h"
 #include "io/curl/curl_handle.h"
-#include "io/curl/curl_trust.h"
 #include "io/slices.h"
 
 namespace tensorizer::io {
 
-struct SocketOptions {
-  std::string host;
-  uint16_t port = 0;
-  std::string unix_path;  // used in place of host and port unless empty
-  bool tls = false;
-  CurlTrust trust;
-  // For name look-up, all addresses and TLS; an address that does not answer leaves time for
-  // others.
-  std::chrono::milliseconds connect_timeout{10'000};
+struct SocketOptions : ConnectOptions {
   std::chrono::milliseconds stall_timeout{30'000};  // no byte either way
-  int receive_buffer_nbytes = 0;                    // SO_RCVBUF; 0 leaves it to the kernel
 };
 
 class SocketError : public Error {
@@ -45,7 +35,6 @@ class CurlSocket {
   // Connects, and shakes hands where TLS is on. `peer` names the other side in messages.
   // Throws SocketError (with the errno where there is one), Errc::cancelled.
   CurlSocket(const SocketOptions& options, std::string peer, const std::stop_token& stop);
-  ~CurlSocket();
   CurlSocket(const CurlSocket&) = delete;
   CurlSocket& operator=(const CurlSocket&) = delete;
 
@@ -61,7 +50,6 @@ class CurlSocket {
  private:
   using Deadline = std::chrono::steady_clock::time_point;
 
-  void configure(const SocketOptions& options);
   [[noreturn]] void fail(const char* operation, CURLcode code) const;
   [[noreturn]] void fail_silent(const char* operation) const;
   void wait_ready(short events, Deadline deadline, const char* operation,
@@ -70,12 +58,9 @@ class CurlSocket {
 
   const std::string peer_;
   const std::chrono::milliseconds stall_timeout_;
-  int receive_buffer_nbytes_;
   const bool tls_;
   CurlLane lane_;
-  UniqueCurlEasy easy_;
-  CurlCompletion completion_;
-  std::string error_text_;
+  CurlConnection connection_;
   curl_socket_t socket_ = CURL_SOCKET_BAD;
 };
 

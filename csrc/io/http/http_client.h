@@ -2,6 +2,7 @@
 // Internally locked.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -136,6 +137,8 @@ struct HttpClient {
   HttpEndpoint endpoint;
   HttpConnections connections;
   ConnectionGate gate;
+  // The server answers in a way that DirectRead leaves to libcurl.
+  std::atomic<bool> direct_is_unfit{false};
 };
 
 // Repeats `attempt` until it returns, as the policy of `options` has it, and turns the last failure

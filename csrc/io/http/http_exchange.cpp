@@ -24,6 +24,23 @@ void replace_all(std::string& text, const std::string& what) {
 
 }  // namespace
 
+void StallWatch::check(uint64_t nbytes, int status) {
+  const Clock::time_point now = Clock::now();
+  const auto window = options_.stall_timeout;
+  // Bytes that are due in one window: at least one.
+  const uint64_t due = std::max<uint64_t>(
+      1, options_.min_bytes_per_second * static_cast<uint64_t>(window.count()) / 1000);
+  if (nbytes - nbytes_ >= due) return restart(nbytes);
+  if (now - since_ < window) return;
+  HttpFailure failure;
+  failure.transient = true;
+  failure.reached = true;
+  failure.status = status;
+  failure.reason = "the transfer stalled: " + std::to_string(nbytes - nbytes_) + " bytes in " +
+                   std::to_string(window.count()) + " ms, wanted at least " + std::to_string(due);
+  throw failure;
+}
+
 size_t GatherCursor::take(std::span<std::byte> into) noexcept {
   size_t done = 0;
   while (done < into.size() && slice_ < slices_.size()) {
@@ -78,7 +95,7 @@ HttpExchange::HttpExchange(CurlLane& lane, const HttpOptions& options, const Htt
       counters_(counters),
       easy_(lane.take_easy()),
       error_text_(CURL_ERROR_SIZE, '\0'),
-      watch_since_(Clock::now()) {
+      watch_(options) {
   configure(request);
   lane_.add(easy_.get());
   counters_.requests.fetch_add(1, std::memory_order_relaxed);
@@ -241,8 +258,7 @@ size_t HttpExchange::take_body(std::span<const std::byte> bytes) {
 }
 
 void HttpExchange::resume() {
-  watch_since_ = Clock::now();
-  watch_nbytes_ = received_;
+  watch_.restart(received_);
   if (!resting_) return;
   resting_ = false;
   curl_easy_pause(easy_.get(), CURLPAUSE_CONT);
@@ -277,28 +293,14 @@ bool HttpExchange::check() {
 
 void HttpExchange::check_progress() {
   if (resting_) return;
-  const Clock::time_point now = Clock::now();
   curl_off_t sent_at = 0;
   curl_easy_getinfo(easy_.get(), CURLINFO_PRETRANSFER_TIME_T, &sent_at);
-  const auto window = options_.stall_timeout;
   const uint64_t nbytes = received_ + sent_ + head_nbytes_ + error_body_nbytes_;
-  // Bytes that are due in one window: at least one.
-  const uint64_t due = std::max<uint64_t>(
-      1, options_.min_bytes_per_second * static_cast<uint64_t>(window.count()) / 1000);
-  if (sent_at == 0 || nbytes - watch_nbytes_ >= due) {  // connecting has its own timeout
-    watch_since_ = now;
-    watch_nbytes_ = nbytes;
-    return;
+  if (sent_at == 0) {
+    watch_.restart(nbytes);  // connecting has its own timeout
+  } else {
+    watch_.check(nbytes, head_.status);
   }
-  if (now - watch_since_ < window) return;
-  HttpFailure failure;
-  failure.transient = true;
-  failure.reached = true;
-  failure.status = head_.status;
-  failure.reason = "the transfer stalled: " + std::to_string(nbytes - watch_nbytes_) +
-                   " bytes in " + std::to_string(window.count()) + " ms, wanted at least " +
-                   std::to_string(due);
-  throw failure;
 }
 
 void HttpExchange::fail(CURLcode code) const {

@@ -67,6 +67,26 @@ struct HttpCounters {
   std::atomic<bool> answered{false};  // a server has sent the head of a response
 };
 
+// Notices a transfer that brings too little for too long.
+class StallWatch {
+ public:
+  using Clock = std::chrono::steady_clock;
+  explicit StallWatch(const HttpOptions& options) noexcept : options_(options) {}
+  // From now on, with `nbytes` there.
+  void restart(uint64_t nbytes) noexcept {
+    since_ = Clock::now();
+    nbytes_ = nbytes;
+  }
+  // `nbytes` have come, `status` is that of the response or 0. Throws HttpFailure.
+  void check(uint64_t nbytes, int status);
+
+ private:
+  const HttpOptions& options_;
+  // Start of the time in which bytes must come, and how many there were then.
+  Clock::time_point since_ = Clock::now();
+  uint64_t nbytes_ = 0;
+};
+
 class HttpExchange {
  public:
   using Clock = std::chrono::steady_clock;
@@ -134,9 +154,7 @@ class HttpExchange {
   uint64_t sent_ = 0;
   bool resting_ = false;
   bool counted_ = false;
-  // Start of the time in which bytes must come, and how many there were then.
-  Clock::time_point watch_since_;
-  uint64_t watch_nbytes_ = 0;
+  StallWatch watch_;
 };
 
 // What a libcurl error means. `text` is its own description, already without secrets.

@@ -46,6 +46,10 @@ struct HttpOptions {
   // Bytes of the first request, kept in memory, and of each later one.
   uint64_t head_nbytes = uint64_t{1} << 20;
   uint64_t unit_nbytes = uint64_t{8} << 20;
+  // Reads of at least this many bytes go over HTTP/1.1 in clear from the socket into their
+  // destination; smaller ones gain less than the further connection costs. Whoever sets this knows
+  // whether the environment names a proxy, which only libcurl speaks to.
+  uint64_t direct_nbytes = uint64_t{256} << 10;
   // A read that is much slower than its predecessors is asked again on another connection after
   // this time, when connections are idle; zero for never.
   std::chrono::milliseconds hedge_after{2'000};

@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "io/http/direct_read.h"
+
 namespace tensorizer::io {
 namespace {
 
@@ -25,8 +27,9 @@ std::vector<std::string> conditions(const ResourceIdentity& known) {
 // One request for the bytes from `start` on, and the place where they land.
 class RangeFetch::Part final : public BodySink {
  public:
-  Part(const RangeFetch& fetch, uint64_t start)
-      : request_{fetch.offset_ + start, fetch.nbytes_ - start, &fetch.known_, false},
+  Part(RangeFetch& fetch, uint64_t start)
+      : fetch_(fetch),
+        request_{fetch.offset_ + start, fetch.nbytes_ - start, &fetch.known_, false},
         start_(start),
         into_(fetch.slices_, start) {}
 
@@ -40,14 +43,41 @@ class RangeFetch::Part final : public BodySink {
     return this;
   }
 
+  // Asks for the range, straight from the socket.
+  void start_direct(CurlLane& lane, const HttpEndpoint::Target& target) {
+    HttpClient& client = fetch_.client_;
+    const HttpRequest request{&target.url, target.is_home, range(), conditions(fetch_.known_),
+                              target.headers.get()};
+    if (!DirectRead::fits(client.options, request)) return;
+    direct_ = std::make_unique<DirectRead>(
+        lane, client.options, request, [this](const ResponseHead& head) { accept(head); }, into_,
+        client.counters);
+  }
+  bool is_direct() const noexcept { return direct_ != nullptr; }
+  // libcurl is to send the request again.
+  bool is_unfit() const noexcept { return unfit_; }
+  void end_direct() noexcept { direct_.reset(); }
+
   std::string range() const { return range_text(request_.first, request_.nbytes); }
   HttpExchange::Accept acceptor() {
     return [this](const ResponseHead& head) { return accept(head); };
   }
   // Bytes of the whole fetch that are in place, if all before `start` are.
-  uint64_t position() const noexcept { return start_ + (exchange ? exchange->received() : 0); }
+  uint64_t position() const noexcept {
+    return start_ + (direct_ ? direct_->received() : exchange ? exchange->received() : 0);
+  }
+  double seconds_to_first_byte() const noexcept {
+    if (direct_) return direct_->time_to_first_byte().count();
+    if (!exchange) return 0;
+    return (exchange->time_to_first_byte() - exchange->time_to_connect()).count();
+  }
   // True at the end of the response; throws HttpFailure if it is incomplete.
-  bool check() const {
+  bool check() {
+    if (direct_) {
+      const DirectRead::Outcome outcome = direct_->check();
+      unfit_ = outcome == DirectRead::Outcome::unfit;
+      return outcome != DirectRead::Outcome::running;
+    }
     if (!exchange->check()) return false;
     if (!exchange->accepted()) throw HttpFailure{Errc::io, "a redirect in place of the bytes", ""};
     if (exchange->received() == expected_) return true;
@@ -60,10 +90,13 @@ class RangeFetch::Part final : public BodySink {
   }
 
  private:
+  RangeFetch& fetch_;
   const RangeRequest request_;
   const uint64_t start_;
   ScatterCursor into_;
   uint64_t expected_ = 0;
+  bool unfit_ = false;
+  std::unique_ptr<DirectRead> direct_;
 
  public:
   // Last, so that it dies first: until then it may write.
@@ -78,6 +111,7 @@ class RangeFetch::Race {
       : fetch_(fetch), lane_(lane), started_(Clock::now()), first_(fetch, fetch.done_) {}
 
   void run(const HttpDeadline& deadline, const std::stop_token& stop) {
+    if (is_read_directly(deadline, stop)) return;
     try {
       first_.exchange =
           fetch_.client_.start(lane_, first_.range(), conditions(fetch_.known_), first_.acceptor(),
@@ -98,26 +132,47 @@ class RangeFetch::Race {
     return std::max(first_.position(), second_ ? second_->position() : kept_);
   }
   Clock::time_point started() const noexcept { return started_; }
-  double seconds_to_first_byte() const {
-    return first_.exchange
-               ? (first_.exchange->time_to_first_byte() - first_.exchange->time_to_connect())
-                     .count()
-               : 0;
-  }
+  double seconds_to_first_byte() const { return first_.seconds_to_first_byte(); }
 
  private:
+  // False where libcurl has to do it.
+  bool is_read_directly(const HttpDeadline& deadline, const std::stop_token& stop) {
+    HttpClient& client = fetch_.client_;
+    if (fetch_.nbytes_ < client.options.direct_nbytes) return false;
+    if (client.direct_is_unfit.load(std::memory_order_relaxed)) return false;
+    const HttpEndpoint::Target target = client.endpoint.target(stop);
+    first_.start_direct(lane_, target);
+    if (!first_.is_direct()) return false;
+    try {
+      drive(lane_, stop, [&] {
+        deadline.check();
+        return step();
+      });
+    } catch (const HttpFailure& failure) {
+      if (failure.status == 429 || failure.status == 503) client.gate.note_overload();
+      if (first_.position() > fetch_.done_ || !client.endpoint.refused(target, failure.status))
+        throw;
+      first_.end_direct();
+      return false;  // there is another address, or there are other headers
+    }
+    if (!first_.is_unfit() || second_is_complete_) return true;
+    client.direct_is_unfit.store(true, std::memory_order_relaxed);
+    first_.end_direct();
+    return false;
+  }
+
   // True when one of the two is complete; throws HttpFailure when none is left.
   bool step() {
     if (second_) {
       try {
-        if (second_->check()) return true;
+        if (second_->check()) return second_is_complete_ = true;
       } catch (const HttpFailure&) {
         if (first_has_failed_) throw;
         kept_ = std::max(kept_, second_->position());
         second_.reset();  // the first goes on alone
       }
     }
-    if (first_.exchange && !first_has_failed_) {
+    if ((first_.exchange || first_.is_direct()) && !first_has_failed_) {
       try {
         if (first_.check()) return true;
       } catch (const HttpFailure&) {
@@ -157,6 +212,7 @@ class RangeFetch::Race {
   uint64_t kept_ = 0;  // bytes in place thanks to a second one that has failed
   bool hedged_ = false;
   bool first_has_failed_ = false;
+  bool second_is_complete_ = false;
 };
 
 uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier) {

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/checked_math.h"
+#include "io/http/direct_read.h"
 
 namespace tensorizer::io {
 namespace {
@@ -173,6 +174,7 @@ void HttpSource::note_first(const HttpExchange& exchange) {
   seconds_to_connect_ = exchange.time_to_connect().count();
   seconds_to_response_ = exchange.time_to_first_byte().count();
   const auto latency = exchange.time_to_first_byte() - exchange.time_to_connect();
+  if (!DirectRead::knows(head_response_)) client_.direct_is_unfit.store(true);
   client_.gate.note_latency(latency);
   typical_.note_first_byte(latency.count());
 }

@@ -1,0 +1,178 @@
+"""Ranks that read 1/N of the bytes each and gather them in windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+from tensorizer._format.names import Name
+from tensorizer.deserializer import TensorDeserializer
+from tensorizer.distributed._boxes import Box
+from tensorizer.distributed._ranks import Ranks
+
+__all__ = ["Place", "gather_into", "whole"]
+
+# What one rank reads of a window. With N ranks N + 2 times as much memory is used on the device of the exchange.
+_SLOT_NBYTES = 16 << 20
+# Behind the data of a slot: whether its rank has failed.
+_FLAG_NBYTES = 64
+_ALIGNMENT = 64
+
+
+class Place(NamedTuple):
+    """Where a rank wants which part of a tensor."""
+
+    box: Box
+    into: torch.Tensor
+
+
+class _Block(NamedTuple):
+    """Rows of a tensor (all of it where it has no dimension) in a slot."""
+
+    name: Name
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    at: int  # in the slot
+    nbytes: int
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of all of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def gather_into(
+    ranks: Ranks, file: TensorDeserializer, names: Sequence[Name], places: dict[Name, Place], device: torch.device
+) -> int:
+    """Collective: brings tensors from the file to the places of all ranks; every byte is read by one of them.
+
+    Reads the next window while the one before is gathered.
+
+    Args:
+        ranks: All of them call this with the same `names`, of tensors with data.
+        file: Open; the same on every rank.
+        names: What any rank wants, in the order of the file.
+        places: What this rank wants.
+        device: Of its places.
+
+    Returns:
+        Bytes of tensors that came from other ranks.
+
+    Raises:
+        Exception: A rank could not read; on all ranks.
+    """
+    group, where = ranks.gathers_on(device)
+    total = sum(file.get_slice(name).nbytes for name in names)
+    slot = max(min(_SLOT_NBYTES, -(-total // ranks.size)), _longest_row(file, names))
+    slot = -(-slot // _ALIGNMENT) * _ALIGNMENT
+    windows = _Windows(_slots(file, names, slot), ranks.size)
+    parts = [torch.zeros(slot + _FLAG_NBYTES, dtype=torch.uint8, device=where) for _ in range(2)]
+    gathered = torch.empty((ranks.size, slot + _FLAG_NBYTES), dtype=torch.uint8, device=where)
+    failure: Optional[BaseException] = None
+    received = 0
+    window, number = windows.next(), 0
+    if window:
+        failure = _read(file, window[ranks.rank], parts[0])
+    while window:
+        work = dist.all_gather(list(gathered), parts[number % 2], group=group, async_op=True)
+        following = windows.next()
+        late = None
+        if following and failure is None:
+            late = _read(file, following[ranks.rank], parts[(number + 1) % 2])
+        work.wait()
+        if bool(gathered[:, -_FLAG_NBYTES].any()):
+            break
+        try:
+            for rank, blocks in enumerate(window):
+                for block in blocks:
+                    _deliver(block, gathered[rank], places)
+                    received += block.nbytes if rank != ranks.rank and block.name in places else 0
+        except BaseException as error:  # told to the others with the next window
+            late = late or error
+            parts[(number + 1) % 2][-_FLAG_NBYTES] = 1
+        failure = failure or late
+        window, number = following, number + 1
+    ranks.agree(failure)
+    return received
+
+
+def _longest_row(file: TensorDeserializer, names: Sequence[Name]) -> int:
+    facts = (file.get_slice(name) for name in names)
+    return max((part.nbytes // (part.shape[0] if part.ndim else 1) for part in facts), default=0)
+
+
+def _slots(file: TensorDeserializer, names: Sequence[Name], nbytes: int) -> Iterator[list[_Block]]:
+    """The rows of all tensors, in the order of the file, in slots of at most `nbytes`."""
+    blocks: list[_Block] = []
+    used = 0
+    for name in names:
+        part = file.get_slice(name)
+        shape, dtype = tuple(part.shape), part.dtype
+        rows = shape[0] if shape else 1
+        row_nbytes = part.nbytes // rows
+        begin = 0
+        while begin < rows:
+            at = -(-used // _ALIGNMENT) * _ALIGNMENT
+            count = min(rows - begin, max(0, nbytes - at) // row_nbytes)
+            if count == 0:
+                yield blocks
+                blocks, used = [], 0
+                continue
+            blocks.append(_Block(name, begin, begin + count, shape, dtype, at, count * row_nbytes))
+            used = at + count * row_nbytes
+            begin += count
+    if blocks:
+        yield blocks
+
+
+class _Windows:
+    """One slot for each rank at a time; the last ones may be empty."""
+
+    def __init__(self, slots: Iterator[list[_Block]], size: int) -> None:
+        self._slots, self._size = slots, size
+
+    def next(self) -> list[list[_Block]]:
+        """The next window; empty at the end."""
+        window = [slot for _, slot in zip(range(self._size), self._slots)]
+        return window + [[] for _ in range(self._size - len(window))] if window else []
+
+
+def _view(block: _Block, slot: torch.Tensor) -> torch.Tensor:
+    shape = (block.end - block.begin, *block.shape[1:]) if block.shape else ()
+    return slot[block.at : block.at + block.nbytes].view(block.dtype).view(shape)
+
+
+def _read(file: TensorDeserializer, blocks: list[_Block], slot: torch.Tensor) -> Optional[BaseException]:
+    """Reads this rank's blocks; an error is marked in the slot, for the others, and returned."""
+    slot[-_FLAG_NBYTES] = 0
+    try:
+        # Blocks of a slot are of different tensors.
+        parts: dict[Name, Any] = {b.name: slice(b.begin, b.end) if b.shape else () for b in blocks}
+        file.get_slices(parts, out={block.name: _view(block, slot) for block in blocks}, verify_hash=False)
+    except BaseException as error:
+        slot[-_FLAG_NBYTES] = 1
+        return error
+    return None
+
+
+def _deliver(block: _Block, slot: torch.Tensor, places: dict[Name, Place]) -> None:
+    """Copies what this rank wants of a block."""
+    place = places.get(block.name)
+    if place is None:
+        return
+    source = _view(block, slot)
+    if not block.shape:
+        place.into.copy_(source)
+        return
+    (first, last), *inner = place.box
+    begin, end = max(first, block.begin), min(last, block.end)
+    if begin >= end or math.prod(b - a for a, b in inner) == 0:
+        return
+    cut = source[(slice(begin - block.begin, end - block.begin), *(slice(a, b) for a, b in inner))]
+    place.into[begin - first : end - first].copy_(cut)

@@ -1,0 +1,237 @@
+"""One file for the ranks of a group: :func:`load`, :func:`load_sharded`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Optional, Union
+
+import torch
+
+from tensorizer._format.names import Name
+from tensorizer._io.file_types import SourceArgument
+from tensorizer._load.digests import holds, listed, missing_hashes
+from tensorizer.distributed._boxes import Box
+from tensorizer.distributed._exchange import Place, gather_into, whole
+from tensorizer.distributed._opened import Opened, open_for_all
+from tensorizer.distributed._ranks import Ranks
+from tensorizer.distributed._report import LoadReport
+from tensorizer.distributed._targets import Target
+from tensorizer.encryption import DecryptionParams
+from tensorizer.errors import HashMismatchError
+
+__all__ = ["LoadedDict", "load", "load_sharded"]
+
+_EXCHANGES = ("auto", "none", "all_gather")
+
+
+class LoadedDict(dict[Name, torch.Tensor]):
+    """Tensors by name, and how they came."""
+
+    report: LoadReport
+
+
+def load(
+    file: SourceArgument,
+    group: Optional[Any] = None,
+    device: Optional[Union[torch.device, str, int]] = None,
+    exchange: str = "auto",
+    *,
+    dtype: Optional[torch.dtype] = None,
+    verify_hash: bool = False,
+    encryption: Optional[DecryptionParams] = None,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> LoadedDict:
+    """Loads all tensors of a file on every rank of a group. Collective.
+
+    Args:
+        file: What :class:`tensorizer.TensorDeserializer` takes; every rank names the same content.
+        group: A process group; ``None`` is the default one, or this process alone where there is none.
+        device: Where the tensors go; ``None`` is CUDA where available, else the CPU.
+        exchange: ``"all_gather"``: every rank reads 1/N of the bytes and gathers the rest from the others, in windows
+            of N times 16 MiB. ``"none"``: every rank reads all. ``"auto"``: none where the file is in this machine's
+            memory and bound for the CPU, or where there is one rank; else ``"all_gather"``.
+        dtype: As for :class:`tensorizer.TensorDeserializer`.
+        verify_hash: Compares the stored hashes with what has arrived; the ranks share this work.
+        encryption: The key of an encrypted file.
+        stream_options: Keywords for opening a URI.
+
+    Returns:
+        A dict of plain tensors; its attribute ``report`` is a :class:`LoadReport`.
+
+    Raises:
+        StreamError: The ranks see different contents.
+        Exception: What :class:`tensorizer.TensorDeserializer` raises. Where one rank fails, all raise an error of the
+            same class, which names the rank.
+    """
+    begin = time.perf_counter()
+    _check_exchange(exchange)
+    ranks = Ranks(group)
+    with open_for_all(ranks, file, device, dtype, encryption, stream_options) as opened:
+        chosen = opened.choose(exchange, 0, None, shared=True)
+        result = LoadedDict()
+        firsts: dict[int, Name] = {}  # entries, and the first name of each
+        for name in opened.file.slices():
+            firsts.setdefault(opened.entry(name), name)
+        received = 0
+        failure: Optional[BaseException] = None
+        places: dict[Name, Place] = {}
+        try:
+            if chosen == "none":
+                result.update(opened.file.get_slices(dict.fromkeys(firsts.values(), ...), verify_hash=False))
+            else:
+                for name in firsts.values():
+                    part = opened.file.get_slice(name)
+                    result[name] = torch.empty(part.shape, dtype=part.dtype, device=opened.device)
+                    places[name] = Place(whole(part.shape), result[name])
+        except BaseException as error:
+            failure = error
+        ranks.agree(failure)
+        if chosen != "none":
+            received = _fill(opened, chosen, places)
+        if verify_hash:
+            _verify(opened, result, dtype)
+        result.update({name: result[firsts[opened.entry(name)]] for name in opened.file.slices() if name not in result})
+        result.report = opened.report(chosen, received, begin)
+    return result
+
+
+def load_sharded(
+    target: Union[torch.nn.Module, MutableMapping[str, Any]],
+    file: SourceArgument,
+    *,
+    mesh: Optional[Any] = None,
+    group: Optional[Any] = None,
+    plan: Optional[Mapping[str, Any]] = None,
+    exchange: str = "auto",
+    device: Optional[Union[torch.device, str, int]] = None,
+    strict: bool = True,
+    verify_hash: bool = False,
+    encryption: Optional[DecryptionParams] = None,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> LoadReport:
+    """Fills a module or state dict with this rank's part of a file. Collective.
+
+    What a rank gets is decided by the placements of the target's DTensors (FSDP2, tensor parallelism), else by `plan`,
+    else it is all of a tensor. Parts are cut as ``torch.chunk`` cuts, as torch shards.
+
+    Args:
+        target: A module: what is on the meta device is replaced, the rest is filled in place. Or a mapping of names:
+            DTensors are filled in place, other values are replaced, by DTensors where a mesh is given, else by this
+            rank's part as a plain tensor. After an error, tensors that were to be filled in place hold anything.
+        file: What :class:`tensorizer.TensorDeserializer` takes; every rank names the same content.
+        mesh: A ``DeviceMesh`` for what `plan` places.
+        group: The ranks that call this; ``None`` is that of a mesh of one dimension, else the default group.
+        plan: From patterns of names (``"*.q_proj.weight"``; the first that matches counts) to a placement, or a
+            sequence of placements, one for each dimension of the mesh. Without a mesh the group is one of one
+            dimension.
+        exchange: ``"none"``: every rank reads its part. ``"all_gather"``: every rank reads 1/N of what anybody wants,
+            and cuts its part out of what it gathers. ``"auto"``: all_gather where several ranks want the same bytes of
+            a file that is not in memory, else none.
+        device: Where new tensors go; ``None`` is the device of the mesh, or what
+            :class:`tensorizer.TensorDeserializer` would choose.
+        strict: Raises where names are missing or, for modules, unexpected.
+        verify_hash: For loads in which every rank gets whole tensors.
+        encryption: The key of an encrypted file.
+        stream_options: Keywords for opening a URI.
+
+    Raises:
+        LoadError: Shapes differ; names are missing or unexpected, with `strict`.
+        ValueError: A placement that is no box (``Partial``); `verify_hash` and a part of a tensor, whose hash nobody
+            stores.
+        StreamError: The ranks see different contents.
+        Exception: As for :func:`load`; where one rank fails, all raise.
+    """
+    begin = time.perf_counter()
+    _check_exchange(exchange)
+    if mesh is not None:
+        device = mesh.device_type if device is None else device
+        group = mesh.get_group() if group is None and mesh.ndim == 1 else group
+    ranks = Ranks(group)
+    with open_for_all(ranks, file, device, None, encryption, stream_options) as opened:
+        failure: Optional[BaseException] = None
+        filled, wanted = None, 0
+        try:
+            filled = Target(target, opened, mesh, plan or {}, ranks, strict)
+            wanted = sum(place.into.numel() for place in filled.places.values())
+            if verify_hash:
+                filled.refuse_parts()
+        except BaseException as error:
+            failure = error
+        chosen = opened.choose(exchange, wanted, failure, shared=False)
+        assert filled is not None
+        received = _fill(opened, chosen, filled.places)
+        if verify_hash:
+            _verify(opened, {name: place.into for name, place in filled.places.items()}, None)
+        failure = None
+        try:
+            filled.finish()
+        except BaseException as error:
+            failure = error
+        return opened.report(chosen, received, begin, filled.missing, filled.unexpected, failure)
+
+
+def _check_exchange(exchange: str) -> None:
+    if exchange not in _EXCHANGES:
+        raise ValueError(f"exchange: wanted one of {', '.join(_EXCHANGES)}, found {exchange!r}")
+
+
+def _fill(opened: Opened, exchange: str, places: dict[Name, Place]) -> int:
+    """Collective: brings the tensors to their places; bytes that came from other ranks."""
+    file, ranks = opened.file, opened.ranks
+    index = file._container.index
+    empty = [name for name in places if index.data_nbytes(opened.entry(name)) == 0]
+    failure: Optional[BaseException] = None
+    try:
+        with torch.no_grad():
+            for name in empty:
+                places[name].into.zero_()
+            if exchange == "none":
+                parts = {n: _index(place.box) for n, place in places.items() if place.into.numel()}
+                file.get_slices(parts, out={name: places[name].into for name in parts}, verify_hash=False)
+    except BaseException as error:
+        failure = error
+    wanted = ranks.agree(failure, None if exchange == "none" else [opened.entry(name) for name in places])
+    if exchange == "none":
+        return 0
+    entries = sorted({entry for of_rank in wanted for entry in of_rank if index.data_nbytes(entry) > 0})
+    names = [file._container.names[entry] for entry in entries]
+    by_data = {file._container.names[opened.entry(name)]: place for name, place in places.items()}
+    with torch.no_grad():
+        return gather_into(ranks, file, names, by_data, opened.device)
+
+
+def _index(box: Box) -> Any:
+    return tuple(slice(begin, end) for begin, end in box)
+
+
+def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optional[torch.dtype]) -> None:
+    """Collective: every rank compares its share of the tensors with their stored hashes."""
+    failure: Optional[BaseException] = None
+    container, ranks = opened.file._container, opened.ranks
+    try:
+        if dtype is not None:
+            raise ValueError("verify_hash: converted tensors have no stored hash; load them without dtype=")
+        if not container.index.stores_hashes:
+            raise missing_hashes(container.source_name, list(tensors))
+        loads = [0] * ranks.size
+        mine: list[Name] = []
+        for name in sorted(tensors, key=lambda n: -tensors[n].numel()):
+            rank = loads.index(min(loads))
+            loads[rank] += tensors[name].numel() + 1
+            if rank == ranks.rank:
+                mine.append(name)
+        entries = {name: opened.entry(name) for name in mine}
+        container.read_headers(sorted(entries.values()))
+        found = {name: holds(container, entry, tensors[name]) for name, entry in entries.items()}
+        wrong = [name for name, matches in found.items() if matches is False]
+        if wrong:
+            raise HashMismatchError(
+                f"{container.source_name}: loaded tensors are not what their hashes say: {listed(wrong)}"
+            )
+        bare = [name for name, matches in found.items() if matches is None]
+        if bare:
+            raise missing_hashes(container.source_name, bare)
+    except BaseException as error:
+        failure = error
+    ranks.agree(failure)

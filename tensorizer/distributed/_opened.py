@@ -1,0 +1,169 @@
+"""A file that the ranks of a group have open, and hold to be the same."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional, Union
+
+import torch
+
+from tensorizer import _C
+from tensorizer._format.names import Name
+from tensorizer._io.file_types import SourceArgument
+from tensorizer._load.device_choice import target_device
+from tensorizer._system.threads import share_of_node
+from tensorizer.deserializer import TensorDeserializer
+from tensorizer.distributed._ranks import Ranks
+from tensorizer.distributed._report import LoadReport, RankReport
+from tensorizer.encryption import DecryptionParams
+from tensorizer.errors import StreamError
+
+__all__ = ["Opened", "open_for_all"]
+
+# More than this share of the file is wanted by several ranks: reading once and gathering is less work for a store.
+_WORTH_GATHERING = 1.3
+# Readers of all ranks of a machine together: requests to a store, and threads that keep a disk busy.
+_NETWORK_READERS, _LEAST_NETWORK_READERS = 64, 4
+_LOCAL_READERS = 8
+# Record headers whose hashes are compared between ranks.
+_COMPARED_RECORDS = 8
+
+
+class Opened:
+    """The file as one rank has it open, and what all ranks have agreed on."""
+
+    def __init__(self, ranks: Ranks, file: TensorDeserializer, device: torch.device) -> None:
+        self.ranks, self.file, self.device = ranks, file, device
+
+    def entry(self, name: Name) -> int:
+        """The entry that holds the data of a name."""
+        container = self.file._container
+        number = self.file._number_of(name)
+        return container.targets.get(number, number)
+
+    def choose(self, exchange: str, wanted: int, failure: Optional[BaseException], *, shared: bool) -> str:
+        """Collective: what rank 0 makes of ``"auto"``. Elements that ranks want tell whether several want the same."""
+        container = self.file._container
+        in_memory = not container.network and _is_prompt(container)
+        everything = sum(part.shape.numel() for part in self.file.slices().values())
+        asked = self.ranks.agree(failure, (exchange, in_memory and self.device.type == "cpu", wanted))
+        first, cached, _ = asked[0]
+        if self.ranks.size == 1:
+            return "none"
+        if first != "auto":
+            return str(first)
+        overlapping = shared or sum(count for *_, count in asked) > _WORTH_GATHERING * everything
+        return "all_gather" if overlapping and not cached else "none"
+
+    def report(
+        self,
+        exchange: str,
+        received: int,
+        begin: float,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        failure: Optional[BaseException] = None,
+    ) -> LoadReport:
+        """Collective: what all ranks did."""
+        mine = RankReport(self.file.total_bytes_read, received, time.perf_counter() - begin)
+        every = self.ranks.agree(failure, mine)
+        return LoadReport(self.ranks.rank, exchange, tuple(every), tuple(missing), tuple(unexpected))
+
+
+def _is_prompt(container: Any) -> bool:
+    sources = [container.source] if container.source is not None else [s.source for s in container.shards]
+    return all(source is not None and source.prompt for source in sources)
+
+
+@contextlib.contextmanager
+def open_for_all(
+    ranks: Ranks,
+    file: SourceArgument,
+    device: Optional[Union[torch.device, str, int]],
+    dtype: Optional[torch.dtype],
+    encryption: Optional[DecryptionParams],
+    stream_options: Optional[Mapping[str, Any]],
+) -> Iterator[Opened]:
+    """Collective: opens the file on every rank, and holds what they see against what rank 0 sees."""
+    failure: Optional[BaseException] = None
+    opened: Optional[Opened] = None
+    seen: Any = None
+    with contextlib.ExitStack() as stack:
+        try:
+            chosen = target_device(device)
+            assert isinstance(chosen, torch.device)
+            deserializer = TensorDeserializer(
+                file,
+                chosen,
+                dtype=dtype,
+                lazy_load=True,
+                encryption=encryption,
+                stream_options=stream_options,
+                num_readers=_readers(file),
+            )
+            stack.enter_context(deserializer)
+            opened = Opened(ranks, deserializer, chosen)
+            seen = _identity(deserializer)
+        except BaseException as error:
+            failure = error
+        contents = ranks.agree(failure, seen)
+        assert opened is not None
+        _compare(opened.file._container.source_name, contents)
+        yield opened
+
+
+def _readers(file: Any) -> Optional[int]:
+    """Reading threads for this rank's share of the machine; ``None``, as many as are useful, where it has one rank."""
+    remote = isinstance(file, str) and "://" in file
+    most = _NETWORK_READERS if remote else max(_C.cpu_quota(), _LOCAL_READERS)
+    share = share_of_node(most, _LEAST_NETWORK_READERS if remote else 1)
+    return None if share == most else share
+
+
+def _identity(file: TensorDeserializer) -> tuple[str, dict[str, Any]]:
+    """What tells contents apart: the index and some hashes, for all; the state of the file, for ranks of a machine."""
+    container = file._container
+    index = container.index
+    digest = hashlib.sha256()
+    for i in range(index.entry_count):
+        facts = (container.names[i], index.dtype(i), index.shape(i), index.data_offset(i), index.data_nbytes(i))
+        digest.update(repr(facts).encode("utf-8", "replace"))
+    if index.stores_hashes and index.entry_count:
+        some = sorted({k * (index.entry_count - 1) // _COMPARED_RECORDS for k in range(_COMPARED_RECORDS + 1)})
+        container.read_headers(some)
+        for i in some:
+            headers, position = container.header(i)
+            digest.update(repr(headers.hashes(position)).encode())
+    state: dict[str, Any] = {}
+    stream = file._stream
+    etag = (getattr(stream, "response_headers", None) or {}).get("etag")
+    if etag is not None:
+        state["etag"] = etag
+    source = container.source
+    if isinstance(source, _C.FileSource):
+        with contextlib.suppress(OSError):
+            status = os.stat(source.name)
+            state[socket.gethostname()] = (status.st_size, status.st_mtime_ns, status.st_ino)
+    return digest.hexdigest(), state
+
+
+def _compare(source: str, contents: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """The same on every rank, so all raise."""
+    states: dict[str, tuple[int, Any]] = {}
+    for rank, (digest, state) in enumerate(contents):
+        other = 0 if digest != contents[0][0] else None
+        for key, value in state.items():
+            first, known = states.setdefault(key, (rank, value))
+            if known != value:
+                other = first
+        if other is not None:
+            error = StreamError(
+                f"{source}: rank {rank} sees another content than rank {other}: it was replaced meanwhile"
+            )
+            error.source = source
+            raise error

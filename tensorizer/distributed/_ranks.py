@@ -1,0 +1,85 @@
+"""The ranks of a group that load together: who they are, and how all of them learn that one has failed."""
+
+from __future__ import annotations
+
+import builtins
+import weakref
+from typing import Any, NoReturn, Optional
+
+import torch
+import torch.distributed as dist
+
+from tensorizer import errors
+
+__all__ = ["Ranks"]
+
+# Groups on gloo for those of other backends, made once.
+_STATUS_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+class Ranks:
+    """The ranks of a process group; one rank where there is no group.
+
+    Every method that says so is a collective: all ranks call it, in the same order. A rank that has failed takes part
+    nevertheless, with its error, so that nobody waits for it.
+    """
+
+    def __init__(self, group: Optional[Any]) -> None:
+        self.group: Optional[Any] = None
+        self.rank, self.size = 0, 1
+        if group is None and not dist.is_initialized():
+            return
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("group: this process is not one of its ranks")
+        self._status = _status_group(self.group) if self.size > 1 else None
+
+    def agree(self, error: Optional[BaseException], value: Any = None) -> list[Any]:
+        """Collective: the values of all ranks, by rank; or, on all of them, the first error.
+
+        Raises:
+            Exception: Of the class of the error, naming the rank; the rank itself raises its own.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return [value]
+        mine = (None, value) if error is None else ((type(error).__name__, str(error)), None)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine, group=self._status)
+        if error is not None:
+            raise error
+        for rank, (failure, _) in enumerate(found):
+            if failure is not None:
+                _raise_as(rank, *failure)
+        return [value for _, value in found]
+
+    def gathers_on(self, device: torch.device) -> tuple[Any, torch.device]:
+        """The group that gathers tensors bound for a device, and where its buffers are."""
+        if device.type != "cpu" and "nccl" in str(dist.get_backend(self.group)):
+            return self.group, device
+        return self._status, torch.device("cpu")
+
+
+def _status_group(group: Any) -> Any:
+    """A group of the same ranks on the CPU. Collective among them where the group is of another backend."""
+    if "gloo" in str(dist.get_backend(group)):
+        return group
+    if group not in _STATUS_GROUPS:
+        ranks = dist.get_process_group_ranks(group)
+        _STATUS_GROUPS[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _STATUS_GROUPS[group]
+
+
+def _raise_as(rank: int, kind: str, text: str) -> NoReturn:
+    """An error of another rank, as the class that it has there, where this process knows it."""
+    found = getattr(errors, kind, None) or getattr(builtins, kind, None)
+    message = f"rank {rank}: {text}"
+    if isinstance(found, type) and issubclass(found, Exception):
+        try:
+            error = found(message)
+        except TypeError:  # it takes more than a text
+            error = RuntimeError(f"rank {rank}: {kind}: {text}")
+        raise error
+    raise RuntimeError(f"rank {rank}: {kind}: {text}")

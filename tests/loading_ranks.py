@@ -1,0 +1,300 @@
+"""Programs for ``fresh_process``: ranks that load one file."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import samples
+import torch
+import torch.distributed as dist
+from rank_processes import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import tensorizer.distributed as td
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+from tensorizer.distributed import _exchange
+from tensorizer.errors import CryptographyError, HashMismatchError, LoadError, StreamError
+from tensorizer.torch import save_file
+
+assert td.load, td.load_sharded  # imported now, once for all ranks
+
+KEY = b"k" * 32
+EXCHANGES = ("none", "all_gather")
+
+
+def tensors_of(seed: int = 0) -> dict[str, torch.Tensor]:
+    shapes = {
+        "w": (37, 20),
+        "b": (5,),
+        "scalar": (),
+        "none": (0, 3),
+        "big": (300, 256),
+        "one": (1, 7),
+        "cube": (4, 6, 8),
+    }
+    dtypes = itertools.cycle([torch.float32, torch.bfloat16, torch.int64])
+    return {name: samples.tensor(shape, dtype, (seed, name)) for (name, shape), dtype in zip(shapes.items(), dtypes)}
+
+
+def same_everywhere(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert samples.same(found[name], tensor), name
+
+
+def raised(kind: type, text: str, call, *arguments, **options) -> None:
+    """Every rank raises it, long before any watchdog."""
+    begin = time.monotonic()
+    with pytest.raises(kind, match=text):
+        call(*arguments, **options)
+    assert time.monotonic() - begin < 20
+    dist.barrier()
+
+
+# ---- whole tensors ----
+
+
+def load_whole(folder: Path) -> None:
+    expected = tensors_of()
+    samples.write_state_dict(folder / "plain", expected)
+    samples.write_state_dict(folder / "secret", expected, encryption=EncryptionParams(KEY))
+    save_file(expected, folder / "m.safetensors")
+    key = DecryptionParams.from_key(KEY)
+    nbytes = sum(t.numel() * t.element_size() for t in expected.values())
+
+    def work(rank: int) -> None:
+        ranks = dist.get_world_size()
+        for exchange, slot in [("none", None), ("auto", None), ("all_gather", 16 << 20), ("all_gather", 1024)]:
+            _exchange._SLOT_NBYTES = slot or 16 << 20
+            for file, options in [("plain", {}), ("secret", {"encryption": key}), ("m.safetensors", {})]:
+                found = td.load(folder / file, device="cpu", exchange=exchange, **options)
+                same_everywhere(found, expected)
+                report = found.report
+                assert len(report.ranks) == ranks
+                assert report.rank == rank
+                if exchange == "all_gather" and file != "secret":
+                    opened = TensorDeserializer(folder / file, device="cpu", lazy_load=True)
+                    read = sum(part.bytes_read - opened.total_bytes_read for part in report.ranks)
+                    opened.close()
+                    assert nbytes <= read <= nbytes + ranks * 8192, (read, nbytes)
+                    assert report.bytes_received <= nbytes
+                    assert sum(part.bytes_received for part in report.ranks) == (ranks - 1) * nbytes
+        for exchange in EXCHANGES:
+            same_everywhere(td.load(folder / "plain", device="cpu", exchange=exchange, verify_hash=True), expected)
+        half = td.load(folder / "plain", device="cpu", dtype=torch.float16, exchange="all_gather")
+        assert samples.same(half["w"], expected["w"].half())
+        pair = dist.new_group([0, 1])  # a part of the ranks
+        if rank < 2:
+            same_everywhere(td.load(folder / "plain", pair, "cpu", "all_gather"), expected)
+        # an error of one rank is an error of all
+        (folder / "other").write_bytes((folder / "plain").read_bytes())
+        dist.barrier()
+        mine = folder / ("other" if rank == 1 else "plain")
+        raised(StreamError, "sees another content", td.load, mine, device="cpu", exchange="all_gather")
+        gone = folder / ("gone" if rank == 1 else "plain")
+        raised(OSError, "gone", td.load, gone, device="cpu")
+        wrong = DecryptionParams.from_key(b"x" * 32 if rank == 1 else KEY)
+        for exchange in EXCHANGES:
+            raised(CryptographyError, "", td.load, folder / "secret", None, "cpu", exchange, encryption=wrong)
+        raised(ValueError, "exchange", td.load, folder / "plain", exchange="broadcast")
+
+    for ranks in (2, 3):
+        run_ranks(ranks, work)
+
+
+def fail_in_the_middle(folder: Path) -> None:
+    expected = tensors_of()
+    samples.write_state_dict(folder / "f", expected)
+    _exchange._SLOT_NBYTES = 1024
+    get_slices = TensorDeserializer.get_slices
+
+    def work(rank: int) -> None:
+        for exchange, at in [("all_gather", 0), ("all_gather", 1), ("all_gather", 7), ("none", 0)]:
+            calls = itertools.count()
+
+            def failing(self, *arguments, at=at, calls=calls, **options):
+                if rank == 1 and next(calls) == at:
+                    raise StreamError("the cable is cut")
+                return get_slices(self, *arguments, **options)
+
+            TensorDeserializer.get_slices = failing
+            raised(StreamError, "the cable is cut", td.load, folder / "f", device="cpu", exchange=exchange)
+        TensorDeserializer.get_slices = get_slices
+        same_everywhere(td.load(folder / "f", device="cpu", exchange="all_gather"), expected)
+        # a byte that is wrong in the file is found by whoever verifies it
+        with TensorDeserializer(folder / "f", device="cpu", lazy_load=True) as d:
+            offset = next(entry.data_offset for entry in d.entries() if entry.name == "big")
+        dist.barrier()
+        if rank == 0:
+            with (folder / "f").open("r+b") as file:
+                file.seek(offset + 5)
+                byte = file.read(1)
+                file.seek(offset + 5)
+                file.write(bytes([byte[0] ^ 1]))
+        dist.barrier()
+        raised(HashMismatchError, "big", td.load, folder / "f", None, "cpu", "all_gather", verify_hash=True)
+
+    run_ranks(2, work)
+
+
+# ---- parts ----
+
+
+def load_parts(folder: Path) -> None:
+    expected = {
+        name: samples.tensor(shape, torch.float32, name).nan_to_num()
+        for name, shape in {"w": (10, 6), "row": (8, 300), "few": (2, 4), "v": (7,), "s": ()}.items()
+    }
+    samples.write_state_dict(folder / "f", expected)
+
+    def work(rank: int) -> None:
+        ranks = dist.get_world_size()
+        meshes = [(init_device_mesh("cpu", (ranks,)), [(Shard(0),), (Shard(1),), (Replicate(),)])]
+        if ranks == 4:
+            pairs = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(1), Replicate()), (Shard(0), Shard(0))]
+            meshes.append((init_device_mesh("cpu", (2, 2)), pairs))
+        for exchange in EXCHANGES:
+            for mesh, all_placements in meshes:
+                for placements in all_placements:
+                    fits = {
+                        n: t for n, t in expected.items() if all(getattr(p, "dim", -1) < t.dim() for p in placements)
+                    }
+                    wanted = {name: distribute_tensor(tensor, mesh, placements) for name, tensor in fits.items()}
+                    in_place = {
+                        name: distribute_tensor(t.new_zeros(t.shape), mesh, placements) for name, t in fits.items()
+                    }
+                    locals_ = {name: value.to_local() for name, value in in_place.items()}
+                    report = td.load_sharded(in_place, folder / "f", exchange=exchange)
+                    assert report.exchange == exchange
+                    new = dict.fromkeys(fits)
+                    td.load_sharded(new, folder / "f", mesh=mesh, plan={"*": placements}, exchange=exchange)
+                    for name, value in wanted.items():
+                        assert samples.same(in_place[name].to_local(), value.to_local()), (name, placements)
+                        assert locals_[name].data_ptr() == in_place[name].to_local().data_ptr()
+                        assert isinstance(new[name], DTensor)
+                        assert new[name].placements == value.placements
+                        assert samples.same(new[name].to_local(), value.to_local()), (name, placements)
+                        assert samples.same(new[name].full_tensor(), expected[name])
+            plain = dict.fromkeys(expected)
+            td.load_sharded(plain, folder / "f", plan={"row": Shard(1), "w": Shard(0)}, exchange=exchange)
+            columns = expected["row"].chunk(ranks, 1)
+            assert samples.same(plain["row"], columns[rank].contiguous())
+            assert samples.same(plain["v"], expected["v"])
+            rows = -(-10 // ranks)
+            assert samples.same(plain["w"], expected["w"][rank * rows : (rank + 1) * rows])
+        own = {"row": None} if rank else {"w": None, "v": None}  # stages of a pipeline
+        for exchange in EXCHANGES:
+            mine = dict(own)
+            td.load_sharded(mine, folder / "f", exchange=exchange)
+            same_everywhere(mine, {name: expected[name] for name in own})
+        mesh = meshes[0][0]
+        partial = {"w": DTensor.from_local(torch.zeros(10, 6), mesh, [Partial()], run_check=False)}
+        raised(ValueError, "wanted Shard or Replicate", td.load_sharded, partial, folder / "f")
+        raised(LoadError, "missing", td.load_sharded, {"x": None}, folder / "f")
+        bad = {"w": torch.zeros(10, 6) if rank else torch.zeros(3, 3)}
+        raised(LoadError, "wanted the shape", td.load_sharded, bad, folder / "f")
+        shards = {"w": distribute_tensor(torch.zeros(10, 6), mesh, [Shard(0)])}
+        raised(ValueError, "part cannot be verified", td.load_sharded, shards, folder / "f", verify_hash=True)
+
+    for ranks in (3, 4):
+        run_ranks(ranks, work)
+
+
+def read_only_the_shards(folder: Path) -> None:
+    tensors = {f"t{i}": samples.tensor((512, 64 * (i + 1)), torch.float32, i) for i in range(4)}
+    samples.write_state_dict(folder / "f", tensors)
+    nbytes = sum(t.numel() * 4 for t in tensors.values())
+
+    def work(rank: int) -> None:
+        with TensorDeserializer(folder / "f", device="cpu", lazy_load=True) as d:
+            index = d.total_bytes_read
+        for exchange, dim in [("none", 0), ("none", 1), ("all_gather", 1)]:
+            report = td.load_sharded(dict.fromkeys(tensors), folder / "f", plan={"*": Shard(dim)}, exchange=exchange)
+            read = sum(part.bytes_read - index for part in report.ranks)
+            least = 1.0 if dim == 0 or exchange == "all_gather" else 0.99
+            assert least * nbytes <= read, (exchange, dim, read, nbytes)
+            if dim == 0 or exchange == "all_gather":
+                assert read <= 1.05 * nbytes, (exchange, dim, read, nbytes)
+
+    run_ranks(2, work)
+
+
+# ---- modules ----
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(16, 48)
+        self.down = torch.nn.Linear(48, 16)
+        self.norm = torch.nn.LayerNorm(16)
+        self.register_buffer("steps", torch.zeros(3))
+
+    def forward(self, x):
+        return self.norm(self.down(torch.relu(self.up(x))))
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 16)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.head = torch.nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def load_modules(folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(3)
+    reference = Model()
+    samples.write_module(folder / "m", reference)
+    x = torch.arange(6).reshape(2, 3)
+    expected = reference(x).detach()
+
+    def sharded(model, mesh, tensor_parallel, fsdp):
+        if tensor_parallel:
+            for block in model.blocks:
+                parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if fsdp:
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+        return model
+
+    def work(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for tensor_parallel, fsdp in [(False, True), (True, False), (True, True)]:
+            for on_meta in (True, False):
+                torch.manual_seed(4)
+                with torch.device("meta" if on_meta else "cpu"):
+                    model = Model()
+                sharded(model, mesh, tensor_parallel, fsdp)
+                for exchange in EXCHANGES:
+                    report = td.load_sharded(model, folder / "m", exchange=exchange, device="cpu")
+                    assert not report.missing
+                    assert not report.unexpected
+                    for name, value in model.state_dict().items():
+                        full = value.full_tensor() if isinstance(value, DTensor) else value
+                        assert samples.same(full.detach(), reference.state_dict()[name]), name
+                found = model(x)
+                assert torch.allclose(found, expected, atol=1e-5), (tensor_parallel, fsdp, on_meta)
+                assert all(p.requires_grad for p in model.parameters())
+
+    run_ranks(4, work)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]))
