@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import runpy
 import shutil
@@ -262,9 +264,9 @@ def in_a_process(folder: Path) -> None:
 
 
 def example(folder: Path) -> None:
-    """examples/distributed_checkpoint.py as torchrun starts it: whole, stopped, and resumed by another number of ranks."""
-    import torch._dynamo
-    import torch.distributed.fsdp
+    """examples/distributed_checkpoint.py as torchrun starts it: whole, stopped, resumed by other numbers of ranks."""
+    importlib.import_module("torch._dynamo")  # imported late otherwise, by each rank
+    importlib.import_module("torch.distributed.fsdp")
 
     script = Path(__file__).parents[1] / "examples" / "distributed_checkpoint.py"
 
@@ -276,8 +278,8 @@ def example(folder: Path) -> None:
         def work(rank: int) -> None:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             sys.argv = [str(script), str(folder / name), str(steps)]
-            sys.stdout = open(folder / f"{name}-{steps}-{rank}", "w")
-            runpy.run_path(str(script), run_name="__main__")
+            with open(folder / f"{name}-{steps}-{rank}", "w") as out, contextlib.redirect_stdout(out):
+                runpy.run_path(str(script), run_name="__main__")
 
         run_ranks(ranks, work, grouped=False)
         return (folder / f"{name}-{steps}-0").read_text().split()[2:]
