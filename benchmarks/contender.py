@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -177,6 +177,14 @@ class Contender:
 
     def from_pretrained(self, folder: Path) -> torch.nn.Module:
         """A model of ``transformers``, ready for use, from a folder with ``config.json`` and its own file."""
+        raise NotImplementedError
+
+    def dcp_writer(self, path: Path) -> Any:
+        """A storage writer for ``torch.distributed.checkpoint.save``, as users make it."""
+        raise NotImplementedError
+
+    def dcp_reader(self, path: Path) -> Any:
+        """A storage reader for what the writer wrote."""
         raise NotImplementedError
 
     def can(self, what: str) -> bool:

@@ -79,9 +79,11 @@ def save_all(folder: str, layouts) -> None:
 
 
 def load_all(folder: str, layouts) -> None:
+    names = sorted(LAYOUTS)
     for layout in layouts:
-        for i, saved in enumerate(sorted(LAYOUTS)):
-            load_one(folder, layout, saved, verify_hash=i % 2 == 0)
+        for i, saved in enumerate(names, names.index(layout)):
+            if i % 2 == 0:  # half of all pairs
+                load_one(folder, layout, saved, verify_hash=i % 4 == 0)
 
 
 def rows_alone(folder: str) -> None:

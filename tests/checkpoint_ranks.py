@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
-import re
+import runpy
 import shutil
 import signal
+import socket
 import struct
 import sys
 import time
@@ -43,6 +46,14 @@ def number_in(folder: Path, ranks: int = 1) -> int:
     found = {state["number"], *(float(x) for name in state if name != "number" for x in state[name].unique())}
     assert len(found) == 1, found
     return int(found.pop())
+
+
+def error_of(call: Callable[[], object]) -> CheckpointException:
+    try:
+        call()
+    except CheckpointException as error:
+        return error
+    raise AssertionError("no error")
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -107,7 +118,14 @@ def die_before(name: str, owner=writer_module):
 def kill_one_rank_of_two(folder: Path) -> None:
     from tensorizer.distributed._checkpoint.folder import Folder
 
-    for who, step in ((1, "open_sink"), (1, "_write_batches"), (1, "after"), (0, "pack_marker"), (0, "write"), (0, "remove_stale")):
+    for who, step in (
+        (1, "open_sink"),
+        (1, "_write_batches"),
+        (1, "after"),
+        (0, "pack_marker"),
+        (0, "write"),
+        (0, "remove_stale"),
+    ):
         here = folder / f"{who}-{step}"
 
         def first(rank, here=here):
@@ -149,14 +167,10 @@ def fail_on_one_rank(folder: Path) -> None:
         if rank == 1:
             writer_module._write_batches = disk_full
         begun = time.monotonic()
-        try:
-            save(folder, 2, rank)
-        except CheckpointException as error:
-            assert list(error.failures) == [1], error
-            assert "No space left" in str(error)
-            assert time.monotonic() - begun < 10
-        else:
-            raise AssertionError("no error")
+        error = error_of(lambda: save(folder, 2, rank))
+        assert list(error.failures) == [1], error
+        assert "No space left" in str(error)
+        assert time.monotonic() - begun < 10
         writer_module._write_batches = original
         dist.barrier()
         assert not [path for path in folder.iterdir() if path.name.endswith(".tmp")]
@@ -166,12 +180,7 @@ def fail_on_one_rank(folder: Path) -> None:
         dist.barrier()
         assert number_in(folder, 2) == 3
         assert len(list(folder.iterdir())) == 3
-        try:
-            save(folder, 4, rank, overwrite=False)
-        except CheckpointException as error:
-            assert sorted(error.failures) == [0, 1]
-        else:
-            raise AssertionError("no error")
+        assert sorted(error_of(lambda: save(folder, 4, rank, overwrite=False)).failures) == [0, 1]
 
     run_ranks(2, work)
     run_ranks(3, lambda rank: save(folder, 5, rank))  # a larger world, then a smaller one
@@ -220,7 +229,8 @@ def other_ways(folder: Path) -> None:
         assert number_in(folder / "thread", 2) == 7
 
         report = td.verify(folder / "thread")
-        assert report.ok and report.boxes == 3, report
+        assert report.ok, report
+        assert report.boxes == 3
         assert report.nbytes == 2 * 2000 + 12
         if rank == 0:
             (damaged,) = (folder / "thread").glob("r00001-*")
@@ -230,7 +240,8 @@ def other_ways(folder: Path) -> None:
         dist.barrier()
         report = td.verify(folder / "thread")
         assert not report.ok
-        assert "'w1'" in report.errors[0] and "r00001-" in report.errors[0], report
+        assert "'w1'" in report.errors[0]
+        assert "r00001-" in report.errors[0]
 
     run_ranks(2, work)
 
@@ -250,6 +261,33 @@ def in_a_process(folder: Path) -> None:
         assert number_in(folder) == 8
 
     run_ranks(1, work)
+
+
+def example(folder: Path) -> None:
+    """examples/distributed_checkpoint.py as torchrun starts it: whole, stopped, resumed by other numbers of ranks."""
+    importlib.import_module("torch._dynamo")  # imported late otherwise, by each rank
+    importlib.import_module("torch.distributed.fsdp")
+
+    script = Path(__file__).parents[1] / "examples" / "distributed_checkpoint.py"
+
+    def run(ranks: int, name: str, steps: int) -> list[str]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+
+        def work(rank: int) -> None:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            sys.argv = [str(script), str(folder / name), str(steps)]
+            with open(folder / f"{name}-{steps}-{rank}", "w") as out, contextlib.redirect_stdout(out):
+                runpy.run_path(str(script), run_name="__main__")
+
+        run_ranks(ranks, work, grouped=False)
+        return (folder / f"{name}-{steps}-0").read_text().split()[2:]
+
+    whole = run(2, "whole", 8)
+    assert run(2, "part", 4) == whole[:4]
+    assert run(3, "part", 6) == whole[4:6]
+    assert run(1, "part", 8) == whole[6:]
 
 
 if __name__ == "__main__":

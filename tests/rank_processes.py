@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from typing import Optional
 
 import torch.distributed as dist
 
@@ -16,15 +17,24 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks(
-    ranks: int, work: Callable[[int], object], *, expected: int = 0, timeout: float = 50, own: float = 30
+    ranks: int,
+    work: Callable[[int], object],
+    *,
+    expected: int = 0,
+    timeout: float = 50,
+    own: float = 30,
+    grouped: bool = True,
 ) -> list[int]:
-    """Runs ``work(rank)`` in each rank; gives their exit codes, which have to be `expected` unless that is ``None``."""
+    """Runs ``work(rank)`` in each rank; gives their exit codes, which have to be `expected` unless that is ``None``.
+
+    Not `grouped`: the ranks make their group themselves. `own`: seconds that a collective waits.
+    """
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(ranks):
             child = os.fork()
             if child == 0:
-                os._exit(_run(rank, ranks, work, folder, own))
+                os._exit(_run(rank, ranks, work, folder if grouped else None, own))
             children.append(child)
         codes = _wait(children, timeout)
     if expected is not None and codes != [expected] * ranks:
@@ -32,8 +42,12 @@ def run_ranks(
     return codes
 
 
-def _run(rank: int, ranks: int, work: Callable[[int], object], folder: str, own: float) -> int:
+def _run(rank: int, ranks: int, work: Callable[[int], object], folder: Optional[str], own: float) -> int:
     try:
+        if folder is None:
+            work(rank)
+            sys.stdout.flush()
+            return 0
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store",

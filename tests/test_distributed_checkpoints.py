@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tensorizer.distributed as td
@@ -243,3 +244,106 @@ def run(fresh_process, program: str, *arguments, timeout: float = 55) -> str:
 
 def test_what_any_number_of_ranks_saved_on_any_mesh_loads_on_any_other(fresh_process, tmp_path):
     run(fresh_process, "import sys, checkpoint_matrix\ncheckpoint_matrix.main(sys.argv[1])", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "kill_one_process_at_every_step",
+        "kill_one_rank_of_two",
+        "fail_on_one_rank",
+        "other_ways",
+        "in_a_process",
+        "example",
+    ],
+)
+def test_with_ranks_of_their_own(fresh_process, tmp_path, scenario):
+    """A save that is killed at any step leaves the old checkpoint or the new one; the others say what they do."""
+    program = f"import sys, checkpoint_ranks\nfrom pathlib import Path\ncheckpoint_ranks.{scenario}(Path(sys.argv[1]))"
+    run(fresh_process, program, tmp_path)
+
+
+def test_s3_checkpoints_need_no_rename_and_one_of_two_savers_wins(tmp_path, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    with S3Recorder() as store:
+        options = {"stream_options": store.arguments}
+        uri = "s3://bucket/run/step-1"
+        state = {"w": torch.arange(100_000.0), "step": 1}
+        for step in (1, 2):
+            save({**state, "step": step}, uri, **options)
+            assert len(store.objects) == 2
+        assert td.is_complete(uri, **options)
+        assert td.verify(uri, **options).ok
+        target = {"w": torch.zeros(100_000), "step": 0}
+        load(target, uri, verify_hash=True, **options)
+        assert torch.equal(target["w"], state["w"])
+        assert target["step"] == 2
+        assert {request.operation for request in store.requests} <= {
+            *("PutObject", "GetObject", "HeadObject", "DeleteObject", "ListObjectsV2")
+        }
+        before = dict(store.objects)
+        with pytest.raises(CheckpointException) as caught:
+            save(state, uri, overwrite=False, **options)
+        assert isinstance(cause_of(caught.value), FileExistsError)
+        assert store.objects == before
+
+        store.fail_once["PutObject"] = (403, "AccessDenied")  # the data of the next one
+        with pytest.raises(CheckpointException, match="AccessDenied"):
+            save(state, uri, **options)
+        assert store.objects == before
+
+        # Two savers that both saw nothing: the store decides.
+        other = "s3://bucket/run/step-2"
+        monkeypatch.setattr(td.TensorizerWriter, "set_up_storage_writer", lambda *_, **__: None)
+        save(state, other, overwrite=False, **options)
+        with pytest.raises(CheckpointException) as caught:
+            save({**state, "step": 9}, other, overwrite=False, **options)
+        assert isinstance(cause_of(caught.value), FileExistsError)
+        load(target, other, **options)
+        assert target["step"] == 1
+        monkeypatch.undo()
+        assert len(td.prune(other, **options)) == 1
+        report = td.consolidate(other, tmp_path / "one.tensors", **options)
+        assert report.tensors == 1
+
+
+def test_a_checkpoint_becomes_one_file_of_whole_tensors(fresh_process, tmp_path):
+    state = {"w": torch.randn(300, 70), "h": torch.ones(5, dtype=torch.bfloat16), "step": 4, "e": torch.empty(0, 2)}
+    save({**state, "device": torch.device("cpu")}, tmp_path / "in")
+    report = td.consolidate(tmp_path / "in", tmp_path / "out.tensors", verify_hash=True)
+    assert (report.tensors, report.left_out) == (3, ("device",))
+    with TensorDeserializer(tmp_path / "out.tensors", device="cpu", verify_hash=True) as file:
+        for name in ("w", "h", "e"):
+            assert torch.equal(file[name], state[name]), name
+        assert json.loads(file.metadata["checkpoint.values"]) == {"step": 4}
+
+
+def test_code_that_names_no_storage_uses_ours_in_the_block_and_still_reads_what_torch_wrote(tmp_path):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    state = {"w": torch.arange(10.0), "step": 3}
+    dcp.save(state, checkpoint_id=theirs)
+    before = dcp.FileSystemWriter
+
+    def loads(path, **how):
+        target = {"w": torch.zeros(10), "step": 0}
+        dcp.load(target, **(how or {"checkpoint_id": path}))
+        assert torch.equal(target["w"], state["w"])
+        assert target["step"] == 3
+
+    with td.dcp_default(writer={"hashes": "sha256"}), td.dcp_default():
+        dcp.save(state, checkpoint_id=ours)
+        writer = dcp.FileSystemWriter(tmp_path / "named", thread_count=4, single_file_per_rank=False, sync_files=False)
+        assert isinstance(writer, td.TensorizerWriter)
+        dcp.save(state, storage_writer=writer)
+        for path in (theirs, ours, tmp_path / "named"):
+            loads(path)
+            loads(path, storage_reader=dcp.FileSystemReader(path))
+    assert dcp.FileSystemWriter is before
+    assert sorted(path.suffix for path in ours.iterdir()) == ["", ".tensors"]
+    with pytest.raises((CheckpointException, pickle.UnpicklingError), match=r"(?i)metadata|invalid load key"):
+        loads(ours)
+    loads(theirs)
+    with pytest.raises(TypeError), td.dcp_default(writer={"wrong": 1}):
+        pass

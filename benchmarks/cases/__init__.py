@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.case import Case
-from benchmarks.cases import encrypted, gpu, local, pretrained, remote
+from benchmarks.cases import dcp, encrypted, gpu, local, pretrained, remote
 
-CASES: tuple[Case, ...] = (*local.CASES, *encrypted.CASES, *remote.CASES, *pretrained.CASES)
+CASES: tuple[Case, ...] = (*local.CASES, *encrypted.CASES, *remote.CASES, *pretrained.CASES, *dcp.CASES)
 #: Cases that need a CUDA device: measured when named (``make bench-gpu``).
 GPU_CASES: tuple[Case, ...] = gpu.CASES
 

@@ -17,6 +17,7 @@ from benchmarks.contenders.runai_streamer import RunaiStreamer
 from benchmarks.contenders.safetensors_file import Safetensors
 from benchmarks.contenders.sockets import Sockets
 from benchmarks.contenders.sodium import Sodium
+from benchmarks.contenders.torch_dcp import HuggingFaceDcp, TorchDcp, TorchDcpThreads
 from benchmarks.contenders.torch_file import Torch
 from benchmarks.contenders.transformers_model import Transformers
 
@@ -31,6 +32,9 @@ CONTENDERS: tuple[Contender, ...] = (
     Torch(),
     Fastsafetensors(),
     Transformers(),
+    TorchDcp(),
+    TorchDcpThreads(),
+    HuggingFaceDcp(),
     RunaiStreamer(),
     Curl(),
     Boto3(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from benchmarks.contender import Contender, HttpPlace, S3Place, State
 
@@ -50,6 +50,16 @@ class Ours(Contender):
 
         with TensorDeserializer(path, device="cpu", lazy_load=True) as tensors:
             return {name: tensors[name]}
+
+    def dcp_writer(self, path: Path) -> Any:
+        from tensorizer.distributed import TensorizerWriter
+
+        return TensorizerWriter(path)
+
+    def dcp_reader(self, path: Path) -> Any:
+        from tensorizer.distributed import TensorizerReader
+
+        return TensorizerReader(path)
 
     def prepare_encrypted(self, state: State, path: Path) -> None:
         self.save_encrypted(state, path)

@@ -39,7 +39,9 @@ class RecordedRequest(NamedTuple):
         if "uploadId" in self.query:
             names = {"PUT": "UploadPart", "POST": "CompleteMultipartUpload", "DELETE": "AbortMultipartUpload"}
             return names[self.method]
-        return {"PUT": "PutObject", "GET": "GetObject", "HEAD": "HeadObject"}[self.method]
+        if "list-type" in self.query:
+            return "ListObjectsV2"
+        return {"PUT": "PutObject", "GET": "GetObject", "HEAD": "HeadObject", "DELETE": "DeleteObject"}[self.method]
 
 
 class S3Recorder:
@@ -189,8 +191,26 @@ class S3Recorder:
         return 204, {}, b""
 
     def _PutObject(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
-        self.objects[request.path] = request.body
+        with self._changed:
+            if request.headers.get("if-none-match") == "*" and request.path in self.objects:
+                return self._error(412, "PreconditionFailed")
+            self.objects[request.path] = request.body
         return 200, {"ETag": self._etag(request.body)}, b""
+
+    def _DeleteObject(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        with self._changed:
+            self.objects.pop(request.path, None)
+        return 204, {}, b""
+
+    def _ListObjectsV2(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        begin = f"{request.path.rstrip('/')}/"
+        with self._changed:
+            keys = [path[len(begin) :] for path in sorted(self.objects) if path.startswith(begin)]
+        prefix = request.query["prefix"]
+        keys = [key for key in keys if key.startswith(prefix) and "/" not in key[len(prefix) :]]
+        text = "".join(f"<Contents><Key>{key}</Key><Size>1</Size></Contents>" for key in keys)
+        listed = f"<ListBucketResult {NAMESPACE}><IsTruncated>false</IsTruncated>{text}</ListBucketResult>"
+        return 200, {}, listed.encode()
 
     def _HeadObject(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
         return 404, {}, b""

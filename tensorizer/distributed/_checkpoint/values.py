@@ -2,7 +2,7 @@
 
 JSON has fewer types than Python. Containers and what JSON cannot hold are objects with one member, whose name is the
 kind: ``t`` tuple, ``d`` dict and ``o`` OrderedDict (lists of pairs), ``b`` bytes (Base64), ``f`` a float that is no
-number or infinite, ``i`` an integer of more than 64 bits (hexadecimal).
+number or infinite, ``i`` an integer of more than 64 bits (hexadecimal), ``x`` what the caller knows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import io
 import json
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -48,11 +49,15 @@ def from_json(text: str) -> Any:
         raise FormatError(f"a value that is none: {text[:80]!r} ({error})") from None
 
 
-def encoded(value: Any) -> Any:
+def encoded(value: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
     """What JSON can hold of a value: the way back is :func:`decoded`.
 
+    Args:
+        value: Any value.
+        leaf: Gives what stands for a value of another type, which JSON must hold.
+
     Raises:
-        NotSimple: It is not made of simple types alone.
+        NotSimple: It is not made of simple types alone, and there is no `leaf`.
         RecursionError: It contains itself, or is nested hundreds of times.
     """
     kind = type(value)
@@ -65,25 +70,32 @@ def encoded(value: Any) -> Any:
     if kind is bytes:
         return {"b": base64.b64encode(value).decode()}
     if kind is list:
-        return [encoded(item) for item in value]
+        return [encoded(item, leaf) for item in value]
     if kind is tuple:
-        return {"t": [encoded(item) for item in value]}
+        return {"t": [encoded(item, leaf) for item in value]}
     if kind in (dict, collections.OrderedDict):
-        return {"d" if kind is dict else "o": [[encoded(key), encoded(item)] for key, item in value.items()]}
-    raise NotSimple
+        pairs = [[encoded(key), encoded(item, leaf)] for key, item in value.items()]
+        return {"d" if kind is dict else "o": pairs}
+    if leaf is None:
+        raise NotSimple
+    return {"x": leaf(value)}
 
 
-def decoded(node: Any) -> Any:
-    """The value of :func:`encoded`. Raises ValueError, TypeError or the like for what is none."""
+def decoded(node: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
+    """The value of :func:`encoded`; `leaf` gives the values of other types.
+
+    Raises:
+        ValueError, TypeError, AttributeError: The node is none that :func:`encoded` gives.
+    """
     if isinstance(node, list):
-        return [decoded(item) for item in node]
+        return [decoded(item, leaf) for item in node]
     if not isinstance(node, dict):
         return node
     ((kind, content),) = node.items()
     if kind == "t":
-        return tuple(decoded(item) for item in content)
-    if kind in "do":
-        pairs = [(decoded(key), decoded(item)) for key, item in content]
+        return tuple(decoded(item, leaf) for item in content)
+    if kind in ("d", "o"):
+        pairs = [(decoded(key), decoded(item, leaf)) for key, item in content]
         return dict(pairs) if kind == "d" else collections.OrderedDict(pairs)
     if kind == "b":
         return base64.b64decode(content, validate=True)
@@ -91,6 +103,8 @@ def decoded(node: Any) -> Any:
         return float(content)
     if kind == "i":
         return int(content, 16)
+    if kind == "x" and leaf is not None:
+        return leaf(content)
     raise ValueError(f"unknown kind {kind!r}")
 
 

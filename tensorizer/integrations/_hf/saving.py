@@ -16,7 +16,7 @@ import torch
 from tensorizer._files.convert import convert
 from tensorizer._files.together import write_bytes
 from tensorizer._io.uri import scheme_of
-from tensorizer._load.modules import shown
+from tensorizer._load.fit import shown
 from tensorizer._save.modules import walk_module
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.adapters import is_peft

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from tensorizer._files.fill_model import fill_model, report_for, takes_state_dicts_itself
 from tensorizer._format.dtypes import torch_dtype
-from tensorizer._load.modules import Slot, insert_into_module, shown, slots_of
+from tensorizer._load.fit import Slot, shown, slots_in
+from tensorizer._load.modules import insert_into_module
 from tensorizer._load.report import LoadReport, kind_of
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.deserializer import TensorDeserializer
@@ -80,7 +81,7 @@ class _NothingToInitialise(TorchFunctionMode):
 
 def meta_names(model: torch.nn.Module) -> list[str]:
     """Parameters and buffers that have no data."""
-    return [shown(name) for name, slot in slots_of(model).items() if slot.tensor is not None and slot.tensor.is_meta]
+    return [shown(name) for name, slot in slots_in(dict(model.named_modules())).items() if slot.tensor is not None and slot.tensor.is_meta]
 
 
 def fill_straight(model: torch.nn.Module, weights: Weights, device: Any) -> Optional[LoadReport]:
@@ -99,7 +100,7 @@ def fill_straight(model: torch.nn.Module, weights: Weights, device: Any) -> Opti
     """
     if weights.pickled or takes_state_dicts_itself(model):
         return None
-    slots = {shown(name): slot for name, slot in slots_of(model).items() if slot.tensor is not None}
+    slots = {shown(name): slot for name, slot in slots_in(dict(model.named_modules())).items() if slot.tensor is not None}
     wanted = _wanted_dtypes(model, slots)
     main = _most_common(wanted.values())
     with weights.open(device, main) as file:

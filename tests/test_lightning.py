@@ -1,0 +1,137 @@
+"""Lightning's Trainer with checkpoints in ``.tensors`` files: stop, resume, and end with the same losses."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+lightning = pytest.importorskip("lightning")
+from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
+
+from tensorizer import FormatError, TensorDeserializer, TensorSerializer  # noqa: E402
+from tensorizer.integrations.lightning import TensorizerCheckpointIO  # noqa: E402
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters({"width": 8})
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.losses = []
+
+    def training_step(self, batch, _):
+        loss = (self.layers(batch[0]) - batch[1]).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+
+def fit(folder: Path, epochs: int, plugin=None, resume=None, **arguments):
+    torch.manual_seed(0)
+    model = Model()
+    data = torch.utils.data.TensorDataset(torch.arange(48.0).view(12, 4) / 48, torch.arange(12.0).view(12, 1) / 12)
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        plugins=[plugin] if plugin else [],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=bool(plugin),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[lightning.pytorch.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]
+        if plugin
+        else [],
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=resume, **arguments)
+    return trainer, model
+
+
+def test_training_that_was_stopped_goes_on_with_the_losses_it_would_have_had(tmp_path):
+    _, whole = fit(tmp_path / "whole", 4)
+    for number, make in enumerate(
+        (
+            TensorizerCheckpointIO,
+            lambda: TensorizerCheckpointIO(async_save=True, verify_hash=True),
+            lambda: AsyncCheckpointIO(TensorizerCheckpointIO()),
+        )
+    ):
+        folder = tmp_path / str(number)
+        fit(folder, 2, make())
+        assert sorted(os.listdir(folder)) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+        _, resumed = fit(folder, 4, make(), resume=folder / "epoch=1.ckpt", weights_only=(None, True, False)[number])
+        assert resumed.losses == whole.losses[6:]
+        assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
+        with TensorDeserializer(folder / "epoch=3.ckpt", device="cpu", verify_hash=True) as file:
+            assert len(file) >= 4
+
+
+class Odd:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_checkpoint_comes_back_as_it_was_and_unpickles_nothing_unless_it_is_trusted(tmp_path):
+    plugin = TensorizerCheckpointIO()
+    weight = torch.arange(6.0).view(2, 3).t()
+    checkpoint = {
+        "state_dict": {"w": weight, "tied": weight, "h": torch.ones(3, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "betas": (0.9, 0.999), "nan": float("nan")},
+        "size": torch.Size([2, 3]),
+        "none": None,
+    }
+    path = tmp_path / "deep" / "c.ckpt"
+    plugin.save_checkpoint(checkpoint, path)
+    for map_location in (None, "cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, _: storage):
+        back = plugin.load_checkpoint(path, map_location)
+        assert torch.equal(back["state_dict"]["w"], weight)
+        assert back["state_dict"]["tied"] is back["state_dict"]["w"]
+        assert back["optimizer"]["state"][0]["step"] == 3.0
+        assert (back["optimizer"]["betas"], back["size"], back["none"]) == ((0.9, 0.999), torch.Size([2, 3]), None)
+    assert plugin.load_checkpoint(path, "meta")["state_dict"]["w"].is_meta
+
+    sign = tmp_path / "executed"
+    plugin.save_checkpoint({"evil": Odd(str(sign))}, path)
+    for weights_only in (None, True):
+        with pytest.raises(pickle.UnpicklingError):
+            plugin.load_checkpoint(path, weights_only=weights_only)
+    assert not sign.exists()
+    plugin.load_checkpoint(path, weights_only=False)
+    assert sign.exists()
+
+    plugin.remove_checkpoint(path)
+    plugin.remove_checkpoint(path)
+    with pytest.raises(FileNotFoundError):
+        plugin.load_checkpoint(path)
+    with TensorSerializer(path) as file:
+        file.write_state_dict({"w": weight})
+    with pytest.raises(FormatError, match="TensorizerCheckpointIO"):
+        plugin.load_checkpoint(path)
+
+
+def test_a_background_save_sees_no_later_change_and_tells_its_failure_at_the_next_call(tmp_path):
+    plugin = TensorizerCheckpointIO(async_save=True)
+    weight = torch.zeros(1000)
+    plugin.save_checkpoint({"w": weight}, tmp_path / "a.ckpt")
+    weight.fill_(1)
+    assert float(plugin.load_checkpoint(tmp_path / "a.ckpt")["w"].sum()) == 0
+    (tmp_path / "file").write_text("")
+    plugin.save_checkpoint({"w": weight}, tmp_path / "file" / "b.ckpt")
+    with pytest.raises(OSError, match="file"):
+        plugin.teardown()
+    plugin.save_checkpoint({"w": weight}, tmp_path / "c.ckpt")
+    plugin.teardown()
+    assert float(plugin.load_checkpoint(tmp_path / "c.ckpt")["w"].sum()) == 1000
