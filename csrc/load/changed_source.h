@@ -12,7 +12,8 @@ namespace tensorizer::load {
 //
 // Two changes do no harm: records that a serializer appends, and a cut behind what was loaded. So a
 // source of another size is let pass if its index begins as before, and if what was loaded is what
-// the record headers, read again, have digests of; a load that verifies has compared them. Tensors
+// the record headers, read again, have digests of; of a load that verified its bytes, the digests
+// of both headers are compared. Tensors
 // on a device cannot be compared, nor those without digests: they are not let pass.
 void check_unchanged(const LoadJob& job, const std::stop_token& stop);
 
