@@ -1,9 +1,13 @@
 #include "core/pages.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 
+#include "core/checked_math.h"
 #include "core/error.h"
 
 namespace tensorizer {
@@ -19,6 +23,20 @@ Pages allocate_pages(size_t nbytes) {
   madvise(memory, nbytes, MADV_HUGEPAGE);
 #endif
   return Pages(static_cast<std::byte*>(memory), UnmapPages{nbytes});
+}
+
+void clear_pages(std::span<std::byte> memory) noexcept {
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<uintptr_t>(memory.data());
+  const uint64_t head = std::min<uint64_t>(align_up(address, page) - address, memory.size());
+  const std::span<std::byte> whole =
+      memory.subspan(head).first(align_down(memory.size() - head, page));
+  const std::span<std::byte> tail = memory.subspan(head + whole.size());
+  explicit_bzero(memory.data(), head);
+  explicit_bzero(tail.data(), tail.size());
+  // Refused for locked memory, for one.
+  if (!whole.empty() && madvise(whole.data(), whole.size(), MADV_DONTNEED) != 0)
+    explicit_bzero(whole.data(), whole.size());
 }
 
 }  // namespace tensorizer

@@ -8,7 +8,9 @@
 namespace tensorizer::device {
 
 struct TensorMemory {
-  std::byte* data = nullptr;    // of the host, or of a device, which only its CopyEngine touches
+  // Of the host, private and anonymous where it is to be filled with what may have to be wiped; or
+  // of a device, which only its CopyEngine touches.
+  std::byte* data = nullptr;
   uint64_t nbytes = 0;          // that may be filled, or are to be read
   std::shared_ptr<void> owner;  // keeps the memory alive; null: the caller does
 };

@@ -33,13 +33,22 @@ class Recheck {
     return std::ranges::equal(entries, found);
   }
 
+  // Whether the record has digests now, and those that it was loaded with.
+  bool has_digests_of(const LoadTarget& target, const format::RecordHeader& loaded) const {
+    const format::IndexEntry& entry = opened_.index[target.entry];
+    const std::vector<std::byte> bytes = header_bytes(entry);
+    const format::RecordHeader header = parse(bytes, entry);
+    return !header.hashes.empty() &&
+           std::ranges::equal(header.hashes, loaded.hashes, [](const auto& now, const auto& then) {
+             return now.type == then.type && std::ranges::equal(now.value, then.value);
+           });
+  }
+
   // Whether the bytes at hand are those that the record has digests of; throws if they are not.
   bool matches(const LoadTarget& target) const {
     const format::IndexEntry& entry = opened_.index[target.entry];
-    std::vector<std::byte> bytes(entry.header_nbytes());
-    source_.read_at(entry.offset, io::Slice(bytes), stop_);
-    const format::RecordHeader header =
-        format::parse_record_header(bytes, entry, opened_.prologue.has_crypt_info());
+    const std::vector<std::byte> bytes = header_bytes(entry);
+    const format::RecordHeader header = parse(bytes, entry);
     if (header.hashes.empty()) return false;
     format::HeaderDigest digest = format::digest_header(bytes, header, true, true);
     const std::span<const std::byte> data(target.destination.data, entry.data_nbytes);
@@ -51,6 +60,16 @@ class Recheck {
   }
 
  private:
+  std::vector<std::byte> header_bytes(const format::IndexEntry& entry) const {
+    std::vector<std::byte> bytes(entry.header_nbytes());
+    source_.read_at(entry.offset, io::Slice(bytes), stop_);
+    return bytes;
+  }
+  format::RecordHeader parse(std::span<const std::byte> bytes,
+                             const format::IndexEntry& entry) const {
+    return format::parse_record_header(bytes, entry, opened_.prologue.has_crypt_info());
+  }
+
   io::RangeSource& source_;
   const OpenedIndex& opened_;
   const std::stop_token& stop_;
@@ -60,11 +79,15 @@ bool is_harmless(const io::SourceChange& change, const LoadJob& job, const std::
   if (change.kind == io::SourceChange::Kind::written) return false;
   const Recheck again(job.source, *job.opened, stop);
   if (!again.index_is_the_same()) return false;
-  if (job.options.verify) return true;
-  for (const LoadTarget& target : job.targets) {
+  for (size_t i = 0; i < job.targets.size(); ++i) {
     throw_if_stopped(stop);
+    const LoadTarget& target = job.targets[i];
     const format::IndexEntry& entry = job.opened->index[target.entry];
     if (entry.data_nbytes == 0) continue;
+    if (job.options.verify) {
+      if (!again.has_digests_of(target, job.headers->header(i))) return false;
+      continue;
+    }
     if (entry.end() > change.nbytes) return false;  // of a mapping, not even there to be looked at
     const bool is_here = target.destination.data != nullptr && job.options.engine == nullptr;
     if (!is_here || !again.matches(target)) return false;

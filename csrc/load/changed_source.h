@@ -12,8 +12,9 @@ namespace tensorizer::load {
 //
 // Two changes do no harm: records that a serializer appends, and a cut behind what was loaded. So a
 // source of another size is let pass if its index begins as before, and if what was loaded is what
-// the record headers, read again, have digests of; a load that verifies has compared them. Tensors
-// on a device cannot be compared, nor parts, nor those without digests: they are not let pass.
+// the record headers, read again, have digests of; of a load that verified its bytes, the digests
+// of both headers are compared. Tensors on a device cannot be compared, nor parts, nor those
+// without digests: they are not let pass.
 void check_unchanged(const LoadJob& job, const std::stop_token& stop);
 
 // In the handler of an error that the bytes gave cause for: throws the same if the source was

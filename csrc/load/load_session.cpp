@@ -4,9 +4,9 @@
 #include <array>
 
 #include "core/error.h"
+#include "core/pages.h"
 #include "core/run_units.h"
 #include "core/threads.h"
-#include "crypto/chunked_box.h"
 #include "digest/deal.h"
 #include "format/safetensors.h"
 #include "load/changed_source.h"
@@ -152,7 +152,8 @@ void LoadSession::run_workers(const std::stop_token& stop) {
   }
 }
 
-// Only what a worker may have filled: touching the rest would cost its memory and its time.
+// Only what a worker may have filled: touching the rest would cost its memory and its time. Nobody
+// can stop this, so it must be short: pages are given back, not written.
 void LoadSession::wipe_destinations() noexcept {
   if (job_.options.engine != nullptr) {
     wipe_on_device();
@@ -164,7 +165,7 @@ void LoadSession::wipe_destinations() noexcept {
     for (size_t i = next++; i < begun; i = next++) {
       for (const Piece& piece : job_.plan.pieces_of(job_.plan.units[i])) {
         const device::DeviceRange range = filled_by(piece);
-        crypto::wipe({range.device_address, range.nbytes});
+        clear_pages({range.device_address, range.nbytes});
       }
     }
   };

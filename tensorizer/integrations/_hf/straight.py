@@ -81,7 +81,11 @@ class _NothingToInitialise(TorchFunctionMode):
 
 def meta_names(model: torch.nn.Module) -> list[str]:
     """Parameters and buffers that have no data."""
-    return [shown(name) for name, slot in slots_in(dict(model.named_modules())).items() if slot.tensor is not None and slot.tensor.is_meta]
+    return [
+        shown(name)
+        for name, slot in slots_in(dict(model.named_modules())).items()
+        if slot.tensor is not None and slot.tensor.is_meta
+    ]
 
 
 def fill_straight(model: torch.nn.Module, weights: Weights, device: Any) -> Optional[LoadReport]:
@@ -100,7 +104,9 @@ def fill_straight(model: torch.nn.Module, weights: Weights, device: Any) -> Opti
     """
     if weights.pickled or takes_state_dicts_itself(model):
         return None
-    slots = {shown(name): slot for name, slot in slots_in(dict(model.named_modules())).items() if slot.tensor is not None}
+    slots = {
+        shown(name): slot for name, slot in slots_in(dict(model.named_modules())).items() if slot.tensor is not None
+    }
     wanted = _wanted_dtypes(model, slots)
     main = _most_common(wanted.values())
     with weights.open(device, main) as file:
