@@ -29,7 +29,7 @@ _KEY = "lightning.checkpoint"
 MapLocation = Union[str, torch.device, Mapping[str, Any], Callable[[Any, str], Any], None]
 
 
-class TensorizerCheckpointIO(CheckpointIO):
+class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not shown lightning
     """Keeps the checkpoints of ``Trainer(plugins=[…])`` and ``Fabric(plugins=[…])`` in one ``.tensors`` file each.
 
     Tensors are records of the file, everything else is JSON in its metadata, except for objects that are made of more
@@ -145,9 +145,10 @@ class TensorizerCheckpointIO(CheckpointIO):
                         moved[name] = _mapped(file[name].detach(), map_location)
                     return moved[name]
                 data = io.BytesIO(file[name].detach().numpy().tobytes())
+                where: Any = map_location
                 if weights_only is False:
-                    return torch.load(data, map_location=map_location, weights_only=False)
-                return torch.load(saved(load_vetted(name, data)), map_location=map_location, weights_only=True)
+                    return torch.load(data, map_location=where, weights_only=False)
+                return torch.load(saved(load_vetted(name, data)), map_location=where, weights_only=True)
 
             result: dict[str, Any] = decoded(json.loads(text), leaf)
         return result
