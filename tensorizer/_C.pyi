@@ -146,6 +146,7 @@ class LoadBatch:
         keys: KeyRing | None = None,
         mapping: FileMapping | None = None,
         allocate: collections.abc.Callable[[int, bool], typing.Any] | None = None,
+        addresses: collections.abc.Sequence[int] | None = None,
         engine: CopyEngine | None = None,
         headers_only: bool = False,
     ) -> None: ...

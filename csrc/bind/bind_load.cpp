@@ -134,8 +134,9 @@ class LoadBatch {
   LoadBatch(std::shared_ptr<io::RangeSource> source, std::shared_ptr<OpenedIndex> opened,
             const std::vector<uint32_t>& selection, bool verify, unsigned max_workers,
             std::shared_ptr<load::KeyRing> keys, std::shared_ptr<io::FileMapping> mapping,
-            const std::optional<py::function>& allocate, std::shared_ptr<device::CopyEngine> engine,
-            bool headers_only)
+            const std::optional<py::function>& allocate,
+            const std::optional<std::vector<uint64_t>>& addresses,
+            std::shared_ptr<device::CopyEngine> engine, bool headers_only)
       : source_(std::move(source)),
         opened_(std::move(opened)),
         keys_(std::move(keys)),
@@ -152,8 +153,12 @@ class LoadBatch {
     if (headers_only) {
       for (LoadTarget& target : targets_) target.in_place = true;
     }
-    load::allocate(*opened_, source_->size().has_value(),
-                   allocate ? memory_of(*allocate) : load::host_memory(*opened_), targets_);
+    if (addresses) {
+      use_addresses(*addresses);
+    } else {
+      load::allocate(*opened_, source_->size().has_value(),
+                     allocate ? memory_of(*allocate) : load::host_memory(*opened_), targets_);
+    }
     if (engine_) engine_->order_after_caller();
     const load::LoadOptions options{
         .verify = verify, .max_workers = max_workers, .keys = keys_.get(), .engine = engine_.get()};
@@ -224,6 +229,21 @@ class LoadBatch {
       return {reinterpret_cast<std::byte*>(address), nbytes, keep_alive(std::move(tensor))};
     };
     return {make, kDeviceAlignment};
+  }
+
+  // Memory of the caller: of exactly the size that is stored for each tensor.
+  void use_addresses(const std::vector<uint64_t>& addresses) {
+    if (addresses.size() != targets_.size())
+      throw Error(Errc::invalid_argument, "one address per tensor is wanted");
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      const format::IndexEntry& entry = opened_->index[targets_[i].entry];
+      if (entry.data_nbytes != entry.loaded_nbytes)
+        throw Error(Errc::malformed, "tensor " + format::display_name(entry.name) + " stores " +
+                                         std::to_string(entry.data_nbytes) + " bytes, wanted " +
+                                         std::to_string(entry.loaded_nbytes));
+      targets_[i].destination = {reinterpret_cast<std::byte*>(addresses[i]), entry.data_nbytes,
+                                 nullptr};
+    }
   }
 
   // Tensors whose payload is aligned for their element become views of the mapping; the others are
@@ -374,11 +394,13 @@ void register_batch(py::module_& m) {
       .def(py::init<std::shared_ptr<io::RangeSource>, std::shared_ptr<OpenedIndex>,
                     const std::vector<uint32_t>&, bool, unsigned, std::shared_ptr<load::KeyRing>,
                     std::shared_ptr<io::FileMapping>, const std::optional<py::function>&,
+                    const std::optional<std::vector<uint64_t>>&,
                     std::shared_ptr<device::CopyEngine>, bool>(),
            py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(),
            py::arg("verify") = false, py::arg("max_workers") = 0, py::arg("keys") = py::none(),
            py::arg("mapping") = py::none(), py::arg("allocate") = py::none(),
-           py::arg("engine") = py::none(), py::arg("headers_only") = false)
+           py::arg("addresses") = py::none(), py::arg("engine") = py::none(),
+           py::arg("headers_only") = false)
       .def("run", &LoadBatch::run, py::arg("progress") = py::none())
       .def_property_readonly("headers",
                              [](const LoadBatch& batch) {

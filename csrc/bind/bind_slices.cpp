@@ -70,6 +70,7 @@ class SliceBatch {
     }
     keys_ = std::move(keys);
     engine_ = std::move(engine);
+    if (engine_) engine_->order_after_caller();
     const load::SliceOptions options{
         .load = {.max_workers = max_workers, .keys = keys_.get(), .engine = engine_.get()},
         .gap_nbytes = gap_nbytes};

@@ -97,7 +97,7 @@ def tensors_target(
                 payloads = []
                 for item, tensor in zip(items[written : written + len(tensors)], tensors):
                     empty = item.without_data or tensor.numel() == 0
-                    payloads.append((written, 0 if empty else tensor.data_ptr(), 0 if empty else item.nbytes))
+                    payloads.append((0 if empty else tensor.data_ptr(), 0 if empty else item.nbytes))
                     written += 1
                 session.write_payloads(payloads)
 

@@ -273,9 +273,7 @@ class PartReader:
         for tensor, (read, _) in zip(tensors, members):
             if self._container.index.data_nbytes(read.entry) == 0:  # written without data: zeros
                 tensor.zero_()
-        engine = cuda_engine.engine_for(device)
-        engine.order_after_caller()
-        batch.plan(addresses=addresses, engine=engine, **common)
+        batch.plan(addresses=addresses, engine=cuda_engine.engine_for(device), **common)
         return tensors
 
 

@@ -19,6 +19,7 @@ from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.parts import PartReader
 from tensorizer._load.parts import Wanted as PartWanted
 from tensorizer._system import cuda_engine
+from tensorizer._system.runs import runs
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
 from tensorizer.encryption import DecryptionParams
@@ -195,11 +196,6 @@ class CheckpointFiles:
     def _batch_into(self, file: SavedFile, entries: list[int], targets: list[torch.Tensor]) -> _C.LoadBatch:
         reader = self.container(file).reader
         device = targets[0].device
-        where: dict[str, Any] = {}
-        if device.type != "cpu":
-            engine = cuda_engine.engine_for(device)
-            engine.order_after_caller()
-            where = {"device": device.index, "engine": engine}
         return _C.LoadBatch(
             reader.source,
             reader.index,
@@ -208,7 +204,7 @@ class CheckpointFiles:
             max_workers=self._max_workers,
             keys=reader.keys,
             addresses=[target.data_ptr() for target in targets],
-            **where,
+            engine=None if device.type == "cpu" else cuda_engine.engine_for(device),
         )
 
     def _read_parts(self, others: list[tuple[int, Wanted]]) -> None:
@@ -245,7 +241,8 @@ class CheckpointFiles:
         by_entry: dict[int, list[Wanted]] = {}
         for entry, want in items:
             by_entry.setdefault(entry, []).append(want)
-        for run in self.container(file).reader.batches(sorted(by_entry), _STAGED_NBYTES):
+        nbytes_of = self.container(file).reader.index.loaded_nbytes
+        for run in runs(sorted(by_entry), nbytes_of, _STAGED_NBYTES):
             records = [(entry, by_entry[entry][0].name, by_entry[entry][0].stored) for entry in run]
             for entry, tensor in zip(run, self._raw(file, records)):
                 for want in by_entry[entry]:

@@ -108,14 +108,10 @@ def consolidate(
         )
         try:
             session.begin_call([tensor.describe() for tensor in tensors], False)
-            record = 0
             for batch in _batches(tensors):
                 data = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in batch]
                 files.read(want for tensor, whole in zip(batch, data) for want in tensor.parts_of(whole))
-                session.write_payloads(
-                    [(record + i, t.data_ptr() if t.numel() else 0, t.nbytes) for i, t in enumerate(data)]
-                )
-                record += len(batch)
+                session.write_payloads([(t.data_ptr() if t.numel() else 0, t.nbytes) for t in data])
             session.finish_call()
             session.finish()
         except BaseException:

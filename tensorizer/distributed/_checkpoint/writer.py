@@ -369,7 +369,7 @@ def _write_batches(session: _C.SaveSession, records: Sequence[_Record], planner:
     with ThreadPoolExecutor(1, "tensorizer-save") as thread:
         pending: Any = None
         for batch, copied in _batches(records, planner):
-            write = _prepared(session, written, batch)
+            write = _prepared(session, batch)
             written += len(batch)
             if pending is not None:
                 pending.result()
@@ -383,20 +383,14 @@ def _write_batches(session: _C.SaveSession, records: Sequence[_Record], planner:
             pending.result()
 
 
-def _prepared(session: _C.SaveSession, first: int, batch: list[torch.Tensor]) -> Callable[[], None]:
+def _prepared(session: _C.SaveSession, batch: list[torch.Tensor]) -> Callable[[], None]:
     """What writes a batch, whose copies on the device are in order after what the caller enqueued."""
-    payloads = [(first + i, t.data_ptr(), t.numel() * t.element_size()) for i, t in enumerate(batch)]
+    payloads = [(t.data_ptr(), t.numel() * t.element_size()) for t in batch]
     device = batch[0].device
-    engine = None
-    if device.type != "cpu":
-        engine = cuda_engine.engine_for(device)
-        engine.order_after_caller()
+    engine = None if device.type == "cpu" else cuda_engine.engine_for(device)
 
     def write() -> None:
-        if engine is None:
-            session.write_payloads(payloads)
-        else:
-            session.write_payloads(payloads, device=device.index, engine=engine)
+        session.write_payloads(payloads, engine=engine)
         batch.clear()  # kept until here
 
     return write

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Optional
 
-from tensorizer._files.together import write_bytes
+from tensorizer._io.whole_file import WholeFile
 from tensorizer.integrations._hf.place import Place, RemotePlace, is_weight
 
 __all__ = ["CachedRepo", "is_repo_id", "open_repo", "parse_uri"]
@@ -87,7 +87,8 @@ def _note_revision(repo: str, revision: str, commit: str) -> None:
     if folder.resolve() not in path.resolve().parents:
         raise ValueError(f"{repo}: wanted the name of a branch or tag as revision, found {revision!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(str(path), commit.encode())
+    with WholeFile(str(path)) as file:
+        file.append(commit.encode())
 
 
 def _cached(huggingface_hub: Any, repo: str, revision: Optional[str], cache: bool) -> Place:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from tensorizer._files.convert import convert
-from tensorizer._files.together import write_bytes
 from tensorizer._io.uri import scheme_of
+from tensorizer._io.whole_file import WholeFile
 from tensorizer._load.fit import shown
 from tensorizer._save.modules import walk_module
 from tensorizer.errors import UnsupportedContentError
@@ -116,7 +116,8 @@ class _Target:
         for name in names:
             if not self.remote:
                 os.makedirs(os.path.dirname(self.join(name)), exist_ok=True)
-            write_bytes(self.join(name), (self.staging / name).read_bytes(), self.options.stream_options)
+            with WholeFile(self.join(name), self.options.stream_options) as file:
+                file.append((self.staging / name).read_bytes())
 
     def _remove_stale(self) -> None:
         for name in self._weights:
