@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tensorizer import cli as cli
     from tensorizer import cuda as cuda
     from tensorizer import deserializer as deserializer
+    from tensorizer import distributed as distributed
     from tensorizer import encryption as encryption
     from tensorizer import errors as errors
     from tensorizer import integrations as integrations
@@ -121,8 +122,8 @@ _DEFINED_IN = {
 # Submodules that are attributes without being imported first.
 _SUBMODULES = frozenset(
     {
-        "cli", "cuda", "deserializer", "encryption", "errors", "integrations", "legacy", "module_tree", "progress",
-        "protobuf", "s3", "serialization", "serializer", "stream_io", "tensors_pb2", "torch", "torch_compat", "utils",
+        "cli", "cuda", "deserializer", "distributed", "encryption", "errors", "integrations", "legacy", "module_tree",
+        "progress", "protobuf", "s3", "serialization", "serializer", "stream_io", "tensors_pb2", "torch", "torch_compat", "utils",
     }
 )  # fmt: skip
 

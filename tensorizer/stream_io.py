@@ -194,6 +194,8 @@ def open_stream(
         )
     if scheme == "s3":
         _require_mode(mode, _S3_MODES, scheme)
+        # Tools that record local variables show these as <hidden>.
+        s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
         options = _s3_options(
             s3_access_key_id,
             s3_secret_access_key,
@@ -236,7 +238,6 @@ def _s3_options(
     s3_extra_args: Optional[Mapping[str, Mapping[str, Any]]] = None,
     memory_budget: Optional[int] = None,
 ) -> S3Options:
-    # Tools that record local variables show these as <hidden>.
     s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
     return S3Options(
         access_key_id=s3_access_key_id,

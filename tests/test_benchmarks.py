@@ -169,7 +169,7 @@ class TestReport:
 def test_every_case_is_measured_on_us_and_against_somebody() -> None:
     for case in CASES:
         names = [c.name for c in CONTENDERS if case.takes(c)]
-        assert "ours" in names
+        assert any(name.split("-")[0] == "ours" for name in names), case.name
         assert len(names) > 1, case.name
         assert all(goal.versus is None or goal.versus in names for goal in case.goals), case.name
 

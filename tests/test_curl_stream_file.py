@@ -368,7 +368,8 @@ def test_a_failed_constructor_leaves_nothing(server):
 def test_forks_share_connections_and_have_their_own_range(server, stream):
     stream.read(10)
     requests = len(server.requests)
-    assert server.connections_seen == 1
+    connections = server.connections_seen
+    assert connections == 2  # one that opened the object, one for what goes straight from the socket
     with stream._fork(0, 100) as fork, stream._fork(4000, 4096) as other:
         assert fork.read() == CONTENT[:100]
         assert other.read(50) == CONTENT[4000:4050]
@@ -379,7 +380,7 @@ def test_forks_share_connections_and_have_their_own_range(server, stream):
     last = stream._fork(200_000)
     stream.close()
     assert last.read() == CONTENT[200_000:]
-    assert server.connections_seen == 1
+    assert server.connections_seen == connections
     last.close()
 
 

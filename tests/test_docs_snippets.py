@@ -143,7 +143,7 @@ def test_links_within_the_repository_lead_somewhere(path):
 
 def named_in_the_tree(block: str):
     """(line, path) of every file and folder that the tree of folders in architecture.md names."""
-    base = folder = ROOT
+    base = folder = inner = ROOT
     for line in block.splitlines():
         indent = len(line) - len(line.lstrip())
         head = re.match(r"\s*([\w./]+/|(?:\w+\.py +)*\w+\.py)", line)
@@ -154,8 +154,13 @@ def named_in_the_tree(block: str):
             folder = base / names[0] if names[0].endswith("/") else base
             for name in names:
                 yield line, base / name
+            inner = folder  # the last folder below it that was named
         for name in re.findall(r"\b(\w+\.py|\w+/)(?=[ :,;)]|$)", line[head.end() if head and indent < 3 else 0 :]):
-            yield line, folder / name
+            if name.endswith("/"):
+                inner = folder / name
+                yield line, inner
+            else:
+                yield line, folder / name if (folder / name).exists() else inner / name
 
 
 def test_every_file_that_the_architecture_names_exists():

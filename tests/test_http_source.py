@@ -365,8 +365,8 @@ def test_tls_sessions_are_shared_by_connections_at_the_same_time(certificates):
         source = _C.HttpSource.open(server.url, native)
         server.default = Reply(delay=0.05)
         read_in_threads(source, [(10_000 + i, 1000) for i in range(40)], 8)
-        # OpenSSL gives a session up whose connection did not end in order, so some may be missing.
-        assert server.resumed.count(True) > len(server.resumed) / 2
+        # OpenSSL gives a session up whose connection did not end in order, so some may be missing; without sharing all.
+        assert server.resumed.count(True) >= len(server.resumed) / 4
 
 
 def test_tls_sessions_are_not_shared_where_trust_differs(certificates):

@@ -19,7 +19,7 @@ using Pages = std::unique_ptr<std::byte[], UnmapPages>;
 Pages allocate_pages(size_t nbytes);
 
 // Makes private anonymous memory zero. Whole pages go back to the system, which clears them before
-// anybody sees them again, and takes a hundredth of the time of writing them.
+// anybody sees them again.
 void clear_pages(std::span<std::byte> memory) noexcept;
 
 }  // namespace tensorizer

@@ -55,10 +55,7 @@ class Weights(NamedTuple):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All tensors in host memory, with the dtypes that are stored."""
         if self.pickled:
-            tensors: dict[str, torch.Tensor] = {}
-            for path in self.source:
-                tensors.update(read_pickled(path)[0])
-            return tensors
+            return read_pickled(self.source)[0]
         return load_file(
             self.source,
             verify=self.options.verify,
