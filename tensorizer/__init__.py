@@ -123,7 +123,8 @@ _DEFINED_IN = {
 _SUBMODULES = frozenset(
     {
         "cli", "cuda", "deserializer", "distributed", "encryption", "errors", "integrations", "legacy", "module_tree",
-        "progress", "protobuf", "s3", "serialization", "serializer", "stream_io", "tensors_pb2", "torch", "torch_compat", "utils",
+        "progress", "protobuf", "s3", "serialization", "serializer", "stream_io", "tensors_pb2",
+        "torch", "torch_compat", "utils",
     }
 )  # fmt: skip
 

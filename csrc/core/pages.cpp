@@ -26,6 +26,7 @@ Pages allocate_pages(size_t nbytes) {
 }
 
 void clear_pages(std::span<std::byte> memory) noexcept {
+  if (memory.empty()) return;
   const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uintptr_t>(memory.data());
   const uint64_t head = std::min<uint64_t>(align_up(address, page) - address, memory.size());
@@ -33,7 +34,7 @@ void clear_pages(std::span<std::byte> memory) noexcept {
       memory.subspan(head).first(align_down(memory.size() - head, page));
   const std::span<std::byte> tail = memory.subspan(head + whole.size());
   explicit_bzero(memory.data(), head);
-  explicit_bzero(tail.data(), tail.size());
+  if (!tail.empty()) explicit_bzero(tail.data(), tail.size());
   // Refused for locked memory, for one.
   if (!whole.empty() && madvise(whole.data(), whole.size(), MADV_DONTNEED) != 0)
     explicit_bzero(whole.data(), whole.size());

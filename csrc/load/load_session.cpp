@@ -7,6 +7,7 @@
 #include "core/pages.h"
 #include "core/run_units.h"
 #include "core/threads.h"
+#include "crypto/chunked_box.h"
 #include "digest/deal.h"
 #include "format/safetensors.h"
 #include "load/changed_source.h"
@@ -153,7 +154,7 @@ void LoadSession::run_workers(const std::stop_token& stop) {
 }
 
 // Only what a worker may have filled: touching the rest would cost its memory and its time. Nobody
-// can stop this, so it must be short: pages are given back, not written.
+// can stop this, so it must be short: pages of ours are given back, not written.
 void LoadSession::wipe_destinations() noexcept {
   if (job_.options.engine != nullptr) {
     wipe_on_device();
@@ -165,7 +166,12 @@ void LoadSession::wipe_destinations() noexcept {
     for (size_t i = next++; i < begun; i = next++) {
       for (const Piece& piece : job_.plan.pieces_of(job_.plan.units[i])) {
         const device::DeviceRange range = filled_by(piece);
-        clear_pages({range.device_address, range.nbytes});
+        const std::span<std::byte> bytes(range.device_address, range.nbytes);
+        if (job_.targets[piece.target].destination.owner) {
+          clear_pages(bytes);
+        } else {
+          crypto::wipe(bytes);  // the caller's, which may be shared memory
+        }
       }
     }
   };

@@ -173,7 +173,6 @@ bool DirectRead::knows(const ResponseHead& head) {
 DirectRead::DirectRead(CurlLane& lane, const HttpOptions& options, const HttpRequest& request,
                        Accept accept, ScatterCursor& into, HttpCounters& counters)
     : lane_(lane),
-      options_(options),
       accept_(std::move(accept)),
       into_(into),
       counters_(counters),

@@ -66,7 +66,6 @@ class DirectRead {
   Outcome wait_for(short events);
 
   CurlLane& lane_;
-  const HttpOptions& options_;
   Accept accept_;
   ScatterCursor& into_;
   HttpCounters& counters_;
