@@ -142,7 +142,7 @@ def kill_one_rank_of_two(folder: Path) -> None:
             try:
                 save(here, 2, rank)
             except BaseException:
-                assert time.monotonic() - begun < 20
+                assert time.monotonic() - begun < 60  # not until a time limit of gloo
                 raise
 
         run_ranks(2, first)
@@ -170,7 +170,7 @@ def fail_on_one_rank(folder: Path) -> None:
         error = error_of(lambda: save(folder, 2, rank))
         assert list(error.failures) == [1], error
         assert "No space left" in str(error)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 60  # not until a time limit of gloo
         writer_module._write_batches = original
         dist.barrier()
         assert not [path for path in folder.iterdir() if path.name.endswith(".tmp")]

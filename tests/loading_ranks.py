@@ -52,7 +52,7 @@ def raised(kind: type, text: str, call, *arguments, **options) -> None:
     begin = time.monotonic()
     with pytest.raises(kind, match=text):
         call(*arguments, **options)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60  # not until a time limit of gloo
     dist.barrier()
 
 
