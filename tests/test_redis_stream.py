@@ -384,7 +384,7 @@ class TestTls:
         started = time.monotonic()
         with pytest.raises(StreamError):
             RedisStreamFile(f"rediss://127.0.0.1:{server.port}/p", connect_timeout=2, retries=0)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 class Proxy:
@@ -480,7 +480,7 @@ class TestNetwork:
         started = time.monotonic()
         with pytest.raises(StreamError, match=r"closed the connection|reset"):
             RedisStreamFile(f"redis://127.0.0.1:{proxy.port}/ends", retries=2).read()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
         assert proxy.connections == 3
 
     def test_a_silent_server_is_given_up_after_the_stall_timeout(self, proxied):
@@ -536,7 +536,7 @@ class TestNetwork:
         with pytest.raises(KeyboardInterrupt):
             RedisStreamFile(f"redis://127.0.0.1:{proxy.port}/p")
         timer.join()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
     def test_nothing_is_left_behind(self, server):
         store(server.client(), "left", [0, 10], random_bytes(100_000))

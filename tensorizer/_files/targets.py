@@ -12,15 +12,13 @@ from typing import Any, Optional
 
 import torch
 
-from tensorizer import _C
-from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._files.contents import Content
 from tensorizer._format import dtypes
 from tensorizer._format.names import Name, path_of
 from tensorizer._format.payloads import contiguous
 from tensorizer._format.safetensors import HeaderEntry, header_bytes
-from tensorizer._io.sinks import open_sink
 from tensorizer._io.whole_file import WholeFile
+from tensorizer._save.one_call import written_in_one_call
 
 __all__ = ["Write", "safetensors_target", "tensors_target"]
 
@@ -73,46 +71,30 @@ def tensors_target(
     stream_options: Optional[Mapping[str, Any]],
 ) -> Iterator[Write]:
     """A ``.tensors`` file, written by one call of the extension's session, so that it appears whole."""
-    check_encryption(encryption)
-    key, derivation = encryption_key(encryption)
     tied = [(path_of(alias), path_of(kept), False) for alias, kept in ties.items()]
     tied += [(path_of(alias), path_of(kept), True) for alias, kept in stored_ties.items()]
-    opened = open_sink(target, True, stream_options)
-    try:
-        session = _C.SaveSession(
-            opened.sink,
-            opened.start,
-            crc32="crc32" in hashes and key is None,
-            sha256="sha256" in hashes,
-            key=key,
-            derivation=derivation,
-            metadata=list(metadata.items()),
-        )
-        try:
-            session.begin_call([_described(item) for item in items], False, tied)
-            written = 0
+    records = [_described(item) for item in items]
+    with written_in_one_call(
+        target,
+        records,
+        tied,
+        hashes=hashes,
+        encryption=encryption,
+        metadata=metadata,
+        stream_options=stream_options,
+    ) as session:
+        written = 0
 
-            def write(tensors: Sequence[torch.Tensor]) -> None:
-                nonlocal written
-                payloads = []
-                for item, tensor in zip(items[written : written + len(tensors)], tensors):
-                    empty = item.without_data or tensor.numel() == 0
-                    payloads.append((0 if empty else tensor.data_ptr(), 0 if empty else item.nbytes))
-                    written += 1
-                session.write_payloads(payloads)
+        def write(tensors: Sequence[torch.Tensor]) -> None:
+            nonlocal written
+            payloads = []
+            for item, tensor in zip(items[written : written + len(tensors)], tensors):
+                empty = item.without_data or tensor.numel() == 0
+                payloads.append((0 if empty else tensor.data_ptr(), 0 if empty else item.nbytes))
+                written += 1
+            session.write_payloads(payloads)
 
-            yield write
-            session.finish_call()
-            session.finish()
-        except BaseException:
-            with contextlib.suppress(Exception):  # the exception that is on its way tells more
-                session.abandon()
-            raise
-    except BaseException:
-        with contextlib.suppress(Exception):
-            opened.discard()
-        raise
-    opened.close()
+        yield write
 
 
 def _described(item: Content) -> tuple[Any, ...]:

@@ -5,8 +5,13 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdlib>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "device/cuda/cuda_copy.h"
@@ -61,6 +66,30 @@ inline const FakeDriver& fake() {
   static const FakeDriver driver;
   return driver;
 }
+
+// Work on a caller's stream that ends when this goes, or after a minute for a test that waits for
+// it.
+class HeldStream {
+ public:
+  explicit HeldStream(void* stream, int device = 0) { fake().hold(stream, device); }
+  HeldStream(const HeldStream&) = delete;
+  HeldStream& operator=(const HeldStream&) = delete;
+  ~HeldStream() { fake().let_go(); }
+
+  bool still_held() const { return !gave_up_; }
+
+ private:
+  std::atomic<bool> gave_up_{false};
+  std::jthread watch_{[this](const std::stop_token& stop) {
+    std::mutex mutex;
+    std::unique_lock lock(mutex);
+    std::condition_variable_any never;
+    if (never.wait_for(lock, stop, std::chrono::minutes(1), [] { return false; })) return;
+    if (stop.stop_requested()) return;
+    gave_up_ = true;
+    fake().let_go();
+  }};
+};
 
 // Device memory of a caller, at rest when it is made and when it goes.
 class DeviceMemory {

@@ -42,6 +42,11 @@ struct Store {
   std::chrono::milliseconds delay{0};
   std::atomic<bool> hang{false};  // uploads wait for their stop
   int hang_below = 0;             // uploads wait until so many ran at the same time
+
+  bool is_uploading() {
+    const std::lock_guard lock(mutex);
+    return running > 0;
+  }
 };
 
 class FakeTransport final : public MultipartTransport {
@@ -460,7 +465,8 @@ TEST_F(MultipartSinkTest, AStopEndsWaitingWritersAndFinish) {
     sink->reserve(data.size());
     std::stop_source source;
     std::thread later([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      for (int i = 0; i < 30'000 && !store_.is_uploading(); ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
       source.request_stop();
     });
     const uint64_t end = finishing ? 8 * kPart : data.size();

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
@@ -10,13 +9,12 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from tensorizer import _C
-from tensorizer._crypto.keys import check_decryption, check_encryption, encryption_key
+from tensorizer._crypto.keys import check_decryption, check_encryption
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import TensorType
 from tensorizer._io.file_types import TargetArgument
-from tensorizer._io.sinks import open_sink
 from tensorizer._save.hashes import HASH_NAMES, check_hashes
+from tensorizer._save.one_call import written_in_one_call
 from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike
@@ -94,34 +92,19 @@ def consolidate(
     chosen = check_hashes(hashes, encrypted=encryption is not None)
     with CheckpointFiles(folder, verify=verify_hash, encryption=decryption, max_workers=max_workers) as files:
         values, left_out = _values(markers, files)
-        key, derivation = encryption_key(encryption)
-        opened = open_sink(target, True, stream_options)
-        session = _C.SaveSession(
-            opened.sink,
-            opened.start,
-            crc32="crc32" in chosen,
-            sha256="sha256" in chosen,
+        with written_in_one_call(
+            target,
+            [tensor.describe() for tensor in tensors],
+            hashes=chosen,
+            encryption=encryption,
+            metadata={VALUES_KEY: json.dumps(values)} if values else {},
             max_workers=max_workers,
-            key=key,
-            derivation=derivation,
-            metadata=[(VALUES_KEY, json.dumps(values))] if values else [],
-        )
-        try:
-            session.begin_call([tensor.describe() for tensor in tensors], False)
+            stream_options=stream_options,
+        ) as session:
             for batch in _batches(tensors):
                 data = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in batch]
                 files.read(want for tensor, whole in zip(batch, data) for want in tensor.parts_of(whole))
                 session.write_payloads([(t.data_ptr() if t.numel() else 0, t.nbytes) for t in data])
-            session.finish_call()
-            session.finish()
-        except BaseException:
-            with contextlib.suppress(Exception):  # the first failure tells more
-                session.abort_call()
-                session.abandon()
-            with contextlib.suppress(Exception):
-                opened.discard()
-            raise
-        opened.close()
     return ConsolidationReport(len(tensors), sum(tensor.nbytes for tensor in tensors), tuple(left_out))
 
 

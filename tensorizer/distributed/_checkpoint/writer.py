@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import os
@@ -18,11 +17,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tensorizer import _C
-from tensorizer._crypto.keys import check_encryption, encryption_key
+from tensorizer._crypto.keys import check_encryption
 from tensorizer._format.entries import TensorType
 from tensorizer._format.payloads import contiguous, stored_dtype
-from tensorizer._io.sinks import open_sink
 from tensorizer._save.hashes import check_hashes
+from tensorizer._save.one_call import written_in_one_call
 from tensorizer._system import cuda_engine
 from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._checkpoint import marker as markers
@@ -252,32 +251,17 @@ class TensorizerWriter(StorageWriter):
     def _write_file(self, rank: int, records: Sequence[_Record], planner: SavePlanner) -> list[WriteResult]:
         folder, name = self._folder(), data_file_name(rank)
         params = self._encryption() if callable(self._encryption) else self._encryption
-        check_encryption(params)
-        key, derivation = encryption_key(params)
-        opened = open_sink(folder.join(name), self._fsync, self._stream_options)
-        session = _C.SaveSession(
-            opened.sink,
-            opened.start,
-            crc32="crc32" in self._hashes,
-            sha256="sha256" in self._hashes,
+        with written_in_one_call(
+            folder.join(name),
+            [record.describe() for record in records],
+            hashes=self._hashes,
+            encryption=params,
             max_workers=self._max_workers,
-            key=key,
-            derivation=derivation,
-        )
-        try:
-            session.begin_call([record.describe() for record in records], False)
+            fsync=self._fsync,
+            stream_options=self._stream_options,
+        ) as session:
             _write_batches(session, records, planner)
             facts = session.records()
-            session.finish_call()
-            session.finish()
-        except BaseException:
-            with contextlib.suppress(Exception):  # the first failure tells more
-                session.abort_call()
-                session.abandon()
-            with contextlib.suppress(Exception):
-                opened.discard()
-            raise
-        opened.close()
         file = SavedFile(name, folder.nbytes(name))
         return [
             WriteResult(
