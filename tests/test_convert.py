@@ -372,9 +372,9 @@ def test_a_disk_without_room_leaves_what_was_there(tmp_path):
     assert all((tmp_path / "out" / name).read_bytes() == b"old" for name in names)
 
 
-def large_file(path, nbytes):
-    """A canonical ``.safetensors`` file of tensors of 24 MiB, written without holding it in memory."""
-    each = 24 * MIB
+def large_file(path, nbytes, tensors=None):
+    """A canonical ``.safetensors`` file of so many tensors, of 24 MiB each by default, written without holding it."""
+    each = 24 * MIB if tensors is None else nbytes // tensors
     names = [f"layers.{i:03}.weight" for i in range(nbytes // each)]
     header = {
         name: {"dtype": "F16", "shape": [each // 2048, 1024], "data_offsets": [i * each, (i + 1) * each]}
@@ -399,9 +399,9 @@ def sha256(path):
     return digest.hexdigest()
 
 
-def convert_there_and_back(folder, nbytes):
+def convert_there_and_back(folder, nbytes, tensors=None):
     """Bytes above what was resident before, at most, while a file goes to ``.tensors`` and back."""
-    source = large_file(folder / "m.safetensors", nbytes)
+    source = large_file(folder / "m.safetensors", nbytes, tensors)
     with memory.peak_growth() as growth:
         there = tensorizer.convert(source, folder / "m.tensors")
         back = tensorizer.convert(folder / "m.tensors", folder / "again.safetensors", keep_order=True)
@@ -415,6 +415,11 @@ def convert_there_and_back(folder, nbytes):
 @pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here")
 def test_a_conversion_needs_memory_for_a_few_batches_and_not_for_the_file(tmp_path):
     assert convert_there_and_back(tmp_path, 312 * MIB) < 220 * MIB
+
+
+@pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here")
+def test_a_conversion_of_large_tensors_holds_one_of_them_at_a_time(tmp_path):
+    assert convert_there_and_back(tmp_path, 480 * MIB, tensors=3) < 260 * MIB
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,6 +27,10 @@ from tensorizer.progress import ProgressArgument, progress_reporter
 __all__ = ["Plan", "WriteOptions", "file_in_folder", "format_of", "write_contents"]
 
 FORMATS = ("tensors", "safetensors")
+
+#: A batch is read while the one before is written as long as both need no more: four times the usual batch, since single
+#: tensors of large models are larger than a batch, and still most of the memory of a conversion.
+_AHEAD_NBYTES = 256 << 20
 TIES = ("once", "twice", "error")
 
 
@@ -269,24 +274,30 @@ class _Run:
             if self._options.check:
                 crcs += _C.crc32_of([_memory(tensor) for tensor in tensors])
             write(tensors)
+            del tensors  # before the next ones are waited for
             self._note(sum(item.nbytes for item in batch))
         return crcs
 
     def _read_ahead(self, items: Sequence[Content]) -> Iterator[tuple[Sequence[Content], list[torch.Tensor]]]:
-        """Batch by batch; the next one is read while the caller has the one before."""
+        """Batch by batch; the next one is read while the caller has the one before, where memory for both is little."""
 
         def read(batch: Sequence[Content]) -> tuple[Sequence[Content], list[torch.Tensor]]:
             return batch, [tensor.to(item.dtype) for item, tensor in zip(batch, self._contents.read(batch))]
 
         with concurrent.futures.ThreadPoolExecutor(1, "tensorizer-convert") as reader:
-            ahead: Optional[concurrent.futures.Future[tuple[Sequence[Content], list[torch.Tensor]]]] = None
+            ahead: collections.deque[concurrent.futures.Future[tuple[Sequence[Content], list[torch.Tensor]]]]
+            ahead = collections.deque()
+            nbytes_ahead = 0
             for batch in batches(items):
-                following = reader.submit(read, batch)
-                if ahead is not None:
-                    yield ahead.result()
-                ahead = following
-            if ahead is not None:
-                yield ahead.result()
+                nbytes = sum(item.nbytes for item in batch)
+                if ahead and nbytes_ahead + nbytes > _AHEAD_NBYTES:
+                    yield ahead.popleft().result()
+                ahead.append(reader.submit(read, batch))
+                nbytes_ahead = nbytes
+                if len(ahead) > 1:
+                    yield ahead.popleft().result()
+            if ahead:
+                yield ahead.popleft().result()
 
     def _check_target(self, target: str, items: Sequence[Content], crcs: Sequence[int]) -> None:
         """Reads the target back."""
@@ -303,6 +314,7 @@ class _Run:
                             f"{file.label}: tensor {name_text(items[i].name)!r}: "
                             f"wanted CRC-32 {crcs[i]:08x}, as read from the source, found {crc:08x}"
                         )
+                del tensors  # before the next ones are read
                 self._note(sum(items[i].nbytes for i in entries))
 
     def _note(self, nbytes: int) -> None:
