@@ -378,6 +378,52 @@ def test_encrypted_and_verified_weights(tmp_path):
         from_pretrained(None, tmp_path / "library", verify=True)
 
 
+def mapped_bytes(path):
+    """The addresses at which a file is mapped."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines if line[-1] == str(path)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs the list of mappings")
+def test_mapped_models_are_views_of_the_file_and_leave_it_alone(tmp_path):
+    model = tiny_models.llama(tie_word_embeddings=False)
+    save_pretrained(model, tmp_path / "tensors")
+    model.save_pretrained(tmp_path / "safetensors")
+    for folder in (tmp_path / "tensors", tmp_path / "safetensors"):
+        [file] = folder.glob("model.*")
+        before = file.read_bytes()
+        mapped = from_pretrained(None, folder, mmap=True)
+        assert_as_the_library(mapped, from_pretrained(None, folder), file.name)
+        places = mapped_bytes(file)
+        assert all(any(p.data_ptr() in place for place in places) for p in mapped.parameters()), file.name
+        with torch.no_grad():
+            mapped.lm_head.weight.zero_()
+        assert file.read_bytes() == before, file.name
+        half = from_pretrained(None, folder, mmap=True, dtype=torch.float16)  # what is converted is a copy
+        assert_as_the_library(half, from_pretrained(None, folder, dtype=torch.float16), file.name)
+
+
+def test_what_cannot_be_mapped_says_so(tmp_path):
+    model = tiny_models.llama()
+    encryption = EncryptionParams.random()
+    save_pretrained(model, tmp_path / "encrypted", encryption=encryption)
+    save_pretrained(model, tmp_path / "plain")
+    model.save_pretrained(tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+    key = DecryptionParams.from_key(encryption.key)
+    for folder, words, options in (
+        ("encrypted", "cannot be mapped", {"encryption": key}),
+        ("pickled", "cannot be mapped", {"allow_pickle": True}),
+        ("plain", "on the CPU", {"device": "cuda"}),
+        ("plain", "on the CPU", {"device_map": "auto"}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            from_pretrained(None, tmp_path / folder, mmap=True, **options)
+    with serve_folder(tmp_path / "plain") as server, pytest.raises(ValueError, match="cannot be mapped"):
+        from_pretrained(None, server, mmap=True)
+
+
 def test_damaged_weights_are_an_error(tmp_path):
     save_pretrained(tiny_models.llama(), tmp_path)
     path = tmp_path / "model.tensors"

@@ -64,7 +64,7 @@ CASES = (
         "from_pretrained of a language model, page cache hot",
         "from_pretrained",
         lambda bench: pretrained(bench, hot=True),
-        goals=(Goal("transformers", at_least=3.0),),
+        goals=(Goal("transformers", at_least=3.0), Goal("transformers", at_least=3.0, who="ours-mapped")),
     ),
     Case(
         "pretrained-cold",

@@ -11,6 +11,7 @@ from benchmarks.contenders.link import Link
 from benchmarks.contenders.machine import Machine
 from benchmarks.contenders.ours import Ours
 from benchmarks.contenders.ours_kernel import KERNELS, OursKernel, OursLibsodium
+from benchmarks.contenders.ours_mapped import OursMapped
 from benchmarks.contenders.ours_safetensors import OursSafetensors
 from benchmarks.contenders.reference import Reference, ReferenceReaders
 from benchmarks.contenders.runai_streamer import RunaiStreamer
@@ -24,6 +25,7 @@ from benchmarks.contenders.transformers_model import Transformers
 CONTENDERS: tuple[Contender, ...] = (
     Ours(),
     OursSafetensors(),
+    OursMapped(),
     *(OursKernel(kernel) for kernel in KERNELS),
     OursLibsodium(),
     Reference(),

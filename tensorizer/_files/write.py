@@ -28,8 +28,8 @@ __all__ = ["Plan", "WriteOptions", "file_in_folder", "format_of", "write_content
 
 FORMATS = ("tensors", "safetensors")
 
-#: A batch is read while the one before is written as long as both need no more: four times the usual batch, since single
-#: tensors of large models are larger than a batch, and still most of the memory of a conversion.
+#: A batch is read while the one before is written as long as both need no more: four times the usual batch, since
+#: single tensors of large models are larger than a batch.
 _AHEAD_NBYTES = 256 << 20
 TIES = ("once", "twice", "error")
 

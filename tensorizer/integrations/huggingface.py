@@ -112,6 +112,7 @@ def from_pretrained(
     token: Any = None,
     allow_pickle: bool = False,
     allow_plaintext_temp: bool = False,
+    mmap: bool = False,
     output_loading_info: bool = False,
     stream_options: StreamOptions = None,
     **model_kwargs: Any,
@@ -146,6 +147,9 @@ def from_pretrained(
         allow_pickle: Reads ``.bin`` files where there is nothing else, by ``torch.load(weights_only=True)``.
         allow_plaintext_temp: Lets encrypted weights be decrypted to a private temporary file, where the library reads
             nothing else.
+        mmap: Makes the tensors copy-on-write views of local, unencrypted weights, as the libraries do on the CPU: the
+            model is there at once, and its pages are read when they are first used. A file that is written to meanwhile
+            changes the model; files that are replaced do not. Not by default, for that reason.
         output_loading_info: Gives ``(model, info)``, with the information of the library.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
         **model_kwargs: What else the library's ``from_pretrained`` takes; members of the configuration override it.
@@ -154,7 +158,8 @@ def from_pretrained(
         FileNotFoundError: No such folder, repository or revision, or no weights in it.
         LoadError: With `strict`, tensors are missing or unexpected.
         ValueError: No class is named or known, or its code is in the repository; ``trust_remote_code=True``; weights
-            that only `allow_pickle` or `allow_plaintext_temp` would load; ``output_loading_info`` of something that has
+            that only `allow_pickle` or `allow_plaintext_temp` would load; `mmap` with another device than the CPU or a
+            device map, or of what is encrypted, pickled or not local; ``output_loading_info`` of something that has
             none.
         VerificationError, CryptographyError, FormatError, OSError: The files, as for
             :class:`tensorizer.TensorDeserializer`.
@@ -167,6 +172,8 @@ def from_pretrained(
     from tensorizer.integrations._hf.opening import open_place
     from tensorizer.integrations._hf.options import LoadOptions
 
+    if mmap and (device_map is not None or torch.device(device or "cpu").type != "cpu"):
+        raise ValueError("mmap: views of a file are on the CPU; wanted no device= and no device_map=")
     options = LoadOptions(
         dtype=dtype,
         device=device,
@@ -180,6 +187,7 @@ def from_pretrained(
         variant=variant,
         allow_pickle=allow_pickle,
         allow_plaintext_temp=allow_plaintext_temp,
+        mmap=mmap,
         model_kwargs=model_kwargs,
     )
 

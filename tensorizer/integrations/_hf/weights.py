@@ -48,6 +48,7 @@ class Weights(NamedTuple):
             dtype,
             lazy_load=True,
             verify_hash=self.options.verify,
+            mmap=self.options.mmap,
             encryption=self.options.encryption,
             stream_options=self.place.stream_options,
         )
@@ -60,6 +61,7 @@ class Weights(NamedTuple):
             self.source,
             verify=self.options.verify,
             encryption=self.options.encryption,
+            mmap=self.options.mmap,
             stream_options=self.place.stream_options,
         )
 
@@ -97,6 +99,8 @@ def find_weights(place: Place, stem: str, options: LoadOptions) -> Weights:
                 f"{place.label}: only {name} holds the weights, a pickle; allow_pickle=True reads it (weights only, "
                 "nothing in it is run)"
             )
+        if options.mmap:
+            raise ValueError(f"{place.label}: mmap: {name} is a pickle, which cannot be mapped")
         return Weights(tuple(_pickled_files(place, name)), True, place, options)
     raise FileNotFoundError(f"{place.label}: wanted {', '.join(tried)}, found none of them")
 
