@@ -87,13 +87,12 @@ std::optional<HttpHeaderList> fields_of(const HttpOptions& options, const HttpRe
 }
 
 std::string request_text(const HttpOptions& options, const HttpRequest& request,
-                         const HostAndPath& target) {
+                         const HostAndPath& target, const HttpHeaderList& fields) {
   std::string text =
       "GET " + target.path + " HTTP/1.1\r\nHost: " + target.host_header +
       "\r\nUser-Agent: " + options.user_agent +
       "\r\nAccept: */*\r\nAccept-Encoding: identity\r\nRange: bytes=" + request.range + "\r\n";
   for (const std::string& line : request.header_lines) text += line + "\r\n";
-  const HttpHeaderList fields = fields_of(options, request).value_or(HttpHeaderList());
   for (const auto& [name, value] : fields) {
     text += name;
     text += value.empty() ? ":" : ": ";
@@ -157,27 +156,36 @@ ConnectOptions connect_options(const HttpOptions& options, const HostAndPath& ta
 
 }  // namespace
 
-bool DirectRead::fits(const HttpOptions& options, const HttpRequest& request) {
+std::unique_ptr<DirectRead> DirectRead::begin(CurlLane& lane, const HttpOptions& options,
+                                              const HttpRequest& request, Accept accept,
+                                              ScatterCursor& into, HttpCounters& counters) {
   const HttpUrl& url = *request.url;
-  return !url.is_https() && options.version != HttpVersion::http2 && !request.body &&
-         !request.range.empty() && !(request.send_credentials && url.has_credentials()) &&
-         is_one_line(options.user_agent) && !options.user_agent.empty() &&
-         options.proxy.value_or("").empty() && fields_of(options, request) &&
-         taken_apart(url.text());
+  if (url.is_https() || options.version == HttpVersion::http2 || request.body ||
+      request.range.empty() || (request.send_credentials && url.has_credentials()) ||
+      !is_one_line(options.user_agent) || options.user_agent.empty() ||
+      !options.proxy.value_or("").empty())
+    return nullptr;
+  const std::optional<HttpHeaderList> fields = fields_of(options, request);
+  const std::optional<HostAndPath> target = taken_apart(url.text());
+  if (!fields || !target) return nullptr;
+  return std::unique_ptr<DirectRead>(new DirectRead(
+      lane, options, connect_options(options, *target),
+      request_text(options, request, *target, *fields), std::move(accept), into, counters));
 }
 
 bool DirectRead::knows(const ResponseHead& head) {
   return head.status_line.starts_with("HTTP/1.1 ") && body_length(head);
 }
 
-DirectRead::DirectRead(CurlLane& lane, const HttpOptions& options, const HttpRequest& request,
-                       Accept accept, ScatterCursor& into, HttpCounters& counters)
+DirectRead::DirectRead(CurlLane& lane, const HttpOptions& options, ConnectOptions connect_options,
+                       std::string request_text, Accept accept, ScatterCursor& into,
+                       HttpCounters& counters)
     : lane_(lane),
       accept_(std::move(accept)),
       into_(into),
       counters_(counters),
-      connect_options_(connect_options(options, *taken_apart(request.url->text()))),
-      request_text_(request_text(options, request, *taken_apart(request.url->text()))),
+      connect_options_(std::move(connect_options)),
+      request_text_(std::move(request_text)),
       watch_(options) {
   counters_.requests.fetch_add(1, std::memory_order_relaxed);
   connect();

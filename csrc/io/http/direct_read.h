@@ -23,16 +23,17 @@ class DirectRead {
   // Called with the head of a 206. Throws HttpFailure to refuse it.
   using Accept = std::function<void(const ResponseHead&)>;
 
-  // Whether a request can be sent this way: http://, no proxy, no password, HTTP/1.1 allowed.
-  // Proxies of the environment are not looked for: HttpOptions::direct_nbytes rules it out there.
-  static bool fits(const HttpOptions& options, const HttpRequest& request);
+  // Begins a request; null where it cannot be sent this way: http://, no proxy, no password,
+  // HTTP/1.1 allowed. Proxies of the environment are not looked for: HttpOptions::direct_nbytes
+  // rules it out there. REQUIRES: `into` has room for the range; the lane, `into` and the counters
+  // outlive it.
+  static std::unique_ptr<DirectRead> begin(CurlLane& lane, const HttpOptions& options,
+                                           const HttpRequest& request, Accept accept,
+                                           ScatterCursor& into, HttpCounters& counters);
 
   // Whether a response is framed in a way that is understood here.
   static bool knows(const ResponseHead& head);
 
-  // REQUIRES: fits(). `into` has room for the range; all arguments outlive this.
-  DirectRead(CurlLane& lane, const HttpOptions& options, const HttpRequest& request, Accept accept,
-             ScatterCursor& into, HttpCounters& counters);
   // Ends a connection in the middle of a response.
   ~DirectRead();
   DirectRead(const DirectRead&) = delete;
@@ -48,6 +49,8 @@ class DirectRead {
  private:
   enum class Step { connect, send, head, error_body, body, over };
 
+  DirectRead(CurlLane& lane, const HttpOptions& options, ConnectOptions connect_options,
+             std::string request_text, Accept accept, ScatterCursor& into, HttpCounters& counters);
   void connect();
   bool take_connection();
   Outcome send_request();

@@ -48,8 +48,7 @@ class RangeFetch::Part final : public BodySink {
     HttpClient& client = fetch_.client_;
     const HttpRequest request{&target.url, target.is_home, range(), conditions(fetch_.known_),
                               target.headers.get()};
-    if (!DirectRead::fits(client.options, request)) return;
-    direct_ = std::make_unique<DirectRead>(
+    direct_ = DirectRead::begin(
         lane, client.options, request, [this](const ResponseHead& head) { accept(head); }, into_,
         client.counters);
   }
