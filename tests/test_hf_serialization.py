@@ -15,6 +15,7 @@ import transformers
 from servers import s3_server
 from servers.file_server import serve_folder
 
+import tensorizer.torch
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.integrations import huggingface
 from tensorizer.utils import no_init_or_tensor
@@ -219,6 +220,18 @@ def test_a_model_lives_in_a_bucket(bucket, language_model, example):
     assert loaded("abc")["input_ids"] == tiny_models.tokenizer()("abc")["input_ids"]
     assert example.exists(f"{out}/model.tensors")
     assert not example.exists(f"{out}/other.tensors")
+
+
+def test_a_later_save_into_a_bucket_is_the_one_that_loads(bucket, example):
+    out, options = f"{bucket}/again", example.stream_options()
+    model = tiny_models.llama()
+    for value, size in ((1.0, None), (2.0, "20KB"), (3.0, None), (4.0, "20KB")):
+        model.model.norm.weight.data.fill_(value)
+        huggingface.save_pretrained(model, out, max_shard_size=size, stream_options=options)
+        loaded = huggingface.from_pretrained(None, out, stream_options=options)
+        assert loaded.model.norm.weight[0] == value
+        tensors = tensorizer.torch.load_file(out, stream_options=options)
+        assert tensors["model.norm.weight"][0] == value
 
 
 def test_a_pipeline_lives_in_a_bucket(bucket, tmp_path, example):

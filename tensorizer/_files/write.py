@@ -14,6 +14,7 @@ import torch
 from tensorizer import _C
 from tensorizer._files.contents import Content, Contents, batches, cast
 from tensorizer._files.copy import check_target
+from tensorizer._files.older_forms import older_forms, remove_forms
 from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._files.targets import Write, safetensors_target, tensors_target
 from tensorizer._files.together import TogetherOrNot
@@ -67,29 +68,15 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tu
     files = names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
     for file in files:
         check_target(file, options.force, options.stream_options)
-    old = _older_form(target, files)
+    old = older_forms(target, files, options.stream_options)
     if old and not options.force:
         raise StreamExistsError(f"{old[0]} exists, of an older form of {target} (force removes it)")
     if not options.dry_run:
         total = plan.nbytes * (2 if options.check else 1)
         with progress_reporter(options.progress, total, "writing") as report:
             _Run(contents, plan, options, report).write(names)
-        for path in old:
-            os.unlink(path)
+        remove_forms(old, options.stream_options)
     return plan, files
-
-
-def _older_form(target: Any, files: Sequence[Any]) -> list[str]:
-    """What is left of the same local model written as one file, or in other shards: readers could take that instead."""
-    if not isinstance(target, (str, os.PathLike)) or "://" in str(target):
-        return []
-    path = os.fspath(target)
-    folder, name = os.path.split(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        return []
-    of_model = shards.names_of_model(name, os.listdir(folder))
-    written = {os.path.basename(file) for file in files if isinstance(file, (str, os.PathLike))}
-    return [os.path.join(folder, other) for other in of_model if other not in written]
 
 
 def file_in_folder(target: Any, format: Optional[str]) -> Any:

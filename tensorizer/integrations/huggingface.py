@@ -59,7 +59,8 @@ def save_pretrained(
 
     The configuration, the generation configuration and the tokenizer lie beside them, so that ``AutoConfig`` and
     ``AutoTokenizer`` open the folder; :func:`from_pretrained` opens all of it. A local file takes its name when it is
-    complete, the weights first; shards and the single file of an earlier save under the same name are removed.
+    complete, the weights first; shards and the single file of an earlier save under the same name are removed. In a
+    bucket the one that readers would try is; shards that no index names stay.
 
     Args:
         obj: A model of ``transformers`` or ``diffusers``, a ``PeftModel`` (its adapters alone), a pipeline, or a

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from tensorizer._files.convert import convert
+from tensorizer._files.older_forms import older_forms, remove_forms
 from tensorizer._io.uri import scheme_of
 from tensorizer._io.whole_file import WholeFile
 from tensorizer._load.fit import shown
@@ -82,14 +82,16 @@ class _Target:
         if self.options.max_shard_size is not None or listed != set(state):
             self.write_state(state, subfolder, stem, more)
             return
+        path, stream_options = self.join(self.weight_name(subfolder, stem)), self.options.stream_options
         save_model(
             model,
-            self.join(self.weight_name(subfolder, stem)),
+            path,
             {"format": "pt", **more, **self.options.metadata},
             ties=self.options.ties,
             encryption=self.options.encryption,
-            stream_options=self.options.stream_options,
+            stream_options=stream_options,
         )
+        remove_forms(older_forms(path, [path], stream_options), stream_options)
 
     def write_file(self, source: Path, subfolder: str, stem: str) -> None:
         """A file that a library has written, in the format of this one."""
@@ -105,37 +107,17 @@ class _Target:
         )
 
     def finish(self) -> None:
-        """Writes the small files, and removes what an earlier save under the same names left and this one replaced."""
+        """Writes the small files."""
         names = sorted(path.relative_to(self.staging).as_posix() for path in _files(self.staging))
         if any("/" in name for name in (*names, *self._weights)):
             text = json.dumps(sorted({*names, *self._weights}), indent=2) + "\n"
             (self.staging / MANIFEST).write_text(text, encoding="utf-8")
             names.append(MANIFEST)
-        if not self.remote:
-            self._remove_stale()
         for name in names:
             if not self.remote:
                 os.makedirs(os.path.dirname(self.join(name)), exist_ok=True)
             with WholeFile(self.join(name), self.options.stream_options) as file:
                 file.append((self.staging / name).read_bytes())
-
-    def _remove_stale(self) -> None:
-        for name in self._weights:
-            folder, file = os.path.split(self.join(name))
-            stem = re.escape(file[: -len(".tensors")])
-            index, single = os.path.join(folder, f"{file}.index.json"), os.path.join(folder, file)
-            present = {*os.listdir(folder)}
-            shards = {other for other in present if re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.tensors", other)}
-            if file in present and os.path.basename(index) in present:
-                newer_is_index = os.stat(index).st_mtime_ns >= os.stat(single).st_mtime_ns
-                os.unlink(single if newer_is_index else index)
-                present = {*os.listdir(folder)}
-            kept: set[str] = set()
-            if os.path.basename(index) in present:
-                with open(index, "rb") as stream:
-                    kept = set(json.load(stream)["weight_map"].values())
-            for other in shards - kept:
-                os.unlink(os.path.join(folder, other))
 
 
 def _files(folder: Path) -> Iterator[Path]:
