@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
 import os
 import pickle
@@ -190,6 +191,37 @@ def test_damage_is_named_and_never_becomes_a_tensor_where_it_is_verified(tmp_pat
     marker.write_bytes(text)
     assert td.is_complete(tmp_path / "one")
     load({name: torch.zeros(1000) for name in state}, tmp_path / "one", verify_hash=True)
+
+
+def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is_right(tmp_path):
+    save({"a": torch.arange(10.0), "b": torch.arange(6.0).view(2, 3), "leaf": list(range(3000))}, tmp_path)
+    marker = tmp_path / ".metadata"
+    first, body = marker.read_bytes().split(b"\n", 1)
+
+    def complete_with(change):
+        changed = json.loads(body)
+        change(changed)
+        content = json.dumps(changed).encode()
+        sizes = {"nbytes": len(content), "content_nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        marker.write_bytes(json.dumps({**json.loads(first), **sizes}).encode() + b"\n" + content)
+        return td.is_complete(tmp_path)
+
+    assert complete_with(lambda body: None)
+    for change in (
+        lambda body: body["boxes"]["file"].__setitem__(0, 1),
+        lambda body: body["boxes"]["file"].__setitem__(0, -2),
+        lambda body: body["boxes"]["offset"].__setitem__(1, -1),
+        lambda body: body["boxes"]["nbytes"].pop(),
+        lambda body: body["boxes"]["crc32"].pop(),
+        lambda body: body["boxes"].pop("record"),
+        lambda body: body["boxes"]["record"].__setitem__(0, "x"),
+        lambda body: body["bounds"].pop(),
+        lambda body: body["tensors"][0].__setitem__(3, 2),
+        lambda body: body["tensors"][0].__setitem__(1, 7),
+        lambda body: body["leaves"][0].__setitem__(3, 5),
+        lambda body: body["files"][0].__setitem__(0, "../x.tensors"),
+    ):
+        assert not complete_with(change)
 
 
 def test_an_encrypted_checkpoint_shows_no_value_and_needs_its_key(tmp_path):
