@@ -246,23 +246,6 @@ def other_ways(folder: Path) -> None:
     run_ranks(2, work)
 
 
-def in_a_process(folder: Path) -> None:
-    def work(rank):
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-        state = state_of(8, rank)
-        future = dcp.async_save(
-            state,
-            storage_writer=td.TensorizerWriter(folder),
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        state["w0"].fill_(-1)
-        future.result()
-        assert number_in(folder) == 8
-
-    run_ranks(1, work)
-
-
 def example(folder: Path) -> None:
     """examples/distributed_checkpoint.py as torchrun starts it: whole, stopped, resumed by other numbers of ranks."""
     importlib.import_module("torch._dynamo")  # imported late otherwise, by each rank

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import collections
+import hashlib
 import json
 import os
 import pickle
 import re
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,6 +198,37 @@ def test_damage_is_named_and_never_becomes_a_tensor_where_it_is_verified(tmp_pat
     load({name: torch.zeros(1000) for name in state}, tmp_path / "one", verify_hash=True)
 
 
+def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is_right(tmp_path):
+    save({"a": torch.arange(10.0), "b": torch.arange(6.0).view(2, 3), "leaf": list(range(3000))}, tmp_path)
+    marker = tmp_path / ".metadata"
+    first, body = marker.read_bytes().split(b"\n", 1)
+
+    def complete_with(change):
+        changed = json.loads(body)
+        change(changed)
+        content = json.dumps(changed).encode()
+        sizes = {"nbytes": len(content), "content_nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        marker.write_bytes(json.dumps({**json.loads(first), **sizes}).encode() + b"\n" + content)
+        return td.is_complete(tmp_path)
+
+    assert complete_with(lambda body: None)
+    for change in (
+        lambda body: body["boxes"]["file"].__setitem__(0, 1),
+        lambda body: body["boxes"]["file"].__setitem__(0, -2),
+        lambda body: body["boxes"]["offset"].__setitem__(1, -1),
+        lambda body: body["boxes"]["nbytes"].pop(),
+        lambda body: body["boxes"]["crc32"].pop(),
+        lambda body: body["boxes"].pop("record"),
+        lambda body: body["boxes"]["record"].__setitem__(0, "x"),
+        lambda body: body["bounds"].pop(),
+        lambda body: body["tensors"][0].__setitem__(3, 2),
+        lambda body: body["tensors"][0].__setitem__(1, 7),
+        lambda body: body["leaves"][0].__setitem__(3, 5),
+        lambda body: body["files"][0].__setitem__(0, "../x.tensors"),
+    ):
+        assert not complete_with(change)
+
+
 def test_an_encrypted_checkpoint_shows_no_value_and_needs_its_key(tmp_path):
     key = EncryptionParams.random()
     state = {"w": torch.arange(100_000.0), "secret": "open sesame", "step": 3}
@@ -253,7 +290,6 @@ def test_what_any_number_of_ranks_saved_on_any_mesh_loads_on_any_other(fresh_pro
         "kill_one_rank_of_two",
         "fail_on_one_rank",
         "other_ways",
-        "in_a_process",
         "example",
     ],
 )
@@ -261,6 +297,131 @@ def test_with_ranks_of_their_own(fresh_process, tmp_path, scenario):
     """A save that is killed at any step leaves the old checkpoint or the new one; the others say what they do."""
     program = f"import sys, checkpoint_ranks\nfrom pathlib import Path\ncheckpoint_ranks.{scenario}(Path(sys.argv[1]))"
     run(fresh_process, program, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    ["ctrl_c_in_any_phase", "keys", "in_a_process", "two_in_the_background", "boxes", "memory_of_a_save"],
+)
+def test_conduct(fresh_process, tmp_path, scenario):
+    """Ctrl-C leaves no thread and no temporary file; a wrong key is an error on all ranks; memory is bounded."""
+    program = f"import sys, checkpoint_conduct as c\nfrom pathlib import Path\nc.{scenario}(Path(sys.argv[1]))"
+    run(fresh_process, program, tmp_path)
+
+
+def test_one_writer_and_one_reader_serve_several_checkpoints_and_go_on_at_the_last_one(tmp_path):
+    writer, reader = td.TensorizerWriter(), td.TensorizerReader()
+    for number, name in enumerate(("a", "b")):
+        dcp.save({"w": torch.full((4,), float(number))}, checkpoint_id=tmp_path / name, storage_writer=writer)
+    dcp.save({"w": torch.full((4,), 2.0)}, storage_writer=writer)  # where the last one was
+    target = {"w": torch.zeros(4)}
+    for name, expected in (("b", 2.0), ("a", 0.0), (None, 0.0)):
+        dcp.load(target, checkpoint_id=name and tmp_path / name, storage_reader=reader)
+        assert target["w"].tolist() == [expected] * 4
+    assert writer.checkpoint_id == tmp_path / "b"
+    assert reader.checkpoint_id == tmp_path / "a"
+    for nowhere in (
+        lambda: dcp.save(target, storage_writer=td.TensorizerWriter()),
+        lambda: dcp.load(target, storage_reader=td.TensorizerReader()),
+    ):
+        with pytest.raises((CheckpointException, AssertionError), match=r"checkpoint_id|Metadata"):
+            nowhere()
+
+
+def test_a_busy_store_is_asked_again_and_of_savers_at_the_same_time_exactly_one_wins(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    with S3Recorder() as store:
+        options = {"stream_options": store.arguments}
+        state = {"w": torch.arange(1000.0), "step": 1}
+        save(state, "s3://bucket/a", **options)
+        for answer in ((500, "InternalError"), (503, "SlowDown")):
+            store.fail_once.update(dict.fromkeys(("PutObject", "GetObject", "ListObjectsV2", "DeleteObject"), answer))
+            save({**state, "step": answer[0]}, "s3://bucket/a", **options)
+            assert len(store.objects) == 2
+            store.fail_once["GetObject"] = answer
+            target = {"w": torch.zeros(1000), "step": 0}
+            load(target, "s3://bucket/a", **options)
+            assert target["step"] == answer[0]
+            assert not store.fail_once
+
+        for attempt in range(4):
+            uri = f"s3://bucket/race-{attempt}"
+            together = threading.Barrier(3)
+            original = td.TensorizerWriter.finish
+
+            def finish(self, *, together=together, original=original, **arguments):
+                together.wait(30)  # all of them saw nothing, and wrote their data
+                original(self, **arguments)
+
+            monkeypatch.setattr(td.TensorizerWriter, "finish", finish)
+
+            def race(step, uri=uri):
+                try:
+                    save({**state, "step": step}, uri, overwrite=False, **options)
+                except CheckpointException as error:
+                    return cause_of(error)
+                return step
+
+            with ThreadPoolExecutor(3) as threads:
+                outcomes = list(threads.map(race, (1, 2, 3)))
+            monkeypatch.setattr(td.TensorizerWriter, "finish", original)
+            (winner,) = (outcome for outcome in outcomes if isinstance(outcome, int))
+            assert sum(isinstance(outcome, FileExistsError) for outcome in outcomes) == 2, outcomes
+            load(target, uri, verify_hash=True, **options)
+            assert target["step"] == winner
+            td.prune(uri, **options)
+            assert len([name for name in store.objects if f"race-{attempt}/" in name]) == 2
+
+
+def test_a_saver_that_is_killed_in_its_upload_leaves_the_old_checkpoint_in_the_store(fresh_process, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    with S3Recorder() as store:
+        options = {"stream_options": store.arguments}
+        save({"step": 1, "w": torch.arange(4000.0)}, "s3://bucket/c", **options)
+        before = dict(store.objects)
+        program = """
+            import json, os, signal, sys, threading, warnings
+            warnings.simplefilter("ignore")
+            import torch, torch.distributed.checkpoint as dcp
+            import tensorizer.distributed as td
+            from tensorizer._io.s3.upload import S3Upload
+            original = S3Upload.request
+            def request(self, number, *arguments):
+                if number >= 2:  # parts, of which one was sent
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(self, number, *arguments)
+            S3Upload.request = request
+            options = json.loads(sys.argv[1])
+            state = {"step": 2, "w": torch.ones(12 << 20)}
+            dcp.save(state, storage_writer=td.TensorizerWriter("s3://bucket/c", stream_options=options))
+        """
+        result = fresh_process(program, json.dumps(store.arguments))
+        assert result.returncode == -signal.SIGKILL, result.stderr
+        assert store.objects == before
+        assert store.open_uploads
+        target = {"step": 0, "w": torch.zeros(4000)}
+        load(target, "s3://bucket/c", verify_hash=True, **options)
+        assert target["step"] == 1
+
+
+def test_nothing_is_imported_from_torch_that_its_release_2_3_lacks():
+    known = {
+        "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+        "TensorProperties TensorStorageMetadata",
+        "torch.distributed.checkpoint.planner": "LoadItemType LoadPlan LoadPlanner ReadItem SavePlan SavePlanner "
+        "WriteItem WriteItemType",
+        "torch.distributed.checkpoint.storage": "StorageReader StorageWriter WriteResult",
+        "torch.distributed.checkpoint": "_storage_utils format_utils state_dict_loader state_dict_saver",
+    }
+    for path in Path(td.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch.distributed.checkpoint"):
+                new = {alias.name for alias in node.names} - set(known[node.module].split())
+                assert not new, (path.name, new)
 
 
 def test_s3_checkpoints_need_no_rename_and_one_of_two_savers_wins(tmp_path, monkeypatch):

@@ -135,3 +135,16 @@ def test_a_background_save_sees_no_later_change_and_tells_its_failure_at_the_nex
     plugin.save_checkpoint({"w": weight}, tmp_path / "c.ckpt")
     plugin.teardown()
     assert float(plugin.load_checkpoint(tmp_path / "c.ckpt")["w"].sum()) == 1000
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
+def test_sharded_training_resumes_with_equal_losses_and_loads_what_lightning_wrote(fresh_process, tmp_path, strategy):
+    program = f"""
+        import sys, warnings
+        from pathlib import Path
+        warnings.simplefilter("ignore")
+        import lightning_ranks
+        lightning_ranks.{strategy}(Path(sys.argv[1]))
+    """
+    result = fresh_process(program, tmp_path, timeout=58)
+    assert result.returncode == 0, result.stderr[-4000:]

@@ -364,3 +364,20 @@ class TestSecrets:
             resolved(s3_access_key_id=KEY, s3_secret_access_key=SECRET, s3_endpoint="once.example")
         lines = [record.getMessage() for record in caplog.records]
         assert lines == ["S3 endpoint once.example, credentials from the arguments"]
+
+
+def test_sessions_of_a_process_share_what_botocore_knows_of_services_and_nothing_else(monkeypatch, tmp_path):
+    pytest.importorskip("boto3")
+    from tensorizer._io.s3.client import make_client, make_session
+
+    def client(name):
+        session = make_session(None)
+        return session, make_client(session, "http://127.0.0.1:9", (name, "secret", None), None, None, None)
+
+    (first, one), (second, two) = client("a"), client("b")
+    assert first.get_component("data_loader") is second.get_component("data_loader")
+    assert one.meta.config is not two.meta.config
+    keys = [each._request_signer._credentials.access_key for each in (one, two)]
+    assert keys == ["a", "b"]
+    monkeypatch.setenv("AWS_DATA_PATH", str(tmp_path))
+    assert str(tmp_path) in make_session(None).get_component("data_loader").search_paths

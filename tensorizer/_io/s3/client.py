@@ -14,6 +14,9 @@ from tensorizer._version import __version__
 
 __all__ = ["chosen_checksums", "configured_endpoint", "enforce_scheme", "make_client", "make_session"]
 
+# What botocore knows about services, by the path it is read from. Reading it is most of the work of making a client.
+_loaders: dict[Optional[str], Any] = {}
+
 # Stores that know buckets as host names only.
 _VIRTUAL_HOSTS = ("cwobject.com", "cwlota.com")
 
@@ -35,10 +38,22 @@ def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = F
 
 
 def make_session(profile: Optional[str]) -> Any:
-    """A botocore session; an unknown profile shows when something is asked of it."""
+    """A botocore session; an unknown profile shows when something is asked of it.
+
+    Sessions of a process share what botocore reads from its own files, and nothing else: no keys, no connections.
+    """
     import botocore.session
 
-    return botocore.session.Session(profile=profile)
+    session = botocore.session.Session(profile=profile)
+    session.lazy_register_component("data_loader", lambda: _loader(session))
+    return session
+
+
+def _loader(session: Any) -> Any:
+    from botocore.loaders import create_loader
+
+    path = session.get_config_variable("data_path")
+    return _loaders.setdefault(path, create_loader(path))
 
 
 def configured_endpoint(session: Any) -> Optional[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tensorizer._io.s3.access import resolve
@@ -10,6 +11,9 @@ from tensorizer._io.s3.errors import s3_code, translated
 from tensorizer._io.s3.options import S3Defaults, S3Options, parse_s3_uri
 
 __all__ = ["S3Prefix"]
+
+# Requests at the same time. One request for many objects is not known to every store.
+_DELETIONS = 8
 
 
 class S3Prefix:
@@ -43,12 +47,19 @@ class S3Prefix:
 
     def delete(self, names: Sequence[str]) -> None:
         """Deletes objects; those that are gone already are no error. Raises as :meth:`names`."""
-        for name in names:
-            self._ask("delete", lambda name=name: self._delete(self._prefix + name))
+        if not names:
+            return
+        client = self._access.client  # made here: making clients is not safe from threads, using them is
 
-    def _delete(self, key: str) -> None:
+        def delete(name: str) -> None:
+            self._ask("delete", lambda: self._delete(client, self._prefix + name))
+
+        with ThreadPoolExecutor(min(_DELETIONS, len(names)), "tensorizer-delete") as threads:
+            list(threads.map(delete, names))
+
+    def _delete(self, client: Any, key: str) -> None:
         try:
-            self._access.client.delete_object(Bucket=self._bucket, Key=key)
+            client.delete_object(Bucket=self._bucket, Key=key)
         except Exception as error:
             if s3_code(error) not in ("404", "NoSuchKey"):
                 raise

@@ -19,7 +19,16 @@ from tensorizer.errors import StreamExistsError, StreamNotFoundError
 if TYPE_CHECKING:
     from tensorizer._io.s3.prefix import S3Prefix
 
-__all__ = ["MARKER", "Folder", "data_file_name", "is_data_file", "is_unnamed", "marker_name", "rank_of_marker"]
+__all__ = [
+    "MARKER",
+    "Folder",
+    "Located",
+    "data_file_name",
+    "is_data_file",
+    "is_unnamed",
+    "marker_name",
+    "rank_of_marker",
+]
 
 #: What makes a checkpoint complete. Tools that look for checkpoints test for this name.
 MARKER = ".metadata"
@@ -221,3 +230,42 @@ class Folder(NamedTuple):
                 os.unlink(self.join(name))
             except FileNotFoundError:
                 continue
+
+
+class Located:
+    """What a writer and a reader have in common: where their checkpoint is, which may be said later, or again."""
+
+    def __init__(self, path: Optional[PathLike], stream_options: Optional[Mapping[str, Any]]) -> None:
+        self._path: Optional[PathLike] = None
+        self._stream_options = stream_options
+        self._move_to(path)
+
+    def _move_to(self, path: Optional[PathLike]) -> None:
+        """Goes on at `path`; ``None`` stays where it is. Raises as :meth:`Folder.at`."""
+        if path is not None:
+            Folder.at(path, self._stream_options)
+            self._path = path
+
+    def _folder(self) -> Folder:
+        """The folder.
+
+        Raises:
+            ValueError: Nobody said where.
+        """
+        if self._path is None:
+            raise ValueError("checkpoint: wanted a path, or checkpoint_id= of the call; found neither")
+        return Folder.at(self._path, self._stream_options)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Whether a checkpoint could be there, as far as the name tells."""
+        try:
+            Folder.at(checkpoint_id)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> Optional[PathLike]:
+        """Where the checkpoint is, as it was given."""
+        return self._path

@@ -11,6 +11,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tensorizer._load.reader import no_collections
 from tensorizer._version import __version__
 from tensorizer.distributed._checkpoint.folder import is_data_file
 from tensorizer.distributed._checkpoint.values import NotSimple, decoded, encoded
@@ -35,6 +37,7 @@ _VERSION = 1
 _COMPRESSED_FROM = 1 << 20
 _MAX_CONTENT_NBYTES = 1 << 33
 _NOWHERE = -1  # file number of what needs no bytes
+_DIGESTS = ("crc32", "sha256")
 
 TENSOR, JSON, TORCH_SAVE = "tensor", "json", "torch_save"
 
@@ -64,7 +67,7 @@ class Marker(NamedTuple):
     """What a marker says."""
 
     metadata: Metadata  # as torch's planners want it; its storage_data are `stored`
-    stored: dict[MetadataIndex, Stored]
+    stored: Mapping[MetadataIndex, Stored]
     files: list[SavedFile]
     rank: Optional[int]  # of a save without collectives
     world_size: int
@@ -234,33 +237,91 @@ def _marker(body: Mapping[str, Any]) -> Marker:
         if not is_data_file(file.name):
             raise FormatError(f"wanted the name of a file of a checkpoint, found {file.name!r:.200}")
     items: dict[str, Any] = {}
-    stored: dict[MetadataIndex, Stored] = {}
+    chunks: dict[str, list[ChunkStorageMetadata]] = {}
     properties = [_properties(key) for key in body["properties"]]
-    boxes = _boxes(body["boxes"], files)
-    bounds = iter(body["bounds"])
-    for fqn, number, size, count in body["tensors"]:
-        chunks = []
-        for _ in range(count):
-            offsets, sizes = (torch.Size([next(bounds) for _ in size]) for _ in range(2))
-            chunks.append(ChunkStorageMetadata(offsets, sizes))
-            box = next(boxes)
-            if box.file is not None:
-                stored[MetadataIndex(fqn, offsets)] = box._replace(shape=tuple(sizes))
-        items[fqn] = TensorStorageMetadata(properties[number], torch.Size(size), chunks)
+    bounds = body["bounds"]
+    at = 0
+    with no_collections():
+        for fqn, number, size, count in body["tensors"]:
+            step = len(size)
+            places = range(at, at + 2 * step * count, 2 * step) if step else [at] * count
+            at += 2 * step * count
+            if at > len(bounds):
+                raise ValueError("boxes without bounds")
+            chunks[fqn] = [
+                ChunkStorageMetadata(torch.Size(bounds[i : i + step]), torch.Size(bounds[i + step : i + 2 * step]))
+                for i in places
+            ]
+            items[fqn] = TensorStorageMetadata(properties[number], torch.Size(size), chunks[fqn])
+    leaves: dict[MetadataIndex, Stored] = {}
     for fqn, kind, text, *place in body["leaves"]:
         items[fqn] = BytesStorageMetadata()
-        stored[MetadataIndex(fqn)] = Stored(kind, text=text) if text is not None else _stored(kind, files, place)
+        leaves[MetadataIndex(fqn)] = Stored(kind, text=text) if text is not None else _stored(kind, files, place)
+    stored = _StoredItems(files, body["boxes"], chunks, leaves)
     metadata = Metadata(state_dict_metadata=items, planner_data=decoded(body["planner"]), storage_data=stored)
     rank = None if body["rank"] is None else int(body["rank"])
     return Marker(metadata, stored, files, rank, int(body["world_size"]))
 
 
-def _boxes(columns: Mapping[str, Any], files: Sequence[SavedFile]) -> Iterator[Stored]:
-    count = len(columns["file"])
-    nothing = [None] * count
-    digests = [columns[name] or nothing for name in ("crc32", "sha256")]
-    for place in zip(*(columns[name] for name in ("file", "record", "offset", "nbytes")), *digests):
-        yield Stored(TENSOR) if place[0] == _NOWHERE else _stored(TENSOR, files, place)
+class _StoredItems(Mapping[MetadataIndex, Stored]):
+    """Where everything is that has bytes. Worked out when asked for: a rank asks for few of a million boxes.
+
+    Raises:
+        ValueError, TypeError: Columns that do not belong together, or a place that cannot be.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[SavedFile],
+        columns: Mapping[str, Any],
+        chunks: Mapping[str, list[ChunkStorageMetadata]],
+        leaves: Mapping[MetadataIndex, Stored],
+    ) -> None:
+        self._files, self._chunks, self._leaves = files, chunks, leaves
+        places: list[list[int]] = [columns[name] for name in ("file", "record", "offset", "nbytes")]
+        count = sum(map(len, chunks.values()))
+        digests = [columns[name] for name in _DIGESTS]  # None where no box has any
+        if any(len(column) != count for column in (*places, *(each for each in digests if each is not None))):
+            raise ValueError("columns of different lengths")
+        if count and not (
+            min(places[0]) >= _NOWHERE and max(places[0]) < len(files) and all(min(each) >= 0 for each in places[1:])
+        ):
+            raise ValueError("a box at a place that cannot be")
+        self._places, self._digests = places, digests
+        self._begin = dict(zip(chunks, accumulate(map(len, chunks.values()), initial=0)))
+        self._numbers: dict[str, dict[torch.Size, int]] = {}  # of the boxes of a tensor, once one of them was wanted
+
+    def __getitem__(self, index: MetadataIndex) -> Stored:
+        if index.fqn not in self._begin:
+            return self._leaves[index]
+        if index.offset is None:
+            raise KeyError(index)
+        return self._box(index.fqn, self._boxes_of(index.fqn)[index.offset])
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        for fqn in self._begin:
+            for offset in self._boxes_of(fqn):
+                yield MetadataIndex(fqn, offset)
+        yield from self._leaves
+
+    def __len__(self) -> int:
+        return len(self._places[0]) - self._places[0].count(_NOWHERE) + len(self._leaves)
+
+    def _boxes_of(self, fqn: str) -> dict[torch.Size, int]:
+        found = self._numbers.get(fqn)
+        if found is None:
+            begin, files = self._begin[fqn], self._places[0]
+            found = {
+                chunk.offsets: begin + i for i, chunk in enumerate(self._chunks[fqn]) if files[begin + i] != _NOWHERE
+            }
+            self._numbers[fqn] = found
+        return found
+
+    def _box(self, fqn: str, number: int) -> Stored:
+        file, record, offset, nbytes = (column[number] for column in self._places)
+        crc32, sha256 = (None if column is None else column[number] for column in self._digests)
+        shape = tuple(self._chunks[fqn][number - self._begin[fqn]].sizes)
+        return Stored(TENSOR, self._files[file], record, offset, nbytes, crc32, sha256, shape=shape)
 
 
 def _stored(kind: str, files: Sequence[SavedFile], place: Sequence[Any]) -> Stored:

@@ -16,7 +16,7 @@ from torch.futures import Future
 from tensorizer._crypto.keys import check_decryption
 from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
-from tensorizer.distributed._checkpoint.folder import Folder, PathLike, marker_name
+from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
 from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marker
 from tensorizer.distributed._checkpoint.values import from_json, load_vetted, saved
 from tensorizer.encryption import DecryptionParams
@@ -27,7 +27,7 @@ __all__ = ["TensorizerReader"]
 DecryptionArgument = Union[DecryptionParams, Callable[[], DecryptionParams], None]
 
 
-class TensorizerReader(StorageReader):
+class TensorizerReader(Located, StorageReader):
     """Reads checkpoints of :class:`TensorizerWriter` for ``dcp.load(…, storage_reader=TensorizerReader(path))``.
 
     Each rank reads what its plan asks for and no more, straight into the memory of its tensors where dtypes agree and
@@ -67,28 +67,22 @@ class TensorizerReader(StorageReader):
         threads: Optional[int] = None,
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        super().__init__()
+        Located.__init__(self, path, stream_options)
         if not callable(encryption):
             check_decryption(encryption)
         self._encryption = encryption
         self._max_workers = thread_limit("threads", threads)
         self._verify = verify_hash
         self._allow_pickle = allow_pickle
-        self._stream_options = stream_options
-        self._path = path
         self._load_id = str(uuid.uuid4())
         self._metadata: Optional[Metadata] = None
         self.total_bytes_read = 0
-        if path is not None:
-            Folder.at(path, stream_options)
 
     # ---- what torch calls, in its order -----------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
         """Begins a load, from `checkpoint_id` where that is given."""
-        if checkpoint_id is not None:
-            Folder.at(checkpoint_id, self._stream_options)
-            self._path = checkpoint_id
+        self._move_to(checkpoint_id)
         self._load_id = str(uuid.uuid4())
         self._metadata = None
 
@@ -141,26 +135,7 @@ class TensorizerReader(StorageReader):
         future.set_result(None)
         return future
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Whether a checkpoint could be there, as far as the name tells."""
-        try:
-            Folder.at(checkpoint_id)
-        except (TypeError, ValueError):
-            return False
-        return True
-
-    @property
-    def checkpoint_id(self) -> Optional[PathLike]:
-        """Where the checkpoint is, as it was given."""
-        return self._path
-
     # ---- the items of a rank ----------------------------------------------------------------------------------------
-
-    def _folder(self) -> Folder:
-        if self._path is None:
-            raise ValueError("checkpoint: wanted a path, or checkpoint_id= of the load; found neither")
-        return Folder.at(self._path, self._stream_options)
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner, files: CheckpointFiles) -> None:
         wanted: list[tuple[ReadItem, Wanted]] = []

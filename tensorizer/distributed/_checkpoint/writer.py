@@ -25,7 +25,7 @@ from tensorizer._save.one_call import written_in_one_call
 from tensorizer._system import cuda_engine
 from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._checkpoint import marker as markers
-from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, data_file_name, marker_name
+from tensorizer.distributed._checkpoint.folder import MARKER, Located, PathLike, data_file_name, marker_name
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, pack_marker
 from tensorizer.distributed._checkpoint.upkeep import remove_stale
 from tensorizer.distributed._checkpoint.values import simple_value
@@ -46,7 +46,7 @@ _MAX_INLINE_NBYTES = 4 << 10
 EncryptionArgument = Union[EncryptionParams, Callable[[], EncryptionParams], None]
 
 
-class TensorizerWriter(StorageWriter):
+class TensorizerWriter(Located, StorageWriter):
     """Writes checkpoints of ``torch.distributed.checkpoint`` as ``.tensors`` files, one per rank, and a marker.
 
     For ``dcp.save(…, storage_writer=TensorizerWriter(path))`` and ``dcp.async_save``. A checkpoint counts once its
@@ -93,7 +93,7 @@ class TensorizerWriter(StorageWriter):
         allow_pickle: bool = True,
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        super().__init__()
+        Located.__init__(self, path, stream_options)
         self._encryption = encryption
         if not callable(encryption):
             check_encryption(encryption)
@@ -105,20 +105,14 @@ class TensorizerWriter(StorageWriter):
         self._fsync = fsync
         self._overwrite = overwrite
         self._allow_pickle = allow_pickle
-        self._stream_options = stream_options
-        self._path = path
         self._rank: Optional[int] = None  # in the group, of a save without collectives
         self._save_id = _new_id()
-        if path is not None:
-            Folder.at(path, stream_options)
 
     # ---- what torch calls, in its order -----------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
         """Begins a save, at `checkpoint_id` where that is given."""
-        if checkpoint_id is not None:
-            Folder.at(checkpoint_id, self._stream_options)
-            self._path = checkpoint_id
+        self._move_to(checkpoint_id)
         self._save_id = _new_id()
 
     def storage_meta(self) -> Any:
@@ -191,26 +185,7 @@ class TensorizerWriter(StorageWriter):
             files = {item.file.name for item in stored.values() if item.file is not None}
             remove_stale(folder, files)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Whether a checkpoint could be written there, as far as the name tells."""
-        try:
-            Folder.at(checkpoint_id)
-        except (TypeError, ValueError):
-            return False
-        return True
-
-    @property
-    def checkpoint_id(self) -> Optional[PathLike]:
-        """Where the checkpoint is, as it was given."""
-        return self._path
-
     # ---- the file of a rank -----------------------------------------------------------------------------------------
-
-    def _folder(self) -> Folder:
-        if self._path is None:
-            raise ValueError("checkpoint: wanted a path, or checkpoint_id= of the save; found neither")
-        return Folder.at(self._path, self._stream_options)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results: list[WriteResult] = []

@@ -1,0 +1,133 @@
+"""Programs for ``fresh_process``: accelerate on several gloo ranks, with the hooks and with FSDP."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch._dynamo  # imported late otherwise, by each rank
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from rank_processes import run_ranks
+
+import tensorizer.distributed as td
+from tensorizer.integrations.accelerate import install_hooks
+from tensorizer.torch import load_file
+
+assert td.dcp_default, dcp  # imported now, once for all ranks
+
+
+def prepared(accelerator: Accelerator):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return accelerator.prepare(model, optimizer)
+
+
+def steps_of(accelerator: Accelerator, model, optimizer, steps: Iterable[int]) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + accelerator.process_index)
+        x = torch.randn(6, 4, generator=generator)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def on_ranks(ranks: int, make: Callable[[], Accelerator], work: Callable[[Accelerator], object]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def run(rank: int) -> None:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(ranks),
+            LOCAL_WORLD_SIZE=str(ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            ACCELERATE_USE_CPU="true",
+        )
+        work(make())
+        torch.distributed.destroy_process_group()
+
+    run_ranks(ranks, run, grouped=False)
+
+
+def hooks_of_two_ranks(folder: Path) -> None:
+    """Data parallel: stopped and resumed with equal losses; what two ranks wrote loads in one."""
+
+    def work(accelerator: Accelerator) -> None:
+        assert accelerator.num_processes == 2
+        whole = steps_of(accelerator, *prepared(accelerator), range(6))
+        accelerator.free_memory()
+        install_hooks(accelerator, verify_hash=True)
+        steps_of(accelerator, *prepared(accelerator), range(3))
+        accelerator.save_state(folder / "state")
+        accelerator.wait_for_everyone()
+        accelerator.free_memory()
+        model, optimizer = prepared(accelerator)
+        accelerator.load_state(folder / "state")
+        assert steps_of(accelerator, model, optimizer, range(3, 6)) == whole[3:]
+
+    on_ranks(2, lambda: Accelerator(cpu=True), work)
+    names = {path.name for path in (folder / "state").iterdir()}
+    assert names == {"model.tensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"}, names
+
+    def alone(accelerator: Accelerator) -> None:
+        install_hooks(accelerator)
+        model, _ = prepared(accelerator)
+        accelerator.load_state(folder / "state")
+        found = load_file(folder / "state" / "model.tensors")
+        assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+
+    run_ranks(1, lambda _: alone(Accelerator(cpu=True)), grouped=False)  # not even a group
+
+
+def with_fsdp() -> Accelerator:
+    """accelerate's FSDP2 on gloo. Of its own accord accelerate takes FSDP for GPUs alone; the code is the same."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    for state in (accelerator.state, PartialState()):
+        state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def shards(folder: Path) -> None:
+    """FSDP in ``dcp_default()``: stopped and resumed with equal losses; what torch wrote loads in the block too."""
+
+    def work(accelerator: Accelerator) -> None:
+        whole = steps_of(accelerator, *prepared(accelerator), range(6))
+        accelerator.free_memory()
+        handle = install_hooks(accelerator)  # they have nothing to do, and do nothing
+        model, optimizer = prepared(accelerator)
+        steps_of(accelerator, model, optimizer, range(3))
+        with td.dcp_default(writer={"hashes": "sha256"}):
+            accelerator.save_state(folder / "ours")
+        accelerator.save_state(folder / "theirs")
+        accelerator.wait_for_everyone()
+        for name in ("ours", "theirs"):
+            accelerator.free_memory()
+            model, optimizer = prepared(accelerator)
+            with td.dcp_default(reader={"verify_hash": True}):
+                accelerator.load_state(folder / name)
+            assert steps_of(accelerator, model, optimizer, range(3, 6)) == whole[3:], name
+        handle.remove()
+
+    on_ranks(2, with_fsdp, work)
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert td.verify(folder / "ours" / part).ok
+        assert len(list((folder / "ours" / part).glob("*.tensors"))) == 2
+        assert list((folder / "theirs" / part).glob("*.distcp"))
+    assert not list((folder / "ours").glob("model*"))

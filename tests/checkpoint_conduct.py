@@ -1,0 +1,237 @@
+"""Programs for ``fresh_process``: saves and loads that are stopped, keyed, raced, measured, or made of odd tensors."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import memory
+import pytest
+import torch
+import torch._dynamo  # imported late otherwise, by each rank
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_ranks import STEPS_IN, in_child, number_in, save, state_of
+from rank_processes import run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+import tensorizer.distributed as td
+from tensorizer import DecryptionParams, EncryptionParams
+from tensorizer.errors import CryptographyError
+
+assert td.TensorizerReader, td.TensorizerWriter  # imported now, once for all ranks
+
+READING = tuple(os.path.join("_checkpoint", name) for name in ("reader.py", "boxes.py", "folder.py", "marker.py"))
+KEY = EncryptionParams.random()
+UNLOCK = DecryptionParams.from_key(KEY.key)
+WRONG = DecryptionParams.from_key(EncryptionParams.random().key)
+
+
+# ---- Ctrl-C ----
+
+
+def interrupt_at_event(number: int, files: tuple[str, ...]) -> None:
+    """Ctrl-C at the n-th call of or in these modules, calls of the extension included."""
+    left = number
+
+    def profile(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_call") and frame.f_code.co_filename.endswith(files):
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    sys.setprofile(profile)
+
+
+def interrupted(work, step: int, files: tuple[str, ...]) -> bool:
+    """Whether Ctrl-C came before the end; nothing of ours runs on after it."""
+    interrupt_at_event(step, files)
+    try:
+        work()
+    except BaseException as error:
+        sys.setprofile(None)
+        causes = [*getattr(error, "failures", {}).values()] or [(error,)]
+        if not isinstance(causes[0][0], KeyboardInterrupt):
+            raise
+        came = True
+    else:
+        sys.setprofile(None)
+        came = False
+    ours = [thread.name for thread in threading.enumerate() if thread.name.startswith("tensorizer")]
+    assert not ours, ours
+    return came
+
+
+def ctrl_c_in_any_phase(folder: Path) -> None:
+    base = folder / "base"
+    save(base, 1)
+    stops = {"save": 0, "load": 0}
+    for phase, files, stride in (("save", STEPS_IN, 9), ("load", READING, 11)):
+        for step in itertools.count(1, stride):
+            here = folder / "here"
+            shutil.rmtree(here, ignore_errors=True)
+            shutil.copytree(base, here)
+
+            def work(here=here, phase=phase, files=files, step=step):
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                call = (lambda: save(here, 2)) if phase == "save" else (lambda: number_in(here))
+                if interrupted(call, step, files):
+                    os._exit(3)
+
+            code = in_child(work)
+            assert code in (0, 3), (phase, step, code)
+            hidden = [path.name for path in here.iterdir() if path.name.endswith(".tmp")]
+            assert not hidden, (phase, step, hidden)
+            assert number_in(here) in ((1, 2) if phase == "save" else (1,))
+            td.prune(here)
+            assert len(list(here.iterdir())) == 2
+            if code == 0:
+                break
+            stops[phase] += 1
+    assert min(stops.values()) > 5, stops
+
+
+# ---- keys ----
+
+
+def keys(folder: Path) -> None:
+    """Of the wrong key all ranks learn."""
+
+    def work(rank):
+        save(folder / "ranks", 4, rank, encryption=KEY)
+        dist.barrier()
+        for wrong in (WRONG, None):
+            target = {f"w{rank}": torch.zeros(500), "both": torch.zeros(3), "number": 0}
+            try:
+                dcp.load(target, storage_reader=td.TensorizerReader(folder / "ranks", encryption=wrong))
+            except CheckpointException as error:
+                failures = {of: failure[0] for of, failure in error.failures.items()}
+                assert set(failures) == {0, 1}
+                assert all(isinstance(failure, CryptographyError) for failure in failures.values()), failures
+            else:
+                raise AssertionError("no error")
+            assert not target["both"].any()
+        dcp.load(target, storage_reader=td.TensorizerReader(folder / "ranks", encryption=lambda: UNLOCK))
+        assert float(target[f"w{rank}"][-1]) == 4
+
+    run_ranks(2, work)
+
+
+def in_a_process(folder: Path) -> None:
+    """What is changed behind the call is saved as it was, encrypted."""
+
+    def background(_):
+        state = {"secret": torch.arange(5000.0), "step": 3}
+        future = dcp.async_save(
+            state,
+            storage_writer=td.TensorizerWriter(folder / "process", encryption=KEY),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        expected = state["secret"].clone()
+        state["secret"].zero_()
+        future.result()
+        target = {"secret": torch.zeros(5000), "step": 0}
+        dcp.load(target, storage_reader=td.TensorizerReader(folder / "process", encryption=UNLOCK, verify_hash=True))
+        assert torch.equal(target["secret"], expected)
+        assert target["step"] == 3
+        assert all(expected.numpy().tobytes()[:64] not in path.read_bytes() for path in (folder / "process").iterdir())
+
+    run_ranks(1, background)
+
+
+# ---- in the background, one after the other ----
+
+
+def two_in_the_background(folder: Path) -> None:
+    def work(rank):
+        state = state_of(1, rank)
+        futures = []
+        for number in (1, 2, 3):  # the next one begins while others may run
+            for name, tensor in state.items():
+                if name != "number":
+                    tensor.fill_(number)
+            state["number"] = number
+            futures.append(dcp.async_save(state, storage_writer=td.TensorizerWriter(folder / str(number))))
+        for name in (f"w{rank}", "both"):
+            state[name].fill_(-1)
+        for future in futures:
+            future.result()
+        assert [number_in(folder / str(number)) for number in (1, 2, 3)] == [1, 2, 3]
+        future = dcp.async_save(state_of(4), storage_writer=td.TensorizerWriter("/dev/null/x"))
+        with pytest.raises((OSError, CheckpointException), match="/dev/null"):
+            future.result()
+
+    run_ranks(1, work)
+
+
+# ---- several boxes of one tensor on one rank ----
+
+
+def boxes(folder: Path) -> None:
+    full = torch.arange(8 * 12.0).view(8, 12)
+
+    def wrapped(rank, data):
+        """Each rank has two blocks of columns of its rows."""
+        rows = slice(4 * rank, 4 * rank + 4)
+        parts = [data[rows, :5].clone(), data[rows, 5:].clone()]
+        shards = LocalShardsWrapper(parts, [(4 * rank, 0), (4 * rank, 5)])
+        mesh = init_device_mesh("cpu", (2,))
+        return DTensor.from_local(shards, mesh, [Shard(0)], run_check=False, shape=data.size(), stride=data.stride())
+
+    def work(rank):
+        dcp.save({"w": wrapped(rank, full)}, storage_writer=td.TensorizerWriter(folder))
+        dist.barrier()
+        again = wrapped(rank, torch.zeros_like(full))
+        dcp.load({"w": again}, storage_reader=td.TensorizerReader(folder, verify_hash=True))
+        found = again.to_local().local_shards()
+        assert torch.equal(torch.cat(found, 1), full[4 * rank : 4 * rank + 4])
+        columns = DTensor.from_local(torch.zeros(8, 6), init_device_mesh("cpu", (2,)), [Shard(1)])
+        dcp.load({"w": columns}, storage_reader=td.TensorizerReader(folder))
+        assert torch.equal(columns.to_local(), full[:, 6 * rank : 6 * rank + 6])
+
+    run_ranks(2, work)
+    whole = {"w": torch.zeros(8, 12)}
+    dcp.load(whole, storage_reader=td.TensorizerReader(folder), no_dist=True)
+    assert torch.equal(whole["w"], full)
+    assert td.verify(folder).boxes == 4
+    report = td.consolidate(folder, folder / "one.tensors")
+    assert report.nbytes == full.nbytes
+
+
+# ---- memory ----
+
+
+def memory_of_a_save(folder: Path) -> None:
+    """Tensors that have to be copied to be written, twice as much as may be copied at a time."""
+    assert memory.can_measure()
+    count, side = 8, 4096  # of 64 MiB
+    state = {f"w{i}": torch.ones(side, side).t() for i in range(count)}
+    save_small = {"w": torch.ones(10)}
+    dcp.save(save_small, storage_writer=td.TensorizerWriter(folder / "small"), no_dist=True)
+    with memory.peak_growth() as growth:
+        dcp.save(state, storage_writer=td.TensorizerWriter(folder / "large", fsync=False), no_dist=True)
+    assert growth.peak < (256 + 64) * memory.MIB, growth.peak / memory.MIB
+    with memory.peak_growth() as growth:
+        td.consolidate(folder / "large", folder / "one.tensors", hashes=None)
+    assert growth.peak < (256 + 64) * memory.MIB, growth.peak / memory.MIB
+    target = {f"w{i}": torch.zeros(side, side).t() for i in range(count)}  # neither is their memory contiguous
+    with memory.peak_growth() as growth:
+        dcp.load(target, storage_reader=td.TensorizerReader(folder / "large"), no_dist=True)
+    assert growth.peak < (256 + 64) * memory.MIB, growth.peak / memory.MIB
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    globals()[sys.argv[1]](Path(sys.argv[2]))
