@@ -164,9 +164,9 @@ def build_isal(builder: Builder) -> None:
     arguments = ["-f", "Makefile.unx", "units=crc", f"CC={builder.toolchain.environment['CC']}"]
     # Its CFLAGS are put together while make runs, and reach no compiler if the command line sets them.
     arguments += [f"AR={builder.toolchain.environment['AR']}", "DEBUG_nasm=", f"DEBUG={' '.join(builder.flags)}"]
-    builder.make(*arguments, "bin/isa-l.a")
-    builder.copy(("bin/isa-l.a", "lib/libisal.a"), ("include/crc.h", "include/isa-l/crc.h"))
-    (builder.prefix / "include" / "isa-l.h").write_text("#pragma once\n#include <isa-l/crc.h>\n")
+    builder.make(*arguments, "bin/isa-l.a", "isa-l.h")
+    headers = [(f"include/{name}", f"include/isa-l/{name}") for name in ("crc.h", "crc64.h")]
+    builder.copy(("bin/isa-l.a", "lib/libisal.a"), ("isa-l.h", "include/isa-l.h"), *headers)
 
 
 RECIPES: dict[str, Callable[[Builder], None]] = {

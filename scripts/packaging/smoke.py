@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import sys
 from pathlib import Path
 
@@ -67,6 +68,18 @@ def check_damage(folder: Path, model: dict[str, torch.Tensor]) -> None:
     raise AssertionError("damage was not seen")
 
 
+def check_versions() -> None:
+    """A wheel's list of components is what its module runs with."""
+    files = importlib.metadata.files("tensorizer") or []
+    lists = [file for file in files if file.match("*.dist-info/sboms/*.cdx.json")]
+    for file in lists:
+        components = json.loads(file.read_text())["components"]
+        listed = {component["name"]: component["version"] for component in components}
+        found = tensorizer._C.library_versions()
+        assert found == {name: listed[name] for name in found}, (found, listed)
+        print("libraries", *(f"{name} {version}" for name, version in found.items()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
@@ -78,6 +91,7 @@ def main() -> None:
     assert options.inside is None or options.inside in module.parents, f"imported from {module}"
     version = importlib.metadata.version("tensorizer")
     print(f"tensorizer {version}, Python {sys.version.split()[0]}, torch {torch.__version__}")
+    check_versions()
     model = make_model()
     plain = options.folder / "model.tensors"
     save(str(plain), model)
