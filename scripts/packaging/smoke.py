@@ -80,6 +80,17 @@ def check_versions() -> None:
         print("libraries", *(f"{name} {version}" for name, version in found.items()))
 
 
+def check_kernels() -> None:
+    """What the processor can do is found out: a build that sees nothing is right and slow."""
+    found = tensorizer._C.available_kernels()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    wanted = {"avx2": {"avx2"}, "avx512": {"avx2", "avx512f"}, "avx512ifma": {"avx2", "avx512f", "avx512ifma"}}
+    missing = [name for name, needed in wanted.items() if needed <= flags and name not in found]
+    assert not missing, f"the processor could run {missing}: found {found}"
+    print("cipher", *found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
@@ -92,6 +103,7 @@ def main() -> None:
     version = importlib.metadata.version("tensorizer")
     print(f"tensorizer {version}, Python {sys.version.split()[0]}, torch {torch.__version__}")
     check_versions()
+    check_kernels()
     model = make_model()
     plain = options.folder / "model.tensors"
     save(str(plain), model)
