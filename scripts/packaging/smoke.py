@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -127,7 +128,11 @@ def main() -> None:
         load(stream_io.open_stream(options.rediss, certificate_handling=CAInfo(cacert=options.authority)), model)
         print("rediss")
     if options.s3:
-        credentials = {"s3_access_key_id": options.s3_key, "s3_secret_access_key": options.s3_secret}
+        credentials: dict[str, Any] = {
+            "force_http": True,
+            "s3_access_key_id": options.s3_key,
+            "s3_secret_access_key": options.s3_secret,
+        }
         credentials["s3_endpoint"] = options.s3
         uri = f"s3://{options.s3_bucket}/model.tensors"
         with stream_io.open_stream(uri, "wb", **credentials) as target:
