@@ -90,8 +90,9 @@ wheels: system-wheels $(VENV)/stamp-torch  ## wheels that need no library, in di
 sdist: $(VENV)/stamp-torch  ## the source distribution, in dist/
 	$(BIN)/python scripts/packaging/build_sdist.py --out dist
 
-wheel-test: system-test system-wheels $(VENV)/stamp-dev  ## the wheels of dist/ in a clean environment and a bare Debian
-	$(BIN)/python scripts/packaging/wheel_test.py dist
+WHEEL_TEST_ARGS ?=
+wheel-test: system-test system-wheels $(VENV)/stamp-dev  ## the wheels of dist/ in a clean environment and a bare Debian (WHEEL_TEST_ARGS=--suite)
+	$(BIN)/python scripts/packaging/wheel_test.py $(WHEEL_TEST_ARGS) dist
 
 MATRIX_ARGS ?=
 matrix: system-test $(VENV)/stamp-dev  ## build and test with every Python that is here (MATRIX_ARGS='--torch oldest')

@@ -183,7 +183,7 @@ def sanitizer_flags() -> list[str]:
 # are not named here are compiled by themselves.
 COMPILED_TOGETHER = [
     ["errors", "gil", "names", "module", "py_file_source", "py_file_sink", "torch_bridge", "bind_io", "bind_file"],
-    ["bind_load", "slice_index", "bind_slices", "bind_save", "bind_plain", "bind_cuda", "bind_crypto"],
+    ["bind_load", "slice_index", "bind_slices", "bind_save", "bind_plain", "bind_cuda", "bind_crypto", "bind_versions"],
 ]
 
 

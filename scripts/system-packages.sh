@@ -8,7 +8,7 @@ group=${1:?build, test, lint, constant-time or wheels}
 build=(g++ make pkg-config libcurl4-openssl-dev libsodium-dev libssl-dev libhiredis-dev libisal-dev)
 native=(cmake ninja-build libgtest-dev ccache binutils)
 servers=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl)
-wheels=(git make perl cmake nasm patch binutils mmdebstrap)
+wheels=(git make perl cmake nasm patch binutils autoconf automake libtool mmdebstrap)
 lint=(git clang clang-format clang-tidy libclang-rt-14-dev)
 
 missing_of() {

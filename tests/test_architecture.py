@@ -88,6 +88,13 @@ def test_only_bind_knows_python_and_torch():
 
 
 @sources
+def test_native_code_asks_the_processor_itself_what_it_can_do():
+    """The run-time library of zig, which wheels are built with, answers every ``__builtin_cpu_supports`` with no."""
+    wrong = [path for path in native_files() if "__builtin_cpu_supports(" in path.read_text(encoding="utf-8")]
+    assert wrong == [], "csrc/core/cpu_features.h has the answers"
+
+
+@sources
 def test_native_code_never_prints_or_aborts():
     forbidden = re.compile(r"\b(std::cout|std::cerr|printf\s*\(|puts\s*\(|std::abort|std::terminate|exit\s*\()")
     allowed = re.compile(r"\bsn?printf\s*\(|\bvsnprintf\s*\(|\b_exit\s*\(")

@@ -17,6 +17,7 @@ import pytest
 import samples
 import torch
 
+import tensorizer._C
 from tensorizer import EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer.cli.main import main, make_parser
 from tensorizer.cli.output import table
@@ -454,3 +455,14 @@ def test_the_reference_page_lists_every_command_and_option():
         assert section, name
         for option in command._option_string_actions:
             assert option in section, (name, option)
+
+
+def test_the_version_names_the_libraries_that_the_module_runs_with():
+    result = run("--version")
+    assert result.returncode == 0
+    first, second = result.stdout.decode().splitlines()
+    assert first == f"tensorizer {tensorizer.__version__}"
+    versions = dict(item.split(" ") for item in second.removeprefix("with ").split(", "))
+    assert versions == tensorizer._C.library_versions()
+    assert {"curl", "openssl", "libsodium", "hiredis", "isa-l"} <= set(versions)
+    assert all(version.count(".") >= 1 and version[0].isdigit() for version in versions.values()), versions

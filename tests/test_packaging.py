@@ -145,6 +145,21 @@ def test_a_finished_wheel_has_licences_components_and_a_right_record_and_equal_b
         assert content[f"tensorizer-1.dist-info/licenses/{library.name}.txt"].decode().endswith(library.name)
 
 
+def test_the_module_tells_the_versions_of_all_libraries_that_the_lock_file_names(scripts):
+    locked = {library.name: library.version for library in scripts("lock").read_libraries()}
+    assert set(tensorizer._C.library_versions()) == set(locked)
+
+
+def test_tests_of_a_wheel_run_without_the_package_beside_them_and_refuse_a_python_that_has_no_wheel(scripts, tmp_path):
+    suite = scripts("suite")
+    folder = tmp_path / "suite"
+    with pytest.raises(SystemExit, match=r"takes the module from .*: wanted its own environment"):
+        suite.run_suite(Path(sys.executable), folder, [])  # that of the sources
+    assert (folder / "tests" / "conftest.py").is_file()
+    assert not (folder / "tensorizer").exists()
+    assert [name for name in suite.OF_THE_CHECKOUT if not (ROOT / "tests" / f"test_{name}.py").is_file()] == []
+
+
 # -- compilers ---------------------------------------------------------------------------------------------------------
 
 

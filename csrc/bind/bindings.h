@@ -18,5 +18,6 @@ void register_multipart(pybind11::module_& m);
 void register_redis(pybind11::module_& m);
 void register_plain(pybind11::module_& m);
 void register_safetensors(pybind11::module_& m);
+void register_versions(pybind11::module_& m);
 
 }  // namespace tensorizer::bind

@@ -33,4 +33,5 @@ PYBIND11_MODULE(_C, m) {
   tensorizer::bind::register_http(m);
   tensorizer::bind::register_redis(m);
   tensorizer::bind::register_multipart(m);
+  tensorizer::bind::register_versions(m);
 }

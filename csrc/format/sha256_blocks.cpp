@@ -24,6 +24,8 @@ void openssl_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noex
 
 #include <utility>
 
+#include "core/cpu_features.h"
+
 #define TENSORIZER_SHA_NI __attribute__((target("sha,sse4.1"), always_inline)) inline
 
 namespace tensorizer::format {
@@ -109,8 +111,7 @@ __attribute__((target("avx"))) void zero_upper_halves() noexcept { _mm256_zeroup
 // The SHA instructions know no AVX encoding. With upper halves in use each of them takes thousands
 // of cycles on some processors, so it is not left to whoever ran before to have cleared them.
 void leave_avx_state() noexcept {
-  static const bool has_avx = __builtin_cpu_supports("avx") != 0;
-  if (has_avx) zero_upper_halves();
+  if (cpu_features().avx) zero_upper_halves();
 }
 
 }  // namespace

@@ -146,6 +146,7 @@ def build_libsodium(builder: Builder) -> None:
     # CFLAGS also reach the assembler files; a stack protector of its own would be a second one.
     flags = [flag for flag in builder.flags if flag != "-fstack-protector-strong"]
     options = ["--disable-shared", "--enable-static", "--with-pic", "--disable-debug", "--disable-dependency-tracking"]
+    builder.run("autoreconf", "--force", "--install")  # the archive is the tagged tree, which has no configure
     builder.run("./configure", f"--prefix={builder.prefix}", *options, CFLAGS=" ".join(flags))
     builder.make()
     if builder.check:
@@ -161,10 +162,11 @@ def build_hiredis(builder: Builder) -> None:
 
 def build_isal(builder: Builder) -> None:
     arguments = ["-f", "Makefile.unx", "units=crc", f"CC={builder.toolchain.environment['CC']}"]
-    arguments += [f"AR={builder.toolchain.environment['AR']}", "DEBUG=", f"CFLAGS={' '.join(builder.flags)}"]
-    builder.make(*arguments, "bin/isa-l.a")
-    builder.copy(("bin/isa-l.a", "lib/libisal.a"), ("include/crc.h", "include/isa-l/crc.h"))
-    (builder.prefix / "include" / "isa-l.h").write_text("#pragma once\n#include <isa-l/crc.h>\n")
+    # Its CFLAGS are put together while make runs, and reach no compiler if the command line sets them.
+    arguments += [f"AR={builder.toolchain.environment['AR']}", "DEBUG_nasm=", f"DEBUG={' '.join(builder.flags)}"]
+    builder.make(*arguments, "bin/isa-l.a", "isa-l.h")
+    headers = [(f"include/{name}", f"include/isa-l/{name}") for name in ("crc.h", "crc64.h")]
+    builder.copy(("bin/isa-l.a", "lib/libisal.a"), ("isa-l.h", "include/isa-l.h"), *headers)
 
 
 RECIPES: dict[str, Callable[[Builder], None]] = {

@@ -88,6 +88,8 @@ def build_one(python: str, tree: Path, prefix: Path, toolchain: compilers.Toolch
     environment = {**os.environ, **toolchain.environment, "TENSORIZER_STATIC_DEPS": str(prefix)}
     environment |= {"TENSORIZER_DEBUG_FILES": str(tree / "debug"), "MAX_JOBS": str(jobs), "PYTHONHASHSEED": "0"}
     environment |= {"SOURCE_DATE_EPOCH": commit_time(), "TORCH_DONT_CHECK_COMPILER_ABI": "1", "LC_ALL": "C"}
+    # All but csrc/bind is the same for every Python: with ccache it is compiled once.
+    environment |= {"CCACHE_BASEDIR": str(tree), "CCACHE_NOHASHDIR": "1"}
     for name in ("TENSORIZER_WERROR", "TENSORIZER_DEPS_PREFIX", "TENSORIZER_SANITIZE", "CFLAGS", "CXXFLAGS", "LDFLAGS"):
         environment.pop(name, None)
     shutil.rmtree(tree / "dist", ignore_errors=True)

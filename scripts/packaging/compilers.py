@@ -41,23 +41,24 @@ def zig_toolchain(zig: Path, folder: Path, machine: str = platform.machine()) ->
     if machine not in _BASELINE:
         sys.exit(f"no wheels for {machine}: wanted one of {', '.join(_BASELINE)}")
     folder.mkdir(parents=True, exist_ok=True)
+    version = subprocess.run([str(zig), "version"], capture_output=True, text=True, check=True).stdout.strip()
     target = f"-target {machine}-linux-gnu.{GLIBC} -mcpu={_BASELINE[machine]} -fno-sanitize=undefined"
     quoted = shlex.quote(str(zig))
+    first = f"#!/bin/sh\n# zig {version}\n"  # another zig makes other scripts: what ccache tells compilers apart by
     texts = {
         # Asked for its version alone, zig refuses the target with the glibc in it; OpenSSL chooses its assembly by it.
         tool: (
-            "#!/bin/sh\n[ $# = 1 ] && case $1 in -v | --version | -dump*) "
+            f"{first}[ $# = 1 ] && case $1 in -v | --version | -dump*) "
             f'exec {quoted} {tool} "$@" ;; esac\nexec {quoted} {tool} {target} "$@"\n'
         )
         for tool in ("cc", "c++")
     }
-    texts |= {tool: f'#!/bin/sh\nexec {quoted} {tool} "$@"\n' for tool in ("ar", "ranlib")}
+    texts |= {tool: f'{first}exec {quoted} {tool} "$@"\n' for tool in ("ar", "ranlib")}
     for tool, text in texts.items():
         script = folder / tool
         if not script.exists() or script.read_text() != text:
             script.write_text(text)
             script.chmod(0o755)
-    version = subprocess.run([str(zig), "version"], capture_output=True, text=True, check=True).stdout.strip()
     # Found by their plain names: OpenSSL keeps the command line of its compiler as a text.
     environment = {"CC": "cc", "CXX": "c++", "AR": "ar", "RANLIB": "ranlib"}
     environment["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"

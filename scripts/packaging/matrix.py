@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from suite import run_suite
+
 ROOT = Path(__file__).resolve().parents[2]
 # An index of CPU builds of torch, where the ordinary one would bring along gigabytes of CUDA libraries.
 TORCH_INDEX = os.environ.get("TORCH_INDEX")
@@ -73,6 +75,9 @@ def try_one(version: str, interpreter: str, torch: str, wheels: Path | None, arg
     missing = install(python, wanted, wheels)
     if missing:
         return missing
+    if wheels:
+        shutil.rmtree(folder / "suite", ignore_errors=True)
+        return "passed" if run_suite(python, folder / "suite", arguments) else "FAILED"
     tests = ["-q", "-m", "not slow", "-n", str(os.cpu_count() or 1), "--dist", "loadgroup", *arguments]
     return "passed" if run(str(python), "-m", "pytest", *tests) else "FAILED"
 

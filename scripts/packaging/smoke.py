@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,6 +69,29 @@ def check_damage(folder: Path, model: dict[str, torch.Tensor]) -> None:
     raise AssertionError("damage was not seen")
 
 
+def check_versions() -> None:
+    """A wheel's list of components is what its module runs with."""
+    files = importlib.metadata.files("tensorizer") or []
+    lists = [file for file in files if file.match("*.dist-info/sboms/*.cdx.json")]
+    for file in lists:
+        components = json.loads(file.read_text())["components"]
+        listed = {component["name"]: component["version"] for component in components}
+        found = tensorizer._C.library_versions()
+        assert found == {name: listed[name] for name in found}, (found, listed)
+        print("libraries", *(f"{name} {version}" for name, version in found.items()))
+
+
+def check_kernels() -> None:
+    """What the processor can do is found out: a build that sees nothing is right and slow."""
+    found = tensorizer._C.available_kernels()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    wanted = {"avx2": {"avx2"}, "avx512": {"avx2", "avx512f"}, "avx512ifma": {"avx2", "avx512f", "avx512ifma"}}
+    missing = [name for name, needed in wanted.items() if needed <= flags and name not in found]
+    assert not missing, f"the processor could run {missing}: found {found}"
+    print("cipher", *found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
@@ -78,6 +103,8 @@ def main() -> None:
     assert options.inside is None or options.inside in module.parents, f"imported from {module}"
     version = importlib.metadata.version("tensorizer")
     print(f"tensorizer {version}, Python {sys.version.split()[0]}, torch {torch.__version__}")
+    check_versions()
+    check_kernels()
     model = make_model()
     plain = options.folder / "model.tensors"
     save(str(plain), model)
@@ -101,7 +128,11 @@ def main() -> None:
         load(stream_io.open_stream(options.rediss, certificate_handling=CAInfo(cacert=options.authority)), model)
         print("rediss")
     if options.s3:
-        credentials = {"s3_access_key_id": options.s3_key, "s3_secret_access_key": options.s3_secret}
+        credentials: dict[str, Any] = {
+            "force_http": True,
+            "s3_access_key_id": options.s3_key,
+            "s3_secret_access_key": options.s3_secret,
+        }
         credentials["s3_endpoint"] = options.s3
         uri = f"s3://{options.s3_bucket}/model.tensors"
         with stream_io.open_stream(uri, "wb", **credentials) as target:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Proves wheels: installs each in a clean virtual environment and in a bare Debian, and runs smoke.py there.
 
-    wheel_test.py [--require-root] WHEEL_OR_FOLDER ...
+    wheel_test.py [--require-root] [--suite [--pytest ARGUMENTS]] WHEEL_OR_FOLDER ...
 
 Run with a Python that has what the tests need: its torch and other packages are lent to the environments, and the
-servers of ``tests/servers`` run beside them. What cannot be started is said in one line.
+servers of ``tests/servers`` run beside them. With ``--suite`` the tests of the repository run with the wheel too. What
+cannot be started is said in one line.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,6 +33,7 @@ from servers.file_server import serve_folder  # noqa: E402
 from servers.http_faults import FaultyServer  # noqa: E402
 from servers.redis_server import RedisServer, redis_is_installed  # noqa: E402
 from servers.s3_server import S3Server, s3_is_installed  # noqa: E402
+from suite import run_suite  # noqa: E402
 
 SMOKE = Path(__file__).with_name("smoke.py")
 
@@ -161,32 +164,48 @@ def fits_this_python(wheel: Path) -> bool:
     return f"-cp{sys.version_info[0]}{sys.version_info[1]}-" in wheel.name
 
 
+def prove(wheel: Path, options: argparse.Namespace) -> None:
+    """Everything that is promised of ``wheel``, as far as this machine can try it.
+
+    Raises:
+        SystemExit: Something that was asked for failed, or cannot be tried here.
+        subprocess.CalledProcessError: smoke.py failed.
+    """
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        python = make_environment(folder / "environment", wheel)
+        model = write_model(python, folder)
+        with servers(folder, model) as arguments:
+            print(f"== {wheel.name} in a clean environment", flush=True)
+            run_clean(python, folder, arguments)
+            root = debian_root("bookworm", options.cache.resolve()) if sys.version_info[:2] == (3, 11) else None
+            if root is not None:
+                print(f"== {wheel.name} in a bare Debian 12", flush=True)
+                run_in_root(root, wheel, folder, arguments)
+            elif options.require_root:
+                sys.exit("no bare Debian could be made (mmdebstrap, root, Python 3.11)")
+            else:
+                print("skipped: a bare Debian (wants mmdebstrap, root and Python 3.11)")
+        if options.suite:
+            print(f"== the tests with {wheel.name}", flush=True)
+            if not run_suite(python, folder / "suite", shlex.split(options.pytest)):
+                sys.exit(f"{wheel.name}: the tests failed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL_OR_FOLDER")
     parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"))
     parser.add_argument("--require-root", action="store_true", help="fail where no bare Debian can be made")
+    parser.add_argument("--suite", action="store_true", help="run the tests of the repository with the wheel as well")
+    parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="more arguments for the tests, in one text")
     options = parser.parse_args()
     wheels = [w for path in options.wheels for w in (sorted(path.glob("*.whl")) if path.is_dir() else [path])]
     fitting = [wheel.resolve() for wheel in wheels if fits_this_python(wheel)]
     if not fitting:
         sys.exit(f"no wheel for Python {platform.python_version()} among {[wheel.name for wheel in wheels]}")
     for wheel in fitting:
-        with tempfile.TemporaryDirectory() as text:
-            folder = Path(text)
-            python = make_environment(folder / "environment", wheel)
-            model = write_model(python, folder)
-            with servers(folder, model) as arguments:
-                print(f"== {wheel.name} in a clean environment", flush=True)
-                run_clean(python, folder, arguments)
-                root = debian_root("bookworm", options.cache.resolve()) if sys.version_info[:2] == (3, 11) else None
-                if root is not None:
-                    print(f"== {wheel.name} in a bare Debian 12", flush=True)
-                    run_in_root(root, wheel, folder, arguments)
-                elif options.require_root:
-                    sys.exit("no bare Debian could be made (mmdebstrap, root, Python 3.11)")
-                else:
-                    print("skipped: a bare Debian (wants mmdebstrap, root and Python 3.11)")
+        prove(wheel, options)
 
 
 if __name__ == "__main__":

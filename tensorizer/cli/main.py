@@ -31,6 +31,17 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
 
+class _Version(argparse.Action):
+    """``--version``: what a report of a problem needs to say."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from tensorizer import _C
+
+        libraries = ", ".join(f"{name} {version}" for name, version in _C.library_versions().items())
+        print(f"tensorizer {__version__}\nwith {libraries}")
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = _Parser(
@@ -38,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Look into, check, convert, copy, encrypt and compare files of tensors (.tensors, .safetensors).",
         epilog=_EPILOG,
     )
-    parser.add_argument("--version", action="version", version=f"tensorizer {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show versions, those of the libraries too")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     for name in COMMANDS:
         importlib.import_module(f"tensorizer.cli.{name}").add_parsers(commands)

@@ -1,15 +1,15 @@
 #include "crypto/kernels/vector_kernels.h"
 
 #if defined(__x86_64__)
+#include "core/cpu_features.h"
 #include "crypto/kernels/fused_box.h"
 
 namespace tensorizer::crypto {
 namespace {
 
-// __builtin_cpu_supports also asks whether the operating system saves the wide registers.
-bool has_avx2() noexcept { return __builtin_cpu_supports("avx2"); }
-bool has_avx512() noexcept { return has_avx2() && __builtin_cpu_supports("avx512f"); }
-bool has_ifma() noexcept { return has_avx512() && __builtin_cpu_supports("avx512ifma"); }
+bool has_avx2() noexcept { return cpu_features().avx2; }
+bool has_avx512() noexcept { return has_avx2() && cpu_features().avx512f; }
+bool has_ifma() noexcept { return has_avx512() && cpu_features().avx512ifma; }
 
 constexpr BoxParts kIfma{&salsa20_xor_avx512, &poly1305_blocks_ifma};
 constexpr BoxParts kAvx512{&salsa20_xor_avx512, &poly1305_blocks_avx2};

@@ -1,0 +1,97 @@
+"""Other copies of OpenSSL in one process: both sides speak TLS, in either order, in threads, and the process ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from servers.certificates import make_certificates
+from servers.http_faults import FaultyServer, Reply
+
+# Each brings an OpenSSL or a relative of it, of the system or of its own; those that are installed are tried.
+NEIGHBOURS = ("cryptography.hazmat.bindings._rust", "OpenSSL.SSL", "grpc", "psycopg2", "pycurl", "curl_cffi")
+ORDERS = {
+    "neighbours first": "load_neighbours(); load_ours()",
+    "ours first": "load_ours(); load_neighbours()",
+    "torch between": "load_ours(); import torch; load_neighbours()",
+}
+PROGRAM = """
+import importlib
+import os
+import ssl
+import sys
+import threading
+import urllib.request
+
+url, authority, *names = sys.argv[1:]
+
+def load_neighbours():
+    for name in names:
+        importlib.import_module(name)
+
+def load_ours():
+    global stream_io
+    from tensorizer import stream_io
+
+ORDER
+
+def ours():
+    options = stream_io.HTTPOptions(proxy="", retries=0)
+    trust = stream_io.CAInfo(cacert=authority)
+    return stream_io.open_stream(url, certificate_handling=trust, http_options=options).read()
+
+def theirs():
+    context = ssl.create_default_context(cafile=authority)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    return opener.open(url, timeout=60).read()
+"""
+BOTH = """
+read = []
+threads = [threading.Thread(target=lambda f=f: read.append(f())) for f in (ours, theirs) * 4]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # the handlers of both sides run here too
+print(len(read), set(read), os.waitpid(child, 0)[1])
+"""
+# The process ends while a read waits for bytes that never come.
+UNFINISHED = """
+import time
+threading.Thread(target=ours, daemon=True).start()
+time.sleep(0.3)
+ssl.create_default_context(cafile=authority)
+print("end")
+"""
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def installed() -> list[str]:
+    return [name for name in NEIGHBOURS if importlib.util.find_spec(name.partition(".")[0])]
+
+
+def run(program: str, order: str, server: FaultyServer, authority: object, folder: object) -> tuple[int, str, str]:
+    text = PROGRAM.replace("ORDER", ORDERS[order]) + program
+    command = [sys.executable, "-c", text, server.url, str(authority), *installed()]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+def test_tls_of_others_and_of_ours_work_in_one_process_whatever_was_imported_first(certificates, tmp_path):
+    with FaultyServer(b"over https", tls=certificates.context()) as server:
+        for order in ORDERS:
+            found = run(BOTH, order, server, certificates.authority, tmp_path)
+            assert found[:2] == (0, "8 {b'over https'} 0"), (order, installed(), found)
+
+
+def test_a_process_ends_in_the_middle_of_a_read_beside_other_copies_of_openssl(certificates, tmp_path):
+    with FaultyServer(b"x" * 1000, tls=certificates.context(), default=Reply(stall_after=10)) as server:
+        for order in ORDERS:
+            found = run(UNFINISHED, order, server, certificates.authority, tmp_path)
+            assert found[:2] == (0, "end"), (order, installed(), found)
