@@ -1,10 +1,21 @@
 #include "digest/record_digester.h"
 
+#include <algorithm>
+
+#include "core/checked_math.h"
 #include "core/error.h"
 
 namespace tensorizer::digest {
 
 using format::Sha256;
+
+namespace {
+
+// Bytes that stay gather up to so many steps before any of a few long records are hashed: a load
+// that waits for its source must not have all of that left to do at its end.
+constexpr uint64_t kGatheredSteps = 32;
+
+}  // namespace
 
 // A record that comes in steps. `start` is written before `expected`, and then by whoever has taken
 // the next step; crcs[i] by whoever adds step i, before its bytes are listed.
@@ -26,8 +37,8 @@ struct RecordDigester::Chain {
   bool taken = false;  // queued, or some thread hashes `next`
 };
 
-RecordDigester::RecordDigester(std::span<const uint32_t> steps, Completed completed)
-    : completed_(std::move(completed)), chains_(steps.size()) {
+RecordDigester::RecordDigester(std::span<const uint32_t> steps, Use use, Completed completed)
+    : use_(use), completed_(std::move(completed)), chains_(steps.size()) {
   MutexLock lock(mutex_);
   for (size_t record = 0; record < steps.size(); ++record) {
     if (steps[record] == 0) continue;
@@ -39,29 +50,18 @@ RecordDigester::RecordDigester(std::span<const uint32_t> steps, Completed comple
 RecordDigester::~RecordDigester() = default;
 
 void RecordDigester::add_whole(std::span<Whole> records) {
-  const auto complete_one = [this](Whole& one) {
+  std::vector<Sha256::Update> updates;
+  updates.reserve(records.size());
+  for (Whole& one : records) {
+    if (one.start.wanted.sha256) updates.push_back({&one.start.header.sha256, one.bytes});
+  }
+  Sha256::update_all(updates);
+  for (Whole& one : records) {
     RecordDigests digests;
     if (one.start.wanted.crc32) digests.crc32 = format::crc32(one.start.header.crc32, one.bytes);
     if (one.start.wanted.sha256) digests.sha256 = one.start.header.sha256.finish();
     completed_(one.record, digests);
-  };
-  Whole* first = nullptr;  // waits for a second one to be hashed with
-  for (Whole& one : records) {
-    if (!one.start.wanted.sha256) {
-      complete_one(one);
-    } else if (first == nullptr) {
-      first = &one;
-    } else {
-      Sha256::update_pair(first->start.header.sha256, first->bytes, one.start.header.sha256,
-                          one.bytes);
-      complete_one(*first);
-      complete_one(one);
-      first = nullptr;
-    }
   }
-  if (first == nullptr) return;
-  first->start.header.sha256.update(first->bytes);
-  complete_one(*first);
 }
 
 void RecordDigester::expect(uint32_t record, const RecordStart& start) {
@@ -76,6 +76,7 @@ void RecordDigester::add(uint32_t record, uint32_t step, std::span<const std::by
   MutexLock lock(mutex_);
   chain.bytes[step] = bytes;
   chain.here[step] = true;
+  here_count_.fetch_add(1, std::memory_order_relaxed);
   queue_if_ready(record, chain);
 }
 
@@ -87,44 +88,46 @@ void RecordDigester::queue_if_ready(uint32_t record, Chain& chain) {
   changed_.notify_one();
 }
 
-RecordDigester::Work RecordDigester::take(int at_least) {
+RecordDigester::Work RecordDigester::take(size_t most) {
   Work work;
-  if (ready_.size() < static_cast<size_t>(at_least)) return work;
-  while (work.count < 2 && !ready_.empty()) {
+  const size_t count = std::min({Sha256::at_once(most), ready_.size(), kMostAtOnce});
+  while (work.count < count) {
     const uint32_t record = ready_.front();
     ready_.pop_front();
     Chain& chain = *chains_[record];
     work.steps[work.count++] = {record, &chain, chain.next};
   }
+  in_hand_ += count;
+  here_count_.fetch_sub(count, std::memory_order_relaxed);
   ready_count_.store(ready_.size(), std::memory_order_relaxed);
   return work;
 }
 
+// Leaves as much to each of the others, who have nothing else to do.
+RecordDigester::Work RecordDigester::take_share() {
+  const size_t share = ceil_div(ready_.size() + in_hand_, use_.workers);
+  return take(std::min(std::max<size_t>(share, 2), ready_.size()));
+}
+
 void RecordDigester::hash(const Work& work) {
-  std::span<const std::byte> bytes[2];
-  Chain* hashed[2]{};
-  int count = 0;
+  Sha256::Update updates[kMostAtOnce];
+  size_t count = 0;
   {
     MutexLock lock(mutex_);
-    for (int i = 0; i < work.count; ++i) {
+    for (size_t i = 0; i < work.count; ++i) {
       Chain& chain = *work.steps[i].chain;
-      if (!chain.start.wanted.sha256) continue;
-      bytes[count] = chain.bytes[work.steps[i].step];
-      hashed[count++] = &chain;
+      if (chain.start.wanted.sha256)
+        updates[count++] = {&chain.start.header.sha256, chain.bytes[work.steps[i].step]};
     }
   }
-  if (count == 2) {
-    Sha256::update_pair(hashed[0]->start.header.sha256, bytes[0], hashed[1]->start.header.sha256,
-                        bytes[1]);
-  } else if (count == 1) {
-    hashed[0]->start.header.sha256.update(bytes[0]);
-  }
-  for (int i = 0; i < work.count; ++i) {
+  Sha256::update_all({updates, count});
+  for (size_t i = 0; i < work.count; ++i) {
     const Step& step = work.steps[i];
     if (step.step + 1 == step.chain->steps()) complete(step.record, *step.chain);
   }
   MutexLock lock(mutex_);
-  for (int i = 0; i < work.count; ++i) {
+  in_hand_ -= work.count;
+  for (size_t i = 0; i < work.count; ++i) {
     Chain& chain = *work.steps[i].chain;
     ++chain.next;
     chain.taken = false;
@@ -159,20 +162,28 @@ void RecordDigester::wait(uint32_t record, uint32_t step, const std::stop_token&
       });
       if (!decided) throw Error(Errc::cancelled, "cancelled");
       if (chain.next > step) return;
-      work = take(1);
+      work = take_share();
     }
     hash(work);
   }
 }
 
+bool RecordDigester::may_help(size_t ready, uint64_t here) const noexcept {
+  if (ready < 2) return false;
+  return !use_.bytes_stay || ready >= Sha256::lanes() || here >= kGatheredSteps;
+}
+
 bool RecordDigester::help() {
-  if (ready_count_.load(std::memory_order_relaxed) < 2) return false;
+  if (!may_help(ready_count_.load(std::memory_order_relaxed),
+                here_count_.load(std::memory_order_relaxed)))
+    return false;
   Work work;
   {
     MutexLock lock(mutex_);
-    work = take(2);
+    if (!may_help(ready_.size(), here_count_.load(std::memory_order_relaxed))) return false;
+    // Where bytes must leave, the others wait for that too.
+    work = use_.bytes_stay ? take(ready_.size()) : take_share();
   }
-  if (work.count == 0) return false;
   hash(work);
   return true;
 }
@@ -187,7 +198,7 @@ void RecordDigester::finish(const std::stop_token& stop) {
       });
       if (!decided) throw Error(Errc::cancelled, "cancelled");
       if (steps_left_ == 0) return;
-      work = take(1);
+      work = take_share();
     }
     hash(work);
   }

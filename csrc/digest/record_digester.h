@@ -1,6 +1,6 @@
-// The digests of many records at once: which bytes come next, two SHA-256 streams side by side,
-// CRCs of parts combined. For loads, which compare the result, and saves, which store it.
-// Internally locked; every method may be called by any number of threads.
+// The digests of many records at once: which bytes come next, as many SHA-256 streams side by side
+// as the processor takes, CRCs of parts combined. For loads, which compare the result, and saves,
+// which store it. Internally locked; every method may be called by any number of threads.
 //
 // A record's payload comes in steps, numbered from 0, in any order and from any thread. Its CRC32
 // is made of parts, each by the thread that brings it. Its SHA-256 runs over the steps in order: a
@@ -46,8 +46,15 @@ class RecordDigester {
   // throws leaves the method that was called; the record counts as unfinished for good.
   using Completed = std::function<void(uint32_t record, const RecordDigests& digests)>;
 
+  // How the threads of one session use a digester.
+  struct Use {
+    unsigned workers = 1;
+    // Bytes need not leave soon: help() lets steps gather, for more streams side by side.
+    bool bytes_stay = false;
+  };
+
   // steps[r]: how many steps record r comes in; 0: it comes whole, through add_whole().
-  RecordDigester(std::span<const uint32_t> steps, Completed completed);
+  RecordDigester(std::span<const uint32_t> steps, Use use, Completed completed);
   ~RecordDigester();
 
   struct Whole {
@@ -55,7 +62,7 @@ class RecordDigester {
     RecordStart start;
     std::span<const std::byte> bytes;
   };
-  // Digests records that are complete here and now, two at a time.
+  // Digests records that are complete here and now, side by side.
   void add_whole(std::span<Whole> records);
 
   // Once per record that comes in steps, before its step 0 is added.
@@ -70,8 +77,8 @@ class RecordDigester {
   // that do not wait for this one.
   void wait(uint32_t record, uint32_t step, const std::stop_token& stop);
 
-  // Digests one step each of two records, where there are two: between other work, before the bytes
-  // leave the cache. False: nothing was done.
+  // Digests one step each of as many records as pay, of two at least: between other work, before
+  // the bytes leave the cache. False: nothing was done.
   bool help();
 
   // Returns when all steps have been digested, by this thread too. Throws Error(cancelled).
@@ -79,6 +86,7 @@ class RecordDigester {
   void finish(const std::stop_token& stop);
 
  private:
+  static constexpr size_t kMostAtOnce = 16;
   struct Chain;
   struct Step {
     uint32_t record;
@@ -86,21 +94,26 @@ class RecordDigester {
     uint32_t step;
   };
   struct Work {
-    Step steps[2]{};
-    int count = 0;
+    Step steps[kMostAtOnce]{};
+    size_t count = 0;
   };
 
-  Work take(int at_least) REQUIRES_LOCK(mutex_);
+  bool may_help(size_t ready, uint64_t here) const noexcept;
+  Work take(size_t most) REQUIRES_LOCK(mutex_);
+  Work take_share() REQUIRES_LOCK(mutex_);
   void queue_if_ready(uint32_t record, Chain& chain) REQUIRES_LOCK(mutex_);
   void hash(const Work& work);
   void complete(uint32_t record, Chain& chain);
 
+  const Use use_;
   const Completed completed_;
   std::vector<std::unique_ptr<Chain>> chains_;  // per record; null for those that come whole
   std::atomic<size_t> ready_count_{0};          // ready_.size(), to look at without the lock
+  std::atomic<uint64_t> here_count_{0};         // steps that were added and nobody has taken
   Mutex mutex_;
   CondVar changed_;
   std::deque<uint32_t> ready_ GUARDED_BY(mutex_);  // records whose next step is here, oldest first
+  size_t in_hand_ GUARDED_BY(mutex_) = 0;          // records of which a step is being hashed
   uint64_t steps_left_ GUARDED_BY(mutex_) = 0;
 };
 

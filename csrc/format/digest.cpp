@@ -3,9 +3,9 @@
 #include <isa-l/crc.h>
 
 #include <algorithm>
-#include <cstring>
+#include <vector>
 
-#include "format/sha256_blocks.h"
+#include "format/sha256_kernels.h"
 
 namespace tensorizer::format {
 namespace {
@@ -40,20 +40,6 @@ constexpr size_t kBlockNbytes = 64;
 constexpr std::array<uint32_t, 8> kInitialState = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                                    0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
-bool use_sha_ni() noexcept {
-  static const bool supported = sha_ni_supported();
-  return supported;
-}
-
-void absorb(uint32_t* state, const std::byte* data, size_t nblocks) noexcept {
-  if (nblocks == 0) return;
-  if (use_sha_ni()) {
-    sha_ni_absorb(state, data, nblocks);
-  } else {
-    openssl_absorb(state, data, nblocks);
-  }
-}
-
 }  // namespace
 
 uint32_t crc32(uint32_t seed, std::span<const std::byte> bytes) noexcept {
@@ -70,7 +56,9 @@ uint32_t crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t nbytes_b) noexce
 Sha256::Sha256() noexcept : state_(kInitialState) {}
 
 void Sha256::absorb_blocks(const std::byte* data, size_t nblocks) noexcept {
-  absorb(state_.data(), data, nblocks);
+  if (nblocks == 0) return;
+  const BlockRun run{state_.data(), data, nblocks};
+  sha256_kernel_here().widths.back().absorb(&run, 1, nblocks);
 }
 
 // Counts `bytes`, completes a block begun earlier, and returns what is left. Something is left only
@@ -85,32 +73,36 @@ std::span<const std::byte> Sha256::top_up(std::span<const std::byte> bytes) noex
   return bytes.subspan(taken);
 }
 
-// Absorbs the whole blocks of what top_up() left and keeps the rest.
-void Sha256::absorb_rest(std::span<const std::byte> bytes) noexcept {
-  const size_t nblocks = bytes.size() / kBlockNbytes;
-  absorb_blocks(bytes.data(), nblocks);
-  const auto tail = bytes.subspan(nblocks * kBlockNbytes);
+// What top_up() left and is no whole block.
+void Sha256::keep_tail(std::span<const std::byte> bytes) noexcept {
+  const auto tail = bytes.last(bytes.size() % kBlockNbytes);
   std::copy(tail.begin(), tail.end(), buffer_.begin());
 }
 
 void Sha256::update(std::span<const std::byte> bytes) noexcept {
   const auto rest = top_up(bytes);
-  if (!rest.empty()) absorb_rest(rest);
+  absorb_blocks(rest.data(), rest.size() / kBlockNbytes);
+  keep_tail(rest);
 }
 
-void Sha256::update_pair(Sha256& a, std::span<const std::byte> x, Sha256& b,
-                         std::span<const std::byte> y) noexcept {
-  x = a.top_up(x);
-  y = b.top_up(y);
-  const size_t both = std::min(x.size(), y.size()) / kBlockNbytes;
-  if (both > 0 && use_sha_ni()) {
-    sha_ni_absorb_pair(a.state_.data(), x.data(), b.state_.data(), y.data(), both);
-    x = x.subspan(both * kBlockNbytes);
-    y = y.subspan(both * kBlockNbytes);
+void Sha256::update_all(std::span<Update> updates) {
+  std::vector<BlockRun> runs;
+  runs.reserve(updates.size());
+  for (Update& update : updates) {
+    Sha256& stream = *update.stream;
+    update.bytes = stream.top_up(update.bytes);
+    const size_t nblocks = update.bytes.size() / kBlockNbytes;
+    if (nblocks > 0) runs.push_back({stream.state_.data(), update.bytes.data(), nblocks});
   }
-  if (!x.empty()) a.absorb_rest(x);
-  if (!y.empty()) b.absorb_rest(y);
+  absorb_all(sha256_kernel_here(), runs);
+  for (const Update& update : updates) update.stream->keep_tail(update.bytes);
 }
+
+size_t Sha256::at_once(size_t ready) noexcept {
+  return std::min(ready, sha256_kernel_here().width_for(ready).lanes);
+}
+
+size_t Sha256::lanes() noexcept { return sha256_kernel_here().widths.front().lanes; }
 
 Sha256Digest Sha256::finish() noexcept {
   const uint64_t nbits = total_nbytes_ * 8;
@@ -127,7 +119,5 @@ Sha256Digest Sha256::finish() noexcept {
     digest[i] = static_cast<std::byte>(state_[i / 4] >> (24 - 8 * (i % 4)));
   return digest;
 }
-
-const char* sha256_kernel() noexcept { return use_sha_ni() ? "sha-ni" : "openssl"; }
 
 }  // namespace tensorizer::format

@@ -1,9 +1,10 @@
 // CRC-32 (zlib's) and SHA-256, the two digests of a record. Pure; each object is confined to one
 // thread at a time.
 //
-// CRC-32 runs on ISA-L, which uses PCLMULQDQ/AVX-512; parts combine. SHA-256 uses the SHA-NI
-// instructions directly where the processor has them, two independent streams interleaved when
-// asked (one stream leaves half of the unit idle), and OpenSSL elsewhere.
+// CRC-32 runs on ISA-L, which uses PCLMULQDQ/AVX-512; parts combine. SHA-256 of
+// one stream waits for itself most of the time: several are updated in one call where there are
+// several, in the lanes of AVX-512 registers or two at a time on the SHA-NI instructions; OpenSSL
+// has the block function of other processors.
 #pragma once
 
 #include <array>
@@ -29,21 +30,26 @@ class Sha256 {
   // The digest of everything so far; the object must not be used afterwards.
   Sha256Digest finish() noexcept;
 
-  // Same result as a.update(x); b.update(y); faster where both are long. REQUIRES: &a != &b.
-  static void update_pair(Sha256& a, std::span<const std::byte> x, Sha256& b,
-                          std::span<const std::byte> y) noexcept;
+  struct Update {
+    Sha256* stream;
+    std::span<const std::byte> bytes;
+  };
+  // stream->update(bytes) for each; faster where several are long. Changes `bytes`. REQUIRES: no
+  // stream comes twice.
+  static void update_all(std::span<Update> updates);
+  // Of `ready` streams with as many bytes each, how many to update in one call.
+  static size_t at_once(size_t ready) noexcept;
+  // The most that one call hashes side by side.
+  static size_t lanes() noexcept;
 
  private:
   void absorb_blocks(const std::byte* data, size_t nblocks) noexcept;
   std::span<const std::byte> top_up(std::span<const std::byte> bytes) noexcept;
-  void absorb_rest(std::span<const std::byte> bytes) noexcept;
+  void keep_tail(std::span<const std::byte> bytes) noexcept;
 
   alignas(16) std::array<uint32_t, 8> state_;
   std::array<std::byte, 64> buffer_;
   uint64_t total_nbytes_ = 0;
 };
-
-// "sha-ni", "openssl" ...: which kernel runs here, for benchmarks and bug reports.
-const char* sha256_kernel() noexcept;
 
 }  // namespace tensorizer::format

@@ -26,6 +26,10 @@ class RangeSink {
   // Writers that are useful at the same time; 0: as many as there are processors.
   virtual unsigned concurrency() const noexcept { return 0; }
 
+  // True where writes may come in any order at no cost, in memory either: a file. An upload holds
+  // the parts that are not complete.
+  virtual bool any_order() const noexcept { return false; }
+
   // A hint, before reserve(): bytes [0, end) are prologue and index and may be written again by any
   // call; all others are written once.
   virtual void reserve_head(uint64_t /*end*/) {}

@@ -55,13 +55,13 @@ std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t target,
   return std::nullopt;
 }
 
-void start_digests(LoadJob& job) {
+void start_digests(LoadJob& job, digest::RecordDigester::Use use) {
   const auto check = [&job](uint32_t target, const digest::RecordDigests& digests) {
     job.naming(target, [&] {
       format::check_hashes(job.headers->header(target), &digests.crc32, &digests.sha256);
     });
   };
-  job.digester = std::make_unique<digest::RecordDigester>(job.plan.hash_steps, check);
+  job.digester = std::make_unique<digest::RecordDigester>(job.plan.hash_steps, use, check);
 }
 
 }  // namespace tensorizer::load

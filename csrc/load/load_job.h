@@ -78,6 +78,6 @@ struct LoadJob {
 };
 
 // Prepares job.digester for job.plan.
-void start_digests(LoadJob& job);
+void start_digests(LoadJob& job, digest::RecordDigester::Use use);
 
 }  // namespace tensorizer::load

@@ -20,7 +20,7 @@ class Planner {
     if (entry.header_nbytes() > 0)
       add(Piece::Kind::header, target, 0, entry.offset, 0, entry.header_nbytes());
     const bool in_one_unit = add_payload(target, entry.data_offset, payload);
-    if (in_one_unit) plan_.hash_steps[target] = 0;
+    if (in_one_unit && payload <= options_.whole_nbytes) plan_.hash_steps[target] = 0;
     if (!in_one_unit && deals()) close();
   }
 

@@ -35,10 +35,10 @@ struct Unit {
 };
 
 struct LoadPlan {
-  std::vector<Piece> pieces;         // in the order of the source
-  std::vector<Unit> units;           // in the order in which to take them
-  std::vector<uint32_t> hash_steps;  // per target: payload pieces; 0: header and payload are in one
-                                     // unit
+  std::vector<Piece> pieces;  // in the order of the source
+  std::vector<Unit> units;    // in the order in which to take them
+  // Per target: payload pieces; 0: header and payload are in one unit, and hashed there.
+  std::vector<uint32_t> hash_steps;
 
   std::span<const Piece> pieces_of(const Unit& unit) const noexcept {
     return std::span(pieces).subspan(unit.first_piece, unit.piece_count);
@@ -56,6 +56,8 @@ struct PlanOptions {
   uint64_t buffer_nbytes = std::numeric_limits<uint64_t>::max();
   // Above 0: tensors that are cut have units of their own, and those of so many are dealt in turn.
   size_t large_at_once = 0;
+  // A longer payload counts as a step to hash even where it is in one unit with its header.
+  uint64_t whole_nbytes = std::numeric_limits<uint64_t>::max();
 };
 
 // `selection` holds entry numbers in ascending order.

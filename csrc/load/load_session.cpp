@@ -43,7 +43,11 @@ LoadSession::LoadSession(io::RangeSource& source, const std::shared_ptr<const Op
     throw Error(Errc::crypto, source.name() + " is encrypted, but no key was given", source.name());
   check_sizes();
   make_plan();
-  if (job_.options.verify) start_digests(job_);
+  if (job_.options.verify) {
+    // On the host, hashes are made of the tensors' own memory.
+    start_digests(job_, {.workers = std::min(workers_, cpu_quota()),
+                         .bytes_stay = job_.options.engine == nullptr});
+  }
 }
 
 LoadSession::~LoadSession() = default;
@@ -90,6 +94,11 @@ void LoadSession::make_plan() {
     plan.unit_nbytes = std::min(plan.unit_nbytes, plan.buffer_nbytes);
     // Bytes leave their buffer once they are hashed: several chains must be under way.
     if (options.verify && workers_ > 1) plan.large_at_once = digest::kDealtPerWorker * workers_;
+  } else if (options.verify && traits.prompt) {
+    // Hashing takes longer than reading: as many chains as there are lanes, and soon, while the
+    // bytes are in the cache. What would be hashed alone in its unit joins the others.
+    plan.large_at_once = format::Sha256::lanes() * workers_;
+    plan.whole_nbytes = plan.unit_nbytes / 8;
   }
   if (has_crypt_info()) {
     plan.cut_nbytes = format::kCipherChunkNbytes;

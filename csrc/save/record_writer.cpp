@@ -61,29 +61,31 @@ Plan cut(std::span<const device::TensorMemory> payloads, uint64_t unit_nbytes) {
   return plan;
 }
 
-// So that as many SHA-256 chains run at once as there are workers, and two on each.
-void deal_units(Plan& plan, size_t workers) {
+// So that as many SHA-256 chains run at once.
+void deal_units(Plan& plan, size_t at_once) {
   std::vector<uint32_t> records;
   records.reserve(plan.units.size());
   for (const Unit& unit : plan.units)
     records.push_back(unit.count > 0 ? digest::kNoRecord : unit.first);
   std::vector<Unit> dealt;
   dealt.reserve(plan.units.size());
-  for (const uint32_t number : digest::deal(records, digest::kDealtPerWorker * workers))
-    dealt.push_back(plan.units[number]);
+  for (const uint32_t number : digest::deal(records, at_once)) dealt.push_back(plan.units[number]);
   plan.units = std::move(dealt);
 }
 
 // What the workers of one call share.
 struct Shared {
-  Shared(const RecordsToWrite& to_write, Plan planned, io::RangeSink& to,
+  Shared(const RecordsToWrite& to_write, Plan planned, unsigned workers, io::RangeSink& to,
          const std::stop_token& stop)
       : job(to_write),
         plan(std::move(planned)),
         sink(to),
-        digester(plan.steps, [this, stop](uint32_t record, const digest::RecordDigests& digests) {
-          complete(record, digests, stop);
-        }) {
+        digester(plan.steps,
+                 {.workers = std::min(workers, cpu_quota()),
+                  .bytes_stay = !to_write.is_staged() && to.any_order()},
+                 [this, stop](uint32_t record, const digest::RecordDigests& digests) {
+                   complete(record, digests, stop);
+                 }) {
     for (uint32_t i = 0; i < plan.steps.size(); ++i) {
       if (plan.steps[i] > 0) digester.expect(i, start_of(i));
     }
@@ -137,7 +139,7 @@ class Worker final : public UnitWorker {
   void finish() override { shared_.digester.finish(stop_); }
 
  private:
-  bool is_staged() const noexcept { return lane_ != nullptr || job_.key != nullptr; }
+  bool is_staged() const noexcept { return job_.is_staged(); }
 
   // A buffer goes on once its steps are hashed.
   void take_buffer() {
@@ -254,8 +256,13 @@ void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::st
   const unsigned useful = std::max(sink.concurrency(), cpu_quota());
   const unsigned allowed = job.max_workers > 0 ? std::min(job.max_workers, useful) : useful;
   const auto workers = static_cast<unsigned>(std::clamp<size_t>(plan.units.size(), 1, allowed));
-  if (job.hashes.sha256 && (job.engine != nullptr || job.key != nullptr)) deal_units(plan, workers);
-  Shared shared(job, std::move(plan), sink, stop);
+  // Buffers are few; tensors in host memory can fill all lanes.
+  if (job.hashes.sha256 && job.is_staged()) {
+    deal_units(plan, digest::kDealtPerWorker * workers);
+  } else if (job.hashes.sha256 && sink.any_order()) {
+    deal_units(plan, format::Sha256::lanes() * workers);
+  }
+  Shared shared(job, std::move(plan), workers, sink, stop);
   std::atomic<size_t> next{0};
   run_units(shared.plan.units.size(), next, workers, stop,
             [&](const std::stop_token& token) { return std::make_unique<Worker>(shared, token); });

@@ -28,6 +28,9 @@ struct RecordsToWrite {
   const crypto::SecretKey* key;  // of encrypted records
   unsigned max_workers;          // 0: as many as are useful
   std::atomic<uint64_t>& nbytes_done;
+
+  // Whether the payloads are copied to memory of ours on their way.
+  bool is_staged() const noexcept { return engine != nullptr || key != nullptr; }
 };
 
 // Returns when all of it is in the sink. Throws Error: io, device, out_of_memory, cancelled.

@@ -2,10 +2,12 @@
 #include <gtest/gtest.h>
 #include <openssl/evp.h>
 
+#include <algorithm>
 #include <random>
 
 #include "format/digest.h"
 #include "format/sha256_blocks.h"
+#include "format/sha256_kernels.h"
 
 namespace tensorizer::format {
 namespace {
@@ -78,23 +80,41 @@ TEST(Sha256, does_not_depend_on_how_the_bytes_are_cut) {
   }
 }
 
-TEST(Sha256, a_pair_gives_what_two_single_streams_give) {
-  const auto x = random_bytes(5000, 2), y = random_bytes(5000, 3);
+TEST(Sha256, streams_updated_together_give_what_single_ones_give) {
+  const auto bytes = random_bytes(20'000, 2);
   std::mt19937 generator(11);
-  for (int round = 0; round < 300; ++round) {
-    const size_t nx = generator() % x.size(), ny = generator() % y.size();
-    Sha256 a, b;
-    size_t at_x = 0, at_y = 0;
-    while (at_x < nx || at_y < ny) {
-      const size_t take_x = std::min<size_t>(generator() % 700, nx - at_x);
-      const size_t take_y = std::min<size_t>(generator() % 700, ny - at_y);
-      Sha256::update_pair(a, std::span(x).subspan(at_x, take_x), b,
-                          std::span(y).subspan(at_y, take_y));
-      at_x += take_x, at_y += take_y;
+  for (size_t count = 0; count <= 40; ++count) {
+    for (int round = 0; round < 4; ++round) {
+      std::vector<Sha256> streams(count);
+      std::vector<std::span<const std::byte>> wanted, left;
+      for (size_t i = 0; i < count; ++i) {
+        const size_t at = generator() % 5000;  // any alignment, some bytes in several streams
+        wanted.push_back(std::span(bytes).subspan(at, generator() % 6000 * (generator() % 3)));
+      }
+      left = wanted;
+      while (std::ranges::any_of(left, [](const auto& part) { return !part.empty(); })) {
+        std::vector<Sha256::Update> updates;
+        for (size_t i = 0; i < count; ++i) {
+          const size_t n = std::min<size_t>(generator() % 2000, left[i].size());
+          updates.push_back({&streams[i], left[i].first(n)});
+          left[i] = left[i].subspan(n);
+        }
+        Sha256::update_all(updates);
+      }
+      for (size_t i = 0; i < count; ++i)
+        ASSERT_EQ(hex(streams[i].finish()), hex(openssl_sha256(wanted[i]))) << i << " of " << count;
     }
-    ASSERT_EQ(hex(a.finish()), hex(openssl_sha256(std::span(x).first(nx)))) << round;
-    ASSERT_EQ(hex(b.finish()), hex(openssl_sha256(std::span(y).first(ny)))) << round;
   }
+}
+
+TEST(Sha256, one_call_takes_no_more_streams_than_there_are_lanes) {
+  EXPECT_EQ(Sha256::at_once(0), 0U);
+  EXPECT_EQ(Sha256::at_once(1), 1U);
+  for (size_t ready = 1; ready < 100; ++ready) {
+    EXPECT_GE(Sha256::at_once(ready), 1U);
+    EXPECT_LE(Sha256::at_once(ready), std::min(ready, Sha256::lanes()));
+  }
+  EXPECT_EQ(Sha256::at_once(1000), Sha256::lanes());
 }
 
 TEST(Sha256, a_copy_continues_on_its_own) {
@@ -107,33 +127,85 @@ TEST(Sha256, a_copy_continues_on_its_own) {
   EXPECT_EQ(hex(second.finish()), hex(openssl_sha256(std::span(bytes).first(100))));
 }
 
-TEST(Sha256, the_kernels_agree_on_any_state) {
-  if (!sha_ni_supported()) GTEST_SKIP() << "no SHA instructions here";
-  const auto x = random_bytes(64 * 33, 4), y = random_bytes(64 * 33, 5);
+using State = std::array<uint32_t, 8>;
+
+State any_state(std::mt19937& generator) {
+  State state;
+  for (uint32_t& word : state) word = static_cast<uint32_t>(generator());
+  return state;
+}
+
+// Messages in buffers of exactly their size, at odd addresses: a sanitizer sees what is read beyond
+// them.
+struct Message {
+  Message(size_t nblocks, size_t odd, std::mt19937& generator)
+      : bytes(random_bytes(nblocks * 64 + odd, static_cast<uint32_t>(generator()))),
+        nblocks(nblocks),
+        odd(odd),
+        state(any_state(generator)),
+        wanted(state) {
+    openssl_absorb(wanted.data(), data(), nblocks);
+  }
+  const std::byte* data() const { return bytes.data() + odd; }
+
+  std::vector<std::byte> bytes;
+  size_t nblocks, odd;
+  State state, wanted;
+};
+
+TEST(Sha256, every_width_of_every_kernel_agrees_with_openssl_on_any_state_in_every_lane) {
   std::mt19937 generator(6);
-  for (size_t nblocks = 0; nblocks <= 33; ++nblocks) {
-    std::array<uint32_t, 8> states[6];
-    for (size_t word = 0; word < 8; ++word) {
-      states[0][word] = static_cast<uint32_t>(generator());
-      states[1][word] = static_cast<uint32_t>(generator());
+  for (const Sha256Kernel& kernel : compiled_sha256_kernels()) {
+    if (!kernel.usable()) continue;
+    for (const Sha256Kernel::Width& width : kernel.widths) {
+      ASSERT_LE(width.lanes, kMostLanes);
+      // Some lanes of a wide kernel may be idle, a pair is a pair.
+      for (size_t count = width.lanes > 2 ? 1 : width.lanes; count <= width.lanes; ++count) {
+        for (const size_t nblocks : {1, 2, 3, 33}) {
+          std::vector<Message> messages;
+          for (size_t i = 0; i < count; ++i)
+            messages.emplace_back(nblocks, generator() % 64, generator);
+          std::vector<BlockRun> runs;
+          for (Message& message : messages)
+            runs.push_back({message.state.data(), message.data(), nblocks});
+          width.absorb(runs.data(), count, nblocks);
+          for (size_t i = 0; i < count; ++i)
+            ASSERT_EQ(messages[i].state, messages[i].wanted)
+                << kernel.name << ", " << width.lanes << " lanes, message " << i << " of " << count;
+        }
+      }
     }
-    states[2] = states[4] = states[0];
-    states[3] = states[5] = states[1];
-    openssl_absorb(states[0].data(), x.data(), nblocks);
-    openssl_absorb(states[1].data(), y.data(), nblocks);
-    sha_ni_absorb(states[2].data(), x.data(), nblocks);
-    sha_ni_absorb(states[3].data(), y.data(), nblocks);
-    sha_ni_absorb_pair(states[4].data(), x.data(), states[5].data(), y.data(), nblocks);
-    ASSERT_EQ(states[2], states[0]) << nblocks;
-    ASSERT_EQ(states[3], states[1]) << nblocks;
-    ASSERT_EQ(states[4], states[0]) << nblocks;
-    ASSERT_EQ(states[5], states[1]) << nblocks;
   }
 }
 
-TEST(Sha256, names_its_kernel) {
-  const std::string kernel = sha256_kernel();
-  EXPECT_TRUE(kernel == "sha-ni" || kernel == "openssl") << kernel;
+TEST(Sha256, every_kernel_absorbs_messages_of_any_number_and_length) {
+  std::mt19937 generator(8);
+  for (const Sha256Kernel& kernel : compiled_sha256_kernels()) {
+    if (!kernel.usable()) continue;
+    for (size_t count = 0; count < 50; ++count) {
+      std::vector<Message> messages;
+      for (size_t i = 0; i < count; ++i) {
+        const size_t most = generator() % 4 == 0 ? 60 : 5;
+        messages.emplace_back(generator() % most, generator() % 64, generator);
+      }
+      std::vector<BlockRun> runs;
+      for (Message& message : messages)
+        runs.push_back({message.state.data(), message.data(), message.nblocks});
+      absorb_all(kernel, runs);
+      for (const Message& message : messages)
+        ASSERT_EQ(message.state, message.wanted) << kernel.name << ", " << count << " messages";
+    }
+  }
+}
+
+TEST(Sha256, the_last_kernel_runs_everywhere_and_each_has_a_width_for_one_message) {
+  EXPECT_TRUE(compiled_sha256_kernels().back().usable());
+  EXPECT_TRUE(sha256_kernel_here().usable());
+  for (const Sha256Kernel& kernel : compiled_sha256_kernels()) {
+    EXPECT_EQ(kernel.width_for(1).lanes, 1U) << kernel.name;
+    EXPECT_EQ(kernel.widths.back().from, 1U) << kernel.name;
+    EXPECT_EQ(&kernel.width_for(1000), &kernel.widths.front()) << kernel.name;
+  }
 }
 
 // Bit by bit, from the definition.

@@ -104,6 +104,15 @@ TEST(LoadPlan, LargeTensorsAreDealtInTurnAndSmallOnesStayTogether) {
   EXPECT_EQ(order, (std::vector<uint32_t>{0, 1, 0, 3, 0, 3, 0, 3, 0, 3, 4, 4, 4}));
 }
 
+TEST(LoadPlan, ALongPayloadIsAStepToHashEvenWhereItIsWithItsHeader) {
+  const auto opened = index_of({200, 4000, 1000, 1001, 5000});
+  const PlanOptions options{.unit_nbytes = kMiB, .whole_nbytes = 1000};
+  const LoadPlan plan = plan_load(opened->index, all_of(*opened), options);
+  expect_whole(*opened, plan, options);
+  EXPECT_EQ(plan.units.size(), 1U);
+  EXPECT_EQ(plan.hash_steps, (std::vector<uint32_t>{0, 1, 0, 1, 1}));
+}
+
 TEST(Deal, KeepsTheOrderWithinARecordAndTakesEveryUnitOnce) {
   const std::vector<uint32_t> records{7, 7, 7, digest::kNoRecord, digest::kNoRecord, 8, 8, 9};
   EXPECT_EQ(digest::deal(records, 1), (std::vector<uint32_t>{0, 1, 2, 3, 4, 5, 6, 7}));

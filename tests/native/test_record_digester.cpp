@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
+#include <random>
 
 #include "core/run_units.h"
 #include "session_harness.h"
@@ -77,7 +79,7 @@ TEST(RecordDigester, RecordsThatComeWholeAreDigestedWhateverIsWantedOfThem) {
   std::vector<Record> records;
   std::vector<RecordDigester::Whole> whole;
   Results results;
-  RecordDigester digester(steps, results.note());
+  RecordDigester digester(steps, {}, results.note());
   for (uint32_t i = 0; i < 9; ++i) records.push_back({noise(40 + i, i), noise(i * i * 37, 50 + i)});
   const auto wanted = [](uint32_t i) {
     return format::HashChoice{.crc32 = i % 3 != 0, .sha256 = i % 4 != 1};
@@ -95,7 +97,7 @@ TEST(RecordDigester, StepsComeInAnyOrderAndTheRecordIsCompletedWithTheLast) {
   for (const format::HashChoice wanted :
        {format::HashChoice{}, {.crc32 = true, .sha256 = false}, {.crc32 = false, .sha256 = true}}) {
     Results results;
-    RecordDigester digester(std::vector{record.steps()}, results.note());
+    RecordDigester digester(std::vector{record.steps()}, {}, results.note());
     for (uint32_t step = record.steps(); step-- > 1;) digester.add(0, step, record.step(step));
     digester.expect(0, start_of(record.header, wanted));
     EXPECT_FALSE(digester.help());
@@ -106,20 +108,106 @@ TEST(RecordDigester, StepsComeInAnyOrderAndTheRecordIsCompletedWithTheLast) {
   }
 }
 
-TEST(RecordDigester, HelpTakesTwoRecordsAtATimeAndNeverOne) {
+TEST(RecordDigester, HelpNeverTakesOneRecordAlone) {
   const Record a{noise(10, 1), noise(3000, 2), 1000}, b{noise(20, 3), noise(4100, 4), 1500};
   Results results;
-  RecordDigester digester(std::vector{a.steps(), b.steps()}, results.note());
+  RecordDigester digester(std::vector{a.steps(), b.steps()}, {}, results.note());
   digester.expect(0, start_of(a.header));
   digester.expect(1, start_of(b.header));
   for (uint32_t step = 0; step < a.steps(); ++step) digester.add(0, step, a.step(step));
   EXPECT_FALSE(digester.help());
   for (uint32_t step = 0; step < b.steps(); ++step) digester.add(1, step, b.step(step));
-  for (uint32_t step = 0; step < a.steps(); ++step) EXPECT_TRUE(digester.help());
-  EXPECT_FALSE(digester.help());
+  while (digester.help()) {
+  }
+  digester.finish({});
   results.expect(0, digests_of(a.header, a.payload));
   results.expect(1, digests_of(b.header, b.payload));
-  digester.finish({});
+}
+
+// Records of `steps` steps each, and a digester that has all of them.
+struct ManyRecords {
+  ManyRecords(size_t count, uint32_t steps, RecordDigester::Use use) {
+    for (uint32_t i = 0; i < count; ++i)
+      records.push_back({noise(70 + i, i), noise(steps * 500 - i, 300 + i), 500});
+    digester.emplace(std::vector(count, steps), use, results.note());
+    for (uint32_t i = 0; i < count; ++i) digester->expect(i, start_of(records[i].header));
+  }
+  void add(uint32_t record, uint32_t step) {
+    digester->add(record, step, records[record].step(step));
+  }
+  void expect_all() {
+    digester->finish({});
+    for (uint32_t i = 0; i < records.size(); ++i)
+      results.expect(i, digests_of(records[i].header, records[i].payload));
+  }
+
+  std::vector<Record> records;
+  Results results;
+  std::optional<RecordDigester> digester;
+};
+
+TEST(RecordDigester, BytesThatStayGatherUntilAllLanesAreFull) {
+  const auto lanes = static_cast<uint32_t>(std::max<size_t>(format::Sha256::lanes(), 2));
+  ManyRecords many(lanes + 3, 2, {.workers = 2, .bytes_stay = true});
+  for (uint32_t record = 0; record + 1 < lanes; ++record) {
+    many.add(record, 0);
+    EXPECT_FALSE(many.digester->help()) << record;
+  }
+  many.add(lanes - 1, 0);
+  EXPECT_TRUE(many.digester->help());
+  for (uint32_t record = 0; record < lanes + 3; ++record) {
+    many.add(record, 1);
+    if (record >= lanes) many.add(record, 0);
+  }
+  many.expect_all();
+}
+
+TEST(RecordDigester, BytesThatStayAreHashedBeforeTooManyOfFewRecordsGather) {
+  ManyRecords many(2, 100, {.workers = 1, .bytes_stay = true});
+  uint32_t gathered = 0, most = 0;
+  for (uint32_t step = 0; step < 100; ++step) {
+    for (const uint32_t record : {0U, 1U}) {
+      many.add(record, step);
+      most = std::max(most, ++gathered);
+      while (many.digester->help()) gathered -= static_cast<uint32_t>(format::Sha256::at_once(2));
+    }
+  }
+  EXPECT_LE(most, 32U);
+  many.expect_all();
+}
+
+TEST(RecordDigester, ManyRecordsOfUnequalStepsAreDigestedByAnyNumberOfThreads) {
+  std::vector<Record> records;
+  std::vector<uint32_t> steps;
+  std::vector<std::pair<uint32_t, uint32_t>> order;
+  for (uint32_t i = 0; i < 60; ++i) {
+    records.push_back({noise(64 + i, i), noise(1 + i * i * 13, 90 + i), 700 + 100 * (i % 5)});
+    steps.push_back(records.back().steps());
+    for (uint32_t step = 0; step < steps.back(); ++step) order.emplace_back(i, step);
+  }
+  for (const uint32_t seed : {1U, 2U, 3U}) {
+    // Steps are added in any order; whoever adds the first of a record expects it.
+    std::shuffle(order.begin(), order.end(), std::mt19937(seed));
+    for (const unsigned workers : {1U, 2U, 8U}) {
+      for (const bool bytes_stay : {false, true}) {
+        Results results;
+        RecordDigester digester(steps, {workers, bytes_stay}, results.note());
+        std::atomic<size_t> next{0};
+        run_workers(workers, {}, [&](const std::stop_token& stop) {
+          for (size_t i = next++; i < order.size(); i = next++) {
+            const auto [record, step] = order[i];
+            if (step == 0) digester.expect(record, start_of(records[record].header));
+            digester.add(record, step, records[record].step(step));
+            while (digester.help()) {
+            }
+          }
+          digester.finish(stop);
+        });
+        for (uint32_t i = 0; i < records.size(); ++i)
+          results.expect(i, digests_of(records[i].header, records[i].payload));
+      }
+    }
+  }
 }
 
 TEST(RecordDigester, ABufferMayBeUsedAgainOnceItsStepWasWaitedFor) {
@@ -137,7 +225,7 @@ TEST(RecordDigester, ABufferMayBeUsedAgainOnceItsStepWasWaitedFor) {
   }
   for (const unsigned workers : {1U, 3U, 8U}) {
     Results results;
-    RecordDigester digester(steps, results.note());
+    RecordDigester digester(steps, {}, results.note());
     std::atomic<size_t> next{0};
     run_workers(workers, {}, [&](const std::stop_token& stop) {
       Bytes buffer(kStep);
@@ -160,7 +248,7 @@ TEST(RecordDigester, ABufferMayBeUsedAgainOnceItsStepWasWaitedFor) {
 TEST(RecordDigester, ARecordMayComeInOneStep) {
   const Record record{noise(100, 1), noise(1000, 2), 1000};
   Results results;
-  RecordDigester digester(std::vector{1U}, results.note());
+  RecordDigester digester(std::vector{1U}, {}, results.note());
   digester.expect(0, start_of(record.header));
   digester.add(0, 0, record.payload);
   digester.wait(0, 0, {});
@@ -170,7 +258,7 @@ TEST(RecordDigester, ARecordMayComeInOneStep) {
 TEST(RecordDigester, ARecordWithoutSha256IsNotWaitedFor) {
   const Record record{noise(10, 1), noise(3000, 2), 1000};
   Results results;
-  RecordDigester digester(std::vector{record.steps()}, results.note());
+  RecordDigester digester(std::vector{record.steps()}, {}, results.note());
   digester.expect(0, start_of(record.header, {.crc32 = true, .sha256 = false}));
   digester.add(0, 2, record.step(2));
   digester.wait(0, 2, {});  // the steps before it never came
@@ -179,7 +267,7 @@ TEST(RecordDigester, ARecordWithoutSha256IsNotWaitedFor) {
 TEST(RecordDigester, AStopEndsEveryWait) {
   const Record record{noise(10, 1), noise(3000, 2), 1000};
   Results results;
-  RecordDigester digester(std::vector{record.steps()}, results.note());
+  RecordDigester digester(std::vector{record.steps()}, {}, results.note());
   digester.add(0, 2, record.step(2));
   std::stop_source stop;
   stop.request_stop();
@@ -199,7 +287,7 @@ TEST(RecordDigester, WhatTheCompletionThrowsReachesTheCaller) {
   const auto refuse = [](uint32_t, const RecordDigests&) {
     throw Error(Errc::hash_mismatch, "no match");
   };
-  RecordDigester digester(std::vector{0U, record.steps()}, refuse);
+  RecordDigester digester(std::vector{0U, record.steps()}, {}, refuse);
   std::vector<RecordDigester::Whole> whole{{0, start_of(record.header), record.payload}};
   EXPECT_THROW(digester.add_whole(whole), Error);
   digester.expect(1, start_of(record.header));

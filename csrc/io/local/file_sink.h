@@ -45,6 +45,7 @@ class FileSink final : public RangeSink {
 
   const std::string& name() const noexcept override { return name_; }
   unsigned concurrency() const noexcept override;
+  bool any_order() const noexcept override { return true; }
   void reserve(uint64_t end) override;
   using RangeSink::write_at;
   void write_at(uint64_t offset, std::span<const ConstSlice> slices,
