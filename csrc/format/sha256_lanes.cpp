@@ -202,10 +202,9 @@ INLINE void absorb(const BlockRun* runs, size_t count, size_t nblocks) {
 
 }  // namespace
 
-// __builtin_cpu_supports also asks whether the operating system saves the wide registers.
 bool sha_lanes_supported() noexcept {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl");
+  const CpuFeatures& cpu = cpu_features();
+  return cpu.avx512f && cpu.avx512bw && cpu.avx512vl;
 }
 
 TARGET void sha_absorb_16(const BlockRun* runs, size_t count, size_t nblocks) noexcept {
