@@ -15,6 +15,7 @@
 
 #include <utility>
 
+#include "core/cpu_features.h"
 #include "format/sha256_constants.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
