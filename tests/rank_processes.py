@@ -21,7 +21,7 @@ def run_ranks(
     work: Callable[[int], object],
     *,
     expected: int = 0,
-    timeout: float = 50,
+    timeout: float = 150,
     own: float = 30,
     grouped: bool = True,
 ) -> list[int]:

@@ -273,7 +273,7 @@ def test_overwriting_replaces_a_checkpoint_as_a_whole_and_overwrite_false_refuse
         td.TensorizerWriter("gs://bucket/x")
 
 
-def run(fresh_process, program: str, *arguments, timeout: float = 55) -> str:
+def run(fresh_process, program: str, *arguments, timeout: float = 200) -> str:
     result = fresh_process(f"import warnings; warnings.simplefilter('ignore')\n{program}", *arguments, timeout=timeout)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout

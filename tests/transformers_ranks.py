@@ -48,4 +48,4 @@ def load_models(folder: Path) -> None:
         assert read <= 0.6 * nbytes, (read, nbytes)
         dist.barrier()
 
-    run_ranks(2, work, timeout=40)
+    run_ranks(2, work)

@@ -34,7 +34,7 @@ class Zygote:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, program: str, *arguments: object, stdin: object = "/dev/null", timeout: float = 60) -> Result:
+    def run(self, program: str, *arguments: object, stdin: object = "/dev/null", timeout: float = 120) -> Result:
         """Runs ``program`` with ``sys.argv[1:] == arguments``; raises TimeoutError, after killing it, if it hangs."""
         with tempfile.TemporaryDirectory() as folder:
             request = {
