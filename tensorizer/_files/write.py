@@ -29,10 +29,11 @@ __all__ = ["Plan", "WriteOptions", "file_in_folder", "format_of", "write_content
 
 FORMATS = ("tensors", "safetensors")
 
+TIES = ("once", "twice", "error")
+
 #: A batch is read while the one before is written as long as both need no more: four times the usual batch, since
 #: single tensors of large models are larger than a batch.
 _AHEAD_NBYTES = 256 << 20
-TIES = ("once", "twice", "error")
 
 
 class WriteOptions(NamedTuple):
@@ -273,7 +274,7 @@ class _Run:
 
         with concurrent.futures.ThreadPoolExecutor(1, "tensorizer-convert") as reader:
             ahead: collections.deque[concurrent.futures.Future[tuple[Sequence[Content], list[torch.Tensor]]]]
-            ahead = collections.deque()
+            ahead = collections.deque()  # a future that is taken out keeps no tensors of the caller's alive
             nbytes_ahead = 0
             for batch in batches(items):
                 nbytes = sum(item.nbytes for item in batch)
