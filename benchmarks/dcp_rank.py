@@ -15,6 +15,8 @@ from typing import Any
 from benchmarks.contenders import contender
 from benchmarks.models import llm_shapes
 
+_TINY_NBYTES = 1 << 20
+
 
 def state_of(nbytes: int, filled: bool) -> dict[str, Any]:
     """The part of this rank."""
@@ -41,27 +43,18 @@ def value_of(name: str) -> int:
     return zlib.crc32(name.encode()) % 128
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("who")
-    parser.add_argument("operation", choices=["save", "load"])
-    parser.add_argument("rank", type=int)
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("nbytes", type=int)
-    parser.add_argument("store", type=Path)
-    parser.add_argument("path", type=Path)
-    arguments = parser.parse_args()
+def run(who: Any, operation: str, nbytes: int, path: Path) -> dict[str, Any]:
+    """What ``operation`` took, after a look at what it gave.
 
+    Raises:
+        RuntimeError: The tensors are not those that were saved, or more was read than a rank needs.
+    """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    dist.init_process_group(
-        "gloo", init_method=f"file://{arguments.store}", rank=arguments.rank, world_size=arguments.ranks
-    )
-    who: Any = contender(arguments.who)
-    saves = arguments.operation == "save"
-    state = state_of(arguments.nbytes, filled=saves)
-    storage = who.dcp_writer(arguments.path) if saves else who.dcp_reader(arguments.path)
+    saves = operation == "save"
+    state = state_of(nbytes, filled=saves)
+    storage = who.dcp_writer(path) if saves else who.dcp_reader(path)
     dist.barrier()
     begin = time.perf_counter()
     if saves:
@@ -72,12 +65,38 @@ def main() -> None:
     seconds = time.perf_counter() - begin
     local = {name: tensor.to_local() for name, tensor in state.items()}
     if not all(bool((tensor == value_of(name)).all()) for name, tensor in local.items()):
-        raise RuntimeError(f"{arguments.who}: wrong data")
+        raise RuntimeError(f"{who.label}: wrong data")
     needed = sum(tensor.nbytes for tensor in local.values())
     read = getattr(storage, "total_bytes_read", None)
     if read is not None and not saves and read > 1.05 * needed + (64 << 10):
-        raise RuntimeError(f"{arguments.who}: read {read} bytes for {needed}")
-    print(json.dumps({"seconds": seconds, "needed": needed, "read": read}))
+        raise RuntimeError(f"{who.label}: read {read} bytes for {needed}")
+    return {"seconds": seconds, "needed": needed, "read": read}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("who")
+    parser.add_argument("operations", help="save, load or save,load; the last one is reported")
+    parser.add_argument("rank", type=int)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("nbytes", type=int)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("path", type=Path)
+    arguments = parser.parse_args()
+
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{arguments.store}", rank=arguments.rank, world_size=arguments.ranks
+    )
+    who: Any = contender(arguments.who)
+    # Once on little data, so that imports and what is set up once are in no figure.
+    tiny = arguments.path.with_name(arguments.path.name + "-tiny")
+    for operation in ("save", "load"):
+        run(who, operation, _TINY_NBYTES, tiny)
+    for operation in arguments.operations.split(","):
+        outcome = run(who, operation, arguments.nbytes, arguments.path)
+    print(json.dumps(outcome))
     dist.destroy_process_group()
 
 

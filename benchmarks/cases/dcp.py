@@ -14,18 +14,21 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.case import Bench, Case, Goal
+from benchmarks.environments import ROOT
 
 _RANKS = (1, 2, 4)
 _TIMEOUT = 1800.0
 
 
-def run_ranks(bench: Bench, operation: str, ranks: int, path: Path) -> float:
-    """Seconds that the slowest rank took."""
+def run_ranks(bench: Bench, operations: str, ranks: int, path: Path) -> float:
+    """Seconds that the slowest rank took for the last one of ``operations``."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.dcp_rank", bench.contender.name, operation]
+        command = [sys.executable, "-m", "benchmarks.dcp_rank", bench.contender.name, operations]
         rest = [str(ranks), str(bench.manifest.nbytes), f"{folder}/store", str(path)]
         processes = [
-            subprocess.Popen([*command, str(rank), *rest], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, str(rank), *rest], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
             for rank in range(ranks)
         ]
         try:
@@ -44,13 +47,14 @@ def run_ranks(bench: Bench, operation: str, ranks: int, path: Path) -> float:
 @contextlib.contextmanager
 def checkpoint(bench: Bench) -> Iterator[Path]:
     """A folder of its own, deleted afterwards."""
-    path = bench.target.with_name(bench.target.name + "-dcp")
-    shutil.rmtree(path, ignore_errors=True)
+    folder = bench.target.with_name(bench.target.name + "-dcp")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     os.sync()
     try:
-        yield path
+        yield folder / "checkpoint"
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def save(bench: Bench, ranks: int) -> float:
@@ -62,8 +66,7 @@ def save(bench: Bench, ranks: int) -> float:
 def load(bench: Bench, ranks: int) -> float:
     """What as many ranks saved just before, from the page cache."""
     with checkpoint(bench) as path:
-        run_ranks(bench, "save", ranks, path)
-        return run_ranks(bench, "load", ranks, path)
+        return run_ranks(bench, "save,load", ranks, path)
 
 
 def reshard(bench: Bench, ranks: int) -> float:
