@@ -60,7 +60,8 @@ def main() -> int:
         return 0
     try:
         wanted = [c for name in given.cases for c in cases(name)] if given.cases else list(CASES)
-        who = [contender(name) for name in given.contenders] if given.contenders else list(CONTENDERS)
+        everybody = [c for c in CONTENDERS if not c.by_name_only]
+        who = [contender(name) for name in given.contenders] if given.contenders else everybody
     except KeyError as error:
         print(error.args[0], file=sys.stderr)
         return 2

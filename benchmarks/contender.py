@@ -62,6 +62,8 @@ class Contender:
         shares: Name of the contender whose file and environment it uses; empty where it has its own.
         makes_tensors: False where it brings bytes alone, which nobody can check then.
         cannot_write: Data sets that its own writer refuses; it reads the file that this project writes then.
+        wheel: Its environment has this project's wheel, and borrows everything else from the project's own.
+        by_name_only: Takes part only where the command line names it.
     """
 
     name: str
@@ -72,6 +74,8 @@ class Contender:
     shares: str = ""
     makes_tensors: bool = True
     cannot_write: tuple[str, ...] = ()
+    wheel: bool = False
+    by_name_only: bool = False
 
     @property
     def owner(self) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
@@ -31,9 +32,12 @@ def python_of(contender: Contender, folder: Path, given: dict[str, Path]) -> Pat
 
     Raises:
         subprocess.CalledProcessError: pip cannot install the contender (no network, no build for this Python).
+        FileNotFoundError: It is a wheel, and there is none.
     """
     if contender.owner in given:
         return given[contender.owner]
+    if contender.wheel:
+        return python_with(newest_wheel(), folder)
     if not contender.packages:
         return Path(sys.executable)
     requirements = [torch_requirement(), *contender.packages]
@@ -46,6 +50,34 @@ def python_of(contender: Contender, folder: Path, given: dict[str, Path]) -> Pat
         subprocess.run(
             [python, "-m", "pip", "-qq", "install", "-c", ROOT / "constraints.txt", *requirements], check=True
         )
+        (place / "complete").touch()
+    return python
+
+
+def newest_wheel() -> Path:
+    """The wheel of ``dist/`` that fits this Python.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    found = sorted((ROOT / "dist").glob(f"tensorizer-*-{tag}-*.whl"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise FileNotFoundError(f"no wheel for {tag} in {ROOT / 'dist'}: make wheels builds it")
+    return found[-1]
+
+
+def python_with(wheel: Path, folder: Path) -> Path:
+    """The interpreter of an environment that has ``wheel``, and everything else from this one."""
+    place = folder / f"venv-wheel-{hashlib.sha256(wheel.read_bytes()).hexdigest()[:10]}"
+    python = place / "bin" / "python"
+    if not (place / "complete").exists():
+        venv.create(place, with_pip=True, clear=True)
+        install = [python, "-m", "pip", "-qq", "install", "--no-index", "--no-deps", wheel]
+        subprocess.run(install, check=True)
+        (site,) = place.glob("lib/python*/site-packages")
+        # A folder of the path, whose own .pth files (this project's among them) are not read.
+        (site / "lent.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
         (place / "complete").touch()
     return python
 

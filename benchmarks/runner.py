@@ -128,6 +128,9 @@ class Runner:
             except subprocess.CalledProcessError:
                 self._unavailable[contender.name] = "could not be installed"
                 raise WorkerError(self._unavailable[contender.name]) from None
+            except FileNotFoundError as error:
+                self._unavailable[contender.name] = str(error)
+                raise WorkerError(str(error)) from None
         return self._pythons[contender.name]
 
     def prepare(self, who: Contender, folder: Path, model: str, variant: str = "") -> None:

@@ -215,6 +215,11 @@ def test_a_run_from_end_to_end_measures_and_writes_json_and_chart(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_distributed_checkpoints_are_measured_with_ranks_of_their_own(tmp_path: Path) -> None:
+    run_cases(tmp_path, ["dcp-load-2", "dcp-reshard-1"], ["ours", "torch-dcp"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("programs", "wanted"),
     [

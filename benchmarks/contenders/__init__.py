@@ -13,6 +13,7 @@ from benchmarks.contenders.ours import Ours
 from benchmarks.contenders.ours_kernel import KERNELS, OursKernel, OursLibsodium
 from benchmarks.contenders.ours_mapped import OursMapped
 from benchmarks.contenders.ours_safetensors import OursSafetensors
+from benchmarks.contenders.ours_wheel import OursWheel
 from benchmarks.contenders.reference import Reference, ReferenceReaders
 from benchmarks.contenders.runai_streamer import RunaiStreamer
 from benchmarks.contenders.safetensors_file import Safetensors
@@ -26,6 +27,7 @@ CONTENDERS: tuple[Contender, ...] = (
     Ours(),
     OursSafetensors(),
     OursMapped(),
+    OursWheel(),
     *(OursKernel(kernel) for kernel in KERNELS),
     OursLibsodium(),
     Reference(),
