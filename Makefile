@@ -16,6 +16,7 @@ TORCH ?= $(shell cat constraints.txt)+cpu
 JOBS ?= $(shell nproc)
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
+CONSTRAINTS := --constraint constraints.txt --constraint constraints-dev.txt
 CACHE := .cache
 
 NATIVE_SOURCES := $(shell find csrc)
@@ -27,8 +28,8 @@ help:  ## list the commands
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
-.PHONY: system-build system-test system-lint system-constant-time system-wheels
-system-build system-test system-lint system-constant-time system-wheels:
+.PHONY: system-build system-test system-native system-lint system-constant-time system-wheels
+system-build system-test system-native system-lint system-constant-time system-wheels:
 	@scripts/system-packages.sh $(@:system-%=%)
 
 # A package manager may bring in the Python headers and `venv`, so it goes first; order-only, so that it never rebuilds.
@@ -39,9 +40,9 @@ $(VENV)/stamp-torch: constraints.txt | system-build
 	@$(PIP) install "$(TORCH)" || { scripts/no-torch.sh "$(TORCH)"; exit 1; }
 	@touch $@
 
-$(VENV)/stamp-dev: requirements-dev.txt $(VENV)/stamp-torch
+$(VENV)/stamp-dev: requirements-dev.txt constraints-dev.txt $(VENV)/stamp-torch
 	@echo "== development packages"
-	@$(PIP) install --constraint constraints.txt --requirement requirements-dev.txt
+	@$(PIP) install $(CONSTRAINTS) --requirement requirements-dev.txt
 	@touch $@
 
 # The first build is the editable install; later ones compile in place, where ninja keeps what did not change.
@@ -76,7 +77,8 @@ test: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the Python tests (PY
 test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that take more than a few seconds
 	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
 
-test-all: test test-slow  ## all tests, the slow ones too
+test-all: export TENSORIZER_REQUIRE_SERVERS := 1
+test-all: test test-slow  ## all tests, the slow ones too; a missing server is an error
 
 # ---- wheels ---------------------------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ native: native-asan native-tsan  ## the C++ tests with ASan+UBSan and with TSan 
 native-plain: SANITIZE :=
 native-asan: SANITIZE := address,undefined
 native-tsan: SANITIZE := thread
-native-plain native-asan native-tsan: system-test
+native-plain native-asan native-tsan: system-native
 	@echo "== C++ tests: $@"
 	cmake -S tests/native -B build/$@ -G Ninja $(LAUNCHER) -DTENSORIZER_SANITIZE=$(SANITIZE) >/dev/null
 	cmake --build build/$@ --parallel $(JOBS) --target native_tests -- --quiet
@@ -173,8 +175,8 @@ constant-time: system-constant-time  ## no branch or address of the cipher depen
 # ---- documents, cleaning --------------------------------------------------------------------------------------------
 
 ifneq ($(wildcard mkdocs.yml),)
-$(VENV)/stamp-docs: docs/requirements.txt $(VENV)/stamp-torch
-	@$(PIP) install --constraint constraints.txt --requirement docs/requirements.txt
+$(VENV)/stamp-docs: docs/requirements.txt constraints-dev.txt $(VENV)/stamp-torch
+	@$(PIP) install $(CONSTRAINTS) --requirement docs/requirements.txt
 	@touch $@
 
 .PHONY: docs

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from servers import missing_servers
 from zygote import Zygote
 
 REFERENCE_RELEASES = ("2.10.1", "2.11.1", "2.12.1")
@@ -167,6 +168,9 @@ def package_folder(request):
 
 
 def pytest_configure(config):
+    missing = missing_servers()
+    if missing and os.environ.get("TENSORIZER_REQUIRE_SERVERS") == "1":
+        raise pytest.UsageError(f"TENSORIZER_REQUIRE_SERVERS=1, but not installed: {', '.join(missing)}")
     # A shell that starts this in the background has Ctrl-C ignored, by every program below it too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -174,6 +178,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "xdist_group(name): tests that one worker of pytest-xdist runs, if it is there")
     # torch says so, once per process, wherever a complex32 tensor is made
     config.addinivalue_line("filterwarnings", "ignore:ComplexHalf support is experimental:UserWarning")
+
+
+def pytest_terminal_summary(terminalreporter):
+    for name in missing_servers():
+        terminalreporter.write_line(f"left out: tests with {name} (not installed)")
 
 
 @pytest.fixture(scope="session")

@@ -246,3 +246,64 @@ def test_shell_scripts_parse():
     for script in [*SCRIPTS.glob("*.sh"), *(ROOT / "scripts").glob("*.sh")]:
         subprocess.run(["bash", "-n", str(script)], check=True)
         assert os.access(script, os.X_OK), script
+
+
+def test_without_root_tests_go_on_without_servers_that_are_not_installed_and_test_all_insists(tmp_path):
+    def program(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    program("id", "echo 1000")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    environment.pop("TENSORIZER_REQUIRE_SERVERS", None)
+    insists = {**environment, "TENSORIZER_REQUIRE_SERVERS": "1"}
+
+    def packages(group: str, missing: str, env: dict) -> subprocess.CompletedProcess:
+        program("dpkg-query", f'for name; do :; done\n[ "$name" = {missing} ] || echo installed')
+        command = ["bash", str(ROOT / "scripts" / "system-packages.sh"), group]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    left_out = packages("test", "redis-server", environment)
+    assert left_out.returncode == 0, left_out.stdout + left_out.stderr
+    assert left_out.stdout == "== not installed, so tests that need them are left out: redis-server\n"
+    for group, missing, env in [
+        ("test", "redis-server", insists),
+        ("test", "libsodium-dev", environment),
+        ("native", "cmake", environment),
+    ]:
+        refused = packages(group, missing, env)
+        assert refused.returncode == 1, (group, refused.stdout)
+        assert f"sudo apt-get install -y --no-install-recommends {missing}\n" in refused.stdout.replace(
+            "sudo apt-get update && ", ""
+        )
+
+
+def test_a_missing_server_is_one_line_and_an_error_where_all_are_required(tmp_path):
+    """In a process that finds no program but Python."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "60"]
+    command += [str(ROOT / "tests" / "test_redis_export.py"), "-m", "not slow"]
+    environment = {**os.environ, "PATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("TENSORIZER_REQUIRE_SERVERS", None)
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("left out: tests with Redis (not installed)\n") == 1
+    assert " skipped" in run.stdout and " passed" not in run.stdout
+    required = {**environment, "TENSORIZER_REQUIRE_SERVERS": "1"}
+    refused = subprocess.run(command, env=required, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 4
+    assert "TENSORIZER_REQUIRE_SERVERS=1, but not installed:" in refused.stderr
+
+
+def test_warnings_of_others_fail_no_test_and_our_own_do(tmp_path):
+    tests = tmp_path / "test_warnings.py"
+    tests.write_text(
+        "import warnings, pytest\n"
+        "@pytest.mark.parametrize('module', ['others', 'others.tensorizer', 'tensorizer', 'tensorizer.utils', 'test_it'])\n"
+        "def test_warning(module):\n"
+        "    warnings.warn_explicit('outdated', DeprecationWarning, 'file', 1, module=module)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    run = subprocess.run([*command, str(tests)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    failed = re.findall(r"^FAILED .*\[(.+?)\]", run.stdout, re.MULTILINE)
+    assert sorted(failed) == ["tensorizer", "tensorizer.utils", "test_it"], run.stdout
+    assert "2 passed" in run.stdout
