@@ -233,9 +233,7 @@ def finish_static(module: Path) -> None:
     """Checks that no shared library slipped in, and splits off the debug information."""
     listed = subprocess.run(["readelf", "--dynamic", str(module)], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", listed)
-    wrong = [
-        name for name in needed if not re.match(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux[\w-]*)\.so", name)
-    ]
+    wrong = [name for name in needed if not LIBC_FAMILY.match(name)]
     if wrong:
         sys.exit(f"tensorizer: {module.name} needs {', '.join(wrong)}: wanted the C and C++ libraries alone")
     symbols = folder_of("TENSORIZER_DEBUG_FILES")

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Draws one case of the benchmark's JSON as SVG: a bar per contender, for light and for dark pages.
 
-    chart.py RESULTS.json CASE OUTPUT    writes OUTPUT-light.svg and OUTPUT-dark.svg
+    chart.py RESULTS.json CASE OUTPUT    writes OUTPUT-light.svg, OUTPUT-dark.svg, and the case alone as OUTPUT.json
 
-The pictures are part of the repository, so that the README and the site need nothing to show them.
+All three are part of the repository, so that the README and the site need nothing to show the pictures, and a test can
+compare them with the figures.
 """
 
 from __future__ import annotations
@@ -72,10 +73,11 @@ def main() -> None:
     if len(sys.argv) != 4:
         sys.exit(__doc__)
     results, name, output = sys.argv[1:]
-    cases = json.loads(Path(results).read_text())["cases"]
-    case = next((case for case in cases if case["name"] == name), None)
+    facts = json.loads(Path(results).read_text())
+    case = next((case for case in facts["cases"] if case["name"] == name), None)
     if case is None:
-        sys.exit(f"{results} has no case {name}: wanted one of {', '.join(case['name'] for case in cases)}")
+        sys.exit(f"{results} has no case {name}: wanted one of {', '.join(case['name'] for case in facts['cases'])}")
+    Path(f"{output}.json").write_text(json.dumps({**facts, "cases": [case]}, indent=1) + "\n")
     for theme in THEMES:
         Path(f"{output}-{theme}.svg").write_text(draw(case, theme))
 
