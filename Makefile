@@ -149,6 +149,8 @@ format: system-lint $(VENV)/stamp-dev  ## rewrite Python and C++ in the project'
 
 # ---- C++ without Python ---------------------------------------------------------------------------------------------
 
+# ccache leaves files with precompiled headers alone otherwise.
+export CCACHE_SLOPPINESS := pch_defines,time_macros
 LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 NATIVE_ARGS ?=
 FUZZ_SECONDS ?= 8

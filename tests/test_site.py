@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,9 @@ ASSETS = ROOT / "docs" / "assets"
 WIDTHS = (1280, 390)
 # Asks the browser itself; the answer is the page's title in the printed document.
 PROBE = (
-    "<script>addEventListener('load', () => { document.title = 'W' + document.documentElement.scrollWidth })</script>"
+    "<script>addEventListener('load', () => {"
+    " const cut = [...document.querySelectorAll('.language-console code')].filter(e => e.scrollWidth > e.clientWidth);"
+    " document.title = 'W' + document.documentElement.scrollWidth + ' C' + cut.length })</script>"
 )
 
 
@@ -116,8 +119,8 @@ def test_no_page_scrolls_sideways_in_a_browser(site, tmp_path):
             dump = [browser, *options, size, "--virtual-time-budget=5000", "--dump-dom", frame.as_uri()]
             text = subprocess.run(dump, check=True, capture_output=True, text=True, timeout=120).stdout
             probed.unlink()
-            found = text.partition("<title>W")[2].partition("</title>")[0]
-            assert found.isdigit(), text[:500]
-            if int(found) > width:
-                wide.append((page, width, int(found)))
+            found = re.search(r"<title>W(\d+) C(\d+)</title>", text)
+            assert found is not None, text[:500]
+            if int(found[1]) > width or found[2] != "0":
+                wide.append((page, width, found[0]))
     assert wide == []

@@ -56,7 +56,7 @@ def draw(case: dict[str, Any], theme: str) -> str:
         parts += [
             f'<text x="{LABEL - 10}" y="{y + 17}" text-anchor="end" fill="{colours["text"]}">{escape(label)}</text>',
             f'<rect x="{LABEL}" y="{y}" width="{length}" height="24" rx="3" fill="{colour}"/>',
-            f'<text x="{LABEL + length + 6}" y="{y + 17}" fill="{colours["text"]}">{value:g}</text>',
+            f'<text x="{LABEL + length + 6}" y="{y + 17}" fill="{colours["text"]}">{value:.3g}</text>',
         ]
     if limit:
         x = round(LABEL + limit * scale, 1)
@@ -64,7 +64,7 @@ def draw(case: dict[str, Any], theme: str) -> str:
         parts += [
             f'<path d="M{x} {TOP - 6}V{bottom}" stroke="{colours["limit"]}" stroke-width="2" stroke-dasharray="5 4"/>',
             f'<text x="{x}" y="{bottom + 18}" text-anchor="end" fill="{colours["muted"]}">'
-            f"limit of the machine: {limit:g}</text>",
+            f"limit of the machine: {limit:.3g}</text>",
         ]
     return "\n".join([*parts, "</svg>", ""])
 
