@@ -155,7 +155,7 @@ LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache
 NATIVE_ARGS ?=
 FUZZ_SECONDS ?= 8
 
-.PHONY: native native-plain native-asan native-tsan fuzz
+.PHONY: native native-plain native-asan native-tsan fuzz aarch64
 native: native-asan native-tsan  ## the C++ tests with ASan+UBSan and with TSan (NATIVE_ARGS=--gtest_filter=...)
 
 native-plain: SANITIZE :=
@@ -166,6 +166,9 @@ native-plain native-asan native-tsan: system-native
 	cmake -S tests/native -B build/$@ -G Ninja $(LAUNCHER) -DTENSORIZER_SANITIZE=$(SANITIZE) >/dev/null
 	cmake --build build/$@ --parallel $(JOBS) --target native_tests -- --quiet
 	@scripts/sanitized.sh build/$@/native_tests --gtest_brief=1 $(NATIVE_ARGS)
+
+aarch64:  ## the C++ tests compiled for aarch64 and run with qemu-user (wants root; NATIVE_ARGS)
+	@JOBS=$(JOBS) scripts/aarch64.sh $(NATIVE_ARGS)
 
 fuzz: system-lint  ## every fuzz target for FUZZ_SECONDS each
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) JOBS=$(JOBS) scripts/fuzz.sh

@@ -28,6 +28,7 @@ command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 cmake -S tests/native -B "$build/tests" -G Ninja "${launcher[@]}" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
   -DCMAKE_CXX_COMPILER=$target-g++ -DCMAKE_SYSROOT="$root" -DCMAKE_FIND_ROOT_PATH="$root" \
   -DCMAKE_FIND_ROOT_PATH_MODE_PROGRAM=NEVER -DCMAKE_FIND_ROOT_PATH_MODE_LIBRARY=ONLY -DCMAKE_FIND_ROOT_PATH_MODE_INCLUDE=ONLY \
-  -DCMAKE_CROSSCOMPILING_EMULATOR="qemu-aarch64;-L;$root" -DCMAKE_LIBRARY_ARCHITECTURE=$target >/dev/null
+  -DCMAKE_CROSSCOMPILING_EMULATOR="qemu-aarch64;-L;$root" -DCMAKE_LIBRARY_ARCHITECTURE=$target \
+  -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -DNDEBUG" >/dev/null
 cmake --build "$build/tests" --parallel "${JOBS:-2}" --target native_tests -- --quiet
 qemu-aarch64 -L "$root" "$build/tests/native_tests" --gtest_brief=1 "$@"
