@@ -31,4 +31,6 @@ cmake -S tests/native -B "$build/tests" -G Ninja "${launcher[@]}" -DCMAKE_SYSTEM
   -DCMAKE_CROSSCOMPILING_EMULATOR="qemu-aarch64;-L;$root" -DCMAKE_LIBRARY_ARCHITECTURE=$target \
   -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -DNDEBUG" >/dev/null
 cmake --build "$build/tests" --parallel "${JOBS:-2}" --target native_tests -- --quiet
-qemu-aarch64 -L "$root" "$build/tests/native_tests" --gtest_brief=1 "$@"
+# Tests that start themselves again in a new process cannot do that below qemu-user.
+again='FakeCudaRules.*:CudaDriver.*:SecretKey.IsReadOnlyAndKeptOutOfCoreDumps'
+qemu-aarch64 -L "$root" "$build/tests/native_tests" --gtest_brief=1 "--gtest_filter=-$again" "$@"

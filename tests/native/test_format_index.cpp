@@ -277,7 +277,7 @@ TEST(Index, tags_say_how_wide_the_dimensions_are) {
 
 TEST(Index, errors_shorten_and_escape_names) {
   Entry e;
-  e.name = std::string(60000, 'n') + "\x1b[31m";
+  e.name = std::string(60000, 'n').append("\x1b[31m");
   e.type = 9;
   const auto text = expect_error(Errc::malformed, [&] { index_of({e}); });
   EXPECT_LT(text.size(), 300u);
