@@ -237,7 +237,7 @@ class TensorizerWriter(Located, StorageWriter):
         ) as session:
             _write_batches(session, records, planner)
             facts = session.records()
-        file = SavedFile(name, folder.nbytes(name))
+        file = SavedFile(name, session.published_nbytes)
         return [
             WriteResult(
                 record.item.index,
