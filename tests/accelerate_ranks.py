@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import torch._dynamo  # imported late otherwise, by each rank
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from rank_processes import run_ranks
+from rank_processes import run_launched_ranks, run_ranks
 
 import tensorizer.distributed as td
 from tensorizer.integrations.accelerate import install_hooks
@@ -41,25 +39,8 @@ def steps_of(accelerator: Accelerator, model, optimizer, steps: Iterable[int]) -
     return losses
 
 
-def on_ranks(ranks: int, make: Callable[[], Accelerator], work: Callable[[Accelerator], object]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
-    def run(rank: int) -> None:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(ranks),
-            LOCAL_WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            ACCELERATE_USE_CPU="true",
-        )
-        work(make())
-        torch.distributed.destroy_process_group()
-
-    run_ranks(ranks, run, grouped=False)
+def on_two_ranks(make: Callable[[], Accelerator], work: Callable[[Accelerator], object]) -> None:
+    run_launched_ranks(2, lambda _: work(make()), ACCELERATE_USE_CPU="true")
 
 
 def hooks_of_two_ranks(folder: Path) -> None:
@@ -78,7 +59,7 @@ def hooks_of_two_ranks(folder: Path) -> None:
         accelerator.load_state(folder / "state")
         assert steps_of(accelerator, model, optimizer, range(3, 6)) == whole[3:]
 
-    on_ranks(2, lambda: Accelerator(cpu=True), work)
+    on_two_ranks(lambda: Accelerator(cpu=True), work)
     names = {path.name for path in (folder / "state").iterdir()}
     assert names == {"model.tensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"}, names
 
@@ -125,7 +106,7 @@ def shards(folder: Path) -> None:
             assert steps_of(accelerator, model, optimizer, range(3, 6)) == whole[3:], name
         handle.remove()
 
-    on_ranks(2, with_fsdp, work)
+    on_two_ranks(with_fsdp, work)
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         assert td.verify(folder / "ours" / part).ok
         assert len(list((folder / "ours" / part).glob("*.tensors"))) == 2

@@ -20,13 +20,15 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import STEPS_IN, in_child, number_in, save, state_of
 from rank_processes import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import tensorizer.distributed as td
-from tensorizer import DecryptionParams, EncryptionParams
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
 from tensorizer.errors import CryptographyError
 
 assert td.TensorizerReader, td.TensorizerWriter  # imported now, once for all ranks
@@ -130,25 +132,31 @@ def keys(folder: Path) -> None:
 
 
 def in_a_process(folder: Path) -> None:
-    """What is changed behind the call is saved as it was, encrypted."""
+    """What is changed behind the call is saved as it was, encrypted; by two ranks, each with a process of its own."""
 
-    def background(_):
-        state = {"secret": torch.arange(5000.0), "step": 3}
+    def background(rank):
+        state = {f"secret{rank}": torch.arange(5000.0) + rank, "step": 3}
         future = dcp.async_save(
             state,
             storage_writer=td.TensorizerWriter(folder / "process", encryption=KEY),
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
-        expected = state["secret"].clone()
-        state["secret"].zero_()
+        expected = state[f"secret{rank}"].clone()
+        state[f"secret{rank}"].zero_()
         future.result()
-        target = {"secret": torch.zeros(5000), "step": 0}
+        target = {f"secret{rank}": torch.zeros(5000), "step": 0}
+        wrong = td.TensorizerReader(folder / "process", encryption=WRONG)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load(target, storage_reader=wrong)
+        assert set(caught.value.failures) == {0, 1}
+        assert all(isinstance(failure[0], CryptographyError) for failure in caught.value.failures.values())
         dcp.load(target, storage_reader=td.TensorizerReader(folder / "process", encryption=UNLOCK, verify_hash=True))
-        assert torch.equal(target["secret"], expected)
+        assert torch.equal(target[f"secret{rank}"], expected)
         assert target["step"] == 3
         assert all(expected.numpy().tobytes()[:64] not in path.read_bytes() for path in (folder / "process").iterdir())
+        dist.barrier()
 
-    run_ranks(1, background)
+    run_ranks(2, background)
 
 
 # ---- in the background, one after the other ----
@@ -208,6 +216,71 @@ def boxes(folder: Path) -> None:
     assert td.verify(folder).boxes == 4
     report = td.consolidate(folder, folder / "one.tensors")
     assert report.nbytes == full.nbytes
+
+
+class Blocks(torch.Tensor):
+    """A tensor of a larger one's shape that holds some boxes of it, and describes them to torch by its own methods."""
+
+    @staticmethod
+    def __new__(cls, full: torch.Tensor, boxes):
+        made = torch.Tensor._make_wrapper_subclass(cls, full.shape, dtype=full.dtype)
+        made.boxes = [
+            (torch.Size(begin), full[tuple(slice(b, b + n) for b, n in zip(begin, sizes))].clone())
+            for begin, sizes in boxes
+        ]
+        return made
+
+    def __create_chunk_list__(self):
+        return [ChunkStorageMetadata(begin, part.shape) for begin, part in self.boxes]
+
+    def __create_write_items__(self, fqn, _):
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets, i),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(self.dtype), self.shape),
+            )
+            for i, chunk in enumerate(self.__create_chunk_list__())
+        ]
+
+    def __get_tensor_shard__(self, index):
+        return dict(self.boxes)[index.offset]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def blocks(folder: Path) -> None:
+    """Boxes in no order and of all sizes, none of them a shard of a mesh; loaded as other boxes, and whole."""
+    full = torch.arange(6 * 10.0).view(6, 10)
+    saved = [
+        [((0, 0), (2, 3)), ((4, 3), (2, 7)), ((0, 3), (4, 1))],
+        [((2, 0), (4, 3)), ((0, 4), (1, 6)), ((1, 4), (3, 6))],
+    ]
+    wanted = [[((1, 1), (4, 5)), ((5, 9), (1, 1))], [((0, 0), (6, 1)), ((3, 2), (1, 8))]]
+
+    def work(rank):
+        state = {"w": Blocks(full, saved[rank]), "plain": torch.ones(3)}
+        dcp.save(state, storage_writer=td.TensorizerWriter(folder))
+        dist.barrier()
+        for verify in (False, True):
+            target = {"w": Blocks(torch.zeros_like(full), wanted[rank]), "plain": torch.zeros(3)}
+            dcp.load(target, storage_reader=td.TensorizerReader(folder, verify_hash=verify))
+            for (begin, part), (_, sizes) in zip(target["w"].boxes, wanted[rank]):
+                assert torch.equal(part, full[tuple(slice(b, b + n) for b, n in zip(begin, sizes))]), (verify, begin)
+
+    run_ranks(2, work)
+    whole = {"w": torch.zeros(6, 10), "plain": torch.zeros(3)}
+    dcp.load(whole, storage_reader=td.TensorizerReader(folder), no_dist=True)
+    assert torch.equal(whole["w"], full)
+    assert td.verify(folder).boxes == 7
+    td.consolidate(folder, folder / "one.tensors")
+    assert torch.equal(TensorDeserializer(folder / "one.tensors", device="cpu")["w"], full)
+    for path in folder.glob("r*.tensors"):  # names are for people: the first box has the tensor's, others say where
+        names = {name for name in TensorDeserializer(path, device="cpu", lazy_load=True) if name != "plain"}
+        assert len(names) == 3
+        assert {name.partition("@")[0] for name in names} == {"w"}
 
 
 # ---- memory ----

@@ -6,13 +6,18 @@ import os
 import sys
 import warnings
 
+import pytest
 import torch
 import torch._dynamo  # which DTensor imports late; here for all ranks at once
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_processes import run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tensorizer.distributed as td
 
@@ -34,6 +39,7 @@ LAYOUTS = {
     "3 columns": (3, (3,), {"even": (Shard(1),), "uneven": (Shard(1),), "short": (Shard(1),), "deep": (Shard(2),)}),
     "4 rows": (4, (4,), dict.fromkeys(FULL, (Shard(0),))),
     "4 copies": (4, (4,), dict.fromkeys(FULL, (Replicate(),))),
+    "8 rows": (8, (8,), dict.fromkeys(FULL, (Shard(0),))),
     "2 x 2": (4, (2, 2), dict.fromkeys(FULL, (Shard(0), Shard(1)))),
     "2 x 2 copies": (4, (2, 2), dict.fromkeys(FULL, (Replicate(), Shard(0)))),
     "4 mixed": (
@@ -107,6 +113,89 @@ def rows_alone(folder: str) -> None:
 
     run_ranks(2, save)
     run_ranks(4, load)
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, rows: int):
+        super().__init__()
+        self.up = torch.nn.Linear(12, rows)
+        self.down = torch.nn.Linear(rows, 12)
+
+
+def over_tensor_parallelism(folder: str) -> None:
+    """FSDP over tensor parallelism, whose shards are strided (``_StridedShard``), uneven ones too, to other meshes."""
+
+    def model(rows: int, fsdp: bool, tensor_parallel: bool):
+        torch.manual_seed(rows)
+        made = Mlp(rows)
+        full = {name: tensor.detach().clone() for name, tensor in made.state_dict().items()}
+        shape = (2, 2) if tensor_parallel else (dist.get_world_size(),)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+        if tensor_parallel:
+            parallelize_module(made, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if fsdp:
+            fully_shard(made, mesh=mesh["dp"])
+        return made, full
+
+    def check(state, full):
+        for name, tensor in state.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert torch.equal(whole.detach(), full[name]), name
+
+    def save(_):
+        strided = 0
+        for rows in (8, 6, 3):
+            made, full = model(rows, True, True)
+            state = made.state_dict()
+            strided += sum(type(p).__name__ == "_StridedShard" for t in state.values() for p in t.placements)
+            dcp.save(state, storage_writer=td.TensorizerWriter(os.path.join(folder, f"strided-{rows}")))
+            alone = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+            reader = td.TensorizerReader(os.path.join(folder, f"strided-{rows}"), verify_hash=True)
+            dcp.load(alone, storage_reader=reader, no_dist=True)
+            check(alone, full)
+        assert strided > 3
+
+    def load(ranks):
+        for rows in (8, 6, 3):
+            for fsdp, tensor_parallel in ((True, True), (True, False), (False, True)):
+                if tensor_parallel and ranks != 4:
+                    continue
+                made, full = model(rows, fsdp, tensor_parallel)
+                state = made.state_dict()
+                with torch.no_grad():
+                    for tensor in state.values():
+                        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(-1)
+                dcp.load(state, storage_reader=td.TensorizerReader(os.path.join(folder, f"strided-{rows}")))
+                check(state, full)
+
+    run_ranks(4, save)
+    for ranks in (2, 4):
+        run_ranks(ranks, lambda _, ranks=ranks: load(ranks))
+
+
+def rows_with_gaps(folder: str) -> None:
+    """Strided shards that are no boxes: an error on all ranks, never other rows."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    path = os.path.join(folder, "gaps")
+    full = torch.arange(8.0)
+
+    def work(rank):
+        dcp.save({"w": full}, storage_writer=td.TensorizerWriter(path))
+        mesh = init_device_mesh("cpu", (2,))
+        strided = DTensor.from_local(torch.zeros(4), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
+        calls = (
+            lambda: dcp.save({"w": strided}, storage_writer=td.TensorizerWriter(path)),
+            lambda: dcp.load({"w": strided}, storage_reader=td.TensorizerReader(path)),
+        )
+        for number, call in enumerate(calls):
+            with pytest.raises((CheckpointException, ValueError), match=("", "redistribute it to Shard first")[number]):
+                call()
+        whole = {"w": torch.zeros(8)}
+        dcp.load(whole, storage_reader=td.TensorizerReader(path))
+        assert torch.equal(whole["w"], full)
+
+    run_ranks(2, work)
 
 
 def main(folder: str) -> None:

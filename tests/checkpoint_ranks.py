@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
+import itertools
 import os
+import resource
 import runpy
 import shutil
 import signal
-import socket
 import struct
 import sys
 import time
@@ -18,11 +20,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_processes import run_ranks
+from rank_processes import run_launched_ranks, run_ranks
+from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import tensorizer.distributed as td
 from tensorizer.distributed._checkpoint import writer as writer_module
+from tensorizer.distributed._checkpoint.boxes import CheckpointFiles
+from tensorizer.distributed._checkpoint.folder import Folder
+from tensorizer.errors import HashMismatchError, TensorizerError, TruncatedError
 
 assert td.TensorizerReader, td.TensorizerWriter  # imported now, once for all ranks
 
@@ -116,8 +124,6 @@ def die_before(name: str, owner=writer_module):
 
 
 def kill_one_rank_of_two(folder: Path) -> None:
-    from tensorizer.distributed._checkpoint.folder import Folder
-
     for who, step in (
         (1, "written_in_one_call"),
         (1, "_write_batches"),
@@ -156,31 +162,119 @@ def kill_one_rank_of_two(folder: Path) -> None:
     assert len(list(here.iterdir())) == 3
 
 
+def kill_one_rank_of_two_at_any_step(folder: Path) -> None:
+    """Two ranks save over a checkpoint of three, and one is killed: all of the old one is there, or of the new one."""
+    base = folder / "base"
+    run_ranks(3, lambda rank: save(base, 1, rank))
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    for who, found in seen.items():
+        for step in itertools.count(3, 7):
+            here = folder / "here"
+            shutil.rmtree(here, ignore_errors=True)
+            shutil.copytree(base, here)
+
+            def work(rank, here=here, who=who, step=step):
+                if rank == who:
+                    kill_at_event(step)
+                save(here, 2, rank)
+
+            codes = run_ranks(2, work, expected=None)
+            if codes == [0, 0]:
+                break
+            assert (codes[who], codes[1 - who]) == (-signal.SIGKILL, 1), (who, step, codes)
+            assert td.is_complete(here)
+            names = td.TensorizerReader(here).read_metadata().state_dict_metadata
+            ranks = sum(name.startswith("w") for name in names)
+            found.append(number_in(here, ranks))
+            assert ranks == (3 if found[-1] == 1 else 2)
+            td.prune(here)
+            assert len(list(here.iterdir())) == ranks + 1
+        assert len(found) > 4, seen
+    assert set(seen[1]) == {1}  # the marker is written by rank 0 alone
+    assert seen[0] == sorted(seen[0])
+    assert set(seen[0]) == {1, 2}
+
+
+class NoMemory(dcp.DefaultSavePlanner):
+    """A copy to the host that does not fit."""
+
+    def resolve_data(self, write_item):
+        raise MemoryError("no memory for a copy")
+
+
+@contextlib.contextmanager
+def failing(owner, name: str, error: BaseException):
+    """A function that fails."""
+    original = getattr(owner, name)
+
+    def fail(*_, **__):
+        raise error
+
+    setattr(owner, name, fail)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file of this process may grow beyond a KiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fails_on_all(call: Callable[[], object], who: int, *words: str) -> None:
+    """All ranks learn of it, with the cause and whose it is, and long before a time limit."""
+    begun = time.monotonic()
+    error = error_of(call)
+    assert time.monotonic() - begun < 60
+    assert list(error.failures) == [who], error
+    assert all(word in str(error) for word in words), error
+    dist.barrier()
+
+
 def fail_on_one_rank(folder: Path) -> None:
+    """Whatever goes wrong on one rank of a save: all raise, no temporary file stays, the next save works."""
+    writer = writer_module.TensorizerWriter
+
+    def faults():
+        full = OSError(28, "No space left on device")
+        yield 1, failing(writer_module, "_write_batches", full), {}, "No space left"
+        yield 1, full_disk(), {}, "File too large"
+        yield 0, full_disk(), {}, "File too large"
+        yield 1, contextlib.nullcontext(), {"planner": NoMemory()}, "no memory for a copy"
+        yield 1, failing(writer, "set_up_storage_writer", PermissionError(13, "no access")), {}, "no access"
+        yield 0, failing(writer, "prepare_global_plan", RuntimeError("no plan")), {}, "no plan"
+        yield 0, failing(Folder, "write", full), {}, "No space left"
+        yield 0, failing(writer_module, "pack_marker", MemoryError("no memory for a marker")), {}, "for a marker"
+
     def work(rank):
         save(folder, 1, rank)
-        original = writer_module._write_batches
+        number = 1
+        for who, fault, arguments, word in faults():
 
-        def disk_full(*_):
-            raise OSError(28, "No space left on device")
+            def attempt(number=number, arguments=arguments, who=who):
+                state, storage = state_of(number + 1, rank), td.TensorizerWriter(folder)
+                dcp.save(state, storage_writer=storage, **(arguments if rank == who else {}))
 
-        if rank == 1:
-            writer_module._write_batches = disk_full
-        begun = time.monotonic()
-        error = error_of(lambda: save(folder, 2, rank))
-        assert list(error.failures) == [1], error
-        assert "No space left" in str(error)
-        assert time.monotonic() - begun < 60  # not until a time limit of gloo
-        writer_module._write_batches = original
-        dist.barrier()
-        assert not [path for path in folder.iterdir() if path.name.endswith(".tmp")]
-        assert number_in(folder, 2) == 1
-        dist.barrier()
-        save(folder, 3, rank)
-        dist.barrier()
-        assert number_in(folder, 2) == 3
-        assert len(list(folder.iterdir())) == 3
+            with fault if rank == who else contextlib.nullcontext():
+                fails_on_all(attempt, who, word)
+            assert not [path for path in folder.iterdir() if path.name.endswith(".tmp")], word
+            assert number_in(folder, 2) == number, word
+            dist.barrier()
+            number += 1
+            save(folder, number, rank)
+            dist.barrier()
+            assert number_in(folder, 2) == number, word
+            assert len(list(folder.iterdir())) == 3, word
+            dist.barrier()
         assert sorted(error_of(lambda: save(folder, 4, rank, overwrite=False)).failures) == [0, 1]
+        fail_to_load(folder, rank, number)
 
     run_ranks(2, work)
     run_ranks(3, lambda rank: save(folder, 5, rank))  # a larger world, then a smaller one
@@ -188,6 +282,105 @@ def fail_on_one_rank(folder: Path) -> None:
     run_ranks(2, lambda rank: save(folder, 6, rank))
     assert len(list(folder.iterdir())) == 3
     assert number_in(folder, 2) == 6
+
+
+def fail_to_load(folder: Path, rank: int, number: int) -> None:
+    """Likewise of a load, which leaves the group as it was."""
+
+    def attempt() -> None:
+        state = {f"w{rank}": torch.zeros(500), "both": torch.zeros(3), "number": 0}
+        dcp.load(state, storage_reader=td.TensorizerReader(folder))
+
+    gone = FileNotFoundError(2, "not seen by this rank")
+    for owner, name, word in (
+        (CheckpointFiles, "container", "not seen by this rank"),
+        (td.TensorizerReader, "read_data", "not seen by this rank"),
+        (Folder, "read", ""),  # the marker; torch says what it likes
+    ):
+        with failing(owner, name, gone) if rank == 1 else contextlib.nullcontext():
+            fails_on_all(attempt, 1, word)
+    attempt()
+    dist.barrier()
+    assert number_in(folder, 2) == number
+    dist.barrier()
+
+
+def a_store_that_refuses(folder: Path) -> None:
+    """A store that takes nothing from one of two ranks, once."""
+    import boto3  # once for all ranks
+
+    assert boto3
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        del os.environ[name]
+    with S3Recorder() as store:
+        options = {"stream_options": store.arguments}
+
+        def work(rank):
+            error = error_of(lambda: dcp.save(state_of(2, rank), storage_writer=td.TensorizerWriter(uri, **options)))
+            assert len(error.failures) == 1, error
+            assert "AccessDenied" in str(error), error
+
+        uri = "s3://bucket/c"
+        run_ranks(2, lambda rank: dcp.save(state_of(1, rank), storage_writer=td.TensorizerWriter(uri, **options)))
+        before = dict(store.objects)
+        store.fail_once["PutObject"] = (403, "AccessDenied")
+        run_ranks(2, work)
+        assert before.items() <= store.objects.items()
+        assert not store.open_uploads
+        run_ranks(2, lambda rank: dcp.save(state_of(3, rank), storage_writer=td.TensorizerWriter(uri, **options)))
+        assert len(store.objects) == 3
+        state = {"number": 0, "w0": torch.zeros(500), "w1": torch.zeros(500), "both": torch.zeros(3)}
+        dcp.load(state, storage_reader=td.TensorizerReader(uri, verify_hash=True, **options), no_dist=True)
+        assert {state["number"], float(state["w0"][9]), float(state["w1"][9])} == {3}
+
+
+def damage_between_ranks(folder: Path) -> None:
+    """Files of two ranks that took each other's place, and bytes that are wrong in one of them, wherever they are."""
+
+    def shards(data):
+        rank = dist.get_rank()
+        mesh = init_device_mesh("cpu", (2,))
+        return {"w": DTensor.from_local(data[100 * rank : 100 * rank + 100].clone(), mesh, [Shard(0)], run_check=False)}
+
+    full = torch.arange(200.0)
+    run_ranks(2, lambda _: dcp.save(shards(full), storage_writer=td.TensorizerWriter(folder)))
+    first, second = sorted(folder.glob("*.tensors"))
+    contents = first.read_bytes(), second.read_bytes()
+    assert len(contents[0]) == len(contents[1])
+
+    def found(verify_hash: bool = True):
+        state = {"w": torch.full((200,), -1.0)}
+        try:
+            dcp.load(state, storage_reader=td.TensorizerReader(folder, verify_hash=verify_hash), no_dist=True)
+        except CheckpointException as error:
+            (failure,) = (failure[0] for failure in error.failures.values())
+            return failure
+        return state["w"]
+
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    for failure in (found(), *td.verify(folder).errors):
+        assert isinstance(failure, (HashMismatchError, str)), failure
+        assert "'w'" in str(failure)
+        assert ".tensors" in str(failure)
+    assert not torch.equal(found(verify_hash=False), full)  # the files alone look right
+    second.write_bytes(contents[1])
+
+    outcomes = collections.Counter()
+    whole = contents[0]
+    for at in range(0, len(whole), 3):
+        first.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        outcome = found()
+        if isinstance(outcome, torch.Tensor):
+            assert torch.equal(outcome, full), at
+        else:
+            assert isinstance(outcome, TensorizerError), (at, outcome)
+            assert first.name in str(outcome), (at, outcome)
+        outcomes[type(outcome).__name__] += 1
+    for end in range(0, len(whole), 13):
+        first.write_bytes(whole[:end])
+        assert isinstance(found(), TruncatedError), end
+    assert outcomes["HashMismatchError"] >= 400 // 3  # the payload of this rank
 
 
 def other_ways(folder: Path) -> None:
@@ -229,6 +422,8 @@ def other_ways(folder: Path) -> None:
         assert number_in(folder / "thread", 2) == 7
 
         report = td.verify(folder / "thread")
+        alone = [dist.new_group([other]) for other in range(2)][rank]
+        assert td.verify(folder / "thread", alone) == report  # by one process
         assert report.ok, report
         assert report.boxes == 3
         assert report.nbytes == 2 * 2000 + 12
@@ -254,17 +449,12 @@ def example(folder: Path) -> None:
     script = Path(__file__).parents[1] / "examples" / "distributed_checkpoint.py"
 
     def run(ranks: int, name: str, steps: int) -> list[str]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-
         def work(rank: int) -> None:
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             sys.argv = [str(script), str(folder / name), str(steps)]
             with open(folder / f"{name}-{steps}-{rank}", "w") as out, contextlib.redirect_stdout(out):
                 runpy.run_path(str(script), run_name="__main__")
 
-        run_ranks(ranks, work, grouped=False)
+        run_launched_ranks(ranks, work)
         return (folder / f"{name}-{steps}-0").read_text().split()[2:]
 
     whole = run(2, "whole", 8)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
-import socket
 from pathlib import Path
 
 import lightning
@@ -14,7 +14,7 @@ import torch._dynamo  # imported late otherwise, by each rank
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from rank_processes import run_ranks
+from rank_processes import run_launched_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import tensorizer.distributed as td
@@ -65,6 +65,16 @@ class Parallel(Whole):
         fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
 
+class Hostile:
+    """Unpickling it leaves a folder behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
 def fit(folder: Path, strategy, epochs: int, resume=None, model=Whole, **arguments):
     torch.manual_seed(0)
     model = model()
@@ -84,28 +94,6 @@ def fit(folder: Path, strategy, epochs: int, resume=None, model=Whole, **argumen
     return trainer, model
 
 
-def on_two_ranks(work) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
-    def run(rank: int) -> None:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            GROUP_RANK="0",
-            NODE_RANK="0",
-            WORLD_SIZE="2",
-            LOCAL_WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_RUN_ID="none",
-        )
-        work(rank)
-
-    run_ranks(2, run, grouped=False)
-
-
 def stop_and_resume(folder: Path, ours, theirs, model) -> None:
     def work(rank: int) -> None:
         _, whole = fit(folder / "whole", ours(), 4, model=model)
@@ -123,12 +111,19 @@ def stop_and_resume(folder: Path, ours, theirs, model) -> None:
         torch.distributed.barrier()
         _, resumed = fit(folder / "again", ours(), 4, folder / "ours" / "epoch=1.ckpt", model)
         assert resumed.losses == whole.losses[4:]
+        sign = folder / "ours" / "epoch=0.ckpt" / "meta.pt"
+        if rank == 0:
+            torch.save(Hostile(folder / "executed"), sign)
+        torch.distributed.barrier()
+        with pytest.raises(pickle.UnpicklingError):
+            fit(folder / "hostile", ours(), 4, sign.parent, model)
+        assert not (folder / "executed").exists()
         with pytest.raises(TypeError, match="storage_options"):
             resumed.trainer.strategy.save_checkpoint({}, folder / "x", storage_options={})
         with pytest.raises(TypeError):
             ours(writer={"wrong": 1})
 
-    on_two_ranks(work)
+    run_launched_ranks(2, work)
     checkpoint = folder / "ours" / "epoch=3.ckpt"
     assert td.verify(checkpoint).ok
     assert len(list(checkpoint.glob("r*.tensors"))) == 2

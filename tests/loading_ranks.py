@@ -107,6 +107,42 @@ def load_whole(folder: Path) -> None:
         run_ranks(ranks, work)
 
 
+def load_on_eight_ranks(folder: Path) -> None:
+    """Whole, by rows and by columns, of which some ranks have none; each byte comes from storage once."""
+    shapes = {"w": (64, 512), "uneven": (70, 300), "few": (5, 2048), "v": (3,), "none": (0, 8)}
+    expected = {name: samples.tensor(shape, torch.float32, name).nan_to_num() for name, shape in shapes.items()}
+    samples.write_state_dict(folder / "f", expected)
+    nbytes = sum(tensor.nbytes for tensor in expected.values())
+    with TensorDeserializer(folder / "f", device="cpu", lazy_load=True) as d:
+        index = d.total_bytes_read
+
+    def work(rank: int) -> None:
+        ranks = dist.get_world_size()
+
+        def read(report) -> int:
+            assert len(report.ranks) == ranks
+            return sum(part.bytes_read - index for part in report.ranks)
+
+        mesh = init_device_mesh("cpu", (ranks,))
+        for exchange in EXCHANGES:
+            found = td.load(folder / "f", device="cpu", exchange=exchange)
+            same_everywhere(found, expected)
+            times = 1 if exchange == "all_gather" else ranks
+            assert times * nbytes <= read(found.report) <= times * 1.05 * nbytes + ranks * 8192
+            for dim in (0, 1):
+                names = [name for name, tensor in expected.items() if tensor.numel() and tensor.dim() > dim]
+                state = dict.fromkeys(names)
+                report = td.load_sharded(state, folder / "f", mesh=mesh, plan={"*": Shard(dim)}, exchange=exchange)
+                for name in names:
+                    wanted = distribute_tensor(expected[name], mesh, [Shard(dim)])
+                    assert samples.same(state[name].to_local(), wanted.to_local()), (name, exchange, dim)
+                if dim == 0 or exchange == "all_gather":
+                    assert read(report) <= 1.05 * nbytes + ranks * 8192
+
+    for ranks in (4, 8):
+        run_ranks(ranks, work)
+
+
 def fail_in_the_middle(folder: Path) -> None:
     expected = tensors_of()
     samples.write_state_dict(folder / "f", expected)

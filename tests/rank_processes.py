@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -13,7 +14,7 @@ from typing import Optional
 
 import torch.distributed as dist
 
-__all__ = ["run_ranks"]
+__all__ = ["run_launched_ranks", "run_ranks"]
 
 
 def run_ranks(
@@ -40,6 +41,34 @@ def run_ranks(
     if expected is not None and codes != [expected] * ranks:
         raise SystemExit(f"ranks ended with {codes}")
     return codes
+
+
+def run_launched_ranks(ranks: int, work: Callable[[int], object], **variables: str) -> None:
+    """Runs ``work(rank)`` in each rank, with the environment that torchrun gives it, and `variables` in that.
+
+    The ranks make their group themselves; one that is left is ended.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def launched(rank: int) -> None:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            GROUP_RANK="0",
+            WORLD_SIZE=str(ranks),
+            LOCAL_WORLD_SIZE=str(ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_RUN_ID="none",
+            **variables,
+        )
+        work(rank)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    run_ranks(ranks, launched, grouped=False)
 
 
 def _run(rank: int, ranks: int, work: Callable[[int], object], folder: Optional[str], own: float) -> int:

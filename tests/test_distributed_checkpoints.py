@@ -211,6 +211,9 @@ def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is
         marker.write_bytes(json.dumps({**json.loads(first), **sizes}).encode() + b"\n" + content)
         return td.is_complete(tmp_path)
 
+    nested = []
+    for _ in range(600):
+        nested = [nested]
     assert complete_with(lambda body: None)
     for change in (
         lambda body: body["boxes"]["file"].__setitem__(0, 1),
@@ -225,6 +228,9 @@ def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is
         lambda body: body["tensors"][0].__setitem__(1, 7),
         lambda body: body["leaves"][0].__setitem__(3, 5),
         lambda body: body["files"][0].__setitem__(0, "../x.tensors"),
+        lambda body: body.__setitem__("planner", nested),
+        lambda body: body.__setitem__("world_size", 10**30),
+        lambda body: body.__setitem__("world_size", 0),
     ):
         assert not complete_with(change)
 
@@ -283,12 +289,20 @@ def test_what_any_number_of_ranks_saved_on_any_mesh_loads_on_any_other(fresh_pro
     run(fresh_process, "import sys, checkpoint_matrix\ncheckpoint_matrix.main(sys.argv[1])", tmp_path)
 
 
+@pytest.mark.parametrize("scenario", ["over_tensor_parallelism", "rows_with_gaps"])
+def test_strided_shards_are_saved_and_loaded_right_or_refused(fresh_process, tmp_path, scenario):
+    run(fresh_process, f"import sys, checkpoint_matrix\ncheckpoint_matrix.{scenario}(sys.argv[1])", tmp_path)
+
+
 @pytest.mark.parametrize(
     "scenario",
     [
         "kill_one_process_at_every_step",
         "kill_one_rank_of_two",
+        "kill_one_rank_of_two_at_any_step",
         "fail_on_one_rank",
+        "a_store_that_refuses",
+        "damage_between_ranks",
         "other_ways",
         "example",
     ],
@@ -301,7 +315,7 @@ def test_with_ranks_of_their_own(fresh_process, tmp_path, scenario):
 
 @pytest.mark.parametrize(
     "scenario",
-    ["ctrl_c_in_any_phase", "keys", "in_a_process", "two_in_the_background", "boxes", "memory_of_a_save"],
+    ["ctrl_c_in_any_phase", "keys", "in_a_process", "two_in_the_background", "boxes", "blocks", "memory_of_a_save"],
 )
 def test_conduct(fresh_process, tmp_path, scenario):
     """Ctrl-C leaves no thread and no temporary file; a wrong key is an error on all ranks; memory is bounded."""
@@ -406,6 +420,81 @@ def test_a_saver_that_is_killed_in_its_upload_leaves_the_old_checkpoint_in_the_s
         target = {"step": 0, "w": torch.zeros(4000)}
         load(target, "s3://bucket/c", verify_hash=True, **options)
         assert target["step"] == 1
+
+
+def save_as_ranks(states, path, **arguments):
+    """A save by as many ranks as there are states, in this process: the calls that torch makes, and no group."""
+    writer = td.TensorizerWriter(path, **arguments)
+    planners = [dcp.DefaultSavePlanner() for _ in states]
+    for rank, (planner, state) in enumerate(zip(planners, states)):
+        planner.set_up_planner(state, is_coordinator=rank == 0)
+        writer.set_up_storage_writer(rank == 0)
+    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    plans = writer.prepare_global_plan(plans)
+    written = [writer.write_data(planner.finish_plan(plan), planner).value() for planner, plan in zip(planners, plans)]
+    writer.finish(metadata, written)
+
+
+class Forever(dict):
+    """Failures that do not end after the first one."""
+
+    def pop(self, name):
+        return self[name]
+
+
+def test_a_store_is_asked_about_several_files_at_a_time_and_the_first_error_counts(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    with S3Recorder() as store:
+        options = {"stream_options": store.arguments}
+        uri = "s3://bucket/many"
+        save_as_ranks([{f"w{rank}": torch.full((4,), float(rank))} for rank in range(40)], uri, **options)
+        assert len(store.objects) == 41
+        store.hold_reads = 16
+        assert td.is_complete(uri, **options)
+        assert store.most_reads == 16
+        store.hold_reads = 0
+        target = {f"w{rank}": torch.zeros(4) for rank in range(40)}
+        load(target, uri, verify_hash=True, **options)
+        assert all(float(target[f"w{rank}"][3]) == rank for rank in range(40))
+        files = sorted(name for name in store.objects if name.endswith(".tensors"))
+        content = store.objects.pop(files[2])
+        before = len(store.requests)
+        assert not td.is_complete(uri, **options)
+        assert len(store.requests) - before <= 1 + 16  # what was not asked about yet is not asked about any more
+        store.objects[files[2]] = content[:-1]
+        assert not td.is_complete(uri, **options)
+        store.objects[files[2]] = content
+        store.fail_once = Forever(GetObject=(403, "AccessDenied"))
+        with pytest.raises(OSError, match=r"AccessDenied|403"):
+            td.is_complete(uri, **options)
+
+
+def test_a_save_whose_old_files_cannot_be_deleted_has_succeeded(tmp_path, monkeypatch, caplog):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    with S3Recorder() as store:
+        options = {"stream_options": store.arguments}
+        save({"w": torch.ones(3), "step": 0}, "s3://bucket/a", **options)
+        for step, operation in enumerate(("ListObjectsV2", "DeleteObject"), 1):
+            store.fail_once[operation] = (403, "AccessDenied")
+            caplog.clear()
+            save({"w": torch.ones(3), "step": step}, "s3://bucket/a", **options)
+            assert "s3://bucket/a" in caplog.text
+            assert "AccessDenied" in caplog.text
+            target = {"w": torch.zeros(3), "step": 0}
+            load(target, "s3://bucket/a", verify_hash=True, **options)
+            assert target["step"] == step
+        save({"w": torch.ones(3), "step": 3}, "s3://bucket/a", **options)
+        assert len(store.objects) == 2
+
+    (tmp_path / "r00000-0123456789abcdef.tensors").mkdir()  # which no unlink removes
+    caplog.clear()
+    save({"w": torch.ones(3)}, tmp_path)
+    assert "r00000-0123456789abcdef" in caplog.text
+    assert td.is_complete(tmp_path)
 
 
 def test_nothing_is_imported_from_torch_that_its_release_2_3_lacks():

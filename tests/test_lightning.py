@@ -11,6 +11,7 @@ import torch
 
 lightning = pytest.importorskip("lightning")
 from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
+from servers.s3_recorder import S3Recorder  # noqa: E402
 
 from tensorizer import FormatError, TensorDeserializer, TensorSerializer  # noqa: E402
 from tensorizer.integrations.lightning import TensorizerCheckpointIO  # noqa: E402
@@ -135,6 +136,68 @@ def test_a_background_save_sees_no_later_change_and_tells_its_failure_at_the_nex
     plugin.save_checkpoint({"w": weight}, tmp_path / "c.ckpt")
     plugin.teardown()
     assert float(plugin.load_checkpoint(tmp_path / "c.ckpt")["w"].sum()) == 1000
+
+
+def test_a_checkpoint_in_a_store_is_saved_resumed_and_removed_with_options_of_the_save(tmp_path, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    _, whole = fit(tmp_path / "whole", 4)
+    with S3Recorder() as store:
+        trainer, _ = fit(tmp_path / "first", 2, TensorizerCheckpointIO())
+        trainer.save_checkpoint("s3://bucket/run/c.ckpt", storage_options=store.arguments)
+        assert [name.rpartition("/")[2] for name in store.objects] == ["c.ckpt"]
+        plugin = TensorizerCheckpointIO(stream_options=store.arguments)
+        _, resumed = fit(tmp_path / "second", 4, plugin, resume="s3://bucket/run/c.ckpt")
+        assert resumed.losses == whole.losses[6:]
+        plugin.remove_checkpoint("s3://bucket/run/c.ckpt")
+        assert not store.objects
+        with pytest.raises(FileNotFoundError):
+            plugin.load_checkpoint("s3://bucket/run/c.ckpt")
+
+
+def test_only_the_strategies_import_lightning_pytorch(fresh_process, tmp_path):
+    """The package ``lightning`` imports all of itself; who has ``lightning-fabric`` alone has nothing else."""
+    program = """
+        import sys, warnings
+        warnings.simplefilter("ignore")
+
+        class Absent:
+            def find_spec(self, name, *_):
+                if name.partition(".")[0] == "lightning":
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        sys.meta_path.insert(0, Absent())
+        import torch
+        from tensorizer.integrations import lightning
+        from lightning_fabric import Fabric
+
+        plugin = lightning.TensorizerCheckpointIO()
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+        model = torch.nn.Linear(3, 2)
+        fabric.save(sys.argv[1], {"model": model, "step": 3})
+        state = {"model": torch.nn.Linear(3, 2), "step": 0}
+        fabric.load(sys.argv[1], state)
+        assert torch.equal(state["model"].weight, model.weight) and state["step"] == 3
+        assert not [name for name in sys.modules if name.startswith(("lightning.", "pytorch_lightning"))]
+        assert "TensorizerFSDPStrategy" in dir(lightning)
+        try:
+            lightning.TensorizerFSDPStrategy
+        except ModuleNotFoundError as error:
+            assert "lightning" in str(error)
+        else:
+            raise AssertionError("no error")
+        del sys.meta_path[0]
+        del sys.modules["tensorizer.integrations.lightning"]
+        import tensorizer.integrations.lightning as lightning
+        assert "tensorizer.integrations.lightning_strategies" not in sys.modules
+        from tensorizer.integrations.lightning import TensorizerFSDPStrategy, TensorizerModelParallelStrategy
+        from tensorizer.integrations import lightning_strategies
+        assert lightning.TensorizerFSDPStrategy is lightning_strategies.TensorizerFSDPStrategy
+        assert set(lightning.__all__) <= set(dir(lightning)) and not hasattr(lightning, "no such name")
+    """
+    result = fresh_process(program, tmp_path / "c.ckpt", timeout=200)
+    assert result.returncode == 0, result.stderr[-4000:]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])

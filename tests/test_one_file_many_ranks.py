@@ -31,6 +31,10 @@ def test_every_rank_gets_all_tensors_and_all_ranks_together_read_the_file_once(f
     ranks_do(fresh_process, "load_whole", tmp_path)
 
 
+def test_eight_ranks_read_each_byte_once_whole_or_in_parts_of_which_some_are_empty(fresh_process, tmp_path):
+    ranks_do(fresh_process, "load_on_eight_ranks", tmp_path)
+
+
 def test_a_rank_that_fails_in_the_middle_makes_all_ranks_raise_its_error(fresh_process, tmp_path):
     ranks_do(fresh_process, "fail_in_the_middle", tmp_path)
 

@@ -140,6 +140,7 @@ void register_save(py::module_& m) {
              session.abandon();
            })
       .def_property_readonly("tensor_nbytes", &SaveSession::tensor_nbytes)
+      .def_property_readonly("published_nbytes", &SaveSession::published_nbytes)
       .def_property_readonly("nbytes_done", &SaveSession::nbytes_done);
 }
 

@@ -428,6 +428,10 @@ void SaveSession::undo(Call& call) noexcept {
   sink_->rollback(head_.end + kEndMarkNbytes);
 }
 
+uint64_t SaveSession::published_nbytes() const noexcept {
+  return published_end_ == 0 ? 0 : published_end_ + kEndMarkNbytes - start_;
+}
+
 void SaveSession::finish(const std::stop_token& stop) {
   if (published_end_ > 0 && waiting_nbytes() > 0) publish(stop);
   sink_->finish(stop);

@@ -95,6 +95,7 @@ class SaveSession {
   void abandon() noexcept;
 
   uint64_t tensor_nbytes() const noexcept { return head_.prologue.tensor_size; }
+  uint64_t published_nbytes() const noexcept;  // the whole container; 0: nothing is published
   uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }
 
  private:

@@ -155,6 +155,7 @@ TEST(Sessions, LaterCallsAppendAndEarlierContentStaysReadable) {
     write_call(session, tensors, true);
     all.insert(all.end(), tensors.begin(), tensors.end());
     expect_loads(sink->published, all);
+    EXPECT_EQ(session.published_nbytes(), sink->published.size());
   }
 }
 
@@ -169,6 +170,7 @@ TEST(Sessions, AnIndexThatOutgrowsItsRoomMovesTheRecords) {
     write_call(session, tensors);
     all.insert(all.end(), tensors.begin(), tensors.end());
     expect_loads(sink->published, all);
+    EXPECT_EQ(session.published_nbytes(), sink->published.size());
   }
   EXPECT_GE(sink->relocations, 1);
   EXPECT_LE(sink->relocations, 2);  // each time with room to spare

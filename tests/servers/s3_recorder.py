@@ -56,6 +56,8 @@ class S3Recorder:
         echoes_checksums: Whether the answer to a new upload says that its parts are compared.
         hold_parts: So many parts at a time are waited for before one is answered (30 s at most).
         most_parts: So many parts were on their way at the same time.
+        hold_reads: So many reads of ``.tensors`` objects at a time are waited for before one is answered, likewise.
+        most_reads: So many of them were on their way at the same time.
         bad_signatures: Paths of presigned requests whose signature is not botocore's.
     """
 
@@ -71,6 +73,7 @@ class S3Recorder:
         self.echoes_checksums = True
         self.hold_parts = 0
         self.most_parts = self._running = 0
+        self.hold_reads = self.most_reads = self._reading = 0
         self.bad_signatures: list[str] = []
         self._changed = threading.Condition()
         recorder = self
@@ -216,6 +219,13 @@ class S3Recorder:
         return 404, {}, b""
 
     def _GetObject(self, request: RecordedRequest) -> tuple[int, dict[str, str], bytes]:
+        if request.path.endswith(".tensors"):
+            with self._changed:
+                self._reading += 1
+                self.most_reads = max(self.most_reads, self._reading)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self.most_reads >= self.hold_reads, timeout=30)
+                self._reading -= 1
         data = self.objects.get(request.path)
         if data is None:
             return self._error(404, "NoSuchKey")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 
 from tensorizer import _C
 from tensorizer._io.sinks import open_sink
@@ -34,6 +35,11 @@ __all__ = [
 MARKER = ".metadata"
 
 PathLike = Union[str, "os.PathLike[str]"]
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
+# Files of a store that are asked for at the same time.
+_ASKED_AT_ONCE = 16
 
 _DATA_FILE = re.compile(r"r\d{5,9}-[0-9a-f]{16}\.tensors\Z")
 _RANK_MARKER = re.compile(r"__(\d{1,9})\.metadata\Z")
@@ -126,6 +132,19 @@ class Folder(NamedTuple):
             return opened.source.read(0, opened.source.size() or 0)
         finally:
             opened.close()
+
+    def each(self, ask: Callable[[Asked], Answer], items: Sequence[Asked]) -> Iterator[Answer]:
+        """The answers to one question about each of several files, in their order; the first error in that order.
+
+        A store, where each answer takes a round trip, is asked about several at a time, and about no more of them once
+        the caller wants no more answers.
+        """
+        if not self.remote or len(items) < 2:
+            yield from map(ask, items)
+            return
+        with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(items)), "tensorizer-ask") as threads:
+            for begin in range(0, len(items), _ASKED_AT_ONCE):
+                yield from threads.map(ask, items[begin : begin + _ASKED_AT_ONCE])
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""

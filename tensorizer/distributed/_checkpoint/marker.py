@@ -36,6 +36,7 @@ _FORMAT = "tensorizer.checkpoint"
 _VERSION = 1
 _COMPRESSED_FROM = 1 << 20
 _MAX_CONTENT_NBYTES = 1 << 33
+_MAX_RANKS = 10**9  # as names of files have digits for
 _NOWHERE = -1  # file number of what needs no bytes
 _DIGESTS = ("crc32", "sha256")
 
@@ -199,7 +200,7 @@ def unpack_marker(data: bytes, name: str) -> Marker:
         return _marker(body)
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"{name}: a damaged marker ({type(error).__name__}: {error})") from None
 
 
@@ -260,7 +261,10 @@ def _marker(body: Mapping[str, Any]) -> Marker:
     stored = _StoredItems(files, body["boxes"], chunks, leaves)
     metadata = Metadata(state_dict_metadata=items, planner_data=decoded(body["planner"]), storage_data=stored)
     rank = None if body["rank"] is None else int(body["rank"])
-    return Marker(metadata, stored, files, rank, int(body["world_size"]))
+    world_size = int(body["world_size"])
+    if not 0 < world_size <= _MAX_RANKS:
+        raise FormatError(f"wanted a number of ranks, found {world_size!r:.50}")
+    return Marker(metadata, stored, files, rank, world_size)
 
 
 class _StoredItems(Mapping[MetadataIndex, Stored]):

@@ -18,6 +18,7 @@ from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
 from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
 from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marker
+from tensorizer.distributed._checkpoint.placements import check_described
 from tensorizer.distributed._checkpoint.values import from_json, load_vetted, saved
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError
@@ -163,6 +164,7 @@ class TensorizerReader(Located, StorageReader):
         fqn = item.storage_index.fqn
         saved_as = self._metadata.state_dict_metadata[fqn]
         assert isinstance(saved_as, TensorStorageMetadata)
+        check_described(planner, item.dest_index.fqn, item.dest_index.offset)
         target = planner.resolve_tensor(item).detach()
         if target.size() != torch.Size(item.lengths):
             raise ValueError(f"tensor {fqn!r}: wanted memory of shape {list(item.lengths)}, found {list(target.shape)}")

@@ -13,7 +13,6 @@ from tensorizer._crypto.keys import check_decryption
 from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved
 from tensorizer.distributed._checkpoint.folder import (
-    MARKER,
     Folder,
     PathLike,
     is_data_file,
@@ -21,7 +20,7 @@ from tensorizer.distributed._checkpoint.folder import (
     marker_name,
     rank_of_marker,
 )
-from tensorizer.distributed._checkpoint.marker import TENSOR, Marker, unpack_marker
+from tensorizer.distributed._checkpoint.marker import TENSOR, Marker, SavedFile, unpack_marker
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError, TensorizerError, VerificationError
 
@@ -39,17 +38,17 @@ def read_markers(folder: Folder) -> list[Marker]:
         FormatError: A marker is damaged, or another program's.
     """
 
-    def read(name: str) -> Marker:
+    def read(rank: Optional[int]) -> Marker:
+        name = marker_name(rank)
         return unpack_marker(folder.read(name), folder.join(name))
 
     try:
-        return [read(MARKER)]
+        return [read(None)]
     except FileNotFoundError:
         if not folder.exists(marker_name(0)):
             raise
-    found = [read(marker_name(0))]
-    found += [read(marker_name(rank)) for rank in range(1, found[0].world_size)]
-    return found
+    first = read(0)
+    return [first, *folder.each(read, range(1, first.world_size))]
 
 
 def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
@@ -63,8 +62,13 @@ def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, A
         OSError: The store cannot be asked.
     """
     folder = Folder.at(checkpoint, stream_options)
+
+    def is_there(file: SavedFile) -> bool:
+        return folder.nbytes(file.name) == file.nbytes
+
     try:
-        return all(folder.nbytes(file.name) == file.nbytes for marker in read_markers(folder) for file in marker.files)
+        files = [file for marker in read_markers(folder) for file in marker.files]
+        return all(folder.each(is_there, files))
     except (FileNotFoundError, FormatError, VerificationError):
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,12 +28,15 @@ from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._checkpoint import marker as markers
 from tensorizer.distributed._checkpoint.folder import MARKER, Located, PathLike, data_file_name, marker_name
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, pack_marker
+from tensorizer.distributed._checkpoint.placements import check_described
 from tensorizer.distributed._checkpoint.upkeep import remove_stale
 from tensorizer.distributed._checkpoint.values import simple_value
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import StreamExistsError
 
 __all__ = ["TensorizerWriter"]
+
+_logger = logging.getLogger("tensorizer.distributed")
 
 # Copies (other devices, tensors that are not contiguous) that exist at a time: one batch is written while the next one
 # is copied.
@@ -161,7 +165,7 @@ class TensorizerWriter(Located, StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the marker, then deletes what belonged to the checkpoint that it replaced.
+        """Writes the marker, then deletes what belonged to the checkpoint that it replaced; a warning tells what stays.
 
         Raises:
             FileExistsError: A checkpoint appeared meanwhile, and ``overwrite=False``.
@@ -183,7 +187,10 @@ class TensorizerWriter(Located, StorageWriter):
             metadata.storage_meta = self.storage_meta()
         if self._rank is None:
             files = {item.file.name for item in stored.values() if item.file is not None}
-            remove_stale(folder, files)
+            try:
+                remove_stale(folder, files)
+            except OSError as error:  # the new checkpoint is complete without that
+                _logger.warning("%s: files of an earlier checkpoint could not be deleted: %s", folder.where, error)
 
     # ---- the file of a rank -----------------------------------------------------------------------------------------
 
@@ -202,6 +209,7 @@ class TensorizerWriter(Located, StorageWriter):
             data = item.tensor_data
             assert data is not None
             shape = data.chunk.sizes
+            check_described(planner, item.index.fqn, item.index.offset)
             if shape.numel() == 0:
                 results.append(WriteResult(item.index, 0, Stored(markers.TENSOR)))
                 continue
@@ -237,7 +245,7 @@ class TensorizerWriter(Located, StorageWriter):
         ) as session:
             _write_batches(session, records, planner)
             facts = session.records()
-        file = SavedFile(name, folder.nbytes(name))
+        file = SavedFile(name, session.published_nbytes)
         return [
             WriteResult(
                 record.item.index,
