@@ -84,11 +84,14 @@ def with_ccache(toolchain: Toolchain, folder: Path, trees: Path) -> Toolchain:
     compiler = shutil.which(toolchain.environment["CXX"], path=toolchain.environment["PATH"])
     script = scripts / toolchain.environment["CXX"]
     # A script and not CXX="ccache c++", whose first word alone old releases of setuptools link with.
-    script.write_text(f'#!/bin/sh\nexec {shlex.quote(ccache)} {shlex.quote(str(compiler))} "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\n# {toolchain.identity}\nexec {shlex.quote(ccache)} {shlex.quote(str(compiler))} "$@"\n'
+    )
     script.chmod(0o755)
     environment = {**toolchain.environment, "PATH": f"{scripts}{os.pathsep}{toolchain.environment['PATH']}"}
     # The compiler is a script with the release of zig in it: its content tells it from another one, its name nothing.
     environment |= {"CCACHE_COMPILERCHECK": "content", "CCACHE_COMPILERTYPE": "clang"}
+    environment["TORCH_NO_COMPILER_WRAPPER"] = "1"  # torch 2.13 would call ccache around ccache
     environment |= {"CCACHE_DIR": str(folder), "CCACHE_BASEDIR": str(trees), "CCACHE_NOHASHDIR": "1"}
     return Toolchain(environment, toolchain.identity)
 

@@ -59,7 +59,9 @@ def lacks(python: str) -> list[str]:
 
 def pip(python: Path, *arguments: str) -> str:
     """Runs ``pip install``; empty, or the last line of what it said."""
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    # Compiling every module of torch takes longer than compiling those that are imported.
+    options = ["--quiet", "--disable-pip-version-check", "--no-compile"]
+    command = [str(python), "-m", "pip", "install", *options, *arguments]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=ROOT, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return "" if done.returncode == 0 else (done.stdout.strip().splitlines() or ["pip failed"])[-1]

@@ -3,7 +3,7 @@
 
     matrix.py [--list] [--python PATH ...] [--torch oldest|newest|VERSION ...] [--wheels DIR] [-- PYTEST ARGUMENTS]
 
-Each combination has a virtual environment of its own below ``.cache/matrix``. With ``--wheels`` the wheel of that
+Each combination has a virtual environment of its own below ``.cache/matrix``, kept for the next time. With ``--wheels`` the wheel of that
 folder is installed, else the module is built from source. Ends with one line per combination; what cannot be had is
 said, and is a failure only for a Python that was named.
 """
@@ -51,16 +51,28 @@ def test_requirements() -> list[str]:
     return [line for line in lines if line and re.split("[=><]", line)[0] not in unwanted]
 
 
-def install(python: Path, torch: str, wheels: Path | None) -> str:
-    """Fills an environment; empty, or what could not be had."""
-    failed = install_torch(python, torch)
+def fill(interpreter: str, folder: Path, torch: str) -> str:
+    """An environment with torch and what the tests need, unless it is there already; empty, or what it lacks."""
+    # up to torch 2.2 its builder of extensions needs the old one
+    setuptools = "setuptools>=64,<70" if torch.startswith(("2.1.", "2.2.")) else "setuptools>=64"
+    wanted = [setuptools, "wheel", "ninja", *test_requirements()]
+    stamp, text = folder / "stamp", f"{interpreter} torch {torch}\n" + "\n".join(wanted)
+    if stamp.exists() and stamp.read_text() == text:
+        return ""
+    python = folder / "bin" / "python"
+    failed = make_environment(interpreter, folder) or install_torch(python, torch)
     if failed:
         return f"no torch {torch}: {failed}"
-    failed = pip(python, "setuptools>=64,<81", "wheel", "ninja", *test_requirements())
+    failed = pip(python, *wanted)
     if failed:
         return f"no test requirements: {failed}"
+    stamp.write_text(text)
+    return ""
+
+
+def install_tensorizer(python: Path, wheels: Path | None) -> str:
     what = ["--no-index", "--find-links", str(wheels), "--pre", "tensorizer"] if wheels else ["--editable", "."]
-    failed = pip(python, "--no-deps", "--no-build-isolation", *what)
+    failed = pip(python, "--force-reinstall", "--no-deps", "--no-build-isolation", *what)
     return failed and f"no tensorizer: {failed}"
 
 
@@ -73,7 +85,7 @@ def try_one(version: str, interpreter: str, torch: str, wheels: Path | None, arg
     wanted = release_of(version, torch)
     folder = ROOT / ".cache" / "matrix" / f"{version}-{wanted}"
     python = folder / "bin" / "python"
-    missing = make_environment(interpreter, folder) or install(python, wanted, wheels)
+    missing = fill(interpreter, folder, wanted) or install_tensorizer(python, wheels)
     if missing:
         return missing
     if wheels:

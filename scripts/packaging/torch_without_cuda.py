@@ -105,8 +105,9 @@ def stand_in_for_cuda(site_packages: Path) -> list[str]:
             home = module.homes.get(version)
             if home in missing:
                 libraries[home][version][name] = kind
-            elif not version and name not in defined and not name.startswith(("Py", "_Py")):
-                # Without a version any library will do: the first that this module needs.
+            elif not version and name not in defined and not name.startswith(("Py", "_Py", "_Z")):
+                # Without a version any library will do: the first that this module needs. CUDA's names are those of C;
+                # those of C++ belong to its own library.
                 owner = min(module.needed & missing, default=None)
                 if owner:
                     libraries[owner][""][name] = kind
