@@ -221,12 +221,15 @@ def test_libraries_that_torch_lacks_are_replaced_by_ones_that_know_no_device(scr
     ours += "int text(void) { return fakeErrorString()[0]; }"
     libraries = ["-L", lib, "-l:libfake.so.12", "-l:libplain.so.9", "-Wl,-rpath,$ORIGIN,-z,now"]
     compile_library(lib / "libtorch.so", ours, *libraries)
+    # names of C++ that the machine's own library has, without a version
+    compile_library(lib / "libtorch_cpu.so", "int _ZSt4namev(void); int f(void) { return _ZSt4namev(); }", *libraries)
     for name in ("libfake.so.12", "libplain.so.9"):
         (lib / name).unlink()
     assert sorted(scripts("torch_without_cuda").stand_in_for_cuda(tmp_path)) == ["libfake.so.12", "libplain.so.9"]
     code = f"import ctypes; m = ctypes.CDLL({str(lib / 'libtorch.so')!r}); print(m.fake(), m.plain(), m.text())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("100 100 0\n", "")
+    assert [name for name in ("libfake.so.12", "libplain.so.9") if b"_ZSt4namev" in (lib / name).read_bytes()] == []
 
 
 # -- equal bytes -------------------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 
     matrix.py [--list] [--python PATH ...] [--torch oldest|newest|VERSION ...] [--wheels DIR] [-- PYTEST ARGUMENTS]
 
-Each combination has a virtual environment of its own below ``.cache/matrix``, kept for the next time. With ``--wheels`` the wheel of that
-folder is installed, else the module is built from source. Ends with one line per combination; what cannot be had is
-said, and is a failure only for a Python that was named.
+Each combination has a virtual environment of its own below ``.cache/matrix``, kept for the next time. With ``--wheels``
+the wheel of that folder is installed, else the module is built from source. Without ``TORCH_INDEX``, an index of CPU
+builds, torch is that of the package index without CUDA's libraries, and tests of frameworks that depend on torch are
+skipped. Ends with one line per combination; what cannot be had is said, and is a failure only for a Python that was
+named.
 """
 
 from __future__ import annotations
