@@ -102,6 +102,8 @@ def build_one(python: str, tree: Path, prefix: Path, toolchain: compilers.Toolch
     environment = {**os.environ, **toolchain.environment, "TENSORIZER_STATIC_DEPS": str(prefix)}
     environment |= {"TENSORIZER_DEBUG_FILES": str(tree / "debug"), "MAX_JOBS": str(jobs), "PYTHONHASHSEED": "0"}
     environment |= {"SOURCE_DATE_EPOCH": commit_time(), "TORCH_DONT_CHECK_COMPILER_ABI": "1", "LC_ALL": "C"}
+    # An interpreter that was built with shared libraries of its own adds their folder to what it links.
+    environment |= {"LDSHARED": f"{environment['CC']} -shared", "LDCXXSHARED": f"{environment['CXX']} -shared"}
     for name in ("TENSORIZER_WERROR", "TENSORIZER_DEPS_PREFIX", "TENSORIZER_SANITIZE", "CFLAGS", "CXXFLAGS", "LDFLAGS"):
         environment.pop(name, None)
     shutil.rmtree(tree / "dist", ignore_errors=True)
