@@ -248,7 +248,7 @@ def test_a_wheel_that_was_built_again_is_equal_or_its_differences_are_named(scri
     assert again.differences(one, stored) == ["the same files, stored in another way"]
 
 
-def test_sources_that_two_pythons_share_are_compiled_once_where_ccache_is(scripts, tmp_path):
+def test_copies_of_the_same_sources_are_compiled_once_where_ccache_is(scripts, tmp_path):
     if not all(map(shutil.which, ("ccache", "g++"))):
         pytest.skip("no ccache or no g++")
     compilers, log = scripts("compilers"), tmp_path / "log"

@@ -74,7 +74,7 @@ def with_ccache(toolchain: Toolchain, folder: Path, trees: Path) -> Toolchain:
     Args:
         toolchain: Of :func:`zig_toolchain`.
         folder: For the script that calls ccache, and for what it keeps.
-        trees: Copies of the same sources lie below it, whose object files are the same but for csrc/bind.
+        trees: Copies of the same sources lie below it; two that are compiled with the same options share object files.
     """
     ccache = shutil.which("ccache")
     if ccache is None:
