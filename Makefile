@@ -82,11 +82,14 @@ test-all: test test-slow  ## all tests, the slow ones too; a missing server is a
 
 # ---- wheels ---------------------------------------------------------------------------------------------------------
 
-# Pythons with torch, setuptools, wheel and ninja; one wheel is built for each.
-PYTHONS ?= $(BIN)/python
-.PHONY: wheels wheel-test matrix
+# Pythons with torch, setuptools, wheel and ninja; without any, every Python that is here gets an environment with them.
+PYTHONS ?=
+.PHONY: wheels wheels-again wheel-test matrix
 wheels: system-wheels $(VENV)/stamp-torch  ## wheels that need no library, in dist/ (PYTHONS='a/bin/python b/bin/python')
 	$(BIN)/python scripts/packaging/build_wheels.py --out dist --jobs $(JOBS) $(PYTHONS)
+
+wheels-again: system-wheels $(VENV)/stamp-torch  ## build the wheels of dist/ again, elsewhere: are all bytes equal?
+	$(BIN)/python scripts/packaging/build_again.py dist $(PYTHONS)
 
 .PHONY: sdist
 sdist: $(VENV)/stamp-torch  ## the source distribution, in dist/

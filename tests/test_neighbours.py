@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from servers.certificates import make_certificates
@@ -95,3 +98,22 @@ def test_a_process_ends_in_the_middle_of_a_read_beside_other_copies_of_openssl(c
         for order in ORDERS:
             found = run(UNFINISHED, order, server, certificates.authority, tmp_path)
             assert found[:2] == (0, "end"), (order, installed(), found)
+
+
+@pytest.mark.slow
+def test_fifty_processes_each_that_read_beside_other_copies_of_openssl_and_end_have_no_crash(certificates, tmp_path):
+    stalling = Reply(stall_after=10)
+    with (
+        FaultyServer(b"over https", tls=certificates.context()) as server,
+        FaultyServer(b"x" * 1000, tls=certificates.context(), default=stalling) as stalled,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        cases = [(BOTH, server, "8 {b'over https'} 0"), (UNFINISHED, stalled, "end")]
+        runs = [(*case, order) for case in cases for order in itertools.islice(itertools.cycle(ORDERS), 50)]
+
+        def found(case):
+            program, peer, wanted, order = case
+            result = run(program, order, peer, certificates.authority, tmp_path)
+            return None if result[:2] == (0, wanted) else (order, installed(), result)
+
+        assert [wrong for wrong in pool.map(found, runs) if wrong] == []

@@ -160,6 +160,119 @@ def test_tests_of_a_wheel_run_without_the_package_beside_them_and_refuse_a_pytho
     assert [name for name in suite.OF_THE_CHECKOUT if not (ROOT / "tests" / f"test_{name}.py").is_file()] == []
 
 
+# -- Pythons and their torch -------------------------------------------------------------------------------------------
+
+
+def test_every_python_that_gets_no_wheel_is_named_with_the_reason(scripts, tmp_path, monkeypatch, capsys):
+    builder = scripts("build_wheels")
+    running = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho it has no ensurepip\nexit 1\n")
+    broken.chmod(0o755)
+    others = [version for version in PYTHONS if version != running]
+    monkeypatch.setattr(builder, "pythons_here", lambda: {others[0]: str(broken)})
+    monkeypatch.setattr(builder, "lacks", lambda python: [])
+    assert builder.builders_here(tmp_path / "cache") == [sys.executable]
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("==")]
+    assert lines == [
+        f"left out: Python {others[0]}: no virtual environment: it has no ensurepip",
+        *(f"left out: Python {version}: not on this machine" for version in others[1:]),
+    ]
+
+
+def test_the_newest_torch_of_a_python_is_the_one_of_the_developers_or_the_last_that_it_got(scripts):
+    environments = scripts("environments")
+    assert sorted(environments.OLDEST_TORCH, key=PYTHONS.index) == PYTHONS
+    pinned = (ROOT / "constraints.txt").read_text().strip()
+    assert {f"torch=={environments.newest_torch(version)}" for version in PYTHONS[1:]} == {pinned}
+    assert environments.newest_torch("3.9") == "2.8.0"
+    assert environments.version_of("/nonexistent/python") is None
+    matrix = scripts("matrix")
+    assert [matrix.release_of("3.9", name) for name in ("oldest", "newest", "2.4.1")] == ["2.1.0", "2.8.0", "2.4.1"]
+
+
+def test_a_matrix_without_an_index_of_cpu_builds_installs_nothing_that_depends_on_torch(scripts, monkeypatch):
+    matrix = scripts("matrix")
+    monkeypatch.setattr(matrix, "TORCH_INDEX", None)
+    names = {re.split("[=><]", line)[0] for line in matrix.test_requirements()}
+    assert {"pytest", "hypothesis", "safetensors", "boto3"} <= names
+    assert not names & {"torch", "accelerate", "lightning", "mypy", "ruff"}
+    monkeypatch.setattr(matrix, "TORCH_INDEX", "https://127.0.0.1/cpu")
+    assert "accelerate" in " ".join(matrix.test_requirements())
+
+
+def compile_library(path, source, *options):
+    text = path.parents[1] / f"{path.name}.c"
+    text.write_text(source)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, text, *options], check=True)
+
+
+def test_libraries_that_torch_lacks_are_replaced_by_ones_that_know_no_device(scripts, tmp_path):
+    if not all(map(shutil.which, ("cc", "readelf"))):
+        pytest.skip("no compiler or no readelf")
+    lib = tmp_path / "torch" / "lib"
+    lib.mkdir(parents=True)
+    (tmp_path / "versions").write_text("libfake.so.12 { global: *; };\n")
+    fake = "int fakeCount(void) { return 1; } const char* fakeErrorString(void) { return 0; } int fakeData = 3;"
+    compile_library(lib / "libfake.so.12", fake, f"-Wl,--version-script={tmp_path / 'versions'}")
+    compile_library(lib / "libplain.so.9", "int plainCount(void) { return 1; }")
+    ours = "extern int fakeCount(void), plainCount(void), fakeData; extern char* fakeErrorString(void);"
+    ours += "int fake(void) { return fakeCount() + fakeData; } int plain(void) { return plainCount(); }"
+    ours += "int text(void) { return fakeErrorString()[0]; }"
+    libraries = ["-L", lib, "-l:libfake.so.12", "-l:libplain.so.9", "-Wl,-rpath,$ORIGIN,-z,now"]
+    compile_library(lib / "libtorch.so", ours, *libraries)
+    # names of C++ that the machine's own library has, without a version
+    compile_library(lib / "libtorch_cpu.so", "int _ZSt4namev(void); int f(void) { return _ZSt4namev(); }", *libraries)
+    for name in ("libfake.so.12", "libplain.so.9"):
+        (lib / name).unlink()
+    assert sorted(scripts("torch_without_cuda").stand_in_for_cuda(tmp_path)) == ["libfake.so.12", "libplain.so.9"]
+    code = f"import ctypes; m = ctypes.CDLL({str(lib / 'libtorch.so')!r}); print(m.fake(), m.plain(), m.text())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("100 100 0\n", "")
+    assert [name for name in ("libfake.so.12", "libplain.so.9") if b"_ZSt4namev" in (lib / name).read_bytes()] == []
+
+
+# -- equal bytes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_wheel_that_was_built_again_is_equal_or_its_differences_are_named(scripts, tmp_path):
+    again = scripts("build_again")
+    one = write_wheel(tmp_path / "one", {"a": "same", "b": "first", "c": ""})
+    other = write_wheel(tmp_path / "other", {"a": "same", "b": "second", "d": ""})
+    assert again.differences(one, one) == []
+    assert again.differences(one, other) == ["b differs", "c is in one only", "d is in one only"]
+    stored = tmp_path / "stored"
+    with zipfile.ZipFile(stored, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in {"a": "same", "b": "first", "c": ""}.items():
+            archive.writestr(name, content)
+    assert again.differences(one, stored) == ["the same files, stored in another way"]
+
+
+def test_copies_of_the_same_sources_are_compiled_once_where_ccache_is(scripts, tmp_path):
+    if not all(map(shutil.which, ("ccache", "g++"))):
+        pytest.skip("no ccache or no g++")
+    compilers, log = scripts("compilers"), tmp_path / "log"
+    zig = tmp_path / "zig"
+    zig.write_text(
+        f'#!/bin/sh\n[ $# -gt 2 ] || exit 0\nshift 5\necho "$@" >>{log}\n'
+        f'exec {shutil.which("g++")} $(echo "$@" | sed s/-fcolor-diagnostics//)\n'
+    )
+    zig.chmod(0o755)
+    toolchain = compilers.zig_toolchain(zig, tmp_path / "toolchain", "x86_64")
+    cached = compilers.with_ccache(toolchain, tmp_path / "ccache", tmp_path / "trees")
+    for name in ("cp39", "cp313"):
+        tree = tmp_path / "trees" / name
+        (tree / "build").mkdir(parents=True)
+        (tree / "x.cpp").write_text('#include "x.h"\nconst char* where() { return __FILE__; }\n')
+        (tree / "x.h").write_text("const char* where();\n")
+        options = [f"-ffile-prefix-map={tree}=.", f"-I{tree}", f"-I{tmp_path / name}", "-g1", "-MMD", "-MF", "x.d"]
+        command = ["c++", *options, "-c", str(tree / "x.cpp"), "-o", str(tree / "build" / "x.o")]
+        subprocess.run(command, cwd=tree / "build", env={**os.environ, **cached.environment}, check=True)
+        assert (tree / "build" / "x.o").is_file()
+    compiled = [line for line in log.read_text().splitlines() if "-c" in line.split() and "-E" not in line.split()]
+    assert len(compiled) == 1, compiled
+
+
 # -- compilers ---------------------------------------------------------------------------------------------------------
 
 

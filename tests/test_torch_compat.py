@@ -23,6 +23,8 @@ from tensorizer._format.sidecar import PickleForSaving, SaveSession
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
 torch_save, torch_load = torch.save, torch.load
+# torch 2.1 itself asks a class of typed storages under weights_only, and warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +69,7 @@ class Net(torch.nn.Module):
 
 def rich_object():
     base = torch.randn(6, 4)
+    wide = torch.uint16 if hasattr(torch, "uint16") else torch.int16  # torch 2.3 and later
     return {
         "base": base,
         "rows": base[2:4],
@@ -76,7 +79,7 @@ def rich_object():
         "float8": torch.randn(4).to(torch.float8_e5m2),
         "bool": torch.tensor(True),
         "complex": torch.randn(2, dtype=torch.complex64),
-        "uint16": torch.tensor([1, 65535], dtype=torch.int32).to(torch.uint16),
+        "uint16": torch.tensor([1, 65535], dtype=torch.int32).to(wide),
         "scalar": torch.tensor(4.5, dtype=torch.float64),
         "empty": torch.empty(0, 3),
         "meta": torch.empty(5, device="meta"),
@@ -89,13 +92,15 @@ def assert_rich_object_survived(loaded, original):
     def raw(tensor):
         return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
-    for name in ("base", "rows", "transposed", "bits", "parameter", "float8", "bool", "complex", "uint16", "scalar"):
+    names = ("base", "rows", "transposed", "bits", "parameter", "float8", "bool", "complex", "uint16", "scalar")
+    for name in filter(original.__contains__, names):
         assert loaded[name].dtype == original[name].dtype, name
         assert loaded[name].shape == original[name].shape, name
         assert loaded[name].stride() == original[name].stride(), name
         assert torch.equal(raw(loaded[name]), raw(original[name])), name
-    assert isinstance(loaded["parameter"], torch.nn.Parameter)
-    assert not loaded["parameter"].requires_grad
+    if "parameter" in original:
+        assert isinstance(loaded["parameter"], torch.nn.Parameter)
+        assert not loaded["parameter"].requires_grad
     assert loaded["empty"].shape == (0, 3)
     assert loaded["meta"].is_meta
     assert loaded["meta"].shape == (5,)
@@ -117,8 +122,14 @@ def test_objects_survive_with_their_views_ties_and_types(pt, arguments):
     original = rich_object()
     if arguments.get("weights_only"):
         del original["storage"]  # torch takes an UntypedStorage under weights_only no more than any other object
+        # torch 2.1 knows no bfloat16, bool and float8 there, torch 2.5 no uint16
+        known = torch._weights_only_unpickler._get_allowed_globals()
+        original = {
+            name: value for name, value in original.items() if str(getattr(value, "dtype", "torch.int8")) in known
+        }
     save(original, pt)
-    assert_rich_object_survived(load(pt, load_kwargs=arguments), original)
+    # torch 2.1 wants the name as a text for mmap
+    assert_rich_object_survived(load(str(pt) if arguments.get("mmap") else pt, load_kwargs=arguments), original)
 
 
 def test_the_older_file_format_of_torch_works_too(pt):
@@ -626,6 +637,8 @@ def test_weights_only_accepts_what_the_user_declared_safe(pt):
     save({"tensor": torch.ones(1), "path": Path("x")}, pt)
     with pytest.raises(pickle.UnpicklingError):
         load(pt, load_kwargs={"weights_only": True})
+    if not hasattr(torch.serialization, "safe_globals"):
+        pytest.skip("torch 2.5 and later take such declarations for a block")
     globals_needed = [type(Path("x")), Path]
     with torch.serialization.safe_globals(globals_needed):
         assert load(pt, load_kwargs={"weights_only": True})["path"] == Path("x")
@@ -775,7 +788,10 @@ def test_the_replacements_look_like_the_originals():
             ours = inspect.signature(now, follow_wrapped=False).parameters
             theirs = inspect.signature(then).parameters
             assert list(ours) == list(theirs)
-            assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
+            defaults = {name: p.default for name, p in theirs.items()}
+            if "weights_only" in defaults:
+                defaults["weights_only"] = None  # torch up to 2.3 says False
+            assert {name: p.default for name, p in ours.items()} == defaults
         assert torch.save.__defaults__ == (pickle,)
         assert torch.load.__defaults__ == (None, torch_compat._LOAD_WRAPPER_DEFAULT_MODULE)
         assert torch.load.__kwdefaults__ == {"weights_only": None}

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Builds one wheel for each Python it is given, from a clean copy of the sources.
+"""Builds one wheel for each Python, from a clean copy of the sources.
 
-    build_wheels.py --out DIR [--jobs N] PYTHON ...
+    build_wheels.py --out DIR [--jobs N] [PYTHON ...]
 
 Each PYTHON has torch, setuptools, wheel and ninja installed (the newest torch that it can run: the wheel then works
-with all). Tools, libraries and object files are kept in ``.cache/packaging``, so that the next call is quick.
+with all). Without one, every supported Python of this machine gets an environment with them; one that cannot is named
+with the reason. Tools, environments, libraries and object files are kept in ``.cache/packaging``, so that the next
+call is quick.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from pathlib import Path
 
 import compilers
 from build_deps import build_all
+from environments import BUILD_PACKAGES, OLDEST_TORCH, build_environment, lacks, pythons_here, version_of
 from lock import LOCK_FILE, read_tools
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD_PACKAGES = ("torch", "setuptools", "wheel", "ninja")
 
 
 def install_tools(folder: Path) -> Path:
@@ -74,22 +76,34 @@ def commit_time() -> str:
     return os.environ.get("SOURCE_DATE_EPOCH") or result.stdout.strip() or "315532800"
 
 
-def require_packages(python: str) -> None:
-    code = f"import importlib.util as u; print(*[n for n in {BUILD_PACKAGES} if u.find_spec(n) is None])"
-    missing = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    if missing:
-        sys.exit(f"{python} lacks {', '.join(missing)}: wanted a Python with {', '.join(BUILD_PACKAGES)} installed")
+def builders_here(cache: Path) -> list[str]:
+    """A Python of every supported version that can build here; prints which ones cannot, and why."""
+    here, builders = pythons_here(), []
+    running = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    for version in OLDEST_TORCH:
+        folder = cache / "pythons" / version
+        if version == running and not lacks(sys.executable):
+            builders.append(sys.executable)
+            continue
+        why = build_environment(version, here[version], folder) if version in here else "not on this machine"
+        if why:
+            print(f"left out: Python {version}: {why}", flush=True)
+        else:
+            builders.append(str(folder / "bin" / "python"))
+    return builders
 
 
 def build_one(python: str, tree: Path, prefix: Path, toolchain: compilers.Toolchain, jobs: int) -> Path:
     """The wheel as setup.py makes it, not finished yet."""
-    require_packages(python)
+    missing = lacks(python)
+    if missing:
+        sys.exit(f"{python} lacks {', '.join(missing)}: wanted a Python with {', '.join(BUILD_PACKAGES)} installed")
     copy_sources(tree)
     environment = {**os.environ, **toolchain.environment, "TENSORIZER_STATIC_DEPS": str(prefix)}
     environment |= {"TENSORIZER_DEBUG_FILES": str(tree / "debug"), "MAX_JOBS": str(jobs), "PYTHONHASHSEED": "0"}
     environment |= {"SOURCE_DATE_EPOCH": commit_time(), "TORCH_DONT_CHECK_COMPILER_ABI": "1", "LC_ALL": "C"}
-    # All but csrc/bind is the same for every Python: with ccache it is compiled once.
-    environment |= {"CCACHE_BASEDIR": str(tree), "CCACHE_NOHASHDIR": "1"}
+    # An interpreter that was built with shared libraries of its own adds their folder to what it links.
+    environment |= {"LDSHARED": f"{environment['CC']} -shared", "LDCXXSHARED": f"{environment['CXX']} -shared"}
     for name in ("TENSORIZER_WERROR", "TENSORIZER_DEPS_PREFIX", "TENSORIZER_SANITIZE", "CFLAGS", "CXXFLAGS", "LDFLAGS"):
         environment.pop(name, None)
     shutil.rmtree(tree / "dist", ignore_errors=True)
@@ -106,7 +120,7 @@ def build_one(python: str, tree: Path, prefix: Path, toolchain: compilers.Toolch
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pythons", nargs="+", metavar="PYTHON")
+    parser.add_argument("pythons", nargs="*", metavar="PYTHON")
     parser.add_argument("--out", type=Path, default=Path("dist"))
     parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -116,11 +130,14 @@ def main() -> None:
     toolchain = compilers.zig_toolchain(compilers.zig_program(str(tools)), cache / "toolchain")
     prefix = cache / "prefix"
     build_all(prefix, cache, toolchain, options.jobs, check=False)
+    cached = compilers.with_ccache(toolchain, cache / "ccache", cache / "trees")
     scripts = Path(__file__).parent
-    for python in options.pythons:
-        tag = "import sys; print(f'cp{sys.version_info[0]}{sys.version_info[1]}')"
-        name = subprocess.run([python, "-c", tag], capture_output=True, text=True, check=True).stdout.strip()
-        built = build_one(str(Path(python).absolute()), cache / "trees" / name, prefix, toolchain, options.jobs)
+    for python in options.pythons or builders_here(cache):
+        version = version_of(python)
+        if version not in OLDEST_TORCH:
+            sys.exit(f"{python}: Python {version}: wanted one of {', '.join(OLDEST_TORCH)}")
+        name = f"cp{version.replace('.', '')}"
+        built = build_one(str(Path(python).absolute()), cache / "trees" / name, prefix, cached, options.jobs)
         finish = [str(tools), str(scripts / "finish_wheel.py"), str(built), "--prefix", str(prefix), "--out", str(out)]
         environment = {**os.environ, "SOURCE_DATE_EPOCH": commit_time()}
         done = subprocess.run(finish, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,34 @@ def zig_toolchain(zig: Path, folder: Path, machine: str = platform.machine()) ->
     environment["ZIG_GLOBAL_CACHE_DIR"] = str(folder.parent / "zig-cache")
     environment["ZIG_LOCAL_CACHE_DIR"] = str(folder.parent / "zig-cache")
     return Toolchain(environment, f"zig {version} {target}")
+
+
+def with_ccache(toolchain: Toolchain, folder: Path, trees: Path) -> Toolchain:
+    """The same compiler for C++, whose object files ccache keeps; ``toolchain`` itself where there is no ccache.
+
+    Args:
+        toolchain: Of :func:`zig_toolchain`.
+        folder: For the script that calls ccache, and for what it keeps.
+        trees: Copies of the same sources lie below it; two that are compiled with the same options share object files.
+    """
+    ccache = shutil.which("ccache")
+    if ccache is None:
+        return toolchain
+    scripts = folder / "bin"
+    scripts.mkdir(parents=True, exist_ok=True)
+    compiler = shutil.which(toolchain.environment["CXX"], path=toolchain.environment["PATH"])
+    script = scripts / toolchain.environment["CXX"]
+    # A script and not CXX="ccache c++", whose first word alone old releases of setuptools link with.
+    script.write_text(
+        f'#!/bin/sh\n# {toolchain.identity}\nexec {shlex.quote(ccache)} {shlex.quote(str(compiler))} "$@"\n'
+    )
+    script.chmod(0o755)
+    environment = {**toolchain.environment, "PATH": f"{scripts}{os.pathsep}{toolchain.environment['PATH']}"}
+    # The compiler is a script with the release of zig in it: its content tells it from another one, its name nothing.
+    environment |= {"CCACHE_COMPILERCHECK": "content", "CCACHE_COMPILERTYPE": "clang"}
+    environment["TORCH_NO_COMPILER_WRAPPER"] = "1"  # torch 2.13 would call ccache around ccache
+    environment |= {"CCACHE_DIR": str(folder), "CCACHE_BASEDIR": str(trees), "CCACHE_NOHASHDIR": "1"}
+    return Toolchain(environment, toolchain.identity)
 
 
 def system_toolchain() -> Toolchain:

@@ -3,47 +3,36 @@
 
     matrix.py [--list] [--python PATH ...] [--torch oldest|newest|VERSION ...] [--wheels DIR] [-- PYTEST ARGUMENTS]
 
-Each combination has a virtual environment of its own below ``.cache/matrix``. With ``--wheels`` the wheel of that
-folder is installed, else the module is built from source. Ends with one line per combination; what cannot be had is
-said, and is a failure only for a Python that was named.
+Each combination has a virtual environment of its own below ``.cache/matrix``, kept for the next time. With ``--wheels``
+the wheel of that folder is installed, else the module is built from source. Without ``TORCH_INDEX``, an index of CPU
+builds, torch is that of the package index without CUDA's libraries, and tests of frameworks that depend on torch are
+skipped. Ends with one line per combination; what cannot be had is said, and is a failure only for a Python that was
+named.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from environments import (
+    OLDEST_TORCH,
+    TORCH_INDEX,
+    install_torch,
+    make_environment,
+    newest_torch,
+    pip,
+    pythons_here,
+    version_of,
+)
 from suite import run_suite
 
 ROOT = Path(__file__).resolve().parents[2]
-# An index of CPU builds of torch, where the ordinary one would bring along gigabytes of CUDA libraries.
-TORCH_INDEX = os.environ.get("TORCH_INDEX")
-# From each supported Python to the first release of torch, 2.1 or later, that has wheels for it.
-OLDEST_TORCH = {"3.9": "2.1.0", "3.10": "2.1.0", "3.11": "2.1.0", "3.12": "2.2.0", "3.13": "2.5.0", "3.14": "2.9.0"}
-
-
-def version_of(python: str) -> str | None:
-    code = "import sys; print('%d.%d' % sys.version_info[:2])"
-    result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def pythons_here() -> dict[str, str]:
-    """From each supported version to an interpreter on the path or of pyenv."""
-    found = {}
-    for version in OLDEST_TORCH:
-        candidates = [shutil.which(f"python{version}")]
-        candidates += [str(path) for path in sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
-        # A name on the path may be a shim that only says that its version is not chosen.
-        for python in filter(None, candidates):
-            if version_of(python) == version:
-                found[version] = python
-                break
-    return found
 
 
 def run(*command: str, cwd: Path = ROOT) -> bool:
@@ -52,27 +41,53 @@ def run(*command: str, cwd: Path = ROOT) -> bool:
     return subprocess.run(command, cwd=cwd, env=environment, check=False).returncode == 0
 
 
-def install(python: Path, torch: str, wheels: Path | None) -> str:
-    """Fills an environment; empty, or what could not be had."""
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    # torch up to 2.2 was built for numpy 1
-    numpy = "numpy<2" if torch in ("2.1.0", "2.2.0") else "numpy"
-    wanted = "torch" if torch == "newest" else f"torch=={torch}"
-    if not run(*pip, wanted, numpy, *(["--extra-index-url", TORCH_INDEX] if TORCH_INDEX else [])):
-        return f"no {wanted}"
-    if not run(*pip, "setuptools>=64", "wheel", "ninja", "--requirement", "requirements-dev.txt"):
-        return "no test requirements"
+# These depend on torch, so that pip would bring along the CUDA libraries that were left away.
+DEPEND_ON_TORCH = ("accelerate", "peft", "sentence-transformers", "lightning")
+FOR_DEVELOPERS = ("ruff", "mypy", "codespell", "pre-commit", "build")
+
+
+def test_requirements() -> list[str]:
+    """What the tests need, of requirements-dev.txt; tests of frameworks that are not there are skipped."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements-dev.txt").read_text().splitlines()]
+    unwanted = FOR_DEVELOPERS if TORCH_INDEX else FOR_DEVELOPERS + DEPEND_ON_TORCH
+    return [line for line in lines if line and re.split("[=><]", line)[0] not in unwanted]
+
+
+def fill(interpreter: str, folder: Path, torch: str) -> str:
+    """An environment with torch and what the tests need, unless it is there already; empty, or what it lacks."""
+    # up to torch 2.2 its builder of extensions needs the old one
+    setuptools = "setuptools>=64,<70" if torch.startswith(("2.1.", "2.2.")) else "setuptools>=64"
+    wanted = [setuptools, "wheel", "ninja", *test_requirements()]
+    stamp, text = folder / "stamp", f"{interpreter} torch {torch}\n" + "\n".join(wanted)
+    if stamp.exists() and stamp.read_text() == text:
+        return ""
+    python = folder / "bin" / "python"
+    failed = make_environment(interpreter, folder) or install_torch(python, torch)
+    if failed:
+        return f"no torch {torch}: {failed}"
+    failed = pip(python, *wanted)
+    if failed:
+        return f"no test requirements: {failed}"
+    stamp.write_text(text)
+    return ""
+
+
+def install_tensorizer(python: Path, wheels: Path | None) -> str:
     what = ["--no-index", "--find-links", str(wheels), "--pre", "tensorizer"] if wheels else ["--editable", "."]
-    return "" if run(*pip, "--no-deps", "--no-build-isolation", *what) else "no tensorizer"
+    failed = pip(python, "--force-reinstall", "--no-deps", "--no-build-isolation", *what)
+    return failed and f"no tensorizer: {failed}"
+
+
+def release_of(version: str, torch: str) -> str:
+    """The release that is meant by "oldest", "newest" or a number."""
+    return {"oldest": OLDEST_TORCH[version], "newest": newest_torch(version)}.get(torch, torch)
 
 
 def try_one(version: str, interpreter: str, torch: str, wheels: Path | None, arguments: list[str]) -> str:
-    wanted = OLDEST_TORCH[version] if torch == "oldest" else torch
+    wanted = release_of(version, torch)
     folder = ROOT / ".cache" / "matrix" / f"{version}-{wanted}"
-    if not run(interpreter, "-m", "venv", "--clear", str(folder)):
-        return "no virtual environment"
     python = folder / "bin" / "python"
-    missing = install(python, wanted, wheels)
+    missing = fill(interpreter, folder, wanted) or install_tensorizer(python, wheels)
     if missing:
         return missing
     if wheels:
@@ -98,7 +113,7 @@ def main() -> int:
     results = {}
     for version, python in pythons.items():
         for torch in options.torch:
-            name = f"Python {version} ({python}), torch {OLDEST_TORCH[version] if torch == 'oldest' else torch}"
+            name = f"Python {version} ({python}), torch {release_of(version, torch)}"
             if options.list:
                 print(name)
             else:
@@ -107,8 +122,9 @@ def main() -> int:
     absent = [version for version in OLDEST_TORCH if version not in pythons and not named]
     for name, result in [*results.items(), *((f"Python {version}", "not here") for version in absent)]:
         print(f"{name}: {result}")
-    wrong = {"FAILED", "no tensorizer"} | (set(results.values()) - {"passed"} if named else set())
-    return int(any(result in wrong for result in results.values()))
+    failed = [result for result in results.values() if result.startswith(("FAILED", "no tensorizer"))]
+    missing = [result for result in results.values() if result != "passed"] if named else []
+    return int(bool(failed or missing))
 
 
 if __name__ == "__main__":

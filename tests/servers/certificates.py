@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NAMES = "subjectAltName=IP:127.0.0.1,DNS:localhost"
+_SIGNS = "keyUsage=critical,keyCertSign,cRLSign"  # Python 3.13 and later insist on it
 
 
 class Certificates(NamedTuple):
@@ -39,9 +40,10 @@ def make_certificates(folder: Path) -> Certificates:
         ).stdout
 
     new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *new_key, "-days", 2, "-subj", "/CN=Test authority", "-keyout", "ca.key", "-out", "ca.pem")
+    openssl("req", "-x509", *new_key, "-days", 2, "-subj", "/CN=Test authority", "-addext", _SIGNS,
+            "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
     openssl("req", *new_key, "-subj", "/CN=127.0.0.1", "-keyout", "server.key", "-out", "server.csr")
-    (folder / "names.cnf").write_text(_NAMES)
+    (folder / "names.cnf").write_text(f"{_NAMES}\nauthorityKeyIdentifier=keyid\n")
     openssl("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", 2,
             "-extfile", "names.cnf", "-out", "server.pem")  # fmt: skip
     openssl("req", "-x509", *new_key, "-days", 2, "-subj", "/CN=127.0.0.1", "-addext", _NAMES,

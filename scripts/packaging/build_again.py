@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Builds wheels once more, elsewhere and with nothing kept, and says whether they are equal byte for byte.
+
+    build_again.py [--work DIR] WHEEL_FOLDER [PYTHON ...]
+
+The second build has another folder of sources, another cache (libraries included), and another time zone, umask,
+locale and hash seed. Exit status 1, with the files that differ, unless every wheel that was built again is equal to the
+one of the same name in WHEEL_FOLDER. Takes as long as the first build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from build_wheels import commit_time, copy_sources
+
+OTHERWISE = {"TZ": "Pacific/Chatham", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "4711"}
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What differs between two wheels; empty where all bytes are equal."""
+    if one.read_bytes() == other.read_bytes():
+        return []
+    with zipfile.ZipFile(one) as first, zipfile.ZipFile(other) as second:
+        names = first.namelist(), second.namelist()
+        differing = [name for name in names[0] if name in names[1] and first.read(name) != second.read(name)]
+    only = sorted(set(names[0]) ^ set(names[1]))
+    return [*(f"{name} differs" for name in differing), *(f"{name} is in one only" for name in only)] or [
+        "the same files, stored in another way"
+    ]
+
+
+def build_again(folder: Path, pythons: list[str], downloads: Path) -> Path:
+    """A folder of wheels that were built in ``folder``."""
+    copy_sources(folder / "sources")
+    if downloads.is_dir():  # proved by their hashes before they are used
+        shutil.copytree(downloads, folder / "cache" / "sources")
+    command = [sys.executable, "scripts/packaging/build_wheels.py", "--out", str(folder / "dist")]
+    command += ["--cache", str(folder / "cache"), *pythons]
+    environment = {**os.environ, **OTHERWISE, "SOURCE_DATE_EPOCH": commit_time()}
+    umask = os.umask(0o077)
+    try:
+        subprocess.run(command, cwd=folder / "sources", env=environment, check=True)
+    finally:
+        os.umask(umask)
+    return folder / "dist"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheels", type=Path, metavar="WHEEL_FOLDER")
+    parser.add_argument("pythons", nargs="*", metavar="PYTHON")
+    parser.add_argument("--work", type=Path, help="where to build; default: a temporary folder")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"), help="whose downloads are used again")
+    options = parser.parse_args()
+    differ = False
+    with tempfile.TemporaryDirectory(dir=options.work) as text:
+        built = build_again(Path(text), options.pythons, options.cache.resolve() / "sources")
+        for wheel in sorted(built.glob("*.whl")):
+            first = options.wheels / wheel.name
+            found = differences(first, wheel) if first.is_file() else ["was not built before"]
+            print(f"{wheel.name}: {'; '.join(found) or 'equal'}", flush=True)
+            differ = differ or bool(found)
+    return int(differ)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
