@@ -84,8 +84,11 @@ test-all: test test-slow  ## all tests, the slow ones too; a missing server is a
 
 # Pythons with torch, setuptools, wheel and ninja; without any, every Python that is here gets an environment with them.
 PYTHONS ?=
-.PHONY: wheels wheels-again wheel-test matrix
-wheels: system-wheels $(VENV)/stamp-torch  ## wheels that need no library, in dist/ (PYTHONS='a/bin/python b/bin/python')
+.PHONY: wheel wheels wheels-again wheel-test matrix
+wheel: system-wheels $(VENV)/stamp-torch  ## a wheel that needs no library, for this Python, in dist/
+	$(BIN)/python scripts/packaging/build_wheels.py --out dist --jobs $(JOBS) $(BIN)/python
+
+wheels: system-wheels $(VENV)/stamp-torch  ## one for every Python that is here (PYTHONS='a/bin/python b/bin/python')
 	$(BIN)/python scripts/packaging/build_wheels.py --out dist --jobs $(JOBS) $(PYTHONS)
 
 wheels-again: system-wheels $(VENV)/stamp-torch  ## build the wheels of dist/ again, elsewhere: are all bytes equal?
