@@ -237,9 +237,9 @@ def load_adapter(
         source: As for :func:`from_pretrained`: the folder of the adapter, or one with ``pytorch_lora_weights`` of a
             pipeline.
         adapter_name: Name of the adapter in the model.
-        revision, subfolder, verify, encryption, cache, local_files_only, token, allow_pickle, stream_options: As for
-            :func:`from_pretrained`.
         strict: Raises where tensors of the adapter are missing or unexpected, for models of ``peft``.
+
+    All other arguments are those of :func:`from_pretrained`.
 
     Returns:
         `model`.

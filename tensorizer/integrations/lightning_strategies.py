@@ -134,8 +134,14 @@ class TensorizerFSDPStrategy(_ShardedCheckpoints, FSDPStrategy):  # type: ignore
 
     _model_key = "model"
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"state_dict_type": "sharded", **options})
+    def __init__(
+        self,
+        *args: Any,
+        writer: Optional[Mapping[str, Any]] = None,
+        reader: Optional[Mapping[str, Any]] = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, writer=writer, reader=reader, **{"state_dict_type": "sharded", **options})
 
     def _is_sharding(self) -> bool:
         return bool(self._state_dict_type == "sharded")
@@ -144,11 +150,8 @@ class TensorizerFSDPStrategy(_ShardedCheckpoints, FSDPStrategy):  # type: ignore
 class TensorizerModelParallelStrategy(_ShardedCheckpoints, ModelParallelStrategy):  # type: ignore[misc]
     """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism), as :class:`TensorizerFSDPStrategy`.
 
-    Args:
-        *args: As for ``ModelParallelStrategy``.
-        writer: Keywords of :class:`tensorizer.distributed.TensorizerWriter`.
-        reader: Keywords of :class:`tensorizer.distributed.TensorizerReader`.
-        **options: As for ``ModelParallelStrategy``; ``save_distributed_checkpoint=False`` saves as that does.
+    ``writer`` and ``reader`` are those of :class:`TensorizerFSDPStrategy`, all other arguments those of
+    ``ModelParallelStrategy``; ``save_distributed_checkpoint=False`` saves as that does.
     """
 
     _model_key = "state_dict"
