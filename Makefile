@@ -24,7 +24,7 @@ BUILD_INPUTS := setup.py pyproject.toml tensorizer/_version.py $(NATIVE_SOURCES)
 
 .PHONY: help
 help:  ## list the commands
-	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## /  make \1\t/' | expand -t 24
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 

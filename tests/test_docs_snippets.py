@@ -120,8 +120,8 @@ def test_commands_name_scripts_and_targets_that_exist(path):
     text = path.read_text(encoding="utf-8")
     for script in re.findall(r"`?(examples/[\w/.-]+\.(?:py|ipynb))", text):
         assert (ROOT / script).exists(), script
-    targets = set(re.findall(r"^([a-z-]+)(?: [a-z-]+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for target in re.findall(r"(?:^\$ |`)make ([a-z-]+)", text, re.MULTILINE):
+    targets = set(re.findall(r"^([a-z0-9-]+)(?: [a-z0-9-]+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"(?:^\$ |`)make ([a-z0-9-]+)", text, re.MULTILINE):
         assert target in targets, target
 
 
