@@ -16,6 +16,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -200,6 +201,7 @@ def main() -> None:
     parser.add_argument("--suite", action="store_true", help="run the tests of the repository with the wheel as well")
     parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="more arguments for the tests, in one text")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers end with this program
     wheels = [w for path in options.wheels for w in (sorted(path.glob("*.whl")) if path.is_dir() else [path])]
     fitting = [wheel.resolve() for wheel in wheels if fits_this_python(wheel)]
     if not fitting:
