@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from samples import assert_same, tensor
@@ -122,3 +124,26 @@ def test_a_missing_record_is_a_truncated_file(stored, server):
 def test_redis_is_not_written_to_by_a_serializer(server):
     with pytest.raises(ValueError, match="redis"):
         TensorSerializer(server.uri("new"))
+
+
+def test_columns_of_a_tensor_come_in_few_requests_and_count_as_read(server):
+    """Nothing is read in vain between tensors; within one, a request for each number would take far longer."""
+    client = server.client()
+    client.flushall()
+    value = tensor((20_000, 8), torch.float32)
+    buffer = io.BytesIO()
+    with TensorSerializer(buffer) as serializer:
+        serializer.write_state_dict({"table": value})
+        content = buffer.getvalue()
+    client.set("columns:model:0", content)
+
+    def requests() -> int:
+        return sum(stats["calls"] for name, stats in client.info("commandstats").items() if "get" in name.lower())
+
+    with TensorDeserializer(server.uri("columns:model"), device="cpu", lazy_load=True) as loaded:
+        before, read = requests(), loaded.total_bytes_read
+        assert_same(loaded.get_slice("table")[:, 3:4], value[:, 3:4])
+        assert requests() - before < 20
+        assert value.nbytes // 8 <= loaded.total_bytes_read - read <= value.nbytes
+        assert_same(loaded["table"], value)
+    assert loaded.total_bytes_read >= value.nbytes

@@ -372,7 +372,7 @@ class TestTls:
     def test_a_name_that_the_certificate_does_not_hold_is_refused(self, tls_server):
         trust = CAInfo(cacert=str(tls_server.certificate))
         uri = tls_server.uri("tls").replace("127.0.0.1", "127.0.0.2")
-        with pytest.raises((StreamError, ConnectionError), match=r"certificate|refused"):
+        with pytest.raises(StreamError, match="certificate"):
             RedisStreamFile(uri, certificate_handling=trust)
 
     def test_allow_untrusted_turns_the_check_off(self, tls_server):

@@ -23,6 +23,9 @@ constexpr size_t kBriefUnits = 512;
 // source says.
 constexpr uint64_t kCachedRunGapNbytes = 256;
 constexpr uint64_t kCachedPartGapNbytes = 4096;
+// Between two values of a store there may be a hole, so that its source asks for nothing in vain;
+// within a tensor is none.
+constexpr uint64_t kLeastRunGapNbytes = 4096;
 constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
 constexpr size_t kWipedAtOnce = 1024;  // destinations on a device, between two waits
 
@@ -108,8 +111,8 @@ void SliceSession::make_plan() {
   const bool cheap = traits.gap_nbytes <= kCheapRequestNbytes;
   if (has_crypt_info() && cheap)
     options.unit_nbytes = std::min(options.unit_nbytes, format::kCipherChunkNbytes);
-  options.run_gap_nbytes =
-      gap_nbytes_.value_or(traits.prompt ? kCachedRunGapNbytes : traits.gap_nbytes);
+  options.run_gap_nbytes = gap_nbytes_.value_or(
+      traits.prompt ? kCachedRunGapNbytes : std::max(traits.gap_nbytes, kLeastRunGapNbytes));
   options.part_gap_nbytes =
       gap_nbytes_.value_or(traits.prompt ? kCachedPartGapNbytes : traits.gap_nbytes);
   if (!traits.prompt) options.runs_at_once = 1;

@@ -125,7 +125,7 @@ class RedisStreamFile(WindowedReader):
     Attributes:
         setup_latency: Seconds that connecting and listing the keys took.
         response_latencies: Seconds of each fetch.
-        bytes_read: Bytes delivered to the caller.
+        bytes_read: Bytes delivered to the caller; once a load reads from this stream, those that came from the server.
         bytes_skipped: Bytes that forward seeks passed over.
         read_operations: Number of reads.
 
@@ -171,7 +171,8 @@ class RedisStreamFile(WindowedReader):
         if buffer_size is not None and buffer_size > 0:
             settings["receive_buffer_nbytes"] = min(buffer_size, 2**30)
         self.response_latencies: list[float] = []
-        self.bytes_read = 0
+        self._delivered = 0
+        self._is_lent = False  # to a load, which reads behind this stream
         self._start_at(begin or 0, WINDOW_NBYTES)
         started = time.perf_counter()
         self._source = _C.RedisSource(settings, address.prefix)
@@ -188,7 +189,12 @@ class RedisStreamFile(WindowedReader):
     def _tensorizer_source(self) -> _C.RangeSource:
         """The source behind the stream, for reads that need no Python."""
         self._check_open()
+        self._is_lent = True
         return self._source
+
+    @property
+    def bytes_read(self) -> int:
+        return max(self._delivered, self._source.bytes_read) if self._is_lent else self._delivered
 
     def fileno(self) -> int:
         """``-1``: there is no file descriptor."""
@@ -217,7 +223,7 @@ class RedisStreamFile(WindowedReader):
         return data
 
     def _count(self, nbytes: int) -> None:
-        self.bytes_read += nbytes
+        self._delivered += nbytes
         self.read_operations += 1
 
     def close(self) -> None:

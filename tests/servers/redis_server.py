@@ -81,7 +81,7 @@ class RedisServer:
         return redis.Redis(host="127.0.0.1", port=self.port, password=self.password, **kwargs)
 
     def _command(self) -> list[str]:
-        command = ["redis-server", "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = ["redis-server", "--bind", "127.0.0.1", "127.0.0.2", "--save", "", "--appendonly", "no"]
         command += ["--dir", str(self.folder), "--unixsocket", str(self.unix_path), "--enable-debug-command", "yes"]
         if self.tls:
             self.certificate, self._key = make_certificate(self.folder)
