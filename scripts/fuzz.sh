@@ -3,11 +3,8 @@
 # kept in build/fuzz/corpus/TARGET for the next one; seeds are cut from the golden files by tests/native/make_seeds.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-seconds=${FUZZ_SECONDS:-8} build=build/fuzz
-launcher=()
-command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-cmake -S tests/native -B $build -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DTENSORIZER_FUZZ=ON "${launcher[@]}" >/dev/null
-cmake --build $build --parallel "${JOBS:-2}" -- --quiet
+seconds=${FUZZ_SECONDS:-8} build=build/fuzz programs=build/native-asan
+scripts/native.sh native-asan fuzzers
 
 python=.venv/bin/python
 [ -x $python ] || python=${PYTHON:-python3}
@@ -22,7 +19,7 @@ for source in tests/native/fuzz_*.cpp; do
   folders=("$corpus")
   [ -d "$build/seeds/$target" ] && folders+=("$build/seeds/$target")
   echo "== $target for $seconds s"
-  if ! scripts/sanitized.sh "$build/$target" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
+  if ! scripts/sanitized.sh "$programs/$target" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
     -print_final_stats=1 -artifact_prefix="$build/$target-" "${folders[@]}" >"$build/$target.log" 2>&1; then
     tail -n 60 "$build/$target.log"
     echo "fuzz: $target failed; the input lies in $build/$target-*"

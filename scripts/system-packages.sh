@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that a group of commands needs: as root by apt, otherwise prints the command to type.
-# usage: system-packages.sh build|test|native|lint|constant-time|wheels|aarch64
+# usage: system-packages.sh [--print] build|test|native|lint|constant-time|wheels|aarch64
+# With --print it only says what the group is, but for packages of Python.
 # Quick when nothing is missing. Systems without dpkg are left alone: the build names what it misses there.
 # Who is not root goes on without what only some tests need, except with TENSORIZER_REQUIRE_SERVERS=1 (make test-all).
 set -euo pipefail
 
+only_print=
+[ "${1:-}" != --print ] || { only_print=yes; shift; }
 group=${1:?build, test, native, lint, constant-time, wheels or aarch64}
 build=(g++ make pkg-config libcurl4-openssl-dev libsodium-dev libssl-dev libhiredis-dev libisal-dev)
-native=(cmake ninja-build libgtest-dev ccache binutils)
+native=(cmake ninja-build libgtest-dev ccache binutils clang libclang-rt-14-dev)
 servers=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl)
 wheels=(git make perl cmake nasm patch binutils autoconf automake libtool mmdebstrap)
 aarch64=(g++-aarch64-linux-gnu qemu-user mmdebstrap)
-lint=(git clang clang-format clang-tidy libclang-rt-14-dev)
+lint=(git clang-format clang-tidy)
 
 missing_of() {
   local package
@@ -68,7 +71,7 @@ install() {
   rm -f "$log"
 }
 
-command -v dpkg-query >/dev/null || exit 0
+[ -n "$only_print" ] || command -v dpkg-query >/dev/null || exit 0
 some_tests=()
 case $group in
   build) wanted=("${build[@]}") ;;
@@ -80,6 +83,10 @@ case $group in
   aarch64) wanted=("${native[@]}" "${aarch64[@]}") ;;
   *) echo "unknown group: $group" >&2; exit 2 ;;
 esac
+if [ -n "$only_print" ]; then
+  printf '%s\n' "${wanted[@]}" "${some_tests[@]}"
+  exit
+fi
 # Libraries may come from a prefix instead of the system (TENSORIZER_DEPS_PREFIX, see setup.py).
 if [ -n "${TENSORIZER_DEPS_PREFIX:-}" ]; then
   mapfile -t wanted < <(printf '%s\n' "${wanted[@]}" | grep -Ev '^lib(curl4-openssl|sodium|ssl|hiredis|isal)-dev$')

@@ -15,8 +15,8 @@ if [ ${#folders[@]} = 0 ]; then
   mapfile -t folders < <(find csrc -mindepth 1 -maxdepth 1 -type d ! -name bind -printf '%f\n' | sort)
 fi
 
-cmake -S tests/native -B $build -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DTENSORIZER_FUZZ=ON \
-  -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null
+cmake -S tests/native -B $build -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
+  -DTENSORIZER_SANITIZE=address,undefined -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null
 # Everything a verdict depends on but the file itself.
 common=$without$(cat .clang-tidy $build/compile_commands.json $(find csrc -name '*.h' | sort) | sha256sum)
 

@@ -71,7 +71,8 @@ CONTROL void fake_cuda_reset() {
   Lock lock(model().mutex);
   if (model().lost != 0) {  // what was enqueued is dropped; then all is at rest
     for (const auto& [handle, stream] : model().streams) {
-      model().changed.wait(lock, [&] { return stream->completed == stream->enqueued; });
+      model().changed.wait(lock,
+                           [&stream = stream] { return stream->completed == stream->enqueued; });
       model().host.merge(stream->clock);
     }
   }
