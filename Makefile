@@ -74,7 +74,7 @@ PYTEST_ARGS ?=
 test: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the Python tests (PYTEST_ARGS='-k name')
 	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
 
-test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that take more than a few seconds
+test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that take more than a few seconds (PYTEST_ARGS='--budget 300')
 	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
 
 test-all: export TENSORIZER_REQUIRE_SERVERS := 1
@@ -84,7 +84,7 @@ test-all: test test-slow  ## all tests, the slow ones too; a missing server is a
 
 # Pythons with torch, setuptools, wheel and ninja; without any, every Python that is here gets an environment with them.
 PYTHONS ?=
-.PHONY: wheel wheels wheels-again wheel-test matrix
+.PHONY: wheel wheels wheels-again wheel-test matrix compilers
 wheel: system-wheels $(VENV)/stamp-torch  ## a wheel that needs no library, for this Python, in dist/
 	$(BIN)/python scripts/packaging/build_wheels.py --out dist --jobs $(JOBS) $(BIN)/python
 
@@ -103,8 +103,12 @@ wheel-test: system-test system-wheels $(VENV)/stamp-dev  ## the wheels of dist/ 
 	$(BIN)/python scripts/packaging/wheel_test.py $(WHEEL_TEST_ARGS) dist
 
 MATRIX_ARGS ?=
-matrix: system-test $(VENV)/stamp-dev  ## build and test with every Python that is here (MATRIX_ARGS='--torch oldest')
+matrix: system-test system-wheels $(VENV)/stamp-dev  ## build and test with every Python that is here or that a Debian has (MATRIX_ARGS='--torch oldest')
 	$(BIN)/python scripts/packaging/matrix.py $(MATRIX_ARGS)
+
+SUITES ?=
+compilers: system-wheels $(VENV)/stamp-torch  ## the C++ sources with the compilers of other releases of Debian (wants root; SUITES=trixie)
+	$(BIN)/python scripts/packaging/compile_all.py $(SUITES)
 
 CASES ?=
 CONTENDERS ?=
@@ -157,26 +161,21 @@ format: system-lint $(VENV)/stamp-dev  ## rewrite Python and C++ in the project'
 
 # ccache leaves files with precompiled headers alone otherwise.
 export CCACHE_SLOPPINESS := pch_defines,time_macros
-LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 NATIVE_ARGS ?=
 FUZZ_SECONDS ?= 8
 
 .PHONY: native native-plain native-asan native-tsan fuzz aarch64
 native: native-asan native-tsan  ## the C++ tests with ASan+UBSan and with TSan (NATIVE_ARGS=--gtest_filter=...)
 
-native-plain: SANITIZE :=
-native-asan: SANITIZE := address,undefined
-native-tsan: SANITIZE := thread
 native-plain native-asan native-tsan: system-native
 	@echo "== C++ tests: $@"
-	cmake -S tests/native -B build/$@ -G Ninja $(LAUNCHER) -DTENSORIZER_SANITIZE=$(SANITIZE) >/dev/null
-	cmake --build build/$@ --parallel $(JOBS) --target native_tests -- --quiet
+	@JOBS=$(JOBS) scripts/native.sh $@ native_tests
 	@scripts/sanitized.sh build/$@/native_tests --gtest_brief=1 $(NATIVE_ARGS)
 
 aarch64:  ## the C++ tests compiled for aarch64 and run with qemu-user (wants root; NATIVE_ARGS)
 	@JOBS=$(JOBS) scripts/aarch64.sh $(NATIVE_ARGS)
 
-fuzz: system-lint  ## every fuzz target for FUZZ_SECONDS each
+fuzz: system-native  ## every fuzz target for FUZZ_SECONDS each
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) JOBS=$(JOBS) scripts/fuzz.sh
 
 .PHONY: constant-time

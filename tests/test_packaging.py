@@ -422,3 +422,71 @@ def test_warnings_of_others_fail_no_test_and_our_own_do(tmp_path):
     failed = re.findall(r"^FAILED .*\[(.+?)\]", run.stdout, re.MULTILINE)
     assert sorted(failed) == ["tensorizer", "tensorizer.utils", "test_it"], run.stdout
     assert "2 passed" in run.stdout
+
+
+def test_a_budget_leaves_out_what_has_not_begun_and_another_order_leaves_out_others(tmp_path):
+    names = [f"test_{letter}" for letter in "abcdef"]
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text("".join(f"def {name}(): pass\n" for name in names))
+
+    def begun(budget: str, order: str) -> list:
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "TENSORIZER_TEST_ORDER": order}
+        run = subprocess.run(
+            [*command, "--budget", budget], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        return re.findall(r"::(test_\w+) PASSED", run.stdout)
+
+    assert begun("0.000001", "1") == []
+    first, second = begun("60", "1"), begun("60", "2")
+    assert sorted(first) == sorted(second) == names
+    assert first != second
+
+
+# -- other releases of Debian ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounting wants root")
+def test_a_command_in_a_root_changes_only_what_is_shared_with_it(scripts, tmp_path):
+    """This machine's own file system is the root."""
+    lent, copied, shared = (tmp_path / name for name in ("lent", "copied", "shared"))
+    for folder in (lent, copied, shared):
+        folder.mkdir()
+        (folder / "there").write_text("before")
+    script = (
+        'cd "$0"; cat lent/there copied/there shared/there; echo after >copied/there; echo after >shared/there; '
+        'echo new >new; (echo after >lent/there) 2>/dev/null || echo " refused"; cat copied/there; exit 3'
+    )
+    with (tmp_path / "said").open("w") as said:
+        program = (
+            "import sys; from pathlib import Path; from roots import run_in_root\n"
+            "folder = Path(sys.argv[1]); names = ('lent', 'copied', 'shared')\n"
+            "given = {name: [folder / name] for name in names}\n"
+            "sys.exit(run_in_root(Path('/'), ['sh', '-c', sys.argv[2], sys.argv[1]], **given))"
+        )
+        command = [sys.executable, "-c", program, str(tmp_path), script]
+        run = subprocess.run(command, cwd=SCRIPTS, stdout=said, check=False)
+    assert run.returncode == 3
+    assert (tmp_path / "said").read_text() == "beforebeforebefore refused\nafter\n"
+    assert [(folder / "there").read_text() for folder in (lent, copied, shared)] == ["before", "before", "after\n"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_root_has_all_packages_that_the_tests_of_this_machine_ask_for(scripts):
+    roots = scripts("roots")
+    assert {"g++", "libcurl4-openssl-dev", "redis-server", "nginx-light"} < set(roots.packages_of("test"))
+    assert set(roots.packages_of("build")) < set(roots.packages_of("test"))
+    assert set(roots.SUITES) < set(PYTHONS)
+
+
+def test_the_matrix_lists_pythons_and_roots_and_refuses_those_it_does_not_know():
+    def matrix(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "scripts/packaging/matrix.py", "--list", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    listed = matrix("--root", "bullseye", "sid", "--torch", "oldest")
+    assert listed.stdout == "Python 3.9 (Debian bullseye), torch 2.1.0\nPython 3.14 (Debian sid), torch 2.9.0\n"
+    assert matrix("--root", "woody").stderr.startswith("matrix.py: no root: woody: wanted one of ")
+    named = matrix("--python", sys.executable, "--torch", "2.4.1")
+    assert named.stdout == f"Python {sys.version_info[0]}.{sys.version_info[1]} ({sys.executable}), torch 2.4.1\n"

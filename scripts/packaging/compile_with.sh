@@ -2,11 +2,7 @@
 # Compiles all of csrc below csrc/bind with the compiler of CC and CXX (default: the machine's), without warnings as errors.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if command -v apt-get >/dev/null; then
-  apt-get -q update
-  DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends libcurl4-openssl-dev libsodium-dev libssl-dev \
-    libhiredis-dev libisal-dev
-fi
+scripts/system-packages.sh build
 compiler=${CXX:-$(command -v clang++ || command -v g++)}
 "$compiler" --version | head -n 1
 find csrc -name '*.cpp' -not -path 'csrc/bind/*' -print0 |

@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Builds and tests with every supported Python that is here, each with the oldest and the newest torch that runs on it.
 
-    matrix.py [--list] [--python PATH ...] [--torch oldest|newest|VERSION ...] [--wheels DIR] [-- PYTEST ARGUMENTS]
+    matrix.py [--list] [--python PATH ...] [--root SUITE ...] [--torch oldest|newest|VERSION ...] [--wheels DIR]
+              [-- PYTEST ARGUMENTS]
 
-Each combination has a virtual environment of its own below ``.cache/matrix``, kept for the next time. With ``--wheels``
+A Python that is not here and that a release of Debian has runs in that release (roots.py), with its compiler and its
+libraries; ``--root`` names releases, for Pythons that are here too. Each combination has a virtual environment of its
+own below ``.cache``, kept for the next time. With ``--wheels``
 the wheel of that folder is installed, else the module is built from source. Without ``TORCH_INDEX``, an index of CPU
 builds, torch is that of the package index without CUDA's libraries, and tests of frameworks that depend on torch are
 skipped. Ends with one line per combination; what cannot be had is said, and is a failure only for a Python that was
@@ -30,6 +33,7 @@ from environments import (
     pythons_here,
     version_of,
 )
+from roots import SUITES, can_make_roots, kept_folder, packages_of, run_with_repository
 from suite import run_suite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,47 +87,82 @@ def release_of(version: str, torch: str) -> str:
     return {"oldest": OLDEST_TORCH[version], "newest": newest_torch(version)}.get(torch, torch)
 
 
-def try_one(version: str, interpreter: str, torch: str, wheels: Path | None, arguments: list[str]) -> str:
+def try_one(version: str, interpreter: str, torch: str, options: argparse.Namespace) -> str:
     wanted = release_of(version, torch)
-    folder = ROOT / ".cache" / "matrix" / f"{version}-{wanted}"
+    folder = options.cache.resolve() / f"{version}-{wanted}"
     python = folder / "bin" / "python"
+    wheels = options.wheels.resolve() if options.wheels else None
     missing = fill(interpreter, folder, wanted) or install_tensorizer(python, wheels)
     if missing:
         return missing
     if wheels:
         shutil.rmtree(folder / "suite", ignore_errors=True)
-        return "passed" if run_suite(python, folder / "suite", arguments) else "FAILED"
-    tests = ["-q", "-m", "not slow", "-n", str(os.cpu_count() or 1), "--dist", "loadgroup", *arguments]
+        return "passed" if run_suite(python, folder / "suite", options.arguments) else "FAILED"
+    tests = ["-q", "-m", "not slow", "-n", str(os.cpu_count() or 1), "--dist", "loadgroup", *options.arguments]
     return "passed" if run(str(python), "-m", "pytest", *tests) else "FAILED"
+
+
+# git: which files are the sources. The rest is what Debian's own Python comes without.
+FOR_ROOTS = ("git", "ca-certificates", "python3", "python3-dev", "python3-venv")
+
+
+def try_in_root(suite: str, torch: str, options: argparse.Namespace) -> str:
+    """This script once more, with the Python of a release of Debian."""
+    command = ["python3", "scripts/packaging/matrix.py", "--python", "python3", "--torch", torch]
+    command += ["--cache", str(kept_folder(suite) / "matrix")]
+    if options.wheels:
+        wheels = kept_folder(suite) / "wheels"
+        shutil.copytree(options.wheels, wheels, dirs_exist_ok=True)
+        command += ["--wheels", str(wheels)]
+    packages = [*FOR_ROOTS, *packages_of("test")]
+    downloads = ROOT / ".cache" / "packaging"
+    status = run_with_repository(suite, packages, downloads, [*command, "--", *options.arguments])
+    if status is None:
+        return f"no Debian {suite} could be made"
+    return "FAILED" if status else "passed"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="say what would run, and run nothing")
     parser.add_argument("--python", nargs="+", default=[], help="interpreters; default: all that are here")
+    parser.add_argument("--root", nargs="+", default=[], metavar="SUITE", help=f"of {', '.join(SUITES.values())}")
     parser.add_argument("--torch", nargs="+", default=["oldest", "newest"])
     parser.add_argument("--wheels", type=Path, help="a folder of wheels to test in place of the sources")
+    parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "matrix", help="where environments are kept")
     parser.add_argument("arguments", nargs="*", metavar="-- PYTEST ARGUMENTS")
     options = parser.parse_args()
     named = {version_of(python) or python: python for python in options.python}
-    pythons = named or pythons_here()
+    of_root = {suite: version for version, suite in SUITES.items()}
+    pythons = named or ({} if options.root else pythons_here())
     unknown = [version for version in pythons if version not in OLDEST_TORCH]
     if unknown:
         sys.exit(f"matrix.py: not supported: Python {', '.join(unknown)}: wanted one of {', '.join(OLDEST_TORCH)}")
+    foreign = [suite for suite in options.root if suite not in of_root]
+    if foreign:
+        sys.exit(f"matrix.py: no root: {', '.join(foreign)}: wanted one of {', '.join(of_root)}")
+    everything = not named and not options.root
+    roots = list(options.root)
+    if everything and can_make_roots():
+        roots = [suite for version, suite in SUITES.items() if version not in pythons]
     results = {}
     for version, python in pythons.items():
         for torch in options.torch:
             name = f"Python {version} ({python}), torch {release_of(version, torch)}"
-            if options.list:
-                print(name)
-            else:
-                wheels = options.wheels.resolve() if options.wheels else None
-                results[name] = try_one(version, python, torch, wheels, options.arguments)
-    absent = [version for version in OLDEST_TORCH if version not in pythons and not named]
-    for name, result in [*results.items(), *((f"Python {version}", "not here") for version in absent)]:
-        print(f"{name}: {result}")
+            results[name] = "" if options.list else try_one(version, python, torch, options)
+    for suite in roots:
+        for torch in options.torch:
+            name = f"Python {of_root[suite]} (Debian {suite}), torch {release_of(of_root[suite], torch)}"
+            results[name] = "" if options.list else try_in_root(suite, torch, options)
+    tried = {*pythons, *(of_root[suite] for suite in roots)}
+    if everything:
+        results |= {f"Python {version}": "not here" for version in OLDEST_TORCH if version not in tried}
+    for name, result in results.items():
+        print(f"{name}: {result}" if result else name)
+    if options.list:
+        return 0
     failed = [result for result in results.values() if result.startswith(("FAILED", "no tensorizer"))]
-    missing = [result for result in results.values() if result != "passed"] if named else []
+    missing = [] if everything else [result for result in results.values() if result != "passed"]
     return int(bool(failed or missing))
 
 

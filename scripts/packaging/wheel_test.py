@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from lock import debian_mirror  # noqa: E402
+from roots import debian_root, run_in_root  # noqa: E402
 from servers.certificates import make_certificates  # noqa: E402
 from servers.file_server import serve_folder  # noqa: E402
 from servers.http_faults import FaultyServer  # noqa: E402
@@ -37,6 +37,7 @@ from servers.s3_server import S3Server, s3_is_installed  # noqa: E402
 from suite import run_suite  # noqa: E402
 
 SMOKE = Path(__file__).with_name("smoke.py")
+BARE = ("python3", "python3-venv")
 
 
 def lent_packages() -> list[str]:
@@ -97,62 +98,22 @@ def run_clean(python: Path, folder: Path, arguments: list[str]) -> None:
     subprocess.run(command, check=True, cwd=folder, env=environment)
 
 
-def debian_root(suite: str, cache: Path) -> Path | None:
-    """A minimal Debian with python3 and nothing else, made once; None where this machine cannot."""
-    root = cache / "roots" / suite
-    stamp = cache / "roots" / f"{suite}.stamp"
-    if stamp.exists():
-        return root
-    if shutil.which("mmdebstrap") is None or os.geteuid() != 0:
-        return None
-    shutil.rmtree(root, ignore_errors=True)
-    root.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        "mmdebstrap",
-        "--variant=minbase",
-        "--mode=root",
-        "--include=python3,python3-venv",
-        suite,
-        str(root),
-        debian_mirror(),
-    ]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        return None
-    stamp.touch()
-    return root
-
-
-# The root sees this machine's packages and the folder of the test, nothing else; the overlay keeps it as it was.
-IN_ROOT = """set -e
-mount -t tmpfs none "$WORK"
-mkdir "$WORK/upper" "$WORK/work" "$WORK/root"
-mount -t overlay none -o "lowerdir=$ROOT,upperdir=$WORK/upper,workdir=$WORK/work" "$WORK/root"
-for folder in $LENT; do
-  mkdir -p "$WORK/root$folder"
-  mount --bind -o ro "$folder" "$WORK/root$folder"
-done
-mount -t proc none "$WORK/root/proc"
-mount --bind /dev "$WORK/root/dev"
-exec chroot "$WORK/root" /bin/sh -ec '
-  python3 -m venv /environment
-  /environment/bin/pip install --quiet --no-index --no-deps "$1"
-  printf "%s\\\\n" $PACKAGES >"$(echo /environment/lib/python*/site-packages)/lent.pth"
-  mkdir /result
-  shift
-  exec /environment/bin/python "$@" --folder /result --inside /environment
-' sh "$@"
+# The root sees this machine's packages and the folder of the test, nothing else; it stays as it was.
+IN_BARE_ROOT = """python3 -m venv /environment
+/environment/bin/pip install --quiet --no-index --no-deps "$1"
+printf "%s\\n" "$PACKAGES" >"$(echo /environment/lib/python*/site-packages)/lent.pth"
+mkdir /result
+shift
+exec /environment/bin/python "$@" --folder /result --inside /environment
 """
 
 
-def run_in_root(root: Path, wheel: Path, folder: Path, arguments: list[str]) -> None:
-    work = folder / "work"
-    work.mkdir()
+def run_in_bare_root(root: Path, wheel: Path, folder: Path, arguments: list[str]) -> None:
     packages = lent_packages()
-    lent = [*packages, str(SMOKE.parent), str(folder / "public"), str(wheel.parent)]
-    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "WORK": str(work), "ROOT": str(root)}
-    environment |= {"LENT": " ".join(lent), "PACKAGES": " ".join(packages), "LC_ALL": "C.UTF-8"}
-    command = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", IN_ROOT, "sh", str(wheel), str(SMOKE), *arguments]
-    subprocess.run(command, check=True, env=environment)
+    command = ["/bin/sh", "-ec", IN_BARE_ROOT, "sh", str(wheel), str(SMOKE), *arguments]
+    lent = [*packages, SMOKE.parent, folder / "public", wheel.parent]
+    if run_in_root(root, command, lent=lent, environment={"PACKAGES": "\n".join(packages)}) != 0:
+        sys.exit(f"{wheel.name} failed in a bare Debian")
 
 
 def write_model(python: Path, folder: Path) -> Path:
@@ -179,10 +140,10 @@ def prove(wheel: Path, options: argparse.Namespace) -> None:
         with servers(folder, model) as arguments:
             print(f"== {wheel.name} in a clean environment", flush=True)
             run_clean(python, folder, arguments)
-            root = debian_root("bookworm", options.cache.resolve()) if sys.version_info[:2] == (3, 11) else None
+            root = debian_root("bookworm", BARE, options.cache.resolve()) if sys.version_info[:2] == (3, 11) else None
             if root is not None:
                 print(f"== {wheel.name} in a bare Debian 12", flush=True)
-                run_in_root(root, wheel, folder, arguments)
+                run_in_bare_root(root, wheel, folder, arguments)
             elif options.require_root:
                 sys.exit("no bare Debian could be made (mmdebstrap, root, Python 3.11)")
             else:
