@@ -1,13 +1,16 @@
 #include "io/local/file_source.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <optional>
 
 #include "core/checked_math.h"
 #include "core/error.h"
@@ -21,11 +24,46 @@ constexpr unsigned kColdReaders = 8;           // requests in flight that a disk
 constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
 constexpr size_t kIovMax = 512;
 
-// True when bytes all over the file are read without waiting for a disk. False where that cannot be
-// found out: mincore() would say more, but says "yes" for files of others.
-bool is_cached(int fd, uint64_t nbytes) noexcept {
-  if (nbytes == 0) return true;
+// Whether a byte is there without waiting for a disk. nullopt: the file system does not say, as
+// overlayfs (containers) and tmpfs do not.
+std::optional<bool> is_prompt(int fd, uint64_t at) noexcept {
 #if defined(RWF_NOWAIT)
+  std::byte byte;
+  const iovec one{&byte, 1};
+  ssize_t got = 0;
+  do {
+    got = preadv2(fd, &one, 1, static_cast<off_t>(at), RWF_NOWAIT);
+  } while (got < 0 && errno == EINTR);
+  if (got < 0 && errno != EAGAIN) return std::nullopt;
+  return got == 1;
+#else
+  (void)fd, (void)at;
+  return std::nullopt;
+#endif
+}
+
+// mincore() says "yes" for all files that the process neither owns nor may write to.
+bool may_ask_for_residence(const struct stat& file) noexcept {
+  const uid_t user = geteuid();
+  return user == 0 || user == file.st_uid;
+}
+
+bool is_resident(int fd, uint64_t at) noexcept {
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  void* const address =
+      mmap(nullptr, page, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(at / page * page));
+  if (address == MAP_FAILED) return false;
+  unsigned char resident = 0;
+  const bool known = mincore(address, page, &resident) == 0;
+  munmap(address, page);
+  return known && (resident & 1) != 0;
+}
+
+// True when bytes all over the file are read without waiting for a disk. False where that cannot be
+// found out.
+bool is_cached(int fd, const struct stat& file) noexcept {
+  const auto nbytes = static_cast<uint64_t>(file.st_size);
+  if (nbytes == 0) return true;
   constexpr uint64_t kSamples = 16;
   // Not the same places for each opening: a miss makes the kernel read what is around it.
   uint64_t shift =
@@ -34,19 +72,10 @@ bool is_cached(int fd, uint64_t nbytes) noexcept {
     shift = shift * 6364136223846793005U + 1442695040888963407U;
     const uint64_t part = std::max<uint64_t>(nbytes / kSamples, 1);
     const uint64_t at = std::min(part * i + (shift >> 33) % part, nbytes - 1);
-    std::byte byte;
-    const iovec one{&byte, 1};
-    ssize_t got = 0;
-    do {
-      got = preadv2(fd, &one, 1, static_cast<off_t>(at), RWF_NOWAIT);
-    } while (got < 0 && errno == EINTR);
-    if (got != 1) return false;
+    const std::optional<bool> prompt = is_prompt(fd, at);
+    if (!prompt.value_or(may_ask_for_residence(file) && is_resident(fd, at))) return false;
   }
   return true;
-#else
-  (void)fd;
-  return false;
-#endif
 }
 
 }  // namespace
@@ -69,7 +98,7 @@ FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
   if (S_ISDIR(opened.st_mode)) throw_errno("cannot read", name, EISDIR);
   if (!S_ISREG(opened.st_mode)) throw Error(Errc::io, name + " is not a regular file", name);
   nbytes = static_cast<uint64_t>(opened.st_size);
-  cached = is_cached(fd.get(), nbytes);
+  cached = is_cached(fd.get(), opened);
 }
 
 FileSource::FileSource(UniqueFd fd, std::string name) : name_(std::move(name)) {
