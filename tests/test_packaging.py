@@ -248,6 +248,24 @@ def test_a_wheel_that_was_built_again_is_equal_or_its_differences_are_named(scri
     assert again.differences(one, stored) == ["the same files, stored in another way"]
 
 
+def test_a_second_build_is_compared_with_what_was_built_before_and_run_from_any_folder(scripts, tmp_path, monkeypatch):
+    again = scripts("build_again")
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        shutil.copy(write_wheel(tmp_path / "made", {"a": "same"}), folder / "cp311.whl")
+    shutil.copy(write_wheel(tmp_path / "more", {"a": "same"}), second / "cp313.whl")
+    asked = []
+    monkeypatch.setattr(again, "build_again", lambda folder, pythons, downloads: asked.extend(pythons) or second)
+    monkeypatch.setattr(sys, "argv", ["build_again.py", str(first), ".venv/bin/python"])
+    assert again.main() == 0
+    assert asked == [os.path.abspath(".venv/bin/python")]
+    write_wheel(tmp_path / "other", {"a": "changed"}).replace(second / "cp311.whl")
+    assert again.main() == 1
+    (second / "cp311.whl").unlink()
+    assert again.main() == 1  # nothing to compare
+
+
 def test_copies_of_the_same_sources_are_compiled_once_where_ccache_is(scripts, tmp_path):
     if not all(map(shutil.which, ("ccache", "g++"))):
         pytest.skip("no ccache or no g++")

@@ -5,7 +5,7 @@
 
 The second build has another folder of sources, another cache (libraries included), and another time zone, umask,
 locale and hash seed. Exit status 1, with the files that differ, unless every wheel that was built again is equal to the
-one of the same name in WHEEL_FOLDER. Takes as long as the first build.
+one of the same name in WHEEL_FOLDER, and there is at least one. Takes as long as the first build.
 """
 
 from __future__ import annotations
@@ -37,6 +37,19 @@ def differences(one: Path, other: Path) -> list[str]:
     ]
 
 
+def compare(first: Path, second: Path) -> int:
+    """The exit status: 0 where wheels of ``second`` have their equals in ``first``; says what of each."""
+    equal = {}
+    for wheel in sorted(second.glob("*.whl")):
+        if not (first / wheel.name).is_file():
+            print(f"{wheel.name}: was not built before")
+            continue
+        found = differences(first / wheel.name, wheel)
+        print(f"{wheel.name}: {'; '.join(found) or 'equal'}", flush=True)
+        equal[wheel.name] = not found
+    return int(not equal or not all(equal.values()))
+
+
 def build_again(folder: Path, pythons: list[str], downloads: Path) -> Path:
     """A folder of wheels that were built in ``folder``."""
     copy_sources(folder / "sources")
@@ -60,15 +73,9 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="where to build; default: a temporary folder")
     parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"), help="whose downloads are used again")
     options = parser.parse_args()
-    differ = False
+    pythons = [os.path.abspath(python) for python in options.pythons]  # a link into an environment stays one
     with tempfile.TemporaryDirectory(dir=options.work) as text:
-        built = build_again(Path(text), options.pythons, options.cache.resolve() / "sources")
-        for wheel in sorted(built.glob("*.whl")):
-            first = options.wheels / wheel.name
-            found = differences(first, wheel) if first.is_file() else ["was not built before"]
-            print(f"{wheel.name}: {'; '.join(found) or 'equal'}", flush=True)
-            differ = differ or bool(found)
-    return int(differ)
+        return compare(options.wheels, build_again(Path(text), pythons, options.cache.resolve() / "sources"))
 
 
 if __name__ == "__main__":

@@ -134,6 +134,8 @@ def main() -> None:
     scripts = Path(__file__).parent
     for python in options.pythons or builders_here(cache):
         version = version_of(python)
+        if version is None:
+            sys.exit(f"{python} does not run")
         if version not in OLDEST_TORCH:
             sys.exit(f"{python}: Python {version}: wanted one of {', '.join(OLDEST_TORCH)}")
         name = f"cp{version.replace('.', '')}"
