@@ -235,6 +235,8 @@ def unpacked(archive: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.whole_build
+@pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("installs")
 class TestInstalling:
     def test_a_source_distribution_has_the_sources_and_no_build_product(self, archive: Path) -> None:

@@ -101,6 +101,7 @@ def test_a_process_ends_in_the_middle_of_a_read_beside_other_copies_of_openssl(c
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_fifty_processes_each_that_read_beside_other_copies_of_openssl_and_end_have_no_crash(certificates, tmp_path):
     stalling = Reply(stall_after=10)
     with (
