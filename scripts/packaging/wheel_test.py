@@ -135,6 +135,7 @@ def prove(wheel: Path, options: argparse.Namespace) -> None:
     """
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
+        folder.chmod(0o755)  # a test changes its user and imports on
         python = make_environment(folder / "environment", wheel)
         model = write_model(python, folder)
         with servers(folder, model) as arguments:
