@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from roots import ROOT, packages_of, run_with_repository
+from roots import PYTHON, packages_of, run_with_repository
 
 # bullseye has libcurl 7.74, OpenSSL 1.1.1 and hiredis 0.14; sid has what comes next.
 COMPILERS = {
@@ -19,7 +19,6 @@ COMPILERS = {
     "trixie": {"g++-13": "g++-13", "g++-14": "g++-14", "clang-19": "clang++-19"},
     "sid": {"g++": "g++", "clang": "clang++"},
 }
-PYTHON = ("python3", "python3-dev", "python3-venv")
 
 
 def main() -> int:
@@ -27,13 +26,12 @@ def main() -> int:
     unknown = [suite for suite in suites if suite not in COMPILERS]
     if unknown:
         sys.exit(f"compile_all.py: no compilers of {', '.join(unknown)}: wanted some of {', '.join(COMPILERS)}")
-    cache = ROOT / ".cache" / "packaging"
     results = {}
     for suite in suites:
         packages = [*COMPILERS[suite], *packages_of("build"), *PYTHON]
         for package, program in COMPILERS[suite].items():
             command = ["env", f"CXX={program}", "scripts/packaging/compile_with.sh"]
-            status = run_with_repository(suite, packages, cache, command)
+            status = run_with_repository(suite, packages, command)
             outcome = f"no Debian {suite} could be made" if status is None else "FAILED" if status else "passed"
             results[f"{package} of Debian {suite}"] = outcome
     for name, result in results.items():

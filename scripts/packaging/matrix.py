@@ -33,7 +33,7 @@ from environments import (
     pythons_here,
     version_of,
 )
-from roots import SUITES, can_make_roots, kept_folder, packages_of, run_with_repository
+from roots import PYTHON, SUITES, can_make_roots, kept_folder, packages_of, run_with_repository
 from suite import run_suite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,10 +102,6 @@ def try_one(version: str, interpreter: str, torch: str, options: argparse.Namesp
     return "passed" if run(str(python), "-m", "pytest", *tests) else "FAILED"
 
 
-# git: which files are the sources. The rest is what Debian's own Python comes without.
-FOR_ROOTS = ("git", "ca-certificates", "python3", "python3-dev", "python3-venv")
-
-
 def try_in_root(suite: str, torch: str, options: argparse.Namespace) -> str:
     """This script once more, with the Python of a release of Debian."""
     command = ["python3", "scripts/packaging/matrix.py", "--python", "python3", "--torch", torch]
@@ -114,9 +110,8 @@ def try_in_root(suite: str, torch: str, options: argparse.Namespace) -> str:
         wheels = kept_folder(suite) / "wheels"
         shutil.copytree(options.wheels, wheels, dirs_exist_ok=True)
         command += ["--wheels", str(wheels)]
-    packages = [*FOR_ROOTS, *packages_of("test")]
-    downloads = ROOT / ".cache" / "packaging"
-    status = run_with_repository(suite, packages, downloads, [*command, "--", *options.arguments])
+    packages = ["git", "ca-certificates", *PYTHON, *packages_of("test")]  # git says which files are the sources
+    status = run_with_repository(suite, packages, [*command, "--", *options.arguments])
     if status is None:
         return f"no Debian {suite} could be made"
     return "FAILED" if status else "passed"

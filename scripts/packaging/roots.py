@@ -1,16 +1,12 @@
-#!/usr/bin/env python3
-"""Runs a command in another release of Debian: its Python, compilers and libraries, this machine's kernel and network.
+"""Other releases of Debian: their Python, compilers and libraries, with this machine's kernel and network. Wants root.
 
-    roots.py [--with PACKAGE,PACKAGE ...] [--cache DIR] SUITE -- COMMAND ...
-
-The release is unpacked once, by mmdebstrap, and kept in ``.cache/packaging``. The command sees it as it was unpacked,
-and a copy of this repository at its own path, without what was built; what it changes there is gone afterwards, what
-it writes below ``.cache/roots/SUITE`` stays. Wants root.
+A release is unpacked once, by mmdebstrap, and kept in ``.cache/packaging``. A command sees it as it was unpacked, and a
+copy of this repository at its own path, without what was built; what it changes there is gone afterwards, what it
+writes below ``.cache/roots/SUITE`` stays.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -24,6 +20,9 @@ from typing import Optional
 from lock import debian_mirror
 
 ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache" / "packaging"
+# What Debian's own Python comes without, and itself.
+PYTHON = ("python3", "python3-dev", "python3-venv")
 # The release of Debian whose python3 is that Python.
 SUITES = {"3.9": "bullseye", "3.11": "bookworm", "3.13": "trixie", "3.14": "sid"}
 # Where Debian keeps the certificates that are trusted; those of this machine are lent to a root with a network.
@@ -127,16 +126,16 @@ def run_in_root(
         return subprocess.run([*unshare, *lists, *command], env=variables, check=False).returncode
 
 
-def run_with_repository(suite: str, packages: Sequence[str], cache: Path, command: Sequence[str]) -> Optional[int]:
+def run_with_repository(suite: str, packages: Sequence[str], command: Sequence[str]) -> Optional[int]:
     """Runs ``command`` in a Debian, in a copy of this repository; its exit status, None where there is no such root."""
-    root = debian_root(suite, packages, cache)
+    root = debian_root(suite, packages, CACHE)
     if root is None:
         return None
     kept = kept_folder(suite)
     kept.mkdir(parents=True, exist_ok=True)
     script = f'cd "$1"; shift; rm -rf {" ".join(BUILT)}; exec "$@"'
     passed_on = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "TORCH_INDEX"))}
-    passed_on |= {"HOME": "/root", "DEBIAN_FRONTEND": "noninteractive"}
+    passed_on["HOME"] = "/root"
     return run_in_root(
         root,
         ["/bin/bash", "-ec", script, "bash", str(ROOT), *command],
@@ -150,21 +149,3 @@ def run_with_repository(suite: str, packages: Sequence[str], cache: Path, comman
 def kept_folder(suite: str) -> Path:
     """What commands in a root of ``suite`` write here stays."""
     return ROOT / ".cache" / "roots" / suite
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--with", dest="packages", default="python3", metavar="PACKAGE,PACKAGE")
-    parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "packaging")
-    parser.add_argument("suite", metavar="SUITE")
-    parser.add_argument("command", nargs="+", metavar="COMMAND")
-    options = parser.parse_args()
-    packages = options.packages.split(",")
-    status = run_with_repository(options.suite, packages, options.cache.resolve(), options.command)
-    if status is None:
-        sys.exit(f"no Debian {options.suite} could be made (wants root and mmdebstrap)")
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
