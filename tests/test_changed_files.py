@@ -126,20 +126,25 @@ def test_reading_alone_changes_nothing(tmp_path):
 
 
 COLD = """
-import os, sys
+import os, sys, time
 from tensorizer import _C
 with open(sys.argv[1], "rb") as file:
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    child = os.fork()
-    if child == 0:
-        if os.geteuid() == 0:
-            os.setgid(65534)
-            os.setuid(65534)
-        os._exit(int(_C.FileSource(file.fileno(), "f").prompt))
-    found = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+    os.fsync(file.fileno())
+    for attempt in range(100):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        child = os.fork()
+        if child == 0:
+            if os.geteuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            os._exit(int(_C.FileSource(file.fileno(), "f").prompt))
+        cached = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if not cached:
+            break
+        time.sleep(0.02)  # the kernel keeps pages now and then that it was asked to drop
     file.read()
     source = _C.FileSource(file.fileno(), "f")
-    print(*found, int(source.prompt), source.concurrency == _C.cpu_quota())
+    print(cached, int(source.prompt), source.concurrency == _C.cpu_quota())
 """
 
 
@@ -148,13 +153,16 @@ def test_a_file_of_somebody_else_that_is_not_cached_is_not_taken_for_cached(fres
     """mincore() says that all of it is, where the process neither owns the file nor may write to it."""
     path = samples.write_state_dict(tmp_path / "f", {"a": torch.ones(4 << 20)})
     path.chmod(0o444)
+    file_system = subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True, check=False).stdout
+    if file_system.strip() in ("tmpfs", "ramfs"):
+        pytest.skip("a file in memory is never dropped from it")
     done = fresh_process(COLD, path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "1", "True"]
 
 
 WITHOUT_NOWAIT = """
-import os, sys
+import os, sys, time
 from tensorizer import _C
 found = []
 for path in sys.argv[1:]:
@@ -166,8 +174,13 @@ for path in sys.argv[1:]:
             os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
         except OSError:
             found.append(int(_C.FileSource(file.fileno(), "f").prompt))
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            found.append(int(_C.FileSource(file.fileno(), "f").prompt))
+            for attempt in range(100):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                cached = int(_C.FileSource(file.fileno(), "f").prompt)
+                if not cached:
+                    break
+                time.sleep(0.02)
+            found.append(cached)
 print(*found)
 """
 
