@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import random
 import signal
@@ -95,16 +96,37 @@ def _release_of(python: Path) -> str:
     return result.stdout.strip()
 
 
+# What a release imports: the requirement, and the module that shows whether the running interpreter has it.
+REFERENCE_NEEDS = {
+    "protobuf": "google.protobuf",
+    "psutil": "psutil",
+    "boto3": "boto3",
+    "redis": "redis",
+    "hiredis": "hiredis",
+    "libnacl": "libnacl",
+}
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is not
+        return False
+
+
 def _make_reference_venv(folder: Path, release: str) -> None:
-    """A virtual environment with one release of the reference, which borrows torch from the running interpreter."""
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, capture_output=True)
-    python = str(folder / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1"]
-    subprocess.run([*pip, "--no-deps", f"tensorizer=={release}"], check=True, capture_output=True, timeout=300)
-    needs = ["protobuf", "psutil", "boto3", "redis", "hiredis", "libnacl"]
-    subprocess.run([*pip, *needs], check=True, capture_output=True, timeout=300)
+    """A virtual environment with one release of the reference, which borrows all else from the running interpreter."""
+    make = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)]
+    subprocess.run(make, check=True, capture_output=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "zz_torch.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1"]
+    pip += ["--no-compile", "--target", str(site)]
+    subprocess.run([*pip, "--no-deps", f"tensorizer=={release}"], check=True, capture_output=True, timeout=300)
+    missing = [requirement for requirement, module in REFERENCE_NEEDS.items() if not _is_here(module)]
+    if missing:
+        subprocess.run([*pip, *missing], check=True, capture_output=True, timeout=300)
+    folders = {str(Path(torch.__file__).parents[1]), *(path for path in sys.path if path.endswith("-packages"))}
+    (site / "zz_borrowed.pth").write_text("".join(f"{path}\n" for path in sorted(folders)))
 
 
 @pytest.fixture(scope="session")

@@ -51,10 +51,16 @@ def theirs():
     return opener.open(url, timeout=60).read()
 """
 BOTH = """
+import time
 read = []
+tasks = len(os.listdir("/proc/self/task"))
 threads = [threading.Thread(target=lambda f=f: read.append(f())) for f in (ours, theirs) * 4]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
+# join() returns before a thread has ended. One that is in OpenSSL's handler for ending threads when the process forks
+# leaves a lock behind that OpenSSL's handler for ending processes waits for, in the child, for ever.
+while len(os.listdir("/proc/self/task")) > tasks:
+    time.sleep(0.001)
 child = os.fork()
 if child == 0:
     sys.exit(0)  # the handlers of both sides run here too

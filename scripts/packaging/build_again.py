@@ -70,12 +70,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", type=Path, metavar="WHEEL_FOLDER")
     parser.add_argument("pythons", nargs="*", metavar="PYTHON")
-    parser.add_argument("--work", type=Path, help="where to build; default: a temporary folder")
+    parser.add_argument("--work", type=Path, help="where to build, and what stays; default: a temporary folder")
     parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"), help="whose downloads are used again")
     options = parser.parse_args()
     pythons = [os.path.abspath(python) for python in options.pythons]  # a link into an environment stays one
-    with tempfile.TemporaryDirectory(dir=options.work) as text:
-        return compare(options.wheels, build_again(Path(text), pythons, options.cache.resolve() / "sources"))
+    downloads = options.cache.resolve() / "sources"
+    if options.work:
+        return compare(options.wheels, build_again(options.work.resolve(), pythons, downloads))
+    with tempfile.TemporaryDirectory() as text:
+        return compare(options.wheels, build_again(Path(text), pythons, downloads))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ class Builder:
     def run(self, *command: str, cwd: Path | None = None, **environment: str) -> None:
         clean = {name: value for name, value in os.environ.items() if name not in ("CFLAGS", "LDFLAGS", "CPPFLAGS")}
         clean |= {**self.toolchain.environment, "PKG_CONFIG_LIBDIR": str(self.prefix / "lib" / "pkgconfig")}
-        clean |= {"SOURCE_DATE_EPOCH": clean.get("SOURCE_DATE_EPOCH", "0"), "LC_ALL": "C", "TZ": "UTC", **environment}
+        # The prefix serves wheels of many commits, so the time of none of them may be in it.
+        clean |= {"SOURCE_DATE_EPOCH": "0", "LC_ALL": "C", "TZ": "UTC", **environment}
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
