@@ -170,7 +170,7 @@ native: native-asan native-tsan  ## the C++ tests with ASan+UBSan and with TSan 
 native-plain native-asan native-tsan: system-native
 	@echo "== C++ tests: $@"
 	@JOBS=$(JOBS) scripts/native.sh $@ native_tests
-	@scripts/sanitized.sh build/$@/native_tests --gtest_brief=1 $(NATIVE_ARGS)
+	@JOBS=$(JOBS) scripts/sharded.sh build/$@/native_tests --gtest_brief=1 $(NATIVE_ARGS)
 
 aarch64:  ## the C++ tests compiled for aarch64 and run with qemu-user (wants root; NATIVE_ARGS)
 	@JOBS=$(JOBS) scripts/aarch64.sh $(NATIVE_ARGS)

@@ -10,14 +10,13 @@
 #include "core/threads.h"
 #include "io/range_sink.h"
 #include "io/range_source.h"
+#include "load/request_costs.h"
 
 namespace tensorizer::bind {
 namespace {
 
-constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;  // read from memory in less than a millisecond
-
 void read(io::RangeSource& source, uint64_t offset, io::Slice into) {
-  const bool brief = into.size() <= kBriefNbytes && source.traits().prompt;
+  const bool brief = into.size() <= load::kBriefNbytes && source.traits().prompt;
   run_interruptible(brief ? Where::here : Where::helper_thread,
                     [&](const std::stop_token& stop) { source.read_at(offset, into, stop); });
 }

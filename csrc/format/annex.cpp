@@ -19,13 +19,11 @@ constexpr uint8_t kMustKnow = 1;
 // The prologue's bytes that a digest covers: version and flags; tensor count and metadata length.
 constexpr size_t kVersionAt = 5, kTensorSizeAt = 41, kCountAt = 57;
 
-std::string number(uint64_t value) { return std::to_string(value); }
-
 std::vector<TextPair> read_texts(std::span<const std::byte> body, uint64_t origin,
                                  std::string_view what, Annex& annex) {
   if (body.size() > kMaxMetadataNbytes)
-    throw Error(Errc::malformed, std::string(what) + " of " + number(body.size()) +
-                                     " bytes, at most " + number(kMaxMetadataNbytes) +
+    throw Error(Errc::malformed, std::string(what) + " of " + std::to_string(body.size()) +
+                                     " bytes, at most " + std::to_string(kMaxMetadataNbytes) +
                                      " are legal");
   const char* const first = reinterpret_cast<const char*>(body.data());
   std::vector<char>& text = annex.texts.emplace_back(first, first + body.size());
@@ -50,11 +48,12 @@ class SectionReader {
       const auto body = cursor_.take(nbytes, "section");
       if (!is_known(type)) {
         if ((flags & kMustKnow) != 0)
-          cursor_.fail("section type", "a section of type " + number(type) +
+          cursor_.fail("section type", "a section of type " + std::to_string(type) +
                                            ", which its reader must know, and this one does not");
         continue;
       }
-      if (seen_[type]) cursor_.fail("section type", "type " + number(type) + " occurs twice");
+      if (seen_[type])
+        cursor_.fail("section type", "type " + std::to_string(type) + " occurs twice");
       seen_[type] = true;
       if (static_cast<SectionType>(type) == SectionType::index_digest) {
         accept_digest(body, sections_.first(begin), index_digest());
@@ -74,7 +73,7 @@ class SectionReader {
     const bool known = type >= static_cast<uint8_t>(SectionType::ties) &&
                        type <= static_cast<uint8_t>(SectionType::index_digest);
     if (known && sealed_)
-      cursor_.fail("section type", "type " + number(type) + " cannot be sealed");
+      cursor_.fail("section type", "type " + std::to_string(type) + " cannot be sealed");
     return known;
   }
 
@@ -96,7 +95,7 @@ class SectionReader {
                      Sha256 digest) {
     Sha256Digest stored;
     if (body.size() != stored.size())
-      cursor_.fail("index digest", "it has " + number(body.size()) + " bytes, wanted 32");
+      cursor_.fail("index digest", "it has " + std::to_string(body.size()) + " bytes, wanted 32");
     std::ranges::copy(body, stored.begin());
     digest.update(before);
     annex_.digest = stored;
@@ -113,8 +112,8 @@ class SectionReader {
 void check_section(SectionType type, uint64_t nbytes) {
   if (nbytes > kMaxMetadataNbytes)
     throw Error(Errc::out_of_range, (type == SectionType::ties ? "ties of " : "metadata of ") +
-                                        number(nbytes) + " bytes, at most " +
-                                        number(kMaxMetadataNbytes) + " fit");
+                                        std::to_string(nbytes) + " bytes, at most " +
+                                        std::to_string(kMaxMetadataNbytes) + " fit");
 }
 
 void put_section(std::vector<std::byte>& out, SectionType type, std::span<const std::byte> body) {

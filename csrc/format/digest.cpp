@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "format/sha256_blocks.h"
 #include "format/sha256_kernels.h"
 
 namespace tensorizer::format {
@@ -36,7 +37,6 @@ constexpr std::array<uint32_t, 64> kSquares = [] {
 
 // --- SHA-256 ---
 
-constexpr size_t kBlockNbytes = 64;
 constexpr std::array<uint32_t, 8> kInitialState = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                                    0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
@@ -64,24 +64,24 @@ void Sha256::absorb_blocks(const std::byte* data, size_t nblocks) noexcept {
 // Counts `bytes`, completes a block begun earlier, and returns what is left. Something is left only
 // if no block is begun any more.
 std::span<const std::byte> Sha256::top_up(std::span<const std::byte> bytes) noexcept {
-  const size_t buffered = total_nbytes_ % kBlockNbytes;
+  const size_t buffered = total_nbytes_ % kSha256BlockNbytes;
   total_nbytes_ += bytes.size();
   if (buffered == 0) return bytes;
-  const size_t taken = std::min(bytes.size(), kBlockNbytes - buffered);
+  const size_t taken = std::min(bytes.size(), kSha256BlockNbytes - buffered);
   std::copy_n(bytes.begin(), taken, buffer_.begin() + static_cast<std::ptrdiff_t>(buffered));
-  if (buffered + taken == kBlockNbytes) absorb_blocks(buffer_.data(), 1);
+  if (buffered + taken == kSha256BlockNbytes) absorb_blocks(buffer_.data(), 1);
   return bytes.subspan(taken);
 }
 
 // What top_up() left and is no whole block.
 void Sha256::keep_tail(std::span<const std::byte> bytes) noexcept {
-  const auto tail = bytes.last(bytes.size() % kBlockNbytes);
+  const auto tail = bytes.last(bytes.size() % kSha256BlockNbytes);
   std::copy(tail.begin(), tail.end(), buffer_.begin());
 }
 
 void Sha256::update(std::span<const std::byte> bytes) noexcept {
   const auto rest = top_up(bytes);
-  absorb_blocks(rest.data(), rest.size() / kBlockNbytes);
+  absorb_blocks(rest.data(), rest.size() / kSha256BlockNbytes);
   keep_tail(rest);
 }
 
@@ -91,7 +91,7 @@ void Sha256::update_all(std::span<Update> updates) {
   for (Update& update : updates) {
     Sha256& stream = *update.stream;
     update.bytes = stream.top_up(update.bytes);
-    const size_t nblocks = update.bytes.size() / kBlockNbytes;
+    const size_t nblocks = update.bytes.size() / kSha256BlockNbytes;
     if (nblocks > 0) runs.push_back({stream.state_.data(), update.bytes.data(), nblocks});
   }
   absorb_all(sha256_kernel_here(), runs);
@@ -107,9 +107,10 @@ size_t Sha256::lanes() noexcept { return sha256_kernel_here().widths.front().lan
 Sha256Digest Sha256::finish() noexcept {
   const uint64_t nbits = total_nbytes_ * 8;
   // One bit, zeros up to the last 8 bytes of a block, the length in bits.
-  std::array<std::byte, 2 * kBlockNbytes> padding{std::byte{0x80}};
-  const size_t buffered = total_nbytes_ % kBlockNbytes;
-  const size_t zeros_end = (buffered < kBlockNbytes - 8 ? 1 : 2) * kBlockNbytes - 8 - buffered;
+  std::array<std::byte, 2 * kSha256BlockNbytes> padding{std::byte{0x80}};
+  const size_t buffered = total_nbytes_ % kSha256BlockNbytes;
+  const size_t zeros_end =
+      (buffered < kSha256BlockNbytes - 8 ? 1 : 2) * kSha256BlockNbytes - 8 - buffered;
   for (size_t i = 0; i < 8; ++i)
     padding[zeros_end + i] = static_cast<std::byte>(nbits >> (56 - 8 * i));
   update(std::span(padding).first(zeros_end + 8));

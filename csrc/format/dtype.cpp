@@ -12,7 +12,7 @@
 namespace tensorizer::format {
 namespace {
 
-[[noreturn]] void fail(std::string_view stored, const std::string& problem) {
+[[noreturn]] void fail_dtype(std::string_view stored, const std::string& problem) {
   throw Error(Errc::malformed, "dtype " + display_name(stored) + ": " + problem);
 }
 
@@ -59,20 +59,21 @@ StoredDtype parse_numpy(std::string_view numpy, std::string_view stored) {
     dtype.byte_order = numpy.front();
     numpy.remove_prefix(1);
   }
-  if (numpy.size() < 2) fail(stored, "not a numpy dtype");
+  if (numpy.size() < 2) fail_dtype(stored, "not a numpy dtype");
   dtype.kind = numpy.front();
   numpy.remove_prefix(1);
   const auto [end, error] =
       std::from_chars(numpy.data(), numpy.data() + numpy.size(), dtype.itemsize);
   constexpr std::string_view kNumpyKinds = "biufcVmMOSUTa";
   if (kNumpyKinds.find(dtype.kind) == std::string_view::npos || numpy.front() == '0') {
-    fail(stored, "not a numpy dtype");
+    fail_dtype(stored, "not a numpy dtype");
   }
   const bool has_unit = (dtype.kind == 'm' || dtype.kind == 'M');  // datetimes: "<M8[ns]"
   if (error != std::errc{} || (end != numpy.data() + numpy.size() && !has_unit)) {
-    fail(stored, "not a numpy dtype");
+    fail_dtype(stored, "not a numpy dtype");
   }
-  if (!is_known(dtype.kind, dtype.itemsize)) fail(stored, "numpy has this type, tensors do not");
+  if (!is_known(dtype.kind, dtype.itemsize))
+    fail_dtype(stored, "numpy has this type, tensors do not");
   return dtype;
 }
 
@@ -135,17 +136,18 @@ StoredDtype parse_dtype(std::string_view stored, bool allow_bare_void) {
   std::string_view second;
   if (separator != std::string_view::npos) {
     second = stored.substr(separator + 1);
-    if (second.find('\0') != std::string_view::npos) fail(stored, "more than one separator");
-    if (!is_utf8(second)) fail(stored, "not UTF-8");
+    if (second.find('\0') != std::string_view::npos) fail_dtype(stored, "more than one separator");
+    if (!is_utf8(second)) fail_dtype(stored, "not UTF-8");
   }
   if (!dtype.opaque()) return dtype;  // a second part is ignored, format.md "Reading dtypes"
   if (separator == std::string_view::npos && allow_bare_void) return dtype;
   if (!is_torch_name(second))
-    fail(stored, "an opaque type wants the name of a torch dtype behind its separator");
+    fail_dtype(stored, "an opaque type wants the name of a torch dtype behind its separator");
   const NamedType* named = find_named(second);
   if (named != nullptr && named->itemsize != dtype.itemsize) {
-    fail(stored, "elements of " + std::string(second) + " have " + std::to_string(named->itemsize) +
-                     " bytes, not " + std::to_string(dtype.itemsize));
+    fail_dtype(stored, "elements of " + std::string(second) + " have " +
+                           std::to_string(named->itemsize) + " bytes, not " +
+                           std::to_string(dtype.itemsize));
   }
   dtype.torch_name = second;
   return dtype;

@@ -12,13 +12,12 @@ namespace tensorizer::format {
 namespace {
 
 constexpr uint64_t kMaxShortDim = UINT32_MAX;
-constexpr uint64_t kMaxNbytes = INT64_MAX;  // lengths are signed in record headers and in torch
 
 // Name and dtype have at least one and two bytes.
 constexpr uint64_t kMinEntryNbytes = 2 + 1 + 1 + 1 + 2 + 1 + 24;
 // header size, module index, type, name length and one byte, dtype length and two bytes, rank,
 // empty hash block, data length.
-constexpr uint64_t kMinHeaderNbytes = 8 + 2 + 1 + 3 + 3 + 1 + 3 + 8;
+constexpr uint64_t kMinRecordHeaderNbytes = 8 + 2 + 1 + 3 + 3 + 1 + 3 + 8;
 
 [[noreturn]] void fail(const IndexEntry& entry, const std::string& problem,
                        Errc code = Errc::malformed) {
@@ -70,7 +69,8 @@ void check_extent(const IndexEntry& entry, uint64_t previous_end, uint64_t sourc
     fail(entry, "its record at byte " + std::to_string(entry.offset) + " begins before byte " +
                     std::to_string(previous_end) + ", where what precedes it ends");
   }
-  if (entry.data_offset < entry.offset || entry.data_offset - entry.offset < kMinHeaderNbytes) {
+  if (entry.data_offset < entry.offset ||
+      entry.data_offset - entry.offset < kMinRecordHeaderNbytes) {
     fail(entry, "its data at byte " + std::to_string(entry.data_offset) +
                     " leaves no room for the record header at byte " +
                     std::to_string(entry.offset));

@@ -14,6 +14,9 @@
 
 namespace tensorizer::format {
 
+// Of a payload, and of a file: lengths are signed in record headers and in torch.
+inline constexpr uint64_t kMaxNbytes = INT64_MAX;
+
 enum class TensorType : uint8_t { parameter = 0, buffer = 1, state_dict = 2 };
 
 // One entry. Texts and dimensions borrow from the Index that holds it.

@@ -12,8 +12,6 @@ namespace {
 
 constexpr size_t kMaxDepth = 127;
 
-bool is_digit(char c) noexcept { return c >= '0' && c <= '9'; }
-
 std::string shown(char c) {
   if (c >= 0x20 && c < 0x7F) return std::string("'") + c + "'";
   static constexpr char kDigits[] = "0123456789abcdef";

@@ -16,7 +16,7 @@ constexpr uint64_t kMaxBlockNbytes = 65535;  // of what a u16 counts: a name, a 
 constexpr uint64_t kMaxDerivations = 16;     // far more than the one that is legal
 constexpr uint64_t kSmallestChunkNbytes = 1024;
 
-[[noreturn]] void fail(const IndexEntry& entry, const std::string& problem) {
+[[noreturn]] void fail_header(const IndexEntry& entry, const std::string& problem) {
   throw Error(Errc::malformed,
               "record header of tensor " + display_name(entry.name) + ": " + problem, {},
               entry.offset);
@@ -76,7 +76,7 @@ RecordHeader parse_fields(ByteCursor& cursor, const IndexEntry& entry) {
   header.module_idx = cursor.read_le<uint16_t>("module index");
   const auto type = cursor.read_le<uint8_t>("tensor type");
   if (type > 2)
-    fail(entry, "tensor type " + std::to_string(type) + " is not known, 0, 1 and 2 are");
+    fail_header(entry, "tensor type " + std::to_string(type) + " is not known, 0, 1 and 2 are");
   header.type = static_cast<TensorType>(type);
   header.name = cursor.take_text(cursor.read_le<uint16_t>("name length"), "name");
   header.dtype = cursor.take_text(cursor.read_le<uint8_t>("dtype length"), "dtype");
@@ -91,7 +91,7 @@ void check_naming(const RecordHeader& header, const IndexEntry& entry) {
   const TensorPath path = decode_name(header.name);
   if (path.size() == 1 && std::holds_alternative<std::string>(path.front()))
     return;  // a plain name in other clothes
-  fail(entry, "a structured name on a parameter or buffer");
+  fail_header(entry, "a structured name on a parameter or buffer");
 }
 
 bool same_path(std::string_view a, std::string_view b) {
@@ -108,8 +108,8 @@ void check_dtype(const RecordHeader& header, const IndexEntry& entry) {
   const bool agree =
       bare ? found.opaque() && found.itemsize == wanted.itemsize : same_dtype(found, wanted);
   if (!agree) {
-    fail(entry,
-         "dtype " + display_name(header.dtype) + ", the index says " + display_name(entry.dtype));
+    fail_header(entry, "dtype " + display_name(header.dtype) + ", the index says " +
+                           display_name(entry.dtype));
   }
 }
 
@@ -118,8 +118,8 @@ void check_shape(const RecordHeader& header, const IndexEntry& entry) {
   const bool scalar_without_data = header.shape.empty() && entry.data_nbytes == 0 &&
                                    entry.shape.size() == 1 && entry.shape[0] == 1;
   if (!scalar_without_data) {
-    fail(entry,
-         "shape " + show_shape(header.shape) + ", the index says " + show_shape(entry.shape));
+    fail_header(
+        entry, "shape " + show_shape(header.shape) + ", the index says " + show_shape(entry.shape));
   }
 }
 
@@ -172,13 +172,14 @@ RecordHeader parse_header_front(std::span<const std::byte> front, const IndexEnt
 
 RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEntry& entry,
                                  bool has_crypt_info) {
-  if (bytes.size() < kTrailerNbytes) fail(entry, "only " + std::to_string(bytes.size()) + " bytes");
+  if (bytes.size() < kTrailerNbytes)
+    fail_header(entry, "only " + std::to_string(bytes.size()) + " bytes");
   const auto front = bytes.first(bytes.size() - kTrailerNbytes);
   ByteCursor cursor(front, "record header", entry.offset);
   const auto nbytes = cursor.read_le<uint64_t>("header size");
   if (nbytes != bytes.size()) {
-    fail(entry, "a size of " + std::to_string(nbytes) + " bytes, the index leaves " +
-                    std::to_string(bytes.size()));
+    fail_header(entry, "a size of " + std::to_string(nbytes) + " bytes, the index leaves " +
+                           std::to_string(bytes.size()));
   }
   RecordHeader header = parse_fields(cursor, entry);
   if (has_crypt_info) {
@@ -188,7 +189,7 @@ RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEn
     header.crypt_end = cursor.position();
   }
   const auto data_nbytes = load_le<int64_t>(bytes.last(kTrailerNbytes).data());
-  if (data_nbytes < 0) fail(entry, "a negative data length, " + std::to_string(data_nbytes));
+  if (data_nbytes < 0) fail_header(entry, "a negative data length, " + std::to_string(data_nbytes));
   header.data_nbytes = static_cast<uint64_t>(data_nbytes);
   if (header.name != entry.name)
     decode_name(header.name);  // the entry's was checked with the index
@@ -198,12 +199,13 @@ RecordHeader parse_record_header(std::span<const std::byte> bytes, const IndexEn
 }
 
 void check_against_index(const RecordHeader& header, const IndexEntry& entry) {
-  if (!same_path(header.name, entry.name)) fail(entry, "it is named " + display_name(header.name));
+  if (!same_path(header.name, entry.name))
+    fail_header(entry, "it is named " + display_name(header.name));
   check_dtype(header, entry);
   check_shape(header, entry);
   if (header.data_nbytes != entry.data_nbytes) {
-    fail(entry, "a data length of " + std::to_string(header.data_nbytes) +
-                    " bytes, the index says " + std::to_string(entry.data_nbytes));
+    fail_header(entry, "a data length of " + std::to_string(header.data_nbytes) +
+                           " bytes, the index says " + std::to_string(entry.data_nbytes));
   }
 }
 

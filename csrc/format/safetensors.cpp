@@ -17,10 +17,7 @@ namespace tensorizer::format {
 namespace {
 
 constexpr std::string_view kMetadataName = "__metadata__";
-constexpr uint64_t kMaxNbytes = INT64_MAX;
 constexpr uint64_t kMinHeaderNbytes = 2;  // {}
-
-std::string number(uint64_t value) { return std::to_string(value); }
 
 [[noreturn]] void fail(std::string_view name, const std::string& problem) {
   throw Error(Errc::malformed, "safetensors header: tensor " + display_name(name) + ": " + problem);
@@ -97,7 +94,7 @@ class HeaderParser {
       ++count;
     });
     if (count != offsets.size())
-      json_.fail("data_offsets: wanted two numbers, found " + number(count));
+      json_.fail("data_offsets: wanted two numbers, found " + std::to_string(count));
     return offsets;
   }
 
@@ -105,8 +102,8 @@ class HeaderParser {
   void check_size(IndexEntry& entry) {
     const uint64_t begin = entry.offset, end = entry.data_offset;
     if (end < begin)
-      fail(entry.name,
-           "its data ends at " + number(end) + ", before it begins at " + number(begin));
+      fail(entry.name, "its data ends at " + std::to_string(end) + ", before it begins at " +
+                           std::to_string(begin));
     entry.data_nbytes = end - begin;
     entry.loaded_nbytes = entry.data_nbytes;
     const SafetensorsDtype* dtype = find_safetensors_dtype(entry.container_dtype);
@@ -114,8 +111,8 @@ class HeaderParser {
     const std::span<uint64_t> shape = std::span(dims).subspan(first_dims_.back());
     const uint64_t nbytes = nbytes_of(entry.name, shape, *dtype);
     if (nbytes != entry.data_nbytes)
-      fail(entry.name, "its shape and dtype want " + number(nbytes) + " bytes, its data has " +
-                           number(entry.data_nbytes));
+      fail(entry.name, "its shape and dtype want " + std::to_string(nbytes) +
+                           " bytes, its data has " + std::to_string(entry.data_nbytes));
     if (dtype->packed() > 1) {
       if (shape.empty() || shape.back() % dtype->packed() != 0) return;
       shape.back() /= dtype->packed();
@@ -136,7 +133,7 @@ class HeaderParser {
       bits = *product;
     }
     if (empty) return 0;
-    if (bits % 8 != 0) fail(name, "its " + number(bits) + " bits do not fill whole bytes");
+    if (bits % 8 != 0) fail(name, "its " + std::to_string(bits) + " bits do not fill whole bytes");
     return bits / 8;
   }
 
@@ -164,10 +161,10 @@ class HeaderParser {
     for (IndexEntry& entry : entries) {
       const uint64_t begin = entry.offset, end = entry.data_offset;
       if (begin != previous_end)
-        fail(entry.name, "its data begins at " + number(begin) + ", wanted " +
-                             number(previous_end) + ", where what precedes it ends");
+        fail(entry.name, "its data begins at " + std::to_string(begin) + ", wanted " +
+                             std::to_string(previous_end) + ", where what precedes it ends");
       if (end > kMaxNbytes - std::min(payloads_at_, kMaxNbytes))
-        fail(entry.name, "its data ends at " + number(end) + ", which no file reaches");
+        fail(entry.name, "its data ends at " + std::to_string(end) + ", which no file reaches");
       previous_end = end;
       entry.offset = entry.data_offset = payloads_at_ + begin;
     }
@@ -178,8 +175,8 @@ class HeaderParser {
     if (source_nbytes_ == std::numeric_limits<uint64_t>::max() || source_nbytes_ == wanted) return;
     const bool cut = source_nbytes_ < wanted;
     throw Error(cut ? Errc::truncated : Errc::malformed,
-                "the header wants the file to end at byte " + number(wanted) +
-                    ", it ends at byte " + number(source_nbytes_) +
+                "the header wants the file to end at byte " + std::to_string(wanted) +
+                    ", it ends at byte " + std::to_string(source_nbytes_) +
                     (cut ? ": it is cut off" : ": something follows"),
                 {}, std::min(wanted, source_nbytes_));
   }
@@ -205,14 +202,15 @@ std::optional<uint64_t> safetensors_header_nbytes(std::span<const std::byte> hea
 void check_safetensors_length(uint64_t header_nbytes, uint64_t start, uint64_t source_nbytes) {
   if (header_nbytes > kMaxSafetensorsHeaderNbytes)
     throw Error(Errc::malformed,
-                "a safetensors header of " + number(header_nbytes) + " bytes, at most " +
-                    number(kMaxSafetensorsHeaderNbytes) + " are legal",
+                "a safetensors header of " + std::to_string(header_nbytes) + " bytes, at most " +
+                    std::to_string(kMaxSafetensorsHeaderNbytes) + " are legal",
                 {}, start);
   const uint64_t at = start + kSafetensorsLengthNbytes;
   if (at > source_nbytes || header_nbytes > source_nbytes - at)
     throw Error(Errc::truncated,
-                "the safetensors header wants " + number(header_nbytes) + " bytes at byte " +
-                    number(at) + ", the file ends at byte " + number(source_nbytes),
+                "the safetensors header wants " + std::to_string(header_nbytes) +
+                    " bytes at byte " + std::to_string(at) + ", the file ends at byte " +
+                    std::to_string(source_nbytes),
                 {}, at);
 }
 
@@ -273,8 +271,8 @@ void append_shape(std::string& out, const SafetensorsTensor& tensor,
   }
   out.push_back(']');
   if (bits % 8 != 0 || bits / 8 != tensor.nbytes)
-    refuse(tensor.name, "its shape and dtype want " + number(bits) + " bits, its data has " +
-                            number(tensor.nbytes) + " bytes");
+    refuse(tensor.name, "its shape and dtype want " + std::to_string(bits) +
+                            " bits, its data has " + std::to_string(tensor.nbytes) + " bytes");
 }
 
 void check_writable_names(std::span<const SafetensorsTensor> tensors) {
@@ -333,9 +331,9 @@ std::vector<std::byte> serialize_safetensors(std::span<const SafetensorsTensor> 
   text.push_back('}');
   text.resize(align_up(text.size(), 8), ' ');
   if (text.size() > kMaxSafetensorsHeaderNbytes)
-    throw Error(Errc::out_of_range, "a safetensors header of " + number(text.size()) +
-                                        " bytes, at most " + number(kMaxSafetensorsHeaderNbytes) +
-                                        " are legal");
+    throw Error(Errc::out_of_range, "a safetensors header of " + std::to_string(text.size()) +
+                                        " bytes, at most " +
+                                        std::to_string(kMaxSafetensorsHeaderNbytes) + " are legal");
   std::vector<std::byte> bytes(kSafetensorsLengthNbytes + text.size());
   store_le(bytes.data(), uint64_t{text.size()});
   std::memcpy(bytes.data() + kSafetensorsLengthNbytes, text.data(), text.size());

@@ -7,6 +7,8 @@
 
 namespace tensorizer::format {
 
+inline constexpr size_t kSha256BlockNbytes = 64;
+
 // Whether this processor, and this build, has them.
 bool sha_ni_supported() noexcept;
 

@@ -10,8 +10,6 @@
 namespace tensorizer::format {
 namespace {
 
-constexpr size_t kBlockNbytes = 64;
-
 void openssl_one(const BlockRun* runs, size_t, size_t nblocks) noexcept {
   openssl_absorb(runs[0].state, runs[0].data, nblocks);
 }
@@ -71,7 +69,7 @@ void absorb_all(const Sha256Kernel& kernel, std::span<BlockRun> runs) noexcept {
     const size_t nblocks = std::ranges::min_element(taken, {}, &BlockRun::nblocks)->nblocks;
     if (nblocks > 0) width.absorb(taken.data(), taken.size(), nblocks);
     for (BlockRun& run : taken) {
-      run.data += nblocks * kBlockNbytes;
+      run.data += nblocks * kSha256BlockNbytes;
       run.nblocks -= nblocks;
     }
     const auto end = std::remove_if(open.begin(), open.begin() + static_cast<std::ptrdiff_t>(count),

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "core/cpu_features.h"
+#include "format/sha256_blocks.h"
 #include "format/sha256_constants.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
@@ -24,10 +25,9 @@
 namespace tensorizer::format {
 namespace {
 
-constexpr size_t kBlockNbytes = 64;
 // The messages lie in memory, too many of them for the processor to foresee all of their next
 // blocks. 4 blocks ahead measured best.
-constexpr size_t kAheadNbytes = 4 * kBlockNbytes;
+constexpr size_t kAheadNbytes = 4 * kSha256BlockNbytes;
 
 // Immediate operands of vpternlogd: the results for the eight combinations of three bits.
 constexpr int kXor3 = 0x96, kChoose = 0xCA, kMajority = 0xE8;
@@ -189,8 +189,8 @@ INLINE void absorb(const BlockRun* runs, size_t count, size_t nblocks) {
     Words words[16], before[8];
     Vector::load_block(words, at);
     for (const std::byte*& next : at) {
-      next += kBlockNbytes;
-      __builtin_prefetch(next + kAheadNbytes - kBlockNbytes);
+      next += kSha256BlockNbytes;
+      __builtin_prefetch(next + kAheadNbytes - kSha256BlockNbytes);
     }
     for (size_t i = 0; i < 8; ++i) before[i] = state[i];
     all_rounds<Vector>(state, words, std::make_index_sequence<64>{});

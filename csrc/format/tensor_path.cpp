@@ -12,8 +12,6 @@ namespace {
 // Python refuses to make an int of more decimal digits, so such an index could not be delivered.
 constexpr size_t kMaxIndexDigits = 4300;
 
-bool is_digit(char c) noexcept { return c >= '0' && c <= '9'; }
-
 std::optional<uint32_t> hex_value(std::string_view four) noexcept {
   uint32_t value = 0;
   for (char c : four) {

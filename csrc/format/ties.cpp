@@ -57,18 +57,18 @@ std::vector<std::string> all_names(std::span<const TextPair> ties) {
   return names;
 }
 
-[[noreturn]] void fail(std::string_view alias, const std::string& problem) {
+[[noreturn]] void fail_alias(std::string_view alias, const std::string& problem) {
   throw Error(Errc::malformed, "tie " + display_name(alias) + ": " + problem);
 }
 
 void check_listed(const Tie& tie, const Index& index) {
   const IndexEntry& alias = index[*tie.listed];
   const IndexEntry& target = index[tie.target];
-  if (alias.zero_filled()) fail(tie.alias, "it is listed without data");
+  if (alias.zero_filled()) fail_alias(tie.alias, "it is listed without data");
   const bool same = same_dtype(parse_dtype(alias.dtype, true), parse_dtype(target.dtype, true)) &&
                     std::ranges::equal(alias.shape, target.shape) && alias.type == target.type &&
                     alias.data_nbytes == target.data_nbytes;
-  if (!same) fail(tie.alias, "it differs from its target " + display_name(target.name));
+  if (!same) fail_alias(tie.alias, "it differs from its target " + display_name(target.name));
 }
 
 // The names that only an annex knows, together with those of the index.
@@ -83,7 +83,7 @@ void check_paths(const Index& index, std::span<const Tie> ties) {
     const TensorPath path = decode_name(tie.alias);
     const bool plain = path.size() == 1 && std::holds_alternative<std::string>(path.front());
     if (!plain && index[tie.target].type != TensorType::state_dict)
-      fail(tie.alias, "structured names are for state dicts only");
+      fail_alias(tie.alias, "structured names are for state dicts only");
     paths.add(path);
   }
 }
@@ -122,13 +122,13 @@ std::vector<Tie> resolve_ties(const Index& index, std::span<const TextPair> ties
   for (const TextPair& tie : ties) aliases.push_back(names.spelled(tie.key));
   std::ranges::sort(aliases);
   if (std::ranges::adjacent_find(aliases) != aliases.end())
-    fail(*std::ranges::adjacent_find(aliases), "it occurs twice");
+    fail_alias(*std::ranges::adjacent_find(aliases), "it occurs twice");
   std::vector<Tie> resolved;
   for (const TextPair& pair : ties) {
     const auto target = names.find(pair.value);
-    if (!target) fail(pair.key, "the file has no tensor " + display_name(pair.value));
+    if (!target) fail_alias(pair.key, "the file has no tensor " + display_name(pair.value));
     if (std::ranges::binary_search(aliases, names.spelled(pair.value)))
-      fail(pair.key, "its target " + display_name(pair.value) + " is an alias itself");
+      fail_alias(pair.key, "its target " + display_name(pair.value) + " is an alias itself");
     const Tie& tie = resolved.emplace_back(Tie{pair.key, *target, names.find(pair.key)});
     if (tie.listed) check_listed(tie, index);
   }

@@ -26,6 +26,8 @@ bool is_utf8(std::string_view text) noexcept;
 // Appends one code point, surrogates included. REQUIRES: code_point <= 0x10FFFF.
 void append_utf8(std::string& out, uint32_t code_point);
 
+inline constexpr bool is_digit(char c) noexcept { return c >= '0' && c <= '9'; }
+
 inline constexpr bool is_high_surrogate(uint32_t c) noexcept { return c >= 0xD800 && c <= 0xDBFF; }
 inline constexpr bool is_low_surrogate(uint32_t c) noexcept { return c >= 0xDC00 && c <= 0xDFFF; }
 inline constexpr bool is_surrogate(uint32_t c) noexcept { return c >= 0xD800 && c <= 0xDFFF; }

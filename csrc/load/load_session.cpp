@@ -12,20 +12,14 @@
 #include "format/safetensors.h"
 #include "load/changed_source.h"
 #include "load/host_load.h"
+#include "load/request_costs.h"
 #include "load/staged_load.h"
 
 namespace tensorizer::load {
 namespace {
 
-constexpr uint64_t kHeaderGapNbytes = 4096;
 constexpr uint64_t kUnsizedHeaderLimit = uint64_t{256} << 20;
 constexpr uint64_t kUnsizedDataLimit = uint64_t{4} << 40;  // the plan of more would take memory
-// As much is read from memory sooner than another thread wakes up.
-constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;
-constexpr size_t kBriefUnits = 512;
-// A source whose requests cost less than this many bytes is read chunk by chunk when decrypting.
-constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
-constexpr size_t kWipedAtOnce = 1024;  // destinations on a device, between two waits
 
 // A container without record headers has no digests to compare: its index says all there is to
 // know.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "load/request_costs.h"
 
 namespace tensorizer::load {
 namespace {
@@ -17,8 +18,6 @@ constexpr uint64_t kUnsizedIndexLimit = uint64_t{64} << 20;
 // A header length and the brace behind it: all that tells the containers apart.
 constexpr uint64_t kShortestHead = format::kSafetensorsLengthNbytes + 1;
 constexpr uint64_t kLongestFirstRead = uint64_t{1} << 20;
-// A source whose requests cost less than this many bytes is asked for no more than it needs.
-constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
 
 // Bytes to ask for first: all that decides, and where requests cost much, most indexes too.
 uint64_t first_read_nbytes(const io::SourceTraits& traits, bool sized) noexcept {

@@ -10,15 +10,12 @@
 #include "crypto/chunked_box.h"
 #include "format/safetensors.h"
 #include "load/changed_source.h"
+#include "load/request_costs.h"
 #include "load/slice_worker.h"
 
 namespace tensorizer::load {
 namespace {
 
-constexpr uint64_t kHeaderGapNbytes = 4096;
-// As much is read from memory sooner than another thread wakes up.
-constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;
-constexpr size_t kBriefUnits = 512;
 // A read of what is in memory costs as much as copying so many bytes; a request elsewhere what its
 // source says.
 constexpr uint64_t kCachedRunGapNbytes = 256;
@@ -26,8 +23,6 @@ constexpr uint64_t kCachedPartGapNbytes = 4096;
 // Between two values of a store there may be a hole, so that its source asks for nothing in vain;
 // within a tensor is none.
 constexpr uint64_t kLeastRunGapNbytes = 4096;
-constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
-constexpr size_t kWipedAtOnce = 1024;  // destinations on a device, between two waits
 
 std::vector<LoadTarget> records_of(const std::vector<SliceTarget>& targets) {
   std::vector<uint32_t> entries;

@@ -8,11 +8,11 @@
 #include "core/stop.h"
 #include "core/sync.h"
 #include "core/threads.h"
+#include "save/unit_size.h"
 
 namespace tensorizer::save {
 namespace {
 
-constexpr uint64_t kUnitNbytes = uint64_t{8} << 20;
 constexpr unsigned kMostWorkers = 16;  // each holds a unit
 
 uint64_t size_of(const io::RangeSource& source) {

@@ -6,26 +6,26 @@
 #include "core/run_units.h"
 #include "core/stop.h"
 #include "core/threads.h"
+#include "save/unit_size.h"
 
 namespace tensorizer::save {
 namespace {
 
-constexpr uint64_t kUnitNbytes = uint64_t{8} << 20;
 constexpr size_t kUnitSlices = 512;
 
 // One write: slices that are neighbours in the sink.
-struct Unit {
+struct Write {
   uint64_t offset = 0, nbytes = 0;
   std::vector<io::ConstSlice> slices;
   bool continues_at(uint64_t where) const { return !slices.empty() && offset + nbytes == where; }
 };
 
-std::vector<Unit> cut(std::span<const PlainPiece> pieces) {
-  std::vector<Unit> units;
-  Unit open;
+std::vector<Write> cut(std::span<const PlainPiece> pieces) {
+  std::vector<Write> units;
+  Write open;
   auto close = [&] {
     if (!open.slices.empty()) units.push_back(std::move(open));
-    open = Unit{};
+    open = Write{};
   };
   for (const PlainPiece& piece : pieces) {
     for (uint64_t at = 0; at < piece.bytes.size();) {
@@ -51,7 +51,7 @@ PlainWriter::PlainWriter(std::shared_ptr<io::RangeSink> sink, unsigned max_worke
     : sink_(std::move(sink)), max_workers_(max_workers) {}
 
 void PlainWriter::write(std::span<const PlainPiece> pieces, const std::stop_token& stop) {
-  const std::vector<Unit> units = cut(pieces);
+  const std::vector<Write> units = cut(pieces);
   std::atomic<size_t> next{0};
   const unsigned wanted = sink_->concurrency() != 0 ? sink_->concurrency() : cpu_quota();
   unsigned count = max_workers_ != 0 ? std::min(wanted, max_workers_) : wanted;

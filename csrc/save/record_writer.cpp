@@ -12,13 +12,13 @@
 #include "crypto/chunked_box.h"
 #include "digest/deal.h"
 #include "digest/record_digester.h"
+#include "save/unit_size.h"
 
 namespace tensorizer::save {
 namespace {
 
 using digest::RecordDigester;
 
-constexpr uint64_t kUnitNbytes = uint64_t{8} << 20;  // a multiple of the cipher chunk
 constexpr size_t kUnitRecords = 512;
 constexpr size_t kHostBuffers = 2;  // so that a worker has steps of two tensors to hash
 

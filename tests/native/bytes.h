@@ -1,10 +1,12 @@
-// Making and showing bytes in tests.
+// Making, comparing and showing bytes in tests.
 #pragma once
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <random>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -17,6 +19,27 @@
 namespace tensorizer::testing {
 
 using Bytes = std::vector<std::byte>;
+
+inline Bytes random_bytes(size_t nbytes, uint64_t seed = 1) {
+  std::mt19937_64 random(seed);
+  Bytes bytes(nbytes);
+  for (size_t i = 0; i < nbytes; i += 8) {
+    const uint64_t word = random();
+    std::memcpy(bytes.data() + i, &word, std::min<size_t>(8, nbytes - i));
+  }
+  return bytes;
+}
+
+// EXPECT_EQ of two vectors looks at byte after byte, which takes most of a test's time under TSan.
+inline ::testing::AssertionResult same(std::span<const std::byte> found,
+                                       std::span<const std::byte> wanted) {
+  if (found.size() != wanted.size())
+    return ::testing::AssertionFailure() << found.size() << " bytes, not " << wanted.size();
+  if (found.empty() || std::memcmp(found.data(), wanted.data(), found.size()) == 0)
+    return ::testing::AssertionSuccess();
+  const auto at = std::mismatch(found.begin(), found.end(), wanted.begin()).first - found.begin();
+  return ::testing::AssertionFailure() << "byte " << at << " of " << found.size() << " differs";
+}
 
 // "01 00 ff" and "0100ff" alike.
 inline Bytes from_hex(std::string_view text) {

@@ -12,21 +12,17 @@
 #include <thread>
 #include <vector>
 
+#include "bytes.h"
 #include "core/run_units.h"
 #include "fake_driver.h"
 
 namespace tensorizer::device::cuda::tests {
 
-using Bytes = std::vector<std::byte>;
+using testing::Bytes;
+using testing::random_bytes;
+using testing::same;
 
 inline constexpr PinnedSettings kFewBuffers{4, 64 << 10, std::chrono::milliseconds(60'000)};
-
-inline Bytes random_bytes(size_t nbytes, unsigned seed) {
-  std::mt19937_64 random(seed);
-  Bytes bytes(nbytes);
-  std::generate(bytes.begin(), bytes.end(), [&] { return static_cast<std::byte>(random()); });
-  return bytes;
-}
 
 inline CudaCopyOptions options(void* stream = nullptr, int device = 0) {
   CudaCopyOptions made;

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "bytes.h"
 #include "core/error.h"
 #include "core/stop.h"
 #include "core/sync.h"
@@ -25,17 +26,7 @@
 
 namespace tensorizer::tests {
 
-using Bytes = std::vector<std::byte>;
-
-inline Bytes noise(size_t nbytes, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  Bytes bytes(nbytes);
-  for (size_t i = 0; i < nbytes; i += 8) {
-    const uint64_t word = random();
-    std::memcpy(bytes.data() + i, &word, std::min<size_t>(8, nbytes - i));
-  }
-  return bytes;
-}
+using testing::Bytes;
 
 // Grows as it is written; fails from its `fail_at`-th write on, if asked to.
 class MemorySink final : public io::RangeSink {
@@ -196,7 +187,7 @@ inline std::vector<Tensor> make_tensors(const std::vector<size_t>& sizes, uint64
                                         const std::string& stem = "t") {
   std::vector<Tensor> tensors;
   for (size_t i = 0; i < sizes.size(); ++i)
-    tensors.push_back({stem + std::to_string(i), noise(sizes[i], seed * 1000 + i)});
+    tensors.push_back({stem + std::to_string(i), testing::random_bytes(sizes[i], seed * 1000 + i)});
   return tensors;
 }
 
@@ -276,7 +267,7 @@ inline void expect_loads(const Bytes& file, const std::vector<Tensor>& tensors,
   ASSERT_NO_THROW(load_all(source, settings, found));
   ASSERT_EQ(found.size(), tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i)
-    EXPECT_EQ(found[i], tensors[i].data) << tensors[i].name;
+    EXPECT_TRUE(testing::same(found[i], tensors[i].data)) << tensors[i].name;
 }
 
 inline std::shared_ptr<crypto::SecretKey> test_key(unsigned char fill = 7) {

@@ -26,7 +26,7 @@ class CudaStress : public FakeDriverTest {
         engine.order_after_caller();
         load(engine, source, units);
         EXPECT_EQ(save(engine, source.size(), units), source);
-        EXPECT_EQ(memory.bytes(), source);
+        EXPECT_TRUE(same(memory.bytes(), source));
         fake().compute(stream, device, memory.data(), source.size(), 2, 0);
       }
       fake().wait(stream, device);
@@ -48,7 +48,7 @@ class CudaStress : public FakeDriverTest {
       });
       try {
         load(engine, source, units);
-        EXPECT_EQ(memory.bytes(), source);
+        EXPECT_TRUE(same(memory.bytes(), source));
       } catch (const Error& error) {
         EXPECT_EQ(error.code(), Errc::cancelled) << error.what();
       }
@@ -87,7 +87,7 @@ TEST_F(CudaStress, FailuresAtRandomCallsNeverLoseABufferOrTouchFreedMemory) {
       auto units = plan(memory.data(), source.size(), engine.buffer_nbytes(), 20'000);
       for (Unit& unit : units) std::reverse(unit.pieces.begin(), unit.pieces.end());
       load(engine, source, units);
-      EXPECT_EQ(memory.bytes(), source);
+      EXPECT_TRUE(same(memory.bytes(), source));
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), Errc::device) << error.what();
     }

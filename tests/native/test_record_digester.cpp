@@ -80,7 +80,9 @@ TEST(RecordDigester, RecordsThatComeWholeAreDigestedWhateverIsWantedOfThem) {
   std::vector<RecordDigester::Whole> whole;
   Results results;
   RecordDigester digester(steps, {}, results.note());
-  for (uint32_t i = 0; i < 9; ++i) records.push_back({noise(40 + i, i), noise(i * i * 37, 50 + i)});
+  for (uint32_t i = 0; i < 9; ++i)
+    records.push_back(
+        {testing::random_bytes(40 + i, i), testing::random_bytes(i * i * 37, 50 + i)});
   const auto wanted = [](uint32_t i) {
     return format::HashChoice{.crc32 = i % 3 != 0, .sha256 = i % 4 != 1};
   };
@@ -93,7 +95,7 @@ TEST(RecordDigester, RecordsThatComeWholeAreDigestedWhateverIsWantedOfThem) {
 }
 
 TEST(RecordDigester, StepsComeInAnyOrderAndTheRecordIsCompletedWithTheLast) {
-  const Record record{noise(100, 1), noise(10'000, 2), 1000};
+  const Record record{testing::random_bytes(100, 1), testing::random_bytes(10'000, 2), 1000};
   for (const format::HashChoice wanted :
        {format::HashChoice{}, {.crc32 = true, .sha256 = false}, {.crc32 = false, .sha256 = true}}) {
     Results results;
@@ -109,7 +111,8 @@ TEST(RecordDigester, StepsComeInAnyOrderAndTheRecordIsCompletedWithTheLast) {
 }
 
 TEST(RecordDigester, HelpNeverTakesOneRecordAlone) {
-  const Record a{noise(10, 1), noise(3000, 2), 1000}, b{noise(20, 3), noise(4100, 4), 1500};
+  const Record a{testing::random_bytes(10, 1), testing::random_bytes(3000, 2), 1000},
+      b{testing::random_bytes(20, 3), testing::random_bytes(4100, 4), 1500};
   Results results;
   RecordDigester digester(std::vector{a.steps(), b.steps()}, {}, results.note());
   digester.expect(0, start_of(a.header));
@@ -128,7 +131,8 @@ TEST(RecordDigester, HelpNeverTakesOneRecordAlone) {
 struct ManyRecords {
   ManyRecords(size_t count, uint32_t steps, RecordDigester::Use use) {
     for (uint32_t i = 0; i < count; ++i)
-      records.push_back({noise(70 + i, i), noise(steps * 500 - i, 300 + i), 500});
+      records.push_back(
+          {testing::random_bytes(70 + i, i), testing::random_bytes(steps * 500 - i, 300 + i), 500});
     digester.emplace(std::vector(count, steps), use, results.note());
     for (uint32_t i = 0; i < count; ++i) digester->expect(i, start_of(records[i].header));
   }
@@ -181,7 +185,8 @@ TEST(RecordDigester, ManyRecordsOfUnequalStepsAreDigestedByAnyNumberOfThreads) {
   std::vector<uint32_t> steps;
   std::vector<std::pair<uint32_t, uint32_t>> order;
   for (uint32_t i = 0; i < 60; ++i) {
-    records.push_back({noise(64 + i, i), noise(1 + i * i * 13, 90 + i), 700 + 100 * (i % 5)});
+    records.push_back({testing::random_bytes(64 + i, i),
+                       testing::random_bytes(1 + i * i * 13, 90 + i), 700 + 100 * (i % 5)});
     steps.push_back(records.back().steps());
     for (uint32_t step = 0; step < steps.back(); ++step) order.emplace_back(i, step);
   }
@@ -215,7 +220,8 @@ TEST(RecordDigester, ABufferMayBeUsedAgainOnceItsStepWasWaitedFor) {
   std::vector<Record> records;
   std::vector<uint32_t> steps;
   for (uint32_t i = 0; i < 6; ++i) {
-    records.push_back({noise(64, i), noise(kStep * (3 + i) + 5 * i, 90 + i), kStep});
+    records.push_back({testing::random_bytes(64, i),
+                       testing::random_bytes(kStep * (3 + i) + 5 * i, 90 + i), kStep});
     steps.push_back(records.back().steps());
   }
   std::vector<std::pair<uint32_t, uint32_t>> order;  // dealt round-robin, as a plan does
@@ -246,7 +252,7 @@ TEST(RecordDigester, ABufferMayBeUsedAgainOnceItsStepWasWaitedFor) {
 }
 
 TEST(RecordDigester, ARecordMayComeInOneStep) {
-  const Record record{noise(100, 1), noise(1000, 2), 1000};
+  const Record record{testing::random_bytes(100, 1), testing::random_bytes(1000, 2), 1000};
   Results results;
   RecordDigester digester(std::vector{1U}, {}, results.note());
   digester.expect(0, start_of(record.header));
@@ -256,7 +262,7 @@ TEST(RecordDigester, ARecordMayComeInOneStep) {
 }
 
 TEST(RecordDigester, ARecordWithoutSha256IsNotWaitedFor) {
-  const Record record{noise(10, 1), noise(3000, 2), 1000};
+  const Record record{testing::random_bytes(10, 1), testing::random_bytes(3000, 2), 1000};
   Results results;
   RecordDigester digester(std::vector{record.steps()}, {}, results.note());
   digester.expect(0, start_of(record.header, {.crc32 = true, .sha256 = false}));
@@ -265,7 +271,7 @@ TEST(RecordDigester, ARecordWithoutSha256IsNotWaitedFor) {
 }
 
 TEST(RecordDigester, AStopEndsEveryWait) {
-  const Record record{noise(10, 1), noise(3000, 2), 1000};
+  const Record record{testing::random_bytes(10, 1), testing::random_bytes(3000, 2), 1000};
   Results results;
   RecordDigester digester(std::vector{record.steps()}, {}, results.note());
   digester.add(0, 2, record.step(2));
@@ -283,7 +289,7 @@ TEST(RecordDigester, AStopEndsEveryWait) {
 }
 
 TEST(RecordDigester, WhatTheCompletionThrowsReachesTheCaller) {
-  const Record record{noise(10, 1), noise(3000, 2), 1000};
+  const Record record{testing::random_bytes(10, 1), testing::random_bytes(3000, 2), 1000};
   const auto refuse = [](uint32_t, const RecordDigests&) {
     throw Error(Errc::hash_mismatch, "no match");
   };

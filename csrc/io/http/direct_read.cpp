@@ -12,9 +12,7 @@
 namespace tensorizer::io {
 namespace {
 
-constexpr size_t kMaxHeadNbytes = size_t{256} << 10;
 constexpr size_t kReceivedAtOnce = size_t{16} << 10;  // of a head
-constexpr size_t kKeptErrorNbytes = 4096;
 constexpr size_t kPlacesAtOnce = 64;
 constexpr uint64_t kBodyAtOnce = uint64_t{8} << 20;  // between two looks at the stop token
 

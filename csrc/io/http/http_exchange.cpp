@@ -9,9 +9,7 @@
 namespace tensorizer::io {
 namespace {
 
-constexpr size_t kMaxHeadNbytes = size_t{256} << 10;
-// Of an error's body: enough for the S3 error code; more than the second number is not waited for.
-constexpr size_t kKeptErrorNbytes = 4096;
+// A longer body of an error is not waited for.
 constexpr size_t kMaxErrorNbytes = size_t{256} << 10;
 constexpr long kReceiveBufferNbytes = 256 << 10;
 constexpr long kSendBufferNbytes = 256 << 10;

@@ -12,6 +12,10 @@
 
 namespace tensorizer::io {
 
+inline constexpr size_t kMaxHeadNbytes = size_t{256} << 10;
+// Of an error's body: enough for the S3 error code.
+inline constexpr size_t kKeptErrorNbytes = 4096;
+
 class HttpHeaders {
  public:
   using Field = std::pair<std::string, std::string>;

@@ -11,6 +11,8 @@
 
 namespace tensorizer::io {
 
+inline constexpr size_t kMaxVectors = 512;  // per call; IOV_MAX is 1024
+
 class FileCalls {
  public:
   virtual ~FileCalls() = default;

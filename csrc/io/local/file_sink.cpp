@@ -25,7 +25,6 @@ constexpr uint64_t kWritebackNbytes = uint64_t{1} << 20;  // smaller writes wait
 constexpr uint64_t kReserveNbytes = uint64_t{1} << 20;    // less is not worth a call
 constexpr unsigned kSyncedWriters = 4;  // who waits for the disk leaves others to hash meanwhile
 constexpr uint64_t kCopyNbytes = uint64_t{8} << 20;
-constexpr size_t kIovMax = 512;
 
 std::string folder_of(const std::string& path) {
   const size_t slash = path.rfind('/');
@@ -136,13 +135,13 @@ void FileSink::reserve(uint64_t end) {
 void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
                         const std::stop_token& stop) {
   const uint64_t begin = offset;
-  std::array<iovec, kIovMax> vectors;
+  std::array<iovec, kMaxVectors> vectors;
   size_t next = 0;
   uint64_t done_in = 0;
   while (next < slices.size()) {
     size_t count = 0;
     uint64_t wanted = 0;
-    for (size_t i = next; i < slices.size() && count < kIovMax; ++i) {
+    for (size_t i = next; i < slices.size() && count < kMaxVectors; ++i) {
       const uint64_t skip = i == next ? done_in : 0;
       vectors[count++] = {const_cast<std::byte*>(slices[i].data()) + skip, slices[i].size() - skip};
       wanted += slices[i].size() - skip;

@@ -16,13 +16,13 @@
 #include "core/error.h"
 #include "core/stop.h"
 #include "core/threads.h"
+#include "io/local/file_calls.h"
 
 namespace tensorizer::io {
 namespace {
 
 constexpr unsigned kColdReaders = 8;           // requests in flight that a disk wants to see
 constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
-constexpr size_t kIovMax = 512;
 
 // Whether a byte is there without waiting for a disk. nullopt: the file system does not say, as
 // overlayfs (containers) and tmpfs do not.
@@ -167,13 +167,13 @@ void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
 
 void FileSource::Handle::read(uint64_t offset, std::span<const Slice> slices,
                               const std::stop_token& stop) const {
-  std::array<iovec, kIovMax> vectors;
+  std::array<iovec, kMaxVectors> vectors;
   size_t next = 0;       // first slice that is not complete
   uint64_t done_in = 0;  // bytes of it that have arrived
   while (next < slices.size()) {
     size_t count = 0;
     uint64_t room = cached ? nbytes : kColdCallNbytes;
-    for (size_t i = next; i < slices.size() && count < kIovMax && room > 0; ++i) {
+    for (size_t i = next; i < slices.size() && count < kMaxVectors && room > 0; ++i) {
       const uint64_t skip = i == next ? done_in : 0;
       const uint64_t n = std::min(slices[i].size() - skip, room);
       vectors[count++] = {slices[i].data() + skip, n};

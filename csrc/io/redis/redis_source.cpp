@@ -10,7 +10,7 @@ namespace {
 // One GETRANGE asks for this much: the server builds each reply in memory before it sends it.
 constexpr uint64_t kPieceNbytes = uint64_t{1} << 20;
 // Requests sent ahead of the reply that is being received.
-constexpr size_t kPipelined = 4;
+constexpr size_t kPipelinedReads = 4;
 constexpr size_t kPipelinedLengths = 1024;
 constexpr std::string_view kScanCount = "4096";
 
@@ -143,8 +143,8 @@ void RedisSource::fetch(RedisHandle& redis, std::span<const RedisPiece> pieces,
   SliceCursor cursor(slices);
   size_t asked = 0;
   for (size_t i = 0; i < pieces.size(); ++i) {
-    if (asked == i || asked - i <= kPipelined / 2) {
-      for (; asked < pieces.size() && asked < i + kPipelined; ++asked)
+    if (asked == i || asked - i <= kPipelinedReads / 2) {
+      for (; asked < pieces.size() && asked < i + kPipelinedReads; ++asked)
         request(redis, pieces[asked]);
       redis.flush(stop);
     }

@@ -12,7 +12,7 @@ namespace {
 // Records up to this size are stored with one MSET, larger ones piece by piece.
 constexpr uint64_t kSmallNbytes = uint64_t{1} << 20;
 constexpr uint64_t kReadNbytes = uint64_t{4} << 20;
-constexpr size_t kPipelined = 1024;
+constexpr size_t kPipelinedWrites = 1024;
 
 std::string_view as_text(ConstSlice bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
@@ -46,8 +46,8 @@ std::vector<bool> RedisWriter::exist(const std::vector<std::string>& keys,
                                      const std::stop_token& stop) {
   std::vector<bool> found;
   std::unique_ptr<RedisHandle> redis = pool_.take(stop);
-  for (size_t first = 0; first < keys.size(); first += kPipelined) {
-    const size_t last = std::min(keys.size(), first + kPipelined);
+  for (size_t first = 0; first < keys.size(); first += kPipelinedWrites) {
+    const size_t last = std::min(keys.size(), first + kPipelinedWrites);
     for (size_t i = first; i < last; ++i) redis->append({"EXISTS", keys[i]});
     redis->flush(stop);
     for (size_t i = first; i < last; ++i) found.push_back(redis->read_reply(stop).integer != 0);
