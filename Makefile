@@ -70,12 +70,14 @@ demo: say-how-long $(VENV)/stamp-build  ## a real network written, loaded back a
 	@$(BIN)/python examples/demo.py --cache $(CACHE)/demo $(if $(MODEL),--model "$(MODEL)")
 
 PYTEST_ARGS ?=
+# A third of their time the tests wait, for time-outs and for servers.
+WORKERS := $(shell expr $(JOBS) + $(JOBS) / 2)
 .PHONY: test test-slow test-all
 test: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the Python tests (PYTEST_ARGS='-k name')
-	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q --durations=20 -n $(WORKERS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
 
 test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that take more than a few seconds (PYTEST_ARGS='--budget 300')
-	$(BIN)/python -m pytest -q --durations=20 -n $(JOBS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q --durations=20 -n $(WORKERS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
 
 test-all: export TENSORIZER_REQUIRE_SERVERS := 1
 test-all: test test-slow  ## all tests, the slow ones too; a missing server is an error

@@ -157,6 +157,7 @@ def fault_in_and_free(nbytes: int) -> None:
 def race(contenders: dict[str, Callable[[], object]], nbytes: int) -> None:
     """Time everybody in turn and print a line each: median, rate, a bar."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    gc.freeze()  # what torch made when it was imported is not looked at in each turn
     for turn in range(ROUNDS + 1):
         for name, act in contenders.items():
             fault_in_and_free(nbytes + (32 << 20))

@@ -201,7 +201,7 @@ def package_folder(request):
                     "--retries",
                     "1",
                 ]
-                arguments = [*pip, "--no-deps", "--upgrade", "--target", str(folder), *requirements]
+                arguments = [*pip, "--no-compile", "--no-deps", "--upgrade", "--target", str(folder), *requirements]
                 try:
                     subprocess.run(arguments, check=True, capture_output=True, timeout=280)
                 except (subprocess.SubprocessError, OSError) as error:

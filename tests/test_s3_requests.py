@@ -7,8 +7,6 @@ import contextlib
 import gc
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 import warnings
 import zlib
@@ -244,7 +242,8 @@ class TestStreamsByHand:
 
 
 END = """
-import sys, torch, tensorizer
+import sys, torch, tensorizer, warnings
+warnings.simplefilter("always")
 from tensorizer.stream_io import open_stream
 options = dict(s3_access_key_id=sys.argv[1], s3_secret_access_key=sys.argv[2], s3_endpoint=sys.argv[3], force_http=True)
 how, ending = sys.argv[4:]
@@ -261,9 +260,11 @@ if ending == "exception": raise RuntimeError("on purpose")
 """
 
 
-def run_to_the_end(store, how, ending):
-    command = [sys.executable, "-W", "always", "-c", END, store.access_key, store.secret_key, store.endpoint]
-    return subprocess.run([*command, how, ending], capture_output=True, text=True, timeout=120, check=False).stderr
+@pytest.fixture
+def run_to_the_end(fresh_process, store):
+    return lambda how, ending: (
+        fresh_process(END, store.access_key, store.secret_key, store.endpoint, how, ending).stderr
+    )
 
 
 class TestUnclosed:
@@ -292,24 +293,24 @@ class TestUnclosed:
             gc.collect()
         assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
-    def test_the_end_of_the_interpreter_says_it_too(self, store):
+    def test_the_end_of_the_interpreter_says_it_too(self, store, run_to_the_end):
         store.objects["/bucket/key"] = b"old"
-        shown = run_to_the_end(store, "uri", "exit")
+        shown = run_to_the_end("uri", "exit")
         assert "ResourceWarning" in shown
         assert shown.count("s3://bucket/key") >= 2, "a warning and a line in the log"
         assert store.objects == {"/bucket/key": b"old"}
 
-    def test_an_exception_that_ends_the_program_uploads_nothing(self, store):
+    def test_an_exception_that_ends_the_program_uploads_nothing(self, store, run_to_the_end):
         for how in ("hand", "stream", "uri"):
             store.objects["/bucket/key"] = b"old"
-            assert "on purpose" in run_to_the_end(store, how, "exception")
+            assert "on purpose" in run_to_the_end(how, "exception")
             assert store.objects == {"/bucket/key": b"old"}, how
             assert store.open_uploads == {}
 
-    def test_streams_that_are_open_at_the_end_are_completed(self, store):
+    def test_streams_that_are_open_at_the_end_are_completed(self, store, run_to_the_end):
         for how in ("hand", "stream"):
             store.objects["/bucket/key"] = b"old"
-            shown = run_to_the_end(store, how, "exit")
+            shown = run_to_the_end(how, "exit")
             assert store.objects["/bucket/key"] != b"old"
             assert ("ResourceWarning" in shown) == (how == "stream")
 

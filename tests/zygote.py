@@ -14,7 +14,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import traceback
 from typing import NamedTuple
 
 
@@ -121,5 +120,7 @@ if __name__ == "__main__":
         except SystemExit:
             raise
         except BaseException:
-            traceback.print_exc()
+            # As the interpreter leaves them behind, and hooks that programs set find them.
+            sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+            sys.excepthook(*sys.exc_info())
             sys.exit(1)
