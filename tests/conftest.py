@@ -223,6 +223,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "xdist_group(name): tests that one worker of pytest-xdist runs, if it is there")
     # torch says so, once per process, wherever a complex32 tensor is made
     config.addinivalue_line("filterwarnings", "ignore:ComplexHalf support is experimental:UserWarning")
+    # torch 2.4 and 2.5 say so of every torch.load
+    config.addinivalue_line("filterwarnings", "ignore:You are using `torch.load` with `weights_only=False`:FutureWarning")
 
 
 def pytest_terminal_summary(terminalreporter):
