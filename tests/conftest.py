@@ -224,7 +224,7 @@ def pytest_configure(config):
     # torch says so, once per process, wherever a complex32 tensor is made
     config.addinivalue_line("filterwarnings", "ignore:ComplexHalf support is experimental:UserWarning")
     # torch 2.4 and 2.5 say so of every torch.load
-    config.addinivalue_line("filterwarnings", "ignore:You are using `torch.load` with `weights_only=False`:FutureWarning")
+    config.addinivalue_line("filterwarnings", "ignore:You are using `torch.load` with:FutureWarning")
 
 
 def pytest_terminal_summary(terminalreporter):
