@@ -67,10 +67,14 @@ def pip(python: Path, *arguments: str) -> str:
     return "" if done.returncode == 0 else (done.stdout.strip().splitlines() or ["pip failed"])[-1]
 
 
+def numpy_for(torch: str) -> str:
+    """The requirement of a release of torch: those up to 2.2 were built for numpy 1."""
+    return "numpy<2" if torch.startswith(("2.1.", "2.2.")) else "numpy"
+
+
 def install_torch(python: Path, version: str) -> str:
     """Installs torch ``version``, a CPU build where one can be had; empty, or why there is none."""
-    # torch up to 2.2 was built for numpy 1
-    numpy = "numpy<2" if version.startswith(("2.1.", "2.2.")) else "numpy"
+    numpy = numpy_for(version)
     if TORCH_INDEX:
         return pip(python, f"torch=={version}", numpy, "--extra-index-url", TORCH_INDEX)
     if not pip(python, f"torch=={version}+cpu", numpy):

@@ -29,6 +29,7 @@ from environments import (
     install_torch,
     make_environment,
     newest_torch,
+    numpy_for,
     pip,
     pythons_here,
     version_of,
@@ -61,7 +62,7 @@ def fill(interpreter: str, folder: Path, torch: str) -> str:
     """An environment with torch and what the tests need, unless it is there already; empty, or what it lacks."""
     # up to torch 2.2 its builder of extensions needs the old one
     setuptools = "setuptools>=64,<70" if torch.startswith(("2.1.", "2.2.")) else "setuptools>=64"
-    wanted = [setuptools, "wheel", "ninja", *test_requirements()]
+    wanted = [setuptools, "wheel", "ninja", numpy_for(torch), *test_requirements()]
     stamp, text = folder / "stamp", f"{interpreter} torch {torch}\n" + "\n".join(wanted)
     if stamp.exists() and stamp.read_text() == text:
         return ""
