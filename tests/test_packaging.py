@@ -171,13 +171,49 @@ def test_every_python_that_gets_no_wheel_is_named_with_the_reason(scripts, tmp_p
     broken.chmod(0o755)
     others = [version for version in PYTHONS if version != running]
     monkeypatch.setattr(builder, "pythons_here", lambda: {others[0]: str(broken)})
-    monkeypatch.setattr(builder, "lacks", lambda python: [])
+    monkeypatch.setattr(builder, "lacks", lambda python: [] if python == sys.executable else ["torch"])
     assert builder.builders_here(tmp_path / "cache") == [sys.executable]
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("==")]
     assert lines == [
         f"left out: Python {others[0]}: no virtual environment: it has no ensurepip",
         *(f"left out: Python {version}: not on this machine" for version in others[1:]),
     ]
+
+
+def test_a_python_that_was_named_and_cannot_build_ends_the_program_with_the_reason(scripts, tmp_path):
+    builder = scripts("build_wheels")
+    versions = {"old": "3.8", "broken": "3.11"}
+    for name, version in versions.items():
+        (tmp_path / name).write_text(
+            f'#!/bin/sh\n[ "$1" = -c ] || {{ echo no ensurepip; exit 1; }}\n'
+            f"case $2 in *version_info*) echo {version} ;; *) echo torch ;; esac\n"
+        )
+        (tmp_path / name).chmod(0o755)
+    reasons = {"old": "Python 3.8: wanted one of 3.9, ", "broken": "no virtual environment: no ensurepip"}
+    for name, reason in [*reasons.items(), ("missing", "does not run")]:
+        python = str(tmp_path / name)
+        with pytest.raises(SystemExit, match=f"^{re.escape(python)}:? {re.escape(reason)}"):
+            builder.named_builders([python], tmp_path / "cache")
+
+
+def test_a_build_sees_the_header_of_debians_python_that_depends_on_the_machine_and_no_other(scripts, tmp_path):
+    builder = scripts("build_wheels")
+    include = tmp_path / "usr" / "include"
+    for folder in (include / "python3.99", include / "x86_64-linux-gnu" / "python3.99"):
+        folder.mkdir(parents=True)
+    (include / "other.h").touch()
+    (include / "python3.99" / "pyconfig.h").write_text("#include <x86_64-linux-gnu/python3.99/pyconfig.h>\n")
+    (include / "x86_64-linux-gnu" / "python3.99" / "pyconfig.h").write_text("of this machine\n")
+    python = tmp_path / "python"
+    for machine, seen in (("x86_64-linux-gnu", "of this machine"), ("none", None)):
+        python.write_text(f"#!/bin/sh\necho {machine}\necho {include}/python3.99\n")
+        python.chmod(0o755)
+        flags = builder.headers_of_machine(str(python), tmp_path / "headers")
+        compiler = ["c++", "-nostdinc", "-E", "-P", f"-I{include}/python3.99", *flags, "-x", "c++", "-"]
+        for header, wanted in (("pyconfig.h", seen), ("other.h", None)):
+            text = f"#include <{header}>\n"
+            run = subprocess.run(compiler, input=text, capture_output=True, text=True, check=False)
+            assert (run.stdout.strip() if run.returncode == 0 else None) == wanted, (machine, header)
 
 
 def test_the_newest_torch_of_a_python_is_the_one_of_the_developers_or_the_last_that_it_got(scripts):
@@ -489,6 +525,18 @@ def test_a_command_in_a_root_changes_only_what_is_shared_with_it(scripts, tmp_pa
     assert (tmp_path / "said").read_text() == "beforebeforebefore refused\nafter\n"
     assert [(folder / "there").read_text() for folder in (lent, copied, shared)] == ["before", "before", "after\n"]
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounting wants root")
+def test_a_command_in_a_root_ends_with_the_program_that_started_it():
+    program = (
+        "from pathlib import Path; from roots import run_in_root\n"
+        "run_in_root(Path('/'), ['sh', '-c', 'echo started; while :; do sleep 1; done'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=SCRIPTS, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"started\n"
+        process.kill()
+        assert process.stdout.read() == b""  # the end: nothing holds the pipe any more
 
 
 def test_a_root_has_all_packages_that_the_tests_of_this_machine_ask_for(scripts):

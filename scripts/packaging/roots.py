@@ -122,8 +122,10 @@ def run_in_root(
     lists = ["\n".join(map(str, folders)) for folders in (lent, copied, shared)]
     with tempfile.TemporaryDirectory() as work:
         variables = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "WORK": work, **(environment or {})}
-        unshare = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", IN_ROOT, "sh", str(root)]
-        return subprocess.run([*unshare, *lists, *command], env=variables, check=False).returncode
+        # It ends with this process, however that ends.
+        unshare = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child"]
+        started = [*unshare, "sh", "-c", IN_ROOT, "sh", str(root)]
+        return subprocess.run([*started, *lists, *command], env=variables, check=False).returncode
 
 
 def run_with_repository(suite: str, packages: Sequence[str], command: Sequence[str]) -> Optional[int]:
