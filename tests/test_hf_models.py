@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -483,12 +484,13 @@ def test_sources_that_are_no_folders_are_named(tmp_path):
     assert type(from_pretrained(None, f"file://{tmp_path}/model")) is transformers.BertModel
 
 
-def test_a_prefix_of_a_web_server_is_a_folder(tmp_path):
+def test_a_prefix_of_a_web_server_is_a_folder(tmp_path, monkeypatch):
     model = tiny_models.llama()
     model.generation_config.max_new_tokens = 7
     save_pretrained(model, tmp_path / "ours", max_shard_size="20KB")
     tiny_models.mixtral().save_pretrained(tmp_path / "library")
-    before = set(os.listdir(Path(os.path.realpath(os.environ.get("TMPDIR", "/tmp")))))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     with serve_folder(tmp_path) as web:
         loaded = from_pretrained(None, f"{web}/ours")
         assert_as_the_library(loaded, model)
@@ -496,5 +498,4 @@ def test_a_prefix_of_a_web_server_is_a_folder(tmp_path):
         assert_as_the_library(from_pretrained(None, f"{web}/library"), tiny_models.mixtral())
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
             from_pretrained(None, f"{web}/nothing")
-    left = set(os.listdir(Path(os.path.realpath(os.environ.get("TMPDIR", "/tmp"))))) - before
-    assert not {name for name in left if name.startswith("tensorizer-")}
+    assert os.listdir(tmp_path / "temporary") == []
