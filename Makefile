@@ -45,6 +45,9 @@ $(VENV)/stamp-dev: requirements-dev.txt constraints-dev.txt $(VENV)/stamp-torch
 	@$(PIP) install $(CONSTRAINTS) --requirement requirements-dev.txt
 	@touch $@
 
+.PHONY: environment
+environment: $(VENV)/stamp-dev  ## the virtual environment with all that developers need, nothing compiled
+
 # The first build is the editable install; later ones compile in place, where ninja keeps what did not change.
 $(VENV)/stamp-build: $(BUILD_INPUTS) $(VENV)/stamp-torch
 	@echo "== building tensorizer._C"
@@ -84,14 +87,15 @@ test-all: test test-slow  ## all tests, the slow ones too; a missing server is a
 
 # ---- wheels ---------------------------------------------------------------------------------------------------------
 
-# Pythons with torch, setuptools, wheel and ninja; without any, every Python that is here gets an environment with them.
+# Without names, every Python that is here. ROOTS=sid: the Python of that release of Debian, in a root (wants root).
 PYTHONS ?=
+ROOTS ?=
 .PHONY: wheel wheels wheels-again wheel-test matrix compilers
 wheel: system-wheels $(VENV)/stamp-torch  ## a wheel that needs no library, for this Python, in dist/
 	$(BIN)/python scripts/packaging/build_wheels.py --out dist --jobs $(JOBS) $(BIN)/python
 
 wheels: system-wheels $(VENV)/stamp-torch  ## one for every Python that is here (PYTHONS='a/bin/python b/bin/python')
-	$(BIN)/python scripts/packaging/build_wheels.py --out dist --jobs $(JOBS) $(PYTHONS)
+	$(BIN)/python scripts/packaging/build_wheels.py --out dist --jobs $(JOBS) $(PYTHONS) $(if $(ROOTS),--root $(ROOTS))
 
 wheels-again: system-wheels $(VENV)/stamp-torch  ## build the wheels of dist/ again, elsewhere: are all bytes equal?
 	$(BIN)/python scripts/packaging/build_again.py dist $(PYTHONS)
@@ -166,8 +170,11 @@ export CCACHE_SLOPPINESS := pch_defines,time_macros
 NATIVE_ARGS ?=
 FUZZ_SECONDS ?= 8
 
-.PHONY: native native-plain native-asan native-tsan fuzz aarch64
+.PHONY: native native-build native-plain native-asan native-tsan fuzz aarch64
 native: native-asan native-tsan  ## the C++ tests with ASan+UBSan and with TSan (NATIVE_ARGS=--gtest_filter=...)
+
+native-build: system-native  ## compile those for ASan+UBSan, run none
+	@JOBS=$(JOBS) scripts/native.sh native-asan native_tests
 
 native-plain native-asan native-tsan: system-native
 	@echo "== C++ tests: $@"

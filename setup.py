@@ -179,29 +179,40 @@ def sanitizer_flags() -> list[str]:
     return [f"-fsanitize={kinds}", "-fno-omit-frame-pointer"] if kinds else []
 
 
-# Reading pybind11's headers takes longer than compiling most files that use them, so these share a reading. Files that
-# are not named here are compiled by themselves.
-COMPILED_TOGETHER = [
-    ["errors", "gil", "names", "module", "py_file_source", "py_file_sink", "torch_bridge", "bind_io", "bind_file"],
-    ["bind_load", "slice_index", "bind_slices", "bind_save", "bind_plain", "bind_cuda", "bind_crypto", "bind_versions"],
-]
+# The kernels each ask for other instructions of the processor.
+COMPILED_ALONE = ROOT / "csrc" / "crypto" / "kernels"
+# Most of the time is pybind11's headers: parts of csrc/bind that several processors share.
+PARTS_OF_BIND = 3
+
+
+def groups_of_sources() -> dict[str, list[Path]]:
+    """Files of csrc that are compiled as one, those of a folder: reading the headers takes longer than the rest."""
+    groups: dict[str, list[Path]] = {}
+    for folder in sorted({path.parent for path in (ROOT / "csrc").rglob("*.cpp")}):
+        files = sorted(folder.glob("*.cpp"))
+        name = folder.relative_to(ROOT / "csrc").as_posix().replace("/", "_")
+        if folder == COMPILED_ALONE:
+            groups |= {f"{name}_{path.stem}": [path] for path in files}
+        elif name == "bind":
+            groups |= {f"bind_{part}": files[part::PARTS_OF_BIND] for part in range(PARTS_OF_BIND)}
+        else:
+            groups[name] = files
+    return groups
 
 
 def source_files() -> list[str]:
-    """What the compiler is given: csrc, where the files of csrc/bind/ are included by generated ones."""
-    files = [path for path in sorted((ROOT / "csrc").rglob("*.cpp")) if path.parent.name != "bind"]
-    together = {name for names in COMPILED_TOGETHER for name in names}
-    alone = [[path.stem] for path in sorted((ROOT / "csrc" / "bind").glob("*.cpp")) if path.stem not in together]
+    """What the compiler is given: files below build/ that include those of csrc."""
     folder = ROOT / "build" / "together"
     folder.mkdir(parents=True, exist_ok=True)
-    for number, names in enumerate([*COMPILED_TOGETHER, *alone]):
-        text = "".join(f'#include "bind/{name}.cpp"\n' for name in names)
-        text = f'#include "bind/private_pybind.h"\n{text}'
-        path = folder / f"bind_{number}.cpp"
+    files = []
+    for name, sources in groups_of_sources().items():
+        first = [ROOT / "csrc" / "bind" / "private_pybind.h"] if name.startswith("bind_") else []
+        text = "".join(f'#include "{path.relative_to(ROOT / "csrc").as_posix()}"\n' for path in [*first, *sources])
+        path = folder / f"{name}.cpp"
         if not path.exists() or path.read_text() != text:  # an untouched file is not compiled again
             path.write_text(text)
-        files.append(path)
-    return [str(path.relative_to(ROOT)) for path in files]
+        files.append(str(path.relative_to(ROOT)))
+    return files
 
 
 def make_extension() -> Extension:

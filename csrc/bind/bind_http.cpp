@@ -112,10 +112,10 @@ void register_options(py::module_& m) {
   retry_seconds_property<&io::RetryPolicy::max_delay>(c, "max_retry_delay");
 }
 
-std::shared_ptr<HttpSource> open_source(const std::string& url, const HttpOptions& options,
-                                        uint64_t begin, std::optional<uint64_t> end,
-                                        const py::object& url_provider, double url_lifetime,
-                                        const std::string& display_name) {
+std::shared_ptr<HttpSource> open_http(const std::string& url, const HttpOptions& options,
+                                      uint64_t begin, std::optional<uint64_t> end,
+                                      const py::object& url_provider, double url_lifetime,
+                                      const std::string& display_name) {
   io::HttpAddress address{url, text_function(url_provider),
                           std::chrono::seconds(std::llround(url_lifetime)), display_name};
   return run_interruptible([&](const std::stop_token& stop) {
@@ -161,7 +161,7 @@ py::bytes read_parallel(HttpSource& source, uint64_t offset, size_t nbytes) {
 
 void register_source(py::module_& m) {
   py::class_<HttpSource, io::RangeSource, std::shared_ptr<HttpSource>>(m, "HttpSource")
-      .def_static("open", &open_source, py::arg("url"), py::arg("options"), py::kw_only(),
+      .def_static("open", &open_http, py::arg("url"), py::arg("options"), py::kw_only(),
                   py::arg("begin") = 0, py::arg("end") = py::none(),
                   py::arg("url_provider") = py::none(), py::arg("url_lifetime") = 0.0,
                   py::arg("display_name") = "")

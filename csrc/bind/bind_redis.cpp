@@ -59,7 +59,7 @@ RedisOptions to_options(const py::dict& settings) {
   return options;
 }
 
-std::shared_ptr<RedisSource> open_source(const py::dict& settings, const std::string& prefix) {
+std::shared_ptr<RedisSource> open_redis(const py::dict& settings, const std::string& prefix) {
   const RedisOptions options = to_options(settings);
   return run_interruptible([&](const std::stop_token& stop) {
     return std::make_shared<RedisSource>(options, prefix, stop);
@@ -75,7 +75,8 @@ void put(RedisWriter& writer, const std::string& key, const py::bytes& value) {
 // (key stem, header offset, payload offset, payload bytes)
 using RecordTuple = std::tuple<std::string, uint64_t, uint64_t, uint64_t>;
 
-void write(RedisWriter& writer, io::RangeSource& source, const std::vector<RecordTuple>& tuples) {
+void write_records(RedisWriter& writer, io::RangeSource& source,
+                   const std::vector<RecordTuple>& tuples) {
   std::vector<io::RedisRecord> records;
   records.reserve(tuples.size());
   for (const auto& [stem, header, data, nbytes] : tuples)
@@ -87,7 +88,7 @@ void write(RedisWriter& writer, io::RangeSource& source, const std::vector<Recor
 
 void register_redis(py::module_& m) {
   py::class_<RedisSource, io::RangeSource, std::shared_ptr<RedisSource>>(m, "RedisSource")
-      .def(py::init(&open_source), py::arg("settings"), py::arg("prefix"))
+      .def(py::init(&open_redis), py::arg("settings"), py::arg("prefix"))
       .def_property_readonly("end", &RedisSource::end)
       .def("close_connections", &RedisSource::close_connections,
            py::call_guard<py::gil_scoped_release>())
@@ -112,7 +113,7 @@ void register_redis(py::module_& m) {
           },
           py::arg("key"))
       .def("put", &put, py::arg("key"), py::arg("value"))
-      .def("write", &write, py::arg("source"), py::arg("records"));
+      .def("write", &write_records, py::arg("source"), py::arg("records"));
 }
 
 }  // namespace tensorizer::bind

@@ -29,7 +29,7 @@ TEST(Sessions, EncryptedTensorsComeBackAndTheFileHoldsNoPlaintext) {
   expect_loads(file, tensors, {.keys = ring()});
   expect_loads(file, tensors, {.verify = false, .workers = 1, .keys = ring()});
   const Bytes& plain = tensors[5].data;
-  EXPECT_EQ(std::search(file.begin(), file.end(), plain.begin(), plain.begin() + 64), file.end());
+  EXPECT_EQ(memmem(file.data(), file.size(), plain.data(), 64), nullptr);
 }
 
 TEST(Sessions, AMemorySourceThatOffersViewsDecryptsFromThem) {
@@ -238,7 +238,8 @@ TEST(Sessions, ADeviceIsFilledThroughTwoBuffersWhateverIsAsked) {
   const auto tensors = make_tensors(kMixedSizes, 70);
   HostEngine engine(2, kUnit);
   const Bytes plain = save_all(tensors, {}, &engine);
-  EXPECT_EQ(plain, save_all(tensors));  // saving from a device writes the same file
+  EXPECT_TRUE(
+      testing::same(plain, save_all(tensors)));  // saving from a device writes the same file
   expect_loads(plain, tensors, {.workers = 5, .engine = &engine});
   expect_loads(plain, tensors, {.verify = false, .workers = 5, .engine = &engine});
   const Bytes encrypted = save_all(tensors, encrypted_options(), &engine);
