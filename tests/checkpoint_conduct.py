@@ -289,13 +289,14 @@ def blocks(folder: Path) -> None:
 def memory_of_a_save(folder: Path) -> None:
     """Tensors that have to be copied to be written, twice as much as may be copied at a time."""
     assert memory.can_measure()
-    count, side = 8, 4096  # of 64 MiB
-    state = {f"w{i}": torch.ones(side, side).t() for i in range(count)}
     save_small = {"w": torch.ones(10)}
     dcp.save(save_small, storage_writer=td.TensorizerWriter(folder / "small"), no_dist=True)
-    with memory.peak_growth() as growth:
-        dcp.save(state, storage_writer=td.TensorizerWriter(folder / "large", fsync=False), no_dist=True)
-    assert growth.peak < (256 + 64) * memory.MIB, growth.peak / memory.MIB
+    for rows, limit in ((3 * 4096, 192), (4096, 256)):  # tensors of 192 MiB, of which two are too many, and of 64
+        state = {f"w{i}": torch.ones(4096, rows).t() for i in range(512 * 4096 // (64 * rows))}
+        with memory.peak_growth() as growth:
+            dcp.save(state, storage_writer=td.TensorizerWriter(folder / "large", fsync=False), no_dist=True)
+        assert growth.peak < (limit + 32) * memory.MIB, (limit, growth.peak / memory.MIB)
+    count, side = len(state), 4096
     with memory.peak_growth() as growth:
         td.consolidate(folder / "large", folder / "one.tensors", hashes=None)
     assert growth.peak < (256 + 64) * memory.MIB, growth.peak / memory.MIB

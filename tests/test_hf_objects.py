@@ -153,20 +153,20 @@ def test_an_adapter_loads_into_peft_and_transformers(tmp_path):
     again = peft.PeftModel.from_pretrained(
         transformers.LlamaForCausalLM.from_pretrained(tmp_path / "library base"), tmp_path / "library"
     )
-    assert torch.equal(again(PROMPT).logits, wanted)
+    assert tiny_models.agree(again(PROMPT).logits, wanted)
     for folder in ("ours", "library"):
         for cls in (None, peft.PeftModel):
             ours = from_pretrained(cls, tmp_path / folder)
             assert type(ours) is peft.PeftModelForCausalLM
             assert_same_state(ours, again)
             assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in again.parameters()]
-            assert torch.equal(ours(PROMPT).logits, wanted)
+            assert tiny_models.agree(ours(PROMPT).logits, wanted)
         into = from_pretrained(transformers.AutoModelForCausalLM, tmp_path / folder)
         assert type(into) is transformers.LlamaForCausalLM
-        assert torch.equal(into(PROMPT).logits, wanted)
+        assert tiny_models.agree(into(PROMPT).logits, wanted)
         second = load_adapter(from_pretrained(None, tmp_path / "ours"), tmp_path / folder, adapter_name="second")
         second.set_adapter("second")
-        assert torch.equal(second(PROMPT).logits, wanted)
+        assert tiny_models.agree(second(PROMPT).logits, wanted)
 
 
 def test_an_adapter_that_does_not_fit_or_names_no_base_is_an_error(tmp_path):

@@ -129,7 +129,7 @@ def test_every_way_to_name_the_classes_gives_the_same_model(tmp_path, classes):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not model.training
     assert_same_model(model, original)
-    assert torch.equal(model(PROMPT).logits, original(PROMPT).logits)
+    assert tiny_models.agree(model(PROMPT).logits, original(PROMPT).logits)
 
 
 @pytest.mark.parametrize("prefix", ["model", "other"])

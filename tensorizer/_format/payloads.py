@@ -10,7 +10,7 @@ import torch
 
 from tensorizer._format import dtypes
 
-__all__ = ["adopt", "contiguous", "stored_dtype"]
+__all__ = ["adopt", "contiguous", "is_copied", "stored_dtype"]
 
 
 def stored_dtype(name: Any, tensor: torch.Tensor) -> str:
@@ -75,6 +75,14 @@ def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
     with warnings.catch_warnings():  # about read-only memory: it is only read here
         warnings.simplefilter("ignore")
         return torch.from_numpy(array)
+
+
+def is_copied(tensor: torch.Tensor, on_device: bool) -> bool:
+    """Whether :func:`contiguous` makes a copy of the tensor's data."""
+    if tensor.is_meta:
+        return False
+    in_place = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return not in_place or not (on_device or tensor.device.type == "cpu")
 
 
 def contiguous(tensor: torch.Tensor, on_device: bool) -> torch.Tensor:

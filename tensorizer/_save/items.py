@@ -9,6 +9,7 @@ import torch
 
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Path
+from tensorizer._format.payloads import is_copied
 from tensorizer._save.modules import ModuleTensor
 from tensorizer._system import cuda_engine
 
@@ -69,9 +70,8 @@ def _copied_nbytes(item: Item) -> int:
     tensor = item.tensor
     if tensor.is_meta:
         return 0
-    in_place = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    direct = tensor.device.type == "cpu" or cuda_engine.is_fast_device(tensor.device)
-    return 0 if in_place and direct and item.owner is None else item.nbytes
+    copied = is_copied(tensor, on_device=cuda_engine.is_fast_device(tensor.device))
+    return item.nbytes if copied or item.owner is not None else 0
 
 
 def batches(items: list[Item]) -> Iterator[list[Item]]:

@@ -59,7 +59,7 @@ void CopyStream::zero(std::span<const DeviceRange> ranges) {
   check(driver_, driver_.cuStreamSynchronize(stream_), "wiping memory of the CUDA device");
 }
 
-bool CopyStream::settle() noexcept { return driver_.cuStreamSynchronize(stream_) == kSuccess; }
+Result CopyStream::settle() noexcept { return driver_.cuStreamSynchronize(stream_); }
 
 void CopyStream::copy_one(std::byte* buffer, const CopyPiece& piece, Direction direction) {
   std::byte* const host = buffer + piece.buffer_offset;

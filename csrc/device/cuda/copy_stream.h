@@ -36,8 +36,9 @@ class CopyStream {
   // Overwrites the ranges with zeros and waits for that. Throws Error(device).
   void zero(std::span<const DeviceRange> ranges);
 
-  // Waits until nothing enqueued runs any more; false when the driver cannot tell.
-  bool settle() noexcept;
+  // Waits until nothing enqueued runs any more; another result than success when the driver cannot
+  // tell.
+  Result settle() noexcept;
 
  private:
   void copy_one(std::byte* buffer, const CopyPiece& piece, Direction direction);

@@ -110,7 +110,7 @@ void CudaCopyEngine::wipe(std::span<const DeviceRange> destinations) noexcept {
       stream->zero(destinations);
     } catch (const Error&) {
       // What was enqueued before the failure touches the caller's memory too.
-      if (!stream->settle()) keep_for_good(std::move(stream));
+      if (stream->settle() != kSuccess) keep_for_good(std::move(stream));
     }
     if (stream) state_->buffers->give_back(std::move(stream));
   } catch (...) {  // the failure that led here is the one to report

@@ -183,10 +183,10 @@ bool Device::release_pinned() {
   return true;
 }
 
-void Device::condemn(const PinnedBuffers& buffers) {
+void Device::condemn(const PinnedBuffers& buffers, Result why) {
   MutexLock lock(mutex_);
   if (pinned_.get() != &buffers) return;
-  pinned_->close();
+  pinned_->close(why);
   keep_for_good(std::move(pinned_));
   context_ = nullptr;  // stays retained: the users of the old memory still work in it
   users_ = 0;

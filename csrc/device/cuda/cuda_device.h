@@ -61,9 +61,9 @@ class Device {
   bool release_pinned();
   static bool release_all();
 
-  // The device may still write to this memory and nobody can tell when that ends: it is never used
-  // again and never returned.
-  void condemn(const PinnedBuffers& buffers);
+  // The device may still write to this memory and nobody can tell when that ends, since waiting for
+  // it ended with `why`: it is never used again and never returned.
+  void condemn(const PinnedBuffers& buffers, Result why);
 
   PinnedStatus status() const;
 

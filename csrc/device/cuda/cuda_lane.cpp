@@ -41,12 +41,13 @@ CudaLane::CudaLane(LaneState& shared)
 CudaLane::~CudaLane() {
   const bool copies =
       std::any_of(in_use_.begin(), in_use_.end(), [](const Use& use) { return use.copies; });
-  if (!copies || stream_->settle()) {
+  const Result end = copies ? stream_->settle() : kSuccess;
+  if (end == kSuccess) {
     for (const Use& use : in_use_) buffers_.give_back(use.buffer);
     for (const unsigned buffer : spare_) buffers_.give_back(buffer);
     buffers_.give_back(std::move(stream_));
   } else {
-    shared_.device.condemn(buffers_);
+    shared_.device.condemn(buffers_, end);
     keep_for_good(std::move(stream_));
   }
   {
@@ -93,8 +94,10 @@ void CudaLane::wait_for_line(const std::stop_token& stop) {
     spare_.push_back(*taken);
     return;
   }
-  if (buffers_.is_closed() && !stop.stop_requested() && !shared_.cancelled.load())
-    throw Error(Errc::device, "its staging memory was given up after another copy failed");
+  const Result why = buffers_.closed_by();
+  if (why != kSuccess && !stop.stop_requested() && !shared_.cancelled.load())
+    throw_cuda_error(shared_.device.driver(), why,
+                     "its staging memory was given up after another copy failed");
   throw Error(Errc::cancelled, "cancelled");
 }
 

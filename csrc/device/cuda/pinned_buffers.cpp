@@ -130,7 +130,7 @@ void PinnedBuffers::release() noexcept {
 
 std::optional<unsigned> PinnedBuffers::try_take() {
   MutexLock lock(mutex_);
-  if (closed_ || free_.empty() || has_waiters()) return std::nullopt;
+  if (closed_by_ != kSuccess || free_.empty() || has_waiters()) return std::nullopt;
   const unsigned buffer = free_.back();
   free_.pop_back();
   return buffer;
@@ -141,10 +141,10 @@ std::optional<unsigned> PinnedBuffers::take(const std::stop_token& stop,
   MutexLock lock(mutex_);
   waiters_.fetch_add(1, std::memory_order_relaxed);
   const bool awake = changed_.wait(mutex_, stop, [&]() REQUIRES_LOCK(mutex_) {
-    return given_up.load() || closed_ || !free_.empty();
+    return given_up.load() || closed_by_ != kSuccess || !free_.empty();
   });
   waiters_.fetch_sub(1, std::memory_order_relaxed);
-  if (!awake || given_up.load() || closed_) return std::nullopt;
+  if (!awake || given_up.load() || closed_by_ != kSuccess) return std::nullopt;
   const unsigned buffer = free_.back();
   free_.pop_back();
   return buffer;
@@ -163,17 +163,17 @@ void PinnedBuffers::wake_all() noexcept {
   changed_.notify_all();
 }
 
-void PinnedBuffers::close() noexcept {
+void PinnedBuffers::close(Result why) noexcept {
   {
     MutexLock lock(mutex_);
-    closed_ = true;
+    closed_by_ = why;
   }
   changed_.notify_all();
 }
 
-bool PinnedBuffers::is_closed() const {
+Result PinnedBuffers::closed_by() const {
   MutexLock lock(mutex_);
-  return closed_;
+  return closed_by_;
 }
 
 unsigned PinnedBuffers::free_count() const {
@@ -196,7 +196,7 @@ std::unique_ptr<CopyStream> PinnedBuffers::take_stream() {
 void PinnedBuffers::give_back(std::unique_ptr<CopyStream> stream) noexcept {
   try {
     MutexLock lock(mutex_);
-    if (!closed_) idle_streams_.push_back(std::move(stream));
+    if (closed_by_ == kSuccess) idle_streams_.push_back(std::move(stream));
   } catch (...) {  // no memory to remember it: it is destroyed
   }
 }

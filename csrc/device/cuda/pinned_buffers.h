@@ -68,9 +68,10 @@ class PinnedBuffers {
   void wake_all() noexcept;
   unsigned free_count() const;
 
-  // For good: nobody gets a buffer any more.
-  void close() noexcept;
-  bool is_closed() const;
+  // For good: nobody gets a buffer any more, since a copy of one ended with `why`.
+  void close(Result why) noexcept;
+  // Success as long as they are open.
+  Result closed_by() const;
 
   // REQUIRES: the device's context is current.
   std::unique_ptr<CopyStream> take_stream();
@@ -97,7 +98,7 @@ class PinnedBuffers {
   mutable Mutex mutex_;
   CondVar changed_;
   std::atomic<unsigned> waiters_{0};
-  bool closed_ GUARDED_BY(mutex_) = false;
+  Result closed_by_ GUARDED_BY(mutex_) = kSuccess;
   // The last one returned goes out first: its cache lines are warm.
   std::vector<unsigned> free_ GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<CopyStream>> idle_streams_ GUARDED_BY(mutex_);

@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Optional, Union
 
@@ -20,7 +20,7 @@ from torch.futures import Future
 from tensorizer import _C
 from tensorizer._crypto.keys import check_encryption
 from tensorizer._format.entries import TensorType
-from tensorizer._format.payloads import contiguous, stored_dtype
+from tensorizer._format.payloads import contiguous, is_copied, stored_dtype
 from tensorizer._save.hashes import check_hashes
 from tensorizer._save.one_call import written_in_one_call
 from tensorizer._system import cuda_engine
@@ -308,46 +308,56 @@ def _unused(index: MetadataIndex, names: set[str]) -> str:
     return name
 
 
-def _is_fast(tensor: torch.Tensor) -> bool:
-    return cuda_engine.is_fast_device(tensor.device)
-
-
-def _batches(records: Sequence[_Record], planner: SavePlanner) -> Iterator[tuple[list[torch.Tensor], bool]]:
-    """Tensors in the order of the records, ready to be written, and whether they were copied for that."""
-    batch: list[torch.Tensor] = []
-    copied = 0
-    for record in records:
-        tensor = record.tensor(planner)
-        data = contiguous(tensor, on_device=_is_fast(tensor))
-        size = 0 if data.data_ptr() == tensor.data_ptr() and data.device == tensor.device else record.nbytes
-        if batch and (copied + size > _BATCH_NBYTES or data.device != batch[0].device):
-            yield batch, copied > 0
-            batch, copied = [], 0
-        batch.append(data)
-        copied += size
-        del tensor, data
-    if batch:
-        yield batch, copied > 0
-
-
 def _write_batches(session: _C.SaveSession, records: Sequence[_Record], planner: SavePlanner) -> None:
     """Writes all records; where tensors have to be copied, one batch is copied while the one before is written."""
-    written = 0
     with ThreadPoolExecutor(1, "tensorizer-save") as thread:
-        pending: Any = None
-        for batch, copied in _batches(records, planner):
-            write = _prepared(session, batch)
-            written += len(batch)
-            if pending is not None:
-                pending.result()
-                pending = None
-            if copied and written < len(records):
-                pending = thread.submit(write)
-            else:
-                write()
-            del batch, write  # so that a batch ends when it is written
-        if pending is not None:
-            pending.result()
+        batches = _Batches(session, thread)
+        for record in records:
+            batches.add(record.tensor(planner))
+        batches.finish()
+
+
+class _Batches:
+    """Tensors in the order of the records, on their way to the file."""
+
+    def __init__(self, session: _C.SaveSession, thread: ThreadPoolExecutor) -> None:
+        self._session, self._thread = session, thread
+        self._batch: list[torch.Tensor] = []
+        self._copied = 0  # bytes of copies in it
+        self._pending: Any = None  # the batch before, which the thread writes
+        self._pending_copied = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Takes a tensor, or a copy of it where there has to be one and its memory fits."""
+        on_device = cuda_engine.is_fast_device(tensor.device)
+        device = tensor.device if on_device else torch.device("cpu")
+        size = tensor.numel() * tensor.element_size() if is_copied(tensor, on_device) else 0
+        if self._batch and (self._copied + size > _BATCH_NBYTES or self._batch[0].device != device):
+            self._write_ahead()
+        if self._pending_copied + self._copied + size > 2 * _BATCH_NBYTES:
+            self._wait()
+        self._batch.append(contiguous(tensor, on_device))
+        self._copied += size
+
+    def finish(self) -> None:
+        """Writes what is left."""
+        write = _prepared(self._session, self._batch)
+        self._wait()
+        write()
+
+    def _write_ahead(self) -> None:
+        write = _prepared(self._session, self._batch)
+        self._wait()
+        if self._copied:
+            self._pending, self._pending_copied = self._thread.submit(write), self._copied
+        else:
+            write()
+        self._batch, self._copied = [], 0
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+        self._pending, self._pending_copied = None, 0
 
 
 def _prepared(session: _C.SaveSession, batch: list[torch.Tensor]) -> Callable[[], None]:
