@@ -95,6 +95,16 @@ def test_every_kind_of_client_stores_the_layout_of_the_format(server, file, kind
     client.close()
 
 
+def test_a_client_that_names_no_certificates_trusts_whom_reads_trust(file, monkeypatch):
+    with RedisServer(tls=True) as other:
+        monkeypatch.delenv("CURL_CA_BUNDLE", raising=False)
+        monkeypatch.setenv("SSL_CERT_FILE", str(other.certificate))
+        client = redis.Redis(host="127.0.0.1", port=other.port, ssl=True)
+        export_to_redis(file.source, file.header, file.records, client, "p")
+        assert stored(client, "p") == file.keys("p")
+        client.close()
+
+
 def test_password_database_and_tls_of_the_client_are_used(file):
     with RedisServer(password="pa ss:w/örd", tls=True) as other:
         client = other.client(db=5)

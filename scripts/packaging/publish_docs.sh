@@ -6,7 +6,11 @@ name=$1
 make docs
 git config --global --add safe.directory "$PWD"
 pages=$(mktemp -d)
-git fetch origin gh-pages 2>/dev/null && git worktree add "$pages" FETCH_HEAD || git worktree add --orphan -b gh-pages "$pages"
+git fetch origin gh-pages 2>/dev/null && git worktree add "$pages" FETCH_HEAD || {
+  git worktree add --detach "$pages"
+  git -C "$pages" checkout --quiet --orphan gh-pages
+  git -C "$pages" rm -rfq .
+}
 rm -rf "${pages:?}/$name"
 cp -r site "$pages/$name"
 case $name in

@@ -112,7 +112,11 @@ def _of_system(secure: bool) -> Trust:
     if trust is None and secure:
         trust = _of_package()
         if trust is None:
-            tried = ", ".join([*BUNDLES, *(f"{folder}/????????.0" for folder in FOLDERS)])
+            from tensorizer import _C
+
+            built_in = [place for place in _C.default_certificates() or () if place]
+            places = dict.fromkeys([*built_in, *BUNDLES, *(f"{folder}/????????.0" for folder in FOLDERS)])
+            tried = ", ".join(places)
             raise StreamError(
                 "no certificate to trust: none of CURL_CA_BUNDLE, SSL_CERT_FILE, SSL_CERT_DIR and REQUESTS_CA_BUNDLE "
                 f"is set; not found: {tried}, and the Python packages certifi and botocore; {WAYS_OUT}"

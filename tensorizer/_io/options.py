@@ -207,7 +207,7 @@ class HTTPOptions:
     ) -> _C.HttpOptions:
         """These settings for the C++ side, with the headers and certificates of one stream over them.
 
-        ``secure`` is false for an address of plain http, which needs no certificates.
+        ``secure`` is false for an address of plain http, which needs no certificates, but for a proxy of https.
         """
         from tensorizer import _C
 
@@ -227,6 +227,7 @@ class HTTPOptions:
             native.direct_nbytes = 1 << 63  # only libcurl speaks to proxies
         native.proxy = self.proxy
         native.no_proxy = self.no_proxy
+        secure = secure or (self.proxy or "").lower().startswith("https:")
         trust = trust_for(certificate_handling or self.certificate_handling, secure=secure)
         native.ca_file, native.ca_path, native.verify_peer = trust.file, trust.path, trust.verify
         return native

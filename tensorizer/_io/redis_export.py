@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Protocol
 
 from tensorizer import _C
+from tensorizer._io.certificates import trust_for
 
 if TYPE_CHECKING:
     import redis
@@ -135,10 +136,14 @@ def _login(kwargs: Mapping[str, Any]) -> dict[str, str]:
 def _tls(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     requirement = kwargs.get("ssl_cert_reqs", "required")
     verify = requirement not in ("none", None, 0)
+    file, path = kwargs.get("ssl_ca_certs") or "", kwargs.get("ssl_ca_path") or ""
+    if verify and not file and not path:  # as reads over TLS, and everything else
+        trust = trust_for(None)
+        file, path = trust.file, trust.path
     return {
         "tls": True,
-        "ca_file": kwargs.get("ssl_ca_certs") or "",
-        "ca_path": kwargs.get("ssl_ca_path") or "",
+        "ca_file": file,
+        "ca_path": path,
         "certificate_file": kwargs.get("ssl_certfile") or "",
         "key_file": kwargs.get("ssl_keyfile") or "",
         "verify_certificate": verify,

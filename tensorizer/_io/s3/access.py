@@ -76,6 +76,11 @@ class S3Access:
         """Host and port, for messages."""
         return urlsplit(self.endpoint or self.client.meta.endpoint_url).netloc.rpartition("@")[2]
 
+    @property
+    def is_secure(self) -> bool:
+        """Whether the store is reached over TLS."""
+        return not (self.endpoint or self.client.meta.endpoint_url).lower().startswith("http:")
+
     def describe(self, location: S3Location) -> str:
         """The object as messages call it."""
         return f"{location} (endpoint {self.host}, {self.source})"
