@@ -241,6 +241,25 @@ def load_parts(folder: Path) -> None:
         run_ranks(ranks, work)
 
 
+def load_names_of_one_tensor(folder: Path) -> None:
+    """Names that share a tensor in the file get it all, whole and in other parts, however the bytes come."""
+    shared = torch.arange(1.0, 9.0).reshape(4, 2)
+    save_file({"embed": shared, "head": shared, "other": shared + 1}, folder / "m.tensors")
+
+    def work(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for exchange in ("none", "all_gather", "auto"):
+            whole: dict = {"embed": None, "head": None, "other": None}
+            td.load_sharded(whole, folder / "m.tensors", device="cpu", exchange=exchange)
+            assert all(torch.equal(whole[name], shared + (name == "other")) for name in whole), (exchange, whole)
+            parts: dict = {"embed": None, "head": None}
+            plan = {"head": Shard(0), "embed": Replicate()}
+            td.load_sharded(parts, folder / "m.tensors", mesh=mesh, plan=plan, device="cpu", exchange=exchange)
+            assert all(torch.equal(found.full_tensor(), shared) for found in parts.values()), exchange
+
+    run_ranks(2, work)
+
+
 def read_only_the_shards(folder: Path) -> None:
     tensors = {f"t{i}": samples.tensor((512, 64 * (i + 1)), torch.float32, i) for i in range(4)}
     samples.write_state_dict(folder / "f", tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -267,3 +268,31 @@ def test_the_old_functions_load_what_the_new_ones_write(tmp_path):
     new = from_pretrained(transformers.LlamaForCausalLM, tmp_path / "old")
     assert_same_state(new, model)
     assert new.generation_config.max_new_tokens == 7
+
+
+def test_a_repository_that_names_folders_outside_writes_nothing_there(tmp_path):
+    from tensorizer.integrations._hf.place import LocalPlace
+
+    repository, outside = tmp_path / "repository", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "model.safetensors").write_bytes(b"mine")
+    for path in (str(outside), "../outside", "a/../../outside"):
+        below = repository / path.strip("/")
+        below.mkdir(parents=True, exist_ok=True)
+        if below.resolve() != outside.resolve():
+            tensorizer.save_file({"w": torch.zeros(3)}, below / "model.safetensors")
+        (repository / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": path, "type": "x"}]))
+        with pytest.raises(Exception):  # noqa: B017 - the library's own, or ours
+            from_pretrained(None, repository)
+        assert (outside / "model.safetensors").read_bytes() == b"mine", path
+    for name in ("..", "../x", "a/../../x", "a//b"):
+        with pytest.raises(ValueError, match="below"):
+            LocalPlace(repository).below(name)
+    with serve_folder(repository) as url:
+        (repository / "modules.json").unlink()
+        (repository / "model_index.json").write_text(
+            json.dumps({"_class_name": "DiffusionPipeline", "../../../outside": ["diffusers", "AutoencoderKL"]})
+        )
+        (repository / "tensorizer_files.json").write_text('["model_index.json"]')
+        with pytest.raises(ValueError, match="outside"):
+            from_pretrained(None, url)

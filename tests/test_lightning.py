@@ -211,3 +211,13 @@ def test_sharded_training_resumes_with_equal_losses_and_loads_what_lightning_wro
     """
     result = fresh_process(program, tmp_path, timeout=200)
     assert result.returncode == 0, result.stderr[-4000:]
+
+
+def test_a_checkpoint_io_goes_to_ranks_that_are_spawned(tmp_path):
+    import pickle
+
+    for background in (False, True):
+        there = pickle.loads(pickle.dumps(TensorizerCheckpointIO(async_save=background)))
+        there.save_checkpoint({"state_dict": {"w": torch.ones(3)}}, tmp_path / "c.ckpt")
+        there.teardown()
+        assert torch.equal(there.load_checkpoint(tmp_path / "c.ckpt")["state_dict"]["w"], torch.ones(3))

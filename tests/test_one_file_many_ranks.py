@@ -43,6 +43,10 @@ def test_ranks_get_the_parts_that_placements_say_uneven_and_empty_ones_too(fresh
     ranks_do(fresh_process, "load_parts", tmp_path)
 
 
+def test_names_of_one_tensor_are_all_filled_whole_and_in_parts(fresh_process, tmp_path):
+    ranks_do(fresh_process, "load_names_of_one_tensor", tmp_path)
+
+
 def test_ranks_read_their_shards_and_together_the_file_once(fresh_process, tmp_path):
     ranks_do(fresh_process, "read_only_the_shards", tmp_path)
 

@@ -12,6 +12,7 @@ import samples
 import torch
 
 import tensorizer
+from tensorizer.errors import UnsupportedContentError
 from tensorizer.torch import load, load_file, load_model, safe_open, save, save_file, save_model
 
 theirs = pytest.importorskip("safetensors.torch")
@@ -328,3 +329,32 @@ def test_a_script_beside_the_modules_of_the_package_gets_the_real_torch(tmp_path
 def test_bytes_are_loaded_from_memory():
     assert_same(load(save({"a": torch.arange(3)})), {"a": torch.arange(3)})
     assert_same(load(io.BytesIO(save({"a": torch.arange(3)}, format="tensors")).getvalue()), {"a": torch.arange(3)})
+
+
+@pytest.mark.filterwarnings("ignore:tensors that share parts of their memory")
+def test_views_that_conjugate_or_negate_are_no_ties_of_their_base(tmp_path):
+    base = torch.randn(3, dtype=torch.complex64)
+    tensors = {"a": base, "b": base.conj(), "c": base.imag, "d": base.conj().imag}
+    for name in ("v.safetensors", "v.tensors"):
+        tensorizer.torch.save_file(tensors, tmp_path / name)
+        loaded = tensorizer.torch.load_file(tmp_path / name)
+        assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items()), name
+
+
+def test_an_empty_state_dict_leaves_a_tensors_file_as_it_was(tmp_path):
+    target = tmp_path / "t.tensors"
+    tensorizer.torch.save_file({"good": torch.ones(3)}, target)
+    with pytest.raises(UnsupportedContentError, match="at least one tensor"):
+        tensorizer.torch.save_file({}, target)
+    assert list(tensorizer.torch.load_file(target)) == ["good"]
+
+
+def test_ties_of_a_file_are_stored_twice_when_asked_for_or_needed(tmp_path):
+    tensor = torch.randn(5)
+    tensorizer.torch.save_file({"l.a": tensor, "l.b": tensor, "model.head": tensor}, tmp_path / "once.tensors")
+    tensorizer.convert(tmp_path / "once.tensors", tmp_path / "twice.tensors", ties="twice")
+    tensorizer.convert(tmp_path / "once.tensors", tmp_path / "other.safetensors")
+    for name in ("twice.tensors", "other.safetensors"):
+        loaded = tensorizer.torch.load_file(tmp_path / name)
+        assert sorted(loaded) == ["l.a", "l.b", "model.head"]
+        assert all(torch.equal(found, tensor) for found in loaded.values()), name

@@ -99,7 +99,7 @@ class FileContents:
         ]
 
     def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
-        entries = sorted(item.position for item in items)
+        entries = sorted({item.position for item in items})  # names of one tensor that are stored apart have one entry
         tensors = dict(zip(entries, self._file.read(entries, self._verify)))
         return [tensors[item.position] for item in items]
 
@@ -138,7 +138,8 @@ def _place(tensor: torch.Tensor) -> Optional[tuple[Any, ...]]:
     """What two names of one tensor have in common; ``None`` for tensors without bytes."""
     if tensor.numel() == 0 or tensor.is_meta:
         return None
-    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    kind = (tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.data_ptr() or id(tensor), *kind)
 
 
 def cast(item: Content, dtype: Optional[torch.dtype]) -> Content:

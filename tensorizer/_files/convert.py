@@ -17,6 +17,7 @@ from tensorizer._files.copy import copy_file
 from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._files.pickled import pickled_files, read_pickled
 from tensorizer._files.write import WriteOptions, file_in_folder, write_contents
+from tensorizer._system.redaction import shown_location
 from tensorizer.progress import ProgressArgument
 
 __all__ = ["ConversionReport", "convert"]
@@ -148,7 +149,7 @@ def convert(
                 copy_file(file, copy, stream_options=stream_options)
         return ConversionReport(
             source=contents.label,
-            target=str(target),
+            target=shown_location(target),
             format=plan.format,
             files=tuple(map(str, files)),
             tensors=len(plan.items),

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Optional
 from tensorizer import _C
 from tensorizer._io.sources import open_source
 from tensorizer._io.whole_file import WholeFile
+from tensorizer._system.redaction import shown_location
 from tensorizer.errors import HashMismatchError, StreamExistsError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
@@ -33,7 +34,7 @@ def exists(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> b
 def check_target(target: Any, force: bool, stream_options: Optional[Mapping[str, Any]] = None) -> None:
     """Raises :class:`StreamExistsError` for a target that exists, unless `force`."""
     if not force and exists(target, stream_options):
-        raise StreamExistsError(f"{target} exists (force replaces it)")
+        raise StreamExistsError(f"{shown_location(target)} exists (force replaces it)")
 
 
 def copy_file(

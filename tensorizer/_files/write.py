@@ -159,6 +159,8 @@ def _plan(contents: Contents, format: str, options: WriteOptions) -> Plan:
         order = range(len(items)) if options.keep_order else canonical_order(entries)
         items, names = [items[i] for i in order], [flat[i] for i in order]
         aliases = {_flat(alias): _flat(kept) for alias, kept in aliases.items()}
+    elif not items:
+        raise UnsupportedContentError("a .tensors file holds at least one tensor, and there is none to write")
     runs = shards.split([item.nbytes for item in items], limit)
     return Plan(format, items, names, runs, contents.metadata, aliases, stored_twice)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
 from tensorizer.cli.options import add_common, add_force, stream_options
 from tensorizer.cli.output import Output, escaped
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             return DIFFERS
     nbytes = copy_file(source, target, progress=output.progress(), stream_options=options)
     if output.json:
-        output.document({"source": source, "target": target, "nbytes": nbytes})
+        output.document({"source": shown_uri(source), "target": shown_uri(target), "nbytes": nbytes})
     else:
-        output.detail(f"{escaped(target)}: {nbytes:,} bytes")
+        output.detail(f"{escaped(shown_uri(target))}: {nbytes:,} bytes")
     return OK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Optional
 
+from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.convert import print_report
 from tensorizer.cli.exit_codes import OK
 from tensorizer.cli.keys import add_key_options, decryption, encryption
@@ -87,7 +88,7 @@ def _check_target(arguments: argparse.Namespace) -> None:
 def _old_key(arguments: argparse.Namespace, output: Output) -> Any:
     from tensorizer.errors import CryptographyError
 
-    key = decryption(arguments, output, encrypted=True, what=escaped(arguments.source))
+    key = decryption(arguments, output, encrypted=True, what=escaped(shown_uri(arguments.source)))
     if key is None:  # a passphrase was not given either
         raise CryptographyError("no key")
     return key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Optional, Union
@@ -191,14 +192,33 @@ def _fill(opened: Opened, exchange: str, places: dict[Name, Place]) -> int:
                 file.get_slices(parts, out={name: places[name].into for name in parts}, verify_hash=False)
     except BaseException as error:
         failure = error
-    wanted = ranks.agree(failure, None if exchange == "none" else [opened.entry(name) for name in places])
+    # Names of one tensor may want one part of it, or several.
+    parts_of: dict[int, dict[Box, Place]] = {}
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, place in places.items():
+        first = parts_of.setdefault(opened.entry(name), {}).setdefault(place.box, place)
+        if first is not place:
+            copies.append((place.into, first.into))
+    counts = {entry: len(of_entry) for entry, of_entry in parts_of.items() if index.data_nbytes(entry) > 0}
+    wanted = ranks.agree(failure, None if exchange == "none" else counts)
     if exchange == "none":
         return 0
-    entries = sorted({entry for of_rank in wanted for entry in of_rank if index.data_nbytes(entry) > 0})
-    names = [file._container.names[entry] for entry in entries]
-    by_data = {file._container.names[opened.entry(name)]: place for name, place in places.items()}
+    most: collections.Counter[int] = collections.Counter()
+    for of_rank in wanted:
+        most |= collections.Counter(of_rank)
+    received = 0
     with torch.no_grad():
-        return gather_into(ranks, file, names, by_data, opened.device)
+        for turn in range(max(most.values(), default=1)):
+            names = [file._container.names[entry] for entry in sorted(most) if most[entry] > turn]
+            by_data = {
+                file._container.names[entry]: [*of_entry.values()][turn]
+                for entry, of_entry in parts_of.items()
+                if len(of_entry) > turn
+            }
+            received += gather_into(ranks, file, names, by_data, opened.device)
+        for into, same in copies:
+            into.copy_(same)
+    return received
 
 
 def _index(box: Box) -> Any:

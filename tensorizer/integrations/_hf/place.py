@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from tensorizer import stream_io
+from tensorizer._system.redaction import shown_uri
 from tensorizer.errors import StreamNotFoundError
 
 __all__ = ["MANIFEST", "LocalPlace", "Place", "RemotePlace", "is_weight"]
@@ -59,8 +60,17 @@ class Place:
         raise NotImplementedError
 
     def below(self, subfolder: str) -> Place:
-        """The place of a subfolder."""
-        return self if subfolder in ("", ".") else _Below(self, subfolder.strip("/"))
+        """The place of a subfolder.
+
+        Raises:
+            ValueError: It is not below this place.
+        """
+        if subfolder in ("", "."):
+            return self
+        subfolder = subfolder.strip("/")
+        if not _is_plain(subfolder):
+            raise ValueError(f"{self.label}: {subfolder!r:.200} is not a folder below it")
+        return _Below(self, subfolder)
 
     def read_json(self, name: str) -> Any:
         """The content of a small file; ``None`` where there is none.
@@ -127,7 +137,7 @@ class RemotePlace(Place):
 
     def __init__(self, prefix: str, stream_options: Optional[Mapping[str, Any]], label: Optional[str] = None) -> None:
         self._prefix = prefix.rstrip("/")
-        self.label = self._prefix if label is None else label
+        self.label = shown_uri(self._prefix) if label is None else label
         self.stream_options = stream_options
         self._folder: Optional[Path] = None
         self._known: dict[str, bool] = {}
@@ -154,6 +164,8 @@ class RemotePlace(Place):
         return stream_io.open_stream(self.weight(name), "rb", **dict(self.stream_options or {}))
 
     def _copy(self, name: str) -> bool:
+        if not _is_plain(name):
+            raise ValueError(f"{self.label}: {name!r:.200} is not a file of the folder")
         try:
             with self._open(name) as stream:
                 content = stream.read()

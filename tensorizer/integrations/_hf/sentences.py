@@ -33,7 +33,7 @@ def load_sentence_transformer(cls: Any, place: Place, options: LoadOptions) -> A
                 weights = find_weights(part, "model", options)
             except FileNotFoundError:
                 continue  # a module without parameters, such as pooling
-            target = Path(folder, module["path"], "model.safetensors")
+            target = Path(folder, module["path"].strip("/"), "model.safetensors")
             write_safetensors(weights, target, options.allow_plaintext_temp)
         keywords = dict(options.model_kwargs)
         if options.dtype not in (None, "auto"):
