@@ -86,7 +86,7 @@ def read_tools() -> list[Tool]:
 
 
 def debian_mirror() -> str:
-    """The mirror of Debian that ``DEBIAN_MIRROR`` names, that this machine's apt uses, or Debian's own."""
+    """The mirror of Debian that ``DEBIAN_MIRROR`` names, or the one that this machine's apt uses."""
     named = os.environ.get("DEBIAN_MIRROR")
     if named:
         return named.rstrip("/")
@@ -95,7 +95,7 @@ def debian_mirror() -> str:
         for word in path.read_text(errors="replace").split() if path.is_file() else ():
             if re.match(r"https?://", word) and word.rstrip("/").endswith("/debian"):
                 return word.rstrip("/")
-    return "https://deb.debian.org/debian"
+    sys.exit("no mirror of Debian in the apt sources: name one with DEBIAN_MIRROR")
 
 
 def address_of(url: str) -> str:

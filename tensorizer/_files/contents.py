@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Protocol
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional, Protocol
 
 import torch
 
@@ -14,6 +14,7 @@ from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name
 from tensorizer._format.payloads import contiguous
 from tensorizer._load.reader import CASTABLE
+from tensorizer._save.ties import place_of
 from tensorizer._system.runs import runs
 
 __all__ = ["Content", "Contents", "FileContents", "StateDictContents", "batches", "cast"]
@@ -111,12 +112,12 @@ class StateDictContents:
         self.label = label
         self.metadata: Optional[Mapping[str, str]] = None
         self._tensors = list(tensors.values())
-        kept: dict[tuple[Any, ...], str] = {}
+        kept: dict[Hashable, str] = {}
         for name in sorted(tensors):  # of the names of one tensor, the alphabetically first one
-            place = _place(tensors[name])
+            place = place_of(tensors[name])
             if place is not None:
                 kept.setdefault(place, name)
-        stands_for = {name: kept.get(_place(tensor) or (), name) for name, tensor in tensors.items()}
+        stands_for = {name: kept.get(place_of(tensor), name) for name, tensor in tensors.items()}
         self.ties: Mapping[Name, Name] = {name: other for name, other in stands_for.items() if other != name}
         self.stored_ties: Mapping[Name, Name] = {}
         self.items = [
@@ -132,14 +133,6 @@ class StateDictContents:
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements in C order in host memory."""
     return contiguous(tensor, on_device=False).view(tensor.dtype).view(tensor.shape)
-
-
-def _place(tensor: torch.Tensor) -> Optional[tuple[Any, ...]]:
-    """What two names of one tensor have in common; ``None`` for tensors without bytes."""
-    if tensor.numel() == 0 or tensor.is_meta:
-        return None
-    kind = (tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return (tensor.data_ptr() or id(tensor), *kind)
 
 
 def cast(item: Content, dtype: Optional[torch.dtype]) -> Content:

@@ -67,10 +67,7 @@ def check_name(name: Any, kind: TensorType) -> Path:
 
 def _copied_nbytes(item: Item) -> int:
     """Bytes that writing the item takes beyond the item itself, or sets free."""
-    tensor = item.tensor
-    if tensor.is_meta:
-        return 0
-    copied = is_copied(tensor, on_device=cuda_engine.is_fast_device(tensor.device))
+    copied = is_copied(item.tensor, on_device=cuda_engine.is_fast_device(item.tensor.device))
     return item.nbytes if copied or item.owner is not None else 0
 
 

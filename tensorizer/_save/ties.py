@@ -10,7 +10,7 @@ import torch
 from tensorizer._format.names import Path
 from tensorizer._save.items import Item
 
-__all__ = ["Tie", "check_metadata", "check_ties", "without_aliases"]
+__all__ = ["Tie", "check_metadata", "check_ties", "place_of", "without_aliases"]
 
 #: Path of the alias, path of its target, whether the alias's data are written too.
 Tie = tuple[Path, Path, bool]
@@ -68,11 +68,15 @@ def without_aliases(items: list[Item], once: bool) -> tuple[list[Item], list[Ite
 
 
 def _identity(item: Item) -> Optional[Hashable]:
+    place = place_of(item.tensor)
+    return None if place is None else (item.type, place)
+
+
+def place_of(tensor: torch.Tensor) -> Optional[Hashable]:
     """Equal for tensors that are one; ``None`` for those without data, which are never tied."""
-    tensor = item.tensor
     if tensor.is_meta or tensor.numel() == 0:
         return None
-    kind: Sequence[Hashable] = (item.type, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+    kind: Sequence[Hashable] = (tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
     address = _address(tensor)
     if address == 0:  # a wrapper around other tensors
         return (*kind, id(tensor))

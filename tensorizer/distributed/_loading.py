@@ -192,6 +192,16 @@ def _fill(opened: Opened, exchange: str, places: dict[Name, Place]) -> int:
                 file.get_slices(parts, out={name: places[name].into for name in parts}, verify_hash=False)
     except BaseException as error:
         failure = error
+    if exchange == "none":
+        ranks.agree(failure, None)
+        return 0
+    return _gather(opened, places, failure)
+
+
+def _gather(opened: Opened, places: Mapping[Name, Place], failure: Optional[BaseException]) -> int:
+    """Collective: every rank reads its share of what anybody wants; bytes that came from other ranks."""
+    file, ranks = opened.file, opened.ranks
+    index = file._container.index
     # Names of one tensor may want one part of it, or several.
     parts_of: dict[int, dict[Box, Place]] = {}
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -200,11 +210,8 @@ def _fill(opened: Opened, exchange: str, places: dict[Name, Place]) -> int:
         if first is not place:
             copies.append((place.into, first.into))
     counts = {entry: len(of_entry) for entry, of_entry in parts_of.items() if index.data_nbytes(entry) > 0}
-    wanted = ranks.agree(failure, None if exchange == "none" else counts)
-    if exchange == "none":
-        return 0
     most: collections.Counter[int] = collections.Counter()
-    for of_rank in wanted:
+    for of_rank in ranks.agree(failure, counts):
         most |= collections.Counter(of_rank)
     received = 0
     with torch.no_grad():
