@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import tensorizer._C
 
@@ -85,21 +86,28 @@ def write_wheel(path, files):
 
 
 def complete_files(scripts):
-    names = [f"tensorizer/{name}" for name in scripts("check_wheel").REQUIRED]
-    names += [f"tensorizer-1.dist-info/licenses/{lib.name}.txt" for lib in scripts("lock").read_libraries()]
-    return dict.fromkeys([*names, "tensorizer-1.dist-info/sboms/tensorizer.cdx.json"], "")
+    """Names of the files of a complete wheel, and of the components that it lists."""
+    check = scripts("check_wheel")
+    listed = [*(library.name for library in scripts("lock").read_libraries()), *check.HEADERS, "libc++"]
+    names = [f"tensorizer/{name}" for name in check.REQUIRED]
+    return [*names, *(f"tensorizer-1.dist-info/licenses/{name}.txt" for name in listed)], listed
 
 
 def test_a_wheel_is_refused_for_each_thing_it_lacks_or_holds_too_much(scripts, tmp_path):
-    check, good = scripts("check_wheel"), complete_files(scripts)
-    assert check.wrong_content(list(good)) == []
+    check, (good, listed) = scripts("check_wheel"), complete_files(scripts)
+    assert check.wrong_content(good, listed) == []
     for name in good:
-        assert len(check.wrong_content([other for other in good if other != name])) == 1, name
+        assert len(check.wrong_content([other for other in good if other != name], listed)) == 1, name
+    for name in listed:
+        assert len(check.wrong_content(good, [other for other in listed if other != name])) == 1, name
+    assert check.wrong_content(good, [*listed, "another"]) == ["lacks the licence of another"]
     for name in ("tensorizer/x.h", "tensorizer/libz.a", "tests/test_x.py", "tensorizer/x.pyc"):
-        assert check.wrong_content([*good, name]) == [f"holds {name}"]
-    wheel = write_wheel(tmp_path / "tensorizer-1-cp311-cp311-linux_x86_64.whl", good)
+        assert check.wrong_content([*good, name], listed) == [f"holds {name}"]
+    bill = json.dumps({"components": [{"name": name} for name in listed if name != "dlpack"]})
+    files = {**dict.fromkeys(good, ""), "tensorizer-1.dist-info/sboms/tensorizer.cdx.json": bill}
+    wheel = write_wheel(tmp_path / "tensorizer-1-cp311-cp311-linux_x86_64.whl", files)
     complaints = check.wrong_wheel(wheel, [])
-    assert "its name lacks manylinux_2_28" in complaints
+    assert {"its name lacks manylinux_2_28", "does not list the component dlpack"} <= set(complaints)
     assert any("wanted tensorizer/_C alone" in complaint for complaint in complaints)
 
 
@@ -122,13 +130,18 @@ def test_a_finished_wheel_has_licences_components_and_a_right_record_and_equal_b
     prefix.mkdir(parents=True)
     for library in scripts("lock").read_libraries():
         (prefix / f"{library.name}.txt").write_text(f"licence of {library.name}")
+    compilers = scripts("compilers")
+    (tmp_path / "text").write_text("licence of libc++")
+    runtime = compilers.Runtime("libc++", "of zig 1", "Apache-2.0 WITH LLVM-exception", tmp_path / "text")
+    scripts("build_deps").write_runtimes(prefix.parent, compilers.Toolchain({}, "", (runtime,)))
+    headers = Path(torch.__file__).parent / "include"
     files = {"tensorizer/__init__.py": "", "tensorizer/_C.so": "x" * 1000, "tensorizer-1.dist-info/METADATA": "m"}
     wheel = write_wheel(tmp_path / "tensorizer-1-x.whl", {**files, "tensorizer-1.dist-info/RECORD": "old"})
     reverse = dict(reversed(list(files.items())))
     same = write_wheel(tmp_path / "tensorizer-1-y.whl", {"tensorizer-1.dist-info/RECORD": "other", **reverse})
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     for source, target in ((wheel, "a"), (same, "b")):
-        finish.rewrite(source, tmp_path / target, prefix.parent)
+        finish.rewrite(source, tmp_path / target, prefix.parent, headers)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     with zipfile.ZipFile(tmp_path / "a") as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
@@ -143,6 +156,13 @@ def test_a_finished_wheel_has_licences_components_and_a_right_record_and_equal_b
     for library in scripts("lock").read_libraries():
         assert versions[library.name] == library.version
         assert content[f"tensorizer-1.dist-info/licenses/{library.name}.txt"].decode().endswith(library.name)
+    assert versions["libc++"] == "of zig 1"
+    assert re.fullmatch(r"\d+\.\d+\.\w+", versions["pybind11"])
+    assert re.fullmatch(r"\d+\.\d+", versions["dlpack"])
+    assert "debian:" not in json.dumps(listed)
+    licences = {name.rpartition("/")[2] for name in content if "/licenses/" in name}
+    assert licences == {f"{name}.txt" for name in versions}
+    assert all("licenses" in component for component in listed["components"])
 
 
 def test_the_module_tells_the_versions_of_all_libraries_that_the_lock_file_names(scripts):

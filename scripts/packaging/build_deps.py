@@ -214,6 +214,16 @@ def build_all(prefix: Path, cache: Path, toolchain: compilers.Toolchain, jobs: i
         shutil.rmtree(cache / "trees" / library.name)
         done[library.name] = key
         stamp.write_text(json.dumps(done, indent=2) + "\n")
+    write_runtimes(prefix, toolchain)
+
+
+def write_runtimes(prefix: Path, toolchain: compilers.Toolchain) -> None:
+    """What a module linked by ``toolchain`` holds of the compiler, for the wheel's list of components."""
+    components = []
+    for runtime in toolchain.runtimes:
+        shutil.copyfile(runtime.licence_file, prefix / "licences" / f"{runtime.name}.txt")
+        components.append({"name": runtime.name, "version": runtime.version, "licence": runtime.licence})
+    (prefix / "runtimes.json").write_text(json.dumps(components, indent=2) + "\n")
 
 
 def main() -> None:

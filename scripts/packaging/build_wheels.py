@@ -13,37 +13,19 @@ the next call is quick.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import compilers
 from build_deps import build_all
 from environments import OLDEST_TORCH, build_environment, lacks, pythons_here, version_of
-from lock import LOCK_FILE, read_tools
 from roots import PYTHON, SUITES, kept_folder, packages_of, run_with_repository
+from tools import install_tools
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def install_tools(folder: Path) -> Path:
-    """A Python that has the tools of the lock file, each proved by its hash."""
-    python = folder / "bin" / "python"
-    wanted = hashlib.sha256(LOCK_FILE.read_bytes()).hexdigest()
-    stamp = folder / "stamp"
-    if stamp.exists() and stamp.read_text() == wanted:
-        return python
-    venv.create(folder, with_pip=True, clear=True)
-    requirements = folder / "requirements.txt"
-    requirements.write_text("".join(f"{tool.requirement}\n" for tool in read_tools()))
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes", "--only-binary", ":all:"]
-    subprocess.run([str(python), "-m", "pip", "install", *options, "-r", str(requirements)], check=True)
-    stamp.write_text(wanted)
-    return python
 
 
 def source_names() -> list[str]:
@@ -159,6 +141,12 @@ def headers_of_machine(python: str, folder: Path) -> list[str]:
     return [f"-I{folder}"]
 
 
+def headers_of_torch(python: str) -> str:
+    """The folder with the headers of pybind11 and DLPack that an extension of ``python``'s torch is compiled with."""
+    code = "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('torch').origin).parent / 'include')"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def build_one(python: str, tree: Path, prefix: Path, toolchain: compilers.Toolchain, jobs: int) -> Path:
     """The wheel as setup.py makes it, not finished yet."""
     copy_sources(tree)
@@ -196,7 +184,8 @@ def build_here(options: argparse.Namespace) -> None:
     for python in builders:
         name = f"cp{version_of(python).replace('.', '')}"
         built = build_one(python, cache / "trees" / name, prefix, cached, options.jobs)
-        finish = [str(tools), str(scripts / "finish_wheel.py"), str(built), "--prefix", str(prefix), "--out", str(out)]
+        finish = [str(tools), str(scripts / "finish_wheel.py"), str(built), "--prefix", str(prefix)]
+        finish += ["--headers", headers_of_torch(python), "--out", str(out)]
         environment = {**os.environ, "SOURCE_DATE_EPOCH": commit_time()}
         done = subprocess.run(finish, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
         check = [sys.executable, str(scripts / "check_wheel.py"), "--forbid", str(ROOT), str(cache), "--", done]

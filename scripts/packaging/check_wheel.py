@@ -10,11 +10,13 @@ needs the C library alone, exports its init function alone, and holds no text of
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 
 from lock import read_libraries
@@ -28,6 +30,8 @@ LIBRARY_NAMES = re.compile(
     r"(SSL|EVP|CRYPTO|X509|OPENSSL|BIO|ERR|OSSL|curl|nghttp2|sodium|crypto_\w+|redis|crc32)_?|_ZNK?(2at|3c10|5torch)|THP"
 )
 FORBIDDEN_TEXTS = [b"/etc/ssl", b"/etc/pki", b"/usr/lib/ssl", b"/home/", b"/root/", b"/tmp/"]
+HEADERS = ("pybind11", "dlpack")
+CPP_RUNTIMES = ("libc++", "libstdc++")
 REQUIRED = ["py.typed", "_C.pyi", "tensors.proto", "__init__.py"]
 
 
@@ -76,17 +80,29 @@ def wrong_module(module: Path, forbidden: list[bytes]) -> list[str]:
     return wrong
 
 
-def wrong_content(names: list[str]) -> list[str]:
-    """Files that are missing, and files that nobody needs who installs the wheel."""
+def wrong_content(names: list[str], listed: Collection[str]) -> list[str]:
+    """Files that are missing, and files that nobody needs who installs the wheel.
+
+    Args:
+        names: Of all files of the wheel.
+        listed: Names of the components in its bill of materials.
+    """
     wrong = [f"lacks tensorizer/{name}" for name in REQUIRED if f"tensorizer/{name}" not in names]
     licences = {name.rpartition("/")[2] for name in names if ".dist-info/licenses/" in name}
-    held = [library.name for library in read_libraries()]
-    wrong += [f"lacks the licence of {name}" for name in held if f"{name}.txt" not in licences]
-    if not any(".dist-info/sboms/" in name for name in names):
-        wrong.append("lacks the list of its components (.dist-info/sboms/)")
+    held = [*(library.name for library in read_libraries()), *HEADERS]
+    wrong += [f"does not list the component {name}" for name in held if name not in listed]
+    if not any(name in listed for name in CPP_RUNTIMES):
+        wrong.append(f"lists no C++ library: wanted one of {', '.join(CPP_RUNTIMES)}")
+    wrong += [f"lacks the licence of {name}" for name in sorted({*held, *listed}) if f"{name}.txt" not in licences]
     unwanted = [name for name in names if name.endswith((".a", ".h", ".cpp", ".cu", ".pyc"))]
     unwanted += [name for name in names if not name.startswith("tensorizer")]
     return wrong + [f"holds {name}" for name in unwanted]
+
+
+def listed_components(archive: zipfile.ZipFile) -> set[str]:
+    """Names in the bills of materials of a wheel (.dist-info/sboms/, PEP 770); empty where it has none."""
+    bills = [name for name in archive.namelist() if ".dist-info/sboms/" in name]
+    return {component["name"] for bill in bills for component in json.loads(archive.read(bill))["components"]}
 
 
 def wrong_wheel(wheel: Path, forbidden: list[bytes]) -> list[str]:
@@ -97,7 +113,7 @@ def wrong_wheel(wheel: Path, forbidden: list[bytes]) -> list[str]:
         wrong.append(f"has {nbytes} bytes: wanted at most {MAX_WHEEL_NBYTES}")
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         names = archive.namelist()
-        wrong += wrong_content(names)
+        wrong += wrong_content(names, listed_components(archive))
         modules = [name for name in names if name.endswith(".so") or ".so." in name]
         if len(modules) != 1 or not modules[0].startswith("tensorizer/_C."):
             wrong.append(f"has the modules {modules}: wanted tensorizer/_C alone")

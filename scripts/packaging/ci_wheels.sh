@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
-pipx run --spec cibuildwheel==3.2.1 cibuildwheel --output-dir "$1"
+pipx run --spec cibuildwheel==4.3.5 cibuildwheel --output-dir "$1"

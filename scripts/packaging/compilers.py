@@ -20,12 +20,26 @@ GLIBC = "2.28"
 _BASELINE = {"x86_64": "x86_64", "aarch64": "generic"}
 
 
+LICENCES = Path(__file__).with_name("licences")
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """A library of the compiler itself, parts of which end up in what it links."""
+
+    name: str
+    version: str
+    licence: str
+    licence_file: Path
+
+
 @dataclasses.dataclass(frozen=True)
 class Toolchain:
-    """Programs as environment variables have them, and what tells this toolchain from another one."""
+    """Programs as environment variables have them, what tells this toolchain from another one, its own libraries."""
 
     environment: dict[str, str]
     identity: str
+    runtimes: tuple[Runtime, ...] = ()
 
 
 def zig_program(python: str = sys.executable) -> Path:
@@ -65,7 +79,14 @@ def zig_toolchain(zig: Path, folder: Path, machine: str = platform.machine()) ->
     environment["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
     environment["ZIG_GLOBAL_CACHE_DIR"] = str(folder.parent / "zig-cache")
     environment["ZIG_LOCAL_CACHE_DIR"] = str(folder.parent / "zig-cache")
-    return Toolchain(environment, f"zig {version} {target}")
+    runtimes = [
+        Runtime(
+            name, f"of zig {version}", "Apache-2.0 WITH LLVM-exception", zig.parent / "lib" / source / "LICENSE.TXT"
+        )
+        for name, source in (("libc++", "libcxx"), ("libc++abi", "libcxxabi"), ("libunwind", "libunwind"))
+    ]
+    runtimes.append(Runtime("compiler_rt", f"of zig {version}", "MIT", zig.parent / "LICENSE"))
+    return Toolchain(environment, f"zig {version} {target}", tuple(runtimes))
 
 
 def with_ccache(toolchain: Toolchain, folder: Path, trees: Path) -> Toolchain:
@@ -93,7 +114,7 @@ def with_ccache(toolchain: Toolchain, folder: Path, trees: Path) -> Toolchain:
     environment |= {"CCACHE_COMPILERCHECK": "content", "CCACHE_COMPILERTYPE": "clang"}
     environment["TORCH_NO_COMPILER_WRAPPER"] = "1"  # torch 2.13 would call ccache around ccache
     environment |= {"CCACHE_DIR": str(folder), "CCACHE_BASEDIR": str(trees), "CCACHE_NOHASHDIR": "1"}
-    return Toolchain(environment, toolchain.identity)
+    return dataclasses.replace(toolchain, environment=environment)
 
 
 def system_toolchain() -> Toolchain:
@@ -101,4 +122,9 @@ def system_toolchain() -> Toolchain:
     defaults = {"CC": "cc", "CXX": "c++", "AR": "ar", "RANLIB": "ranlib"}
     environment = {name: os.environ.get(name, default) for name, default in defaults.items()}
     version = subprocess.run([*shlex.split(environment["CC"]), "--version"], capture_output=True, text=True, check=True)
-    return Toolchain(environment, version.stdout.splitlines()[0])
+    licence, text = "GPL-3.0-or-later WITH GCC-exception-3.1", LICENCES / "compiler" / "libstdc++.txt"
+    release = subprocess.run(
+        [*shlex.split(environment["CXX"]), "-dumpversion"], capture_output=True, text=True, check=True
+    )
+    runtime = Runtime("libstdc++", f"of the compiler {release.stdout.strip()}", licence, text)
+    return Toolchain(environment, version.stdout.splitlines()[0], (runtime,))

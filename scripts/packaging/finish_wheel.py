@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes a built wheel ready to be published: licences, list of components, platform name, equal bytes each time.
 
-    finish_wheel.py WHEEL --prefix DIR --out DIR
+    finish_wheel.py WHEEL --prefix DIR --headers DIR --out DIR
 
 Run with a Python that has auditwheel, which alone decides the platform name.
 """
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,46 +23,64 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from lock import Library, read_libraries, read_tools
+from lock import Library, LockedFile, read_libraries
 
-LICENCES = Path(__file__).with_name("licences")
-TOOL_LICENCES = {  # parts of zig that end up in the module
-    "libcxx": "lib/libcxx/LICENSE.TXT",
-    "libunwind": "lib/libunwind/LICENSE.TXT",
-    "zig": "LICENSE",
-}
+LICENCES = Path(__file__).with_name("licences") / "headers"
 
 
-def component(library: Library) -> dict[str, Any]:
-    files = [library.archive, library.patches]
+def source_of(locked: LockedFile, library: Library) -> dict[str, Any]:
+    """Where a file of a component comes from: its web address, else the name of Debian's source package."""
+    url = next((url for url in locked.urls if not url.startswith("debian:")), None)
+    if url is None:
+        release = library.patches.file.partition("_")[2].partition(".debian.")[0]
+        url = f"pkg:deb/debian/{library.patches.file.partition('_')[0]}@{release}?arch=source"
+    return {"type": "source-distribution", "url": url, "hashes": [{"alg": "SHA-256", "content": locked.sha256}]}
+
+
+def component(name: str, version: str, licence: str) -> dict[str, Any]:
+    expression = {"expression": licence} if " " in licence else {"license": {"id": licence}}
+    return {"type": "library", "name": name, "version": version, "licenses": [expression]}
+
+
+def locked_component(library: Library) -> dict[str, Any]:
+    references = [{"type": "website", "url": library.homepage}]
+    references += [source_of(locked, library) for locked in (library.archive, library.patches)]
     return {
-        "type": "library",
-        "name": library.name,
-        "version": library.version,
-        "licenses": [{"license": {"id": library.licence}}],
+        **component(library.name, library.version, library.licence),
         "purl": f"pkg:generic/{library.name}@{library.version}",
-        "externalReferences": [{"type": "website", "url": library.homepage}]
-        + [
-            {"type": "source-distribution", "url": f.urls[-1], "hashes": [{"alg": "SHA-256", "content": f.sha256}]}
-            for f in files
-        ],
+        "externalReferences": references,
     }
 
 
-def bill_of_materials(name: str, version: str) -> str:
-    """A CycloneDX document of what the module holds, from the lock file.
+def header_components(headers: Path) -> list[dict[str, Any]]:
+    """The libraries of torch's ``include`` folder that are headers alone, and are compiled into the module."""
+
+    def number(text: str, names: str) -> str:
+        return re.findall(rf"#define (?:{names}) +(\w+)", text)[-1]
+
+    pybind11 = (headers / "pybind11" / "detail" / "common.h").read_text()
+    parts = ("PYBIND11_VERSION_MAJOR", "PYBIND11_VERSION_MINOR", "PYBIND11_VERSION_MICRO|PYBIND11_VERSION_PATCH")
+    version = ".".join(number(pybind11, names) for names in parts)
+    dlpack = (headers / "ATen" / "dlpack.h").read_text()
+    of_dlpack = ".".join(number(dlpack, f"DLPACK_{part}_VERSION") for part in ("MAJOR", "MINOR"))
+    return [component("pybind11", version, "BSD-3-Clause"), component("dlpack", of_dlpack, "Apache-2.0")]
+
+
+def bill_of_materials(name: str, version: str, prefix: Path, headers: Path) -> str:
+    """A CycloneDX document of what the module holds: the lock file's libraries, the compiler's, and headers.
 
     Source: PEP 770, https://cyclonedx.org/docs/1.6/json/
     """
-    zig = next(tool for tool in read_tools() if tool.name == "ziglang")
+    runtimes = json.loads((prefix / "runtimes.json").read_text())
     document = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
         "metadata": {"component": {"type": "library", "name": name, "version": version, "bom-ref": name}},
         "components": [
-            *(component(library) for library in read_libraries()),
-            {"type": "library", "name": "libc++", "version": f"of zig {zig.version}"},
+            *(locked_component(library) for library in read_libraries()),
+            *header_components(headers),
+            *(component(**runtime) for runtime in runtimes),
         ],
     }
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
@@ -69,14 +88,7 @@ def bill_of_materials(name: str, version: str) -> str:
 
 def licence_files(prefix: Path) -> dict[str, bytes]:
     """Names and texts of every licence that a user of the module must be given."""
-    files = {path.name: path.read_bytes() for folder in (prefix / "licences", LICENCES) for path in folder.iterdir()}
-    try:
-        import ziglang
-    except ImportError:  # the wheel's C++ library is the machine's own
-        return files
-    root = Path(ziglang.__file__).parent
-    found = {name: root / path for name, path in TOOL_LICENCES.items()}
-    return files | {f"{name}.txt": path.read_bytes() for name, path in found.items() if path.is_file()}
+    return {path.name: path.read_bytes() for folder in (prefix / "licences", LICENCES) for path in folder.iterdir()}
 
 
 def record_line(name: str, content: bytes) -> str:
@@ -84,7 +96,7 @@ def record_line(name: str, content: bytes) -> str:
     return f"{name},sha256={digest},{len(content)}\n"
 
 
-def rewrite(wheel: Path, target: Path, prefix: Path) -> None:
+def rewrite(wheel: Path, target: Path, prefix: Path, headers: Path) -> None:
     """Writes ``wheel`` anew with its licences and components, sorted, all files of one time."""
     with zipfile.ZipFile(wheel) as archive:
         content = {info.filename: archive.read(info) for info in archive.infolist() if not info.is_dir()}
@@ -93,7 +105,7 @@ def rewrite(wheel: Path, target: Path, prefix: Path) -> None:
     del content[record]
     name, version = wheel.name.split("-")[:2]
     content |= {f"{info}/licenses/{file}": text for file, text in licence_files(prefix).items()}
-    content[f"{info}/sboms/{name}.cdx.json"] = bill_of_materials(name, version).encode()
+    content[f"{info}/sboms/{name}.cdx.json"] = bill_of_materials(name, version, prefix, headers).encode()
     lines = [record_line(file, text) for file, text in sorted(content.items())]
     content[record] = "".join([*lines, f"{record},,\n"]).encode()
     moment = time.gmtime(max(int(os.environ.get("SOURCE_DATE_EPOCH", "0")), 315532800))[:6]  # zip begins in 1980
@@ -105,7 +117,7 @@ def rewrite(wheel: Path, target: Path, prefix: Path) -> None:
             archive.writestr(entry, text, compresslevel=9)
 
 
-def finish(wheel: Path, prefix: Path, out: Path) -> Path:
+def finish(wheel: Path, prefix: Path, headers: Path, out: Path) -> Path:
     """The finished wheel in ``out``.
 
     Raises:
@@ -131,7 +143,7 @@ def finish(wheel: Path, prefix: Path, out: Path) -> Path:
         if result.returncode != 0:
             sys.exit(result.stdout + result.stderr)
         (repaired,) = Path(folder).glob("*.whl")
-        rewrite(repaired, out / repaired.name, prefix)
+        rewrite(repaired, out / repaired.name, prefix, headers)
         return out / repaired.name
 
 
@@ -139,9 +151,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--prefix", type=Path, required=True, help="of build_deps.py")
+    parser.add_argument("--headers", type=Path, required=True, help="the include folder of the torch it was built with")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    print(finish(options.wheel, options.prefix, options.out))
+    print(finish(options.wheel, options.prefix, options.headers, options.out))
 
 
 if __name__ == "__main__":
