@@ -236,7 +236,29 @@ def test_a_build_sees_the_header_of_debians_python_that_depends_on_the_machine_a
             assert (run.stdout.strip() if run.returncode == 0 else None) == wanted, (machine, header)
 
 
-def test_the_newest_torch_of_a_python_is_the_one_of_the_developers_or_the_last_that_it_got(scripts):
+def test_each_python_has_two_releases_of_torch_between_its_oldest_and_its_newest(scripts):
+    environments = scripts("environments")
+
+    def number(release: str) -> tuple:
+        return tuple(int(part) for part in release.split("."))
+
+    for version in PYTHONS:
+        first, second = map(number, environments.BETWEEN_TORCH[version])
+        assert number(environments.OLDEST_TORCH[version]) < first < second
+        assert second < number(environments.newest_torch(version))
+
+
+def test_the_matrix_installs_what_developers_test_with_but_for_numpy_before_torch_2_3(scripts, tmp_path):
+    matrix = scripts("matrix")
+    pinned = (ROOT / "constraints-dev.txt").read_text()
+    assert matrix.constraints("2.13.0", tmp_path).read_text().splitlines() == pinned.splitlines()
+    kept = matrix.constraints("2.2.0", tmp_path).read_text()
+    assert "numpy==" in pinned
+    assert "numpy==" not in kept
+    assert "pytest==" in kept
+
+
+def test_the_newest_torch_of_a_python_is_the_one_of_the_developers_or_the_last_that_it_got(scripts, monkeypatch):
     environments = scripts("environments")
     assert sorted(environments.OLDEST_TORCH, key=PYTHONS.index) == PYTHONS
     pinned = (ROOT / "constraints.txt").read_text().strip()
@@ -244,7 +266,19 @@ def test_the_newest_torch_of_a_python_is_the_one_of_the_developers_or_the_last_t
     assert environments.newest_torch("3.9") == "2.8.0"
     assert environments.version_of("/nonexistent/python") is None
     matrix = scripts("matrix")
-    assert [matrix.release_of("3.9", name) for name in ("oldest", "newest", "2.4.1")] == ["2.1.0", "2.8.0", "2.4.1"]
+    monkeypatch.setattr(matrix, "latest_torch", lambda version: f"the latest for {version}")
+    assert matrix.releases_of("3.9", ["oldest", "newest", "2.4.1"]) == ["2.1.0", "2.8.0", "2.4.1"]
+    assert matrix.releases_of("3.9", ["newest", "latest"]) == ["2.8.0", "the latest for 3.9"]
+
+
+def test_the_latest_torch_is_what_the_index_says_or_else_the_newest_that_is_known(scripts, tmp_path, monkeypatch):
+    environments = scripts("environments")
+    python = tmp_path / "python"
+    monkeypatch.setattr(environments.sys, "executable", str(python))
+    for answer, wanted in (("torch (2.99.1)", "2.99.1"), ("nothing found", environments.newest_torch("3.11"))):
+        python.write_text(f"#!/bin/sh\necho '{answer}'\n")
+        python.chmod(0o755)
+        assert environments.latest_torch("3.11") == wanted
 
 
 def test_a_matrix_without_an_index_of_cpu_builds_installs_nothing_that_depends_on_torch(scripts, monkeypatch):
@@ -378,8 +412,9 @@ def test_python_versions_agree_everywhere():
     assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project) == PYTHONS
     built = re.search(r'^build = "(.+)"$', project, re.MULTILINE)[1]
     assert built.split() == [f"cp{version.replace('.', '')}-*" for version in PYTHONS]
-    tests = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
-    assert json.loads(re.search(r"python: (\[.+\])", tests)[1]) == PYTHONS
+    for workflow in ("tests.yml", "wheels.yml"):
+        text = (ROOT / ".github" / "workflows" / workflow).read_text()
+        assert json.loads(re.search(r"python: (\[.+\])", text)[1]) == PYTHONS
     install = (ROOT / "docs" / "install.md").read_text()
     assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in install
 
@@ -573,6 +608,8 @@ def test_the_matrix_lists_pythons_and_roots_and_refuses_those_it_does_not_know()
 
     listed = matrix("--root", "bullseye", "sid", "--torch", "oldest")
     assert listed.stdout == "Python 3.9 (Debian bullseye), torch 2.1.0\nPython 3.14 (Debian sid), torch 2.9.0\n"
+    named = matrix("--root", "bullseye", "--torch", "oldest", "between", "newest", "2.8.0").stdout
+    assert re.findall(r"torch (\S+)", named) == ["2.1.0", "2.4.1", "2.6.0", "2.8.0"]
     assert matrix("--root", "woody").stderr.startswith("matrix.py: no root: woody: wanted one of ")
     named = matrix("--python", sys.executable, "--torch", "2.4.1")
     assert named.stdout == f"Python {sys.version_info[0]}.{sys.version_info[1]} ({sys.executable}), torch 2.4.1\n"

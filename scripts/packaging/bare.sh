@@ -1,23 +1,35 @@
 #!/usr/bin/env bash
-# usage: bare.sh FOLDER: installs the wheel of FOLDER on a machine that has nothing, and uses it.
+# usage: bare.sh FOLDER: installs the wheel of FOLDER on a machine that has nothing, and uses it: files, https, rediss
+# and proxies with the certificates of other distributions. For a container that is thrown away; needs a network.
+# TORCH: another requirement than `torch`. TORCH_INDEX: an index of CPU builds of it.
 set -euo pipefail
 folder=$(cd "$1" && pwd)
 scripts=$(cd "$(dirname "$0")" && pwd)
 if command -v apt-get >/dev/null; then
-  apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends python3 python3-venv
-  python=python3
-  command -v python3.9 >/dev/null && python=python3.9
-  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))'; then  # Ubuntu 20.04 has 3.8
-    DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends python3.9 python3.9-venv
-    python=python3.9
-  fi
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get -q update
+  packages=(python3 python3-venv)
+  [ "$(. /etc/os-release && echo "$ID $VERSION_ID")" != "ubuntu 20.04" ] || packages=(python3.9 python3.9-venv)
+  apt-get -q install -y --no-install-recommends "${packages[@]}"
+  python=${packages[0]}
+  install=(apt-get -q install -y --no-install-recommends openssl redis-server util-linux)
 else
   dnf -y install python3.11
   python=python3.11
+  redis=redis
+  dnf -q list redis >/dev/null 2>&1 || redis=redis6  # Amazon Linux
+  install=(dnf -y install openssl "$redis" util-linux)
 fi
 "$python" -m venv /tmp/bare
-/tmp/bare/bin/pip install --quiet --upgrade 'pip>=20.3'
-/tmp/bare/bin/pip install --quiet torch ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
-/tmp/bare/bin/pip install --quiet --find-links "$folder" --only-binary tensorizer --pre tensorizer
+bin=/tmp/bare/bin
+"$bin/pip" install --quiet --upgrade 'pip>=20.3'
+"$bin/pip" install --quiet "${TORCH:-torch}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
+tag=$("$bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+# By its name: never a later release of the index in its place.
+"$bin/pip" install --quiet "$folder"/tensorizer-*-"$tag-$tag"-*"$(uname -m)".whl
 mkdir -p /tmp/bare-files
-/tmp/bare/bin/python "$scripts/smoke.py" --folder /tmp/bare-files --inside /tmp/bare
+"$bin/python" "$scripts/smoke.py" --folder /tmp/bare-files --inside /tmp/bare
+# Up to here nothing was installed but Python. The tests bring servers along.
+"${install[@]}"
+"$bin/pip" install --quiet pytest pytest-timeout pytest-xdist hypothesis psutil
+"$bin/python" "$scripts/suite.py" /tmp/bare-suite -- -m '' tests/test_certificates.py

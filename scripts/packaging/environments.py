@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from torch_without_cuda import stand_in_for_cuda
@@ -14,6 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCH_INDEX = os.environ.get("TORCH_INDEX")
 # From each supported Python to the first release of torch, 2.1 or later, that has wheels for it.
 OLDEST_TORCH = {"3.9": "2.1.0", "3.10": "2.1.0", "3.11": "2.1.0", "3.12": "2.2.0", "3.13": "2.5.0", "3.14": "2.9.0"}
+# Two releases between the oldest and the newest one.
+BETWEEN_TORCH = {
+    "3.9": ("2.4.1", "2.6.0"),
+    "3.10": ("2.4.1", "2.8.0"),
+    "3.11": ("2.4.1", "2.8.0"),
+    "3.12": ("2.4.1", "2.8.0"),
+    "3.13": ("2.6.0", "2.9.1"),
+    "3.14": ("2.10.0", "2.12.1"),
+}
 # The last release for a Python that later ones left behind.
 LAST_TORCH = {"3.9": "2.8.0"}
 # What torch imports; it names CUDA's libraries beside them.
@@ -25,6 +36,14 @@ def newest_torch(version: str) -> str:
     """The newest torch for a Python: the one that this repository is developed with, where that one runs."""
     pinned = (ROOT / "constraints.txt").read_text().strip().partition("==")[2]
     return LAST_TORCH.get(version, pinned)
+
+
+def latest_torch(version: str) -> str:
+    """The latest release that the package index has for a Python; the newest one that is known, where none answers."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "index", "versions", "torch"]
+    asked = subprocess.run([*command, "--python-version", version], capture_output=True, text=True, check=False)
+    found = re.match(r"torch \((\d[\w.]*)", asked.stdout)
+    return found[1] if found else newest_torch(version)
 
 
 def version_of(python: str) -> str | None:

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Builds and tests with every supported Python that is here, each with the oldest and the newest torch that runs on it.
 
-    matrix.py [--list] [--python PATH ...] [--root SUITE ...] [--torch oldest|newest|VERSION ...] [--wheels DIR]
-              [-- PYTEST ARGUMENTS]
+    matrix.py [--list] [--python PATH ...] [--root SUITE ...] [--wheels DIR]
+              [--torch oldest|between|newest|latest|VERSION ...] [-- PYTEST ARGUMENTS]
 
 A Python that is not here and that a release of Debian has runs in that release (roots.py), with its compiler and its
 libraries; ``--root`` names releases, for Pythons that are here too. Each combination has a virtual environment of its
-own below ``.cache``, kept for the next time. With ``--wheels``
-the wheel of that folder is installed, else the module is built from source. Without ``TORCH_INDEX``, an index of CPU
-builds, torch is that of the package index without CUDA's libraries, and tests of frameworks that depend on torch are
-skipped. Ends with one line per combination; what cannot be had is said, and is a failure only for a Python that was
-named.
+own below ``.cache``, kept for the next time. ``between`` are two releases of torch between the oldest and the newest,
+which is the one of the developers; ``latest`` is what the package index has. With ``--wheels`` the wheel of that folder
+is installed, else the module is built from source. Without ``TORCH_INDEX``, an index of CPU builds, torch is that of
+the package index without CUDA's libraries, and tests of frameworks that depend on torch are skipped. Ends with one line
+per combination; what cannot be had is said, and is a failure only for a Python that was named.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from environments import (
+    BETWEEN_TORCH,
     OLDEST_TORCH,
     TORCH_INDEX,
     install_torch,
+    latest_torch,
     make_environment,
     newest_torch,
     numpy_for,
@@ -58,19 +61,33 @@ def test_requirements() -> list[str]:
     return [line for line in lines if line and re.split("[=><]", line)[0] not in unwanted]
 
 
+def constraints(torch: str, folder: Path) -> Path:
+    """The versions that the developers test with, but for numpy where ``torch`` needs an older one."""
+    lines = (ROOT / "constraints-dev.txt").read_text().splitlines()
+    if numpy_for(torch) != "numpy":
+        # what was compiled for numpy 2
+        lines = [
+            line for line in lines if not line.startswith(("numpy==", "scipy==", "scikit-learn==", "matplotlib=="))
+        ]
+    file = folder / "constraints.txt"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
 def fill(interpreter: str, folder: Path, torch: str) -> str:
     """An environment with torch and what the tests need, unless it is there already; empty, or what it lacks."""
     # up to torch 2.2 its builder of extensions needs the old one
     setuptools = "setuptools>=64,<70" if torch.startswith(("2.1.", "2.2.")) else "setuptools>=64"
     wanted = [setuptools, "wheel", "ninja", numpy_for(torch), *test_requirements()]
-    stamp, text = folder / "stamp", f"{interpreter} torch {torch}\n" + "\n".join(wanted)
+    pinned = (ROOT / "constraints-dev.txt").read_text()
+    stamp, text = folder / "stamp", "\n".join([f"{interpreter} torch {torch}", *wanted, pinned])
     if stamp.exists() and stamp.read_text() == text:
         return ""
     python = folder / "bin" / "python"
     failed = make_environment(interpreter, folder) or install_torch(python, torch)
     if failed:
         return f"no torch {torch}: {failed}"
-    failed = pip(python, *wanted)
+    failed = pip(python, "--constraint", str(constraints(torch, folder)), *wanted)
     if failed:
         return f"no test requirements: {failed}"
     stamp.write_text(text)
@@ -83,17 +100,19 @@ def install_tensorizer(python: Path, wheels: Path | None) -> str:
     return failed and f"no tensorizer: {failed}"
 
 
-def release_of(version: str, torch: str) -> str:
-    """The release that is meant by "oldest", "newest" or a number."""
-    return {"oldest": OLDEST_TORCH[version], "newest": newest_torch(version)}.get(torch, torch)
+def releases_of(version: str, torch: Sequence[str]) -> list[str]:
+    """The releases that are meant by "oldest", "between", "newest", "latest" and numbers, each once."""
+    named = {"oldest": [OLDEST_TORCH[version]], "between": BETWEEN_TORCH[version], "newest": [newest_torch(version)]}
+    if "latest" in torch:
+        named["latest"] = [latest_torch(version)]
+    return list(dict.fromkeys(release for name in torch for release in named.get(name, [name])))
 
 
 def try_one(version: str, interpreter: str, torch: str, options: argparse.Namespace) -> str:
-    wanted = release_of(version, torch)
-    folder = options.cache.resolve() / f"{version}-{wanted}"
+    folder = options.cache.resolve() / f"{version}-{torch}"
     python = folder / "bin" / "python"
     wheels = options.wheels.resolve() if options.wheels else None
-    missing = fill(interpreter, folder, wanted) or install_tensorizer(python, wheels)
+    missing = fill(interpreter, folder, torch) or install_tensorizer(python, wheels)
     if missing:
         return missing
     if wheels:
@@ -143,12 +162,12 @@ def main() -> int:
         roots = [suite for version, suite in SUITES.items() if version not in pythons]
     results = {}
     for version, python in pythons.items():
-        for torch in options.torch:
-            name = f"Python {version} ({python}), torch {release_of(version, torch)}"
+        for torch in releases_of(version, options.torch):
+            name = f"Python {version} ({python}), torch {torch}"
             results[name] = "" if options.list else try_one(version, python, torch, options)
     for suite in roots:
-        for torch in options.torch:
-            name = f"Python {of_root[suite]} (Debian {suite}), torch {release_of(of_root[suite], torch)}"
+        for torch in releases_of(of_root[suite], options.torch):
+            name = f"Python {of_root[suite]} (Debian {suite}), torch {torch}"
             results[name] = "" if options.list else try_in_root(suite, torch, options)
     tried = {*pythons, *(of_root[suite] for suite in roots)}
     if everything:

@@ -1,10 +1,18 @@
-"""The tests in a folder of their own, without the package: what they import is then the wheel that is installed."""
+#!/usr/bin/env python3
+"""The tests in a folder of their own, without the package: what they import is then the wheel that is installed.
+
+    suite.py FOLDER [-- PYTEST ARGUMENTS]
+
+Runs them with this Python, which has the wheel; ``FOLDER`` must not exist.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from build_wheels import ROOT, source_names
@@ -46,3 +54,15 @@ def run_suite(python: Path, folder: Path, arguments: list[str]) -> bool:
     options += [f"--ignore=tests/test_{name}.py" for name in OF_THE_CHECKOUT]
     command = [str(python), "-m", "pytest", *options, *arguments]
     return subprocess.run(command, cwd=tests, env=environment, check=False).returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("arguments", nargs="*", metavar="-- PYTEST ARGUMENTS")
+    options = parser.parse_args()
+    return 0 if run_suite(Path(sys.executable), options.folder.absolute(), options.arguments) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
