@@ -28,8 +28,8 @@ help:  ## list the commands
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
-.PHONY: system-build system-test system-native system-lint system-constant-time system-wheels
-system-build system-test system-native system-lint system-constant-time system-wheels:
+.PHONY: system-build system-test system-native system-lint system-constant-time system-wheels system-site
+system-build system-test system-native system-lint system-constant-time system-wheels system-site:
 	@scripts/system-packages.sh $(@:system-%=%)
 
 # A package manager may bring in the Python headers and `venv`, so it goes first; order-only, so that it never rebuilds.
@@ -83,7 +83,7 @@ test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that 
 	$(BIN)/python -m pytest -q --durations=20 -n $(WORKERS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
 
 test-all: export TENSORIZER_REQUIRE_SERVERS := 1
-test-all: test test-slow  ## all tests, the slow ones too; a missing server is an error
+test-all: test test-slow site-check  ## all tests, the slow ones and the site too; a missing server is an error
 
 # ---- wheels ---------------------------------------------------------------------------------------------------------
 
@@ -201,6 +201,11 @@ $(VENV)/stamp-docs: docs/requirements.txt constraints-dev.txt $(VENV)/stamp-torc
 .PHONY: docs
 docs: $(VENV)/stamp-build $(VENV)/stamp-docs  ## the documentation site in site/, warnings are errors
 	$(BIN)/python -m mkdocs build --strict
+
+.PHONY: site-check
+site-check: export TENSORIZER_SITE := site
+site-check: docs system-site $(VENV)/stamp-dev  ## build the site; links lead somewhere, and no page scrolls sideways in Chromium
+	$(BIN)/python -m pytest -q tests/test_site.py
 endif
 
 .PHONY: clean distclean

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that a group of commands needs: as root by apt, otherwise prints the command to type.
-# usage: system-packages.sh [--print] build|test|native|lint|constant-time|wheels|aarch64
+# usage: system-packages.sh [--print] build|test|native|lint|constant-time|wheels|aarch64|site
 # With --print it only says what the group is, but for packages of Python.
 # Quick when nothing is missing. Systems without dpkg are left alone: the build names what it misses there.
 # Who is not root goes on without what only some tests need, except with TENSORIZER_REQUIRE_SERVERS=1 (make test-all).
@@ -8,13 +8,14 @@ set -euo pipefail
 
 only_print=
 [ "${1:-}" != --print ] || { only_print=yes; shift; }
-group=${1:?build, test, native, lint, constant-time, wheels or aarch64}
+group=${1:?build, test, native, lint, constant-time, wheels, aarch64 or site}
 build=(g++ make pkg-config libcurl4-openssl-dev libsodium-dev libssl-dev libhiredis-dev libisal-dev)
 native=(cmake ninja-build libgtest-dev ccache binutils clang libclang-rt-14-dev)
 servers=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl)
 wheels=(git make perl cmake nasm patch binutils autoconf automake libtool mmdebstrap)
 aarch64=(g++-aarch64-linux-gnu qemu-user mmdebstrap)
 lint=(git clang-format clang-tidy)
+site=(chromium fonts-dejavu-core)
 
 missing_of() {
   local package
@@ -81,6 +82,7 @@ case $group in
   constant-time) wanted=("${build[@]}" "${native[@]}" "${lint[@]}" valgrind) ;;
   wheels) wanted=("${wheels[@]}") ;;
   aarch64) wanted=("${native[@]}" "${aarch64[@]}") ;;
+  site) wanted=("${site[@]}") ;;
   *) echo "unknown group: $group" >&2; exit 2 ;;
 esac
 if [ -n "$only_print" ]; then
