@@ -22,7 +22,7 @@ from pathlib import Path
 import compilers
 from build_deps import build_all
 from environments import OLDEST_TORCH, build_environment, lacks, pythons_here, version_of
-from roots import PYTHON, SUITES, kept_folder, packages_of, run_with_repository
+from roots import SUITES, kept_folder, packages_of_builders, run_with_repository
 from tools import install_tools
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,8 +113,7 @@ def build_in_root(suite: str, options: argparse.Namespace) -> None:
         shutil.copytree(prefix, cache / "prefix")
     command = ["python3", "scripts/packaging/build_wheels.py", "--cache", str(cache), "--out", str(out)]
     command += ["--jobs", str(options.jobs), "python3"]
-    packages = ["git", "ca-certificates", "ccache", *PYTHON, *packages_of("wheels")]
-    status = run_with_repository(suite, packages, command)
+    status = run_with_repository(suite, packages_of_builders(), command)
     if status is None:
         sys.exit(f"no Debian {suite} could be made")
     if status != 0:

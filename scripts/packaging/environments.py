@@ -1,12 +1,20 @@
-"""The Pythons of this machine, and virtual environments of theirs with a torch that needs no gigabytes of CUDA."""
+#!/usr/bin/env python3
+"""The Pythons of this machine, and virtual environments of theirs with a torch that needs no gigabytes of CUDA.
+
+    environments.py VERSION INTERPRETER FOLDER [REQUIREMENT ...]
+
+Makes an environment that can build wheels and has the requirements too.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch_without_cuda import stand_in_for_cuda
@@ -128,3 +136,29 @@ def build_environment(version: str, interpreter: str, folder: Path) -> str:
     if not failed:
         stamp.write_text(wanted)
     return failed
+
+
+def user_environment(version: str, interpreter: str, folder: Path, requirements: Sequence[str]) -> str:
+    """The same with packages that a wheel asks for; empty, or why there is none."""
+    failed = build_environment(version, interpreter, folder)
+    stamp, wanted = folder / "stamp-user", "\n".join(requirements)
+    if failed or (stamp.exists() and stamp.read_text() == wanted):
+        return failed
+    failed = pip(folder / "bin" / "python", *requirements)
+    if not failed:
+        stamp.write_text(wanted)
+    return failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("version")
+    parser.add_argument("interpreter")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("requirements", nargs="*", metavar="REQUIREMENT")
+    options = parser.parse_args()
+    sys.exit(user_environment(options.version, options.interpreter, options.folder, options.requirements) or None)
+
+
+if __name__ == "__main__":
+    main()

@@ -40,6 +40,11 @@ def packages_of(group: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
+def packages_of_builders() -> list[str]:
+    """What a root needs in which wheels are built."""
+    return ["git", "ca-certificates", "ccache", *PYTHON, *packages_of("wheels")]
+
+
 def debian_root(suite: str, packages: Sequence[str], cache: Path) -> Optional[Path]:
     """A Debian with ``packages`` and what they need, nothing else, made once; None where this machine cannot."""
     wanted = " ".join(sorted(packages))
