@@ -223,7 +223,10 @@ def test_distributed_checkpoints_are_measured_with_ranks_of_their_own(tmp_path: 
 @pytest.mark.parametrize(
     ("programs", "wanted"),
     [
-        (("nginx", "curl"), ["http-loopback", "http-object-store", "http-index", "http-index-requests"]),
+        (
+            ("nginx", "curl"),
+            ["http-loopback", "https-loopback", "http-object-store", "http-index", "http-index-requests"],
+        ),
         (("redis-server",), ["redis-load"]),
         (("swift-proxy-server", "memcached"), ["s3-load", "s3-upload", "memory-s3-upload"]),
     ],

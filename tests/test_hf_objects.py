@@ -240,8 +240,7 @@ def test_plaintext_of_encrypted_weights_is_written_only_when_allowed(tmp_path, p
 
 
 def test_an_interrupted_load_leaves_no_file(tmp_path, private_folders, monkeypatch):
-    import sentence_transformers
-
+    sentence_transformers = pytest.importorskip("sentence_transformers")
     save_pretrained(tiny_models.sentence_transformer(tmp_path / "source"), tmp_path / "ours")
     seen = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import samples
@@ -48,4 +49,5 @@ def load_models(folder: Path) -> None:
         assert read <= 0.6 * nbytes, (read, nbytes)
         dist.barrier()
 
-    run_ranks(2, work)
+    if importlib.util.find_spec("accelerate") is not None:  # transformers wants it for tensor parallelism
+        run_ranks(2, work)

@@ -6,6 +6,7 @@ contenders share the machine's cores; the limit pays for that as everybody does.
 
 from __future__ import annotations
 
+import os
 import urllib.request
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def http_place(bench: Bench, path: Path) -> HttpPlace:
     """Where the server of the cache folder has the file."""
     url = f"{bench.settings['http']}/{path.parent.name}/{path.name}"
     return HttpPlace(url, int(bench.settings["connections"]))
+
+
+def https_place(bench: Bench, path: Path) -> HttpPlace:
+    """The same over TLS, whose authority the process then trusts: every contender knows this variable."""
+    os.environ["CURL_CA_BUNDLE"] = bench.settings["authority"]
+    return http_place(bench, path)
 
 
 def s3_place(bench: Bench, path: Path) -> S3Place:
@@ -174,6 +181,15 @@ CASES = (
         ),
         locate=http_place,
         service=services.web_server,
+    ),
+    Case(
+        "https-loopback",
+        "load over HTTPS, nginx on loopback",
+        "load_http",
+        load,
+        goals=(Goal("ours", at_least=0.97, who="ours-safetensors"),),
+        locate=https_place,
+        service=services.tls_web_server,
     ),
     Case(
         "http-object-store",

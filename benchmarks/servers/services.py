@@ -5,6 +5,7 @@ The servers that the tests use serve here, too. Everything ends with the ``with`
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -41,6 +42,25 @@ def web_server(stage: Stage) -> Iterator[dict[str, str]]:
         raise Unavailable("nginx is not installed")
     with tempfile.TemporaryDirectory() as work, nginx.nginx(Path(work), stage.cache) as url:
         yield settings_of(stage, LOOPBACK_CONNECTIONS, http=url)
+
+
+@contextmanager
+def tls_web_server(stage: Stage) -> Iterator[dict[str, str]]:
+    """The same over TLS; ``authority`` is the file that trusts it.
+
+    Raises:
+        Unavailable: It is not installed, or the openssl program is not.
+    """
+    from tests.servers import nginx
+    from tests.servers.certificates import make_certificates
+
+    if nginx.PROGRAM is None or shutil.which("openssl") is None:
+        raise Unavailable("nginx or openssl is not installed")
+    with tempfile.TemporaryDirectory() as work:
+        certificates = make_certificates(Path(work))
+        (Path(work) / "nginx").mkdir()
+        with nginx.nginx(Path(work) / "nginx", stage.cache, tls=certificates) as url:
+            yield settings_of(stage, LOOPBACK_CONNECTIONS, http=url, authority=str(certificates.authority))
 
 
 @contextmanager

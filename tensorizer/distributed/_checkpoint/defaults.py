@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 from collections.abc import Iterator
 from typing import Any, Optional
@@ -59,11 +60,10 @@ def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dic
 def _replace_names() -> contextlib.ExitStack:
     """Puts our classes where torch looks its own up, until the stack is closed."""
     undo = contextlib.ExitStack()
-    places: list[tuple[Any, str]] = [(module, "FileSystem") for module in (dcp, _storage_utils, format_utils)]
+    modules = (dcp, _storage_utils, format_utils)
+    places: list[tuple[Any, str]] = [(module, prefix) for module in modules for prefix in ("FileSystem", "Fsspec")]
     with contextlib.suppress(ImportError):  # fsspec is not installed
-        from torch.distributed.checkpoint import _fsspec_filesystem
-
-        places.append((_fsspec_filesystem, "Fsspec"))
+        places.append((_fsspec_module(), "Fsspec"))
     for module, prefix in places:
         for name, replace in ((f"{prefix}Writer", _writer_instead_of), (f"{prefix}Reader", _reader_instead_of)):
             original = getattr(module, name, None)
@@ -71,6 +71,17 @@ def _replace_names() -> contextlib.ExitStack:
                 undo.callback(setattr, module, name, original)
                 setattr(module, name, replace(original))
     return undo
+
+
+def _fsspec_module() -> Any:
+    """Where torch has its storage on fsspec: the name without an underscore came with 2.15, which warns of the old."""
+    name = "torch.distributed.checkpoint.fsspec_filesystem"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
 
 
 class _Instead:
