@@ -13,8 +13,9 @@ import psutil
 import pytest
 import torch
 
-from tensorizer import utils
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, utils
 from tensorizer._system import cgroup
+from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 from tensorizer.utils import (
     CPUMemoryUsage,
     GlobalGPUMemoryUsage,
@@ -429,3 +430,32 @@ def test_it_works_as_a_decorator():
 
     assert build().weight.is_meta
     assert build().weight.is_meta
+
+
+def test_the_package_itself_loads_and_saves_inside_the_context_as_outside(tmp_path):
+    path, saved = str(tmp_path / "a.tensors"), str(tmp_path / "b.pt")
+    tensors = {
+        "matrix": torch.arange(12.0).reshape(3, 4),
+        "empty": torch.zeros(0, 3),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "meta": torch.zeros(2, device="meta"),
+    }
+    wanted = {**tensors, "meta": torch.zeros(2)}
+    key = EncryptionParams.random()
+    for encryption, decryption in ((None, None), (key, DecryptionParams.from_key(key.key))):
+        with no_init_or_tensor():
+            with TensorSerializer(path, encryption=encryption) as serializer:
+                serializer.write_state_dict(tensors)
+            for settings in ({}, {"lazy_load": True}, {"verify_hash": True}, {"dtype": torch.float16}):
+                with TensorDeserializer(path, device="cpu", encryption=decryption, **settings) as file:
+                    found = {name: file[name] for name in file}
+                for name, tensor in wanted.items():
+                    assert not found[name].is_meta
+                    assert torch.equal(found[name], tensor.to(settings.get("dtype", tensor.dtype))), (name, settings)
+            with TensorDeserializer(path, device="cpu", encryption=decryption, lazy_load=True) as file:
+                part = file.get_slice("matrix")
+                for index in ((slice(1, 3), 2), ([2, 0],), (..., slice(0, 0))):
+                    assert torch.equal(part[index], tensors["matrix"][index])
+    with tensorizer_saving(), tensorizer_loading(device="cpu"):
+        no_init_or_tensor(lambda: torch.save(tensors["matrix"], saved))
+        assert torch.equal(torch.load(saved), tensors["matrix"])

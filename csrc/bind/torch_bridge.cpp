@@ -53,6 +53,9 @@ void drop_capsule(PyObject* capsule) {
   managed->deleter(managed);
 }
 
+// Not torch.empty: while models are built, no_init_or_tensor has another function there.
+py::object torch_empty() { return py::module_::import("tensorizer._system.devices").attr("empty"); }
+
 py::object call(const py::object& function, std::initializer_list<PyObject*> arguments) {
   PyObject* result =
       PyObject_Vectorcall(function.ptr(), std::data(arguments), arguments.size(), nullptr);
@@ -62,9 +65,7 @@ py::object call(const py::object& function, std::initializer_list<PyObject*> arg
 
 }  // namespace
 
-TensorPlace TensorPlace::cpu() {
-  return TensorPlace(py::module_::import("torch").attr("empty")(0, py::arg("device") = "cpu"));
-}
+TensorPlace TensorPlace::cpu() { return TensorPlace(torch_empty()(0, py::arg("device") = "cpu")); }
 
 TensorPlace::TensorPlace(const py::object& tensor) : torch_device(tensor.attr("device")) {
   const py::tuple dlpack = tensor.attr("__dlpack_device__")();
@@ -79,7 +80,7 @@ TensorFactory::TensorFactory(py::function resolve) : resolve_(std::move(resolve)
     from_dlpack_ = torch.attr("_C").attr("_from_dlpack");
   make_subclass_ = torch.attr("Tensor").attr("_make_subclass");
   parameter_type_ = torch.attr("nn").attr("Parameter");
-  empty_ = torch.attr("empty");
+  empty_ = torch_empty();
   view_ = torch.attr("Tensor").attr("view");
 }
 

@@ -17,6 +17,7 @@ import torch
 
 from tensorizer._format import dtypes
 from tensorizer._format.payloads import contiguous, stored_dtype
+from tensorizer._system.devices import empty
 from tensorizer.errors import FormatError
 
 __all__ = ["KEY", "Nodes", "pack", "state_name", "to_text", "unpack"]
@@ -106,5 +107,5 @@ def _state(node: dict[str, Any], depth: int) -> Any:
     if len(raw) != wanted or any(size < 0 for size in shape):
         raise FormatError(f"the extra state in the file is damaged: wanted {wanted} bytes, found {len(raw)}")
     if not raw:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        return empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(shape)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tensorizer._format import dtypes
+from tensorizer._system.devices import empty
 
 __all__ = ["adopt", "contiguous", "is_copied", "stored_dtype"]
 
@@ -92,7 +93,7 @@ def contiguous(tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
     """
     data = tensor.detach()
     if data.is_meta:  # a scalar is stored as a real zero, everything else without data (docs/format.md)
-        return torch.zeros((), dtype=data.dtype, device="cpu") if data.dim() == 0 else torch.empty(0, device="cpu")
+        return torch.zeros((), dtype=data.dtype, device="cpu") if data.dim() == 0 else empty(0, device="cpu")
     if data.is_conj() or data.is_neg():
         data = data.resolve_conj().resolve_neg()
     if not on_device:

@@ -19,6 +19,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 
+from tensorizer._system.devices import empty
 from tensorizer._system.paths import expanded
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import FormatError
@@ -146,7 +147,7 @@ class SaveSession:
         index = self._indices.setdefault(key, len(self.storages))
         if index == len(self.storages):
             # device and dtype are explicit: the caller may have set defaults
-            self.storages.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+            self.storages.append(empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         return index
 
     def finish(self, pickle_file: Any) -> None:

@@ -16,7 +16,7 @@ from tensorizer._load.indices import cover, is_basic
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.reader import converts, no_collections
 from tensorizer._system import cuda_engine
-from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
+from tensorizer._system.devices import empty, ordinary_tensors, resolve_cuda_device
 
 __all__ = ["PartReader", "TensorFacts", "Wanted"]
 
@@ -146,7 +146,7 @@ class PartReader:
     def _refuse_part(self, want: Wanted) -> None:
         name, facts = self._container.names[want.entry], self.facts(want.entry)
         whole = math.prod(facts.shape)
-        if not is_basic(want.index) or torch.empty(facts.shape, device="meta")[want.index].numel() != whole:
+        if not is_basic(want.index) or empty(facts.shape, device="meta")[want.index].numel() != whole:
             raise ValueError(
                 f"tensor {name!r:.200}: a part cannot be verified, since the hashes of the file are of whole tensors; "
                 "wanted all of it, or verify_hash=False"
@@ -205,8 +205,8 @@ class PartReader:
         """A buffer for boxes that follow each other along dimension 0, and the part of it that each takes."""
         shape, dtype = self._container.shape(entry), self._container.stored_dtype(entry)
         rows = [box[0].stop - box[0].start for box in boxes]
-        inner = torch.empty(shape[1:], device="meta")[boxes[0][1:]].shape if len(shape) > 1 else ()
-        buffer = torch.empty((sum(rows), *inner), dtype=dtype, device=device)
+        inner = empty(shape[1:], device="meta")[boxes[0][1:]].shape if len(shape) > 1 else ()
+        buffer = empty((sum(rows), *inner), dtype=dtype, device=device)
         ends = [0]
         for count in rows:
             ends.append(ends[-1] + count)
@@ -258,7 +258,7 @@ class PartReader:
             into = read.into
             if into is None:
                 stored = self._container.stored_dtype(read.entry)
-                flat = torch.empty(batch.nbytes(i), dtype=torch.uint8, device=device)
+                flat = empty(batch.nbytes(i), dtype=torch.uint8, device=device)
                 into = flat.view(stored).view(batch.shape(i)) if stored is not None else flat
             elif tuple(into.shape) != batch.shape(i):
                 name = self._container.names[read.entry]

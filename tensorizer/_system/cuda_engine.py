@@ -8,6 +8,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._system.config import env_float, env_int, env_text
+from tensorizer._system.devices import empty
 from tensorizer._system.threads import share_of_node
 
 __all__ = ["allocate", "engine_for", "is_fast_device", "set_ring_size", "use_driver_library"]
@@ -68,4 +69,4 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
 
 def allocate(device: torch.device, nbytes: int, zeros: bool) -> torch.Tensor:
     """A flat byte tensor on `device`, in order of the caller's current stream; without `zeros` it may hold anything."""
-    return (torch.zeros if zeros else torch.empty)(nbytes, dtype=torch.uint8, device=device)
+    return (torch.zeros if zeros else empty)(nbytes, dtype=torch.uint8, device=device)

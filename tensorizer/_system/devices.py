@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Callable
 
 import torch
 
-__all__ = ["ordinary_tensors", "resolve_cuda_device"]
+__all__ = ["empty", "ordinary_tensors", "resolve_cuda_device"]
+
+# torch.empty as torch made it: `utils.no_init_or_tensor` puts another function there, which is for models alone.
+empty: Callable[..., torch.Tensor] = getattr(torch._C, "_VariableFunctions").empty  # noqa: B009 - has no stub
 
 
 def resolve_cuda_device(device: torch.device) -> torch.device:

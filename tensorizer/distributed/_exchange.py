@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tensorizer._format.names import Name
+from tensorizer._system.devices import empty
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._boxes import Box
 from tensorizer.distributed._ranks import Ranks
@@ -73,7 +74,7 @@ def gather_into(
     slot = -(-slot // _ALIGNMENT) * _ALIGNMENT
     windows = _Windows(_slots(file, names, slot), ranks.size)
     parts = [torch.zeros(slot + _FLAG_NBYTES, dtype=torch.uint8, device=where) for _ in range(2)]
-    gathered = torch.empty((ranks.size, slot + _FLAG_NBYTES), dtype=torch.uint8, device=where)
+    gathered = empty((ranks.size, slot + _FLAG_NBYTES), dtype=torch.uint8, device=where)
     failure: Optional[BaseException] = None
     received = 0
     window, number = windows.next(), 0

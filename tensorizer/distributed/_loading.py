@@ -12,6 +12,7 @@ import torch
 from tensorizer._format.names import Name
 from tensorizer._io.file_types import SourceArgument
 from tensorizer._load.digests import holds, listed, missing_hashes
+from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import Box
 from tensorizer.distributed._exchange import Place, gather_into, whole
 from tensorizer.distributed._opened import Opened, open_for_all
@@ -83,7 +84,7 @@ def load(
             else:
                 for name in firsts.values():
                     part = opened.file.get_slice(name)
-                    result[name] = torch.empty(part.shape, dtype=part.dtype, device=opened.device)
+                    result[name] = empty(part.shape, dtype=part.dtype, device=opened.device)
                     places[name] = Place(whole(part.shape), result[name])
         except BaseException as error:
             failure = error

@@ -10,7 +10,7 @@ import torch
 
 from tensorizer._format.names import Name
 from tensorizer._load.digests import listed
-from tensorizer._system.devices import resolve_cuda_device
+from tensorizer._system.devices import empty, resolve_cuda_device
 from tensorizer.distributed._boxes import Box, box_of
 from tensorizer.distributed._exchange import Place, whole
 from tensorizer.distributed._opened import Opened
@@ -109,7 +109,7 @@ class Target:
 
     def _empty(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
         device = resolve_cuda_device(self._opened.device)
-        return torch.empty([end - begin for begin, end in box], dtype=dtype, device=device)
+        return empty([end - begin for begin, end in box], dtype=dtype, device=device)
 
     def _planned(self, name: str) -> Any:
         """The placements that the plan has for a name; with a mesh, ``Replicate`` for the others."""
@@ -176,7 +176,7 @@ def _replicated(dimensions: int) -> tuple[Any, ...]:
 
 def _dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> torch.Tensor:
     """A DTensor over this rank's part, without a collective."""
-    stride = torch.empty(shape, device="meta").stride()
+    stride = empty(shape, device="meta").stride()
     made: torch.Tensor = _tensor_module().DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )

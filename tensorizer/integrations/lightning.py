@@ -19,6 +19,7 @@ import torch
 
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.uri import scheme_of
+from tensorizer._system.devices import empty
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.values import decoded, encoded, load_vetted, saved
@@ -233,7 +234,7 @@ def _is_storable(name: str, tensor: torch.Tensor) -> bool:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, pinned for tensors of a GPU, that nobody else changes."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    host = empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return host.copy_(tensor)
 
 

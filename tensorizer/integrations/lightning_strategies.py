@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tensorizer._system.devices import empty
 from tensorizer.distributed import TensorizerReader, TensorizerWriter, dcp_default
 from tensorizer.distributed._checkpoint.values import load_vetted, saved
 from tensorizer.errors import FormatError
@@ -111,7 +112,7 @@ class _ShardedCheckpoints(abc.ABC):
         if not isinstance(saved_as, TensorStorageMetadata):
             return found
         # The sign is not part of the checkpoint's one step: a save that was killed may leave that of an older one.
-        rest = {_REST: torch.empty(saved_as.size, dtype=torch.uint8)}
+        rest = {_REST: empty(saved_as.size, dtype=torch.uint8, device="cpu")}
         state_dict_loader.load(rest, storage_reader=reader)
         data = io.BytesIO(rest[_REST].numpy().tobytes())
         content = torch.load(data, weights_only=False) if weights_only is False else load_vetted(_REST, data)

@@ -15,6 +15,7 @@ from tensorizer._format.entries import TensorType
 from tensorizer._io.file_types import TargetArgument
 from tensorizer._save.hashes import HASH_NAMES, check_hashes
 from tensorizer._save.one_call import written_in_one_call
+from tensorizer._system.devices import empty
 from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike
@@ -102,7 +103,7 @@ def consolidate(
             stream_options=stream_options,
         ) as session:
             for batch in _batches(tensors):
-                data = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in batch]
+                data = [empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in batch]
                 files.read(want for tensor, whole in zip(batch, data) for want in tensor.parts_of(whole))
                 session.write_payloads([(t.data_ptr() if t.numel() else 0, t.nbytes) for t in data])
     return ConsolidationReport(len(tensors), sum(tensor.nbytes for tensor in tensors), tuple(left_out))
