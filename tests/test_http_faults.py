@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import logging
 import os
 import re
@@ -460,6 +461,31 @@ def test_more_bytes_than_announced_never_reach_the_caller():
         buffer = bytearray(50_000)
         with pytest.raises(StreamError, match="longer"):
             source.readinto(100_000, buffer)
+
+
+def test_trailers_without_end_are_an_error():
+    head = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 100000-100009/200000\r\n"
+    body = b"Transfer-Encoding: chunked\r\n\r\na\r\n" + CONTENT[100_000:100_010] + b"\r\n0\r\n"
+    lines = b"".join(b"X-%d: %b\r\n" % (i, b"y" * 100) for i in range(4000))
+    heads = b"HTTP/1.1 206 OK\r\n" * 20_000
+    for trailers, text in ((lines, "head and trailers.*larger than 256 KiB"), (heads, "Failed to read")):
+        with nothing_left(), FaultyServer(CONTENT, [GOOD], default=Reply(raw=head + body + trailers)) as server:
+            with within(20), pytest.raises(StreamError, match=text):
+                open_source(server, retries=1, direct_nbytes=1 << 40).read(100_000, 10)
+            assert len(server.requests) == 2
+    with FaultyServer(CONTENT, [GOOD, Reply(raw=head + body + b"X-Sum: 1\r\n\r\n")]) as server:
+        assert open_source(server).read(100_000, 10) == CONTENT[100_000:100_010]
+
+
+def test_a_body_that_was_packed_for_the_way_is_an_error():
+    packed = gzip.compress(CONTENT[100_000:150_000])
+    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(packed), packed)
+    for coding, body in (("gzip", packed), ("gzip, chunked", chunk), ("deflate", packed)):
+        head = f"HTTP/1.1 206 OK\r\nContent-Range: bytes 100000-149999/200000\r\nTransfer-Encoding: {coding}\r\n\r\n"
+        with nothing_left(), FaultyServer(CONTENT, [GOOD], default=Reply(raw=head.encode() + body)) as server:
+            with pytest.raises(StreamError, match="found Transfer-Encoding"):
+                open_source(server, retries=1, direct_nbytes=1 << 40).read(100_000, 50_000)
+            assert len(server.requests) == 2
 
 
 def test_a_chunked_body_that_ends_early_is_resumed():

@@ -25,6 +25,17 @@ std::optional<uint64_t> content_length(const ResponseHead& head) {
   return length;
 }
 
+// A body that was packed for the way is not what its lengths and ranges count, and may unpack to
+// any size; nobody asked for one.
+void check_transfer_coding(const ResponseHead& head) {
+  for (const auto& [name, value] : head.headers.fields()) {
+    if (!equals_ignoring_case(name, "transfer-encoding")) continue;
+    if (!equals_ignoring_case(value, "chunked"))
+      refuse(head, "wanted a body as it is, found Transfer-Encoding '" + printable(value, 60) + "'",
+             "the server breaks the HTTP standard");
+  }
+}
+
 void check_identity(const ResponseHead& head, const ResourceIdentity& known,
                     const ResourceIdentity& found) {
   if (known.size && found.size && *known.size != *found.size) {
@@ -153,6 +164,7 @@ HttpFailure failure_of_status(const ResponseHead& head, std::string_view body) {
 
 CheckedResponse check_response(const RangeRequest& request, const ResponseHead& head) {
   CheckedResponse result;
+  if (head.status == 206 || head.status == 200) check_transfer_coding(head);
   if (head.status == 206) {
     if (request.ranges_refused)
       refuse(head, "a server without ranges answered with one",

@@ -211,17 +211,18 @@ size_t HttpExchange::on_body(char* data, size_t size, size_t count, void* self) 
 }
 
 void HttpExchange::take_header_line(std::string_view line) {
+  head_nbytes_ += line.size();
+  if (head_nbytes_ > kMaxHeadNbytes)
+    throw HttpFailure{Errc::io,
+                      head_complete_ ? "head and trailers of the response are larger than 256 KiB"
+                                     : "the head of the response is larger than 256 KiB",
+                      "", head_.status};
+  if (head_complete_) return;  // trailers of a chunked body
   if (const auto status = parse_status_line(line)) {
     // After a 1xx, a second head follows.
     head_ = ResponseHead{*status, printable(line), {}};
-    head_complete_ = false;
     return;
   }
-  if (head_complete_) return;  // trailers of a chunked body
-  head_nbytes_ += line.size();
-  if (head_nbytes_ > kMaxHeadNbytes)
-    throw HttpFailure{Errc::io, "the head of the response is larger than 256 KiB", "",
-                      head_.status};
   if (auto field = parse_header_line(line)) {
     head_.headers.add(std::move(field->first), std::move(field->second));
   } else if (line == "\r\n" || line == "\n") {
