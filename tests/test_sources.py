@@ -448,3 +448,39 @@ def test_a_pipe_is_refused_and_closed():
     with pytest.raises(io.UnsupportedOperation):
         TensorDeserializer(pipe, device="cpu")
     assert pipe.closed
+
+
+class Measured(io.BytesIO):
+    """An object that somebody interrupts while its end is looked for."""
+
+    interruption: BaseException = KeyboardInterrupt()
+
+    def seek(self, offset, whence=0):
+        if whence == 2:
+            raise self.interruption
+        return super().seek(offset, whence)
+
+
+def test_an_interruption_while_an_object_is_measured_reaches_the_caller(path):
+    class Alarm(Exception):
+        pass
+
+    for interruption in (KeyboardInterrupt(), SystemExit(3), Alarm()):
+        stream = Measured(path.read_bytes())
+        stream.interruption = interruption
+        with pytest.raises(type(interruption)):
+            TensorDeserializer(stream, device="cpu")
+        assert stream.closed
+    for refusal in (io.UnsupportedOperation("no end"), OSError("no end"), NotImplementedError(), TypeError()):
+        stream = Measured(path.read_bytes())
+        stream.interruption = refusal
+        with TensorDeserializer(stream, device="cpu") as deserializer:
+            assert len(deserializer) > 0
+
+
+def test_text_behind_a_wrapper_is_a_type_error_that_says_how_to_open_it():
+    with tempfile.NamedTemporaryFile("w+") as stream:
+        stream.write("|TZR|" + "x" * 1000)
+        stream.seek(0)
+        with pytest.raises(TypeError, match=r"read\(\), found str; open the file in binary mode"):
+            TensorDeserializer(stream, device="cpu")

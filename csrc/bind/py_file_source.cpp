@@ -20,8 +20,12 @@ std::optional<uint64_t> measure(const py::object& file) {
     const auto end = file.attr("tell")().cast<uint64_t>();
     file.attr("seek")(here);
     return end;
-  } catch (py::error_already_set&) {  // objects that cannot seek to their end have an unknown size
-    return std::nullopt;
+  } catch (py::error_already_set& error) {
+    // Objects that cannot seek to their end have an unknown size; a signal is nothing they said.
+    for (PyObject* kind : {PyExc_OSError, PyExc_ValueError, PyExc_TypeError, PyExc_AttributeError,
+                           PyExc_NotImplementedError})
+      if (error.matches(kind)) return std::nullopt;
+    throw;
   } catch (py::cast_error&) {
     return std::nullopt;
   }
@@ -114,6 +118,9 @@ size_t PyFileSource::read_some(uint64_t offset, io::Slice into) {
     return now > offset ? now - offset : 0;
   }
   const py::object got = file_.attr("read")(into.size());
+  if (PyObject_CheckBuffer(got.ptr()) == 0)
+    throw py::type_error(name_ + ": wanted bytes from read(), found " +
+                         Py_TYPE(got.ptr())->tp_name + "; open the file in binary mode");
   const auto copy =
       py::reinterpret_steal<py::bytes>(PyBytes_FromObject(got.ptr()));  // as is, if bytes
   if (!copy) throw py::error_already_set();

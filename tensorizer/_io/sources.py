@@ -125,11 +125,17 @@ def shown_path(path: Union[str, bytes]) -> str:
 
 
 def _open_object(file_obj: Any) -> OpenedSource:
+    if not (hasattr(file_obj, "read") or hasattr(file_obj, "readinto")):
+        raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
     try:
         _check_readable(file_obj)
-    except (ValueError, OSError):
+        return _source_of(file_obj)
+    except BaseException:
         file_obj.close()  # a failed constructor closes the file, from its opening on
         raise
+
+
+def _source_of(file_obj: Any) -> OpenedSource:
     offered = getattr(file_obj, "_tensorizer_source", None)
     start = file_obj.tell()
     if offered is not None:
@@ -153,8 +159,6 @@ def _check_readable(file_obj: Any) -> None:
         raise ValueError(
             f"wanted a binary file opened with mode rb, found a text file (mode {getattr(file_obj, 'mode', 'r')!r})"
         )
-    if not (hasattr(file_obj, "read") or hasattr(file_obj, "readinto")):
-        raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
     readable = getattr(file_obj, "readable", None)
     if readable is not None and not readable():
         raise ValueError(
