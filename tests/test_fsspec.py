@@ -284,6 +284,18 @@ def test_unknown_schemes_name_the_extra_and_make_no_folder(uri, tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def test_chained_schemes_are_read_through_fsspec_and_make_no_folder(memory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with TensorSerializer("memory://model.tensors") as serializer:
+        serializer.write_state_dict(state())
+    for lazy_load in (True, False):
+        with TensorDeserializer("simplecache::memory://model.tensors", device="cpu", lazy_load=lazy_load) as file:
+            assert_same(dict(file.items()), state())
+    with pytest.raises(ValueError, match="nobody::memory"):
+        TensorSerializer("nobody::memory://x/y")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_fsspec_the_error_names_the_extra(tmp_path):
     program = (
         "import sys; sys.modules['fsspec'] = None\n"

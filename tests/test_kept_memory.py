@@ -165,7 +165,12 @@ def test_the_setting_is_a_number_of_seconds(monkeypatch):
     monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", "-1")
     with pytest.raises(ValueError, match="TENSORIZER_KEEP_MEMORY_SECONDS"):
         kept_memory.configure()
-    assert config.env_float("TENSORIZER_KEEP_MEMORY_SECONDS", -2) == -1
+    for value in ("inf", "nan", "1e7", "-0.1", "1e999", "x"):
+        monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", value)
+        with pytest.raises(ValueError, match=r"TENSORIZER_KEEP_MEMORY_SECONDS.*1,000,000"):
+            config.env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS")
+    monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", "1e6")
+    assert config.env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS") == 1_000_000
 
 
 def test_the_limit_of_the_container_is_the_smallest_of_its_groups(tmp_path):

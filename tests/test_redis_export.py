@@ -124,6 +124,22 @@ def test_password_database_and_tls_of_the_client_are_used(file):
         provided.close()
 
 
+def test_a_password_of_bytes_is_used_and_one_that_is_no_text_is_refused_unseen(file):
+    with RedisServer(password="pa ss:w/örd") as other:
+        for password in ("pa ss:w/örd".encode(), bytearray("pa ss:w/örd".encode())):
+            client = redis.Redis(host="127.0.0.1", port=other.port, password=password)
+            export_to_redis(file.source, file.header, file.records, client, "p")
+            client.close()
+        client = other.client()
+        assert stored(client, "p") == file.keys("p")
+        client.close()
+        for password in (b"secret\xff", "secret\udc80"):
+            client = redis.Redis(host="127.0.0.1", port=other.port, password=password)
+            with pytest.raises(ValueError, match="password of the Redis client") as caught:
+                export_to_redis(file.source, file.header, file.records, client, "p")
+            assert "secret" not in str(caught.value)
+
+
 def test_the_source_is_read_once(server, file):
     before = file.source.bytes_read
     export_to_redis(file.source, file.header, file.records, server.client(), "once")

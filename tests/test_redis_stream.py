@@ -122,7 +122,7 @@ class TestReading:
         store(client, "names", [0, 100], data, names=["header", name])
         assert RedisStreamFile(server.uri("names")).read() == data
 
-    @pytest.mark.parametrize("prefix", ["a*b", "[ab]", "a\\b", "a^-b", "a b", "org/name", "ü", "7"])
+    @pytest.mark.parametrize("prefix", ["a*b", "[ab]", "a\\b", "a^-b", "a b", "org/name", "ü", "7", "a\nb\t\r"])
     def test_prefixes_may_hold_any_character(self, server, prefix):
         data = random_bytes(1000)
         client = server.client()

@@ -293,6 +293,7 @@ class TestUrls:
     def test_keys_are_quoted_and_query_and_fragment_dropped(self):
         url = url_of("s3://bucket//dir/a b%20ü?x#y", **self.BOTH)
         assert urlsplit(url).path == "/bucket/dir/a%20b%2520%C3%BC"
+        assert urlsplit(url_of("s3://bucket/a\nb\t\r", **self.BOTH)).path == "/bucket/a%0Ab%09%0D"
 
     def test_an_empty_key_or_another_scheme_is_refused(self):
         with pytest.raises(botocore.exceptions.ParamValidationError):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
 import io
+import logging
+import traceback
 
 import pytest
 import torch
 
 from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer.stream_io import CURLStreamFile, HTTPOptions, RedisStreamFile, open_stream
 
 
 @pytest.fixture
@@ -97,3 +101,112 @@ def test_what_is_no_file_at_all_is_named_with_what_is(path):
     for value in (None, module, module.state_dict(), 1.5, True):
         for kind in (TensorDeserializer, TensorSerializer):
             assert_words(message(TypeError, kind, value), "path", "file", type(value).__name__)
+
+
+# --- arguments that stand beside secrets -----------------------------------------------------------------------------
+
+SECRET = "hunter2"
+LONE = "\udc80"
+INFINITE = (float("inf"), float("nan"), 1e30, 10**400, -1, "x", None)
+BRIEF = HTTPOptions(retries=0, retry_seconds=0.1, first_answer_seconds=0.1, proxy="")
+
+
+def assert_no_secret(call, *words: str) -> None:
+    """The call fails with a ``TypeError`` or ``ValueError`` that has the words, and nothing of it shows the secret."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert_words(str(caught.value), *words)
+    assert SECRET not in "".join(traceback.format_exception_only(type(caught.value), caught.value))
+    error = caught.value
+    while error is not None:
+        assert SECRET not in f"{error} {error!r} {getattr(error, 'object', '')}"
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def test_a_wrong_argument_beside_a_url_is_named_and_the_url_is_not_shown():
+    url = f"http://user:{SECRET}@127.0.0.1:1/x?sig={SECRET}"
+    wrong = [
+        *(("begin", value) for value in (1.5, "x", 2**64, -1)),
+        *(("end", value) for value in (1.5, "x", 2**64, 0)),
+        *(("buffer_size", value) for value in (1.5, "x")),
+        *(("url_lifetime", value) for value in INFINITE[:-1]),
+        *(("display_name", value) for value in (3, LONE)),
+        *(("headers", value) for value in ([SECRET], {"A": SECRET + LONE}, lambda: [SECRET], lambda: {"A": LONE})),
+        ("url_provider", SECRET),
+        ("http_options", {"proxy": SECRET}),
+        ("certificate_handling", SECRET),
+    ]
+    for name, value in wrong:
+        keywords = {"http_options": BRIEF, name: value}
+        assert_no_secret(lambda keywords=keywords: CURLStreamFile(url, **keywords), name)
+    for uri in (url + LONE, f"http://user:{SECRET}@ho{LONE}st/", url.encode(), None):
+        assert_no_secret(lambda uri=uri: CURLStreamFile(uri, http_options=BRIEF), "uri")
+
+
+def test_a_wrong_http_option_is_named_and_neither_proxy_nor_header_is_shown():
+    times = ("connect_timeout", "stall_timeout", "total_timeout", "retry_seconds", "first_answer_seconds")
+    for name in (*times, "first_retry_delay", "max_retry_delay", "hedge_after"):
+        for value in INFINITE[: -1 if name == "total_timeout" else None]:
+            assert_no_secret(lambda name=name, value=value: HTTPOptions(**{name: value}), name)
+        assert getattr(HTTPOptions(**{name: 1_000_000}), name) == 1_000_000
+    for name in ("retries", "max_redirects", "connections", "min_bytes_per_second", "head_nbytes", "direct_nbytes"):
+        for value in (1.5, "x", -1, 10**400, float("inf")):
+            assert_no_secret(lambda name=name, value=value: HTTPOptions(**{name: value}), name)
+    for proxy in (3, f"http://{SECRET}@host".encode(), f"http://{SECRET}{LONE}@host"):
+        assert_no_secret(lambda proxy=proxy: HTTPOptions(proxy=proxy), "proxy")
+    assert_no_secret(lambda: HTTPOptions(no_proxy=[SECRET]), "no_proxy")
+    assert_no_secret(lambda: HTTPOptions(headers=[SECRET]), "headers")
+    assert_no_secret(lambda: HTTPOptions(http_version=1.1), "http_version")
+
+
+def test_times_of_the_environment_that_nobody_can_wait_for_are_named(monkeypatch):
+    for name in ("CONNECT_TIMEOUT", "STALL_TIMEOUT", "RETRY_SECONDS"):
+        for value in ("inf", "nan", "1e30", "-1", "x"):
+            monkeypatch.setenv(f"TENSORIZER_HTTP_{name}", value)
+            assert_words(message(ValueError, HTTPOptions), f"TENSORIZER_HTTP_{name}", value)
+        monkeypatch.delenv(f"TENSORIZER_HTTP_{name}")
+
+
+def test_a_wrong_argument_beside_a_redis_uri_is_named_and_the_password_is_not_shown():
+    uri = f"redis://user:{SECRET}@127.0.0.1:1/x"
+    wrong = [
+        *(("begin", value) for value in (1.5, "x", 2**64, -1)),
+        *(("connections", value) for value in (1.5, "x", 2**64, 0)),
+        *(("retries", value) for value in (1.5, "x", 2**64, -1)),
+        *(("buffer_size", value) for value in (1.5, "x")),
+        *((name, value) for name in ("connect_timeout", "stall_timeout", "retry_seconds") for value in INFINITE),
+        ("certificate_handling", SECRET),
+    ]
+    for name, value in wrong:
+        assert_no_secret(lambda name=name, value=value: RedisStreamFile(uri, **{name: value}), name)
+    hosts = ("h:port", "h:0", "h:65536", "[h", "a b")
+    places = ("/x@h/x", "#@h/x", "?@h/x", *(f"@{host}/x" for host in hosts))
+    for text in (uri + LONE, uri.encode(), None, *(f"redis://user:{SECRET}{place}" for place in places)):
+        assert_no_secret(lambda text=text: RedisStreamFile(text), "Redis URI")
+
+
+def test_keys_in_the_wrong_place_of_an_s3_call_are_not_shown(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr("tensorizer.stream_io._s3_default_config_paths", ())
+    keys = {"s3_access_key_id": "a", "s3_secret_access_key": SECRET}
+    places = [(uri, {}) for uri in (f"s3://AKIA:{SECRET}@bucket/key", f"s3://{SECRET}@bucket/key", f"s3:///{SECRET}")]
+    hosts = ("host", "host:port", "host with blank", "[host", "ho\u2100st", "127.0.0.1:1")
+    places += [
+        ("s3://b/k", {"s3_endpoint": f"{scheme}u:{SECRET}@{host}"}) for scheme in ("", "https://") for host in hosts
+    ]
+    places += [("s3://b/k", {"s3_endpoint": f"{SECRET}://"}), ("s3://b/k", {"s3_endpoint": f"u:{SECRET}"})]
+    places += [
+        ("s3://b/k", {f"s3_{name}": 5}) for name in ("access_key_id", "session_token", "endpoint", "region_name")
+    ]
+    for uri, more in places:
+        for mode in ("rb", "wb"):
+            assert_no_secret(lambda uri=uri, more=more, mode=mode: open_stream(uri, mode, **{**keys, **more}))
+    for number, text in enumerate((f"key = {SECRET}", f"[default]\nkey {SECRET}", f"[default]\na=\na={SECRET}")):
+        path = tmp_path / f"{number}.s3cfg"
+        path.write_text(text)
+        with pytest.raises(configparser.Error, match=f"{path}, line ") as caught:
+            open_stream("s3://b/k", s3_config_path=path)
+        assert SECRET not in "".join(traceback.format_exception(caught.value))
+    for kind in (TensorDeserializer, TensorSerializer, open_stream):
+        assert_no_secret(lambda kind=kind: kind(f"file://user:{SECRET}@host/x"), "host")
+    assert SECRET not in caplog.text

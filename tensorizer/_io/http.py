@@ -7,8 +7,10 @@ import time
 import urllib.parse
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
-from tensorizer._io.options import CAInfo, Headers, HTTPOptions, check_header
+from tensorizer._io.options import CAInfo, Headers, HTTPOptions, check_certificates, checked_headers
 from tensorizer._io.window import WindowedReader
+from tensorizer._system import checks
+from tensorizer._system.redaction import hidden
 from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
@@ -46,12 +48,12 @@ class CURLStreamFile(WindowedReader):
         http_options: Timeouts, retries, connections and the rest; ``None`` for the defaults.
         url_provider: Gives a fresh URL of the same object, for URLs that expire; called when the server refuses the
             one in use, and when it is older than ``url_lifetime``. May be called from another thread.
-        url_lifetime: Seconds for which a URL is used; ``None`` until it is refused.
+        url_lifetime: Seconds for which a URL is used, at most 1,000,000; ``None`` until it is refused.
         display_name: What messages call the object; ``None`` for its URL without query and credentials.
 
     Raises:
         ValueError: The range is empty or negative, or a header is malformed; no request was sent.
-        TypeError: An argument has the wrong type.
+        TypeError: An argument has the wrong type. Its value is not quoted.
         StreamNotFoundError: Status 404 or 410. Also a ``FileNotFoundError``.
         StreamError: Another error status, no connection, no trust, or an answer that contradicts the request, after
             all tries. Also an ``OSError``.
@@ -80,17 +82,20 @@ class CURLStreamFile(WindowedReader):
     ) -> None:
         self._closed = True  # until the source is there: __del__ calls close() also after a failure below
         begin, end = _checked_range(begin, end)
-        if not isinstance(uri, str):
-            raise TypeError(f"uri: wanted str, found {type(uri).__name__}")
-        if certificate_handling is not None and not isinstance(certificate_handling, CAInfo):
-            raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(certificate_handling).__name__}")
+        checks.text("uri", uri)
+        check_certificates(certificate_handling)
+        if http_options is not None and not isinstance(http_options, HTTPOptions):
+            raise TypeError(f"http_options: wanted HTTPOptions or None, found {type(http_options).__name__}")
         if headers is not None and not callable(headers):
-            for name, value in headers.items():
-                check_header(name, value)
+            checked_headers(headers)
+        lifetime = 0.0 if url_lifetime is None else checks.seconds("url_lifetime", url_lifetime)
+        shown_as = "" if display_name is None else checks.text("display_name", display_name)
+        fresh_url = _checked_provider(url_provider)
         native = (http_options or HTTPOptions())._native(
             headers, certificate_handling, secure=not uri.lower().startswith("http:")
         )
-        url = _quoted(uri)
+        url = hidden(_quoted(uri))
+        assert url is not None
 
         def open_source(first: int) -> _C.HttpSource:
             from tensorizer import _C
@@ -100,13 +105,13 @@ class CURLStreamFile(WindowedReader):
                 native,
                 begin=first,
                 end=end,
-                url_provider=url_provider,
-                url_lifetime=url_lifetime or 0.0,
-                display_name=display_name or "",
+                url_provider=fresh_url,
+                url_lifetime=lifetime,
+                display_name=shown_as,
             )
 
         self._open_source = open_source
-        self._buffer_nbytes = _DEFAULT_BUFFER_NBYTES if buffer_size is None else max(1, buffer_size)
+        self._buffer_nbytes = _buffer_nbytes(buffer_size)
         self._error_context: Optional[str] = None
         self._attach(_SharedSource(open_source(begin)), begin, end)
         self.http_response_latencies = [self._source_in_use().seconds_to_response]
@@ -271,12 +276,27 @@ class CURLStreamFile(WindowedReader):
 
 
 def _checked_range(begin: Optional[int], end: Optional[int]) -> tuple[int, Optional[int]]:
-    first = 0 if begin is None else begin
-    if first < 0:
-        raise ValueError(f"begin: wanted a position >= 0, found {first}")
-    if end is not None and end <= first:
-        raise ValueError(f"end: wanted a position after begin={first}, found {end}")
-    return first, end
+    first = 0 if begin is None else checks.integer("begin", begin, wanted="a position >= 0")
+    if end is None:
+        return first, None
+    return first, checks.integer("end", end, first + 1, wanted=f"a position after begin={first}")
+
+
+def _buffer_nbytes(wanted: Optional[int]) -> int:
+    return (
+        _DEFAULT_BUFFER_NBYTES
+        if wanted is None
+        else max(1, checks.integer("buffer_size", wanted, -(1 << 63), wanted="a number of bytes"))
+    )
+
+
+def _checked_provider(provider: Optional[Callable[[], str]]) -> Optional[Callable[[], str]]:
+    """The same, with answers that the extension takes."""
+    if provider is None:
+        return None
+    if not callable(provider):
+        raise TypeError(f"url_provider: wanted a callable or None, found {type(provider).__name__}")
+    return lambda: checks.text("url_provider: the URL", provider())
 
 
 def _quoted(uri: str) -> str:

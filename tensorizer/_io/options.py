@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 from tensorizer._io.certificates import trust_for
-from tensorizer._system import config
+from tensorizer._system import checks, config
 from tensorizer._system.threads import share_of_node
 from tensorizer._version import __version__
 
@@ -26,6 +26,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _OWN_HEADERS = frozenset({"range", "if-range", "if-match", "if-unmodified-since"})
 # A mapping, or what gives a fresh one.
 Headers = Union[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
+_MAX_RETRIES = 1000
 _HTTP_VERSIONS = {"auto": "automatic", "1.1": "http1", "2": "http2"}
 
 
@@ -87,25 +88,25 @@ class CAInfo:
         return f"CAInfo{self.curl_flags!r}"
 
 
-def _environment_seconds(name: str, default: float) -> Any:
-    return dataclasses.field(default_factory=lambda: _float_or(config.env_float(name, 0), default))
+def _environment_seconds(name: str, default: float, *, above_zero: bool = False) -> Any:
+    def value() -> float:
+        found = config.env_seconds(name, above_zero=above_zero)
+        return default if found is None else found
 
-
-def _float_or(value: Optional[float], default: float) -> float:
-    return default if value is None else value
+    return dataclasses.field(default_factory=value)
 
 
 @dataclasses.dataclass(frozen=True)
 class HTTPOptions:
     """How HTTP(S) objects are requested. Immutable; pass it by keyword (``http_options=``).
 
-    A variable in parentheses changes the default of its field. Times are in seconds.
+    A variable in parentheses changes the default of its field. Times are in seconds, at most 1,000,000.
 
     Attributes:
         connect_timeout: For name lookup, TCP and TLS together (``TENSORIZER_HTTP_CONNECT_TIMEOUT``).
         stall_timeout: A request that brings fewer than ``min_bytes_per_second * stall_timeout`` bytes in this time has
             stalled and is tried again (``TENSORIZER_HTTP_STALL_TIMEOUT``).
-        min_bytes_per_second: See ``stall_timeout``; 0 still wants one byte.
+        min_bytes_per_second: See ``stall_timeout``; 0 still wants one byte. At most 16 GiB.
         total_timeout: For one read, all its tries included; ``None`` sets no limit. A read is one unit of a load, not
             the load.
         retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``); ``None`` bounds them by time alone.
@@ -146,14 +147,16 @@ class HTTPOptions:
 
     Raises:
         ValueError: A number is out of range, or a header is malformed; for the environment, the variable is named.
-        TypeError: ``certificate_handling`` is no ``CAInfo``.
+        TypeError: A field has another type. No message quotes ``headers`` or ``proxy``.
     """
 
-    connect_timeout: float = _environment_seconds("TENSORIZER_HTTP_CONNECT_TIMEOUT", 10.0)
-    stall_timeout: float = _environment_seconds("TENSORIZER_HTTP_STALL_TIMEOUT", 30.0)
+    connect_timeout: float = _environment_seconds("TENSORIZER_HTTP_CONNECT_TIMEOUT", 10.0, above_zero=True)
+    stall_timeout: float = _environment_seconds("TENSORIZER_HTTP_STALL_TIMEOUT", 30.0, above_zero=True)
     min_bytes_per_second: int = 1024
     total_timeout: Optional[float] = None
-    retries: Optional[int] = dataclasses.field(default_factory=lambda: config.env_int("TENSORIZER_HTTP_RETRIES", 0))
+    retries: Optional[int] = dataclasses.field(
+        default_factory=lambda: config.env_int("TENSORIZER_HTTP_RETRIES", 0, _MAX_RETRIES)
+    )
     retry_seconds: float = _environment_seconds("TENSORIZER_HTTP_RETRY_SECONDS", 120.0)
     first_answer_seconds: float = 10.0
     first_retry_delay: float = 0.2
@@ -172,31 +175,26 @@ class HTTPOptions:
     no_proxy: Optional[str] = None
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout", "stall_timeout"):
-            self._require(name, getattr(self, name) > 0, "a time above 0")
-        for name in _NOT_NEGATIVE:
-            self._require(name, getattr(self, name) >= 0, "a number >= 0")
-        count = self.retries
-        self._require("retries", count is None or 0 <= count <= 1000, "an integer from 0 to 1000, or None")
-        self._require("max_redirects", 0 <= self.max_redirects <= 1000, "an integer from 0 to 1000")
-        self._require("total_timeout", self.total_timeout is None or self.total_timeout > 0, "a time above 0, or None")
-        self._require("connections", self.connections is None or self.connections >= 1, "an integer >= 1, or None")
-        self._require("max_connections", 1 <= self.max_connections <= 1024, "an integer from 1 to 1024")
-        self._require("head_nbytes", 1 <= self.head_nbytes <= 1 << 30, "an integer from 1 to 1 GiB")
-        self._require("unit_nbytes", 1 <= self.unit_nbytes <= 1 << 30, "an integer from 1 to 1 GiB")
-        self._require("direct_nbytes", 1 <= self.direct_nbytes < 1 << 63, "an integer from 1 to 2**63 - 1")
-        self._require("http_version", self.http_version in _HTTP_VERSIONS, f"one of {sorted(_HTTP_VERSIONS)}")
-        if self.certificate_handling is not None and not isinstance(self.certificate_handling, CAInfo):
-            raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(self.certificate_handling)}")
+        for name in (*_TIMES, *_TIMES_ABOVE_ZERO):
+            if name != "total_timeout" or self.total_timeout is not None:
+                time = checks.seconds(f"HTTPOptions: {name}", getattr(self, name), above_zero=name in _TIMES_ABOVE_ZERO)
+                object.__setattr__(self, name, time)
+        for name, (least, most, wanted) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or not wanted.endswith("None"):
+                object.__setattr__(self, name, checks.integer(f"HTTPOptions: {name}", value, least, most, wanted))
+        if checks.text("HTTPOptions: http_version", self.http_version) not in _HTTP_VERSIONS:
+            known = sorted(_HTTP_VERSIONS)
+            raise ValueError(f"HTTPOptions: http_version: wanted one of {known}, found {self.http_version!r}")
+        for name in ("proxy", "no_proxy"):
+            if getattr(self, name) is not None:
+                checks.text(f"HTTPOptions: {name}", getattr(self, name))
+        check_certificates(self.certificate_handling)
         cap = config.env_int("TENSORIZER_MAX_CONNECTIONS", 1)
         if cap is not None and cap < self.max_connections:
             object.__setattr__(self, "max_connections", cap)
         if not callable(self.headers):
-            _pairs(self.headers)
-
-    def _require(self, name: str, holds: bool, wanted: str) -> None:
-        if not holds:
-            raise ValueError(f"HTTPOptions: {name}: wanted {wanted}, found {getattr(self, name)!r}")
+            checked_headers(self.headers)
 
     def _native(
         self,
@@ -233,10 +231,18 @@ class HTTPOptions:
         return native
 
 
-_NOT_NEGATIVE = (
-    "retry_seconds", "first_answer_seconds", "first_retry_delay", "max_retry_delay", "hedge_after",
-    "min_bytes_per_second",
-)  # fmt: skip
+_TIMES = ("retry_seconds", "first_answer_seconds", "first_retry_delay", "max_retry_delay", "hedge_after")
+_TIMES_ABOVE_ZERO = ("connect_timeout", "stall_timeout", "total_timeout")
+_INTEGERS = {
+    "retries": (0, _MAX_RETRIES, "an integer from 0 to 1000, or None"),
+    "max_redirects": (0, 1000, "an integer from 0 to 1000"),
+    "connections": (1, (1 << 31) - 1, "an integer >= 1, or None"),
+    "max_connections": (1, 1024, "an integer from 1 to 1024"),
+    "min_bytes_per_second": (0, 1 << 34, "an integer from 0 to 16 GiB"),
+    "head_nbytes": (1, 1 << 30, "an integer from 1 to 1 GiB"),
+    "unit_nbytes": (1, 1 << 30, "an integer from 1 to 1 GiB"),
+    "direct_nbytes": (1, (1 << 63) - 1, "an integer from 1 to 2**63 - 1"),
+}
 _PLAIN_FIELDS = (
     "connect_timeout", "stall_timeout", "min_bytes_per_second", "retries", "retry_seconds", "first_answer_seconds",
     "first_retry_delay", "max_retry_delay", "max_redirects", "max_connections", "head_nbytes", "unit_nbytes",
@@ -244,12 +250,18 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 
 
+def check_certificates(choice: Any) -> None:
+    """Refuses what is neither a :class:`CAInfo` nor ``None``."""
+    if choice is not None and not isinstance(choice, CAInfo):
+        raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(choice).__name__}")
+
+
 def check_header(name: Any, value: Any) -> None:
     """Refuses what would change a request beyond its one header.
 
     Raises:
-        ValueError: ``name`` is no header name or one that is set by the library, or ``value`` has a line break. The
-            value is not quoted.
+        ValueError: ``name`` is no header name or one that is set by the library, or ``value`` has a line break or
+            cannot be encoded. The value is not quoted.
     """
     if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
         raise ValueError(f"headers: not a header name: {name!r}")
@@ -257,10 +269,16 @@ def check_header(name: Any, value: Any) -> None:
         raise ValueError(f"headers: {name} is set by every request itself; use begin= and end= for a range")
     if any(c in str(value) for c in "\r\n\0"):
         raise ValueError(f"headers: the value of {name} has a line break or a NUL")
+    checks.text(f"headers: the value of {name}", str(value))
 
 
-def _pairs(headers: Headers) -> dict[str, tuple[str, str]]:
-    """Name and value of each header, by its name in lower case."""
+def checked_headers(headers: Headers) -> dict[str, tuple[str, str]]:
+    """Name and value of each header, by its name in lower case.
+
+    Raises:
+        TypeError: No mapping.
+        ValueError: As :func:`check_header`.
+    """
     mapping = headers() if callable(headers) else headers
     if not isinstance(mapping, Mapping):
         raise TypeError(f"headers: wanted a mapping, or a callable that returns one, found {type(mapping).__name__}")
@@ -272,5 +290,5 @@ def _pairs(headers: Headers) -> dict[str, tuple[str, str]]:
 def _merged(*headers: Headers) -> list[tuple[str, str]]:
     merged: dict[str, tuple[str, str]] = {}
     for some in headers:
-        merged.update(_pairs(some))
+        merged.update(checked_headers(some))
     return list(merged.values())

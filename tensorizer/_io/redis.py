@@ -6,14 +6,19 @@ are moved by ``_C.RedisSource``; here are the URI and the stream object. ``redis
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
 from tensorizer import _C
 from tensorizer._io.certificates import trust_for
+from tensorizer._io.options import check_certificates
+from tensorizer._io.uri import split_uri
 from tensorizer._io.window import WindowedReader
+from tensorizer._system import checks
 from tensorizer._system.config import env_int
+from tensorizer._system.redaction import hidden
 from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
@@ -23,9 +28,11 @@ __all__ = ["RedisAddress", "RedisStreamFile", "parse_redis_address"]
 
 DEFAULT_PORT = 6379
 DEFAULT_CONNECTIONS = 4
+MAX_CONNECTIONS = 1024
 # Small reads are served from a window of up to this size, so that parsing a header is not one round trip per field.
 WINDOW_NBYTES = 1 << 20
 MAX_DATABASE = 2**31 - 1
+_PLACE = re.compile(r"(?:\[(?P<address>[^\[\]\s]*)\]|(?P<name>[^\[\]:\s]*))(?::(?P<port>[0-9]{0,9}))?")
 
 
 class RedisAddress(NamedTuple):
@@ -51,24 +58,29 @@ def parse_redis_address(uri: str) -> RedisAddress:
     is taken as it is; so the database has to be named in the query. User and password are percent-decoded.
 
     Raises:
+        TypeError: No ``str``.
         ValueError: The scheme, port, database or prefix is missing or malformed. The message holds no password.
     """
-    parts = urlsplit(uri)
-    if parts.scheme.lower() not in ("redis", "rediss"):
+    parts = split_uri(checks.text("Redis URI", uri))
+    if parts.scheme not in ("redis", "rediss"):
         raise ValueError(f"not a Redis URI: wanted redis:// or rediss://, found {parts.scheme or 'no scheme'}://")
-    host = parts.hostname or "localhost"
-    try:
-        port = parts.port or DEFAULT_PORT
-    except ValueError:
-        raise ValueError(f"Redis URI for host {host}: the port is no number from 1 to 65535") from None
+    login, _, place = parts.authority.rpartition("@")
+    user, _, password = login.partition(":")
+    found = _PLACE.fullmatch(place)
+    if found is None:
+        raise ValueError("not a Redis URI: wanted redis://[user:password@]host[:port]/prefix")
+    host = (found["address"] or found["name"]).lower() or "localhost"
+    port = int(found["port"] or 0)
+    if port > 65535 or (found["port"] and not port):
+        raise ValueError(f"Redis URI for host {host}: the port is no number from 1 to 65535")
     return RedisAddress(
         host=host,
-        port=port,
+        port=port or DEFAULT_PORT,
         prefix=parts.path.lstrip("/"),
-        user=unquote(parts.username or ""),
-        password=unquote(parts.password or ""),
+        user=unquote(user),
+        password=unquote(password),
         database=_database(parts.query, host),
-        tls=parts.scheme.lower() == "rediss",
+        tls=parts.scheme == "rediss",
     )
 
 
@@ -89,10 +101,8 @@ def _parse_redis_uri(uri: str) -> tuple[str, int, str]:
 
 
 def _connections(wanted: Optional[int]) -> int:
-    if wanted is not None and wanted < 1:
-        raise ValueError(f"connections: wanted at least 1, found {wanted}")
     limit = env_int("TENSORIZER_MAX_CONNECTIONS", 1)
-    count = DEFAULT_CONNECTIONS if wanted is None else wanted
+    count = DEFAULT_CONNECTIONS if wanted is None else checks.integer("connections", wanted, 1, MAX_CONNECTIONS)
     return count if limit is None else min(count, limit)
 
 
@@ -115,7 +125,7 @@ class RedisStreamFile(WindowedReader):
         buffer_size: Receive buffer of each connection in bytes; default: the kernel's own sizing.
         certificate_handling: Whom to trust with ``rediss://``; default: the system's certificates.
         connections: Connections at the same time, at most; default 4, capped by ``TENSORIZER_MAX_CONNECTIONS``.
-        connect_timeout: Seconds for connecting, TLS and login.
+        connect_timeout: Seconds for connecting, TLS and login; times are at most 1,000,000.
         stall_timeout: Seconds without a byte after which a connection counts as broken.
         retries: Further tries of a read after a connection broke, which resumes at the byte where it stopped; ``None``
             bounds them by time alone.
@@ -130,7 +140,8 @@ class RedisStreamFile(WindowedReader):
         read_operations: Number of reads.
 
     Raises:
-        ValueError: Not a Redis URI, or a key below the prefix does not end in a position.
+        TypeError: An argument has the wrong type.
+        ValueError: Not a Redis URI, a number out of range, or a key below the prefix does not end in a position.
         StreamNotFoundError: No key begins with the prefix.
         StreamError: The server cannot be reached, refuses the login, or fails; an ``OSError``.
     """
@@ -152,28 +163,33 @@ class RedisStreamFile(WindowedReader):
         super().__init__()
         self._closed = True  # until the constructor is through
         address = parse_redis_address(uri)
-        if begin is not None and begin < 0:
-            raise ValueError(f"begin: wanted a position >= 0, found {begin}")
+        check_certificates(certificate_handling)
+        start = 0 if begin is None else checks.integer("begin", begin, wanted="a position >= 0")
+        buffer_nbytes = (
+            0
+            if buffer_size is None
+            else checks.integer("buffer_size", buffer_size, -(1 << 63), wanted="a number of bytes")
+        )
         settings = {
             "host": address.host,
             "port": address.port,
             "user": address.user,
-            "password": address.password,
+            "password": hidden(address.password),
             "database": address.database,
             "tls": address.tls,
             "connections": _connections(connections),
-            "connect_timeout": connect_timeout,
-            "stall_timeout": stall_timeout,
-            "retries": retries,
-            "retry_seconds": retry_seconds,
+            "connect_timeout": checks.seconds("connect_timeout", connect_timeout, above_zero=True),
+            "stall_timeout": checks.seconds("stall_timeout", stall_timeout, above_zero=True),
+            "retries": None if retries is None else checks.integer("retries", retries, 0, 1000),
+            "retry_seconds": checks.seconds("retry_seconds", retry_seconds),
             **(_tls_settings(certificate_handling) if address.tls else {}),
         }
-        if buffer_size is not None and buffer_size > 0:
-            settings["receive_buffer_nbytes"] = min(buffer_size, 2**30)
+        if buffer_nbytes > 0:
+            settings["receive_buffer_nbytes"] = min(buffer_nbytes, 2**30)
         self.response_latencies: list[float] = []
         self._delivered = 0
         self._is_lent = False  # to a load, which reads behind this stream
-        self._start_at(begin or 0, WINDOW_NBYTES)
+        self._start_at(start, WINDOW_NBYTES)
         started = time.perf_counter()
         self._source = _C.RedisSource(settings, address.prefix)
         self.setup_latency = time.perf_counter() - started

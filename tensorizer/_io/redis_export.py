@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Protocol
 
 from tensorizer import _C
 from tensorizer._io.certificates import trust_for
+from tensorizer._system import checks
 
 if TYPE_CHECKING:
     import redis
@@ -85,7 +86,7 @@ def export_to_redis(
             raises its own errors.
     """
     writer: _Writer = _writer_for(client)
-    prefix = key_prefix.encode("utf-8")
+    prefix = checks.text("key_prefix", key_prefix).encode("utf-8")
     header_key = prefix + b":header:0"
     todo = [(b"%s:%s:" % (prefix, r.name), *r[1:]) for r in (StoredRecord(*record) for record in records)]
     if not force and todo:
@@ -130,7 +131,18 @@ def _login(kwargs: Mapping[str, Any]) -> dict[str, str]:
         user, password = credentials if len(credentials) == 2 else (None, *credentials)
     else:
         user, password = kwargs.get("username"), kwargs.get("password")
-    return {"user": user or "", "password": "" if password is None else str(password)}
+    return {"user": _as_text("user", user), "password": _as_text("password", password)}
+
+
+def _as_text(what: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (bytes, bytearray)):  # as redis-py takes it
+        try:
+            value = bytes(value).decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"the {what} of the Redis client: wanted text or UTF-8, found other bytes") from None
+    return checks.text(f"the {what} of the Redis client", value if isinstance(value, str) else str(value))
 
 
 def _tls(kwargs: Mapping[str, Any]) -> dict[str, Any]:

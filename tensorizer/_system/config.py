@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Optional
 
-__all__ = ["env_float", "env_int", "env_text", "http_proxy_is_named"]
+from tensorizer._system import checks
+
+__all__ = ["env_int", "env_seconds", "env_text", "http_proxy_is_named"]
 
 
 def env_text(name: str) -> Optional[str]:
@@ -18,8 +20,8 @@ def http_proxy_is_named() -> bool:
     return any(env_text(name) for name in ("http_proxy", "all_proxy", "ALL_PROXY"))
 
 
-def env_int(name: str, minimum: int) -> Optional[int]:
-    """The variable as an integer ``>= minimum``; ``None`` where unset.
+def env_int(name: str, minimum: int, maximum: int = (1 << 63) - 1) -> Optional[int]:
+    """The variable as an integer from `minimum` to `maximum`; ``None`` where unset.
 
     Raises:
         ValueError: The text is no such integer; the message names the variable.
@@ -31,13 +33,14 @@ def env_int(name: str, minimum: int) -> Optional[int]:
         value = int(text)
     except ValueError:
         value = minimum - 1
-    if value < minimum:
-        raise ValueError(f"environment variable {name}: wanted an integer >= {minimum}, found {text!r}")
+    if not minimum <= value <= maximum:
+        wanted = f">= {minimum}" if maximum == (1 << 63) - 1 else f"from {minimum} to {maximum}"
+        raise ValueError(f"environment variable {name}: wanted an integer {wanted}, found {text!r}")
     return value
 
 
-def env_float(name: str, minimum: float) -> Optional[float]:
-    """The variable as a number ``>= minimum``; ``None`` where unset.
+def env_seconds(name: str, *, above_zero: bool = False) -> Optional[float]:
+    """The variable as a time in seconds, as :func:`checks.seconds` takes it; ``None`` where unset.
 
     Raises:
         ValueError: The text is no such number; the message names the variable.
@@ -46,9 +49,7 @@ def env_float(name: str, minimum: float) -> Optional[float]:
     if text is None:
         return None
     try:
-        value = float(text)
+        return checks.seconds("", float(text), above_zero=above_zero)
     except ValueError:
-        value = float("nan")
-    if not value >= minimum:
-        raise ValueError(f"environment variable {name}: wanted a number >= {minimum}, found {text!r}")
-    return value
+        wanted = checks.wanted_seconds(above_zero)
+    raise ValueError(f"environment variable {name}: wanted {wanted}, found {text!r}")

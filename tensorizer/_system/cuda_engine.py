@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 
 from tensorizer import _C
-from tensorizer._system.config import env_float, env_int, env_text
+from tensorizer._system.config import env_int, env_seconds, env_text
 from tensorizer._system.devices import empty
 from tensorizer._system.threads import share_of_node
 
@@ -53,11 +53,11 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
     stream = torch.cuda.current_stream(device).cuda_stream
     slots, slot_nbytes = _RingSize.slots, _RingSize.slot_nbytes
     if slots is None:
-        slots = env_int("TENSORIZER_RING_SLOTS", 2)
+        slots = env_int("TENSORIZER_RING_SLOTS", 2, 1 << 20)
     if slot_nbytes is None:
-        slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 2)
+        slot_mib = env_int("TENSORIZER_RING_SLOT_MIB", 2, 1 << 20)
         slot_nbytes = slot_mib and slot_mib * _MEBIBYTE
-    idle_seconds = env_float("TENSORIZER_RING_IDLE_SECONDS", 0.0)
+    idle_seconds = env_seconds("TENSORIZER_RING_IDLE_SECONDS")
     return _C.CudaCopyEngine(
         device.index,
         stream,

@@ -23,9 +23,9 @@ def configure() -> None:
     of the memory that the machine or the container has is kept, and the kernel may take it at any time.
 
     Raises:
-        ValueError: The environment variable is no number ``>= 0``.
+        ValueError: The environment variable is no number from 0 to 1,000,000.
     """
-    seconds = config.env_float("TENSORIZER_KEEP_MEMORY_SECONDS", 0.0)
+    seconds = config.env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS")
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = min(physical, cgroup.memory_limit() or physical)
     _C.keep_memory(limit // _SHARE, _SECONDS if seconds is None else seconds)

@@ -10,6 +10,7 @@ __all__ = ["hidden", "shown_location", "shown_uri", "without_secrets"]
 
 # In these schemes the text before the at sign names a container, and no user.
 _CONTAINER_SCHEMES = ("az", "abfs", "abfss")
+_LOGIN = re.compile(r"(?<=://)[^/\s\"'@]*@")
 
 
 class HiddenText(str):
@@ -34,7 +35,8 @@ def shown_uri(uri: str) -> str:
     authority, slash, path = rest.split("?", 1)[0].split("#", 1)[0].partition("/")
     if scheme.lower() not in _CONTAINER_SCHEMES:
         authority = authority.rpartition("@")[2]
-    return f"{scheme}://{authority}{slash}{path}"
+    # Chained schemes have further URIs in their path.
+    return f"{scheme}://{authority}{slash}{_LOGIN.sub('', path)}"
 
 
 def shown_location(location: Any) -> str:
@@ -49,4 +51,4 @@ def shown_location(location: Any) -> str:
 
 def without_secrets(text: str) -> str:
     """Somebody else's message: the URLs in it lose their credentials and queries."""
-    return re.sub(r"\?[^\s\"']*|(?<=://)[^/\s\"'@]*@", "", text)
+    return _LOGIN.sub("", re.sub(r"\?[^\s\"']*", "", text))

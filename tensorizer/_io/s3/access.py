@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
-from urllib.parse import urlsplit
 
-from tensorizer._io.s3.client import chosen_checksums, configured_endpoint, make_client, make_session
+from tensorizer._io.s3.client import check_endpoint, chosen_checksums, configured_endpoint, make_client, make_session
 from tensorizer._io.s3.credentials import ParsedCredentials
 from tensorizer._io.s3.options import S3Defaults, S3Location, S3Options
+from tensorizer._io.uri import split_uri
 from tensorizer._system.redaction import hidden
 
 __all__ = ["S3Access", "access_at", "resolve"]
@@ -74,7 +74,7 @@ class S3Access:
     @property
     def host(self) -> str:
         """Host and port, for messages."""
-        return urlsplit(self.endpoint or self.client.meta.endpoint_url).netloc.rpartition("@")[2]
+        return split_uri(self.endpoint or self.client.meta.endpoint_url).authority.rpartition("@")[2]
 
     @property
     def is_secure(self) -> bool:
@@ -103,7 +103,7 @@ def resolve(location: S3Location, options: S3Options, defaults: S3Defaults, *, w
         write: For writing. Without any credentials, reads go on unsigned.
 
     Raises:
-        ValueError: Plain HTTP that nobody asked for; a token without keys.
+        ValueError: Plain HTTP that nobody asked for; an endpoint that is none; a token without keys.
         configparser.Error: The configuration file is no INI file.
         botocore.exceptions.BotoCoreError: Half of the keys, an unknown profile.
     """
@@ -203,6 +203,9 @@ def _as_url(
 def _access(
     session: Any, options: S3Options, identity: _Identity, endpoint: Optional[str], location: S3Location
 ) -> S3Access:
+    if endpoint is not None:
+        check_endpoint(endpoint)
+
     def client() -> Any:
         from botocore import UNSIGNED
 

@@ -5,17 +5,21 @@ boto3 is imported when it is first needed.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Optional, Union
-from urllib.parse import urlsplit
 
 from tensorizer._io.options import CAInfo
+from tensorizer._io.uri import split_uri
+from tensorizer._system import checks
 from tensorizer._system.config import env_text
 from tensorizer._version import __version__
 
-__all__ = ["chosen_checksums", "configured_endpoint", "enforce_scheme", "make_client", "make_session"]
+__all__ = ["check_endpoint", "chosen_checksums", "configured_endpoint", "enforce_scheme", "make_client", "make_session"]
 
 # What botocore knows about services, by the path it is read from. Reading it is most of the work of making a client.
 _loaders: dict[Optional[str], Any] = {}
+
+_HOST_AND_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 
 # Stores that know buckets as host names only.
 _VIRTUAL_HOSTS = ("cwobject.com", "cwlota.com")
@@ -34,7 +38,25 @@ def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = F
         return "http://" + rest if force_http else endpoint
     if scheme.lower() == "http" and (allow_http or force_http):
         return endpoint
-    raise ValueError(f"Non-HTTPS endpoint URLs are not allowed: found {scheme}://; pass force_http=True for plain HTTP")
+    found = "http://" if scheme.lower() == "http" else "another scheme"
+    raise ValueError(f"Non-HTTPS endpoint URLs are not allowed: found {found}; pass force_http=True for plain HTTP")
+
+
+def check_endpoint(endpoint: Any) -> None:
+    """Refuses what is no URL of a store; botocore quotes it, and what was meant for another argument may be a key.
+
+    Raises:
+        TypeError: No ``str``.
+        ValueError: No host and port, or a login in front of them.
+    """
+    authority = split_uri(checks.text("S3 endpoint", endpoint)).authority
+    if "@" in authority:
+        raise ValueError(
+            "S3 endpoint: wanted a host, found an at sign; keys are no part of it: pass s3_access_key_id and "
+            "s3_secret_access_key"
+        )
+    if not _HOST_AND_PORT.fullmatch(authority):
+        raise ValueError("S3 endpoint: wanted a host, with https:// and a port or without, found something else")
 
 
 def make_session(profile: Optional[str]) -> Any:
@@ -104,7 +126,7 @@ def make_client(
     # Newer releases add checksums by default, which some other stores than AWS refuse.
     for what in ("request_checksum_calculation", "response_checksum_validation"):
         settings[what] = chosen_checksums(session, what) or "when_required"
-    if endpoint is not None and urlsplit(endpoint).netloc.lower() in _VIRTUAL_HOSTS:
+    if endpoint is not None and split_uri(endpoint).authority.lower() in _VIRTUAL_HOSTS:
         settings["s3"] = {"addressing_style": "virtual"}
     return boto3.Session(botocore_session=session).client(
         "s3",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 from tensorizer._io.s3.options import PathArgument
+from tensorizer._system.redaction import shown_uri
 
 __all__ = ["ParsedCredentials", "infer_credentials"]
 
@@ -22,7 +23,8 @@ class ParsedCredentials(NamedTuple):
     use_https: Optional[bool]
 
     def __repr__(self) -> str:
-        return f"ParsedCredentials(config_file={self.config_file!r}, s3_endpoint={self.s3_endpoint!r}, keys redacted)"
+        endpoint = self.s3_endpoint and shown_uri(self.s3_endpoint)
+        return f"ParsedCredentials(config_file={self.config_file!r}, s3_endpoint={endpoint!r}, keys redacted)"
 
 
 def infer_credentials(
@@ -53,6 +55,9 @@ def infer_credentials(
             parser.read_file(file, source=path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"S3 credentials were not provided, and {path} cannot be read: {error}") from None
+    except configparser.Error as error:  # which quotes lines
+        line = getattr(error, "lineno", None) or next((number for number, _ in getattr(error, "errors", ())), "?")
+        raise configparser.Error(f"{path}, line {line}: not as files of s3cmd are ({type(error).__name__})") from None
     if "default" not in parser:
         raise ValueError(f"S3 credentials were not provided, and {path} has no section [default]")
     section = parser["default"]

@@ -6,12 +6,15 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
+from tensorizer._io.options import HTTPOptions
 from tensorizer._io.s3.extra_args import check_kinds
+from tensorizer._io.uri import split_uri
+from tensorizer._system import checks
 
 if TYPE_CHECKING:
-    from tensorizer._io.options import CAInfo, HTTPOptions
+    from tensorizer._io.options import CAInfo
     from tensorizer._io.s3.credentials import ParsedCredentials
 
 __all__ = ["READ_ENDPOINT", "WRITE_ENDPOINT", "PathArgument", "S3Defaults", "S3Location", "S3Options", "parse_s3_uri"]
@@ -48,12 +51,24 @@ def parse_s3_uri(uri: str) -> S3Location:
     """Splits ``s3://bucket/key[?versionId=...]``; the rest of the query, and a fragment, are no part of the key.
 
     Raises:
-        ValueError: Another scheme, or no bucket.
+        TypeError: No ``str``.
+        ValueError: Another scheme, no bucket, or keys in front of it.
     """
-    parts = urlsplit(uri)
-    if parts.scheme.lower() != "s3" or not parts.netloc:
-        raise ValueError(f"Invalid S3 URI: {uri}")
-    return S3Location(parts.netloc, parts.path.lstrip("/"), parse_qs(parts.query).get("versionId", [None])[-1])
+    parts = split_uri(checks.text("S3 URI", uri))
+    if parts.scheme != "s3" or not parts.authority:
+        raise ValueError("Invalid S3 URI: wanted s3://bucket/key, found another scheme or no bucket")
+    if "@" in parts.authority:
+        raise ValueError(
+            "Invalid S3 URI: wanted s3://bucket/key, found an at sign in place of the bucket; keys are no part of the "
+            "URI: pass s3_access_key_id and s3_secret_access_key"
+        )
+    version = parse_qs(parts.query).get("versionId", [None])[-1]
+    return S3Location(parts.authority, parts.path.lstrip("/"), version)
+
+
+_TEXTS = (
+    "access_key_id", "secret_access_key", "endpoint", "region_name", "signature_version", "session_token", "profile",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +77,7 @@ class S3Options:
 
     access_key_id: Optional[str] = dataclasses.field(default=None, repr=False)
     secret_access_key: Optional[str] = dataclasses.field(default=None, repr=False)
-    endpoint: Optional[str] = None
+    endpoint: Optional[str] = dataclasses.field(default=None, repr=False)  # may hold a password
     config_path: Optional[PathArgument] = None
     force_http: Optional[bool] = None
     region_name: Optional[str] = None
@@ -76,8 +91,14 @@ class S3Options:
     http_options: Optional[HTTPOptions] = None
 
     def __post_init__(self) -> None:
-        if self.memory_budget is not None and self.memory_budget < 1:
-            raise ValueError(f"memory_budget: wanted a number of bytes above 0, found {self.memory_budget}")
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if value is not None:
+                checks.text(f"s3_{name}", value)
+        if self.memory_budget is not None:
+            checks.integer("memory_budget", self.memory_budget, 1, wanted="a number of bytes above 0")
+        if self.http_options is not None and not isinstance(self.http_options, HTTPOptions):
+            raise TypeError(f"http_options: wanted HTTPOptions or None, found {type(self.http_options).__name__}")
         object.__setattr__(self, "extra_args", check_kinds(self.extra_args))
 
     def extra(self, kind: str) -> Mapping[str, Any]:

@@ -1,0 +1,77 @@
+"""Checks of arguments that reach the extension together with secrets.
+
+What the extension cannot take it quotes, and all arguments of the call with it. These errors name the argument, and the
+type or the number that was found; a text they never show.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, Optional
+
+__all__ = ["MAX_SECONDS", "integer", "seconds", "text", "wanted_seconds"]
+
+# Eleven days. What waits for longer has None, or no end.
+MAX_SECONDS = 1_000_000
+
+
+def text(name: str, value: Any) -> str:
+    """`value`, if it is a ``str`` that can be sent.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It has half of a surrogate pair, as names of files that are no UTF-8 have.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: wanted str, found {type(value).__name__}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"{name}: wanted text that UTF-8 can encode, found a lone surrogate")
+    return value
+
+
+def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wanted: Optional[str] = None) -> int:
+    """`value` as an ``int`` from `least` to `most`; `wanted` says that in words.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is smaller or larger.
+    """
+    wanted = wanted or f"an integer from {least} to {most}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: wanted {wanted}, found {type(value).__name__}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name}: wanted {wanted}, found {_shown(number)}")
+    return number
+
+
+def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
+    """`value` as a time: at least 0, or above it, and at most :data:`MAX_SECONDS`.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is smaller or larger, infinite or not a number.
+    """
+    wanted = wanted_seconds(above_zero)
+    if isinstance(value, (str, bytes, bytearray)) or (
+        not hasattr(value, "__float__") and not hasattr(value, "__index__")
+    ):
+        raise TypeError(f"{name}: wanted {wanted}, found {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not (number > 0 if above_zero else number >= 0) or number > MAX_SECONDS:
+        raise ValueError(f"{name}: wanted {wanted}, found {_shown(value)}")
+    return number
+
+
+def wanted_seconds(above_zero: bool) -> str:
+    """What :func:`seconds` takes, in words."""
+    return f"a number {'above 0' if above_zero else '>= 0'} and up to {MAX_SECONDS:,} (seconds)"
+
+
+def _shown(number: Any) -> str:
+    return repr(number) if not isinstance(number, int) or abs(number) < 10**30 else "a number of more than 30 digits"
