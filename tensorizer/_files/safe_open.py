@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 import torch
 
+from tensorizer._files.names import flat_names
 from tensorizer._load.device_choice import DeviceArgument
 from tensorizer._load.slices import TensorSlice
 from tensorizer.deserializer import TensorDeserializer
@@ -18,6 +19,9 @@ __all__ = ["safe_open"]
 class safe_open(AbstractContextManager["safe_open"]):
     """Opens a ``.tensors`` or ``.safetensors`` file without reading a payload.
 
+    Tensors of a ``.tensors`` file have the names that they would have in ``.safetensors``: those of a root module
+    without their leading dot, those of nested containers with the steps of their path joined by dots.
+
     Args:
         source: A path, URI, open binary file object, a folder of shards or their index.
         framework: ``"pt"``, the only one here.
@@ -27,7 +31,7 @@ class safe_open(AbstractContextManager["safe_open"]):
 
     Raises:
         ValueError: Another framework.
-        FormatError: Not a file of tensors.
+        FormatError: Not a file of tensors, or two of them would have one name.
         OSError: It cannot be opened.
     """
 
@@ -45,23 +49,28 @@ class safe_open(AbstractContextManager["safe_open"]):
         self._file = TensorDeserializer(
             source, device, lazy_load=True, encryption=encryption, stream_options=stream_options
         )
-        self._metadata = self._file.metadata
-        self._kept = {str(alias): str(kept) for alias, kept in self._file.ties.items()}
+        try:
+            self._metadata = self._file._container.metadata()
+            self._entries = flat_names(self._file._container)
+        except BaseException:
+            self._file.close()
+            raise
 
     def __exit__(self, *exc: object) -> None:
         self._file.close()
 
     def metadata(self) -> Optional[dict[str, str]]:
-        """The texts that are stored beside the tensors; ``None`` where there are none."""
-        return dict(self._metadata) if self._metadata else None
+        """The texts that are stored beside the tensors; ``None`` where the file has no such part."""
+        return None if self._metadata is None else dict(self._metadata)
 
     def keys(self) -> list[str]:
         """The names of all tensors and aliases, sorted."""
-        return sorted({*map(str, self._file.keys()), *self._kept})
+        return sorted(self._entries)
 
     def offset_keys(self) -> list[str]:
         """The names of the stored tensors in the order of the file."""
-        return [str(name) for name in self._file if name not in self._kept]
+        aliases = self._file._container.targets
+        return [name for name, i in self._entries.items() if i not in aliases]
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """One tensor, read now.
@@ -69,8 +78,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: There is none of that name.
         """
-        tensor: torch.Tensor = self._file[self._kept.get(name, name)]
-        return tensor.detach()
+        return self._file._loaded.load_one(self._entries[name]).detach()
 
     def get_tensors(self, names: Optional[Sequence[str]] = None) -> dict[str, torch.Tensor]:
         """Several tensors, ``None`` for all, by name."""
@@ -82,4 +90,4 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: There is none of that name.
         """
-        return self._file.get_slice(name)
+        return self._file.get_slice(self._file._container.names[self._entries[name]])

@@ -14,6 +14,7 @@ import torch
 from tensorizer import _C
 from tensorizer._files.contents import Content, Contents, batches, cast
 from tensorizer._files.copy import check_target
+from tensorizer._files.names import double_name, flat_name
 from tensorizer._files.older_forms import older_forms, remove_forms
 from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._files.targets import Write, safetensors_target, tensors_target
@@ -146,19 +147,18 @@ def _plan(contents: Contents, format: str, options: WriteOptions) -> Plan:
     if ties == "twice":
         items += _copies(items, aliases)
         aliases, stored_twice = {}, {**aliases, **stored_twice}
-    if format == "safetensors":  # which tells of ties in its metadata alone, where readers have to recognise them
-        noted = contents.metadata or {}
-        untold = {a: kept for a, kept in aliases.items() if not _is_told(_flat(a), _flat(kept), noted)}
-        items += _copies(items, untold)
-        aliases = {alias: kept for alias, kept in aliases.items() if alias not in untold}
     names: list[Name] = [item.name for item in items]
     if format == "safetensors":
-        flat = _flat_names(items, options.flatten)
-        entries = [HeaderEntry(name, item.dtype, item.shape) for name, item in zip(flat, items)]
+        flat = _flat_names(items, aliases, options.flatten)
+        # Ties are told in the metadata alone, where readers have to recognise them.
+        noted = contents.metadata or {}
+        untold = {a: kept for a, kept in aliases.items() if not _is_told(flat[a], flat[kept], noted)}
+        items += _copies(items, untold)
+        aliases = {flat[alias]: flat[kept] for alias, kept in aliases.items() if alias not in untold}
+        entries = [HeaderEntry(flat[item.name], item.dtype, item.shape) for item in items]
         check_entries(entries)
         order = range(len(items)) if options.keep_order else canonical_order(entries)
-        items, names = [items[i] for i in order], [flat[i] for i in order]
-        aliases = {_flat(alias): _flat(kept) for alias, kept in aliases.items()}
+        items, names = [items[i] for i in order], [flat[items[i].name] for i in order]
     elif not items:
         raise UnsupportedContentError("a .tensors file holds at least one tensor, and there is none to write")
     runs = shards.split([item.nbytes for item in items], limit)
@@ -176,27 +176,21 @@ def _is_told(alias: str, kept: str, metadata: Mapping[str, str]) -> bool:
     return metadata.get(alias, kept) == kept and _C.names_of_one_model(alias, kept)
 
 
-def _flat_names(items: Sequence[Content], flatten: bool) -> list[str]:
-    """One text per tensor, without the dot in front that names tensors of a root module."""
+def _flat_names(items: Sequence[Content], aliases: Mapping[Name, Name], flatten: bool) -> dict[Name, str]:
+    """What ``.safetensors`` calls tensors and aliases."""
     nested = [name_text(item.name) for item in items if not isinstance(item.name, str)]
     if nested and not flatten:
         raise UnsupportedContentError(
             f".safetensors holds no nested names: {', '.join(nested[:10])}{' …' if len(nested) > 10 else ''}; "
             "flatten joins their steps with dots"
         )
-    names = [_flat(item.name) for item in items]
-    seen: set[str] = set()
-    double: set[str] = set()
-    for name in names:
-        (double if name in seen else seen).add(name)
-    if double:
-        raise UnsupportedContentError(f"several tensors would be named {', '.join(map(repr, sorted(double)))}")
-    return names
-
-
-def _flat(name: Name) -> str:
-    text = name if isinstance(name, str) else ".".join(map(str, name))
-    return text[1:] if text.startswith(".") and len(text) > 1 else text
+    types = {item.name: item.type for item in items}
+    types.update({alias: types[kept] for alias, kept in aliases.items()})
+    flat = {name: flat_name(name, type) for name, type in types.items()}
+    double = double_name(flat.items())
+    if double is not None:
+        raise UnsupportedContentError(double)
+    return flat
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
