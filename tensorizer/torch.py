@@ -16,13 +16,14 @@ import torch
 from tensorizer._files.fill_model import device_of_names, fill_model
 from tensorizer._files.plain import plain_tensors
 from tensorizer._files.safe_open import safe_open
-from tensorizer._files.state_dicts import check_state_dict, contents_of
+from tensorizer._files.state_dicts import check_state_dict, contents_of, is_of_modules, state_of
 from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._load.device_choice import DeviceArgument
 from tensorizer._load.report import LoadReport
 from tensorizer._save.hashes import HASH_NAMES
 from tensorizer.deserializer import TensorDeserializer
+from tensorizer.errors import UnsupportedContentError
 from tensorizer.progress import ProgressArgument
 from tensorizer.serializer import TensorSerializer
 
@@ -169,7 +170,8 @@ def load_model(
     """Fills a model from a file, by the names of its state dict.
 
     What fits is decided from the index and the model, before a payload is read or a tensor touched. Tensors that the
-    model shares stay shared. Modules with hooks or a ``_load_from_state_dict`` of their own get a state dict instead.
+    model shares stay shared. Models with hooks, extra state, or a ``load_state_dict`` or ``_load_from_state_dict`` of
+    their own get a state dict: what such modules may rename or resize shows only when they have taken it.
 
     Args:
         model: The model; its parameters may be on the meta device.
@@ -177,8 +179,9 @@ def load_model(
         strict: Raises where names are missing or unexpected, or where names that the model ties hold other contents.
         device: Where tensors are read to; ``None``: where the model has them, and to the CPU what it has on meta.
         assign: ``False`` copies into the tensors of the model, which keep their dtype, device and identity; ``True``
-            replaces them; ``"auto"`` replaces those on the meta device and copies into the others. Copying is not
-            atomic: an error of reading comes before it, an error of the device may come in the middle.
+            replaces them; ``"auto"`` replaces those on the meta device and copies into the others (or replaces all of a
+            model that gets a state dict and has any on meta). Copying is not atomic: an error of reading comes before
+            it, an error of the device may come in the middle.
         ignore_mismatched_sizes: Leaves tensors of another shape or kind as they are, and reports them.
         dtype: As for :func:`load_file`.
         verify: As for :func:`load_file`.
@@ -191,7 +194,7 @@ def load_model(
 
     Raises:
         LoadError: What does not fit, in the words of ``load_state_dict``, with the report as ``.report``; the model is
-            as it was.
+            as it was, unless a module of its own ways refused the state dict that it got.
     """
     if assign not in (True, False, "auto"):
         raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
@@ -222,6 +225,9 @@ def save_model(
 ) -> None:
     """Writes the state dict of a model; shared tensors once, their other names recorded.
 
+    Extra state (``get_extra_state``) is part of it: tensors in both formats, dictionaries of tensors in ``.tensors``;
+    what else it may be is refused.
+
     Args:
         model: The model; never modified.
         target: As for :func:`save_file`.
@@ -235,16 +241,21 @@ def save_model(
         stream_options: Keywords for opening a URI.
 
     Raises:
-        ValueError: As for :func:`save_file`.
+        ValueError: As for :func:`save_file`; extra state that the format cannot hold.
         OSError: The target cannot be written.
     """
-    if format_of(target, format) == "tensors" and ties != "error":
+    state = state_of(model, include_non_persistent_buffers and format_of(target, format) == "tensors")
+    if format_of(target, format) == "tensors" and ties != "error" and is_of_modules(model, state):
         with TensorSerializer(
             target, encryption=encryption, metadata=metadata, ties=ties, stream_options=stream_options
         ) as serializer:
-            serializer.write_module(model, include_non_persistent_buffers=include_non_persistent_buffers)
+            try:
+                serializer.write_module(
+                    model, include_non_persistent_buffers=include_non_persistent_buffers, include_extra_state=True
+                )
+            except TypeError as error:
+                raise UnsupportedContentError(str(error)) from None
         return
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     save_file(state, target, metadata, format=format, ties=ties, encryption=encryption, stream_options=stream_options)
 
 

@@ -16,6 +16,7 @@ from tensorizer.errors import UnsupportedContentError
 from tensorizer.torch import load, load_file, load_model, safe_open, save, save_file, save_model
 
 theirs = pytest.importorskip("safetensors.torch")
+reference_open = pytest.importorskip("safetensors").safe_open
 FORMATS = ("m.tensors", "m.safetensors")
 
 NAMES = """
@@ -302,13 +303,16 @@ def test_load_model_of_the_package_tells_models_from_paths(tmp_path):
     assert target.weight.equal(source.weight)
 
 
-def test_modules_with_hooks_of_their_own_get_a_state_dict(tmp_path):
-    class Renames(torch.nn.Linear):
-        def _load_from_state_dict(self, state_dict, prefix, *args):
-            if prefix + "old" in state_dict:
-                state_dict[prefix + "weight"] = state_dict.pop(prefix + "old")
-            super()._load_from_state_dict(state_dict, prefix, *args)
+class Renames(torch.nn.Linear):
+    """Takes its weight under an older name, too."""
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        if prefix + "old" in state_dict:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "old")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_modules_with_hooks_of_their_own_get_a_state_dict(tmp_path):
     model = torch.nn.Sequential(Renames(2, 2))
     save_file({"0.old": torch.full((2, 2), 3.0), "0.bias": torch.zeros(2)}, tmp_path / "m.safetensors")
     assert load_model(model, tmp_path / "m.safetensors").ok
@@ -358,3 +362,217 @@ def test_ties_of_a_file_are_stored_twice_when_asked_for_or_needed(tmp_path):
         loaded = tensorizer.torch.load_file(tmp_path / name)
         assert sorted(loaded) == ["l.a", "l.b", "model.head"]
         assert all(torch.equal(found, tensor) for found in loaded.values()), name
+
+
+def test_names_that_differ_in_a_leading_dot_stay_apart(tmp_path):
+    state = {".a": torch.ones(2), "a": torch.zeros(3)}
+    for name in FORMATS:
+        save_file(state, tmp_path / name)
+        assert_same(load_file(tmp_path / name), state)
+        with safe_open(tmp_path / name) as file:
+            assert file.keys() == [".a", "a"]
+            assert bits(file.get_tensor(".a")).equal(bits(state[".a"]))
+        with pytest.raises(tensorizer.LoadError, match=r'Unexpected key\(s\) in state_dict: "\.a"'):
+            load_model(torch.nn.ParameterDict({"a": torch.zeros(3)}), tmp_path / name)
+    tensorizer.convert(tmp_path / "m.tensors", tmp_path / "other.safetensors")
+    assert_same(load_file(tmp_path / "other.safetensors"), state)
+
+
+def test_a_tensor_of_a_root_module_has_no_dot_and_no_twin(tmp_path):
+    with tensorizer.TensorSerializer(tmp_path / "m.tensors") as serializer:
+        serializer.write_module(torch.nn.Linear(2, 2, bias=False))
+    assert list(load_file(tmp_path / "m.tensors")) == ["weight"]
+    with safe_open(tmp_path / "m.tensors") as file:
+        assert file.keys() == ["weight"]
+        assert file.get_slice("weight").get_shape() == [2, 2]
+    with tensorizer.TensorSerializer(tmp_path / "twins.tensors") as serializer:
+        serializer.write_module(torch.nn.Linear(2, 2, bias=False))
+        serializer.write_state_dict({"weight": torch.ones(1)})
+    actions = (
+        load_file,
+        safe_open,
+        lambda path: load_model(torch.nn.Linear(2, 2), path),
+        lambda path: tensorizer.convert(path, tmp_path / "m.safetensors"),
+    )
+    for action in actions:
+        with pytest.raises(ValueError, match=r"'\.weight' and 'weight' would both be named 'weight'"):
+            action(tmp_path / "twins.tensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_safe_open_finds_tensors_of_nested_containers_under_the_names_of_safetensors(tmp_path):
+    nested = {"model": {"layers": [torch.ones(2), torch.zeros(3)]}, "steps": torch.tensor(3)}
+    with tensorizer.TensorSerializer(tmp_path / "m.tensors") as serializer:
+        serializer.write_state_dict(nested)
+    tensorizer.convert(tmp_path / "m.tensors", tmp_path / "m.safetensors", flatten=True)
+    for name in FORMATS:
+        with safe_open(tmp_path / name) as file:
+            assert file.keys() == ["model.layers.0", "model.layers.1", "steps"]
+            assert file.get_tensor("model.layers.1").equal(torch.zeros(3))
+            assert file.get_slice("model.layers.0")[1:].equal(torch.ones(1))
+            assert len(file.get_tensors()) == 3
+            for missing in ("model", "model/layers/0"):
+                with pytest.raises(KeyError):
+                    file.get_tensor(missing)
+
+
+def test_empty_metadata_are_told_from_none_at_all(tmp_path):
+    for metadata in ({}, {"k": "v"}, None):
+        save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors", metadata)
+        with safe_open(tmp_path / "m.safetensors") as file, reference_open(tmp_path / "m.safetensors", "pt") as other:
+            assert file.metadata() == other.metadata() == metadata
+
+
+def test_a_module_that_is_registered_twice_comes_back(tmp_path):
+    def model():
+        layer = torch.nn.Linear(2, 2)
+        return torch.nn.ModuleDict({"first": layer, "second": layer})
+
+    source = model()
+    for name in FORMATS:
+        save_model(source, tmp_path / name)
+        for place in ("cpu", "meta"):
+            with torch.device(place):
+                target = model()
+            assert load_model(target, tmp_path / name).ok
+            assert target["first"] is target["second"]
+            assert_same(target.state_dict(), source.state_dict())
+
+
+def test_a_report_names_what_was_converted(tmp_path):
+    state = {"weight": torch.ones(2, 2), "bias": torch.ones(2, dtype=torch.float16)}
+    for name in FORMATS:
+        save_file(state, tmp_path / name)
+        assert load_model(torch.nn.Linear(2, 2), tmp_path / name).cast == ("bias",)
+        assert load_model(torch.nn.Linear(2, 2), tmp_path / name, assign=True).cast == ()
+        assert load_model(torch.nn.Linear(2, 2).half(), tmp_path / name).cast == ("weight",)
+        report = load_model(torch.nn.Linear(2, 2), tmp_path / name, assign=True, dtype=torch.float16)
+        assert report.cast == ("weight",)
+
+
+def test_batch_norms_of_old_files_need_no_count_of_batches(tmp_path):
+    source = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    source[0].num_batches_tracked += 7
+    source[0].running_mean += 1
+    state = {name: value for name, value in source.state_dict().items() if "num_batches" not in name}
+    for name in FORMATS:
+        save_file(state, tmp_path / name)
+        for hooked in (False, True):
+            for place in ("cpu", "meta"):
+                with torch.device(place):
+                    target = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+                if hooked:
+                    target.register_load_state_dict_post_hook(lambda module, keys: None)
+                assert load_model(target, tmp_path / name).ok
+                assert target[0].num_batches_tracked.equal(torch.tensor(0))
+                assert target[0].running_mean.equal(source[0].running_mean)
+
+
+def test_what_a_module_of_its_own_ways_cannot_change_is_compared_before_anything_changes(tmp_path):
+    model = torch.nn.Sequential(Renames(2, 2), torch.nn.Linear(2, 3))
+    good = {"0.old": torch.ones(2, 2), "0.bias": torch.ones(2), "1.weight": torch.ones(3, 2), "1.bias": torch.ones(3)}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    wrong = {
+        "missing": {name: value for name, value in good.items() if name != "1.bias"},
+        "unexpected": {**good, "2.bias": torch.ones(3)},
+        "mismatched": {**good, "1.bias": torch.ones(4)},
+    }
+    for name in FORMATS:
+        for field, state in wrong.items():
+            save_file(state, tmp_path / name)
+            with pytest.raises(tensorizer.LoadError) as caught:
+                load_model(model, tmp_path / name)
+            assert getattr(caught.value.report, field), field
+            assert_same(model.state_dict(), before)
+        report = load_model(model, tmp_path / name, ignore_mismatched_sizes=True)
+        assert [row.name for row in report.mismatched] == ["1.bias"]
+        assert not report.missing
+        assert model[0].weight.equal(torch.ones(2, 2))
+        assert model[1].bias.equal(before["1.bias"])
+        model.load_state_dict(before)
+
+
+def test_ties_of_models_with_hooks_are_no_missing_names(tmp_path):
+    def model():
+        tied = Tied()
+        tied.register_load_state_dict_post_hook(lambda module, keys: None)
+        return tied
+
+    source = model()
+    for name in FORMATS:
+        save_file({n: t for n, t in source.state_dict().items() if n != "head.weight"}, tmp_path / name)
+        for place in ("cpu", "meta"):
+            with torch.device(place):
+                target = model()
+            report = load_model(target, tmp_path / name)
+            assert report.tied == {"head.weight": "embed.weight"}
+            assert target.head.weight is target.embed.weight
+            assert isinstance(target.norm.running_mean, torch.Tensor)
+            assert "norm.running_mean" in dict(target.named_buffers())
+            assert_same(target.state_dict(), source.state_dict())
+
+
+def test_a_class_with_a_state_dict_of_its_own_is_saved_and_loaded_by_it(tmp_path):
+    class Bare(torch.nn.Module):
+        """Leaves out the name of what it wraps."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+
+        def state_dict(self, *args, **kwargs):
+            return self.inner.state_dict(*args, **kwargs)
+
+        def load_state_dict(self, state_dict, strict=True):
+            self.inner.load_state_dict(state_dict, strict)
+
+    source = Bare()
+    for name in FORMATS:
+        save_model(source, tmp_path / name)
+        assert set(load_file(tmp_path / name)) == {"weight", "bias"}
+        target = Bare()
+        load_model(target, tmp_path / name)
+        assert_same(target.state_dict(), source.state_dict())
+        save_file({"weight": torch.ones(2, 2)}, tmp_path / name)
+        with pytest.raises(tensorizer.LoadError, match="bias"):
+            load_model(target, tmp_path / name)
+
+
+def test_extra_state_is_saved_or_refused_and_comes_back(tmp_path):
+    class Keeper(torch.nn.Linear):
+        def __init__(self, state=None):
+            super().__init__(2, 2)
+            self.state = state
+
+        def get_extra_state(self):
+            return self.state
+
+        def set_extra_state(self, state):
+            self.state = state
+
+    cases = (
+        (torch.arange(3), FORMATS),
+        ({"amax": torch.ones(2)}, ["m.tensors"]),
+        ({"steps": 3}, []),
+        (b"bytes", []),
+    )
+    for state, held_by in cases:
+        source = torch.nn.Sequential(Keeper(state))
+        for name in FORMATS:
+            (tmp_path / name).unlink(missing_ok=True)
+            if name not in held_by:
+                with pytest.raises(ValueError, match=r"0\._extra_state"):
+                    save_model(source, tmp_path / name)
+                assert not (tmp_path / name).exists()
+                continue
+            save_model(source, tmp_path / name)
+            target = torch.nn.Sequential(Keeper())
+            assert load_model(target, tmp_path / name).ok
+            samples.assert_same(target[0].state, state)
+            assert target[0].weight.equal(source[0].weight)
+    for name in FORMATS:
+        save_model(torch.nn.Sequential(Keeper(None)), tmp_path / name)
+        target = torch.nn.Sequential(Keeper("before"))
+        with pytest.raises(tensorizer.LoadError, match=r"0\._extra_state"):
+            load_model(target, tmp_path / name)
+        assert target[0].state == "before"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping
-from typing import Any, Optional, Union
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
-from tensorizer._format.dtypes import torch_dtype
-from tensorizer._load.fit import Fact, Slot, fit_of, shown, slots_in
+from tensorizer._files.names import flat_names
+from tensorizer._format.extra_state import state_name
+from tensorizer._load.fit import Fact, Slot, fit_of, modules_of, shown, slots_in
 from tensorizer._load.modules import insert_into_module
-from tensorizer._load.report import LoadReport
+from tensorizer._load.report import LoadReport, Mismatch
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.deserializer import TensorDeserializer
+from tensorizer.errors import LoadError
 
 __all__ = ["fill_model", "report_for", "takes_state_dicts_itself"]
 
@@ -31,8 +33,6 @@ def fill_model(
     Raises:
         LoadError: What :func:`tensorizer.torch.load_model` documents.
     """
-    if takes_state_dicts_itself(model):
-        return _by_load_state_dict(model, file, strict, assign)
     return _ModelFill(model, file, assign, ignore_mismatched_sizes).run(strict)
 
 
@@ -43,43 +43,48 @@ def report_for(model: torch.nn.Module, file: TensorDeserializer) -> LoadReport:
 
 def takes_state_dicts_itself(model: torch.nn.Module) -> bool:
     """Whether a module does more with a state dict than put tensors in their places."""
-    plain = torch.nn.Module
-    for module in model.modules():
-        kind = type(module)
-        own = kind._load_from_state_dict is not plain._load_from_state_dict
-        batch_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)  # only fills in what old files lack
-        extra = kind.get_extra_state is not plain.get_extra_state
-        hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
-        if (own and not batch_norm) or extra or hooks:
-            return True
-    return False
+    modules = modules_of(model)
+    return _Ways.of(model, modules).are_own or bool(_receivers(modules))
 
 
-def _by_load_state_dict(
-    model: torch.nn.Module, file: TensorDeserializer, strict: bool, assign: Union[bool, str]
-) -> LoadReport:
-    """For modules with a way of their own: everything is read, and the module decides."""
-    begin = time.perf_counter()
-    tensors = {shown(str(name)): tensor.detach() for name, tensor in file.items()}
-    replaces = any(t.is_meta for t in model.state_dict().values() if isinstance(t, torch.Tensor))
-    report = LoadReport(module=type(model).__name__, source=file._container.source_name)
-    try:
-        result = model.load_state_dict(tensors, strict=False, assign=replaces if assign == "auto" else bool(assign))
-    except RuntimeError as error:
-        from tensorizer.errors import LoadError
+class _Ways(NamedTuple):
+    """What modules do with a state dict in ways of their own, so that names and shapes do not tell what fits."""
 
-        raise LoadError(str(error)) from None
-    report = dataclasses.replace(
-        report,
-        loaded=tuple(name for name in tensors if name not in result.unexpected_keys),
-        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-        seconds=time.perf_counter() - begin,
-        missing=tuple(result.missing_keys),
-        unexpected=tuple(result.unexpected_keys),
-    )
-    if strict and not report.ok:
-        raise report.error((), strict=True)
-    return report
+    whole: bool  # the model takes the state dict itself, or changes what was found missing afterwards
+    below: tuple[str, ...]  # beginnings of the names that modules rename, or give other shapes
+    hooks: bool
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> _Ways:
+        plain = torch.nn.Module
+        # Of BatchNorm it is known what it does: see _is_filled_in.
+        known = (plain._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict)
+        changed = [
+            path
+            for path, module in modules.items()
+            if type(module)._load_from_state_dict not in known or module._load_state_dict_pre_hooks
+        ]
+        hooks = any(module._load_state_dict_post_hooks for module in modules.values())
+        whole = getattr(model.load_state_dict, "__func__", None) is not plain.load_state_dict
+        return cls(whole, tuple(f"{path}." if path else "" for path in changed), hooks)
+
+    @property
+    def are_own(self) -> bool:
+        return self.whole or bool(self.below) or self.hooks
+
+    def may_change(self, name: str) -> bool:
+        """Whether a tensor of that name may be renamed, or may get another shape."""
+        return self.whole or name.startswith(self.below)
+
+    def may_lack(self, name: str) -> bool:
+        """Whether a difference in that name may be none in the end."""
+        return self.hooks or self.may_change(name)
+
+
+def _receivers(modules: Mapping[str, torch.nn.Module]) -> list[str]:
+    """Names of the extra states that modules take."""
+    plain = torch.nn.Module.set_extra_state
+    return [state_name(path) for path, m in modules.items() if getattr(type(m), "set_extra_state", plain) is not plain]
 
 
 class _ModelFill:
@@ -89,16 +94,16 @@ class _ModelFill:
         self, model: torch.nn.Module, file: TensorDeserializer, assign: Union[bool, str], ignore_sizes: bool
     ) -> None:
         self._model, self._file, self._assign, self._ignore_sizes = model, file, assign, ignore_sizes
-        self._modules = dict(model.named_modules())
+        self._container = file._container
+        self._modules = modules_of(model)
+        self._ways = _Ways.of(model, self._modules)
         self._slots: dict[str, Slot] = {
             shown(name): slot for name, slot in slots_in(self._modules).items() if slot.tensor is not None
         }
-        self._stored: dict[str, Any] = {shown(str(name)): name for name in file}  # what the file calls each name
+        self._stored = flat_names(self._container)
+        self._receivers = _receivers(self._modules)
+        self._states = {state_name(path): state for path, state in self._container.extra_states().items()}
         self._groups = self._tied_names()
-        self._facts = {shown(str(entry.name)): entry for entry in file.entries()}
-        for alias, kept in file.ties.items():
-            if shown(str(kept)) in self._facts:  # a filter may have left out both
-                self._facts.setdefault(shown(str(alias)), self._facts[shown(str(kept))])
 
     def run(self, strict: bool) -> LoadReport:
         begin = time.perf_counter()
@@ -107,15 +112,19 @@ class _ModelFill:
         if refused or (strict and (report.missing or report.unexpected)):
             raise report.error(refused, strict)
         skipped = {row.name for row in report.mismatched}
-        self._read_together({name for name in report.loaded if name not in skipped})
-        tensors: dict[str, torch.Tensor] = {}
-        for group in self._groups.values():
-            conflict = self._read_group([name for name in group if name not in skipped], tensors)
-            if conflict:
-                report = dataclasses.replace(report, conflicting=(*report.conflicting, *conflict))
-        if strict and report.conflicting:
+        itself = self._ways.are_own or bool(self._receivers)
+        chosen = {
+            name: i for name, i in self._stored.items() if name not in skipped and (itself or name in self._slots)
+        }
+        tensors = dict(zip(chosen, self._file._loaded.load(list(chosen.values()))))
+        conflicting = [name for group in self._groups.values() for name in _conflicts(group, tensors)]
+        report = dataclasses.replace(report, conflicting=tuple(conflicting))
+        if strict and conflicting:
             raise report.error((), strict=True)
-        self._place(tensors)
+        if itself:
+            report = self._give(tensors, report, strict)
+        else:
+            self._place(tensors)
         return dataclasses.replace(report, seconds=time.perf_counter() - begin)
 
     def _tied_names(self) -> dict[int, list[str]]:
@@ -126,57 +135,63 @@ class _ModelFill:
         return groups
 
     def report(self) -> LoadReport:
-        facts = {name: Fact(tuple(self._facts[name].shape), self._dtype_of(name)) for name in self._stored}
+        """What is known before anything is read."""
+        container, ways = self._container, self._ways
+        facts = {
+            name: Fact(container.shape(i), container.stored_dtype(i), container.may_be_scalar(i))
+            for name, i in self._stored.items()
+            if name not in self._receivers
+        }
         fit = fit_of(self._slots, facts, [name for name in self._slots if name not in self._stored])
         loaded = [name for name in self._stored if name in self._slots]
+        absent = [name for name in fit.absent if self._slots[name].in_state_dict and not self._is_filled_in(name)]
+        absent += [name for name in self._receivers if name not in self._stored and name not in self._states]
+        unexpected = [*fit.unexpected, *(name for name in self._states if name not in self._receivers)]
         return LoadReport(
             module=type(self._model).__name__,
-            source=self._file._container.source_name,
+            source=container.source_name,
             loaded=tuple(loaded),
-            nbytes=sum(self._facts[name].deserialized_length for name in loaded),
-            missing=tuple(name for name in fit.absent if self._slots[name].in_state_dict),
-            unexpected=tuple(fit.unexpected),
-            mismatched=tuple(row for row in fit.mismatched if row.what == "shape" or not self._is_meta(row.name)),
+            nbytes=sum(container.index.loaded_nbytes(self._stored[name]) for name in loaded),
+            missing=tuple(name for name in absent if not ways.may_lack(name)),
+            unexpected=tuple(name for name in unexpected if not ways.may_lack(name)),
+            mismatched=tuple(row for row in fit.mismatched if self._matters(row)),
+            cast=tuple(name for name in loaded if self._is_cast(name)),
             tied=fit.tied,
         )
 
-    def _dtype_of(self, name: str) -> Optional[torch.dtype]:
-        """Of a tensor that the model has a place for; this torch need not know the others."""
-        return torch_dtype(self._facts[name].dtype) if name in self._slots else None
-
-    def _is_meta(self, name: str) -> bool:
+    def _matters(self, row: Mismatch) -> bool:
         """Of a place on the meta device nothing is kept, so that its kind does not matter."""
-        tensor = self._slots[name].tensor
-        return tensor is not None and tensor.is_meta
+        if self._ways.may_change(row.name) and not self._ignore_sizes:
+            return False
+        target = self._slots[row.name].tensor
+        return row.what == "shape" or (target is not None and not target.is_meta)
 
-    def _read_together(self, names: Collection[str]) -> None:
-        """Reads in one go what is asked for name by name afterwards."""
-        container = self._file._container
-        wanted = [i for i in container.selection if shown(str(container.names[i])) in names]
-        self._file._loaded.load(wanted)
+    def _is_filled_in(self, name: str) -> bool:
+        """Whether a batch norm does without: its files have a count of batches since torch 0.4.1."""
+        slot = self._slots[name]
+        return slot.attribute == "num_batches_tracked" and isinstance(slot.module, torch.nn.modules.batchnorm._NormBase)
 
-    def _read_group(self, names: list[str], into: dict[str, torch.Tensor]) -> list[str]:
-        """Reads what the names of one tensor of the model share; returns names whose contents differ."""
-        supplied = [name for name in names if name in self._stored]
-        if not supplied:
-            return []
-        first = self._file[self._stored[supplied[0]]]
-        into[supplied[0]] = first
-        conflicting = []
-        for name in supplied[1:]:
-            other = self._file[self._stored[name]]
-            if other is not first and not _same_bits(first, other):
-                conflicting.append(name)
-        return conflicting
+    def _is_cast(self, name: str) -> bool:
+        i, target = self._stored[name], self._slots[name].tensor
+        if self._container.may_cast(i):
+            return True
+        stored = self._container.stored_dtype(i)
+        return target is not None and stored is not None and not self._is_replaced(target) and stored != target.dtype
+
+    def _is_replaced(self, target: torch.Tensor) -> bool:
+        return self._assign is True or (self._assign == "auto" and target.is_meta)
 
     def _place(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for group in self._groups.values():
-            source = next((tensors[name] for name in group if name in tensors), None)
-            if source is None:
-                continue
             target = self._slots[group[0]].tensor
             assert target is not None
-            if self._assign is True or (self._assign == "auto" and target.is_meta):
+            source = next((tensors[name] for name in group if name in tensors), None)
+            if source is None and self._is_replaced(target) and target.is_meta and self._is_filled_in(group[0]):
+                with ordinary_tensors():
+                    source = torch.zeros((), dtype=target.dtype, device=self._container.device_of(group[0]))
+            if source is None:
+                continue
+            if self._is_replaced(target):
                 replacement = _in_place_of(target, source)
                 for name in group:
                     slot = self._slots[name]
@@ -185,6 +200,51 @@ class _ModelFill:
             else:
                 with torch.no_grad():
                     target.copy_(source)
+
+    def _give(self, tensors: Mapping[str, torch.Tensor], report: LoadReport, strict: bool) -> LoadReport:
+        """Hands a state dict to the model, which decides what becomes of it."""
+        targets = [slot.tensor for slot in self._slots.values() if slot.tensor is not None and slot.in_state_dict]
+        assign = any(map(self._is_replaced, targets))
+        state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+        state.update(self._states)
+        left = {row.name for row in report.mismatched}
+        for group in self._groups.values():
+            target = self._slots[group[0]].tensor
+            first = next((tensors[name] for name in group if name in tensors), None)
+            if first is None or target is None:
+                continue
+            # One object under all names, so that what is assigned stays tied.
+            given = _in_place_of(target, first) if assign and isinstance(target, torch.nn.Parameter) else first.detach()
+            state.update({name: given for name in group if self._slots[name].in_state_dict and name not in left})
+        options: dict[str, Any] = {"assign": True} if assign else {}
+        try:
+            # A method of another class may answer nothing: then it has to be the judge.
+            result = self._model.load_state_dict(state, strict=strict and self._ways.whole, **options)
+        except RuntimeError as error:
+            refusal = LoadError(str(error))
+            refusal.report, refusal.source = report, report.source
+            raise refusal from None
+        unexpected = tuple(getattr(result, "unexpected_keys", ()))
+        loaded = tuple(name for name in tensors if name not in unexpected)
+        report = dataclasses.replace(
+            report,
+            loaded=loaded,
+            nbytes=sum(self._container.index.loaded_nbytes(self._stored[name]) for name in loaded),
+            missing=tuple(name for name in getattr(result, "missing_keys", ()) if name not in left),
+            unexpected=unexpected,
+        )
+        if strict and (report.missing or report.unexpected):
+            raise report.error((), strict=True)
+        return report
+
+
+def _conflicts(group: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Of the names of one tensor of the model those that the file holds with other contents than the first."""
+    supplied = [name for name in group if name in tensors]
+    if len(supplied) < 2:
+        return []
+    first = tensors[supplied[0]]
+    return [name for name in supplied[1:] if tensors[name] is not first and not _same_bits(first, tensors[name])]
 
 
 def _in_place_of(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -206,6 +266,6 @@ def device_of_names(model: torch.nn.Module, device: Optional[Any]) -> Any:
         return device
     places = {
         shown(name): torch.device("cpu") if slot.tensor is None or slot.tensor.is_meta else slot.tensor.device
-        for name, slot in slots_in(dict(model.named_modules())).items()
+        for name, slot in slots_in(modules_of(model)).items()
     }
     return lambda name: places.get(shown(str(name)), torch.device("cpu"))

@@ -9,9 +9,32 @@ from typing import Any, Optional
 import torch
 
 from tensorizer._files.contents import StateDictContents
+from tensorizer._format.extra_state import state_name
 from tensorizer._format.payloads import stored_dtype
+from tensorizer._load.fit import modules_of, shown, slots_in
+from tensorizer._save.ties import place_of
 
-__all__ = ["check_state_dict", "contents_of"]
+__all__ = ["check_state_dict", "contents_of", "is_of_modules", "state_of"]
+
+
+def state_of(model: torch.nn.Module, include_non_persistent_buffers: bool = False) -> dict[str, Any]:
+    """The state dict of a model, without extra states that are ``None``."""
+    slots = slots_in(modules_of(model)) if include_non_persistent_buffers else {}
+    hidden = {shown(name): slot.tensor for name, slot in slots.items() if slot.is_buffer and slot.tensor is not None}
+    return {**hidden, **{name: value for name, value in model.state_dict().items() if value is not None}}
+
+
+def is_of_modules(model: torch.nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether a state dict is what the modules hold, and not something that a class or hook has made of it."""
+    modules = modules_of(model)
+    slots = {shown(name): slot for name, slot in slots_in(modules).items()}
+    held = {name: slot.tensor for name, slot in slots.items() if slot.tensor is not None}
+    persistent = {name for name, slot in slots.items() if slot.in_state_dict}
+    extra = {state_name(path) for path in modules}
+    tensors = {name: value for name, value in state.items() if name not in extra}
+    return persistent <= tensors.keys() <= held.keys() and all(
+        isinstance(value, torch.Tensor) and place_of(value) == place_of(held[name]) for name, value in tensors.items()
+    )
 
 
 def check_state_dict(tensors: Any) -> Mapping[str, torch.Tensor]:
