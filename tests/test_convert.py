@@ -426,3 +426,76 @@ def test_a_conversion_of_large_tensors_holds_one_of_them_at_a_time(tmp_path):
 @pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here")
 def test_a_large_conversion_needs_no_more_memory_than_a_small_one(tmp_path):
     assert convert_there_and_back(tmp_path, 1536 * MIB) < 300 * MIB
+
+
+def test_a_target_that_is_not_what_was_read_never_appears(tmp_path, monkeypatch):
+    source = write(tmp_path / "m.tensors", state())
+
+    def refuse(*_):
+        raise tensorizer.HashMismatchError("not what was read")
+
+    monkeypatch.setattr("tensorizer._files.write._Run._check_target", refuse)
+    for name in ("t.tensors", "t.safetensors"):
+        folder = tmp_path / name.replace(".", "-")
+        for old in (None, b"old"):
+            for tmpfile in (True, False):
+                with monkeypatch.context() as patch:
+                    if not tmpfile:
+                        patch.delattr(os, "O_TMPFILE")
+                    folder.mkdir()
+                    if old is not None:
+                        (folder / name).write_bytes(old)
+                    with pytest.raises(tensorizer.HashMismatchError):
+                        tensorizer.convert(source, folder / name)
+                    assert {path.name: path.read_bytes() for path in folder.iterdir()} == ({name: old} if old else {})
+                    for path in [*folder.iterdir(), folder]:
+                        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_a_target_keeps_its_links_and_mode_bits_with_and_without_a_check(tmp_path, monkeypatch):
+    source = write(tmp_path / "m.tensors", state())
+    (tmp_path / "real").mkdir()
+    for check in (True, False):
+        for tmpfile in (True, False):
+            with monkeypatch.context() as patch:
+                if not tmpfile:
+                    patch.delattr(os, "O_TMPFILE")
+                link, real = tmp_path / "link.safetensors", tmp_path / "real" / "file.safetensors"
+                real.write_bytes(b"old")
+                real.chmod(0o640)
+                link.symlink_to(real)
+                tensorizer.convert(source, link, check=check)
+                assert link.is_symlink()
+                assert real.stat().st_mode & 0o777 == 0o640
+                assert_equal(load_file(real), state())
+                assert [path.name for path in real.parent.iterdir()] == [real.name]
+                link.unlink()
+
+
+def test_blobs_of_a_hub_cache_are_never_written_through(tmp_path):
+    cache = tmp_path / "hub" / "models--org--name"
+    blob = cache / "blobs" / ("0" * 64)
+    blob.parent.mkdir(parents=True)
+    snapshot = cache / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    source = write(tmp_path / "m.tensors", state())
+    actions = {
+        "convert": lambda path: tensorizer.convert(source, path),
+        "no check": lambda path: tensorizer.convert(source, path, check=False),
+        "save_file": lambda path: save_file(state(), path),
+        "serializer": lambda path: write(path, state()),
+        "shards": lambda path: tensorizer.convert(source, path, max_shard_size="1MB"),
+    }
+    for what, action in actions.items():
+        blob.write_bytes(b"of the hub")
+        link = snapshot / "model.safetensors"
+        link.symlink_to(os.path.relpath(blob, snapshot))
+        other = tmp_path / "model.safetensors"  # a link to the link
+        other.symlink_to(link)
+        for path in (other, link):
+            action(path)
+            assert blob.read_bytes() == b"of the hub", what
+            assert what == "shards" or not path.is_symlink(), what
+            assert what == "shards" or load_file(path).keys() == state().keys(), what
+        for path in (other, link):
+            path.unlink(missing_ok=True)

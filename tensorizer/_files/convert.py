@@ -101,7 +101,8 @@ def convert(
         decryption: The key of an encrypted source.
         all_files: Copies what else is in the local folder of `source` (configuration, tokenizer) to that of `target`:
             its files, without hidden ones, subfolders, and models in any format.
-        check: Reads the target back and compares every payload with what was read from the source.
+        check: Reads the target back and compares every payload with what was read from the source: a local file before
+            it appears under its name, an object of a store when it is there.
         keep_order: Keeps the order of the source in a ``.safetensors`` target, instead of that of the reference's
             writer: a file that came from there is the same again, byte for byte.
         flatten: Joins the steps of nested names with dots, for a ``.safetensors`` target.

@@ -22,6 +22,8 @@ from tensorizer._files.together import TogetherOrNot
 from tensorizer._format import shards
 from tensorizer._format.names import Name, path_of
 from tensorizer._format.safetensors import HeaderEntry, canonical_order, check_entries
+from tensorizer._io.sinks import place_of_new_file
+from tensorizer._io.unnamed_file import UnnamedFile
 from tensorizer._save.hashes import HASH_NAMES, check_hashes
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
 from tensorizer.progress import ProgressArgument, progress_reporter
@@ -206,7 +208,7 @@ class _Run:
 
     def write(self, names: Sequence[Any]) -> None:
         if len(names) == 1:
-            self._write_one(names[0], self._plan.shards[0])
+            self._write_single(names[0], self._plan.shards[0])
             return
         with TogetherOrNot(names, self._options.stream_options) as places:
             files: dict[str, str] = {}
@@ -218,12 +220,26 @@ class _Run:
             index = shards.index_bytes(files, self._plan.nbytes, texts)
             places.finish(shards.index_name(shards.name_of_shard(names[0])), index)
 
+    def _write_single(self, target: Any, run: range) -> None:
+        place = place_of_new_file(target) if self._options.check else None
+        if place is None:  # in a store the check can only come when the object is there
+            self._write_one(target, run)
+            return
+        with UnnamedFile(place.path, place.mode) as file:
+            with file.open("wb+") as stream:
+                crcs = self._write_payloads(stream, run)
+            with file.open("rb") as stream:
+                self._check_target(stream, run, crcs)
+            file.publish()
+
     def _write_one(self, target: Any, run: range) -> None:
-        items = self._plan.items[run.start : run.stop]
-        with self._open(target, run) as write:
-            crcs = self._copy(items, write)
+        crcs = self._write_payloads(target, run)
         if self._options.check:
-            self._check_target(target, items, crcs)
+            self._check_target(target, run, crcs)
+
+    def _write_payloads(self, target: Any, run: range) -> list[int]:
+        with self._open(target, run) as write:
+            return self._copy(self._plan.items[run.start : run.stop], write)
 
     def _open(self, target: Any, run: range) -> AbstractContextManager[Write]:
         plan, options = self._plan, self._options
@@ -283,8 +299,9 @@ class _Run:
             if ahead:
                 yield ahead.popleft().result()
 
-    def _check_target(self, target: str, items: Sequence[Content], crcs: Sequence[int]) -> None:
+    def _check_target(self, target: Any, run: range, crcs: Sequence[int]) -> None:
         """Reads the target back."""
+        items = self._plan.items[run.start : run.stop]
         decryption = None if self._options.encryption is None else _decryption_of(self._options.encryption)
         with OpenedFile(target, encryption=decryption, stream_options=self._options.stream_options) as file:
             if len(file.entries) != len(items):

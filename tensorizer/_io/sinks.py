@@ -6,6 +6,7 @@ import errno
 import fcntl
 import io
 import os
+import re
 import stat
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional
@@ -18,9 +19,12 @@ from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
 from tensorizer._system.os_errors import stream_errors
 from tensorizer._system.paths import expanded
 
-__all__ = ["OpenedSink", "open_sink"]
+__all__ = ["OpenedSink", "Place", "open_sink", "place_of_new_file"]
 
 _MODE_WANTED = "wb+"
+
+# Of a repository in a cache of huggingface_hub: names below snapshots/ are links to files below blobs/.
+_HUB_FOLDER = re.compile(r"(models|datasets|spaces)--")
 
 
 def _nothing() -> None:
@@ -69,11 +73,39 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
     return _open_object(stream) if sink is None else OpenedSink(sink, 0, appears_on_close=True)
 
 
-@stream_errors()
+class Place(NamedTuple):
+    """Where a new local file goes."""
+
+    path: str  # with links resolved
+    mode: Optional[int]  # of the file that it replaces
+
+
+def place_of_new_file(file_obj: Any) -> Optional[Place]:
+    """The place of a target that is a local path which a new file can take; ``None`` for all other targets.
+
+    Raises:
+        OSError: The target cannot be written.
+    """
+    scheme = scheme_of(file_obj)
+    if not is_path(file_obj) or isinstance(file_obj, int) or (scheme is not None and scheme not in LOCAL_SCHEMES):
+        return None
+    return _place_of(expanded(os.fsdecode(file_obj)) if scheme is None else path_of_file_uri(file_obj))
+
+
 def _open_path(path: str, fsync: bool) -> OpenedSink:
+    place = _place_of(path)
+    with stream_errors():
+        if place is not None:
+            return OpenedSink(_C.FileSink.replace(os.fsencode(place.path), fsync, place.mode), 0)
+        # Devices are written to, not replaced.
+        return _open_object(open(path, "wb+" if stat.S_ISREG(os.stat(path).st_mode) else "rb+"))
+
+
+@stream_errors()
+def _place_of(path: str) -> Optional[Place]:
     if not path:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    target = os.path.realpath(path)
+    target = _without_links(path)
     folder = os.path.dirname(target)
     try:
         existing: Optional[os.stat_result] = os.stat(path)
@@ -83,14 +115,21 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
     if path.endswith(os.sep) or (existing is not None and stat.S_ISDIR(existing.st_mode)):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if existing is None:
-        return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, None), 0)
-    if not stat.S_ISREG(existing.st_mode):  # devices are written to, not replaced
-        return _open_object(open(path, "rb+"))
+        return Place(target, None)
+    if not stat.S_ISREG(existing.st_mode):
+        return None
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-    if not _can_be_replaced(target, folder, existing):
-        return _open_object(open(path, "wb+"))
-    return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, stat.S_IMODE(existing.st_mode)), 0)
+    return Place(target, stat.S_IMODE(existing.st_mode)) if _can_be_replaced(target, folder, existing) else None
+
+
+def _without_links(path: str) -> str:
+    """The path of the file itself; of a link to a blob of a hub cache, which other names share, that of the link."""
+    target = os.path.realpath(path)
+    folder, kind = os.path.split(os.path.dirname(target))
+    if os.path.islink(path) and kind == "blobs" and _HUB_FOLDER.match(os.path.basename(folder)):
+        return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    return target
 
 
 def _can_be_replaced(target: str, folder: str, existing: os.stat_result) -> bool:
