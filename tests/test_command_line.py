@@ -10,14 +10,17 @@ import pty
 import subprocess
 import sys
 import unittest.mock
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import samples
 import torch
+from servers.file_server import serve_folder
 
 import tensorizer._C
+import tensorizer.torch
 from tensorizer import EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer.cli.main import main, make_parser
 from tensorizer.cli.output import table
@@ -466,3 +469,72 @@ def test_the_version_names_the_libraries_that_the_module_runs_with():
     assert versions == tensorizer._C.library_versions()
     assert {"curl", "openssl", "libsodium", "hiredis", "isa-l"} <= set(versions)
     assert all(version.count(".") >= 1 and version[0].isdigit() for version in versions.values()), versions
+
+
+SECRET = "".join(["s3", "cr3t"])
+
+
+def test_no_command_tells_the_credentials_or_the_query_of_a_uri(tmp_path, model, key_file, monkeypatch):
+    """Whatever becomes of the command: sources and targets that are there, are not, and cannot be."""
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory").store
+    write(tmp_path / "encrypted.tensors", {"a": torch.ones(2)}, encryption=EncryptionParams(KEY))
+    tensorizer.torch.save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "junk.tensors").write_bytes(b"junk" * 100)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "folder" / "model.tensors").write_bytes(model.read_bytes())
+    (tmp_path / "new.key").write_bytes(b"old")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "none")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "none")
+    names = ("model.tensors", "encrypted.tensors", "junk.tensors", "missing.tensors", "model.safetensors.index.json")
+    told = []
+    with serve_folder(tmp_path) as address:
+        at = address.replace("http://", f"http://user:{SECRET}@")
+        there = [f"{at}/{name}?X-Amz-Signature={SECRET}" for name in names]
+        sources = [
+            *there,
+            f"ftp://user:{SECRET}@127.0.0.1:1/m.tensors",
+            f"nobody://user:{SECRET}@host/m.tensors?{SECRET}",
+            f"redis://user:{SECRET}@127.0.0.1:none/m",
+            f"file://user:{SECRET}@host/m.tensors",
+            f"hf://org/name/m.tensors?{SECRET}#{SECRET}",
+        ]
+        targets = [
+            f"memory://m/target.tensors?sig={SECRET}",
+            f"memory://m/target.tensors?sig={SECRET}",  # it exists by now
+            *(uri for uri in sources if not uri.startswith("hf")),
+        ]
+        commands = [[name, *more, uri] for uri in sources for name, *more in (
+            ("inspect",), ("inspect", "--json"), ("verify",), ("verify", "--json"), ("verify", "--no-input"),
+            ("verify", "--hub", "--key-file", key_file), ("verify", "--sha256", "0" * 64),
+            ("diff", model), ("bench", "--repeat", "1", "--no-input"), ("bench", "--cold", "--json"),
+            ("bench", "--compare", "torch,safetensors"),
+        )]  # fmt: skip
+        commands += [[*command, uri, tmp_path / "out"] for uri in sources for command in (
+            ["convert", "--no-input"], ["convert", "--all", "--force"],
+            ["convert", "--json", "--in-key-file", key_file],
+            ["cp", "-v", "--force"], ["cp", "--verify"], ["encrypt", "--no-input"], ["decrypt", "--no-input"],
+            ["decrypt", "--json", "--force", "--key-file", key_file],
+            ["rekey", "--no-input"], ["encrypt", "--generate-key", tmp_path / "new.key", "--force"],
+        )]  # fmt: skip
+        commands += [[*command, model, uri] for uri in targets for command in (
+            ["convert"], ["convert", "--force", "-v"], ["convert", "--json", "--force"], ["convert", "--dry-run", "-v"],
+            ["convert", "--max-shard-size", "1KB"], ["convert", "--max-shard-size", "1KB", "--json", "--force"],
+            ["cp", "-v"], ["cp", "-v", "--json", "--force"], ["encrypt", "--key-file", key_file],
+            ["encrypt", "--key-file", key_file, "--json", "--force"],
+        )]  # fmt: skip
+        commands += [["convert", "--all", *more, tmp_path / "folder", uri] for uri in targets for more in (
+            ["--dry-run", "-v"], ["-v"], ["--json", "--force"], ["--force", "-v"], ["--max-shard-size", "1KB"],
+        )]  # fmt: skip
+        try:
+            for command in commands:
+                with warnings.catch_warnings(record=True) as warned:
+                    result = run(*command, HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_OFFLINE="1")
+                text = (result.stdout + result.stderr).decode() + "".join(str(one.message) for one in warned)
+                if SECRET in text:
+                    told.append((" ".join(map(str, command)), text))
+        finally:
+            store.clear()
+    assert not told, "\n".join(f"{command}\n    {text}" for command, text in told)

@@ -17,7 +17,10 @@ from servers.hub_server import HubServer
 from servers.s3_server import S3Server, s3_is_installed
 
 import tensorizer
+from tensorizer._system.redaction import shown_location
 from tensorizer.cli.main import main
+from tensorizer.integrations._hf.opening import open_place
+from tensorizer.integrations._hf.place import RemotePlace
 from tensorizer.torch import load_file, load_model, safe_open, save_file
 
 STATE = {
@@ -93,7 +96,10 @@ def test_every_function_works_over_a_file_system_of_fsspec(folder):
 HUB_PROGRAM = """
 import json, sys
 import tensorizer
+from tensorizer._system.redaction import shown_location
 from tensorizer.cli.main import main
+from tensorizer.integrations._hf.opening import open_place
+from tensorizer.integrations._hf.place import RemotePlace
 from tensorizer.torch import load_file, safe_open
 out, digest = sys.argv[1:]
 found = {}
@@ -170,3 +176,15 @@ def test_inspecting_a_hundred_thousand_tensors_in_a_bucket_costs_two_requests(tm
                 info = tensorizer.inspect(f"s3://bucket/{name}", stream_options=options)
                 assert len(info.tensors) == count
                 assert relay.requests == ["GET", "GET"], name
+
+
+def test_places_of_models_are_called_by_their_address_without_its_secrets():
+    secret = "".join(["s3", "cr3t"])
+    uri = f"http://user:{secret}@127.0.0.1:1/folder?sig={secret}"
+    assert RemotePlace(uri, None).label == "http://127.0.0.1:1/folder"
+    assert shown_location(uri) == "http://127.0.0.1:1/folder"
+    for source in (f"hf://user:{secret}@org", f"file:///nowhere?{secret}"):
+        place = open_place(source, revision=None, cache=True, local_files_only=True, token=None, stream_options=None)
+        with pytest.raises((OSError, ValueError)) as caught:
+            place.__enter__()
+        assert secret not in str(caught.value)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tensorizer._files.copy import check_target
 from tensorizer._files.write import WriteOptions
+from tensorizer._system.redaction import shown_location
 
 __all__ = ["copies_beside"]
 
@@ -27,7 +28,9 @@ def copies_beside(source: Any, target: Any, options: WriteOptions) -> list[tuple
     """
     for name, value in (("source", source), ("target", target)):
         if not isinstance(value, (str, os.PathLike)) or (name == "source" and "://" in os.fspath(value)):
-            raise ValueError(f"all_files: wanted a local path as source and a path or URI as target, found {value!r}")
+            raise ValueError(
+                f"all_files: wanted a local path as source and a path or URI as target, found {shown_location(value)!r}"
+            )
     path, place = os.path.abspath(os.fspath(source)), os.fspath(target)
     folder = posixpath.dirname(place) if "://" in place else os.path.dirname(os.path.abspath(place))
     with os.scandir(path if os.path.isdir(path) else os.path.dirname(path)) as entries:

@@ -32,7 +32,7 @@ class ConversionReport:
     format: str
     """Of the target."""
     files: tuple[str, ...]
-    """What was written: one file, or shards and their index."""
+    """What was written: one file, or shards and their index. URIs are without credentials and query."""
     tensors: int
     nbytes: int
     """Of the payloads in the target."""
@@ -152,12 +152,12 @@ def convert(
             source=contents.label,
             target=shown_location(target),
             format=plan.format,
-            files=tuple(map(str, files)),
+            files=tuple(map(shown_location, files)),
             tensors=len(plan.items),
             nbytes=plan.nbytes,
             ties={name_text(alias): name_text(kept) for alias, kept in plan.ties.items()},
             skipped=tuple(skipped),
-            copied=tuple(copy for _, copy in beside),
+            copied=tuple(shown_location(copy) for _, copy in beside),
             checked=check and not dry_run,
             dry_run=dry_run,
             seconds=time.monotonic() - begin,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tensorizer._system.redaction import shown_uri
 from tensorizer.errors import FormatError
 
 __all__ = ["sha256_of_hub_file"]
@@ -24,11 +25,11 @@ def sha256_of_hub_file(uri: str) -> str:
     """
     match = re.fullmatch(r"hf://(?:models/)?([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", uri)
     if match is None:
-        raise ValueError(f"wanted hf://org/name[@revision]/path, found {uri}")
+        raise ValueError(f"wanted hf://org/name[@revision]/path, found {shown_uri(uri)}")
     import huggingface_hub
 
     url = huggingface_hub.hf_hub_url(match[1], match[3], revision=match[2])
     etag = huggingface_hub.get_hf_file_metadata(url).etag or ""
     if not _SHA256.match(etag):
-        raise FormatError(f"{uri}: the hub states no SHA-256 for it")
+        raise FormatError(f"{shown_uri(uri)}: the hub states no SHA-256 for it")
     return etag

@@ -25,6 +25,7 @@ from tensorizer._format.safetensors import HeaderEntry, canonical_order, check_e
 from tensorizer._io.sinks import place_of_new_file
 from tensorizer._io.unnamed_file import UnnamedFile
 from tensorizer._save.hashes import HASH_NAMES, check_hashes
+from tensorizer._system.redaction import shown_location
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
@@ -74,7 +75,9 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tu
         check_target(file, options.force, options.stream_options)
     old = older_forms(target, files, options.stream_options)
     if old and not options.force:
-        raise StreamExistsError(f"{old[0]} exists, of an older form of {target} (force removes it)")
+        raise StreamExistsError(
+            f"{shown_location(old[0])} exists, of an older form of {shown_location(target)} (force removes it)"
+        )
     if not options.dry_run:
         total = plan.nbytes * (2 if options.check else 1)
         with progress_reporter(options.progress, total, "writing") as report:

@@ -48,6 +48,6 @@ def path_of_file_uri(uri: str) -> str:
     rest = uri.split("://", 1)[1]
     host, slash, path = rest.partition("/")
     if host.lower() not in ("", "localhost"):
-        host = host.rpartition("@")[2]
+        host = host.rpartition("@")[2]  # what stands before it may be a password
         raise ValueError(f"a file URI names a whole path of this computer: wanted file:///path, found host {host!r}")
     return urllib.request.url2pathname(slash + path)

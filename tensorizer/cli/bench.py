@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         raise UsageError("--repeat: wanted 1 or more")
     options = stream_options(arguments, arguments.file)
     info = inspect(arguments.file, stream_options=options)
-    key = decryption(arguments, output, info.encrypted, what=escaped(arguments.file))
+    key = decryption(arguments, output, info.encrypted, what=escaped(info.source))
     phases: list[tuple[str, Any]] = []
     for readers in _readers(arguments):
         label = "load" if readers is None else f"load, {readers} readers"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.exit_codes import OK
 from tensorizer.cli.keys import add_key_options, decryption, encryption
 from tensorizer.cli.options import add_common, add_force, stream_options
@@ -62,9 +63,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer._files.source import is_encrypted
 
     options = stream_options(arguments, arguments.source, arguments.target)
-    key = decryption(
-        arguments, output, is_encrypted(arguments.source, options), prefix="in-", what=escaped(arguments.source)
-    )
+    encrypted = is_encrypted(arguments.source, options)
+    key = decryption(arguments, output, encrypted, prefix="in-", what=escaped(shown_uri(arguments.source)))
     report = convert(
         arguments.source,
         arguments.target,

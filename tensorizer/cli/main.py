@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Optional
 
+from tensorizer._system.redaction import shown_uri
 from tensorizer._version import __version__
 from tensorizer.cli import exit_codes
 from tensorizer.cli.output import Output, escaped
@@ -83,5 +84,5 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _message(error: BaseException) -> str:
     """What went wrong, as other commands say it: the file, then what the system found."""
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
-        return f"{error.filename}: {error.strerror}"
+        return f"{shown_uri(error.filename)}: {error.strerror}"
     return str(error) or type(error).__name__

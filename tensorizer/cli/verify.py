@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     for file in arguments.files:
         options = stream_options(arguments, file)
         info = inspect(file, stream_options=options)
-        key = decryption(arguments, output, info.encrypted, what=info.source)
+        key = decryption(arguments, output, info.encrypted, what=escaped(info.source))
         report = verify(
             file,
             encryption=key,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from tensorizer._io.whole_file import WholeFile
+from tensorizer._system.redaction import shown_uri
 from tensorizer.integrations._hf.place import Place, RemotePlace, is_weight
 
 __all__ = ["CachedRepo", "is_repo_id", "open_repo", "parse_uri"]
@@ -29,7 +30,7 @@ def parse_uri(uri: str) -> tuple[str, Optional[str], str]:
     """
     match = _URI.match(uri)
     if match is None:
-        raise ValueError(f"wanted hf://org/name[@revision][/subfolder], found {uri}")
+        raise ValueError(f"wanted hf://org/name[@revision][/subfolder], found {shown_uri(uri)}")
     revision = match[2]
     return match[1], None if revision is None else revision.replace("%2F", "/"), (match[3] or "").strip("/")
 

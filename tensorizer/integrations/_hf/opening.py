@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._system.redaction import shown_location
 from tensorizer.integrations._hf import hub
 from tensorizer.integrations._hf.place import LocalPlace, Place, RemotePlace
 
@@ -41,11 +42,12 @@ def open_place(
             place = hub.open_repo(source, revision, "", cache, local_files_only, token)
         else:
             found = "a file" if folder.exists() else "nothing"
-            raise FileNotFoundError(f"{source}: wanted a folder, a URI or the id of a hub repository, found {found}")
+            wanted = "a folder, a URI or the id of a hub repository"
+            raise FileNotFoundError(f"{shown_location(source)}: wanted {wanted}, found {found}")
     elif scheme == "hf":
         repo, named, inside = hub.parse_uri(source)
         if named and revision and named != revision:
-            raise ValueError(f"{source}: the URI names revision {named!r}, the argument {revision!r}")
+            raise ValueError(f"{shown_location(source)}: the URI names revision {named!r}, the argument {revision!r}")
         place = hub.open_repo(repo, named or revision, inside, cache, local_files_only, token)
     else:
         place = RemotePlace(source, stream_options)
