@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import time
@@ -349,6 +350,88 @@ def load_modules(folder: Path) -> None:
                 assert all(p.requires_grad for p in model.parameters())
 
     run_ranks(4, work)
+
+
+class Turned(torch.nn.Module):
+    """A buffer that state dicts leave out, one with an empty place, and two names of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 4)
+        self.embed.register_buffer("angles", torch.arange(3.0), persistent=False)
+        self.embed.register_buffer("none", None, persistent=False)
+        self.head = torch.nn.Linear(4, 8)
+        self.head.weight = self.embed.weight
+        self.head.weight.requires_grad_(False)
+
+
+def load_what_state_dicts_call_otherwise(folder: Path) -> None:
+    torch.manual_seed(5)
+    bare, reference = torch.nn.Linear(6, 4), Turned()
+    reference.embed.angles += 1
+    samples.write_module(folder / "bare", bare)
+    samples.write_module(folder / "module", reference)
+    state = reference.state_dict()
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    samples.write_state_dict(folder / "state", kept)
+    for left_out in ("embed.weight", "head.weight"):  # as hubs have tied models
+        hub = {name: tensor for name, tensor in kept.items() if name != left_out}
+        save_file(hub, folder / f"{left_out}.safetensors")
+
+    def made(kind, on_meta: bool):
+        with torch.device("meta" if on_meta else "cpu"):
+            return kind()
+
+    def check(exchange: str, on_meta: bool) -> None:
+        load = functools.partial(td.load_sharded, exchange=exchange, device="cpu")
+        model = made(lambda: torch.nn.Linear(6, 4), on_meta)
+        report = load(model, folder / "bare")
+        assert (report.missing, report.unexpected) == ((), ())
+        same_everywhere(model.state_dict(), bare.state_dict())
+        for file in ("module", "state", "embed.weight.safetensors", "head.weight.safetensors"):
+            model = made(Turned, on_meta)
+            angles = model.embed.angles
+            report = load(model, folder / file)
+            assert (report.missing, report.unexpected) == ((), ()), file
+            same_everywhere(model.state_dict(), state)
+            assert model.head.weight is model.embed.weight, file
+            assert isinstance(model.head.weight, torch.nn.Parameter)
+            assert not model.head.weight.requires_grad
+            assert model.head.bias.requires_grad
+            if file == "module":
+                assert samples.same(model.embed.angles, reference.embed.angles)
+                assert "embed.angles" not in model.state_dict()
+            else:
+                assert model.embed.angles is angles
+            assert model.embed.none is None
+
+    def work(rank: int) -> None:
+        for exchange, on_meta in itertools.product(EXCHANGES, (True, False)):
+            check(exchange, on_meta)
+        # a plan may name any of the names of a tensor
+        mesh = init_device_mesh("cpu", (2,))
+        for name in ("embed.weight", "head.weight"):
+            model = made(Turned, True)
+            td.load_sharded(model, folder / "head.weight.safetensors", mesh=mesh, plan={name: Shard(0)}, device="cpu")
+            assert model.head.weight is model.embed.weight
+            assert samples.same(model.head.weight.to_local().detach(), state[name][4 * rank : 4 * rank + 4])
+        # values of a mapping are what is replaced: one value for two names is not one tensor
+        place = torch.empty(0)
+        found = {"weight": place, "bias": place}
+        plan = {"weight": Shard(0), "bias": Replicate()}
+        td.load_sharded(found, folder / "bare", plan=plan, device="cpu")
+        assert samples.same(found["weight"], bare.weight.detach()[2 * rank : 2 * rank + 2])
+        assert samples.same(found["bias"], bare.bias.detach())
+        raised(LoadError, "missing in the file: 'x'.*unexpected: 'weight'", td.load_sharded, Named(), folder / "bare")
+
+    run_ranks(2, work)
+
+
+class Named(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(2))
+        self.bias = torch.nn.Parameter(torch.zeros(4))
 
 
 if __name__ == "__main__":

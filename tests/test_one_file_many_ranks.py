@@ -55,6 +55,10 @@ def test_modules_of_fsdp_and_tensor_parallelism_are_filled_on_meta_and_in_place(
     ranks_do(fresh_process, "load_modules", tmp_path)
 
 
+def test_modules_are_filled_whose_tensors_the_file_calls_otherwise_or_lacks_by_right(fresh_process, tmp_path):
+    ranks_do(fresh_process, "load_what_state_dicts_call_otherwise", tmp_path)
+
+
 def test_without_a_group_one_process_loads_alone(tmp_path):
     tensors = {"a": samples.tensor((5, 3))}
     samples.write_state_dict(tmp_path / "f", tensors)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any, Union
 
 import torch
 
 from tensorizer._format.names import Name
 from tensorizer._load.digests import listed
+from tensorizer._load.fit import shown
 from tensorizer._system.devices import empty, resolve_cuda_device
 from tensorizer.distributed._boxes import Box, box_of
 from tensorizer.distributed._exchange import Place, whole
@@ -24,8 +25,8 @@ class Target:
     """What a load fills: where the parts of this rank go, and what becomes of them when they are there.
 
     Attributes:
-        places: By name; of tensors that are one in the target, the first name only.
-        missing: Names that the file lacks.
+        places: By the name in the file; of tensors that are one in the target, the first name only.
+        missing: Names that the file lacks, and no other name of their tensor supplies.
         unexpected: Names of the file that the target lacks.
     """
 
@@ -39,36 +40,47 @@ class Target:
         strict: bool,
     ) -> None:
         self._target, self._opened, self._mesh, self._plan, self._ranks = target, opened, mesh, plan, ranks
-        is_module = isinstance(target, torch.nn.Module)
-        values = dict(target.state_dict(keep_vars=True)) if isinstance(target, torch.nn.Module) else dict(target)
-        stored = {str(name): name for name in opened.file.slices() if isinstance(name, str)}
-        values = {name: value for name, value in values.items() if not name.endswith("_extra_state")}
-        self.missing = [name for name in values if name not in stored]
-        self.unexpected = [name for name in stored if name not in values] if is_module else []
-        source = opened.file._container.source_name
+        self._hidden = _hidden_buffers(target) if isinstance(target, torch.nn.Module) else {}
+        self._values = _values_of(target)
+        in_file = [name for name in opened.file.slices() if isinstance(name, str)]
+        self._stored = _stored_names(self._values, set(in_file))
+        groups = _names_by_tensor(self._values)
+        lacking = {name for names in groups if not any(n in self._stored for n in names) for name in names}
+        self.missing = [name for name in self._values if name in lacking and name not in self._hidden]
+        self.unexpected: list[str] = []
+        if isinstance(target, torch.nn.Module):
+            used = set(self._stored.values())
+            self.unexpected = [shown(name) for name in in_file if name not in used]
         if strict and (self.missing or self.unexpected):
             raise LoadError(
-                f"{source}: missing in the file: {listed(self.missing) or 'nothing'}; unexpected: "
-                f"{listed(self.unexpected) or 'nothing'}"
+                f"{opened.file._container.source_name}: missing in the file: {listed(self.missing) or 'nothing'}; "
+                f"unexpected: {listed(self.unexpected) or 'nothing'}"
             )
         self.places: dict[Name, Place] = {}
         self._whole: dict[Name, bool] = {}
         self._new: dict[str, Any] = {}
-        known: dict[int, str] = {}  # tensors of the target that have a place
-        self._same: dict[str, str] = {}
-        for name, value in values.items():
-            if name not in stored:
-                continue
-            if id(value) in known and isinstance(value, torch.Tensor):
-                self._same[name] = known[id(value)]
-                continue
-            known[id(value)] = name
-            self._add(name, value)
+        self._same: dict[str, str] = {}  # names to the one that their tensor is loaded under
+        for names in groups:
+            supplied = [name for name in names if name in self._stored]
+            if supplied and not self._is_filled(names[0]):
+                # Each of its names is replaced by what the file has under it.
+                for name in supplied[1:]:
+                    self._add(name, [name])
+                names = [name for name in names if name not in supplied[1:]]
+            if supplied:
+                self._add(supplied[0], names)
+                self._same.update({name: supplied[0] for name in names if name != supplied[0]})
 
-    def _add(self, name: str, value: Any) -> None:
-        part = self._opened.file.get_slice(name)
+    def _is_filled(self, name: str) -> bool:
+        """Whether the target keeps what it has under a name as one tensor, whose data alone are loaded."""
+        return isinstance(self._target, torch.nn.Module) or _is_dtensor(self._values[name])
+
+    def _add(self, name: str, names: Sequence[str]) -> None:
+        """Finds the place of the tensor that `names` of the target are, which the file has under the first argument."""
+        value = self._values[name]
+        part = self._opened.file.get_slice(self._stored[name])
         shape = tuple(part.shape)
-        if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and not self._is_local(name, value):
+        if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and not self._is_local(names, value):
             raise LoadError(
                 f"{self._opened.file._container.source_name}: tensor {name!r:.200}: wanted the shape "
                 f"{list(value.shape)}, found {list(shape)}"
@@ -84,7 +96,7 @@ class Target:
             if not in_place:
                 local = self._empty(box, dtype)
                 self._new[name] = _dtensor(local, mesh, placements, shape)
-        elif (placements := self._planned(name)) is not None:
+        elif (placements := self._planned(names)) is not None:
             box = self._box(name, shape, self._mesh, placements)
             local = self._empty(box, dtype)
             self._new[name] = local if self._mesh is None else _dtensor(local, self._mesh, placements, shape)
@@ -95,27 +107,27 @@ class Target:
             )
             if not in_place or not isinstance(self._target, torch.nn.Module):
                 self._new[name] = local
-        self._whole[name] = box == whole(shape)
+        self._whole[self._stored[name]] = box == whole(shape)
         if tuple(local.shape) != tuple(end - begin for begin, end in box):
             raise LoadError(
                 f"tensor {name!r:.200}: this rank's part has the shape {[end - begin for begin, end in box]}, and its "
                 f"local tensor {list(local.shape)}"
             )
-        self.places[name] = Place(box, local)
+        self.places[self._stored[name]] = Place(box, local)
 
-    def _is_local(self, name: str, value: torch.Tensor) -> bool:
+    def _is_local(self, names: Sequence[str], value: torch.Tensor) -> bool:
         """Whether a value may have another shape than the file: a plan cuts it, and it is replaced."""
-        return not _is_dtensor(value) and self._planned(name) is not None
+        return not _is_dtensor(value) and self._planned(names) is not None
 
     def _empty(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
         device = resolve_cuda_device(self._opened.device)
         return empty([end - begin for begin, end in box], dtype=dtype, device=device)
 
-    def _planned(self, name: str) -> Any:
-        """The placements that the plan has for a name; with a mesh, ``Replicate`` for the others."""
+    def _planned(self, names: Sequence[str]) -> Any:
+        """The placements that the plan has for the names of a tensor; with a mesh, ``Replicate`` for the others."""
         dimensions = 1 if self._mesh is None else self._mesh.ndim
         for pattern, placements in self._plan.items():
-            if fnmatch.fnmatchcase(name, pattern):
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 found = tuple(placements) if isinstance(placements, (list, tuple)) else (placements,)
                 if len(found) != dimensions:
                     raise ValueError(f"plan[{pattern!r}]: wanted {dimensions} placements, found {len(found)}")
@@ -143,18 +155,60 @@ class Target:
 
     def finish(self) -> None:
         """Puts new tensors into the target."""
-        if isinstance(self._target, torch.nn.Module):
-            if not self._new:
-                return
-            state = dict(self._new)
-            state.update({alias: self._new[name] for alias, name in self._same.items() if name in self._new})
-            self._target.load_state_dict(state, strict=False, assign=True)
-            return
+        new: dict[str, Any] = {}
         for name, value in self._new.items():
-            self._target[name] = value
-        for alias, name in self._same.items():
-            if name in self._new:
-                self._target[alias] = self._new[name]
+            old = self._values[name]
+            if isinstance(self._target, torch.nn.Module) and isinstance(old, torch.nn.Parameter):
+                value = torch.nn.Parameter(value, requires_grad=old.requires_grad)
+            new[name] = value
+        new.update({alias: new[name] for alias, name in self._same.items() if name in new})
+        if not isinstance(self._target, torch.nn.Module):
+            self._target.update(new)
+        elif new:
+            for name in self._hidden.keys() & new.keys():
+                module, attribute = self._hidden[name]
+                setattr(module, attribute, new.pop(name))
+            self._target.load_state_dict(new, strict=False, assign=True)
+
+
+def _values_of(target: Union[torch.nn.Module, MutableMapping[str, Any]]) -> dict[str, Any]:
+    """What a target has, by name; every name of a tensor."""
+    if not isinstance(target, torch.nn.Module):
+        return {name: value for name, value in target.items() if not name.endswith("_extra_state")}
+    values = target.state_dict(keep_vars=True)
+    found = {name: value for name, value in values.items() if not name.endswith("_extra_state")}
+    found.update({name: module._buffers[attribute] for name, (module, attribute) in _hidden_buffers(target).items()})
+    return found
+
+
+def _hidden_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+    """The buffers of a module that its state dict leaves out; files that were written from modules may have them."""
+    return {
+        f"{path}.{attribute}" if path else attribute: (child, attribute)
+        for path, child in module.named_modules(remove_duplicate=False)
+        for attribute in child._non_persistent_buffers_set
+        if child._buffers.get(attribute) is not None
+    }
+
+
+def _stored_names(values: Mapping[str, Any], in_file: Collection[str]) -> dict[str, str]:
+    """What the file calls the names that it has: files that were written from modules have a dot before some."""
+    found: dict[str, str] = {}
+    for name in values:
+        dotted = f".{name}"
+        if name in in_file:
+            found[name] = name
+        elif dotted in in_file and dotted not in values:
+            found[name] = dotted
+    return found
+
+
+def _names_by_tensor(values: Mapping[str, Any]) -> list[list[str]]:
+    """Names that stand for one tensor together; in the order of the first of each."""
+    groups: dict[object, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(id(value) if isinstance(value, torch.Tensor) else name, []).append(name)
+    return list(groups.values())
 
 
 def _is_dtensor(value: Any) -> bool:
