@@ -7,8 +7,11 @@ import io
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import memory
 import pytest
@@ -17,6 +20,7 @@ import torch
 
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer._files.together import TogetherOrNot
 from tensorizer.errors import FormatError, StreamExistsError
 from tensorizer.torch import load_file, save, save_file
 
@@ -357,6 +361,41 @@ for name, size in (("a.tensors", None), ("b.safetensors", None), ("c.safetensors
     except OSError:
         print(name)
 """
+
+
+def test_the_folder_of_a_save_in_shards_that_was_killed_goes_with_the_next_save_and_no_living_one_does(
+    fresh_process, tmp_path
+):
+    program = """
+        import os, signal, sys, torch
+        from tensorizer.torch import save_file
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        save_file({"a": torch.ones(9), "b": torch.ones(9)}, sys.argv[1], max_shard_size=40)
+        """
+
+    def hidden() -> set[Path]:
+        return {path for path in tmp_path.iterdir() if path.name.startswith(".tensorizer-")}
+
+    target = tmp_path / "m.safetensors"
+    assert fresh_process(program, target).returncode == -signal.SIGKILL
+    (killed,) = hidden()
+    assert len(list(killed.glob("m-*.safetensors"))) == 2
+    elsewhere, resting, new, own = (tmp_path / f".tensorizer-{name}" for name in ("elsewhere", "resting", "new", "own"))
+    for folder in (elsewhere, resting, new):
+        folder.mkdir()
+    own.symlink_to(elsewhere)
+    for folder in (elsewhere, resting):  # of a machine whose locks do not show here
+        (folder / ".owner").write_bytes(b"another machine")
+    long_ago = time.time() - 100_000
+    for path in (resting / ".owner", resting):
+        os.utime(path, (long_ago, long_ago))
+    with TogetherOrNot([str(target)]) as places:
+        living = {Path(place).parent for place in places}
+        assert hidden() == {elsewhere, new, own, *living}
+        save_file({"a": torch.ones(9), "b": torch.ones(9)}, target, max_shard_size=40)
+        assert hidden() == {elsewhere, new, own, *living}
+    assert hidden() == {elsewhere, new, own}
+    assert set(load_file(tmp_path)) == {"a", "b"}
 
 
 def test_a_disk_without_room_leaves_what_was_there(tmp_path):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -14,12 +18,19 @@ from tensorizer._io.whole_file import WholeFile
 
 __all__ = ["TogetherOrNot"]
 
+_PREFIX = ".tensorizer-"
+# In such a folder: what machine its process runs on. That process has it locked.
+_OWNER = ".owner"
+# A folder of a process that cannot be asked after is left alone until nothing in it has changed for so long.
+_REST_SECONDS = 24 * 3600
+
 
 class TogetherOrNot(AbstractContextManager["TogetherOrNot"]):
     """Places to write files to, and one last file that refers to them.
 
     Local files are written to a hidden folder beside their target and renamed when :meth:`finish` is called, the last
-    file after all others; an exception leaves the old files. Objects of a store are written under their own names,
+    file after all others; an exception leaves the old files. Such a folder of a process that was killed is removed by
+    the next one that writes beside it. Objects of a store are written under their own names,
     which nothing refers to before the last file is there.
 
     Args:
@@ -33,7 +44,13 @@ class TogetherOrNot(AbstractContextManager["TogetherOrNot"]):
         if "://" not in names[0]:
             parent = os.path.dirname(os.path.abspath(names[0]))
             os.makedirs(parent, exist_ok=True)
-            self._folder = tempfile.mkdtemp(prefix=".tensorizer-", dir=parent)
+            _remove_abandoned(parent)
+            self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            try:
+                self._lock = _lock(self._folder)
+            except BaseException:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                raise
 
     def __iter__(self) -> Iterator[str]:
         for name in self._names:
@@ -55,3 +72,50 @@ class TogetherOrNot(AbstractContextManager["TogetherOrNot"]):
     ) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
+
+
+def _lock(folder: str) -> int:
+    """Marks a folder as that of this process, for as long as the descriptor is open. The mark appears locked."""
+    descriptor, name = tempfile.mkstemp(dir=folder)
+    os.write(descriptor, _machine())
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(name, os.path.join(folder, _OWNER))
+    return descriptor
+
+
+def _machine() -> bytes:
+    """What the processes have in common that see each other's locks, on every file system."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname().encode()
+
+
+def _remove_abandoned(parent: str) -> None:
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False) and _is_abandoned(entry.path):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _is_abandoned(folder: str) -> bool:
+    """Whether the process that made a folder is gone."""
+    try:
+        with open(os.path.join(folder, _OWNER), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.read() == _machine():
+                return True
+    except FileNotFoundError:
+        pass
+    except OSError:  # locked, or not ours
+        return False
+    # Another machine may have locked it unseen.
+    try:
+        with os.scandir(folder) as entries:
+            times = [os.stat(folder).st_mtime, *(entry.stat(follow_symlinks=False).st_mtime for entry in entries)]
+    except OSError:
+        return False
+    return time.time() - max(times) > _REST_SECONDS
