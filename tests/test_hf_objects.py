@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import transformers
 from servers.file_server import serve_folder
 
 import tensorizer
-from tensorizer import DecryptionParams, EncryptionParams
+from tensorizer import DecryptionParams, EncryptionParams, TensorSerializer
 from tensorizer.errors import LoadError
 from tensorizer.integrations import huggingface
 from tensorizer.integrations.huggingface import from_pretrained, load_adapter, save_pretrained
@@ -168,6 +169,40 @@ def test_an_adapter_loads_into_peft_and_transformers(tmp_path):
         second = load_adapter(from_pretrained(None, tmp_path / "ours"), tmp_path / folder, adapter_name="second")
         second.set_adapter("second")
         assert tiny_models.agree(second(PROMPT).logits, wanted)
+
+
+def test_no_message_warning_or_configuration_shows_the_secrets_of_a_uri(tmp_path, caplog):
+    pytest.importorskip("peft", reason="peft is not installed")
+    model = tiny_models.llama()
+    model_folder, ours = tmp_path / "base", tmp_path / "ours"
+    save_pretrained(model, model_folder)
+    huggingface.serialize_model(model, model.config, tmp_path / "old")
+    save_pretrained(with_adapter(from_pretrained(None, model_folder)), ours)
+    config = ours / "adapter_config.json"
+    shown = []
+    with serve_folder(tmp_path) as address, warnings.catch_warnings(record=True) as warned, caplog.at_level("DEBUG"):
+        warnings.simplefilter("always")
+        address = address.replace("://", "://user:secret@")
+        config.write_text(config.read_text().replace(str(model_folder), f"{address}/base"))
+        loaded = from_pretrained(None, ours)
+        loaded.save_pretrained(tmp_path / "again")
+        shown += [repr(loaded.peft_config), repr(loaded.config), (tmp_path / "again/adapter_config.json").read_text()]
+        tensorizer.save_file({"wrong": torch.zeros(1)}, ours / "adapter_model.tensors")
+        tensorizer.save_file({"wrong": torch.zeros(1)}, model_folder / "model.tensors")
+        with TensorSerializer(tmp_path / "old" / "model.tensors") as serializer:
+            serializer.write_module(torch.nn.ModuleDict({"lm_head": model.lm_head}))
+        for call in (
+            lambda: from_pretrained(None, f"{address}/base"),
+            lambda: load_adapter(loaded, f"{address}/ours"),
+            lambda: huggingface.load_model(f"{address}/old", transformers.LlamaForCausalLM, device="cpu"),
+            lambda: from_pretrained(None, "hf://user:secret@org/name?token=secret"),
+            lambda: from_pretrained(None, "hf://org/name@main/x?token=secret", revision="other"),
+        ):
+            with pytest.raises((OSError, ValueError, LoadError)) as caught:
+                call()
+            shown.append(str(caught.value))
+    shown += [str(warning.message) for warning in warned] + [record.getMessage() for record in caplog.records]
+    assert not [text for text in shown if "secret" in text]
 
 
 def test_an_adapter_that_does_not_fit_or_names_no_base_is_an_error(tmp_path):

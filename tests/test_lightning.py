@@ -11,6 +11,7 @@ import torch
 
 lightning = pytest.importorskip("lightning")
 from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
+from servers.file_server import serve_folder  # noqa: E402
 from servers.s3_recorder import S3Recorder  # noqa: E402
 
 from tensorizer import FormatError, TensorDeserializer, TensorSerializer  # noqa: E402
@@ -121,6 +122,9 @@ def test_a_checkpoint_comes_back_as_it_was_and_unpickles_nothing_unless_it_is_tr
         file.write_state_dict({"w": weight})
     with pytest.raises(FormatError, match="TensorizerCheckpointIO"):
         plugin.load_checkpoint(path)
+    with serve_folder(path.parent) as address, pytest.raises(FormatError, match="TensorizerCheckpointIO") as caught:
+        plugin.load_checkpoint(f"{address}/c.ckpt?signature=secret".replace("://", "://user:secret@"))
+    assert "secret" not in str(caught.value)
 
 
 def test_a_background_save_sees_no_later_change_and_tells_its_failure_at_the_next_call(tmp_path):

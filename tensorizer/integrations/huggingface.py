@@ -22,6 +22,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import TensorDeserializer, TensorSerializer, stream_io
+from tensorizer._system.redaction import shown_location
 from tensorizer.utils import get_device, no_init_or_tensor
 
 __all__ = [
@@ -374,7 +375,9 @@ def load_model(
         model.tie_weights()
     missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if missing:
-        raise ValueError(f"{tensors_uri} leaves {len(missing)} tensors of the model unset: {', '.join(missing[:5])}")
+        raise ValueError(
+            f"{shown_location(tensors_uri)} leaves {len(missing)} tensors of the model unset: {', '.join(missing[:5])}"
+        )
     _restore_generation_config(model, _inside(path_uri, _generation_file(model_prefix)), options)
     return model.eval()
 

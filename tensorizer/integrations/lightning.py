@@ -20,6 +20,7 @@ import torch
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.uri import scheme_of
 from tensorizer._system.devices import empty
+from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.values import decoded, encoded, load_vetted, saved
@@ -164,7 +165,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             text = file.metadata.get(_KEY)
             if text is None:
                 raise FormatError(
-                    f"{os.fspath(path)}: wanted a checkpoint of TensorizerCheckpointIO, found other tensors"
+                    f"{shown_location(path)}: wanted a checkpoint of TensorizerCheckpointIO, found other tensors"
                 )
             moved: dict[str, torch.Tensor] = {}
 

@@ -7,6 +7,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from tensorizer._system.redaction import shown_location
 from tensorizer.errors import LoadError
 from tensorizer.integrations._hf.options import LoadOptions
 from tensorizer.integrations._hf.place import Place
@@ -77,6 +78,8 @@ def _config(place: Place) -> Any:
 
     config = PeftConfig.from_pretrained(str(place.fetch(CONFIG)))
     config.inference_mode = True
+    # It is shown wherever the model is; the model has been loaded from it already.
+    config.base_model_name_or_path = shown_location(config.base_model_name_or_path or "") or None
     return config
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from tensorizer._files.pickled import read_pickled
+from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.integrations._hf.options import LoadOptions
 from tensorizer.integrations._hf.place import Place
@@ -35,7 +36,8 @@ class Weights(NamedTuple):
 
     @property
     def label(self) -> str:
-        return str(self.source[0] if self.pickled else self.source)
+        """The file, without the secrets of its URI."""
+        return shown_location(self.source[0] if self.pickled else self.source)
 
     def open(
         self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None
