@@ -407,3 +407,111 @@ def test_a_killed_process_leaves_what_it_loaded_intact(run, slow_file):
     assert run(program, slow_file).returncode == -signal.SIGKILL
     assert slow_file.read_bytes() == before
     assert os.path.getsize(slow_file) > 6 << 20
+
+
+# --- objects of the caller --------------------------------------------------------------------------------------------
+
+
+def test_methods_of_a_file_object_run_on_the_thread_of_the_caller(run, slow_file, tmp_path):
+    program = """
+    class Bound(io.BytesIO):
+        'An object that belongs to a thread.'
+        threads = set()
+        def readinto(self, buffer):
+            self.threads.add(threading.get_ident())
+            return super().readinto(buffer)
+        def write(self, data):
+            self.threads.add(threading.get_ident())
+            return super().write(data)
+        def seek(self, *where):
+            self.threads.add(threading.get_ident())
+            return super().seek(*where)
+        def close(self):
+            self.content = self.getvalue()
+            super().close()
+
+    def work():
+        with TensorDeserializer(Bound(open(sys.argv[1], "rb").read()), device="cpu", lazy_load=True) as file:
+            state = {name: file[name] for name in file}
+        target = Bound()
+        with TensorSerializer(target) as serializer:
+            serializer.write_state_dict(state)
+            serializer.write_state_dict({"more": torch.ones(300_000)})
+        again = TensorDeserializer(Bound(target.content), device="cpu", num_readers=4)
+        print(all(torch.equal(again[name], state[name]) for name in state))
+        print(Bound.threads == {threading.get_ident()})
+        Bound.threads.clear()
+
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    """
+    result = run(program, slow_file)
+    assert result.stdout == "True\nTrue\n" * 2, result.stderr
+
+
+BLOCKED = """
+class Blocked(io.BytesIO):
+    'An object whose reads end with the process.'
+    started = threading.Event()
+    def readinto(self, buffer):
+        if self.tell() > 0:
+            Blocked.started.set()
+            wait()
+        return super().readinto(buffer)
+"""
+
+
+def test_ctrl_c_ends_a_load_from_an_object_that_blocks_for_ever(assert_interrupted, slow_file):
+    for wait in ("time.sleep(600)", "os.read(os.pipe()[0], 1)"):
+        assert_interrupted(
+            f"""
+def wait():
+    {wait}
+{BLOCKED}
+data = open(sys.argv[1], "rb").read()
+measure(lambda: TensorDeserializer(Blocked(data), device="cpu"), Blocked.started)
+""",
+            slow_file,
+        )
+
+
+@pytest.mark.slow
+def test_the_interpreter_ends_while_a_daemon_thread_is_in_a_file_object(run, slow_file):
+    program = f"""
+def wait():
+    time.sleep(12)
+{BLOCKED}
+def work():
+    TensorDeserializer(Blocked(open(sys.argv[1], "rb").read()), device="cpu")
+threading.Thread(target=work, daemon=True).start()
+Blocked.started.wait(20)
+import atexit
+class Late:
+    def __del__(self):  # while the interpreter takes itself apart
+        time.sleep(4)
+sys.late = Late()
+"""
+    result = run(program, slow_file, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_ctrl_c_ends_a_load_through_a_driver_of_fsspec_that_waits_for_ever(assert_interrupted, slow_file):
+    pytest.importorskip("fsspec")
+    program = """
+    import fsspec
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/f", open(sys.argv[1], "rb").read())
+    started = threading.Event()
+    def cat_file(path, start=None, end=None, **options):
+        started.set()
+        while True:
+            time.sleep(0.05)
+    def load():
+        stream = TensorDeserializer("memory://f", device="cpu", lazy_load=True)
+        fs.cat_file = cat_file
+        stream.tree()
+    measure(load, started)
+    """
+    assert_interrupted(program, slow_file)

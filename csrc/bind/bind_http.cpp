@@ -52,8 +52,8 @@ py::str latin1(const std::string& text) {
 std::function<std::string()> text_function(const py::object& callable) {
   if (callable.is_none()) return {};
   return [held = keep_alive(callable)]() -> std::string {
-    py::gil_scoped_acquire locked;
-    return py::handle(static_cast<PyObject*>(held.get()))().cast<std::string>();
+    const InterpreterLock locked;
+    return call(static_cast<PyObject*>(held.get()), {}).cast<std::string>();
   };
 }
 
@@ -64,8 +64,8 @@ void set_header_provider(HttpOptions& options, const py::object& callable) {
     return;
   }
   options.header_provider = [held = keep_alive(callable)] {
-    py::gil_scoped_acquire locked;
-    return py::handle(static_cast<PyObject*>(held.get()))().cast<io::HttpHeaderList>();
+    const InterpreterLock locked;
+    return call(static_cast<PyObject*>(held.get()), {}).cast<io::HttpHeaderList>();
   };
 }
 

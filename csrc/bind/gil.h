@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "bind/calling_thread.h"
 #include "core/task_group.h"
 
 namespace tensorizer::bind {
@@ -76,31 +77,54 @@ class ActiveWork {
 // nobody looks for Ctrl-C meanwhile, and no thread has to be woken.
 enum class Where { helper_thread, here };
 
-// Runs fn(stop_token) on a thread of its own while this one waits without the lock and looks for
-// Ctrl-C every 50 ms. On a signal whose handler raises, fn is asked to stop and joined before the
-// exception leaves. on_poll() is called with the lock held at every look and once at the end; what
-// it raises ends the work like a signal. When the interpreter exits meanwhile, this does not
-// return: on_exit() undoes what the work left half done. REQUIRES: the caller holds the lock. fn
-// and on_exit must not touch Python objects without taking it; on_exit must not throw.
+// Starts `work` on a thread that works for `calling` and tells it the end.
+template <class Work>
+void spawn_for(CallingThread& calling, TaskGroup& group, const Work& work) {
+  Caller* const outer = std::exchange(current_caller(), &calling);
+  struct Restore {
+    Caller* outer;
+    ~Restore() { current_caller() = outer; }
+  } const restore{outer};
+  group.spawn([&calling, &work](const std::stop_token& stop) {
+    struct Finish {
+      CallingThread& calling;
+      ~Finish() { calling.finish(); }
+    } const finish{calling};
+    work(stop);
+  });
+}
+
+// Runs fn(stop_token) on a thread of its own while this one waits without the lock, does what fn
+// asks of it (calling_thread.h) and looks for Ctrl-C every 50 ms. On a signal whose handler raises,
+// fn is asked to stop and joined before the exception leaves. on_poll() is called with the lock
+// held at every look and once at the end; what it raises ends the work like a signal. When the
+// interpreter exits meanwhile, this does not return: on_exit() undoes what the work left half done.
+// REQUIRES: the caller holds the lock. fn and on_exit must not touch Python objects without taking
+// it; on_exit must not throw.
 template <class Fn, class Poll, class Exit>
 auto run_interruptible(Where where, Fn&& fn, Poll&& on_poll, Exit&& on_exit) {
   using Result = std::invoke_result_t<Fn&, const std::stop_token&>;
   constexpr bool kVoid = std::is_void_v<Result>;
   std::optional<std::conditional_t<kVoid, char, Result>> result;
   TaskGroup group;
+  CallingThread calling;
   std::exception_ptr interruption;  // what Python raised while waiting
+  auto next_look = std::chrono::steady_clock::now() + kSignalPollInterval;
   auto look = [&] {
-    py::gil_scoped_acquire locked;
+    const InterpreterLock locked;
+    next_look = std::chrono::steady_clock::now() + kSignalPollInterval;
     try {
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       on_poll();
     } catch (py::error_already_set&) {
       interruption = std::current_exception();
+      calling.refuse();
+      calling.interrupt();
     }
   };
   ActiveWork::Scope active(group);
   {
-    py::gil_scoped_release unlocked;
+    const InterpreterUnlock unlocked;
     auto work = [&](const std::stop_token& stop) {
       if constexpr (kVoid) {
         fn(stop);
@@ -111,12 +135,21 @@ auto run_interruptible(Where where, Fn&& fn, Poll&& on_poll, Exit&& on_exit) {
     };
     bool here = where == Where::here;
     try {
-      if (!here) group.spawn(work);
+      if (!here) spawn_for(calling, group, work);
     } catch (const std::system_error&) {  // no thread to be had
       here = true;
     }
     if (!here) {
-      while (!interruption && !group.wait_for(kSignalPollInterval)) look();
+      while (!interruption) {
+        const auto event = calling.wait(kSignalPollInterval);
+        if (event == CallingThread::Event::finished) break;
+        if (event == CallingThread::Event::work) {
+          const InterpreterLock locked;
+          calling.serve();
+        }
+        if (std::chrono::steady_clock::now() >= next_look) look();
+      }
+      calling.refuse();
       if (interruption) group.request_stop();
     }
     std::exception_ptr failure;
@@ -158,7 +191,7 @@ auto run_interruptible(Fn&& fn) {
 inline std::shared_ptr<void> keep_alive(py::object object) {
   return std::shared_ptr<void>(object.release().ptr(), [](PyObject* held) {
     if (interpreter_is_finalizing()) return;
-    py::gil_scoped_acquire locked;
+    const InterpreterLock locked;
     Py_XDECREF(held);
   });
 }

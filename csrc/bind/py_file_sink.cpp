@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "bind/calling_thread.h"
 #include "bind/gil.h"
 #include "bind/py_file_source.h"
 #include "core/error.h"
@@ -25,7 +26,7 @@ PyFileSink::~PyFileSink() {
     file_.release();
     return;
   }
-  py::gil_scoped_acquire locked;
+  const InterpreterLock locked;
   file_ = py::object();
 }
 
@@ -58,22 +59,23 @@ void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slice
 void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from, const std::stop_token& stop) {
   if (from.empty()) return;
   MutexLock lock(mutex_);
-  py::gil_scoped_acquire locked;
-  file_.attr("seek")(offset);
-  while (!from.empty()) {
-    throw_if_stopped(stop);
-    const size_t n =
-        call_with_view(
-            file_.attr("write"),
-            py::memoryview::from_memory(from.data(), static_cast<py::ssize_t>(from.size())), name_)
-            .value_or(0);
-    if (n == 0 || n > from.size())
-      throw Error(Errc::io,
-                  name_ + " accepted " + std::to_string(n) + " of " + std::to_string(from.size()) +
-                      " bytes",
-                  name_);
-    from = from.subspan(n);
-  }
+  on_calling_thread([&] {
+    call_method("seek", {file_.ptr(), py::int_(offset).ptr()});
+    while (!from.empty()) {
+      throw_if_stopped(stop);
+      const size_t n = call_with_view(file_.attr("write"),
+                                      py::memoryview::from_memory(
+                                          from.data(), static_cast<py::ssize_t>(from.size())),
+                                      name_)
+                           .value_or(0);
+      if (n == 0 || n > from.size())
+        throw Error(Errc::io,
+                    name_ + " accepted " + std::to_string(n) + " of " +
+                        std::to_string(from.size()) + " bytes",
+                    name_);
+      from = from.subspan(n);
+    }
+  });
 }
 
 void PyFileSink::reserve(uint64_t /*end*/) {
@@ -85,10 +87,7 @@ void PyFileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to,
                           const std::stop_token& stop) {
   if (damaged_) io::throw_damaged(name_);
   std::unique_ptr<PyFileSource> source;
-  {
-    py::gil_scoped_acquire locked;
-    source = std::make_unique<PyFileSource>(file_, name_);
-  }
+  on_calling_thread([&] { source = std::make_unique<PyFileSource>(file_, name_); });
   std::vector<std::byte> buffer(std::min({nbytes, kWriteNbytes, to - from}));
   for (uint64_t left = nbytes; left > 0;) {
     const uint64_t n = std::min<uint64_t>(left, buffer.size());
@@ -102,9 +101,10 @@ void PyFileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to,
 
 void PyFileSink::publish(uint64_t end, const std::stop_token& /*stop*/) {
   MutexLock lock(mutex_);
-  py::gil_scoped_acquire locked;
-  file_.attr("seek")(end);
-  if (py::hasattr(file_, "flush")) file_.attr("flush")();
+  on_calling_thread([&] {
+    call_method("seek", {file_.ptr(), py::int_(end).ptr()});
+    if (py::hasattr(file_, "flush")) call_method("flush", {file_.ptr()});
+  });
 }
 
 }  // namespace tensorizer::bind

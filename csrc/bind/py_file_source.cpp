@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "bind/calling_thread.h"
 #include "bind/gil.h"
 #include "core/error.h"
 #include "core/stop.h"
@@ -37,7 +38,7 @@ std::optional<size_t> call_with_view(const py::object& method, const py::memoryv
                                      const std::string& name) {
   py::object answer;
   try {
-    answer = method(view);
+    answer = call(method, {view.ptr()});
   } catch (py::error_already_set&) {
     try {
       view.attr("release")();
@@ -64,7 +65,7 @@ PyFileSource::~PyFileSource() {
     file_.release();
     return;
   }
-  py::gil_scoped_acquire locked;
+  const InterpreterLock locked;
   file_ = py::object();
 }
 
@@ -93,18 +94,19 @@ void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
 
 void PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop) {
   MutexLock lock(mutex_);
-  py::gil_scoped_acquire locked;
-  file_.attr("seek")(offset);
-  while (!into.empty()) {
-    throw_if_stopped(stop);
-    const size_t got = read_some(offset, into);
-    if (got == 0) io::throw_truncated(name_, offset, into.size(), offset);
-    if (got > into.size())
-      throw Error(Errc::io, name_ + " returned more bytes than asked for", name_);
-    offset += got;
-    into = into.subspan(got);
-    bytes_read_.fetch_add(got, std::memory_order_relaxed);
-  }
+  on_calling_thread([&] {
+    call_method("seek", {file_.ptr(), py::int_(offset).ptr()});
+    while (!into.empty()) {
+      throw_if_stopped(stop);
+      const size_t got = read_some(offset, into);
+      if (got == 0) io::throw_truncated(name_, offset, into.size(), offset);
+      if (got > into.size())
+        throw Error(Errc::io, name_ + " returned more bytes than asked for", name_);
+      offset += got;
+      into = into.subspan(got);
+      bytes_read_.fetch_add(got, std::memory_order_relaxed);
+    }
+  });
 }
 
 size_t PyFileSource::read_some(uint64_t offset, io::Slice into) {
@@ -114,10 +116,10 @@ size_t PyFileSource::read_some(uint64_t offset, io::Slice into) {
         py::memoryview::from_memory(into.data(), static_cast<py::ssize_t>(into.size())), name_);
     if (got) return *got;
     // Simple wrappers forget the answer. Their position tells whether anything was read.
-    const uint64_t now = file_.attr("tell")().cast<uint64_t>();
+    const uint64_t now = call_method("tell", {file_.ptr()}).cast<uint64_t>();
     return now > offset ? now - offset : 0;
   }
-  const py::object got = file_.attr("read")(into.size());
+  const py::object got = call_method("read", {file_.ptr(), py::int_(into.size()).ptr()});
   if (PyObject_CheckBuffer(got.ptr()) == 0)
     throw py::type_error(name_ + ": wanted bytes from read(), found " +
                          Py_TYPE(got.ptr())->tp_name + "; open the file in binary mode");

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "bind/calling_thread.h"
 #include "bind/python_error.h"
 #include "core/stop.h"
 
@@ -15,12 +16,16 @@ void PyRangeSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
   if (offset > nbytes_ || wanted > nbytes_ - offset)
     io::throw_truncated(name_, offset, wanted, nbytes_);
   call_python([&] {
-    const py::object result = py::handle(static_cast<PyObject*>(read_.get()))(offset, wanted);
+    const py::object result = [&] {
+      const CallingThread::Running running;
+      return call(static_cast<PyObject*>(read_.get()),
+                  {py::int_(offset).ptr(), py::int_(wanted).ptr()});
+    }();
     const py::buffer_info info = py::buffer(result).request();
     const auto found = static_cast<uint64_t>(info.size * info.itemsize);
     if (found != wanted) io::throw_truncated(name_, offset, wanted, offset + found);
     const auto* from = static_cast<const std::byte*>(info.ptr);
-    py::gil_scoped_release unlocked;
+    const InterpreterUnlock unlocked;
     for (const io::Slice& slice : slices) {
       std::memcpy(slice.data(), from, slice.size());
       from += slice.size();

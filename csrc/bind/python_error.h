@@ -26,7 +26,7 @@ class PythonError : public Error {
 // fn() with the lock held. Throws PythonError.
 template <class Fn>
 auto call_python(Fn&& fn) {
-  py::gil_scoped_acquire locked;
+  const InterpreterLock locked;
   try {
     return fn();
   } catch (const py::error_already_set& raised) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "bind/gil.h"
+#include "bind/python_calls.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -55,13 +56,6 @@ void drop_capsule(PyObject* capsule) {
 
 // Not torch.empty: while models are built, no_init_or_tensor has another function there.
 py::object torch_empty() { return py::module_::import("tensorizer._system.devices").attr("empty"); }
-
-py::object call(const py::object& function, std::initializer_list<PyObject*> arguments) {
-  PyObject* result =
-      PyObject_Vectorcall(function.ptr(), std::data(arguments), arguments.size(), nullptr);
-  if (result == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(result);
-}
 
 }  // namespace
 

@@ -1,5 +1,6 @@
 #include "core/task_group.h"
 
+#include "core/caller.h"
 #include "core/error.h"
 
 namespace tensorizer {
@@ -10,17 +11,10 @@ TaskGroup::~TaskGroup() {
 }
 
 void TaskGroup::spawn(std::function<void(std::stop_token)> task) {
-  {
-    MutexLock lock(mutex_);
-    ++running_;
-  }
-  try {
-    threads_.emplace_back([this, task = std::move(task)] { run(task); });
-  } catch (...) {
-    MutexLock lock(mutex_);
-    --running_;
-    throw;
-  }
+  threads_.emplace_back([this, task = std::move(task), caller = current_caller()] {
+    current_caller() = caller;
+    run(task);
+  });
 }
 
 void TaskGroup::run(const std::function<void(std::stop_token)>& task) noexcept {
@@ -40,14 +34,6 @@ void TaskGroup::run(const std::function<void(std::stop_token)>& task) noexcept {
     first_error_ = error;
     first_error_is_cancellation_ = cancelled;
   }
-  --running_;
-  ended_.notify_all();
-}
-
-bool TaskGroup::wait_for(std::chrono::milliseconds timeout) {
-  MutexLock lock(mutex_);
-  return ended_.wait_until(mutex_, std::stop_token(), std::chrono::steady_clock::now() + timeout,
-                           [this]() REQUIRES_LOCK(mutex_) { return running_ == 0; });
 }
 
 void TaskGroup::join_threads() noexcept {

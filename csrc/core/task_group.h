@@ -3,7 +3,6 @@
 // thread).
 #pragma once
 
-#include <chrono>
 #include <exception>
 #include <functional>
 #include <stop_token>
@@ -28,9 +27,6 @@ class TaskGroup {
   void request_stop() noexcept { stop_.request_stop(); }
   std::stop_token stop_token() const noexcept { return stop_.get_token(); }
 
-  // Waits until all tasks have ended or `timeout` is over; true when all have ended.
-  bool wait_for(std::chrono::milliseconds timeout);
-
   // Waits for all tasks, joins their threads, and rethrows the first failure (cancellations count
   // last).
   void join();
@@ -42,8 +38,6 @@ class TaskGroup {
   std::stop_source stop_;
   std::vector<std::thread> threads_;
   Mutex mutex_;
-  CondVar ended_;
-  size_t running_ GUARDED_BY(mutex_) = 0;
   std::exception_ptr first_error_ GUARDED_BY(mutex_);
   bool first_error_is_cancellation_ GUARDED_BY(mutex_) = false;
 };
