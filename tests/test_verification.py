@@ -222,6 +222,18 @@ def test_converted_tensors_of_a_closed_file_cannot_be_verified_and_are_not():
     assert samples.raw(target.weight) == before
 
 
+def test_converted_tensors_of_a_closed_file_that_were_verified_when_they_were_read_may_be_asked_for_so_again():
+    data = module_bytes(torch.nn.Linear(3, 3))
+    for dtype in (torch.float16, torch.float64):
+        deserializer = open_bytes(data, verify_hash=True, dtype=dtype)
+        target = torch.nn.Linear(3, 3)
+        assert len(list(deserializer.read_tensors(verify_hash=True))) == 2
+        assert deserializer.load_into_module(target, verify_hash=True) == 2
+        assert target.weight.dtype == dtype
+    with pytest.raises(HashMismatchError):
+        open_bytes(flipped(data, ".bias"), verify_hash=True, dtype=torch.float16)
+
+
 def test_what_was_verified_on_the_way_in_is_not_verified_again_unasked(monkeypatch):
     deserializer = open_bytes(module_bytes(torch.nn.Linear(3, 3)), verify_hash=True, dtype=torch.float16)
     assert deserializer.load_into_module(torch.nn.Linear(3, 3)) == 2

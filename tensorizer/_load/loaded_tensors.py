@@ -44,7 +44,7 @@ class LoadedTensors:
 
         Raises:
             VerificationError: A tensor, read now or before, is not what the file vouches for.
-            ValueError: A tensor that is kept cannot be verified any more.
+            ValueError: A tensor that is kept, and was not verified when it was read, cannot be verified any more.
         """
         if self._targets:
             wanted = [self._targets.get(i, i) for i in entries]
@@ -106,6 +106,8 @@ class LoadedTensors:
     def _read_differently(self, entries: Sequence[int]) -> list[int]:
         """Reads tensors again, verified; those that differ from what is kept."""
         container = self._container
+        if container.closed:  # those that were verified when they were read passed then, before the conversion
+            entries = [i for i in entries if i not in self._verified]
         if not entries:
             return []
         if container.closed:
