@@ -154,6 +154,8 @@ def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **k
     if location is None:
         return _torch_save(obj, f, pickle, *args, **kwargs)
     session = SaveSession(location, save, context.kwargs, f)
+    if context.function is None:  # objects may save others while they are pickled
+        session.before_writing = context.locations.refuse_second_use
     _torch_save(obj, f, PickleForSaving(session), *args, **kwargs)
     if session.storages:
         context.locations.mark_used()

@@ -401,6 +401,28 @@ def test_a_second_save_to_a_fixed_place_is_refused_before_anything_is_written(tm
     assert torch.equal(load(tmp_path / "a.pt", place), torch.zeros(3))
 
 
+class SavesOthers:
+    """An object that saves a tensor of its own while it is pickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __getstate__(self):
+        torch.save(torch.zeros(3), self.path)
+        return {"path": self.path}
+
+
+def test_a_save_inside_another_never_loses_its_tensors_to_it(tmp_path):
+    place, inner, outer = tmp_path / "fixed", tmp_path / "inner.pt", tmp_path / "outer.pt"
+    for value in ([SavesOthers(inner), torch.ones(3)], [torch.ones(3), SavesOthers(inner)]):
+        with tensorizer_saving(place), pytest.raises(ValueError, match="already holds the tensors"):
+            torch.save(value, outer)
+        assert torch.equal(load(inner, place), torch.zeros(3))
+    with tensorizer_saving(place):
+        torch.save([SavesOthers(inner)], outer)  # has no tensors of its own
+    assert torch.equal(load(inner, place), torch.zeros(3))
+
+
 def test_a_fixed_place_may_be_used_again_while_it_holds_nothing_and_in_another_block(tmp_path, pt):
     place = tmp_path / "fixed"
     with tensorizer_saving(place):

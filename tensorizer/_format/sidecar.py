@@ -125,6 +125,7 @@ class SaveSession:
     """One ``torch.save``: collects the storages it meets and writes them once the pickle is complete."""
 
     def __init__(self, location: Any, save: Callable[..., Any], kwargs: dict[str, Any], target: Any) -> None:
+        self.before_writing: Callable[[], None] = lambda: None  # may raise
         self.storages: list[torch.Tensor] = []  # also keeps them alive, so that an address stays one storage's own
         self._indices: dict[tuple[str, int, int], int] = {}
         self._location, self._save, self._kwargs, self._target = location, save, kwargs, target
@@ -155,6 +156,7 @@ class SaveSession:
         if not self.storages:
             return
         sizes = tuple(tensor.numel() for tensor in self.storages)
+        self.before_writing()
         self._save(self._location, self.storages, self._kwargs)
         # In torch's zip format the pickle is a record of its own, built in memory; in the older one other pickles
         # follow in the same file, and nothing may stand between.
