@@ -223,8 +223,9 @@ class TensorDeserializer(
                 larger than memory can be streamed.
 
         Raises:
-            ValueError: `num_tensors` below -1; a tensor was loaded before and cannot be verified any more: the file is
-                closed, and the constructor's ``dtype`` converted it.
+            ValueError: `num_tensors` below -1; a tensor was loaded unverified and cannot be verified any more: the file
+                is closed, and the constructor's ``dtype`` converted it. (What was verified before it was converted is
+                not compared again then.)
         """
         yield from self._cursor.read_tensors(filter_func, num_tensors, verify_hash, cache)
 
@@ -277,7 +278,8 @@ class TensorDeserializer(
 
         Args:
             m: The module, with the structure it had when it was written.
-            filter_func: Takes only the tensors it accepts; also asked about names of `m` that the file lacks.
+            filter_func: Takes only the tensors it accepts. It is asked about names of the file alone: what `m` has and
+                the file lacks is missing, whatever the filter.
             verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
             strict: Raises where names are missing or unexpected, or shapes or kinds differ, as ``load_state_dict``.
 

@@ -459,12 +459,24 @@ def test_strict_loads_pass_where_everything_fits():
         assert deserializer.load_into_module(target, strict=True).missing == ()
 
 
-def test_a_filter_narrows_both_sides():
+def test_a_filter_is_asked_about_names_of_the_file_alone_and_what_it_refuses_is_not_missing():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    target = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(9, 9))
+    wider = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(9, 9))
+    asked = []
+
+    def second(name):
+        asked.append(name)
+        return name.startswith("1.")
+
     with open_bytes(module_bytes(model), lazy_load=True) as deserializer:
-        count = deserializer.load_into_module(target, lambda name: name.startswith("1."), strict=True)
+        count = deserializer.load_into_module(wider, second)
+    assert asked == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert count.loaded == ("1.weight", "1.bias")
+    assert count.missing == ("2.weight", "2.bias")
+    with open_bytes(module_bytes(model), lazy_load=True) as deserializer, pytest.raises(LoadError, match=r"2\.weight"):
+        deserializer.load_into_module(wider, second, strict=True)
+    with open_bytes(module_bytes(model), lazy_load=True) as deserializer:
+        assert deserializer.load_into_module(wider[:2], second, strict=True).loaded == ("1.weight", "1.bias")
     assert deserializer.report.ok
 
 

@@ -117,13 +117,11 @@ def _encoded(what: str, text: str, encoding: str) -> bytes:
 
 def passphrase_bytes(source: Any, encoding: str) -> bytes:
     """What Argon2id is given; ``ValueError`` for nothing, ``TypeError`` for what is neither text nor bytes."""
+    if not isinstance(source, (str, bytes)):
+        raise TypeError(f"passphrase: wanted str or bytes, found {type(source).__name__}")
     if not source:
         raise ValueError("passphrase: it is empty")
-    if isinstance(source, str):
-        return _encoded("passphrase", source, encoding)
-    if not isinstance(source, bytes):
-        raise TypeError(f"passphrase: wanted str or bytes, found {type(source).__name__}")
-    return source
+    return _encoded("passphrase", source, encoding) if isinstance(source, str) else source
 
 
 def salt_bytes(salt: Any, encoding: str) -> bytes:

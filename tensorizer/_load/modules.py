@@ -36,13 +36,13 @@ class ModuleLoad:
         absent = [name for name, slot in self._slots.items() if slot.tensor is not None and name not in self._wanted]
         if filter_func is not None:
             refused = set(container.names)
-            absent = [name for name in absent if name not in refused and filter_func(name)]
+            absent = [name for name in absent if name not in refused]
         plain = torch.nn.Module.set_extra_state
         self._receivers = {
             p: m for p, m in self._modules.items() if getattr(type(m), "set_extra_state", plain) is not plain
         }
-        self._extra = {p: s for p, s in container.extra_states().items() if _accepts(filter_func, state_name(p))}
-        without = [state_name(path) for path in self._receivers if path not in self._extra]
+        stored = container.extra_states()
+        self._extra = {p: s for p, s in stored.items() if filter_func is None or filter_func(state_name(p))}
         facts = {
             name: Fact(container.shape(i), container.stored_dtype(i), container.may_be_scalar(i))
             for name, i in self._wanted.items()
@@ -56,7 +56,7 @@ class ModuleLoad:
             nbytes=sum(map(container.index.loaded_nbytes, self._wanted.values())),
             missing=(
                 *(shown(name) for name in self._absent if self._slots[name].in_state_dict),
-                *(name for name in without if _accepts(filter_func, name)),
+                *(state_name(path) for path in self._receivers if path not in stored),
             ),
             unexpected=(
                 *map(shown, fit.unexpected),
@@ -173,10 +173,6 @@ def _places(container: Container, entries: Sequence[int]) -> dict[str, int]:
 def _takes_extra_state(module: torch.nn.Module) -> bool:
     plain = torch.nn.Module.set_extra_state
     return getattr(type(module), "set_extra_state", plain) is not plain
-
-
-def _accepts(filter_func: Optional[FilterFuncType], name: str) -> bool:
-    return filter_func is None or bool(filter_func(name))
 
 
 def insert_into_module(
