@@ -538,3 +538,97 @@ def test_no_command_tells_the_credentials_or_the_query_of_a_uri(tmp_path, model,
         finally:
             store.clear()
     assert not told, "\n".join(f"{command}\n    {text}" for command, text in told)
+
+
+def test_closed_streams_end_a_command_without_a_traceback(model, tmp_path):
+    for command, statuses in (
+        (f"inspect {model} >&-", [0]),
+        (f"inspect --json {model} >&-", [0]),
+        (f"inspect {model} 2>&-", [0]),
+        ("inspect /nowhere 2>&-", [3]),
+        ("inspect /nowhere >&- 2>&-", [3]),
+        (f"cp - {tmp_path / 'empty'} <&-", [0]),
+        (f"cp {model} - >&-", [0]),
+        ("decrypt /nowhere /nowhere.too <&-", [3, 5]),
+        ("--help | true", [0]),
+        ("inspect /nowhere 2>&1 | true", [0]),
+        (f"convert {model} {tmp_path / 'out.tensors'} >&- <&-", [0]),
+    ):
+        result = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m tensorizer {command}"], capture_output=True, timeout=120, check=False
+        )
+        assert result.returncode in statuses, (command, result)
+        assert b"Traceback" not in result.stderr, (command, result.stderr)
+        assert b"Exception ignored" not in result.stderr, (command, result.stderr)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of nested and quantised tensors
+def test_pickles_that_hold_no_plain_tensors_are_refused_by_name(tmp_path):
+    cases = {
+        "sparse": torch.eye(3).to_sparse(),
+        "quantised": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "meta": torch.ones(3, device="meta"),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    }
+    for name, tensor in cases.items():
+        torch.save({"fine": torch.ones(1), name: tensor}, tmp_path / "m.bin")
+        for target in ("m.tensors", "m.safetensors"):
+            result = run("convert", tmp_path / "m.bin", tmp_path / target)
+            assert result.returncode == 6, (name, result)
+            assert f"'{name}'".encode() in result.stderr
+            assert b"m.bin" in result.stderr
+            assert b"'fine'" not in result.stderr
+            assert not (tmp_path / target).exists()
+
+
+def test_a_pickle_of_the_older_form_that_was_cut_is_no_valid_file(tmp_path):
+    torch.save(
+        {"a": torch.arange(100.0), "b": torch.ones(50)}, tmp_path / "m.bin", _use_new_zipfile_serialization=False
+    )
+    content = (tmp_path / "m.bin").read_bytes()
+    assert run("convert", tmp_path / "m.bin", tmp_path / "m.tensors").returncode == 0
+    for nbytes in [*range(1, 200), *range(200, len(content), 37)]:
+        (tmp_path / "cut.bin").write_bytes(content[:nbytes])
+        result = run("convert", tmp_path / "cut.bin", tmp_path / "cut.tensors")
+        assert result.returncode == 4, (nbytes, result)
+        assert result.stderr.rstrip().rpartition(b": ")[2], (nbytes, result)
+        assert not (tmp_path / "cut.tensors").exists()
+
+
+def test_indexes_of_the_wrong_form_are_no_valid_files(tmp_path):
+    contents = ("[]", "3", "null", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": null}', "{")
+    for name in ("pytorch_model.bin.index.json", "model.safetensors.index.json", "model.tensors.index.json"):
+        for content in contents:
+            (tmp_path / name).write_text(content)
+            for source in (tmp_path / name, tmp_path):
+                result = run("convert", source, tmp_path / "out" / "m.tensors")
+                assert result.returncode == 4, (name, content, result)
+                assert name.encode() in result.stderr
+        (tmp_path / name).unlink()
+
+
+def test_a_device_that_is_not_there_is_a_wrong_argument(model):
+    devices = ["nonsense"] if torch.cuda.is_available() else ["nonsense", "cuda"]
+    for device in devices:
+        result = run("bench", model, "--device", device)
+        assert result.returncode == 2
+        assert device.encode() in result.stderr
+
+
+def refuse_constant(text):
+    raise AssertionError(f"{text} is no JSON")
+
+
+def test_json_is_valid_whatever_the_values_and_names_are(tmp_path):
+    a = write(tmp_path / "a.tensors", {"x": torch.tensor([0.0, 1.0]), "y": torch.tensor([float("inf")])})
+    b = write(tmp_path / "b.tensors", {"x": torch.tensor([1.0, 1.0]), "y": torch.tensor([1.0])})
+    result = run("diff", "--json", b, a)
+    changed = {row["name"]: row for row in json.loads(result.stdout, parse_constant=refuse_constant)["changed"]}
+    assert (changed["x"]["max_abs"], changed["x"]["max_rel"]) == (1.0, "Infinity")
+    assert changed["y"]["max_abs"] == "Infinity"
+    strange = tmp_path / os.fsdecode(b"model-\xe9\xff.tensors")
+    strange.write_bytes(a.read_bytes())
+    document = json.loads(run("inspect", "--json", strange).stdout, parse_constant=refuse_constant)
+    assert document["files"][0]["tensor_count"] == 2
+    copy = json.loads(run("convert", "--json", a, strange, "--force").stdout)
+    assert copy["files"] == [str(strange)]

@@ -538,3 +538,10 @@ def test_blobs_of_a_hub_cache_are_never_written_through(tmp_path):
             assert what == "shards" or load_file(path).keys() == state().keys(), what
         for path in (other, link):
             path.unlink(missing_ok=True)
+
+
+def test_a_dtype_by_its_name_is_refused_with_the_dtype_to_write(tmp_path):
+    source = write(tmp_path / "m.tensors", state())
+    with pytest.raises(TypeError, match=r"dtype: .*write torch\.float16"):
+        tensorizer.convert(source, tmp_path / "t.tensors", dtype="float16")
+    assert not (tmp_path / "t.tensors").exists()

@@ -330,3 +330,11 @@ def test_a_repository_that_names_folders_outside_writes_nothing_there(tmp_path):
         (repository / "tensorizer_files.json").write_text('["model_index.json"]')
         with pytest.raises(ValueError, match="outside"):
             from_pretrained(None, url)
+
+
+def test_an_index_of_a_pipeline_of_the_wrong_form_is_named(tmp_path):
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    for content in ("[]", "3", "{", '{"unet": ["diffusers"]}', '{"unet": ["diffusers", 3]}'):
+        (tmp_path / "model_index.json").write_text(content)
+        with pytest.raises(ValueError, match=r"model_index\.json"):
+            from_pretrained(None, tmp_path)

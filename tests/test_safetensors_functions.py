@@ -576,3 +576,22 @@ def test_extra_state_is_saved_or_refused_and_comes_back(tmp_path):
         with pytest.raises(tensorizer.LoadError, match=r"0\._extra_state"):
             load_model(target, tmp_path / name)
         assert target[0].state == "before"
+
+
+def test_text_that_is_no_unicode_is_refused_by_name_before_anything_is_written(tmp_path):
+    bad = "half \ud800"
+    one, two = {"a": torch.ones(1000)}, {"a": torch.ones(1000), "b": torch.ones(1000)}
+    for path in (tmp_path / name for name in FORMATS):
+        for metadata in ({"key": bad}, {bad: "value"}):
+            for save_it, arguments, options in (
+                (save_file, (one, path, metadata), {}),
+                (save_file, (two, path, metadata), {"max_shard_size": "4KB"}),
+                (save_model, (torch.nn.Linear(2, 2), path, metadata), {}),
+            ):
+                with pytest.raises(ValueError, match=r"metadata: '(key|half \\ud800)'"):
+                    save_it(*arguments, **options)
+    tied = torch.ones(3)
+    for state in ({bad: torch.ones(1)}, {"a": tied, bad: tied}):
+        with pytest.raises(UnsupportedContentError, match=r"half \\\\?ud800"):
+            save_file(state, tmp_path / "m.safetensors")
+    assert list(tmp_path.iterdir()) == []

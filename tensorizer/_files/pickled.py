@@ -10,6 +10,7 @@ from typing import Any, Optional
 import torch
 
 from tensorizer import _C
+from tensorizer._files.state_dicts import not_storable
 from tensorizer._io.shards import MAX_INDEX_NBYTES
 from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError
 
@@ -17,6 +18,7 @@ __all__ = ["pickled_files", "read_pickled"]
 
 _INDEX = ".bin.index.json"
 _EXTENSIONS = (".bin", ".pt", ".pth")
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"
 # Where training scripts keep the state dict of a checkpoint, in the order in which they are tried.
@@ -90,7 +92,7 @@ def read_pickled(
 
     Raises:
         FormatError: Not readable without running code from it, or no state dict in it.
-        UnsupportedContentError: Leaves that are no tensors.
+        UnsupportedContentError: Leaves that are no tensors, or tensors that no file can hold (sparse, quantised).
         RuntimeError: A torch in which such files cannot be read safely.
     """
     _check_torch()
@@ -109,9 +111,11 @@ def read_pickled(
 def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-    except (ValueError, RuntimeError, EOFError, KeyError, _unpickling_error()) as error:
-        first_line = str(error).partition("\n")[0]
-        raise FormatError(f"{path}: cannot be read as plain weights: {first_line}") from None
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # of damaged bytes pickle makes whatever its instructions come upon
+        first_line = _TERMINAL_CODES.sub("", str(error)).strip().partition("\n")[0]
+        raise FormatError(f"{path}: cannot be read as plain weights: {first_line or type(error).__name__}") from None
     found = _state_dict(content, key)
     if found is None:
         where = f"under key {key!r}" if key else f"as a whole or under {', '.join(_USUAL_KEYS)}"
@@ -123,6 +127,9 @@ def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[di
         raise UnsupportedContentError(
             f"{path}: no tensors: {', '.join(map(repr, refused))}; they can be left out (skip_non_tensors)"
         )
+    unfit = not_storable(tensors)
+    if unfit:
+        raise UnsupportedContentError(f"{path}: {'; '.join(unfit)}")
     return tensors, others
 
 
@@ -159,9 +166,3 @@ def _check_torch() -> None:
         raise RuntimeError(
             f"reading .pt and .bin files safely needs torch 2.6 or later (CVE-2025-32434), this is {torch.__version__}"
         )
-
-
-def _unpickling_error() -> type[Exception]:
-    import pickle
-
-    return pickle.UnpicklingError

@@ -12,9 +12,9 @@ from tensorizer._files.contents import StateDictContents
 from tensorizer._format.extra_state import state_name
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._load.fit import modules_of, shown, slots_in
-from tensorizer._save.ties import place_of
+from tensorizer._save.ties import is_unicode, place_of
 
-__all__ = ["check_state_dict", "contents_of", "is_of_modules", "state_of"]
+__all__ = ["check_state_dict", "contents_of", "is_of_modules", "not_storable", "state_of"]
 
 
 def state_of(model: torch.nn.Module, include_non_persistent_buffers: bool = False) -> dict[str, Any]:
@@ -52,17 +52,25 @@ def check_state_dict(tensors: Any) -> Mapping[str, torch.Tensor]:
     ]
     if wrong:
         raise ValueError(f"tensors: wanted names and tensors, found {', '.join(wrong)}")
+    refused = not_storable(tensors)
+    if refused:
+        raise ValueError("; ".join(refused))
+    return tensors
+
+
+def not_storable(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What is wrong with those that no file can hold."""
     refused = []
     for name, tensor in tensors.items():
         try:
             stored_dtype(name, tensor)
-        except NotImplementedError as error:
-            refused.append(str(error))
+        except (NotImplementedError, ValueError) as error:
+            text = str(error)
+            refused.append(text if repr(name) in text else f"tensor {name!r}: {text}")
+            continue
         if tensor.is_meta:
             refused.append(f"tensor {name!r} is on the meta device and has no data")
-    if refused:
-        raise ValueError("; ".join(refused))
-    return tensors
+    return refused
 
 
 def contents_of(tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[str, str]]) -> StateDictContents:
@@ -70,6 +78,8 @@ def contents_of(tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[
     for key, value in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise ValueError(f"metadata: wanted texts, found {key!r}: {value!r}")
+        if not (is_unicode(key) and is_unicode(value)):
+            raise ValueError(f"metadata: {ascii(key)[:100]}: text that is no Unicode cannot be stored")
     contents = StateDictContents("a state dict", tensors)
     contents.metadata = None if metadata is None else dict(metadata)
     overlapping = _overlapping({name: tensor for name, tensor in tensors.items() if name not in contents.ties})

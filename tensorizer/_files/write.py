@@ -24,6 +24,7 @@ from tensorizer._format.names import Name, path_of
 from tensorizer._format.safetensors import HeaderEntry, canonical_order, check_entries
 from tensorizer._io.sinks import place_of_new_file
 from tensorizer._io.unnamed_file import UnnamedFile
+from tensorizer._load.arguments import check_dtype
 from tensorizer._save.hashes import HASH_NAMES, check_hashes
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
@@ -64,6 +65,7 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tu
     Returns:
         What was planned, and the files in the order in which they were written.
     """
+    check_dtype(options.dtype)
     plan = _plan(contents, format_of(target, options.format), options)
     names: list[Any] = [target]
     if len(plan.shards) > 1:
@@ -178,6 +180,8 @@ def _copies(items: Sequence[Content], aliases: Mapping[Name, Name]) -> list[Cont
 
 def _is_told(alias: str, kept: str, metadata: Mapping[str, str]) -> bool:
     """Whether ``metadata[alias] = kept`` is read as a tie, and says nothing else already."""
+    if not (alias.isascii() and kept.isascii()):
+        return False
     return metadata.get(alias, kept) == kept and _C.names_of_one_model(alias, kept)
 
 

@@ -54,14 +54,11 @@ def header_bytes(entries: Sequence[HeaderEntry], metadata: Optional[Mapping[str,
     element size; metadata keep their order.
 
     Raises:
-        UnsupportedContentError: As :func:`check_entries`; texts that are no Unicode.
+        UnsupportedContentError: As :func:`check_entries`; names that are no Unicode.
         FieldRangeError: A header that is too long.
     """
     check_entries(entries)
-    try:
-        return _C.safetensors_header(_described(entries), None if metadata is None else list(metadata.items()))
-    except UnicodeEncodeError:
-        raise UnsupportedContentError("a metadata text that is no Unicode cannot be stored in JSON") from None
+    return _C.safetensors_header(_described(entries), None if metadata is None else list(metadata.items()))
 
 
 def check_entries(entries: Sequence[HeaderEntry]) -> None:

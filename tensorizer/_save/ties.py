@@ -10,7 +10,7 @@ import torch
 from tensorizer._format.names import Path
 from tensorizer._save.items import Item
 
-__all__ = ["Tie", "check_metadata", "check_ties", "place_of", "without_aliases"]
+__all__ = ["Tie", "check_metadata", "check_ties", "is_unicode", "place_of", "without_aliases"]
 
 #: Path of the alias, path of its target, whether the alias's data are written too.
 Tie = tuple[Path, Path, bool]
@@ -44,8 +44,18 @@ def check_metadata(metadata: Any) -> list[tuple[str, str]]:
         for text in (key, value):
             if not isinstance(text, str):
                 raise TypeError(f"metadata: wanted str, found {type(text).__name__} at {key!r:.100}")
-            text.encode()
+            if not is_unicode(text):
+                raise ValueError(f"metadata: {ascii(key)[:100]}: text that is no Unicode cannot be stored")
     return list(metadata.items())
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold a text: not halves of surrogate pairs, as names of files have for bytes of no encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def without_aliases(items: list[Item], once: bool) -> tuple[list[Item], list[Item], list[Tie]]:

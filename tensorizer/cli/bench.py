@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
     if arguments.repeat < 1:
         raise UsageError("--repeat: wanted 1 or more")
+    _check_device(arguments.device)
     options = stream_options(arguments, arguments.file)
     info = inspect(arguments.file, stream_options=options)
     key = decryption(arguments, output, info.encrypted, what=escaped(info.source))
@@ -80,6 +81,15 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     for line in table(["phase", "median", "range", "rate"], rows, frozenset({1, 2, 3}), output.width()):
         output.line(line)
     return OK
+
+
+def _check_device(device: str) -> None:
+    from tensorizer._load.device_choice import target_device
+
+    try:
+        target_device(device)
+    except RuntimeError as error:
+        raise UsageError(f"--device: {error}") from None
 
 
 def _readers(arguments: argparse.Namespace) -> list[Optional[int]]:

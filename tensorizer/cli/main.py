@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Optional
+from typing import Optional, TextIO
 
 from tensorizer._system.redaction import shown_uri
 from tensorizer._version import __version__
@@ -63,15 +63,26 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     Returns:
         The exit status (docs/cli.md, "Exit status").
     """
+    _open_closed_streams()
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        for stream in (sys.stdout, sys.stderr):
+            _drop(stream)
+        return 128 + signal.SIGPIPE
+
+
+def _run(argv: Optional[Sequence[str]]) -> int:
     arguments = make_parser().parse_args(argv)
     output = Output(arguments)
     try:
         status: int = arguments.run(arguments, output)
-        sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except BrokenPipeError:
+        raise
     except BaseException as error:
         status = exit_codes.status_of(error)
         if status < 0:
@@ -79,6 +90,21 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if status != exit_codes.INTERRUPTED:
             output.error(escaped(_message(error)))
         return status
+
+
+def _open_closed_streams() -> None:
+    """Streams that the caller has closed (``>&-``) are empty, or lose what is printed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+
+
+def _drop(stream: TextIO) -> None:
+    """Makes what a stream still holds go nowhere, so that the end of the process has nothing to complain of."""
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _message(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 import sys
@@ -59,8 +60,7 @@ class Output:
 
     def document(self, content: dict[str, Any]) -> None:
         """The result as one JSON document."""
-        json.dump({"schema": SCHEMA, **content}, sys.stdout, indent=2, ensure_ascii=False)
-        print()
+        print(_json({"schema": SCHEMA, **content}))
 
     def note(self, text: str) -> None:
         """What is worth knowing beside the result."""
@@ -86,6 +86,28 @@ class Output:
         from tensorizer.cli.bar import Bar
 
         return Bar(delay=0.0 if self._progress else 1.0)
+
+
+def _json(content: dict[str, Any]) -> str:
+    """The text of a document; what the encoding of the output lacks, and halves of surrogate pairs, as escapes."""
+    finite = _finite(content)
+    text = json.dumps(finite, indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(finite, indent=2, allow_nan=False)
+    return text
+
+
+def _finite(value: Any) -> Any:
+    """The value with numbers that JSON lacks as the texts ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def _wants_colour(stream: TextIO) -> bool:

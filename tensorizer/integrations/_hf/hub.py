@@ -142,7 +142,8 @@ class CachedRepo(Place):
     def weight(self, name: str) -> Any:
         path = self._path(name)
         if name.endswith(".json"):  # an index: its shards are cached one by one, and all have to be there
-            for shard in sorted(set((self.read_json(name) or {}).get("weight_map", {}).values())):
+            shards = (self.read_json(name) or {}).get("weight_map")
+            for shard in sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else ():
                 folder = name.rpartition("/")[0]
                 self._path(f"{folder}/{shard}" if folder else shard)
         return str(path)

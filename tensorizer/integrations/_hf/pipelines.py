@@ -85,11 +85,13 @@ def load_pipeline(cls: Any, place: Place, options: LoadOptions) -> Any:
 
     _only_on_one_device(options)
     folder = place.fetch_all()
-    components = json.loads((folder / INDEX).read_bytes())
+    components = place.read_json(INDEX)
     loaded: dict[str, Any] = {}
     for name, entry in components.items():
-        if name.startswith("_") or not isinstance(entry, (list, tuple)) or entry[0] is None:
+        if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
             continue
+        if len(entry) != 2 or not all(isinstance(text, str) for text in entry):
+            raise ValueError(f"{place.label}: {INDEX}: wanted library and class of {name!r}, found {entry!r:.200}")
         component = _load_component(name, entry, place.below(name), options)
         if component is not None:
             loaded[name] = component

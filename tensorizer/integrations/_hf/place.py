@@ -72,19 +72,23 @@ class Place:
             raise ValueError(f"{self.label}: {subfolder!r:.200} is not a folder below it")
         return _Below(self, subfolder)
 
-    def read_json(self, name: str) -> Any:
-        """The content of a small file; ``None`` where there is none.
+    def read_json(self, name: str, kind: type = dict) -> Any:
+        """The content of a small file, a `kind`; ``None`` where there is none.
 
         Raises:
-            ValueError: It is no JSON.
+            ValueError: It is no JSON, or of another kind.
         """
         if not self.has(name):
             return None
         path = self.fetch(name) / name
         try:
-            return json.loads(path.read_bytes())
-        except ValueError as error:
+            content = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.label}: {name} is not JSON: {error}") from None
+        if not isinstance(content, kind):
+            found = type(content).__name__
+            raise ValueError(f"{self.label}: {name}: wanted a {kind.__name__} as its content, found a {found}")
+        return content
 
     def close(self) -> None:
         """Removes what was made for this load."""
@@ -182,7 +186,7 @@ class RemotePlace(Place):
         return self._mirror()
 
     def fetch_all(self) -> Path:
-        names = self.read_json(MANIFEST)
+        names = self.read_json(MANIFEST, list)
         if names is None:
             raise StreamNotFoundError(
                 f"{self.label}: wanted {MANIFEST}, which save_pretrained writes and which lists the files of the folder"

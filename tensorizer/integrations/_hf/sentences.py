@@ -25,9 +25,11 @@ def load_sentence_transformer(cls: Any, place: Place, options: LoadOptions) -> A
     """A model with all its modules."""
     from sentence_transformers import SentenceTransformer
 
-    modules = place.read_json(MODULES)
+    modules = place.read_json(MODULES, list)
     with private_copy(place.fetch_all(), 0) as folder:
         for module in modules:
+            if not isinstance(module, dict) or not isinstance(module.get("path"), str):
+                raise ValueError(f"{place.label}: {MODULES}: wanted modules with a path, found {module!r:.200}")
             part = place.below(module["path"])
             try:
                 weights = find_weights(part, "model", options)
