@@ -256,9 +256,11 @@ class HttpVersion:
 class HttpOptions:
     ca_file: str
     ca_path: str
+    clear_needs_trust: bool
     header_provider: collections.abc.Callable[[], collections.abc.Sequence[tuple[str, str]]] | None
     no_proxy: str | None
     proxy: str | None
+    trust_provider: collections.abc.Callable[[], tuple[str, str]]
     user_agent: str
     verify_peer: bool
     version: HttpVersion

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from servers.certificates import make_certificates
-from servers.http_faults import FaultyServer
+from servers.http_faults import FaultyServer, Reply
 from servers.redis_server import RedisServer, redis_is_installed
 from servers.tls_proxy import tls_proxy
 
@@ -21,7 +21,7 @@ from tensorizer import _C
 from tensorizer._io import certificates as module
 from tensorizer._io.certificates import Trust, trust_for
 from tensorizer.errors import StreamError
-from tensorizer.stream_io import CAInfo
+from tensorizer.stream_io import CAInfo, HTTPOptions, open_stream
 
 VARIABLES = ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
 
@@ -135,16 +135,76 @@ def test_without_any_certificate_the_error_lists_what_was_tried_and_the_next_cal
     assert trust_for(None) == Trust(file=bundle)
 
 
-def test_importing_and_plain_http_look_into_no_package(tmp_path):
+def test_importing_and_plain_http_look_for_no_certificate_and_into_no_package(tmp_path):
     program = """
         import sys
         import tensorizer
         from tensorizer._io import certificates
-        from tensorizer.stream_io import CURLStreamFile
+        from tensorizer.stream_io import CURLStreamFile, HTTPOptions
+        def looked(*arguments):
+            raise AssertionError("looked for certificates")
+        for name in ("_of_libcurl", "_of_distribution", "_of_package", "_require_readable"):
+            assert callable(getattr(certificates, name))
+            setattr(certificates, name, looked)
+        for direct in (1, 1 << 40):  # from the socket, and by libcurl
+            options = HTTPOptions(head_nbytes=1, direct_nbytes=direct, retries=0)
+            with CURLStreamFile(sys.argv[1], http_options=options) as stream:
+                assert len(stream.read()) == 100_000
         assert certificates._found is None
         assert not {"certifi", "botocore"} & set(sys.modules)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=tmp_path)
+    os.mkfifo(tmp_path / "never read.pem")  # whoever opens it waits for a writer
+    clean = {name: value for name, value in os.environ.items() if "proxy" not in name.lower() and name not in VARIABLES}
+    with FaultyServer(bytes(100_000)) as server:
+        for variables in ({}, {"SSL_CERT_FILE": str(tmp_path / "never read.pem")}, {"CURL_CA_BUNDLE": "/absent"}):
+            command = [sys.executable, "-c", textwrap.dedent(program), server.url]
+            subprocess.run(command, check=True, cwd=tmp_path, env={**clean, **variables}, timeout=100)
+
+
+def test_a_redirect_from_plain_http_to_https_looks_for_the_certificates_then(monkeypatch, tmp_path):
+    made = make_certificates(tmp_path)
+    nothing_on_this_machine(monkeypatch, tmp_path)
+    options = HTTPOptions(proxy="", retries=0)
+    with FaultyServer(b"secure", tls=made.context()) as target:
+        found = Reply(status=302, headers={"Location": target.url})
+        with FaultyServer(default=found) as server:
+            with pytest.raises(StreamError, match=r"no certificate to trust: none of CURL_CA_BUNDLE.*certifi"):
+                open_stream(server.url, http_options=options)
+            assert not target.requests
+            monkeypatch.setattr(module, "BUNDLES", (str(made.authority),))
+            with open_stream(server.url, http_options=options) as stream:
+                assert stream.read() == b"secure"
+            assert module._found == Trust(file=str(made.authority))
+            trusted = CAInfo(cacert=str(made.self_signed))
+            with pytest.raises(StreamError, match="certificate"):
+                open_stream(server.url, http_options=options, certificate_handling=trusted)
+
+
+def test_what_needs_certificates_is_decided_by_the_address_and_by_proxies_of_https(monkeypatch, tmp_path):
+    nothing_on_this_machine(monkeypatch, tmp_path)
+    for name in ("http_proxy", "all_proxy", "ALL_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for proxy in ("https://127.0.0.1:1", "HTTPS://127.0.0.1:1"):  # before a server in clear, and named by the caller
+        with pytest.raises(StreamError, match="no certificate to trust"):
+            HTTPOptions(proxy=proxy)._native(secure=False)
+    for proxy in ("", "http://127.0.0.1:1", None):
+        native = HTTPOptions(proxy=proxy)._native(secure=False)
+        assert (native.ca_file, native.ca_path, native.clear_needs_trust) == ("", "", False)
+        with pytest.raises(StreamError, match="no certificate to trust"):
+            HTTPOptions(proxy=proxy)._native()
+    monkeypatch.setenv("http_proxy", "https://127.0.0.1:1")  # one that `no_proxy` may keep out
+    assert HTTPOptions()._native(secure=False).clear_needs_trust
+    assert not HTTPOptions(proxy="")._native(secure=False).clear_needs_trust
+    monkeypatch.setattr(module, "BUNDLES", (str(made := tmp_path / "made.pem"),))
+    made.touch()
+    assert HTTPOptions()._native(secure=False).ca_file == str(made)
+
+
+def test_the_error_lists_the_places_that_libcurl_was_built_with(monkeypatch, tmp_path):
+    nothing_on_this_machine(monkeypatch, tmp_path)
+    monkeypatch.setattr("tensorizer._C.default_certificates", lambda: ("/built/in.pem", "/built/in/folder"))
+    with pytest.raises(StreamError, match=r"not found: /built/in\.pem, /built/in/folder, .*absent\.pem"):
+        trust_for(None)
 
 
 # -- in a mount namespace, with the files of other distributions -------------------------------------------------------

@@ -17,6 +17,7 @@ from samples import assert_same, tensor
 from servers.s3_recorder import S3Recorder
 
 from tensorizer import TensorDeserializer, TensorSerializer, s3, stream_io
+from tensorizer._io import certificates
 from tensorizer._io.s3.errors import s3_code
 from tensorizer.errors import StreamError
 from tensorizer.stream_io import HTTPOptions, open_stream
@@ -74,6 +75,20 @@ def save(store, expected, uri="s3://bucket/model", **options):
 def loads(store, expected, uri="s3://bucket/model", **options):
     with open_stream(uri, **{**store.arguments, **options}) as stream:
         assert_same(dict(TensorDeserializer(stream, device="cpu", verify_hash=True).items()), expected)
+
+
+def test_only_uploads_over_https_need_certificates(store, monkeypatch):
+    for name in ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(certificates, "_found", None)
+    for name in ("_of_libcurl", "_of_distribution", "_of_package"):  # a machine that has none
+        monkeypatch.setattr(certificates, name, lambda: None)
+    expected = state()
+    save(store, expected)
+    loads(store, expected)
+    for endpoint in ("https://127.0.0.1:1", "HTTPS://127.0.0.1:1"):
+        with pytest.raises(StreamError, match="no certificate to trust"):
+            save(store, expected, s3_endpoint=endpoint, force_http=False)
 
 
 class TestStreamsOfSerializers:

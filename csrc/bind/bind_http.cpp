@@ -69,6 +69,16 @@ void set_header_provider(HttpOptions& options, const py::object& callable) {
   };
 }
 
+// A Python callable without arguments that gives the file and the folder of the trust anchors.
+void set_trust_provider(HttpOptions& options, const py::object& callable) {
+  options.late_trust = std::make_shared<io::LateTrust>([held = keep_alive(callable)] {
+    py::gil_scoped_acquire locked;
+    auto [file, folder] = py::handle(static_cast<PyObject*>(held.get()))()
+                              .cast<std::pair<std::string, std::string>>();
+    return io::CurlTrust{.ca_file = std::move(file), .ca_path = std::move(folder)};
+  });
+}
+
 void register_options(py::module_& m) {
   using io::HttpVersion;
   py::enum_<HttpVersion>(m, "HttpVersion")
@@ -101,6 +111,8 @@ void register_options(py::module_& m) {
       .def_property(
           "retries", [](const HttpOptions& o) { return o.retry.retries; },
           [](HttpOptions& o, std::optional<int> n) { o.retry.retries = n; })
+      .def_readwrite("clear_needs_trust", &HttpOptions::clear_needs_trust)
+      .def_property("trust_provider", nullptr, &set_trust_provider)
       .def_property("header_provider", nullptr, &set_header_provider);
   seconds_property<&HttpOptions::connect_timeout>(c, "connect_timeout");
   seconds_property<&HttpOptions::stall_timeout>(c, "stall_timeout");

@@ -21,7 +21,7 @@ from tensorizer.errors import StreamError
 if TYPE_CHECKING:
     from tensorizer._io.options import CAInfo
 
-__all__ = ["Trust", "trust_for"]
+__all__ = ["Trust", "named_trust", "system_trust", "trust_for"]
 
 _logger = logging.getLogger("tensorizer")
 
@@ -65,14 +65,24 @@ def trust_for(certificates: Optional[CAInfo], *, secure: bool = True) -> Trust:
     Args:
         certificates: The caller's choice, or ``None``.
         secure: Whether the connection certainly uses TLS. Without, nothing that is missing or unreadable is an error:
-            the anchors are for a redirect to https, or an https proxy, which may never come.
+            the anchors are for an https proxy that ``no_proxy`` may keep out.
 
     Raises:
         StreamError: A variable names something unreadable, or no certificates were found anywhere.
     """
+    return named_trust(certificates, secure=secure) or _of_system(secure)
+
+
+def named_trust(certificates: Optional[CAInfo], *, secure: bool = False) -> Optional[Trust]:
+    """What the caller or a variable names; ``None`` where the system has to be searched. Arguments as above."""
     if certificates is not None:
         return Trust(certificates.cacert or "", certificates.capath or "", not certificates.allow_untrusted)
-    return _of_environment(secure) or _of_system(secure)
+    return _of_environment(secure)
+
+
+def system_trust() -> Trust:
+    """The trust anchors of the system, for a connection that certainly uses TLS. Raises as :func:`trust_for`."""
+    return _of_system(True)
 
 
 def _of_environment(secure: bool) -> Optional[Trust]:

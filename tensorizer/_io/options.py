@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
-from tensorizer._io.certificates import trust_for
+from tensorizer._io.certificates import Trust, named_trust, system_trust, trust_for
 from tensorizer._system import checks, config
 from tensorizer._system.threads import share_of_node
 from tensorizer._version import __version__
@@ -205,7 +205,8 @@ class HTTPOptions:
     ) -> _C.HttpOptions:
         """These settings for the C++ side, with the headers and certificates of one stream over them.
 
-        ``secure`` is false for an address of plain http, which needs no certificates, but for a proxy of https.
+        ``secure`` is false for an address of plain http, for which no certificate is looked for unless there is a proxy
+        of https, or a redirect leads to https.
         """
         from tensorizer import _C
 
@@ -225,10 +226,25 @@ class HTTPOptions:
             native.direct_nbytes = 1 << 63  # only libcurl speaks to proxies
         native.proxy = self.proxy
         native.no_proxy = self.no_proxy
-        secure = secure or (self.proxy or "").lower().startswith("https:")
-        trust = trust_for(certificate_handling or self.certificate_handling, secure=secure)
+        chosen = certificate_handling or self.certificate_handling
+        trust: Optional[Trust]
+        if secure or config.is_secure_proxy(self.proxy):
+            trust = trust_for(chosen)
+        elif self.proxy is None and config.http_proxy_is_secure():  # `no_proxy` may keep it out
+            trust = trust_for(chosen, secure=False)
+        else:
+            native.clear_needs_trust = False
+            trust = named_trust(chosen)
+            if trust is None:
+                native.trust_provider = _places_of_system
+                trust = Trust()
         native.ca_file, native.ca_path, native.verify_peer = trust.file, trust.path, trust.verify
         return native
+
+
+def _places_of_system() -> tuple[str, str]:
+    trust = system_trust()
+    return trust.file, trust.path
 
 
 _TIMES = ("retry_seconds", "first_answer_seconds", "first_retry_delay", "max_retry_delay", "hedge_after")

@@ -7,7 +7,10 @@ from typing import Optional
 
 from tensorizer._system import checks
 
-__all__ = ["env_int", "env_seconds", "env_text", "http_proxy_is_named"]
+__all__ = ["env_int", "env_seconds", "env_text", "http_proxy_is_named", "http_proxy_is_secure", "is_secure_proxy"]
+
+# What libcurl reads for plain HTTP, in its order.
+_HTTP_PROXIES = ("http_proxy", "all_proxy", "ALL_PROXY")
 
 
 def env_text(name: str) -> Optional[str]:
@@ -17,7 +20,17 @@ def env_text(name: str) -> Optional[str]:
 
 def http_proxy_is_named() -> bool:
     """Whether libcurl would find a proxy for plain HTTP in the environment (``no_proxy`` aside)."""
-    return any(env_text(name) for name in ("http_proxy", "all_proxy", "ALL_PROXY"))
+    return any(env_text(name) for name in _HTTP_PROXIES)
+
+
+def http_proxy_is_secure() -> bool:
+    """Whether that proxy is reached over TLS."""
+    return any(is_secure_proxy(env_text(name)) for name in _HTTP_PROXIES)
+
+
+def is_secure_proxy(url: Optional[str]) -> bool:
+    """Whether a proxy is one that is reached over TLS."""
+    return (url or "").lower().startswith("https:")
 
 
 def env_int(name: str, minimum: int, maximum: int = (1 << 63) - 1) -> Optional[int]:

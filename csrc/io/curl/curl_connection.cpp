@@ -31,7 +31,7 @@ CurlConnection::CurlConnection(CurlLane& lane, const ConnectOptions& options)
       error_text_(CURL_ERROR_SIZE, '\0') {
   CURL* easy = easy_.get();
   apply_common_options(easy, options.connect_timeout);
-  apply_trust(easy, options.trust);
+  apply_trust(easy, options.tls ? options.trust : CurlTrust::in_clear());
   curl_easy_setopt(easy, CURLOPT_URL, url_.c_str());
   curl_easy_setopt(easy, CURLOPT_CONNECT_ONLY, 1L);
   curl_easy_setopt(easy, CURLOPT_PROXY, "");  // those of the environment are for libcurl's HTTP

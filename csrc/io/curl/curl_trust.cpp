@@ -69,7 +69,7 @@ TrustPaths paths_of(const CurlTrust& trust) {
 
 // nullptr where libcurl has to read the anchors by itself, and to report what is wrong with them.
 UniqueStore make_store(const CurlTrust& trust) {
-  if (!trust.verify_peer || !libcurl_shares_openssl()) return nullptr;
+  if (!trust.reads_anchors || !trust.verify_peer || !libcurl_shares_openssl()) return nullptr;
   const TrustPaths paths = paths_of(trust);
   if (paths.file.empty() && paths.folder.empty()) return nullptr;
   UniqueStore store(X509_STORE_new());
@@ -146,6 +146,7 @@ CURLcode use_store(CURL*, void* context, void* store) noexcept {
 }  // namespace
 
 std::string CurlTrust::key() const {
+  if (!reads_anchors) return "in clear";
   const TrustPaths paths = paths_of(*this);
   std::string text = state_of(paths.file) + '\n' + state_of(paths.folder) + '\n';
   text += state_of(certificate_file) + '\n' + state_of(key_file) + '\n';

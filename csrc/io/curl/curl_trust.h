@@ -18,9 +18,13 @@ struct CurlTrust {
   std::string ca_path;
   bool verify_peer = true;
   bool verify_host = true;
+  // False for connections in clear: no anchors are read for them.
+  bool reads_anchors = true;
   // The client's own certificate and key, PEM; empty for none.
   std::string certificate_file;
   std::string key_file;
+
+  static CurlTrust in_clear() { return {.reads_anchors = false}; }
 
   // Equal for equal trust, as the files are now.
   std::string key() const;

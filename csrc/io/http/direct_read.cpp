@@ -147,7 +147,6 @@ ConnectOptions connect_options(const HttpOptions& options, const HostAndPath& ta
   ConnectOptions connect;
   connect.host = target.host;
   connect.port = target.port;
-  connect.trust = options.trust;
   connect.connect_timeout = options.connect_timeout;
   return connect;
 }

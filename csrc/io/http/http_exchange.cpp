@@ -62,9 +62,9 @@ void GatherCursor::seek(uint64_t position) noexcept {
   used_ = static_cast<size_t>(position);
 }
 
-void apply_connection_options(CURL* easy, const HttpOptions& options) {
+void apply_connection_options(CURL* easy, const HttpOptions& options, const HttpUrl& url) {
   apply_common_options(easy, options.connect_timeout);
-  apply_trust(easy, options.trust);
+  apply_trust(easy, options.trust_to(url.is_https()));
   curl_easy_setopt(easy, CURLOPT_FOLLOWLOCATION, 0L);
   curl_easy_setopt(easy, CURLOPT_SUPPRESS_CONNECT_HEADERS, 1L);
   curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, kReceiveBufferNbytes);
@@ -112,7 +112,7 @@ HttpExchange::~HttpExchange() {
 void HttpExchange::configure(const HttpRequest& request) {
   CURL* easy = easy_.get();
   const HttpUrl& url = *request.url;
-  apply_connection_options(easy, options_);
+  apply_connection_options(easy, options_, url);
   curl_easy_setopt(easy, CURLOPT_URL, url.text().c_str());
   curl_easy_setopt(easy, CURLOPT_USERAGENT, options_.user_agent.c_str());
   secrets_.push_back(url.query());

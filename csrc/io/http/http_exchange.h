@@ -161,6 +161,6 @@ class HttpExchange {
 HttpFailure failure_of_curl(CURLcode code, const std::string& text);
 
 // Settings that all requests share: connecting, TLS, proxies, HTTP version.
-void apply_connection_options(CURL* easy, const HttpOptions& options);
+void apply_connection_options(CURL* easy, const HttpOptions& options, const HttpUrl& url);
 
 }  // namespace tensorizer::io

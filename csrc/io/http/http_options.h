@@ -5,11 +5,13 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/sync.h"
 #include "io/curl/curl_trust.h"
 #include "io/retry.h"
 
@@ -17,6 +19,29 @@ namespace tensorizer::io {
 
 using HttpHeaderList = std::vector<std::pair<std::string, std::string>>;
 using HttpHeaderProvider = std::function<HttpHeaderList()>;
+
+// The trust anchors of the system, found when they are first needed. Safe from many threads.
+class LateTrust {
+ public:
+  explicit LateTrust(std::function<CurlTrust()> find) : find_(std::move(find)) {}
+
+  // Throws what the search throws; the next call searches again.
+  CurlTrust get() {
+    {
+      MutexLock lock(mutex_);
+      if (found_) return *found_;
+    }
+    CurlTrust found = find_();  // without the lock: it may wait for the interpreter
+    MutexLock lock(mutex_);
+    found_ = found;
+    return found;
+  }
+
+ private:
+  const std::function<CurlTrust()> find_;
+  Mutex mutex_;
+  std::optional<CurlTrust> found_ GUARDED_BY(mutex_);
+};
 
 enum class HttpVersion { automatic, http1, http2 };
 
@@ -56,13 +81,23 @@ struct HttpOptions {
 
   HttpVersion version = HttpVersion::automatic;
   CurlTrust trust;
+  // In place of `trust`, where only a redirect may lead to https.
+  std::shared_ptr<LateTrust> late_trust;
+  // Whether there may be a proxy of https before a server in clear.
+  bool clear_needs_trust = true;
   std::optional<std::string> proxy;     // nullopt: http_proxy and friends, as libcurl reads them
   std::optional<std::string> no_proxy;  // likewise
 
+  // The trust of a connection to a server. Throws what late_trust throws.
+  CurlTrust trust_to(bool https) const {
+    if (!https && !clear_needs_trust) return CurlTrust::in_clear();
+    return https && late_trust ? late_trust->get() : trust;
+  }
+
   // Equal where connections may be used by either.
   std::string connection_key() const {
-    return trust.key() + '\n' + proxy.value_or("\t") + '\n' + no_proxy.value_or("\t") + '\n' +
-           std::to_string(static_cast<int>(version));
+    return (late_trust ? "late" : trust.key()) + '\n' + proxy.value_or("\t") + '\n' +
+           no_proxy.value_or("\t") + '\n' + std::to_string(static_cast<int>(version));
   }
 };
 
