@@ -236,6 +236,15 @@ system_default = tls
 [tls]
 Unknown = yes
 """
+# Correct, and a policy that no server of today meets.
+POLICY = """openssl_conf = openssl_init
+[openssl_init]
+ssl_conf = ssl_module
+[ssl_module]
+system_default = tls
+[tls]
+Ciphersuites = TLS_AES_128_CCM_8_SHA256
+"""
 PROGRAM = """
 import sys
 from tensorizer import stream_io
@@ -270,18 +279,12 @@ def namespaces_work() -> bool:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not redis_is_installed(), reason="needs redis-server")
-def test_every_layout_of_certificates_serves_https_proxies_and_redis(tmp_path):
-    if not namespaces_work():
-        pytest.skip("needs root and mount namespaces")
+@pytest.fixture
+def peers(tmp_path):
+    """A function that runs PROGRAM against an https server, a proxy of https and Redis, and gives what it prints."""
+    if not redis_is_installed():
+        pytest.skip("needs redis-server")
     certificates = make_certificates(tmp_path)
-    work = tmp_path / "work"
-    work.mkdir()
-    layouts = dict(LAYOUTS)
-    if _C.default_certificates() == ("", ""):  # a wheel reads no openssl.cnf; a build with the system's does
-        (tmp_path / "hostile.cnf").write_text(HOSTILE)
-        layouts["hostile"] = f"{LAYOUTS['debian']}; cp {tmp_path}/hostile.cnf /etc/ssl/openssl.cnf"
     with (
         FaultyServer(b"over https", tls=certificates.context()) as server,
         tls_proxy(certificates.context()) as proxy,
@@ -294,14 +297,94 @@ def test_every_layout_of_certificates_serves_https_proxies_and_redis(tmp_path):
         single.mkdir()
         (single / "one.pem").write_bytes(certificates.authority.read_bytes())
         (single / "two.pem").write_bytes(redis.certificate.read_bytes())
-        for name, commands in layouts.items():
-            result = subprocess.run(
-                ["unshare", "--mount", "sh", "-c", f'{SETUP}{commands}\nexec "$@"', "sh", sys.executable, "-c",
-                 PROGRAM, server.url, proxy, redis.uri("model")],
-                env={**os.environ, "WORK": str(work), "CA": str(authorities), "SINGLE": str(single)},
-                capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
-            )  # fmt: skip
-            wanted = ["https b'over https'", "proxy b'over https'", "rediss b'over redis'"]
-            if name == "nothing":
-                wanted = ["https untrusted", "proxy untrusted", "rediss untrusted"]
-            assert result.stdout.splitlines() == wanted, (name, result.stdout, result.stderr)
+        (tmp_path / "work").mkdir()
+        paths = {"WORK": str(tmp_path / "work"), "CA": str(authorities), "SINGLE": str(single)}
+
+        def run(*prefix, **variables):
+            command = [*prefix, sys.executable, "-c", PROGRAM, server.url, proxy, redis.uri("model")]
+            environment = {**os.environ, **paths, **variables}
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path
+            )
+            return done.stdout.splitlines() or [done.stderr]
+
+        run.authorities = str(authorities)
+        yield run
+
+
+def in_layout(commands: str) -> tuple[str, ...]:
+    return ("unshare", "--mount", "sh", "-c", f'{SETUP}{commands}\nexec "$@"', "sh")
+
+
+TRUSTED = ["https b'over https'", "proxy b'over https'", "rediss b'over redis'"]
+
+
+@pytest.mark.slow
+def test_every_layout_of_certificates_serves_https_proxies_and_redis(peers):
+    if not namespaces_work():
+        pytest.skip("needs root and mount namespaces")
+    for name, commands in LAYOUTS.items():
+        wanted = [f"{way} untrusted" for way in ("https", "proxy", "rediss")] if name == "nothing" else TRUSTED
+        assert peers(*in_layout(commands)) == wanted, name
+
+
+# -- what the host says to OpenSSL -------------------------------------------------------------------------------------
+
+# Which is the promise of wheels alone: other builds follow the host's openssl.cnf, as docs/install.md says.
+needs_own_openssl = pytest.mark.skipif(
+    _C.default_certificates() != ("", ""), reason="this build has the system's OpenSSL, which obeys the host's settings"
+)
+# Libraries under the names of the system's, whose functions end the process.
+FAKE = """#include <stdlib.h>
+void SSL_CTX_new(void) { abort(); }
+void OPENSSL_init_crypto(void) { abort(); }
+void curl_easy_init(void) { abort(); }
+"""
+FAKE_NAMES = ("libssl.so.3", "libcrypto.so.3", "libcurl.so.4", "libssl.so.1.1", "libcrypto.so.1.1")
+
+
+def make_fakes(folder: Path) -> str:
+    folder.mkdir()
+    (folder / "fake.c").write_text(FAKE)
+    # With a version of their own, so that Python's modules refuse them where they are loaded, and not later.
+    (folder / "fake.map").write_text("FAKE_1 { global: SSL_*; OPENSSL_*; curl_*; local: *; };\n")
+    for name in FAKE_NAMES:
+        options = ["-shared", "-fPIC", f"-Wl,-soname,{name}", "-Wl,--version-script=fake.map"]
+        subprocess.run(["cc", *options, "-o", name, "fake.c"], check=True, cwd=folder, capture_output=True)
+    return str(folder)
+
+
+def test_a_folder_of_hostile_modules_changes_nothing(peers, tmp_path):
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    for name in ("default.so", "legacy.so", "fips.so", "base.so"):
+        (modules / name).write_bytes(b"no library")
+    assert peers(SSL_CERT_FILE=peers.authorities, OPENSSL_MODULES=str(modules)) == TRUSTED
+    assert peers(SSL_CERT_FILE=peers.authorities, OPENSSL_MODULES="/absent", OPENSSL_ENGINES="/absent") == TRUSTED
+
+
+@needs_own_openssl
+def test_a_wheel_reads_no_configuration_of_openssl_that_a_variable_names(peers, tmp_path):
+    trusted = {"SSL_CERT_FILE": peers.authorities, "OPENSSL_MODULES": str(tmp_path)}
+    for text in (POLICY, HOSTILE, "= no configuration ="):
+        (tmp_path / "hostile.cnf").write_text(text)
+        assert peers(OPENSSL_CONF=str(tmp_path / "hostile.cnf"), **trusted) == TRUSTED, text
+
+
+@needs_own_openssl
+def test_a_wheel_takes_no_library_of_openssl_or_curl_that_lies_in_the_path(peers, tmp_path):
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    assert peers(SSL_CERT_FILE=peers.authorities, LD_LIBRARY_PATH=make_fakes(tmp_path / "fakes")) == TRUSTED
+
+
+@pytest.mark.slow
+@needs_own_openssl
+def test_a_wheel_reads_no_configuration_of_openssl_in_its_usual_place(peers, tmp_path):
+    if not namespaces_work():
+        pytest.skip("needs root and mount namespaces")
+    for text in (POLICY, HOSTILE):
+        (tmp_path / "hostile.cnf").write_text(text)
+        for folder in ("/etc/ssl", "/etc/pki/tls"):
+            commands = f"{LAYOUTS['debian']}; mkdir -p {folder}; cp {tmp_path}/hostile.cnf {folder}/openssl.cnf"
+            assert peers(*in_layout(commands)) == TRUSTED, (folder, text)

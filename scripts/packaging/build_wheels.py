@@ -29,12 +29,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def source_names() -> list[str]:
-    """What the sources are: the files that git tracks or would track; without git, all that a sdist unpacked to."""
-    git = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    listed = subprocess.run(git, capture_output=True, text=True, check=False)
-    if listed.returncode == 0:
-        return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
-    return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()]
+    """What the sources are: the files that git tracks or would track; without git, all but hidden and built ones."""
+    listed = git("ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    if listed is not None:
+        return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+    paths = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+    built = ("build", "dist", "site", "wheels")
+    return [str(path) for path in paths if not path.parts[0].startswith(".") and path.parts[0] not in built]
+
+
+def git(*arguments: str) -> str | None:
+    """What git says of this repository; None where there is no git, or no repository."""
+    try:
+        asked = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return asked.stdout if asked.returncode == 0 else None
 
 
 def copy_sources(tree: Path) -> None:
@@ -55,9 +65,7 @@ def copy_sources(tree: Path) -> None:
 
 def commit_time() -> str:
     """Seconds since 1970: what every time in the wheel is set to."""
-    git = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
-    result = subprocess.run(git, capture_output=True, text=True, check=False)
-    return os.environ.get("SOURCE_DATE_EPOCH") or result.stdout.strip() or "315532800"
+    return os.environ.get("SOURCE_DATE_EPOCH") or (git("log", "-1", "--format=%ct") or "").strip() or "315532800"
 
 
 def builder_of(version: str, python: str, cache: Path) -> tuple[str, str]:

@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """Proves wheels: installs each in a clean virtual environment and in a bare Debian, and runs smoke.py there.
 
+The tests of certificates run with each wheel too, slow ones included: files where other distributions have them, and
+settings and libraries of the host that have to change nothing.
+
     wheel_test.py [--require-root] [--suite [--pytest ARGUMENTS]] WHEEL_OR_FOLDER ...
 
 Each wheel runs with its own Python: the one that runs this program, another one of this machine, or that of a release
@@ -53,6 +56,9 @@ from suite import run_suite  # noqa: E402
 SMOKE = Path(__file__).with_name("smoke.py")
 BARE = ("python3", "python3-venv")
 THIS = f"{sys.version_info[0]}.{sys.version_info[1]}"
+# The tests of certificates, slow ones included, and what they need beside the wheel's own requirements.
+CERTIFICATES = ("-m", "slow or not slow", "-rs", "tests/test_certificates.py")
+TEST_PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 
 
 class Lender(NamedTuple):
@@ -90,7 +96,7 @@ def lender_for(wheel: Path, cache: Path) -> Union[Lender, str]:
     interpreter = pythons_here().get(version)
     if interpreter is not None:
         folder = cache / "pythons" / version
-        failed = user_environment(version, interpreter, folder, requirements_of(wheel))
+        failed = user_environment(version, interpreter, folder, [*requirements_of(wheel), *TEST_PACKAGES])
     elif version in SUITES and can_make_roots():
         folder = kept_folder(SUITES[version]) / "packaging" / "pythons" / version
         command = ["python3", "scripts/packaging/environments.py", version, "python3", str(folder)]
@@ -203,6 +209,12 @@ def prove(wheel: Path, options: argparse.Namespace) -> None:
             for place, run in places.items():
                 print(f"== {wheel.name} in {place}", flush=True)
                 run(arguments)
+        if lender.interpreter is None:
+            print(f"skipped: certificates of other systems with {wheel.name}: its Python is in a root alone")
+        else:
+            print(f"== certificates and settings of other systems with {wheel.name}", flush=True)
+            if not run_suite(python, folder / "certificates", list(CERTIFICATES)):
+                sys.exit(f"{wheel.name}: the tests of certificates failed")
         if options.suite and lender.interpreter != sys.executable:
             print(f"skipped: the tests with {wheel.name}: matrix.py --wheels runs them with other Pythons")
         elif options.suite:
