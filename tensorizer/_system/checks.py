@@ -10,10 +10,9 @@ import math
 import operator
 from typing import Any, Optional
 
-__all__ = ["MAX_SECONDS", "integer", "seconds", "text", "wanted_seconds"]
+from tensorizer._system.config import MAX_SECONDS, wanted_seconds
 
-# Eleven days. What waits for longer has None, or no end.
-MAX_SECONDS = 1_000_000
+__all__ = ["integer", "seconds", "text"]
 
 
 def text(name: str, value: Any) -> str:
@@ -48,7 +47,7 @@ def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wa
 
 
 def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
-    """`value` as a time: at least 0, or above it, and at most :data:`MAX_SECONDS`.
+    """`value` as a time: at least 0, or above it, and at most ``config.MAX_SECONDS``.
 
     Raises:
         TypeError: It is no number.
@@ -66,11 +65,6 @@ def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
     if not (number > 0 if above_zero else number >= 0) or number > MAX_SECONDS:
         raise ValueError(f"{name}: wanted {wanted}, found {_shown(value)}")
     return number
-
-
-def wanted_seconds(above_zero: bool) -> str:
-    """What :func:`seconds` takes, in words."""
-    return f"a number {'above 0' if above_zero else '>= 0'} and up to {MAX_SECONDS:,} (seconds)"
 
 
 def _shown(number: Any) -> str:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import os
 from typing import Optional
 
-from tensorizer._system import checks
+__all__ = [
+    "MAX_SECONDS",
+    "env_int",
+    "env_seconds",
+    "env_text",
+    "http_proxy_is_named",
+    "http_proxy_is_secure",
+    "is_secure_proxy",
+    "wanted_seconds",
+]
 
-__all__ = ["env_int", "env_seconds", "env_text", "http_proxy_is_named", "http_proxy_is_secure", "is_secure_proxy"]
-
+# Eleven days. What waits for longer has None, or no end.
+MAX_SECONDS = 1_000_000
 # What libcurl reads for plain HTTP, in its order.
 _HTTP_PROXIES = ("http_proxy", "all_proxy", "ALL_PROXY")
 
@@ -53,7 +62,7 @@ def env_int(name: str, minimum: int, maximum: int = (1 << 63) - 1) -> Optional[i
 
 
 def env_seconds(name: str, *, above_zero: bool = False) -> Optional[float]:
-    """The variable as a time in seconds, as :func:`checks.seconds` takes it; ``None`` where unset.
+    """The variable as a time in seconds, at least 0 or above it; ``None`` where unset.
 
     Raises:
         ValueError: The text is no such number; the message names the variable.
@@ -62,7 +71,14 @@ def env_seconds(name: str, *, above_zero: bool = False) -> Optional[float]:
     if text is None:
         return None
     try:
-        return checks.seconds("", float(text), above_zero=above_zero)
+        value = float(text)
     except ValueError:
-        wanted = checks.wanted_seconds(above_zero)
-    raise ValueError(f"environment variable {name}: wanted {wanted}, found {text!r}")
+        value = -1.0
+    if not (value > 0 if above_zero else value >= 0) or value > MAX_SECONDS:
+        raise ValueError(f"environment variable {name}: wanted {wanted_seconds(above_zero)}, found {text!r}")
+    return value
+
+
+def wanted_seconds(above_zero: bool) -> str:
+    """Which times are taken, in words."""
+    return f"a number {'above 0' if above_zero else '>= 0'} and up to {MAX_SECONDS:,} (seconds)"
