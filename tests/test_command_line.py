@@ -632,3 +632,27 @@ def test_json_is_valid_whatever_the_values_and_names_are(tmp_path):
     assert document["files"][0]["tensor_count"] == 2
     copy = json.loads(run("convert", "--json", a, strange, "--force").stdout)
     assert copy["files"] == [str(strange)]
+
+
+def test_diff_compares_names_whether_a_tensor_is_stored_once_or_under_each(tmp_path):
+    shared = torch.arange(6.0)
+    tied, apart = {"a": shared, "b": shared, "c": torch.ones(2)}, {"a": shared, "b": shared.clone(), "c": torch.ones(2)}
+    files = [tmp_path / name for name in ("once.tensors", "once.safetensors", "twice.tensors", "apart.tensors")]
+    tensorizer.torch.save_file(tied, files[0])
+    tensorizer.torch.save_file(tied, files[1])
+    tensorizer.torch.save_file(tied, files[2], ties="twice")
+    tensorizer.torch.save_file(apart, files[3])
+    for one in files:
+        for other in files:
+            report = tensorizer.diff(one, other)
+            assert (report.ok, report.same) == (True, 3), (one, other, report)
+    other = tmp_path / "other.tensors"
+    tensorizer.torch.save_file({**apart, "b": shared + 1}, other)
+    for one in files:
+        report = tensorizer.diff(one, other)
+        assert [(change.name, change.what, change.max_abs) for change in report.changed] == [("b", "data", 1.0)]
+        assert (report.added, report.removed, report.same) == ((), (), 2)
+    tensorizer.torch.save_file({"b": shared, "d": shared}, other)
+    for one in files:
+        report = tensorizer.diff(one, other)
+        assert (report.added, report.removed, report.same) == (("d",), ("a", "c"), 1)

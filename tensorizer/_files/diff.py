@@ -70,6 +70,8 @@ def diff(
 ) -> DiffReport:
     """Compares names, dtypes, shapes and data. Payloads are read only where stored digests do not settle it.
 
+    Names that share one tensor are compared like all others, whether a file stores it once or under each name.
+
     Args:
         a: The first file: a path, URI, descriptor, open binary file object, a folder of shards or their index.
         b: The second file.
@@ -94,10 +96,15 @@ def diff(
         return _Comparison(first, second, rtol, atol, ignore_dtype).run(filter_func)
 
 
+_Pair = tuple[int, int]
+"""Entries of both files that some names stand for."""
+
+
 class _Comparison:
     def __init__(self, a: OpenedFile, b: OpenedFile, rtol: float, atol: float, ignore_dtype: bool) -> None:
         self._a, self._b = a, b
         self._rtol, self._atol, self._ignore_dtype = rtol, atol, ignore_dtype
+        self._names: dict[_Pair, list[Name]] = {}
         self._changed: list[Change] = []
         self._same = 0
         self._nbytes_read = 0
@@ -105,24 +112,25 @@ class _Comparison:
     def run(self, filter_func: Optional[FilterFuncType]) -> DiffReport:
         of_a = _chosen(self._a, filter_func)
         of_b = _chosen(self._b, filter_func)
-        comparable = []
         for name, i in of_a.items():
-            j = of_b.get(name)
-            if j is None:
-                continue
-            what = self._difference_of_form(i, j)
+            if name in of_b:
+                self._names.setdefault((i, of_b[name]), []).append(name)
+        comparable = []
+        for pair in self._names:
+            what = self._difference_of_form(*pair)
             if what is None:
-                comparable.append((i, j))
+                comparable.append(pair)
             else:
-                self._note(i, j, what, None, None)
+                self._note(pair, what, None, None)
         for pairs in runs(self._without_equal_digests(comparable), self._nbytes_of, BATCH_NBYTES):
             self._compare(pairs)
+        order = {name: position for position, name in enumerate(of_a)}
         return DiffReport(
             a=self._a.label,
             b=self._b.label,
             added=tuple(name for name in of_b if name not in of_a),
             removed=tuple(name for name in of_a if name not in of_b),
-            changed=tuple(sorted(self._changed, key=lambda change: of_a[change.name])),
+            changed=tuple(sorted(self._changed, key=lambda change: order[change.name])),
             same=self._same,
             nbytes_read=self._nbytes_read,
         )
@@ -134,56 +142,60 @@ class _Comparison:
             return "dtype"
         return None
 
-    def _without_equal_digests(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _without_equal_digests(self, pairs: Sequence[_Pair]) -> list[_Pair]:
         """The pairs that remain; digests cover record headers too, so different ones prove nothing."""
         if not all(file.index.stores_hashes and file.readable for file in (self._a, self._b)):
             return list(pairs)
-        self._a.read_headers(sorted(i for i, _ in pairs))
-        self._b.read_headers(sorted(j for _, j in pairs))
+        self._a.read_headers(sorted({i for i, _ in pairs}))
+        self._b.read_headers(sorted({j for _, j in pairs}))
         remaining = []
-        for i, j in pairs:
-            digest = self._a.sha256(i)
-            if digest is not None and digest == self._b.sha256(j):
-                self._same += 1
+        for pair in pairs:
+            digest = self._a.sha256(pair[0])
+            if digest is not None and digest == self._b.sha256(pair[1]):
+                self._same += len(self._names[pair])
             else:
-                remaining.append((i, j))
+                remaining.append(pair)
         return remaining
 
-    def _compare(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def _compare(self, pairs: Sequence[_Pair]) -> None:
         # Files may hold their tensors in different orders, and are read in their own.
-        tensors_a = _read(self._a, sorted(i for i, _ in pairs))
-        tensors_b = _read(self._b, sorted(j for _, j in pairs))
-        for i, j in pairs:
-            self._nbytes_read += self._a.index.data_nbytes(i) + self._b.index.data_nbytes(j)
-            x, y = tensors_a.pop(i), tensors_b.pop(j)
+        tensors_a = self._read(self._a, sorted({i for i, _ in pairs}))
+        tensors_b = self._read(self._b, sorted({j for _, j in pairs}))
+        for pair in pairs:
+            x, y = tensors_a[pair[0]], tensors_b[pair[1]]
             if x.dtype == y.dtype and _same_bits(x, y):
-                self._same += 1
+                self._same += len(self._names[pair])
                 continue
             equal, max_abs, max_rel = _distance(x, y, self._rtol, self._atol)
             if equal:
-                self._same += 1
+                self._same += len(self._names[pair])
             else:
-                self._note(i, j, "data", max_abs, max_rel)
+                self._note(pair, "data", max_abs, max_rel)
 
-    def _nbytes_of(self, pair: tuple[int, int]) -> int:
+    def _read(self, file: OpenedFile, entries: Sequence[int]) -> dict[int, torch.Tensor]:
+        self._nbytes_read += sum(map(file.index.data_nbytes, entries))
+        return dict(zip(entries, file.read(entries, verify=False)))
+
+    def _nbytes_of(self, pair: _Pair) -> int:
         return int(self._a.index.loaded_nbytes(pair[0]) + self._b.index.loaded_nbytes(pair[1]))
 
-    def _note(self, i: int, j: int, what: str, max_abs: Optional[float], max_rel: Optional[float]) -> None:
-        self._changed.append(Change(self._a.name(i), what, _form(self._a, i), _form(self._b, j), max_abs, max_rel))
+    def _note(self, pair: _Pair, what: str, max_abs: Optional[float], max_rel: Optional[float]) -> None:
+        forms = _form(self._a, pair[0]), _form(self._b, pair[1])
+        self._changed += [Change(name, what, *forms, max_abs, max_rel) for name in self._names[pair]]
 
 
 def _chosen(file: OpenedFile, filter_func: Optional[FilterFuncType]) -> dict[Name, int]:
-    """The tensors to compare, by name, in file order."""
-    named = ((i, file.name(i)) for i in file.entries)
-    return {name: i for i, name in named if filter_func is None or filter_func(name)}
+    """Where the data of each name to compare are, aliases among the names."""
+    container = file.container
+    return {
+        name: i if container.is_stored(i) else container.targets[i]
+        for i, name in enumerate(container.names)
+        if filter_func is None or filter_func(name)
+    }
 
 
 def _form(file: OpenedFile, i: int) -> str:
     return f"{dtype_text(file.stored_dtype(i))} {list(file.shape(i))}"
-
-
-def _read(file: OpenedFile, entries: Sequence[int]) -> dict[int, torch.Tensor]:
-    return dict(zip(entries, file.read(entries, verify=False)))
 
 
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
