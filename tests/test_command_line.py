@@ -656,3 +656,45 @@ def test_diff_compares_names_whether_a_tensor_is_stored_once_or_under_each(tmp_p
     for one in files:
         report = tensorizer.diff(one, other)
         assert (report.added, report.removed, report.same) == (("d",), ("a", "c"), 1)
+
+
+def test_a_new_key_stays_only_where_something_was_encrypted_with_it(tmp_path, model, key_file, monkeypatch):
+    encrypted = write(tmp_path / "encrypted.tensors", {"a": torch.ones(2)}, encryption=EncryptionParams(KEY))
+    damaged = tmp_path / "damaged.tensors"
+    damaged.write_bytes(model.read_bytes()[:-5000])
+    (tmp_path / "out").mkdir()
+    existing = tmp_path / "out" / "existing.tensors"
+    existing.write_bytes(b"old")
+    target, key = tmp_path / "out" / "m.tensors", tmp_path / "new.key"
+    refused = (
+        ("encrypt", damaged, target, "--generate-key", key),
+        ("encrypt", encrypted, target, "--generate-key", key),
+        ("encrypt", "/nowhere", tmp_path / "other" / "m.tensors", "--generate-key", key),
+        ("convert", damaged, target, "--generate-key", key),
+        ("convert", model, existing, "--generate-key", key),
+        ("convert", model, tmp_path / "out" / "m.safetensors", "--generate-key", key),
+        ("rekey", damaged, target, "--key-file", key_file, "--new-generate-key", key),
+        ("rekey", model, target, "--key-file", key_file, "--new-generate-key", key),
+    )
+    for command in refused:
+        result = run(*command)
+        assert result.returncode not in (0, 2), (command, result)
+        assert not key.exists(), (command, result)
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [existing.name]
+    assert run("convert", "--dry-run", model, target, "--generate-key", key).returncode == 0
+    assert not key.exists()
+    key.write_bytes(b"of somebody else")
+    assert run("encrypt", model, target, "--generate-key", key).returncode == 6
+    assert key.read_bytes() == b"of somebody else"
+    key.unlink()
+
+    def fail(*_, **__):
+        raise OSError("the disk is gone")
+
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text("{}")
+    (tmp_path / "source" / "model.tensors").write_bytes(model.read_bytes())
+    monkeypatch.setattr("tensorizer._files.convert.copy_file", fail)  # when the tensors are there already
+    result = run("convert", "--all", tmp_path / "source", target, "--generate-key", key)
+    assert result.returncode == 3
+    assert run("verify", target, "--key-file", key).returncode == 0

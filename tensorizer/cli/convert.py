@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.exit_codes import OK
-from tensorizer.cli.keys import add_key_options, decryption, encryption
+from tensorizer.cli.keys import add_key_options, decryption, encryption, removing_unused_key
 from tensorizer.cli.options import add_common, add_force, stream_options
 from tensorizer.cli.output import Output, escaped
 
@@ -65,26 +65,28 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     options = stream_options(arguments, arguments.source, arguments.target)
     encrypted = is_encrypted(arguments.source, options)
     key = decryption(arguments, output, encrypted, prefix="in-", what=escaped(shown_uri(arguments.source)))
-    report = convert(
-        arguments.source,
-        arguments.target,
-        format=arguments.to,
-        dtype=None if arguments.dtype is None else getattr(torch, _DTYPES[arguments.dtype]),
-        max_shard_size=arguments.max_shard_size,
-        ties=arguments.ties,
-        encryption=None if arguments.dry_run else encryption(arguments, output),
-        decryption=key,
-        all_files=arguments.all_files,
-        check=not arguments.no_check,
-        keep_order=arguments.keep_order,
-        flatten=arguments.flatten,
-        key=arguments.key,
-        skip_non_tensors=arguments.skip_non_tensors,
-        dry_run=arguments.dry_run,
-        force=arguments.force,
-        progress=output.progress(),
-        stream_options=options,
-    )
+    new_key = None if arguments.dry_run else encryption(arguments, output)
+    with removing_unused_key(None if new_key is None else arguments.generate_key, arguments.target, output):
+        report = convert(
+            arguments.source,
+            arguments.target,
+            format=arguments.to,
+            dtype=None if arguments.dtype is None else getattr(torch, _DTYPES[arguments.dtype]),
+            max_shard_size=arguments.max_shard_size,
+            ties=arguments.ties,
+            encryption=new_key,
+            decryption=key,
+            all_files=arguments.all_files,
+            check=not arguments.no_check,
+            keep_order=arguments.keep_order,
+            flatten=arguments.flatten,
+            key=arguments.key,
+            skip_non_tensors=arguments.skip_non_tensors,
+            dry_run=arguments.dry_run,
+            force=arguments.force,
+            progress=output.progress(),
+            stream_options=options,
+        )
     print_report(report, output)
     return OK
 

@@ -8,7 +8,7 @@ from typing import Any, Optional
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.convert import print_report
 from tensorizer.cli.exit_codes import OK
-from tensorizer.cli.keys import add_key_options, decryption, encryption
+from tensorizer.cli.keys import add_key_options, decryption, encryption, removing_unused_key
 from tensorizer.cli.options import add_common, add_force, stream_options
 from tensorizer.cli.output import Output, escaped
 
@@ -64,7 +64,9 @@ def _add(
 
 def run_encrypt(arguments: argparse.Namespace, output: Output) -> int:
     _check_target(arguments)
-    return _recrypt(arguments, output, None, _new_key(arguments, output, ""))
+    key = _new_key(arguments, output, "")
+    with removing_unused_key(arguments.generate_key, arguments.target, output):
+        return _recrypt(arguments, output, None, key)
 
 
 def run_decrypt(arguments: argparse.Namespace, output: Output) -> int:
@@ -75,7 +77,9 @@ def run_decrypt(arguments: argparse.Namespace, output: Output) -> int:
 def run_rekey(arguments: argparse.Namespace, output: Output) -> int:
     _check_target(arguments)
     old = _old_key(arguments, output)
-    return _recrypt(arguments, output, old, _new_key(arguments, output, "new-"))
+    new = _new_key(arguments, output, "new-")
+    with removing_unused_key(arguments.new_generate_key, arguments.target, output):
+        return _recrypt(arguments, output, old, new)
 
 
 def _check_target(arguments: argparse.Namespace) -> None:

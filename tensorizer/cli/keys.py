@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import os
 import stat
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from tensorizer._system.config import env_text
 from tensorizer.cli.exit_codes import UsageError
-from tensorizer.cli.output import Output
+from tensorizer.cli.output import Output, escaped
 
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams, EncryptionParams
 
-__all__ = ["Secret", "add_key_options", "decryption", "encryption", "given", "write_new_key"]
+__all__ = ["Secret", "add_key_options", "decryption", "encryption", "given", "removing_unused_key", "write_new_key"]
 
 _KEY_NBYTES = 32
 _KINDS = ("key_file", "key_env", "passphrase_file", "passphrase_env")
@@ -97,7 +99,7 @@ def encryption(
     if path:
         params = EncryptionParams.random()
         write_new_key(path, params.key)
-        output.note(f"wrote a new key to {path}")
+        output.note(f"wrote a new key to {escaped(path)}")
         return params
     secret = _from_arguments(arguments, output, prefix)
     if secret is None and required:
@@ -112,6 +114,35 @@ def encryption(
     if secret.is_key:
         return EncryptionParams(secret.value)
     return EncryptionParams.from_string(secret.value, opslimit, memlimit)
+
+
+@contextlib.contextmanager
+def removing_unused_key(path: Optional[str], target: str, output: Output) -> Iterator[None]:
+    """Removes the key file that :func:`encryption` made where the block fails and the folder of `target` is as before.
+
+    Nobody can tell that of a store: there a key stays.
+    """
+    before = _files_around(target)
+    try:
+        yield
+    except BaseException:
+        if path and before is not None and _files_around(target) == before:
+            os.unlink(path)
+            output.note(f"removed the new key {escaped(path)}: nothing was encrypted with it")
+        raise
+
+
+def _files_around(target: str) -> Optional[dict[str, tuple[int, int, int]]]:
+    """What tells the files in the folder of a local target from others; ``None`` for other targets."""
+    if "://" in target:
+        return None
+    folder = target if os.path.isdir(target) else os.path.dirname(os.path.realpath(target))
+    try:
+        with os.scandir(folder) as entries:
+            facts = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+    except OSError:
+        return {}
+    return {name: (fact.st_ino, fact.st_size, fact.st_mtime_ns) for name, fact in facts.items()}
 
 
 def write_new_key(path: str, key: bytes) -> None:
