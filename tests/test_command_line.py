@@ -698,3 +698,35 @@ def test_a_new_key_stays_only_where_something_was_encrypted_with_it(tmp_path, mo
     result = run("convert", "--all", tmp_path / "source", target, "--generate-key", key)
     assert result.returncode == 3
     assert run("verify", target, "--key-file", key).returncode == 0
+
+
+def test_standard_streams_are_for_cp_alone(model, tmp_path, key_file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in (
+        ("convert", model, "-"),
+        ("convert", "-", "m.tensors"),
+        ("encrypt", model, "-", "--key-file", key_file),
+        ("decrypt", "-", "m.tensors", "--key-file", key_file),
+        ("rekey", model, "-", "--key-file", key_file),
+        ("inspect", "-"),
+        ("verify", "-"),
+        ("diff", model, "-"),
+        ("bench", "-"),
+    ):
+        result = run(*command)
+        assert result.returncode == 2, (command, result)
+        assert b"./-" in result.stderr
+    assert not (tmp_path / "-").exists()
+    assert run("convert", model, "./-").returncode == 0
+    assert run("inspect", "./-").returncode == 0
+
+
+def test_named_pipes_are_refused_and_not_waited_for(model, tmp_path, key_file):
+    for name in ("pipe.tensors", "pipe.bin", "pytorch_model.bin.index.json", "model.safetensors.index.json"):
+        os.mkfifo(tmp_path / name)
+        for command in (("inspect",), ("verify",), ("convert",), ("diff", model), ("cp",), ("bench",)):
+            target = [tmp_path / "out"] if command[0] in ("convert", "cp") else []
+            result = run(*command, tmp_path / name, *target)
+            assert result.returncode == 3, (name, command, result)
+            assert b"pipe" in result.stderr
+        (tmp_path / name).unlink()

@@ -595,3 +595,32 @@ def test_text_that_is_no_unicode_is_refused_by_name_before_anything_is_written(t
         with pytest.raises(UnsupportedContentError, match=r"half \\\\?ud800"):
             save_file(state, tmp_path / "m.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+class Wrapper(torch.Tensor):
+    """Stands for another tensor, which it gives when it is detached."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain = [arg.inner if isinstance(arg, cls) else arg for arg in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_wrappers_around_tensors_share_no_memory_unless_what_they_stand_for_does(tmp_path):
+    base = torch.arange(8.0)
+    for name in FORMATS:
+        state = {"a": Wrapper(torch.ones(2)), "b": Wrapper(torch.zeros(3))}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            save_file(state, tmp_path / name)
+        assert_same(load_file(tmp_path / name), {"a": torch.ones(2), "b": torch.zeros(3)})
+        with pytest.warns(UserWarning, match="'a', 'b'"):
+            save_file({"a": Wrapper(base[:5]), "b": Wrapper(base[3:])}, tmp_path / name)
+        assert_same(load_file(tmp_path / name), {"a": base[:5], "b": base[3:]})

@@ -45,7 +45,7 @@ def pickled_files(source: Any) -> list[str]:
             return []
         found = [name for name in names if name.endswith(_INDEX)] or [n for n in names if n.endswith(_EXTENSIONS)]
         return pickled_files(os.path.join(path, found[0])) if len(found) == 1 else []
-    if path.endswith(_INDEX):
+    if path.endswith(_INDEX) and os.path.isfile(path):
         return _files_of_index(path)
     return [path] if _is_pickle(path) else []
 
@@ -67,6 +67,8 @@ def _files_of_index(path: str) -> list[str]:
 
 
 def _is_pickle(source: str) -> bool:
+    if not os.path.isfile(source):  # opening a pipe would wait for its writer
+        return False
     try:
         with open(source, "rb") as file:
             head = file.read(4)

@@ -96,12 +96,13 @@ def _overlapping(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of tensors whose areas of one storage overlap, in the order of their addresses."""
     areas: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
-        if tensor.numel() == 0:
+        tensor = tensor.detach()  # some wrappers give the tensor that they stand for
+        address = 0 if tensor.numel() == 0 else tensor.untyped_storage().data_ptr()
+        if address == 0:
             continue
         begin = int(tensor.storage_offset()) * tensor.element_size()
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) * tensor.element_size()
-        storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        areas.setdefault(storage, []).append((begin, begin + int(last) + tensor.element_size(), name))
+        areas.setdefault((tensor.device, address), []).append((begin, begin + int(last) + tensor.element_size(), name))
     found: list[str] = []
     for runs in areas.values():
         runs.sort()

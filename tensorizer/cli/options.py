@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, Optional
 
+from tensorizer.cli.exit_codes import UsageError
+
 __all__ = ["add_common", "add_force", "add_source_options", "stream_options"]
 
 
@@ -40,7 +42,13 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def stream_options(arguments: argparse.Namespace, *uris: str) -> Optional[dict[str, Any]]:
-    """The keywords for opening `uris`; ``None`` where none of them is in a store."""
+    """The keywords for opening `uris`; ``None`` where none of them is in a store.
+
+    Raises:
+        UsageError: One is ``-``, which only ``cp`` takes for a standard stream.
+    """
+    if "-" in uris and arguments.command != "cp":
+        raise UsageError("- is standard input or output for cp alone; a file of that name is ./-")
     if not any(uri.lower().startswith("s3://") for uri in uris):
         return None
     chosen = {"s3_endpoint": arguments.s3_endpoint, "s3_profile": arguments.s3_profile}
