@@ -8,7 +8,7 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
-from typing import Any, Optional, Union
+from typing import Any, NoReturn, Optional, SupportsIndex, Union
 
 import numpy as np
 import torch
@@ -195,6 +195,9 @@ class TensorSerializer:
         self._closed = True
         if self._unclosed is not None:
             self._unclosed.detach()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} has an open file and can be neither copied nor pickled")
 
     def __del__(self) -> None:
         # Completed calls left complete content; an upload that nobody closed is not completed by chance.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
+import copy
+import gc
 import io
 import logging
+import pickle
 import traceback
 
 import pytest
@@ -210,3 +214,23 @@ def test_keys_in_the_wrong_place_of_an_s3_call_are_not_shown(tmp_path, caplog, m
     for kind in (TensorDeserializer, TensorSerializer, open_stream):
         assert_no_secret(lambda kind=kind: kind(f"file://user:{SECRET}@host/x"), "host")
     assert SECRET not in caplog.text
+
+
+def test_what_has_an_open_file_is_neither_copied_nor_pickled_and_stays_open(path, tmp_path):
+    with TensorSerializer(tmp_path / "other") as serializer, TensorDeserializer(path, "cpu", lazy_load=True) as file:
+        for opened in (serializer, file):
+            for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+                assert_words(message(TypeError, attempt, opened), type(opened).__name__, "copied", "pickled")
+        gc.collect()
+        serializer.write_state_dict(dict(file))
+
+
+def test_a_device_that_is_full_is_named():
+    def write(target):
+        with TensorSerializer(target) as serializer:
+            serializer.write_state_dict({"a": torch.ones(3_000_000)})
+
+    assert_words(message(OSError, write, "/dev/full"), "No space left", "/dev/full")
+    for buffering in (0, 4096):
+        with contextlib.suppress(OSError), open("/dev/full", "rb+", buffering=buffering) as file:
+            assert_words(message(OSError, write, file), "No space left", "/dev/full")

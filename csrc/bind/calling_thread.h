@@ -61,7 +61,7 @@ class CallingThread final : public Caller {
   struct Work {
     const std::function<void()>* function;
     bool done = false;
-    std::exception_ptr error;
+    std::exception_ptr error = nullptr;
   };
 
   Mutex mutex_;

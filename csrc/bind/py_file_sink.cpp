@@ -59,7 +59,7 @@ void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slice
 void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from, const std::stop_token& stop) {
   if (from.empty()) return;
   MutexLock lock(mutex_);
-  on_calling_thread([&] {
+  const auto write = [&] {
     call_method("seek", {file_.ptr(), py::int_(offset).ptr()});
     while (!from.empty()) {
       throw_if_stopped(stop);
@@ -75,7 +75,8 @@ void PyFileSink::write_locked(uint64_t offset, io::ConstSlice from, const std::s
                     name_);
       from = from.subspan(n);
     }
-  });
+  };
+  on_calling_thread([&] { with_name_in_errors(name_, write); });
 }
 
 void PyFileSink::reserve(uint64_t /*end*/) {
@@ -101,10 +102,11 @@ void PyFileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to,
 
 void PyFileSink::publish(uint64_t end, const std::stop_token& /*stop*/) {
   MutexLock lock(mutex_);
-  on_calling_thread([&] {
+  const auto flush = [&] {
     call_method("seek", {file_.ptr(), py::int_(end).ptr()});
     if (py::hasattr(file_, "flush")) call_method("flush", {file_.ptr()});
-  });
+  };
+  on_calling_thread([&] { with_name_in_errors(name_, flush); });
 }
 
 }  // namespace tensorizer::bind

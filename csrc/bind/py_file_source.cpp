@@ -5,6 +5,7 @@
 
 #include "bind/calling_thread.h"
 #include "bind/gil.h"
+#include "bind/names.h"
 #include "core/error.h"
 #include "core/stop.h"
 
@@ -54,6 +55,14 @@ std::optional<size_t> call_with_view(const py::object& method, const py::memoryv
   return static_cast<size_t>(n);
 }
 
+void name_os_error(const py::object& error, const std::string& name) {
+  try {
+    if (error.attr("errno").is_none() || !error.attr("filename").is_none()) return;
+    error.attr("filename") = shown(name);
+  } catch (py::error_already_set&) {  // an exception of somebody's own kind stays as it is
+  }
+}
+
 PyFileSource::PyFileSource(py::object file, std::string name)
     : file_(std::move(file)),
       name_(std::move(name)),
@@ -94,7 +103,7 @@ void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
 
 void PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop) {
   MutexLock lock(mutex_);
-  on_calling_thread([&] {
+  const auto fill = [&] {
     call_method("seek", {file_.ptr(), py::int_(offset).ptr()});
     while (!into.empty()) {
       throw_if_stopped(stop);
@@ -106,7 +115,8 @@ void PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_
       into = into.subspan(got);
       bytes_read_.fetch_add(got, std::memory_order_relaxed);
     }
-  });
+  };
+  on_calling_thread([&] { with_name_in_errors(name_, fill); });
 }
 
 size_t PyFileSource::read_some(uint64_t offset, io::Slice into) {

@@ -20,6 +20,20 @@ namespace tensorizer::bind {
 std::optional<size_t> call_with_view(const pybind11::object& method,
                                      const pybind11::memoryview& view, const std::string& name);
 
+// Gives an OSError of the system that names no file a name. REQUIRES: the interpreter lock is held.
+void name_os_error(const pybind11::object& error, const std::string& name);
+
+// fn(), a use of a file object, whose errors of the system get its name: those of plain file
+// objects have none. REQUIRES: the interpreter lock is held.
+template <class Fn>
+void with_name_in_errors(const std::string& name, Fn&& fn) {
+  try {
+    fn();
+  } catch (pybind11::error_already_set& raised) {
+    if (raised.matches(PyExc_OSError)) name_os_error(raised.value(), name);
+    throw;
+  }
+}
 class PyFileSource final : public io::RangeSource {
  public:
   // `file` offers seek and readinto (or read). REQUIRES: the interpreter lock is held.
