@@ -127,7 +127,8 @@ def open_stream(
       :class:`~tensorizer.TensorSerializer` is given the new stream, an upload in parts while it writes;
     - ``redis``, ``rediss``: ``RedisStreamFile``, mode ``rb`` only;
     - ``file``, ``local``: the local path in it;
-    - every other scheme (``gs``, ``az``, ``hf``, ``memory``, ...) goes to the optional package ``fsspec``.
+    - every other scheme (``gs``, ``az``, ``hf``, ``memory``, ...) goes to the optional package ``fsspec``, and so do
+      its chains of schemes (``simplecache::gs``).
 
     Arguments that the kind of stream has no use for are ignored, so that callers can pass the same ones always.
 

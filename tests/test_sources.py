@@ -11,7 +11,7 @@ import samples
 import torch
 from samples import WRONG_ANSWERS, assert_released, assert_same, load, state_dict_bytes, tensor
 
-from tensorizer import TensorDeserializer, stream_io
+from tensorizer import TensorDeserializer, TensorSerializer, stream_io
 
 VALUES = {"a": tensor((5, 3), seed=1), "b": tensor((700_000,), torch.uint8), "c": tensor((), torch.int64)}
 DATA = state_dict_bytes(VALUES)
@@ -484,3 +484,6 @@ def test_text_behind_a_wrapper_is_a_type_error_that_says_how_to_open_it():
         stream.seek(0)
         with pytest.raises(TypeError, match=r"read\(\), found str; open the file in binary mode"):
             TensorDeserializer(stream, device="cpu")
+    for make in (tempfile.NamedTemporaryFile, tempfile.SpooledTemporaryFile):
+        with make(mode="w+") as stream, pytest.raises(TypeError, match=r"wanted a binary file.*text"):
+            TensorSerializer(stream)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
-from tensorizer._io.sources import describe, is_path, real_file
+from tensorizer._io.sources import describe, inside, is_path, real_file
 from tensorizer._io.stream_options import check_stream_options
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
@@ -177,6 +177,10 @@ def _check_object(file_obj: Any) -> None:
         raise ValueError(f"wanted a binary file opened with mode {_MODE_WANTED}, found a text file (mode {mode!r})")
     if not hasattr(file_obj, "write"):
         raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
+    if isinstance(inside(file_obj), io.TextIOBase):
+        raise TypeError(
+            f"wanted a binary file opened with mode {_MODE_WANTED}, found text in {type(file_obj).__name__}"
+        )
     if isinstance(mode, str) and "a" in mode and not mode.startswith("unknown"):
         raise ValueError(f"wanted a file opened with mode {_MODE_WANTED}, found append mode {mode!r}")
     for ability in ("readable", "writable"):

@@ -17,7 +17,7 @@ from tensorizer._io.uri import scheme_of
 from tensorizer._system.os_errors import stream_errors
 from tensorizer._system.paths import expanded
 
-__all__ = ["OpenedSource", "describe", "is_path", "open_source", "real_file"]
+__all__ = ["OpenedSource", "describe", "inside", "is_path", "open_source", "real_file"]
 
 
 class OpenedSource(NamedTuple):
@@ -83,14 +83,20 @@ def _open_path(path: str) -> OpenedSource:
     return OpenedSource(source, 0, None, source.close)
 
 
+def inside(file_obj: Any) -> Any:
+    """The file in one of the wrappers that are known; else the object itself."""
+    if isinstance(file_obj, (tempfile._TemporaryFileWrapper, tempfile.SpooledTemporaryFile, UploadOnClose)):
+        return getattr(file_obj, "file", None) or getattr(file_obj, "_file", None)
+    return file_obj
+
+
 def real_file(file_obj: Any) -> Optional[int]:
     """The descriptor of a plain file object over a regular file, else ``None``.
 
     Only Python's own file classes are trusted, and subclasses that leave their methods alone: other objects may offer
     the descriptor of something they transform.
     """
-    if isinstance(file_obj, (tempfile._TemporaryFileWrapper, tempfile.SpooledTemporaryFile, UploadOnClose)):
-        file_obj = getattr(file_obj, "file", None) or getattr(file_obj, "_file", None)
+    file_obj = inside(file_obj)
     raw = getattr(file_obj, "raw", file_obj)
     if not (_is_plain(file_obj, _FILE_CLASSES) and _is_plain(raw, (io.FileIO,))):
         return None
