@@ -730,3 +730,28 @@ def test_named_pipes_are_refused_and_not_waited_for(model, tmp_path, key_file):
             assert result.returncode == 3, (name, command, result)
             assert b"pipe" in result.stderr
         (tmp_path / name).unlink()
+
+
+def test_pickles_need_a_torch_that_reads_them_safely(tmp_path, monkeypatch):
+    torch.save({"a": torch.ones(2)}, tmp_path / "m.bin")
+    monkeypatch.setattr(torch, "__version__", "2.5.1")
+    result = run("convert", tmp_path / "m.bin", tmp_path / "m.tensors")
+    assert result.returncode == 3
+    assert b"torch 2.6 or later" in result.stderr
+
+
+def test_names_that_are_no_unicode_are_shown_by_every_command(tmp_path):
+    name = "half \ud800"
+    path = write(tmp_path / "m.tensors", {name: torch.ones(2)})
+    for command in (("inspect",), ("verify",), ("diff", path), ("inspect", "--group", "--long")):
+        assert run(*command, path).returncode == 0, command
+        assert run(*command, "--json", path).returncode == 0, command
+    tensors = json.loads(run("inspect", "--json", path).stdout)["files"][0]["tensors"]
+    assert [tensor["name"] for tensor in tensors] == [name]
+    assert b"half \\ud800" in run("inspect", path).stdout
+    assert run("convert", path, tmp_path / "other.tensors").returncode == 0
+    assert run("convert", path, tmp_path / "m.safetensors").returncode == 6
+    path.write_bytes(path.read_bytes()[:-40])
+    for command in (("verify",), ("convert", "--json")):
+        target = [tmp_path / "out.tensors"] if command[0] == "convert" else []
+        assert run(*command, path, *target).returncode in (1, 4), command

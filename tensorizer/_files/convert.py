@@ -122,6 +122,7 @@ def convert(
         HashMismatchError: The source does not agree with its digests, or the target with what was written.
         CryptographyError: A key is missing, wrong or not wanted.
         FormatError: The source is no file of tensors.
+        ImportError: The source is pickled, and this torch is one that cannot read such files safely.
         OSError: It cannot be read or written.
         ValueError: An argument that is none of those above; `all_files` of a source that is not local.
     """

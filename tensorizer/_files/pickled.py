@@ -95,7 +95,7 @@ def read_pickled(
     Raises:
         FormatError: Not readable without running code from it, or no state dict in it.
         UnsupportedContentError: Leaves that are no tensors, or tensors that no file can hold (sparse, quantised).
-        RuntimeError: A torch in which such files cannot be read safely.
+        ImportError: A torch in which such files cannot be read safely.
     """
     _check_torch()
     tensors: dict[str, torch.Tensor] = {}
@@ -165,6 +165,6 @@ def _is_zip(path: Any) -> bool:
 def _check_torch() -> None:
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version is None or (int(version[1]), int(version[2])) < _SAFE_TORCH:
-        raise RuntimeError(
+        raise ImportError(
             f"reading .pt and .bin files safely needs torch 2.6 or later (CVE-2025-32434), this is {torch.__version__}"
         )
