@@ -50,9 +50,9 @@ def takes_state_dicts_itself(model: torch.nn.Module) -> bool:
 class _Ways(NamedTuple):
     """What modules do with a state dict in ways of their own, so that names and shapes do not tell what fits."""
 
-    whole: bool  # the model takes the state dict itself, or changes what was found missing afterwards
-    below: tuple[str, ...]  # beginnings of the names that modules rename, or give other shapes
-    hooks: bool
+    whole: bool  # the class has a load_state_dict of its own
+    below: tuple[str, ...]  # beginnings of the names that modules may rename, or give other shapes
+    hooks: bool  # some may change what was found missing, when all is loaded
 
     @classmethod
     def of(cls, model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> _Ways:
@@ -104,6 +104,9 @@ class _ModelFill:
         self._receivers = _receivers(self._modules)
         self._states = {state_name(path): state for path, state in self._container.extra_states().items()}
         self._groups = self._tied_names()
+        self._itself = self._ways.are_own or bool(self._receivers)
+        if self._itself and any(self._is_replaced(slot.tensor) for slot in self._slots.values() if slot.in_state_dict):
+            self._assign = True  # load_state_dict replaces all or none
 
     def run(self, strict: bool) -> LoadReport:
         begin = time.perf_counter()
@@ -112,16 +115,14 @@ class _ModelFill:
         if refused or (strict and (report.missing or report.unexpected)):
             raise report.error(refused, strict)
         skipped = {row.name for row in report.mismatched}
-        itself = self._ways.are_own or bool(self._receivers)
-        chosen = {
-            name: i for name, i in self._stored.items() if name not in skipped and (itself or name in self._slots)
-        }
+        wanted = self._stored.keys() if self._itself else self._slots.keys()
+        chosen = {name: i for name, i in self._stored.items() if name in wanted and name not in skipped}
         tensors = dict(zip(chosen, self._file._loaded.load(list(chosen.values()))))
         conflicting = [name for group in self._groups.values() for name in _conflicts(group, tensors)]
         report = dataclasses.replace(report, conflicting=tuple(conflicting))
         if strict and conflicting:
             raise report.error((), strict=True)
-        if itself:
+        if self._itself:
             report = self._give(tensors, report, strict)
         else:
             self._place(tensors)
@@ -178,8 +179,8 @@ class _ModelFill:
         stored = self._container.stored_dtype(i)
         return target is not None and stored is not None and not self._is_replaced(target) and stored != target.dtype
 
-    def _is_replaced(self, target: torch.Tensor) -> bool:
-        return self._assign is True or (self._assign == "auto" and target.is_meta)
+    def _is_replaced(self, target: Optional[torch.Tensor]) -> bool:
+        return target is not None and (self._assign is True or (self._assign == "auto" and target.is_meta))
 
     def _place(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for group in self._groups.values():
@@ -203,8 +204,7 @@ class _ModelFill:
 
     def _give(self, tensors: Mapping[str, torch.Tensor], report: LoadReport, strict: bool) -> LoadReport:
         """Hands a state dict to the model, which decides what becomes of it."""
-        targets = [slot.tensor for slot in self._slots.values() if slot.tensor is not None and slot.in_state_dict]
-        assign = any(map(self._is_replaced, targets))
+        assign = self._assign is True
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
         state.update(self._states)
         left = {row.name for row in report.mismatched}
