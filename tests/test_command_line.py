@@ -495,6 +495,7 @@ def test_no_command_tells_the_credentials_or_the_query_of_a_uri(tmp_path, model,
         there = [f"{at}/{name}?X-Amz-Signature={SECRET}" for name in names]
         sources = [
             *there,
+            f"memory://m/missing.tensors?sig={SECRET}",
             f"ftp://user:{SECRET}@127.0.0.1:1/m.tensors",
             f"nobody://user:{SECRET}@host/m.tensors?{SECRET}",
             f"redis://user:{SECRET}@127.0.0.1:none/m",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import io
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from tensorizer._io.uri import scheme_of
 from tensorizer._io.window import WindowedReader
 from tensorizer._system.config import env_int
 from tensorizer._system.redaction import shown_uri, without_secrets
-from tensorizer.errors import StreamError, TruncatedError
+from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
 
 if TYPE_CHECKING:
     from tensorizer import _C
@@ -150,8 +152,11 @@ class FsspecReader(WindowedReader):
         self._fs, self._path, self.name = fs, path, shown_uri(uri)
         self._name = self.name
         options = {} if buffer_size is None else {"block_size": max(1, buffer_size)}
-        with _network_errors(self.name):
-            self._file = fs.open(path, "rb", **options)
+        try:
+            with _network_errors(self.name):
+                self._file = fs.open(path, "rb", **options)
+        except FileNotFoundError:  # of which drivers show the path, with what stood in the query
+            raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
         self._source: Optional[_C.RangeSource] = None
         self._size: Optional[int] = None
         try:
