@@ -132,7 +132,9 @@ def load_sharded(
             a file that is not in memory, else none.
         device: Where new tensors go; ``None`` is the device of the mesh, or what
             :class:`tensorizer.TensorDeserializer` would choose.
-        strict: Raises where names are missing or, for modules, unexpected.
+        strict: Raises where names are missing or, for modules, unexpected. Not missing are names of a tensor that the
+            file has under another one of its names, and buffers that state dicts leave out; where the file has the
+            latter, they are filled.
         verify_hash: For loads in which every rank gets whole tensors.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
