@@ -284,8 +284,8 @@ class TensorDeserializer(
 
         Args:
             m: The module, with the structure it had when it was written.
-            filter_func: Takes only the tensors it accepts. It is asked about names of the file alone: what `m` has and
-                the file lacks is missing, whatever the filter.
+            filter_func: Takes only the tensors it accepts. It is asked about names of the file; with `strict` about those
+                that `m` has and the file lacks, too, and what it refuses is not missing.
             verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
             strict: Raises where names are missing or unexpected, or shapes or kinds differ, as ``load_state_dict``.
 
@@ -304,7 +304,7 @@ class TensorDeserializer(
         """
         try:
             module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
-            load = ModuleLoad(self._container, m, filter_func)
+            load = ModuleLoad(self._container, m, filter_func, strict)
             self.report = load.report
             load.check(strict)
             load.run(self._loaded, verify_hash)

@@ -106,8 +106,8 @@ auto run_interruptible(Where where, Fn&& fn, Poll&& on_poll, Exit&& on_exit) {
   using Result = std::invoke_result_t<Fn&, const std::stop_token&>;
   constexpr bool kVoid = std::is_void_v<Result>;
   std::optional<std::conditional_t<kVoid, char, Result>> result;
+  CallingThread calling;  // outlives the threads that work for it
   TaskGroup group;
-  CallingThread calling;
   std::exception_ptr interruption;  // what Python raised while waiting
   auto next_look = std::chrono::steady_clock::now() + kSignalPollInterval;
   auto look = [&] {

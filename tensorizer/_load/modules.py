@@ -27,8 +27,12 @@ logger = logging.getLogger("tensorizer.serialization")
 class ModuleLoad:
     """One load into a module: decided as a whole, then read, then placed."""
 
-    def __init__(self, container: Container, module: torch.nn.Module, filter_func: Optional[FilterFuncType]) -> None:
+    def __init__(
+        self, container: Container, module: torch.nn.Module, filter_func: Optional[FilterFuncType], strict: bool
+    ) -> None:
         self._container = container
+        # Strict loads are narrowed on both sides: what the filter refuses need not be in the file.
+        narrows = filter_func if strict else None
         self._adapted: dict[int, torch.nn.Parameter] = {}  # by the id of the loaded one
         self._modules = dict(module.named_modules())
         self._slots = slots_in(self._modules)
@@ -36,13 +40,14 @@ class ModuleLoad:
         absent = [name for name, slot in self._slots.items() if slot.tensor is not None and name not in self._wanted]
         if filter_func is not None:
             refused = set(container.names)
-            absent = [name for name in absent if name not in refused]
+            absent = [name for name in absent if name not in refused and (narrows is None or narrows(name))]
         plain = torch.nn.Module.set_extra_state
         self._receivers = {
             p: m for p, m in self._modules.items() if getattr(type(m), "set_extra_state", plain) is not plain
         }
         stored = container.extra_states()
         self._extra = {p: s for p, s in stored.items() if filter_func is None or filter_func(state_name(p))}
+        without = [state_name(path) for path in self._receivers if path not in stored]
         facts = {
             name: Fact(container.shape(i), container.stored_dtype(i), container.may_be_scalar(i))
             for name, i in self._wanted.items()
@@ -56,7 +61,7 @@ class ModuleLoad:
             nbytes=sum(map(container.index.loaded_nbytes, self._wanted.values())),
             missing=(
                 *(shown(name) for name in self._absent if self._slots[name].in_state_dict),
-                *(state_name(path) for path in self._receivers if path not in stored),
+                *(name for name in without if narrows is None or narrows(name)),
             ),
             unexpected=(
                 *map(shown, fit.unexpected),
