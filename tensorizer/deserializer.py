@@ -284,8 +284,8 @@ class TensorDeserializer(
 
         Args:
             m: The module, with the structure it had when it was written.
-            filter_func: Takes only the tensors it accepts. It is asked about names of the file; with `strict` about what
-                `m` has and the file lacks, too, and what it refuses is not missing.
+            filter_func: Takes only the tensors it accepts. It is asked about names of the file; with `strict` about
+                what `m` has and the file lacks, too, and what it refuses is not missing.
             verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
             strict: Raises where names are missing or unexpected, or shapes or kinds differ, as ``load_state_dict``.
 
