@@ -756,3 +756,13 @@ def test_names_that_are_no_unicode_are_shown_by_every_command(tmp_path):
     for command in (("verify",), ("convert", "--json")):
         target = [tmp_path / "out.tensors"] if command[0] == "convert" else []
         assert run(*command, path, *target).returncode in (1, 4), command
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_an_error(model, monkeypatch):
+    def fail(*_, **__):
+        raise BrokenPipeError(32, "Broken pipe", "redis://user:password@host/m")
+
+    monkeypatch.setattr("tensorizer._files.copy.copy_file", fail)
+    result = run("cp", "--force", model, "redis://user:password@host/m")
+    assert result.returncode == 3
+    assert result.stderr.decode().strip() == "tensorizer: redis://host/m: Broken pipe"

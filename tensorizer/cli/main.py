@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -81,9 +82,9 @@ def _run(argv: Optional[Sequence[str]]) -> int:
     try:
         status: int = arguments.run(arguments, output)
         return status
-    except BrokenPipeError:
-        raise
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and (_is_broken(sys.stdout) or _is_broken(sys.stderr)):
+            raise  # else it was a target, or a connection
         status = exit_codes.status_of(error)
         if status < 0:
             raise
@@ -97,6 +98,17 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+
+
+def _is_broken(stream: TextIO) -> bool:
+    """Whether nobody reads what is written to a stream."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # a stream in memory
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors are told unasked
+    return bool(poll.poll(0))
 
 
 def _drop(stream: TextIO) -> None:
