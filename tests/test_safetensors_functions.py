@@ -576,6 +576,9 @@ def test_extra_state_is_saved_or_refused_and_comes_back(tmp_path):
         with pytest.raises(tensorizer.LoadError, match=r"0\._extra_state"):
             load_model(target, tmp_path / name)
         assert target[0].state == "before"
+        target = torch.nn.Sequential(Keeper(None))
+        assert load_model(target, tmp_path / name).ok
+        assert target[0].state is None
 
 
 def test_text_that_is_no_unicode_is_refused_by_name_before_anything_is_written(tmp_path):

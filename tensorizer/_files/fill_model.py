@@ -87,6 +87,13 @@ def _receivers(modules: Mapping[str, torch.nn.Module]) -> list[str]:
     return [state_name(path) for path, m in modules.items() if getattr(type(m), "set_extra_state", plain) is not plain]
 
 
+def _without_state(modules: Mapping[str, torch.nn.Module]) -> list[str]:
+    """Names of the extra states that are ``None``, which no file holds."""
+    plain = torch.nn.Module.get_extra_state
+    own = {path: m for path, m in modules.items() if getattr(type(m), "get_extra_state", plain) is not plain}
+    return [state_name(path) for path, module in own.items() if module.get_extra_state() is None]
+
+
 class _ModelFill:
     """One load into a model."""
 
@@ -103,6 +110,9 @@ class _ModelFill:
         self._stored = flat_names(self._container)
         self._receivers = _receivers(self._modules)
         self._states = {state_name(path): state for path, state in self._container.extra_states().items()}
+        # As with the state dict of such a model: its None is handed back.
+        none = [name for name in _without_state(self._modules) if name in self._receivers and name not in self._stored]
+        self._given_states = {**dict.fromkeys(none), **self._states}
         self._groups = self._tied_names()
         self._itself = self._ways.are_own or bool(self._receivers)
         if self._itself and any(self._is_replaced(slot.tensor) for slot in self._slots.values() if slot.in_state_dict):
@@ -146,7 +156,7 @@ class _ModelFill:
         fit = fit_of(self._slots, facts, [name for name in self._slots if name not in self._stored])
         loaded = [name for name in self._stored if name in self._slots]
         absent = [name for name in fit.absent if self._slots[name].in_state_dict and not self._is_filled_in(name)]
-        absent += [name for name in self._receivers if name not in self._stored and name not in self._states]
+        absent += [name for name in self._receivers if name not in self._stored and name not in self._given_states]
         unexpected = [*fit.unexpected, *(name for name in self._states if name not in self._receivers)]
         return LoadReport(
             module=type(self._model).__name__,
@@ -206,7 +216,7 @@ class _ModelFill:
         """Hands a state dict to the model, which decides what becomes of it."""
         assign = self._assign is True
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
-        state.update(self._states)
+        state.update(self._given_states)
         left = {row.name for row in report.mismatched}
         for group in self._groups.values():
             target = self._slots[group[0]].tensor
