@@ -486,6 +486,9 @@ def test_a_body_that_was_packed_for_the_way_is_an_error():
             with pytest.raises(StreamError, match="found Transfer-Encoding"):
                 open_source(server, retries=1, direct_nbytes=1 << 40).read(100_000, 50_000)
             assert len(server.requests) == 2
+    head = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 100000-149999/200000\r\nTransfer-Encoding: identity\r\n\r\n"
+    with FaultyServer(CONTENT, [GOOD, Reply(raw=head + CONTENT[100_000:150_000])]) as server:
+        assert open_source(server, direct_nbytes=1 << 40).read(100_000, 50_000) == CONTENT[100_000:150_000]
 
 
 def test_a_chunked_body_that_ends_early_is_resumed():

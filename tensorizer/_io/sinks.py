@@ -177,7 +177,8 @@ def _check_object(file_obj: Any) -> None:
         raise ValueError(f"wanted a binary file opened with mode {_MODE_WANTED}, found a text file (mode {mode!r})")
     if not hasattr(file_obj, "write"):
         raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
-    if isinstance(inside(file_obj), io.TextIOBase):
+    # The file of an upload is binary, and looking at it would make one.
+    if not isinstance(file_obj, UploadOnClose) and isinstance(inside(file_obj), io.TextIOBase):
         raise TypeError(
             f"wanted a binary file opened with mode {_MODE_WANTED}, found text in {type(file_obj).__name__}"
         )

@@ -30,7 +30,8 @@ std::optional<uint64_t> content_length(const ResponseHead& head) {
 void check_transfer_coding(const ResponseHead& head) {
   for (const auto& [name, value] : head.headers.fields()) {
     if (!equals_ignoring_case(name, "transfer-encoding")) continue;
-    if (!equals_ignoring_case(value, "chunked"))
+    // "identity" is RFC 2616's word for none.
+    if (!equals_ignoring_case(value, "chunked") && !equals_ignoring_case(value, "identity"))
       refuse(head, "wanted a body as it is, found Transfer-Encoding '" + printable(value, 60) + "'",
              "the server breaks the HTTP standard");
   }
