@@ -165,6 +165,19 @@ def test_a_finished_wheel_has_licences_components_and_a_right_record_and_equal_b
     assert all("licenses" in component for component in listed["components"])
 
 
+def test_versions_of_headers_are_read_as_old_and_new_releases_write_them(scripts, tmp_path):
+    pybind11, dlpack = tmp_path / "pybind11" / "detail" / "common.h", tmp_path / "ATen" / "dlpack.h"
+    for path in (pybind11, dlpack):
+        path.parent.mkdir(parents=True)
+    version = "#define PYBIND11_VERSION_MAJOR 2\n#define PYBIND11_VERSION_MINOR 13\n#define PYBIND11_VERSION_PATCH 6\n"
+    new = "#define DLPACK_MAJOR_VERSION 1\n#define DLPACK_MINOR_VERSION 3\n"
+    pybind11.write_text(version)
+    for text, wanted in ((new, "1.3"), ("#define DLPACK_VERSION 80\n#define DLPACK_ABI_VERSION 1\n", "0.8")):
+        dlpack.write_text(text)
+        found = {c["name"]: c["version"] for c in scripts("finish_wheel").header_components(tmp_path)}
+        assert found == {"pybind11": "2.13.6", "dlpack": wanted}
+
+
 def test_the_module_tells_the_versions_of_all_libraries_that_the_lock_file_names(scripts):
     locked = {library.name: library.version for library in scripts("lock").read_libraries()}
     assert set(tensorizer._C.library_versions()) == set(locked)

@@ -54,16 +54,20 @@ def locked_component(library: Library) -> dict[str, Any]:
 
 def header_components(headers: Path) -> list[dict[str, Any]]:
     """The libraries of torch's ``include`` folder that are headers alone, and are compiled into the module."""
-
-    def number(text: str, names: str) -> str:
-        return re.findall(rf"#define (?:{names}) +(\w+)", text)[-1]
-
-    pybind11 = (headers / "pybind11" / "detail" / "common.h").read_text()
-    parts = ("PYBIND11_VERSION_MAJOR", "PYBIND11_VERSION_MINOR", "PYBIND11_VERSION_MICRO|PYBIND11_VERSION_PATCH")
-    version = ".".join(number(pybind11, names) for names in parts)
-    dlpack = (headers / "ATen" / "dlpack.h").read_text()
-    of_dlpack = ".".join(number(dlpack, f"DLPACK_{part}_VERSION") for part in ("MAJOR", "MINOR"))
+    pybind11 = _numbers(headers / "pybind11" / "detail" / "common.h")
+    patch = pybind11.get("PYBIND11_VERSION_MICRO") or pybind11["PYBIND11_VERSION_PATCH"]
+    version = f"{pybind11['PYBIND11_VERSION_MAJOR']}.{pybind11['PYBIND11_VERSION_MINOR']}.{patch}"
+    dlpack = _numbers(headers / "ATen" / "dlpack.h")
+    if "DLPACK_MAJOR_VERSION" in dlpack:
+        of_dlpack = f"{dlpack['DLPACK_MAJOR_VERSION']}.{dlpack['DLPACK_MINOR_VERSION']}"
+    else:  # before 1.0: 80 is 0.8
+        of_dlpack = f"0.{int(dlpack['DLPACK_VERSION']) // 10}"
     return [component("pybind11", version, "BSD-3-Clause"), component("dlpack", of_dlpack, "Apache-2.0")]
+
+
+def _numbers(header: Path) -> dict[str, str]:
+    """What a header defines by name."""
+    return dict(re.findall(r"#define (\w+) +(\w+)", header.read_text()))
 
 
 def bill_of_materials(name: str, version: str, prefix: Path, headers: Path) -> str:
