@@ -766,3 +766,32 @@ def test_a_broken_pipe_that_is_not_the_output_is_an_error(model, monkeypatch):
     result = run("cp", "--force", model, "redis://user:password@host/m")
     assert result.returncode == 3
     assert result.stderr.decode().strip() == "tensorizer: redis://host/m: Broken pipe"
+
+
+def test_a_full_disk_under_the_output_is_one_line_and_a_status(model):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for arguments in (["inspect", str(model)], ["--version"], ["--help"]):
+        with open("/dev/full", "wb") as full:
+            command = [sys.executable, "-m", "tensorizer", *arguments]
+            result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, check=False)
+        assert result.returncode == 3, arguments
+        assert result.stderr.decode().strip() == "tensorizer: standard output: No space left on device", arguments
+
+
+def test_names_that_the_outputs_encoding_lacks_are_written_out(tmp_path):
+    path = write(tmp_path / "m.tensors", {"重み": torch.ones(2)})
+    for encoding in ("ascii", "latin-1"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-m", "tensorizer", "inspect", str(path)]
+        result = subprocess.run(command, capture_output=True, env=environment, check=False)
+        assert result.returncode == 0, result.stderr
+        assert rb"\u91cd\u307f" in result.stdout
+
+
+def test_diff_knows_the_names_of_a_root_module_with_and_without_their_dot(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    with TensorSerializer(tmp_path / "m.tensors") as serializer:
+        serializer.write_module(module)
+    assert run("convert", tmp_path / "m.tensors", tmp_path / "m.safetensors").returncode == 0
+    assert run("diff", tmp_path / "m.tensors", tmp_path / "m.safetensors").returncode == 0
+    assert run("diff", tmp_path / "m.safetensors", tmp_path / "m.tensors").returncode == 0

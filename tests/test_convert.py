@@ -386,15 +386,17 @@ def test_the_folder_of_a_save_in_shards_that_was_killed_goes_with_the_next_save_
     own.symlink_to(elsewhere)
     for folder in (elsewhere, resting):  # of a machine whose locks do not show here
         (folder / ".owner").write_bytes(b"another machine")
+    foreign = tmp_path / ".tensorizer-backup"  # of somebody who likes the name
+    (foreign / "inner").mkdir(parents=True)
     long_ago = time.time() - 100_000
-    for path in (resting / ".owner", resting):
+    for path in (resting / ".owner", resting, foreign / "inner", foreign):
         os.utime(path, (long_ago, long_ago))
     with TogetherOrNot([str(target)]) as places:
         living = {Path(place).parent for place in places}
-        assert hidden() == {elsewhere, new, own, *living}
+        assert hidden() == {elsewhere, new, own, foreign, *living}
         save_file({"a": torch.ones(9), "b": torch.ones(9)}, target, max_shard_size=40)
-        assert hidden() == {elsewhere, new, own, *living}
-    assert hidden() == {elsewhere, new, own}
+        assert hidden() == {elsewhere, new, own, foreign, *living}
+    assert hidden() == {elsewhere, new, own, foreign}
     assert set(load_file(tmp_path)) == {"a", "b"}
 
 

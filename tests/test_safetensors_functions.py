@@ -581,6 +581,39 @@ def test_extra_state_is_saved_or_refused_and_comes_back(tmp_path):
         assert target[0].state is None
 
 
+def test_buffers_outside_the_state_dict_are_filled_in_models_with_ways_of_their_own_too(tmp_path):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+            self.norm = torch.nn.BatchNorm1d(2)
+            self.register_buffer("table", torch.randn(2), persistent=False)
+
+    source = Model()
+    source.norm.num_batches_tracked += 3
+    save_model(source, tmp_path / "m.tensors", include_non_persistent_buffers=True)
+    with torch.device("meta"):
+        on_meta = Model()
+    for target, options in ((Model(), {}), (on_meta, {"device": "cpu"})):
+        target._register_load_state_dict_pre_hook(lambda *_: None)
+        report = load_model(target, tmp_path / "m.tensors", **options)
+        assert report.ok
+        assert "table" in report.loaded
+        assert target.table.equal(source.table)
+        assert_same(target.state_dict(), source.state_dict())
+
+
+def test_what_is_left_alone_is_not_counted_as_loaded(tmp_path):
+    for name in FORMATS:
+        save_file({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, tmp_path / name)
+        for hooked in (False, True):
+            target = torch.nn.Linear(2, 2)
+            if hooked:
+                target._register_load_state_dict_pre_hook(lambda *_: None)
+            report = load_model(target, tmp_path / name, ignore_mismatched_sizes=True)
+            assert (report.loaded, report.nbytes) == (("bias",), 8)
+
+
 def test_text_that_is_no_unicode_is_refused_by_name_before_anything_is_written(tmp_path):
     bad = "half \ud800"
     one, two = {"a": torch.ones(1000)}, {"a": torch.ones(1000), "b": torch.ones(1000)}

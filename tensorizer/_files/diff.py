@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from tensorizer._files.names import double_name, flat_name
 from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, dtype_text
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
@@ -185,13 +186,17 @@ class _Comparison:
 
 
 def _chosen(file: OpenedFile, filter_func: Optional[FilterFuncType]) -> dict[Name, int]:
-    """Where the data of each name to compare are, aliases among the names."""
+    """Where the data of each name to compare are, aliases among the names.
+
+    Names of modules are without the dot that stands before those of the root, as in ``.safetensors``.
+    """
     container = file.container
-    return {
-        name: i if container.is_stored(i) else container.targets[i]
-        for i, name in enumerate(container.names)
-        if filter_func is None or filter_func(name)
-    }
+    chosen = [i for i, name in enumerate(container.names) if filter_func is None or filter_func(name)]
+    names = [container.names[i] for i in chosen]
+    texts = [flat_name(name, container.type(i)) if isinstance(name, str) else name for name, i in zip(names, chosen)]
+    if double_name(zip(names, texts)) is not None:
+        texts = names
+    return {text: i if container.is_stored(i) else container.targets[i] for text, i in zip(texts, chosen)}
 
 
 def _form(file: OpenedFile, i: int) -> str:

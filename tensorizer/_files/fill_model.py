@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -135,7 +135,7 @@ class _ModelFill:
         if self._itself:
             report = self._give(tensors, report, strict)
         else:
-            self._place(tensors)
+            self._place(tensors, self._groups.values())
         return dataclasses.replace(report, seconds=time.perf_counter() - begin)
 
     def _tied_names(self) -> dict[int, list[str]]:
@@ -154,7 +154,8 @@ class _ModelFill:
             if name not in self._receivers
         }
         fit = fit_of(self._slots, facts, [name for name in self._slots if name not in self._stored])
-        loaded = [name for name in self._stored if name in self._slots]
+        left = {row.name for row in fit.mismatched if self._matters(row)}
+        loaded = [name for name in self._stored if name in self._slots and name not in left]
         absent = [name for name in fit.absent if self._slots[name].in_state_dict and not self._is_filled_in(name)]
         absent += [name for name in self._receivers if name not in self._stored and name not in self._given_states]
         unexpected = [*fit.unexpected, *(name for name in self._states if name not in self._receivers)]
@@ -192,8 +193,8 @@ class _ModelFill:
     def _is_replaced(self, target: Optional[torch.Tensor]) -> bool:
         return target is not None and (self._assign is True or (self._assign == "auto" and target.is_meta))
 
-    def _place(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for group in self._groups.values():
+    def _place(self, tensors: Mapping[str, torch.Tensor], groups: Iterable[list[str]]) -> None:
+        for group in groups:
             target = self._slots[group[0]].tensor
             assert target is not None
             source = next((tensors[name] for name in group if name in tensors), None)
@@ -215,7 +216,9 @@ class _ModelFill:
     def _give(self, tensors: Mapping[str, torch.Tensor], report: LoadReport, strict: bool) -> LoadReport:
         """Hands a state dict to the model, which decides what becomes of it."""
         assign = self._assign is True
-        state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+        # Buffers that state dicts leave out are no business of load_state_dict.
+        hidden = {n: t for n, t in tensors.items() if n in self._slots and not self._slots[n].in_state_dict}
+        state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if name not in hidden}
         state.update(self._given_states)
         left = {row.name for row in report.mismatched}
         for group in self._groups.values():
@@ -234,6 +237,7 @@ class _ModelFill:
             refusal = LoadError(str(error))
             refusal.report, refusal.source = report, report.source
             raise refusal from None
+        self._place(hidden, [group for group in self._groups.values() if not hidden.keys().isdisjoint(group)])
         unexpected = tuple(getattr(result, "unexpected_keys", ()))
         loaded = tuple(name for name in tensors if name not in unexpected)
         report = dataclasses.replace(

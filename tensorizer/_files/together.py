@@ -108,9 +108,7 @@ def _is_abandoned(folder: str) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.read() == _machine():
                 return True
-    except FileNotFoundError:
-        pass
-    except OSError:  # locked, or not ours
+    except OSError:  # locked, or no folder of ours
         return False
     # Another machine may have locked it unseen.
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import select
 import signal
@@ -64,16 +65,19 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     Returns:
         The exit status (docs/cli.md, "Exit status").
     """
-    _open_closed_streams()
+    _open_streams()
     try:
         try:
             return _run(argv)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except OSError as error:  # of the output: the command's own are told where they come up
         for stream in (sys.stdout, sys.stderr):
             _drop(stream)
-        return 128 + signal.SIGPIPE
+        if isinstance(error, BrokenPipeError):  # whoever read it has seen enough
+            return 128 + signal.SIGPIPE
+        print(f"tensorizer: standard output: {error.strerror or error}", file=sys.stderr)
+        return exit_codes.status_of(error)
 
 
 def _run(argv: Optional[Sequence[str]]) -> int:
@@ -93,11 +97,13 @@ def _run(argv: Optional[Sequence[str]]) -> int:
         return status
 
 
-def _open_closed_streams() -> None:
-    """Streams that the caller has closed (``>&-``) are empty, or lose what is printed."""
+def _open_streams() -> None:
+    """Streams that the caller has closed (``>&-``) are empty, or lose what is printed; none refuses a character."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _is_broken(stream: TextIO) -> bool:
@@ -115,7 +121,7 @@ def _drop(stream: TextIO) -> None:
     """Makes what a stream still holds go nowhere, so that the end of the process has nothing to complain of."""
     try:
         stream.flush()
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

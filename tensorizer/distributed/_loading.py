@@ -134,7 +134,7 @@ def load_sharded(
             :class:`tensorizer.TensorDeserializer` would choose.
         strict: Raises where names are missing or, for modules, unexpected. Not missing are names of a tensor that the
             file has under another one of its names, and buffers that state dicts leave out; where the file has the
-            latter, they are filled.
+            latter, they are filled. Extra state in the file goes to the modules that take it.
         verify_hash: For loads in which every rank gets whole tensors.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.

@@ -8,6 +8,7 @@ from typing import Any, Union
 
 import torch
 
+from tensorizer._format.extra_state import state_name
 from tensorizer._format.names import Name
 from tensorizer._load.digests import listed
 from tensorizer._load.fit import shown
@@ -44,12 +45,19 @@ class Target:
         self._values = _values_of(target)
         in_file = [name for name in opened.file.slices() if isinstance(name, str)]
         self._stored = _stored_names(self._values, set(in_file))
+        receivers = _receivers(target) if isinstance(target, torch.nn.Module) else {}
+        self._takers = {name: module for name, module in receivers.items() if name in in_file}
+        self._states = [
+            (receivers[state_name(path)], state)
+            for path, state in opened.file._container.extra_states().items()
+            if state_name(path) in receivers
+        ]
         groups = _names_by_tensor(self._values)
         lacking = {name for names in groups if not any(n in self._stored for n in names) for name in names}
         self.missing = [name for name in self._values if name in lacking and name not in self._hidden]
         self.unexpected: list[str] = []
         if isinstance(target, torch.nn.Module):
-            used = set(self._stored.values())
+            used = {*self._stored.values(), *self._takers}
             self.unexpected = [shown(name) for name in in_file if name not in used]
         if strict and (self.missing or self.unexpected):
             raise LoadError(
@@ -169,6 +177,10 @@ class Target:
                 module, attribute = self._hidden[name]
                 setattr(module, attribute, new.pop(name))
             self._target.load_state_dict(new, strict=False, assign=True)
+        for module, state in self._states:
+            module.set_extra_state(state)
+        for name, module in self._takers.items():
+            module.set_extra_state(self._opened.file.get_slice(name)[...])
 
 
 def _values_of(target: Union[torch.nn.Module, MutableMapping[str, Any]]) -> dict[str, Any]:
@@ -179,6 +191,13 @@ def _values_of(target: Union[torch.nn.Module, MutableMapping[str, Any]]) -> dict
     found = {name: value for name, value in values.items() if not name.endswith("_extra_state")}
     found.update({name: module._buffers[attribute] for name, (module, attribute) in _hidden_buffers(target).items()})
     return found
+
+
+def _receivers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that take extra state, by what state dicts call it."""
+    plain = torch.nn.Module.set_extra_state
+    modules = module.named_modules(remove_duplicate=False)
+    return {state_name(path): m for path, m in modules if getattr(type(m), "set_extra_state", plain) is not plain}
 
 
 def _hidden_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
