@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, Optional, SupportsIndex
+from typing import Any, NoReturn, Optional
 
 import torch
 
@@ -185,7 +185,7 @@ class TensorDeserializer(
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __getstate__(self) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} has an open file and can be neither copied nor pickled: open the file again, or "
             "copy what it holds (dict(...) of it)"

@@ -8,7 +8,7 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
-from typing import Any, NoReturn, Optional, SupportsIndex, Union
+from typing import Any, NoReturn, Optional, Union
 
 import numpy as np
 import torch
@@ -196,7 +196,7 @@ class TensorSerializer:
         if self._unclosed is not None:
             self._unclosed.detach()
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __getstate__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} has an open file and can be neither copied nor pickled")
 
     def __del__(self) -> None:

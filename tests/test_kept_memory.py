@@ -165,12 +165,13 @@ def test_the_setting_is_a_number_of_seconds(monkeypatch):
     monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", "-1")
     with pytest.raises(ValueError, match="TENSORIZER_KEEP_MEMORY_SECONDS"):
         kept_memory.configure()
-    for value in ("inf", "nan", "1e7", "-0.1", "1e999", "x"):
+    for value in ("nan", "-0.1", "x"):
         monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", value)
-        with pytest.raises(ValueError, match=r"TENSORIZER_KEEP_MEMORY_SECONDS.*1,000,000"):
+        with pytest.raises(ValueError, match="TENSORIZER_KEEP_MEMORY_SECONDS"):
             config.env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS")
-    monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", "1e6")
-    assert config.env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS") == 1_000_000
+    for value in ("1e6", "1e7", "inf", "1e999"):
+        monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", value)
+        assert config.env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS") == 1_000_000
 
 
 def test_the_limit_of_the_container_is_the_smallest_of_its_groups(tmp_path):

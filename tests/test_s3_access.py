@@ -103,7 +103,7 @@ class TestCredentials:
     def test_a_missing_config_file_is_passed_over_and_a_broken_one_is_an_error(self, tmp_path):
         assert key_of(url_of(s3_config_path=str(tmp_path / "nowhere"))) is None
         (tmp_path / "s3cfg").write_text("no INI file")
-        with pytest.raises(configparser.Error):
+        with pytest.raises(configparser.MissingSectionHeaderError):
             url_of()
 
     def test_the_config_file_goes_before_the_aws_environment(self, tmp_path, monkeypatch):
@@ -289,6 +289,13 @@ class TestUrls:
         assert old["AWSAccessKeyId"] == [KEY]
         assert int(old["Expires"][0]) - time.time() > 86000
         assert int(old["Expires"][0]) % 86400 in (0, 1)
+
+    def test_no_signature_is_asked_for_in_the_words_of_botocore(self):
+        assert urlsplit(url_of(s3_signature_version=botocore.UNSIGNED, **self.BOTH)).query == ""
+
+    def test_endpoints_may_have_an_address_with_a_zone_and_an_empty_port(self):
+        for endpoint in ("https://[fe80::1%25eth0]:9000", "https://store.example:"):
+            assert url_of(**{**self.BOTH, "s3_endpoint": endpoint}).startswith(endpoint)
 
     def test_keys_are_quoted_and_query_and_fragment_dropped(self):
         url = url_of("s3://bucket//dir/a b%20ü?x#y", **self.BOTH)

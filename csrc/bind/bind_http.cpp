@@ -72,9 +72,9 @@ void set_header_provider(HttpOptions& options, const py::object& callable) {
 // A Python callable without arguments that gives the file and the folder of the trust anchors.
 void set_trust_provider(HttpOptions& options, const py::object& callable) {
   options.late_trust = std::make_shared<io::LateTrust>([held = keep_alive(callable)] {
-    py::gil_scoped_acquire locked;
-    auto [file, folder] = py::handle(static_cast<PyObject*>(held.get()))()
-                              .cast<std::pair<std::string, std::string>>();
+    const InterpreterLock locked;
+    auto [file, folder] =
+        call(static_cast<PyObject*>(held.get()), {}).cast<std::pair<std::string, std::string>>();
     return io::CurlTrust{.ca_file = std::move(file), .ca_path = std::move(folder)};
   });
 }

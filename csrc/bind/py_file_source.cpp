@@ -23,10 +23,8 @@ std::optional<uint64_t> measure(const py::object& file) {
     file.attr("seek")(here);
     return end;
   } catch (py::error_already_set& error) {
-    // Objects that cannot seek to their end have an unknown size; a signal is nothing they said.
-    for (PyObject* kind : {PyExc_OSError, PyExc_ValueError, PyExc_TypeError, PyExc_AttributeError,
-                           PyExc_NotImplementedError})
-      if (error.matches(kind)) return std::nullopt;
+    // Objects that cannot seek to their end have an unknown size; Ctrl-C is nothing they said.
+    if (error.matches(PyExc_Exception)) return std::nullopt;
     throw;
   } catch (py::cast_error&) {
     return std::nullopt;

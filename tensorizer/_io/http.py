@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CURLStreamFile"]
 
+_LAST_POSITION = (1 << 63) - 1  # no object is longer
 _DEFAULT_BUFFER_NBYTES = 16 << 20
 
 
@@ -48,7 +49,7 @@ class CURLStreamFile(WindowedReader):
         http_options: Timeouts, retries, connections and the rest; ``None`` for the defaults.
         url_provider: Gives a fresh URL of the same object, for URLs that expire; called when the server refuses the
             one in use, and when it is older than ``url_lifetime``. May be called from another thread.
-        url_lifetime: Seconds for which a URL is used, at most 1,000,000; ``None`` until it is refused.
+        url_lifetime: Seconds for which a URL is used; ``None`` until it is refused.
         display_name: What messages call the object; ``None`` for its URL without query and credentials.
 
     Raises:
@@ -279,6 +280,8 @@ def _checked_range(begin: Optional[int], end: Optional[int]) -> tuple[int, Optio
     first = 0 if begin is None else checks.integer("begin", begin, wanted="a position >= 0")
     if end is None:
         return first, None
+    if isinstance(end, int):
+        end = min(end, _LAST_POSITION)
     return first, checks.integer("end", end, first + 1, wanted=f"a position after begin={first}")
 
 

@@ -100,7 +100,7 @@ def _environment_seconds(name: str, default: float, *, above_zero: bool = False)
 class HTTPOptions:
     """How HTTP(S) objects are requested. Immutable; pass it by keyword (``http_options=``).
 
-    A variable in parentheses changes the default of its field. Times are in seconds, at most 1,000,000.
+    A variable in parentheses changes the default of its field. Times are in seconds; more than 1,000,000 are so many.
 
     Attributes:
         connect_timeout: For name lookup, TCP and TLS together (``TENSORIZER_HTTP_CONNECT_TIMEOUT``).

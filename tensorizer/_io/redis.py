@@ -28,7 +28,9 @@ __all__ = ["RedisAddress", "RedisStreamFile", "parse_redis_address"]
 
 DEFAULT_PORT = 6379
 DEFAULT_CONNECTIONS = 4
+# More than that are so many.
 MAX_CONNECTIONS = 1024
+MAX_RETRIES = 1000
 # Small reads are served from a window of up to this size, so that parsing a header is not one round trip per field.
 WINDOW_NBYTES = 1 << 20
 MAX_DATABASE = 2**31 - 1
@@ -102,7 +104,7 @@ def _parse_redis_uri(uri: str) -> tuple[str, int, str]:
 
 def _connections(wanted: Optional[int]) -> int:
     limit = env_int("TENSORIZER_MAX_CONNECTIONS", 1)
-    count = DEFAULT_CONNECTIONS if wanted is None else checks.integer("connections", wanted, 1, MAX_CONNECTIONS)
+    count = DEFAULT_CONNECTIONS if wanted is None else min(checks.integer("connections", wanted, 1), MAX_CONNECTIONS)
     return count if limit is None else min(count, limit)
 
 
@@ -125,7 +127,7 @@ class RedisStreamFile(WindowedReader):
         buffer_size: Receive buffer of each connection in bytes; default: the kernel's own sizing.
         certificate_handling: Whom to trust with ``rediss://``; default: the system's certificates.
         connections: Connections at the same time, at most; default 4, capped by ``TENSORIZER_MAX_CONNECTIONS``.
-        connect_timeout: Seconds for connecting, TLS and login; times are at most 1,000,000.
+        connect_timeout: Seconds for connecting, TLS and login.
         stall_timeout: Seconds without a byte after which a connection counts as broken.
         retries: Further tries of a read after a connection broke, which resumes at the byte where it stopped; ``None``
             bounds them by time alone.
@@ -180,7 +182,7 @@ class RedisStreamFile(WindowedReader):
             "connections": _connections(connections),
             "connect_timeout": checks.seconds("connect_timeout", connect_timeout, above_zero=True),
             "stall_timeout": checks.seconds("stall_timeout", stall_timeout, above_zero=True),
-            "retries": None if retries is None else checks.integer("retries", retries, 0, 1000),
+            "retries": None if retries is None else min(checks.integer("retries", retries), MAX_RETRIES),
             "retry_seconds": checks.seconds("retry_seconds", retry_seconds),
             **(_tls_settings(certificate_handling) if address.tls else {}),
         }

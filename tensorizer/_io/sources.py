@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -137,7 +138,8 @@ def _open_object(file_obj: Any) -> OpenedSource:
         _check_readable(file_obj)
         return _source_of(file_obj)
     except BaseException:
-        file_obj.close()  # a failed constructor closes the file, from its opening on
+        with contextlib.suppress(Exception):  # what came first says more
+            file_obj.close()  # a failed constructor closes the file, from its opening on
         raise
 
 

@@ -47,11 +47,11 @@ def integer(name: str, value: Any, least: int = 0, most: int = (1 << 63) - 1, wa
 
 
 def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
-    """`value` as a time: at least 0, or above it, and at most ``config.MAX_SECONDS``.
+    """`value` as a time: at least 0, or above it. Larger ones, and infinity, are ``config.MAX_SECONDS``.
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is smaller or larger, infinite or not a number.
+        ValueError: It is smaller, or not a number.
     """
     wanted = wanted_seconds(above_zero)
     if isinstance(value, (str, bytes, bytearray)) or (
@@ -62,9 +62,9 @@ def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not (number > 0 if above_zero else number >= 0) or number > MAX_SECONDS:
+    if not (number > 0 if above_zero else number >= 0):
         raise ValueError(f"{name}: wanted {wanted}, found {_shown(value)}")
-    return number
+    return min(number, float(MAX_SECONDS))
 
 
 def _shown(number: Any) -> str:

@@ -16,7 +16,7 @@ __all__ = [
     "wanted_seconds",
 ]
 
-# Eleven days. What waits for longer has None, or no end.
+# Eleven days: longer times are as long, so that sums of them overflow nowhere.
 MAX_SECONDS = 1_000_000
 # What libcurl reads for plain HTTP, in its order.
 _HTTP_PROXIES = ("http_proxy", "all_proxy", "ALL_PROXY")
@@ -62,7 +62,7 @@ def env_int(name: str, minimum: int, maximum: int = (1 << 63) - 1) -> Optional[i
 
 
 def env_seconds(name: str, *, above_zero: bool = False) -> Optional[float]:
-    """The variable as a time in seconds, at least 0 or above it; ``None`` where unset.
+    """The variable as a time in seconds, at least 0 or above it, `MAX_SECONDS` at most; ``None`` where unset.
 
     Raises:
         ValueError: The text is no such number; the message names the variable.
@@ -74,11 +74,11 @@ def env_seconds(name: str, *, above_zero: bool = False) -> Optional[float]:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not (value > 0 if above_zero else value >= 0) or value > MAX_SECONDS:
+    if not (value > 0 if above_zero else value >= 0):
         raise ValueError(f"environment variable {name}: wanted {wanted_seconds(above_zero)}, found {text!r}")
-    return value
+    return min(value, float(MAX_SECONDS))
 
 
 def wanted_seconds(above_zero: bool) -> str:
     """Which times are taken, in words."""
-    return f"a number {'above 0' if above_zero else '>= 0'} and up to {MAX_SECONDS:,} (seconds)"
+    return f"a number {'above 0' if above_zero else '>= 0'} (seconds)"

@@ -23,7 +23,7 @@ def configure() -> None:
     of the memory that the machine or the container has is kept, and the kernel may take it at any time.
 
     Raises:
-        ValueError: The environment variable is no number from 0 to 1,000,000.
+        ValueError: The environment variable is no number >= 0.
     """
     seconds = config.env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS")
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -19,7 +19,7 @@ __all__ = ["check_endpoint", "chosen_checksums", "configured_endpoint", "enforce
 # What botocore knows about services, by the path it is read from. Reading it is most of the work of making a client.
 _loaders: dict[Optional[str], Any] = {}
 
-_HOST_AND_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_HOST_AND_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~%-]+)?\])(?::[0-9]{0,5})?")
 
 # Stores that know buckets as host names only.
 _VIRTUAL_HOSTS = ("cwobject.com", "cwlota.com")

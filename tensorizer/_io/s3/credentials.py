@@ -57,7 +57,9 @@ def infer_credentials(
         raise ValueError(f"S3 credentials were not provided, and {path} cannot be read: {error}") from None
     except configparser.Error as error:  # which quotes lines
         line = getattr(error, "lineno", None) or next((number for number, _ in getattr(error, "errors", ())), "?")
-        raise configparser.Error(f"{path}, line {line}: not as files of s3cmd are ({type(error).__name__})") from None
+        clean = type(error).__new__(type(error))  # of the same kind, without the lines
+        configparser.Error.__init__(clean, f"{path}, line {line}: not as files of s3cmd are ({type(error).__name__})")
+        raise clean from None
     if "default" not in parser:
         raise ValueError(f"S3 credentials were not provided, and {path} has no section [default]")
     section = parser["default"]

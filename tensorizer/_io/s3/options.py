@@ -67,7 +67,7 @@ def parse_s3_uri(uri: str) -> S3Location:
 
 
 _TEXTS = (
-    "access_key_id", "secret_access_key", "endpoint", "region_name", "signature_version", "session_token", "profile",
+    "access_key_id", "secret_access_key", "endpoint", "region_name", "session_token", "profile",
 )  # fmt: skip
 
 
