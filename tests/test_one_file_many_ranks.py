@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import samples
+import torch
 
 import tensorizer.distributed as td
 from tensorizer._system.threads import share_of_node
 from tensorizer.stream_io import HTTPOptions
+from tensorizer.torch import save_model
 
 pytest.importorskip("torch.distributed.tensor")
 
@@ -71,6 +73,32 @@ def test_without_a_group_one_process_loads_alone(tmp_path):
     report = td.load_sharded(state, tmp_path / "f", device="cpu", verify_hash=True)
     assert samples.same(state["a"], tensors["a"])
     assert report.bytes_received == 0
+
+
+class Keeper(torch.nn.Linear):
+    """A layer with extra state that is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale = torch.zeros(2)
+
+    def get_extra_state(self):
+        return self.scale
+
+    def set_extra_state(self, state) -> None:
+        self.scale = state
+
+
+def test_extra_state_of_the_file_goes_to_the_modules_that_take_it(tmp_path):
+    source = torch.nn.Sequential(Keeper(), torch.nn.Linear(2, 2))
+    source[0].scale = torch.ones(2)
+    for name in ("m.tensors", "m.safetensors"):
+        save_model(source, tmp_path / name)
+        target = torch.nn.Sequential(Keeper(), torch.nn.Linear(2, 2))
+        report = td.load_sharded(target, tmp_path / name, device="cpu")
+        assert (report.missing, report.unexpected) == ((), ())
+        assert target[0].scale.equal(source[0].scale)
+        assert target[0].weight.equal(source[0].weight)
 
 
 def test_ranks_of_one_machine_share_its_connections_threads_and_pinned_memory(monkeypatch):
