@@ -238,6 +238,20 @@ class TensorSerializer:
             TypeError: With `include_extra_state`, a state of another kind. Nothing was written then.
             OSError: The data could not be written.
         """
+        self._write_module(m, remove_tensors, include_non_persistent_buffers, include_extra_state)
+        left_out = [] if include_extra_state else [extra_state.state_name(path) for path in modules_with_extra_state(m)]
+        if left_out:
+            _warn_of("extra state of modules, which include_extra_state=True would store", left_out)
+
+    def _write_module(
+        self,
+        m: torch.nn.Module,
+        remove_tensors: bool,
+        include_non_persistent_buffers: bool,
+        include_extra_state: bool,
+        every_name: bool = False,
+    ) -> None:
+        """:meth:`write_module`, under every name that the state dict has for a tensor, if wanted."""
         module_tree.check_module(m, "write_state_dict writes state dicts")
         items = [
             Item(
@@ -248,15 +262,10 @@ class TensorSerializer:
                 min(entry.module_idx, 0xFFFF),
                 entry if remove_tensors else None,
             )
-            for entry in walk_module(m, include_non_persistent_buffers)
+            for entry in walk_module(m, include_non_persistent_buffers, every_name)
         ]
-        if include_extra_state:
-            self._write(items, extra={**self._extra_state, **extra_state.pack(extra_states(m))})
-            return
-        self._write(items)
-        left_out = [extra_state.state_name(path) for path in modules_with_extra_state(m)]
-        if left_out:
-            _warn_of("extra state of modules, which include_extra_state=True would store", left_out)
+        extra = {**self._extra_state, **extra_state.pack(extra_states(m))} if include_extra_state else None
+        self._write(items, extra=extra)
 
     def write_state_dict(self, state_dict: Any) -> None:
         """Writes nested mappings (with ``str`` keys) and sequences of tensors; sequences come back as lists.

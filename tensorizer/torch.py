@@ -250,8 +250,12 @@ def save_model(
             target, encryption=encryption, metadata=metadata, ties=ties, stream_options=stream_options
         ) as serializer:
             try:
-                serializer.write_module(
-                    model, include_non_persistent_buffers=include_non_persistent_buffers, include_extra_state=True
+                serializer._write_module(
+                    model,
+                    remove_tensors=False,
+                    include_non_persistent_buffers=include_non_persistent_buffers,
+                    include_extra_state=True,
+                    every_name=True,
                 )
             except TypeError as error:
                 raise UnsupportedContentError(str(error)) from None

@@ -603,6 +603,34 @@ def test_buffers_outside_the_state_dict_are_filled_in_models_with_ways_of_their_
         assert_same(target.state_dict(), source.state_dict())
 
 
+def test_a_module_under_two_names_is_saved_and_loaded_under_both(tmp_path):
+    def model():
+        shared, other = torch.nn.BatchNorm1d(2), torch.nn.Module()
+        found = torch.nn.ModuleDict({"a": shared, "b": shared, "c": other})
+        other.w = shared.weight
+        other.v = other.w
+        return found
+
+    source = model()
+    torch.nn.init.normal_(source["a"].weight)
+    for name in FORMATS:
+        for ties in ("once", "twice"):
+            save_model(source, tmp_path / name, ties=ties)
+            state = load_file(tmp_path / name)
+            assert_same(state, source.state_dict())
+            target = model()
+            target.load_state_dict(state)
+            assert load_model(target, tmp_path / name).ok
+            assert target["b"].weight is target["a"].weight
+            assert_same(target.state_dict(), source.state_dict())
+        if name.endswith(".tensors"):
+            target = model()
+            with tensorizer.TensorDeserializer(tmp_path / name, device="cpu") as file:
+                file.load_into_module(target, strict=True)
+            assert target["c"].v is target["c"].w is target["b"].weight is target["a"].weight
+            assert_same(target.state_dict(), source.state_dict())
+
+
 def test_what_is_left_alone_is_not_counted_as_loaded(tmp_path):
     for name in FORMATS:
         save_file({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, tmp_path / name)

@@ -14,7 +14,7 @@ import torch
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import state_name
 from tensorizer._load.container import Container
-from tensorizer._load.fit import Fact, fit_of, shown, slots_in
+from tensorizer._load.fit import Fact, fit_of, modules_of, shown, slots_in
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.report import LoadReport, Mismatch
 from tensorizer._system.devices import ordinary_tensors
@@ -34,9 +34,13 @@ class ModuleLoad:
         # Strict loads are narrowed on both sides: what the filter refuses need not be in the file.
         narrows = filter_func if strict else None
         self._adapted: dict[int, torch.nn.Parameter] = {}  # by the id of the loaded one
-        self._modules = dict(module.named_modules())
-        self._slots = slots_in(self._modules)
         self._wanted = _places(container, container.accepted_by(filter_func))
+        self._modules = dict(module.named_modules())
+        if isinstance(module, torch.nn.Module) and any(
+            name.rpartition(".")[0] not in self._modules for name in self._wanted
+        ):
+            self._modules = modules_of(module)  # the file has further paths of modules that are there twice
+        self._slots = slots_in(self._modules)
         absent = [name for name, slot in self._slots.items() if slot.tensor is not None and name not in self._wanted]
         if filter_func is not None:
             refused = set(container.names)

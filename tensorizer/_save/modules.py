@@ -21,16 +21,23 @@ class ModuleTensor(NamedTuple):
     tensor: torch.Tensor
 
 
-def walk_module(root: torch.nn.Module, include_non_persistent_buffers: bool) -> Iterator[ModuleTensor]:
+def walk_module(
+    root: torch.nn.Module, include_non_persistent_buffers: bool, every_name: bool = False
+) -> Iterator[ModuleTensor]:
     """Every tensor of `root` in file order: per module its parameters, then its buffers, in registration order.
 
     A module registered under two names appears once, a tensor registered twice in one module too; tensors shared by
-    different modules appear once per name (docs/format.md, "Modules").
+    different modules appear once per name (docs/format.md, "Modules"). With `every_name` all of them appear under each
+    of their names, as in the state dict.
     """
-    for module_idx, (path, module) in enumerate(root.named_modules()):
-        for attribute, parameter in module.named_parameters(recurse=False):
+    # Overrides of these methods may have fewer arguments.
+    options: dict[str, Any] = {"remove_duplicate": False} if every_name else {}
+    positions = {id(module): position for position, (_, module) in enumerate(root.named_modules())}
+    for path, module in root.named_modules(**options):
+        module_idx = positions[id(module)]
+        for attribute, parameter in module.named_parameters(recurse=False, **options):
             yield ModuleTensor(module, attribute, module_idx, f"{path}.{attribute}", False, parameter)
-        for attribute, buffer in module.named_buffers(recurse=False):
+        for attribute, buffer in module.named_buffers(recurse=False, **options):
             if include_non_persistent_buffers or attribute not in module._non_persistent_buffers_set:
                 yield ModuleTensor(module, attribute, module_idx, f"{path}.{attribute}", True, buffer)
 
