@@ -377,6 +377,9 @@ def load_what_state_dicts_call_otherwise(folder: Path) -> None:
     for left_out in ("embed.weight", "head.weight"):  # as hubs have tied models
         hub = {name: tensor for name, tensor in kept.items() if name != left_out}
         save_file(hub, folder / f"{left_out}.safetensors")
+    differing = {**kept, "head.weight": kept["head.weight"].index_fill(0, torch.tensor([7]), 3.0)}  # the last row alone
+    samples.write_state_dict(folder / "differing", differing)
+    samples.write_state_dict(folder / "shapes", {**kept, "head.weight": torch.zeros(9, 4)})
 
     def made(kind, on_meta: bool):
         with torch.device("meta" if on_meta else "cpu"):
@@ -404,6 +407,10 @@ def load_what_state_dicts_call_otherwise(folder: Path) -> None:
             else:
                 assert model.embed.angles is angles
             assert model.embed.none is None
+        model = made(Turned, on_meta)
+        raised(LoadError, "conflicting values for 'head.weight'", load, model, folder / "differing")
+        load(model, folder / "differing", strict=False)
+        assert samples.same(model.head.weight.detach(), state["embed.weight"])
 
     def work(rank: int) -> None:
         for exchange, on_meta in itertools.product(EXCHANGES, (True, False)):
@@ -415,6 +422,13 @@ def load_what_state_dicts_call_otherwise(folder: Path) -> None:
             td.load_sharded(model, folder / "head.weight.safetensors", mesh=mesh, plan={name: Shard(0)}, device="cpu")
             assert model.head.weight is model.embed.weight
             assert samples.same(model.head.weight.to_local().detach(), state[name][4 * rank : 4 * rank + 4])
+            model = made(Turned, True)
+            load = functools.partial(td.load_sharded, model, mesh=mesh, plan={name: Shard(0)}, device="cpu")
+            text = "conflicting values for 'head.weight', which is one tensor with 'embed.weight'"
+            raised(LoadError, text, load, folder / "differing")  # one rank has the row that differs
+            raised(LoadError, "wanted the shape .*8, 4.*found .*9, 4", load, folder / "shapes")
+            load(folder / "differing", strict=False)
+            assert samples.same(model.head.weight.to_local().detach(), state["embed.weight"][4 * rank : 4 * rank + 4])
         # values of a mapping are what is replaced: one value for two names is not one tensor
         place = torch.empty(0)
         found = {"weight": place, "bias": place}

@@ -140,7 +140,8 @@ def load_sharded(
         stream_options: Keywords for opening a URI.
 
     Raises:
-        LoadError: Shapes differ; names are missing or unexpected, with `strict`.
+        LoadError: Shapes differ; with `strict`, names are missing or unexpected, or the file holds different contents
+            for names of one tensor (else what it has under the first of them counts).
         ValueError: A placement that is no box (``Partial``); `verify_hash` and a part of a tensor, whose hash nobody
             stores.
         StreamError: The ranks see different contents.

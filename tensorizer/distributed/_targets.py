@@ -26,7 +26,8 @@ class Target:
     """What a load fills: where the parts of this rank go, and what becomes of them when they are there.
 
     Attributes:
-        places: By the name in the file; of tensors that are one in the target, the first name only.
+        places: By the name in the file; of tensors that are one in the target, the first name only, and with `strict`
+            the others that the file has a tensor of their own for.
         missing: Names that the file lacks, and no other name of their tensor supplies.
         unexpected: Names of the file that the target lacks.
     """
@@ -68,6 +69,7 @@ class Target:
         self._whole: dict[Name, bool] = {}
         self._new: dict[str, Any] = {}
         self._same: dict[str, str] = {}  # names to the one that their tensor is loaded under
+        self._compared: dict[str, str] = {}  # names that the file has a tensor of their own for, to the same one
         for names in groups:
             supplied = [name for name in names if name in self._stored]
             if supplied and not self._is_filled(names[0]):
@@ -78,6 +80,8 @@ class Target:
             if supplied:
                 self._add(supplied[0], names)
                 self._same.update({name: supplied[0] for name in names if name != supplied[0]})
+                if strict and len(names) > 1:
+                    self._expect_same(supplied[0], supplied[1:])
 
     def _is_filled(self, name: str) -> bool:
         """Whether the target keeps what it has under a name as one tensor, whose data alone are loaded."""
@@ -123,6 +127,34 @@ class Target:
             )
         self.places[self._stored[name]] = Place(box, local)
 
+    def _expect_same(self, first: str, others: Sequence[str]) -> None:
+        """Loads what the file has under other names of a tensor, to compare it with what it has under the first."""
+        place, shape = self.places[self._stored[first]], tuple(self._opened.file.get_slice(self._stored[first]).shape)
+        own = {self._opened.entry(self._stored[first])}
+        for name in others:
+            stored = self._stored[name]
+            if stored in self.places or self._opened.entry(stored) in own:
+                continue
+            own.add(self._opened.entry(stored))
+            found = tuple(self._opened.file.get_slice(stored).shape)
+            if found != shape:
+                raise LoadError(
+                    f"{self._opened.file._container.source_name}: tensor {name!r:.200}: wanted the shape "
+                    f"{list(shape)}, found {list(found)}"
+                )
+            self.places[stored] = Place(place.box, torch.empty_like(place.into))
+            self._whole[stored] = self._whole[self._stored[first]]
+            self._compared[name] = first
+
+    def _compare(self) -> None:
+        for name, first in self._compared.items():
+            one, other = (self.places[self._stored[n]].into.detach() for n in (first, name))
+            if not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
+                raise LoadError(
+                    f"{self._opened.file._container.source_name}: conflicting values for {name!r:.200}, which is one "
+                    f"tensor with {first!r:.200}"
+                )
+
     def _is_local(self, names: Sequence[str], value: torch.Tensor) -> bool:
         """Whether a value may have another shape than the file: a plan cuts it, and it is replaced."""
         return not _is_dtensor(value) and self._planned(names) is not None
@@ -162,7 +194,12 @@ class Target:
             )
 
     def finish(self) -> None:
-        """Puts new tensors into the target."""
+        """Puts new tensors into the target.
+
+        Raises:
+            LoadError: The file has different contents for names of one tensor.
+        """
+        self._compare()
         new: dict[str, Any] = {}
         for name, value in self._new.items():
             old = self._values[name]
