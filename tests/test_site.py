@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import html.parser
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -59,12 +60,17 @@ def test_pictures_of_the_repository_are_what_the_figures_give(chart):
 
 
 def test_a_chart_names_every_figure_and_draws_lengths_in_proportion(chart):
-    results = [("ours", "this <one>", 4.0), ("other", "that", 1.0), ("limit", "limit", 8.0), ("other", "failed", None)]
-    case = {"title": "load", "unit": "GB/s", "results": [dict(zip(("role", "label", "shown"), r)) for r in results]}
-    for theme in chart.THEMES:
+    for theme, limit in itertools.product(chart.THEMES, ("limit of the machine", "limit: raw sockets")):
+        results = [
+            ("ours", "this <one>", 4.0),
+            ("other", "that", 1.0),
+            ("limit", limit, 8.0),
+            ("other", "failed", None),
+        ]
+        case = {"title": "load", "unit": "GB/s", "results": [dict(zip(("role", "label", "shown"), r)) for r in results]}
         tree = ElementTree.fromstring(chart.draw(case, theme))
         texts = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
-        assert texts == ["load, GB/s", "this <one>", "4", "that", "1", "limit of the machine: 8"]
+        assert texts == ["load, GB/s", "this <one>", "4", "that", "1", f"{limit.replace(':', ' of')}: 8"]
         ours, other = (float(bar.get("width")) for bar in tree.iter("{http://www.w3.org/2000/svg}rect"))
         assert ours == pytest.approx(4 * other, abs=0.5)
 

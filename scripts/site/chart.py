@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 WIDTH = 640
 ROW = 34
-LABEL = 190  # pixels left of the bars
+LABEL = 205  # pixels left of the bars
 TOP = 44
 THEMES = {
     "light": {"text": "#1f2328", "muted": "#59636e", "ours": "#1769aa", "other": "#aab6c0", "limit": "#c2410c"},
@@ -32,14 +32,15 @@ def figures(case: dict[str, Any]) -> list[tuple[str, float, str]]:
     return sorted(bars, key=lambda row: (row[2] != "ours", -row[1]))
 
 
-def limit_of(case: dict[str, Any]) -> float | None:
-    return next((float(r["shown"]) for r in case["results"] if r["role"] == "limit" and r["shown"]), None)
+def limit_of(case: dict[str, Any]) -> tuple[str, float] | None:
+    """What the limit is of, and its value."""
+    return next(((r["label"], float(r["shown"])) for r in case["results"] if r["role"] == "limit" and r["shown"]), None)
 
 
 def draw(case: dict[str, Any], theme: str) -> str:
     """The picture as text."""
     colours, rows, limit = THEMES[theme], figures(case), limit_of(case)
-    longest = max([value for _, value, _ in rows] + ([limit] if limit else []))
+    longest = max([value for _, value, _ in rows] + ([limit[1]] if limit else []))
     scale = (WIDTH - LABEL - 60) / longest
     height = TOP + ROW * len(rows) + 28
     title = f"{case['title']}, {case['unit']}"
@@ -59,12 +60,12 @@ def draw(case: dict[str, Any], theme: str) -> str:
             f'<text x="{LABEL + length + 6}" y="{y + 17}" fill="{colours["text"]}">{value:.3g}</text>',
         ]
     if limit:
-        x = round(LABEL + limit * scale, 1)
+        x = round(LABEL + limit[1] * scale, 1)
         bottom = TOP + ROW * len(rows)
         parts += [
             f'<path d="M{x} {TOP - 6}V{bottom}" stroke="{colours["limit"]}" stroke-width="2" stroke-dasharray="5 4"/>',
             f'<text x="{x}" y="{bottom + 18}" text-anchor="end" fill="{colours["muted"]}">'
-            f"limit of the machine: {limit:.3g}</text>",
+            f"{escape(limit[0].replace(':', ' of'))}: {limit[1]:.3g}</text>",
         ]
     return "\n".join([*parts, "</svg>", ""])
 
