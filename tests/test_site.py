@@ -75,6 +75,21 @@ def test_a_chart_names_every_figure_and_draws_lengths_in_proportion(chart):
         assert ours == pytest.approx(4 * other, abs=0.5)
 
 
+def test_a_figure_whose_place_the_line_of_the_limit_takes_is_inside_its_bar(chart):
+    for value, anchor in ((10.0, None), (9.8, "end"), (5.0, None)):  # the limit is 10, and 375 pixels
+        results = [
+            {"role": "ours", "label": "this", "shown": value},
+            {"role": "limit", "label": "limit", "shown": 10.0},
+        ]
+        case = {"title": "load", "unit": "GB/s", "results": results}
+        tree = ElementTree.fromstring(chart.draw(case, "light"))
+        (figure,) = (n for n in tree.iter("{http://www.w3.org/2000/svg}text") if n.text == f"{value:.3g}")
+        (bar,) = tree.iter("{http://www.w3.org/2000/svg}rect")
+        assert figure.get("text-anchor") == anchor
+        end = float(bar.get("x")) + float(bar.get("width"))
+        assert float(figure.get("x")) == pytest.approx(end - 6 if anchor else end + 6)
+
+
 class Page(html.parser.HTMLParser):
     """Addresses that a page refers to, and the places in it that others can refer to."""
 

@@ -19,9 +19,24 @@ WIDTH = 640
 ROW = 34
 LABEL = 205  # pixels left of the bars
 TOP = 44
+FIGURE = 42  # pixels of "0.306"
 THEMES = {
-    "light": {"text": "#1f2328", "muted": "#59636e", "ours": "#1769aa", "other": "#aab6c0", "limit": "#c2410c"},
-    "dark": {"text": "#e6edf3", "muted": "#9198a1", "ours": "#58a6ff", "other": "#57606a", "limit": "#fb923c"},
+    "light": {
+        "text": "#1f2328",
+        "muted": "#59636e",
+        "ours": "#1769aa",
+        "other": "#aab6c0",
+        "limit": "#c2410c",
+        "inside": "#ffffff",
+    },
+    "dark": {
+        "text": "#e6edf3",
+        "muted": "#9198a1",
+        "ours": "#58a6ff",
+        "other": "#57606a",
+        "limit": "#fb923c",
+        "inside": "#0d1117",
+    },
 }
 
 
@@ -43,6 +58,7 @@ def draw(case: dict[str, Any], theme: str) -> str:
     longest = max([value for _, value, _ in rows] + ([limit[1]] if limit else []))
     scale = (WIDTH - LABEL - 60) / longest
     height = TOP + ROW * len(rows) + 28
+    line = round(limit[1] * scale, 1) if limit else 0.0
     title = f"{case['title']}, {case['unit']}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
@@ -57,10 +73,10 @@ def draw(case: dict[str, Any], theme: str) -> str:
         parts += [
             f'<text x="{LABEL - 10}" y="{y + 17}" text-anchor="end" fill="{colours["text"]}">{escape(label)}</text>',
             f'<rect x="{LABEL}" y="{y}" width="{length}" height="24" rx="3" fill="{colour}"/>',
-            f'<text x="{LABEL + length + 6}" y="{y + 17}" fill="{colours["text"]}">{value:.3g}</text>',
+            _beside(length, y, f"{value:.3g}", line, colours["text"], colours["inside" if role == "ours" else "text"]),
         ]
     if limit:
-        x = round(LABEL + limit[1] * scale, 1)
+        x = LABEL + line
         bottom = TOP + ROW * len(rows)
         parts += [
             f'<path d="M{x} {TOP - 6}V{bottom}" stroke="{colours["limit"]}" stroke-width="2" stroke-dasharray="5 4"/>',
@@ -68,6 +84,13 @@ def draw(case: dict[str, Any], theme: str) -> str:
             f"{escape(limit[0].replace(':', ' of'))}: {limit[1]:.3g}</text>",
         ]
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _beside(length: float, y: int, text: str, line: float, colour: str, inside: str) -> str:
+    """The figure behind its bar, or in it where the line of the limit would go through it."""
+    if length < line < length + 12 + FIGURE:
+        return f'<text x="{LABEL + length - 6}" y="{y + 17}" text-anchor="end" fill="{inside}">{text}</text>'
+    return f'<text x="{LABEL + length + 6}" y="{y + 17}" fill="{colour}">{text}</text>'
 
 
 def main() -> None:
