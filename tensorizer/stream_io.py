@@ -13,13 +13,13 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Optional, TypeVar, Union, cast
 
+from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
-from tensorizer._io.options import CAInfo
 from tensorizer._io.options import HTTPOptions as HTTPOptions
 from tensorizer._io.s3 import objects
 from tensorizer._io.s3.client import enforce_scheme
-from tensorizer._io.s3.credentials import ParsedCredentials, infer_credentials
-from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, PathArgument, S3Defaults, S3Options
+from tensorizer._io.s3.credentials import ConfigPath, ParsedCredentials, infer_credentials
+from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults, S3Options
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
 from tensorizer._io.uri import scheme_of
@@ -56,7 +56,7 @@ _enforce_scheme = enforce_scheme
 
 
 def _infer_credentials(
-    s3_access_key_id: Optional[str], s3_secret_access_key: Optional[str], s3_config_path: Optional[PathArgument] = None
+    s3_access_key_id: Optional[str], s3_secret_access_key: Optional[str], s3_config_path: Optional[ConfigPath] = None
 ) -> ParsedCredentials:
     """Keys from the arguments, and where one is missing from a configuration file of s3cmd."""
     return infer_credentials(s3_access_key_id, s3_secret_access_key, s3_config_path, _s3_default_config_paths)
@@ -226,7 +226,7 @@ def _s3_options(
     s3_access_key_id: Optional[str] = None,
     s3_secret_access_key: Optional[str] = None,
     s3_endpoint: Optional[str] = None,
-    s3_config_path: Optional[PathArgument] = None,
+    s3_config_path: Optional[ConfigPath] = None,
     force_http: Optional[bool] = None,
     *,
     s3_region_name: Optional[str] = None,

@@ -13,15 +13,12 @@ import importlib.util
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import Any, Optional
 
 from tensorizer._system.config import env_text
 from tensorizer.errors import StreamError
 
-if TYPE_CHECKING:
-    from tensorizer._io.options import CAInfo
-
-__all__ = ["Trust", "named_trust", "system_trust", "trust_for"]
+__all__ = ["CAInfo", "Trust", "check_certificates", "named_trust", "system_trust", "trust_for"]
 
 _logger = logging.getLogger("tensorizer")
 
@@ -41,6 +38,64 @@ FOLDERS = ("/etc/ssl/certs", "/etc/pki/tls/certs")
 WAYS_OUT = "install the package ca-certificates (or certifi), set SSL_CERT_FILE, or pass CAInfo(cacert=...)"
 
 
+class CAInfo:
+    """Which certificates an HTTPS server may have. Exactly one argument must be given.
+
+    Args:
+        cacert: File of trusted certificates in PEM format; a self-signed server certificate may be among them.
+        capath: Folder of trusted certificates, as ``openssl rehash`` prepares it.
+        allow_untrusted: Accept every certificate. Anyone on the way can then read and change the data.
+
+    Raises:
+        ValueError: Not exactly one argument, or no such file or folder.
+    """
+
+    def __init__(
+        self, *, cacert: Optional[str] = None, capath: Optional[str] = None, allow_untrusted: bool = False
+    ) -> None:
+        if sum((cacert is not None, capath is not None, bool(allow_untrusted))) != 1:
+            raise ValueError("CAInfo: exactly one of cacert, capath and allow_untrusted must be given")
+        if cacert is not None and not os.path.isfile(cacert):
+            raise ValueError(f"CAInfo: cacert is no existing file: {cacert}")
+        if capath is not None and not os.path.isdir(capath):
+            raise ValueError(f"CAInfo: capath is no existing folder: {capath}")
+        self._cacert = None if cacert is None else os.fspath(cacert)
+        self._capath = None if capath is None else os.fspath(capath)
+
+    @property
+    def cacert(self) -> Optional[str]:
+        """The file of trusted certificates, or ``None``."""
+        return self._cacert
+
+    @property
+    def capath(self) -> Optional[str]:
+        """The folder of trusted certificates, or ``None``."""
+        return self._capath
+
+    @property
+    def allow_untrusted(self) -> bool:
+        """Whether every certificate is accepted."""
+        return self._cacert is None and self._capath is None
+
+    @property
+    def curl_flags(self) -> tuple[str, ...]:
+        """The same choice as arguments of the ``curl`` program."""
+        if self._cacert is not None:
+            return ("--cacert", self._cacert)
+        if self._capath is not None:
+            return ("--capath", self._capath)
+        return ("--insecure",)
+
+    def __eq__(self, other: object) -> bool:
+        return self.curl_flags == other.curl_flags if isinstance(other, CAInfo) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.curl_flags)
+
+    def __repr__(self) -> str:
+        return f"CAInfo{self.curl_flags!r}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Trust:
     """Trust anchors as the C++ side takes them.
@@ -54,6 +109,12 @@ class Trust:
     file: str = ""
     path: str = ""
     verify: bool = True
+
+
+def check_certificates(choice: Any) -> None:
+    """Refuses what is neither a :class:`CAInfo` nor ``None``."""
+    if choice is not None and not isinstance(choice, CAInfo):
+        raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(choice).__name__}")
 
 
 _found: Optional[Trust] = None  # of the system; certificates do not move while a process runs

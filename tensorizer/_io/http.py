@@ -7,7 +7,8 @@ import time
 import urllib.parse
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
-from tensorizer._io.options import CAInfo, Headers, HTTPOptions, check_certificates, checked_headers
+from tensorizer._io.certificates import CAInfo, check_certificates
+from tensorizer._io.options import Headers, HTTPOptions, checked_headers
 from tensorizer._io.window import WindowedReader
 from tensorizer._system import checks
 from tensorizer._system.redaction import hidden

@@ -6,12 +6,11 @@ Source: docs/remote.md; the defaults are those of csrc/io/http/http_options.h.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
-from tensorizer._io.certificates import Trust, named_trust, system_trust, trust_for
+from tensorizer._io.certificates import CAInfo, Trust, check_certificates, named_trust, system_trust, trust_for
 from tensorizer._system import checks, config
 from tensorizer._system.threads import share_of_node
 from tensorizer._version import __version__
@@ -19,7 +18,7 @@ from tensorizer._version import __version__
 if TYPE_CHECKING:
     from tensorizer import _C
 
-__all__ = ["CAInfo", "HTTPOptions"]
+__all__ = ["HTTPOptions"]
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 # A range, or a condition on it, of the caller's would contradict those that every request needs.
@@ -28,64 +27,6 @@ _OWN_HEADERS = frozenset({"range", "if-range", "if-match", "if-unmodified-since"
 Headers = Union[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
 _MAX_RETRIES = 1000
 _HTTP_VERSIONS = {"auto": "automatic", "1.1": "http1", "2": "http2"}
-
-
-class CAInfo:
-    """Which certificates an HTTPS server may have. Exactly one argument must be given.
-
-    Args:
-        cacert: File of trusted certificates in PEM format; a self-signed server certificate may be among them.
-        capath: Folder of trusted certificates, as ``openssl rehash`` prepares it.
-        allow_untrusted: Accept every certificate. Anyone on the way can then read and change the data.
-
-    Raises:
-        ValueError: Not exactly one argument, or no such file or folder.
-    """
-
-    def __init__(
-        self, *, cacert: Optional[str] = None, capath: Optional[str] = None, allow_untrusted: bool = False
-    ) -> None:
-        if sum((cacert is not None, capath is not None, bool(allow_untrusted))) != 1:
-            raise ValueError("CAInfo: exactly one of cacert, capath and allow_untrusted must be given")
-        if cacert is not None and not os.path.isfile(cacert):
-            raise ValueError(f"CAInfo: cacert is no existing file: {cacert}")
-        if capath is not None and not os.path.isdir(capath):
-            raise ValueError(f"CAInfo: capath is no existing folder: {capath}")
-        self._cacert = None if cacert is None else os.fspath(cacert)
-        self._capath = None if capath is None else os.fspath(capath)
-
-    @property
-    def cacert(self) -> Optional[str]:
-        """The file of trusted certificates, or ``None``."""
-        return self._cacert
-
-    @property
-    def capath(self) -> Optional[str]:
-        """The folder of trusted certificates, or ``None``."""
-        return self._capath
-
-    @property
-    def allow_untrusted(self) -> bool:
-        """Whether every certificate is accepted."""
-        return self._cacert is None and self._capath is None
-
-    @property
-    def curl_flags(self) -> tuple[str, ...]:
-        """The same choice as arguments of the ``curl`` program."""
-        if self._cacert is not None:
-            return ("--cacert", self._cacert)
-        if self._capath is not None:
-            return ("--capath", self._capath)
-        return ("--insecure",)
-
-    def __eq__(self, other: object) -> bool:
-        return self.curl_flags == other.curl_flags if isinstance(other, CAInfo) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.curl_flags)
-
-    def __repr__(self) -> str:
-        return f"CAInfo{self.curl_flags!r}"
 
 
 def _environment_seconds(name: str, default: float, *, above_zero: bool = False) -> Any:
@@ -264,12 +205,6 @@ _PLAIN_FIELDS = (
     "first_retry_delay", "max_retry_delay", "max_redirects", "max_connections", "head_nbytes", "unit_nbytes",
     "direct_nbytes", "hedge_after",
 )  # fmt: skip
-
-
-def check_certificates(choice: Any) -> None:
-    """Refuses what is neither a :class:`CAInfo` nor ``None``."""
-    if choice is not None and not isinstance(choice, CAInfo):
-        raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(choice).__name__}")
 
 
 def check_header(name: Any, value: Any) -> None:

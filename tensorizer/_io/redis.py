@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from urllib.parse import parse_qs, unquote
 
 from tensorizer import _C
-from tensorizer._io.certificates import trust_for
-from tensorizer._io.options import check_certificates
+from tensorizer._io.certificates import check_certificates, trust_for
 from tensorizer._io.uri import split_uri
 from tensorizer._io.window import WindowedReader
 from tensorizer._system import checks
@@ -22,7 +21,7 @@ from tensorizer._system.redaction import hidden
 from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
-    from tensorizer._io.options import CAInfo
+    from tensorizer._io.certificates import CAInfo
 
 __all__ = ["RedisAddress", "RedisStreamFile", "parse_redis_address"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any, Optional, Union
 
-from tensorizer._io.options import CAInfo
+from tensorizer._io.certificates import CAInfo
 from tensorizer._io.uri import split_uri
 from tensorizer._system import checks
 from tensorizer._system.config import env_text

@@ -5,12 +5,13 @@ from __future__ import annotations
 import configparser
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
-from tensorizer._io.s3.options import PathArgument
 from tensorizer._system.redaction import shown_uri
 
-__all__ = ["ParsedCredentials", "infer_credentials"]
+__all__ = ["ConfigPath", "ParsedCredentials", "infer_credentials"]
+
+ConfigPath = Union[str, bytes, "os.PathLike[Any]"]
 
 
 class ParsedCredentials(NamedTuple):
@@ -30,7 +31,7 @@ class ParsedCredentials(NamedTuple):
 def infer_credentials(
     s3_access_key_id: Optional[str],
     s3_secret_access_key: Optional[str],
-    s3_config_path: Optional[PathArgument],
+    s3_config_path: Optional[ConfigPath],
     default_paths: Sequence[str],
 ) -> ParsedCredentials:
     """Keys from the arguments, and where one is missing from a configuration file of s3cmd.
@@ -76,7 +77,7 @@ def infer_credentials(
     return found
 
 
-def _config_file(wanted: Optional[PathArgument], default_paths: Sequence[str]) -> str:
+def _config_file(wanted: Optional[ConfigPath], default_paths: Sequence[str]) -> str:
     if wanted:
         path = os.path.expanduser(os.fsdecode(wanted))
         if not os.path.exists(path):

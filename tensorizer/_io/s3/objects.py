@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
+from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
-from tensorizer._io.options import CAInfo
 from tensorizer._io.s3.access import S3Access, access_at, resolve
 from tensorizer._io.s3.extra_args import check_names
 from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults, S3Location, S3Options, parse_s3_uri

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from urllib.parse import parse_qs
 
 from tensorizer._io.options import HTTPOptions
@@ -14,12 +13,10 @@ from tensorizer._io.uri import split_uri
 from tensorizer._system import checks
 
 if TYPE_CHECKING:
-    from tensorizer._io.options import CAInfo
-    from tensorizer._io.s3.credentials import ParsedCredentials
+    from tensorizer._io.certificates import CAInfo
+    from tensorizer._io.s3.credentials import ConfigPath, ParsedCredentials
 
-__all__ = ["READ_ENDPOINT", "WRITE_ENDPOINT", "PathArgument", "S3Defaults", "S3Location", "S3Options", "parse_s3_uri"]
-
-PathArgument = Union[str, bytes, "os.PathLike[Any]"]
+__all__ = ["READ_ENDPOINT", "WRITE_ENDPOINT", "S3Defaults", "S3Location", "S3Options", "parse_s3_uri"]
 
 # Where keys go for which nobody names an endpoint.
 READ_ENDPOINT = "accel-object.ord1.coreweave.com"
@@ -78,7 +75,7 @@ class S3Options:
     access_key_id: Optional[str] = dataclasses.field(default=None, repr=False)
     secret_access_key: Optional[str] = dataclasses.field(default=None, repr=False)
     endpoint: Optional[str] = dataclasses.field(default=None, repr=False)  # may hold a password
-    config_path: Optional[PathArgument] = None
+    config_path: Optional[ConfigPath] = None
     force_http: Optional[bool] = None
     region_name: Optional[str] = None
     signature_version: Optional[str] = None
@@ -120,7 +117,7 @@ class S3Defaults:
         upload: Uploads local files; ``None`` for the package's own.
     """
 
-    infer_credentials: Callable[[Optional[str], Optional[str], Optional[PathArgument]], ParsedCredentials]
+    infer_credentials: Callable[[Optional[str], Optional[str], Optional[ConfigPath]], ParsedCredentials]
     enforce_scheme: Callable[[str, bool, bool], str]
     read_endpoint: str = READ_ENDPOINT
     write_endpoint: str = WRITE_ENDPOINT
