@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import setuptools
 from setuptools import Extension, setup
@@ -26,7 +27,16 @@ from setuptools import Extension, setup
 if int(setuptools.__version__.split(".")[0]) < 64:  # would build a package named UNKNOWN
     sys.exit(f"tensorizer: setuptools {setuptools.__version__} is too old; get 64 or later: pip install -U setuptools")
 
-from torch.utils.cpp_extension import BuildExtension, include_paths
+# Stock pip of RHEL 8 and Ubuntu 20.04 does not know the names of today's wheels and takes the sources.
+PIP_HINT = "an up-to-date pip (20.3 or later: 'pip install -U pip') installs a wheel that needs no library"
+
+try:
+    from torch.utils.cpp_extension import BuildExtension, include_paths
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"tensorizer: {PIP_HINT}; this build from source needs the Python package {error.name}: "
+        "pip install torch setuptools wheel ninja, then pip install --no-build-isolation"
+    )
 
 ROOT = Path(__file__).parent.resolve()
 
@@ -90,35 +100,46 @@ def pkg_config(option: str, name: str) -> list[str] | None:
     return result.stdout.split() if result.returncode == 0 else None
 
 
-def compiler_has_header(header: str, flags: list[str]) -> bool:
+def run_compiler(arguments: list[str], text: str) -> subprocess.CompletedProcess[str]:
+    """Gives the compiler a text to read; ends the build with one line if there is no compiler."""
     compiler = os.environ.get("CXX", "c++").split()
-    probe = subprocess.run(
-        [*compiler, "-std=c++20", *flags, "-x", "c++", "-fsyntax-only", "-"],
-        input=f"#include <{header}>\n",
-        capture_output=True,
-        text=True,
-        check=False,
+    try:
+        return subprocess.run(
+            [*compiler, "-std=c++20", *arguments, "-x", "c++", "-"],
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        refuse_compiler(f"{compiler[0]}: {error.strerror}")
+
+
+def refuse_compiler(found: str) -> NoReturn:
+    sys.exit(
+        f"tensorizer: {PIP_HINT}; this build from source needs a compiler of C++20 (gcc 10 or clang 16, or later): "
+        f"install one with 'apt-get install g++' or 'dnf install gcc-c++', or name it with CXX; found {found}"
     )
-    return probe.returncode == 0
+
+
+def require_compiler() -> None:
+    """Ends the build with one line where the compiler does not know C++20."""
+    probe = run_compiler(["-fsyntax-only"], "template <class T> concept any = true;\n")
+    if probe.returncode != 0:
+        said = (probe.stderr.strip().splitlines() or ["no message"])[0]
+        refuse_compiler(f"{os.environ.get('CXX', 'c++')}, which says: {said:.200}")
+
+
+def compiler_has_header(header: str, flags: list[str]) -> bool:
+    return run_compiler([*flags, "-fsyntax-only"], f"#include <{header}>\n").returncode == 0
 
 
 def refuse_old_curl(flags: list[str]) -> None:
     """Ends the build with one line where libcurl is older than the sources can be compiled with."""
-    compiler = os.environ.get("CXX", "c++").split()
-    probe = subprocess.run(
-        [*compiler, "-std=c++20", *flags, "-x", "c++", "-E", "-P", "-"],
-        input="#include <curl/curl.h>\nLIBCURL_VERSION_NUM LIBCURL_VERSION\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found = re.search(r'0x([0-9a-fA-F]{6}) "([^"]*)"\s*$', probe.stdout)
+    text = "#include <curl/curl.h>\nLIBCURL_VERSION_NUM LIBCURL_VERSION\n"
+    found = re.search(r'0x([0-9a-fA-F]{6}) "([^"]*)"\s*$', run_compiler([*flags, "-E", "-P"], text).stdout)
     if found and int(found[1], 16) < OLDEST_CURL:
         sys.exit(f"tensorizer: libcurl {found[2]} is too old: 7.68 or later is needed (that of Ubuntu 20.04, RHEL 9)")
-
-
-# Stock pip of RHEL 8 and Ubuntu 20.04 does not know the names of today's wheels and takes the sources.
-PIP_HINT = "an up-to-date pip (20.3 or later: 'pip install -U pip') installs a wheel that needs no library"
 
 
 def static_flags(prefix: Path) -> tuple[list[str], list[str]]:
@@ -147,6 +168,8 @@ def system_flags() -> tuple[list[str], list[str]]:
     compile_flags: list[str] = []
     link_flags: list[str] = []
     if prefix is not None:
+        if not (prefix / "include").is_dir() or not library_dirs_below(prefix):
+            sys.exit(f"tensorizer: TENSORIZER_DEPS_PREFIX: no folders include/ and lib/ in {prefix}")
         compile_flags += [f"-I{d}" for d in [prefix / "include", *sorted((prefix / "include").glob("*-linux-gnu"))]]
         for folder in library_dirs_below(prefix):
             link_flags += [f"-L{folder}", f"-Wl,-rpath,{folder}"]
@@ -216,6 +239,7 @@ def source_files() -> list[str]:
 
 
 def make_extension() -> Extension:
+    require_compiler()
     static = folder_of("TENSORIZER_STATIC_DEPS")
     compile_flags, link_flags = static_flags(static) if static else system_flags()
     archives = [str(static / "lib" / f"lib{name}.a") for name in ARCHIVES] if static else []

@@ -118,6 +118,42 @@ class TestMissingLibraries:
         for package in ("libcurl4-openssl-dev", "libsodium-dev", "libssl-dev", "libhiredis-dev", "libisal-dev"):
             assert package in result.stderr
 
+    def test_no_compiler_or_an_old_one_ends_the_build_with_one_line_that_names_packages(self, tmp_path: Path) -> None:
+        old, locked = tmp_path / "old", tmp_path / "locked"
+        old.write_text("#!/bin/sh\necho \"c++: error: unrecognized command line option '-std=c++20'\" >&2\nexit 1\n")
+        old.chmod(0o755)
+        locked.touch(0o644)
+        found = {
+            str(tmp_path / "none"): "No such file or directory",
+            str(locked): "Permission denied",
+            str(old): "unrecognized command line option",
+        }
+        for compiler, reason in found.items():
+            result = run_setup("--version", CXX=compiler)
+            assert result.returncode != 0
+            (line,) = result.stderr.strip().splitlines()
+            assert line.startswith("tensorizer: an up-to-date pip (20.3 or later")
+            assert "needs a compiler of C++20" in line
+            assert "'apt-get install g++' or 'dnf install gcc-c++'" in line
+            assert compiler in line
+            assert reason in line
+
+    def test_an_environment_without_torch_ends_the_build_with_one_line(self, tmp_path: Path) -> None:
+        (tmp_path / "torch").mkdir()  # an empty package in place of torch
+        (tmp_path / "torch" / "__init__.py").touch()
+        result = run_setup("--version", PYTHONPATH=str(tmp_path))
+        assert result.returncode != 0
+        (line,) = result.stderr.strip().splitlines()
+        assert "needs the Python package torch" in line
+        assert "--no-build-isolation" in line
+
+    def test_a_prefix_that_is_not_there_is_no_reason_to_take_the_system(self, tmp_path: Path) -> None:
+        for prefix in (tmp_path, tmp_path / "none"):
+            result = run_setup("--version", TENSORIZER_DEPS_PREFIX=str(prefix))
+            assert result.returncode != 0
+            (line,) = result.stderr.strip().splitlines()
+            assert f"TENSORIZER_DEPS_PREFIX: no folders include/ and lib/ in {prefix}" in line
+
     def test_a_prefix_stands_in_for_packages_of_the_system(self, tmp_path: Path) -> None:
         (tmp_path / "lib").mkdir()
         for header in ("curl/curl.h", "sodium.h", "openssl/evp.h", "openssl/ssl.h", "hiredis/hiredis.h", "isa-l.h"):

@@ -31,7 +31,7 @@ class LockedFile:
         file: Its name in the cache.
         sha256: Of its content, in hexadecimal.
         urls: Where it can be had; the first one that answers with the right content is used. ``debian:PATH`` is a path
-            below this machine's mirror of Debian.
+            below this machine's mirror of Debian, ``debian-security:PATH`` below its sister for security updates.
     """
 
     file: str
@@ -74,7 +74,12 @@ def _locked_file(entry: dict[str, Any]) -> LockedFile:
 
 def read_libraries() -> list[Library]:
     """The libraries in the order in which they are built: each needs only those before it."""
-    entries = json.loads(LOCK_FILE.read_text())["libraries"]
+    return libraries_of(LOCK_FILE.read_text())
+
+
+def libraries_of(text: str) -> list[Library]:
+    """Those that a lock file's text names."""
+    entries = json.loads(text)["libraries"]
     return [
         Library(**{**entry, "archive": _locked_file(entry["archive"]), "patches": _locked_file(entry["patches"])})
         for entry in entries
@@ -86,7 +91,11 @@ def read_tools() -> list[Tool]:
 
 
 def debian_mirror() -> str:
-    """The mirror of Debian that ``DEBIAN_MIRROR`` names, or the one that this machine's apt uses."""
+    """The mirror of Debian that ``DEBIAN_MIRROR`` names, or the one that this machine's apt uses.
+
+    Raises:
+        LookupError: There is neither.
+    """
     named = os.environ.get("DEBIAN_MIRROR")
     if named:
         return named.rstrip("/")
@@ -95,12 +104,18 @@ def debian_mirror() -> str:
         for word in path.read_text(errors="replace").split() if path.is_file() else ():
             if re.match(r"https?://", word) and word.rstrip("/").endswith("/debian"):
                 return word.rstrip("/")
-    sys.exit("no mirror of Debian in the apt sources: name one with DEBIAN_MIRROR")
+    raise LookupError("no mirror of Debian in the apt sources: name one with DEBIAN_MIRROR")
 
 
 def address_of(url: str) -> str:
-    """The URL, with ``debian:`` resolved."""
-    return f"{debian_mirror()}/{url[7:]}" if url.startswith("debian:") else url
+    """The URL, with ``debian:`` and ``debian-security:`` resolved.
+
+    Raises:
+        LookupError: It wants a mirror of Debian, and there is none.
+    """
+    place, _, path = url.partition(":")
+    endings = {"debian": "", "debian-security": "-security"}
+    return f"{debian_mirror()}{endings[place]}/{path}" if place in endings else url
 
 
 def sha256_of(path: Path) -> str:
@@ -122,12 +137,13 @@ def fetch(wanted: LockedFile, folder: Path) -> Path:
     if path.is_file() and sha256_of(path) == wanted.sha256:
         return path
     complaints = []
-    for url in map(address_of, wanted.urls):
+    for url in wanted.urls:
         part = path.with_name(path.name + ".part")
         try:
+            url = address_of(url)
             with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, part.open("wb") as file:
                 shutil.copyfileobj(answer, file)
-        except (OSError, urllib.error.URLError) as error:
+        except (OSError, LookupError, urllib.error.URLError) as error:
             complaints.append(f"{url}: {error}")
             continue
         found = sha256_of(part)
@@ -136,7 +152,10 @@ def fetch(wanted: LockedFile, folder: Path) -> Path:
             return path
         part.unlink()
         complaints.append(f"{url}: SHA-256 {found}")
-    sys.exit(f"{wanted.file}: wanted SHA-256 {wanted.sha256}, found\n  " + "\n  ".join(complaints))
+    advice = (
+        "Debian removes a file some time after a later one: check_sources.py --update, or a DEBIAN_MIRROR of that day"
+    )
+    sys.exit(f"{wanted.file}: wanted SHA-256 {wanted.sha256}, found\n  " + "\n  ".join([*complaints, advice]))
 
 
 def unpack(library: Library, cache: Path, folder: Path) -> Path:

@@ -54,13 +54,18 @@ def debian_root(suite: str, packages: Sequence[str], cache: Path) -> Optional[Pa
         return root
     if not can_make_roots():
         return None
+    try:
+        mirror = debian_mirror()
+    except LookupError as error:
+        print(error, file=sys.stderr)
+        return None
     print(f"== Debian {suite} with {wanted}", flush=True)
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     options = ["--variant=minbase", "--mode=root", f"--include={','.join(packages)}"]
     options.append('--aptopt=Acquire::Check-Valid-Until "false"')  # a mirror may be a snapshot; signatures are checked
     # In a namespace of its own no mount of /proc or /dev is left when it is killed.
-    command = ["unshare", "--mount", "mmdebstrap", *options, suite, str(root), debian_mirror()]
+    command = ["unshare", "--mount", "mmdebstrap", *options, suite, str(root), mirror]
     made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if made.returncode != 0:
         print("\n".join(made.stdout.strip().splitlines()[-5:]), file=sys.stderr)
