@@ -261,6 +261,7 @@ class TensorSerializer:
                 TensorType.BUFFER if entry.is_buffer else TensorType.PARAM,
                 min(entry.module_idx, 0xFFFF),
                 entry if remove_tensors else None,
+                entry.is_further,
             )
             for entry in walk_module(m, include_non_persistent_buffers, every_name)
         ]

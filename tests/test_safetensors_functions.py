@@ -8,11 +8,12 @@ import sys
 import warnings
 
 import pytest
+import reference_format as fmt
 import samples
 import torch
 
 import tensorizer
-from tensorizer.errors import UnsupportedContentError
+from tensorizer.errors import LoadError, UnsupportedContentError
 from tensorizer.torch import load, load_file, load_model, safe_open, save, save_file, save_model
 
 theirs = pytest.importorskip("safetensors.torch")
@@ -629,6 +630,113 @@ def test_a_module_under_two_names_is_saved_and_loaded_under_both(tmp_path):
                 file.load_into_module(target, strict=True)
             assert target["c"].v is target["c"].w is target["b"].weight is target["a"].weight
             assert_same(target.state_dict(), source.state_dict())
+
+
+class Calibrated(torch.nn.Module):
+    """Has extra state once it was set, and no answer before."""
+
+    def __init__(self, state=None):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(2))
+        if state is not None:
+            self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+def test_extra_state_of_a_module_under_two_names_comes_back(tmp_path):
+    def model(state):
+        shared = Calibrated(state)
+        return torch.nn.ModuleDict({"a": shared, "b": shared})
+
+    source = model(torch.arange(3.0))
+    with tensorizer.TensorSerializer(tmp_path / "module.tensors") as serializer:
+        serializer.write_module(source, include_extra_state=True)
+    for name in FORMATS:
+        save_model(source, tmp_path / name)
+    for name in (*FORMATS, "module.tensors"):
+        for state in (None, torch.zeros(1)):
+            target = model(state)
+            report = load_model(target, tmp_path / name)
+            assert report.ok, (name, state)
+            assert_same({"": target["a"].state}, {"": torch.arange(3.0)})
+        if name.endswith(".tensors"):
+            for options in ({}, {"filter_func": lambda name: name.startswith("a.")}):
+                target = model(None)
+                with tensorizer.TensorDeserializer(tmp_path / name, device="cpu") as file:
+                    file.load_into_module(target, strict=True, **options)
+                    assert file.report.ok
+                assert_same({"": target["a"].state}, {"": torch.arange(3.0)})
+
+
+def test_a_module_whose_extra_state_exists_only_once_loaded_is_not_asked_for_it(tmp_path):
+    for name in FORMATS:
+        save_model(Calibrated(torch.ones(3)), tmp_path / name)
+        target = Calibrated()
+        assert load_model(target, tmp_path / name).ok
+        assert_same({"": target.state}, {"": torch.ones(3)})
+        save_model(torch.nn.ParameterDict({"w": torch.zeros(2)}), tmp_path / name)
+        with pytest.raises(LoadError, match=r"Missing.*_extra_state"):
+            load_model(Calibrated(), tmp_path / name)
+
+
+def test_different_contents_for_two_names_of_one_module_are_refused_or_the_first_counts(tmp_path):
+    def model(tied):
+        first = torch.nn.Linear(2, 2)
+        return torch.nn.ModuleDict({"a": first, "b": first if tied else torch.nn.Linear(2, 2)})
+
+    source = model(False)
+    save_model(source, tmp_path / "m.tensors")
+    target = model(True)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    with tensorizer.TensorDeserializer(tmp_path / "m.tensors", device="cpu") as file:
+        with pytest.raises(LoadError, match=r"conflicting values for b\.weight"):
+            file.load_into_module(target, strict=True)
+        assert_same(target.state_dict(), before)
+        file.load_into_module(target, strict=False)
+        assert file.report.conflicting == ("b.weight", "b.bias")
+    assert_same(target["a"].state_dict(), source["a"].state_dict())
+    assert target["b"].weight is target["a"].weight
+
+
+def test_models_whose_classes_list_their_tensors_with_fewer_arguments_are_saved_and_loaded(tmp_path):
+    class Old(torch.nn.Linear):
+        def named_parameters(self, prefix="", recurse=True):
+            return super().named_parameters(prefix, recurse)
+
+        def named_buffers(self, prefix="", recurse=True):
+            return super().named_buffers(prefix, recurse)
+
+        def named_modules(self, memo=None, prefix=""):
+            return super().named_modules(memo, prefix)
+
+    source = Old(2, 2)
+    for name in FORMATS:
+        for ties in ("once", "twice"):
+            save_model(source, tmp_path / name, ties=ties)
+            target = Old(2, 2)
+            assert load_model(target, tmp_path / name).ok
+            assert_same(target.state_dict(), source.state_dict())
+
+
+def test_readers_that_know_no_ties_see_a_module_under_two_names_under_the_first_alone(tmp_path):
+    shared = torch.nn.Module()
+    shared.w, shared.none = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(0))
+    shared.other = shared.w
+    model = torch.nn.ModuleDict({"a": shared, "b": shared, "c": torch.nn.Module()})
+    model["c"].w = shared.w
+    save_model(model, tmp_path / "m.tensors", ties="twice")
+    records = fmt.read_file((tmp_path / "m.tensors").read_bytes()).records
+    assert [record.entry.path for record in records] == [("a.w",), ("a.none",), ("c.w",)]
+    state = load_file(tmp_path / "m.tensors")
+    assert_same(state, model.state_dict())
+    target = torch.nn.ModuleDict({"a": shared, "b": shared, "c": torch.nn.Module()})
+    target["c"].w = shared.w
+    assert load_model(target, tmp_path / "m.tensors").ok
 
 
 def test_what_is_left_alone_is_not_counted_as_loaded(tmp_path):

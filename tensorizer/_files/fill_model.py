@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
 from tensorizer._files.names import flat_names
 from tensorizer._format.extra_state import state_name
-from tensorizer._load.fit import Fact, Slot, fit_of, modules_of, shown, slots_in
-from tensorizer._load.modules import insert_into_module
+from tensorizer._format.names import modules_of
+from tensorizer._load.fit import Fact, Slot, fit_of, shown, slots_in
+from tensorizer._load.modules import differing, insert_into_module
 from tensorizer._load.report import LoadReport, Mismatch
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.deserializer import TensorDeserializer
@@ -81,17 +82,20 @@ class _Ways(NamedTuple):
         return self.hooks or self.may_change(name)
 
 
-def _receivers(modules: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Names of the extra states that modules take."""
+def _receivers(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """The modules that take extra state, by what state dicts call it."""
     plain = torch.nn.Module.set_extra_state
-    return [state_name(path) for path, m in modules.items() if getattr(type(m), "set_extra_state", plain) is not plain]
+    return {
+        state_name(path): m for path, m in modules.items() if getattr(type(m), "set_extra_state", plain) is not plain
+    }
 
 
-def _without_state(modules: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Names of the extra states that are ``None``, which no file holds."""
-    plain = torch.nn.Module.get_extra_state
-    own = {path: m for path, m in modules.items() if getattr(type(m), "get_extra_state", plain) is not plain}
-    return [state_name(path) for path, module in own.items() if module.get_extra_state() is None]
+def _is_without_state(module: torch.nn.Module) -> bool:
+    """Whether the extra state of a module is ``None``, which no file holds."""
+    try:
+        return module.get_extra_state() is None
+    except Exception:  # some have none before one was set
+        return False
 
 
 class _ModelFill:
@@ -110,8 +114,10 @@ class _ModelFill:
         self._stored = flat_names(self._container)
         self._receivers = _receivers(self._modules)
         self._states = {state_name(path): state for path, state in self._container.extra_states().items()}
+        self._same_states = self._states_under_other_names()
+        absent = self._receivers.keys() - self._stored.keys() - self._states.keys() - self._same_states.keys()
         # As with the state dict of such a model: its None is handed back.
-        none = [name for name in _without_state(self._modules) if name in self._receivers and name not in self._stored]
+        none = [name for name in self._receivers if name in absent and _is_without_state(self._receivers[name])]
         self._given_states = {**dict.fromkeys(none), **self._states}
         self._groups = self._tied_names()
         self._itself = self._ways.are_own or bool(self._receivers)
@@ -128,7 +134,7 @@ class _ModelFill:
         wanted = self._stored.keys() if self._itself else self._slots.keys()
         chosen = {name: i for name, i in self._stored.items() if name in wanted and name not in skipped}
         tensors = dict(zip(chosen, self._file._loaded.load(list(chosen.values()))))
-        conflicting = [name for group in self._groups.values() for name in _conflicts(group, tensors)]
+        conflicting = [name for group in self._groups.values() for name in differing(group, tensors)]
         report = dataclasses.replace(report, conflicting=tuple(conflicting))
         if strict and conflicting:
             raise report.error((), strict=True)
@@ -137,6 +143,15 @@ class _ModelFill:
         else:
             self._place(tensors, self._groups.values())
         return dataclasses.replace(report, seconds=time.perf_counter() - begin)
+
+    def _states_under_other_names(self) -> dict[str, str]:
+        """Names of extra state that the file has under another name of the module, to that one."""
+        first = {id(m): name for name, m in self._receivers.items() if name in self._states or name in self._stored}
+        return {
+            name: first[id(module)]
+            for name, module in self._receivers.items()
+            if id(module) in first and name not in self._states and name not in self._stored
+        }
 
     def _tied_names(self) -> dict[int, list[str]]:
         """Names of the model by the tensor they stand for."""
@@ -157,7 +172,8 @@ class _ModelFill:
         left = {row.name for row in fit.mismatched if self._matters(row)}
         loaded = [name for name in self._stored if name in self._slots and name not in left]
         absent = [name for name in fit.absent if self._slots[name].in_state_dict and not self._is_filled_in(name)]
-        absent += [name for name in self._receivers if name not in self._stored and name not in self._given_states]
+        given = self._given_states.keys() | self._same_states.keys()
+        absent += [name for name in self._receivers if name not in self._stored and name not in given]
         unexpected = [*fit.unexpected, *(name for name in self._states if name not in self._receivers)]
         return LoadReport(
             module=type(self._model).__name__,
@@ -220,6 +236,7 @@ class _ModelFill:
         hidden = {n: t for n, t in tensors.items() if n in self._slots and not self._slots[n].in_state_dict}
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if name not in hidden}
         state.update(self._given_states)
+        state.update({name: state[other] for name, other in self._same_states.items()})
         left = {row.name for row in report.mismatched}
         for group in self._groups.values():
             target = self._slots[group[0]].tensor
@@ -252,26 +269,10 @@ class _ModelFill:
         return report
 
 
-def _conflicts(group: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Of the names of one tensor of the model those that the file holds with other contents than the first."""
-    supplied = [name for name in group if name in tensors]
-    if len(supplied) < 2:
-        return []
-    first = tensors[supplied[0]]
-    return [name for name in supplied[1:] if tensors[name] is not first and not _same_bits(first, tensors[name])]
-
-
 def _in_place_of(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     wanted = target.requires_grad and (source.is_floating_point() or source.is_complex())
     with ordinary_tensors():
         return torch.nn.Parameter(source.detach(), requires_grad=wanted)
-
-
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    a, b = x.detach(), y.detach()
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8).to(a.device))
 
 
 def device_of_names(model: torch.nn.Module, device: Optional[Any]) -> Any:

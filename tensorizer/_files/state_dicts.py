@@ -10,8 +10,9 @@ import torch
 
 from tensorizer._files.contents import StateDictContents
 from tensorizer._format.extra_state import state_name
+from tensorizer._format.names import modules_of
 from tensorizer._format.payloads import stored_dtype
-from tensorizer._load.fit import modules_of, shown, slots_in
+from tensorizer._load.fit import shown, slots_in
 from tensorizer._save.ties import is_unicode, place_of
 
 __all__ = ["check_state_dict", "contents_of", "is_of_modules", "not_storable", "state_of"]

@@ -1,10 +1,13 @@
-"""Names of tensors: plain text on a flat top level, else the path through nested containers."""
+"""Names of tensors: plain text on a flat top level, else the path through nested containers; of modules, paths."""
 
 from __future__ import annotations
 
-from typing import Union
+from typing import TYPE_CHECKING, Union
 
-__all__ = ["Key", "Name", "Path", "display", "path_of"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Key", "Name", "Path", "display", "modules_of", "path_of"]
 
 #: One layer of a path: a mapping's key, or a position in a list.
 Key = Union[str, int]
@@ -21,3 +24,11 @@ def path_of(name: Name) -> Path:
 def display(path: Path) -> str:
     """A path for messages, cut to 200 characters."""
     return "the top level" if not path else "/".join(map(str, path))[:200]
+
+
+def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """All modules by path, under each path that ``state_dict`` goes through."""
+    try:
+        return dict(model.named_modules(remove_duplicate=False))
+    except TypeError:  # a class that overrides the method with fewer arguments
+        return dict(model.named_modules())

@@ -9,7 +9,7 @@ import torch
 
 from tensorizer._load.report import Mismatch, kind_of
 
-__all__ = ["Fact", "Fit", "Slot", "fit_of", "modules_of", "shown", "slots_in"]
+__all__ = ["Fact", "Fit", "Slot", "fit_of", "shown", "slots_in"]
 
 
 class Slot(NamedTuple):
@@ -42,11 +42,6 @@ class Fit(NamedTuple):
     unexpected: list[str]  # of the file alone
     mismatched: list[Mismatch]
     tied: dict[str, str]  # from names that the file lacks to the name of the same tensor that it has
-
-
-def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """All modules by path, under each path that ``state_dict`` goes through."""
-    return dict(model.named_modules(remove_duplicate=False))
 
 
 def slots_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, Slot]:

@@ -13,13 +13,14 @@ import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import state_name
+from tensorizer._format.names import modules_of
 from tensorizer._load.container import Container
-from tensorizer._load.fit import Fact, fit_of, modules_of, shown, slots_in
+from tensorizer._load.fit import Fact, fit_of, shown, slots_in
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.report import LoadReport, Mismatch
 from tensorizer._system.devices import ordinary_tensors
 
-__all__ = ["ModuleLoad", "insert_into_module", "live_tensors"]
+__all__ = ["ModuleLoad", "differing", "insert_into_module", "live_tensors"]
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -30,7 +31,7 @@ class ModuleLoad:
     def __init__(
         self, container: Container, module: torch.nn.Module, filter_func: Optional[FilterFuncType], strict: bool
     ) -> None:
-        self._container = container
+        self._container, self._strict = container, strict
         # Strict loads are narrowed on both sides: what the filter refuses need not be in the file.
         narrows = filter_func if strict else None
         self._adapted: dict[int, torch.nn.Parameter] = {}  # by the id of the loaded one
@@ -51,7 +52,9 @@ class ModuleLoad:
         }
         stored = container.extra_states()
         self._extra = {p: s for p, s in stored.items() if filter_func is None or filter_func(state_name(p))}
-        without = [state_name(path) for path in self._receivers if path not in stored]
+        # One that is there under several paths has its state stored under one.
+        given = {id(self._receivers[path]) for path in stored if path in self._receivers}
+        without = [state_name(path) for path, m in self._receivers.items() if path not in stored and id(m) not in given]
         facts = {
             name: Fact(container.shape(i), container.stored_dtype(i), container.may_be_scalar(i))
             for name, i in self._wanted.items()
@@ -121,6 +124,8 @@ class ModuleLoad:
         """
         started = time.perf_counter()
         tensors = dict(zip(self._wanted, loaded.load(list(self._wanted.values()), verify_hash)))
+        for name in self._conflicting(tensors):
+            del tensors[name]  # the first name counts
         self._tell()
         for name, tensor in tensors.items():
             target = self._target(name)
@@ -133,6 +138,22 @@ class ModuleLoad:
             if path in self._receivers:
                 self._receivers[path].set_extra_state(state)
         self.report = dataclasses.replace(self.report, seconds=time.perf_counter() - started)
+
+    def _conflicting(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of a place that the file has a tensor of other contents for, under an earlier name.
+
+        Raises:
+            LoadError: There are some, and the load is strict.
+        """
+        places: dict[tuple[int, str], list[str]] = {}
+        for name in tensors:
+            if name in self._slots:
+                places.setdefault((id(self._slots[name].module), self._slots[name].attribute), []).append(name)
+        found = [name for names in places.values() for name in differing(names, tensors)]
+        self.report = dataclasses.replace(self.report, conflicting=tuple(map(shown, found)))
+        if self._strict and found:
+            raise self.report.error((), strict=True)
+        return found
 
     def _as_trainable_as(self, target: torch.Tensor, tensor: torch.nn.Parameter) -> torch.nn.Parameter:
         """The parameter, or another one over its memory, with the ``requires_grad`` of what it replaces."""
@@ -161,6 +182,22 @@ class ModuleLoad:
                 self.report.module,
                 ", ".join(left[:20]) + (", …" if len(left) > 20 else ""),
             )
+
+
+def differing(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Of the names of one tensor of a model those that a file holds with other contents than the first that it has."""
+    supplied = [name for name in names if name in tensors]
+    if len(supplied) < 2:
+        return []
+    first = tensors[supplied[0]]
+    return [name for name in supplied[1:] if tensors[name] is not first and not _same_bits(first, tensors[name])]
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    a, b = x.detach(), y.detach()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8).to(a.device))
 
 
 def _places(container: Container, entries: Sequence[int]) -> dict[str, int]:

@@ -30,6 +30,7 @@ class Item(NamedTuple):
     type: TensorType
     module_idx: int
     owner: Optional[ModuleTensor] = None  # where remove_tensors takes it from
+    is_further: bool = False  # a name that is recorded for the first one of its tensor, whatever becomes of ties
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tensorizer._format.names import modules_of
+
 __all__ = ["ModuleTensor", "extra_states", "modules_with_extra_state", "walk_module"]
 
 
@@ -19,6 +21,7 @@ class ModuleTensor(NamedTuple):
     name: str  # "<module path>.<attribute>"; a tensor of the root starts with a dot
     is_buffer: bool
     tensor: torch.Tensor
+    is_further: bool = False  # another name of what its module has already, or of a module that was there already
 
 
 def walk_module(
@@ -30,16 +33,28 @@ def walk_module(
     different modules appear once per name (docs/format.md, "Modules"). With `every_name` all of them appear under each
     of their names, as in the state dict.
     """
-    # Overrides of these methods may have fewer arguments.
-    options: dict[str, Any] = {"remove_duplicate": False} if every_name else {}
     positions = {id(module): position for position, (_, module) in enumerate(root.named_modules())}
-    for path, module in root.named_modules(**options):
-        module_idx = positions[id(module)]
-        for attribute, parameter in module.named_parameters(recurse=False, **options):
-            yield ModuleTensor(module, attribute, module_idx, f"{path}.{attribute}", False, parameter)
-        for attribute, buffer in module.named_buffers(recurse=False, **options):
-            if include_non_persistent_buffers or attribute not in module._non_persistent_buffers_set:
-                yield ModuleTensor(module, attribute, module_idx, f"{path}.{attribute}", True, buffer)
+    passed: set[int] = set()
+    for path, module in modules_of(root).items() if every_name else root.named_modules():
+        listed: set[int] = set()
+        for attribute, tensor, is_buffer in _tensors_of(module, every_name):
+            is_further = id(module) in passed or id(tensor) in listed
+            listed.add(id(tensor))
+            if not is_buffer or include_non_persistent_buffers or attribute not in module._non_persistent_buffers_set:
+                name = f"{path}.{attribute}"
+                module_idx = positions.get(id(module), 0)
+                yield ModuleTensor(module, attribute, module_idx, name, is_buffer, tensor, is_further)
+        passed.add(id(module))
+
+
+def _tensors_of(module: torch.nn.Module, every_name: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Name, tensor and whether it is a buffer, of a module itself."""
+    if every_name:
+        for registered, is_buffer in ((module._parameters, False), (module._buffers, True)):
+            yield from ((name, tensor, is_buffer) for name, tensor in registered.items() if tensor is not None)
+        return
+    yield from ((name, parameter, False) for name, parameter in module.named_parameters(recurse=False))
+    yield from ((name, buffer, True) for name, buffer in module.named_buffers(recurse=False))
 
 
 def modules_with_extra_state(root: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -62,18 +62,23 @@ def without_aliases(items: list[Item], once: bool) -> tuple[list[Item], list[Ite
     """The items to write, those that are left out, and the ties between them.
 
     Tied are tensors of one kind over the same memory with the same shape, strides and dtype; the first one is the
-    target. Other overlaps are no ties: such tensors are stored separately.
+    target. Other overlaps are no ties: such tensors are stored separately. Further names of one place of a module are
+    left out in any case: readers that know no ties have that module under its first name alone.
     """
     first: dict[Hashable, Item] = {}
     written: list[Item] = []
     left_out: list[Item] = []
     ties: list[Tie] = []
     for item in items:
-        key = _identity(item)
+        key, own = _identity(item), ("object", id(item.tensor))
+        if key is None and item.is_further:
+            key = own
         target = item if key is None else first.setdefault(key, item)
+        first.setdefault(own, item)
+        is_left_out = target is not item and (once or item.is_further)
         if target is not item:
-            ties.append((item.path, target.path, not once))
-        (left_out if once and target is not item else written).append(item)
+            ties.append((item.path, target.path, not is_left_out))
+        (left_out if is_left_out else written).append(item)
     return written, left_out, ties
 
 
