@@ -271,6 +271,25 @@ def test_the_matrix_installs_what_developers_test_with_but_for_numpy_before_torc
     assert "pytest==" in kept
 
 
+def test_what_the_tests_talk_to_is_pinned_for_every_python():
+    requirement = pytest.importorskip("packaging.requirements").Requirement
+    wanted = [
+        requirement(line) for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if line[:1].isalpha()
+    ]
+    pins = [requirement(line) for line in (ROOT / "constraints-dev.txt").read_text().splitlines() if line[:1].isalpha()]
+
+    def applies(line, python):
+        return line.marker is None or line.marker.evaluate({"python_version": python})
+
+    own_pins = {"pre-commit", "build"}  # for developers, who have the Python of constraints-dev.txt's first block
+    for python in PYTHONS:
+        pinned = {line.name.lower().replace("_", "-") for line in pins if applies(line, python)}
+        for line in wanted:
+            exact = any(clause.operator == "==" for clause in line.specifier)
+            if applies(line, python) and not exact and line.name not in own_pins:
+                assert line.name.lower().replace("_", "-") in pinned, (python, line.name)
+
+
 def test_the_newest_torch_of_a_python_is_the_one_of_the_developers_or_the_last_that_it_got(scripts, monkeypatch):
     environments = scripts("environments")
     assert sorted(environments.OLDEST_TORCH, key=PYTHONS.index) == PYTHONS
