@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# usage: try_sdist.sh FOLDER: installs the source distribution of FOLDER on a Debian that has no compiler, then on one that
-# has a compiler alone, which must fail with one line that says what to install, then with the libraries that it names,
-# and uses it. For a container that is thrown away; needs a network. TORCH and TORCH_INDEX as for bare.sh.
+# usage: try_sdist.sh FOLDER: installs the source distribution of FOLDER on a Debian that has no compiler, then on one
+# that has a compiler alone, which must fail with one line that says what to install, then with the libraries that it
+# names, and uses it. For a container that is thrown away; needs a network. TORCH and TORCH_INDEX as for bare.sh.
 set -euo pipefail
 shopt -s nullglob
 folder=${1:?usage: try_sdist.sh FOLDER}
 sources=("$folder"/tensorizer-*.tar.gz)
-[ ${#sources[@]} = 1 ] || { echo "try_sdist.sh: ${#sources[@]} source distributions in $folder: wanted one" >&2; exit 1; }
+if [ ${#sources[@]} != 1 ]; then
+  echo "try_sdist.sh: ${#sources[@]} source distributions in $folder: wanted one" >&2
+  exit 1
+fi
 scripts=$(cd "$(dirname "$0")" && pwd)
 export DEBIAN_FRONTEND=noninteractive
 apt-get -q update
