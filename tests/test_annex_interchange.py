@@ -15,6 +15,7 @@ import reference_worker as worker
 import samples
 import torch
 from conftest import REFERENCE_RELEASES
+from servers import needs
 from servers.redis_server import RedisServer, redis_is_installed
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
@@ -129,7 +130,7 @@ def test_modules_that_a_release_loads_are_whole_from_twice_and_from_once_where_t
 
 
 @releases
-@pytest.mark.skipif(not redis_is_installed(), reason="redis-server is not installed")
+@pytest.mark.skipif(not redis_is_installed(), reason=needs("Redis"))
 def test_a_release_stores_them_in_redis_and_the_annex_survives(release, reference_python, written):
     with RedisServer() as server:
         found = run(reference_python(release), "redis", str(readable_only(written, release)), str(server.port))

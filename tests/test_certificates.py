@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from servers import needs
 from servers.certificates import make_certificates
 from servers.http_faults import FaultyServer, Reply
 from servers.redis_server import RedisServer, redis_is_installed
@@ -88,6 +89,40 @@ def test_a_variable_that_names_something_unreadable_is_an_error_that_names_it(mo
             with pytest.raises(StreamError, match=rf"{name} names .*absent: wanted a readable"):
                 trust_for(None)
             assert trust_for(None, secure=False) is not None, "plain http needs no certificate"
+
+
+def test_a_folder_that_may_be_listed_and_not_searched_is_an_error_that_names_the_variable(monkeypatch):
+    """In a process of its own, as another user where root would be let by."""
+    with tempfile.TemporaryDirectory() as outer:  # that of pytest is closed to other users
+        os.chmod(outer, 0o755)
+        for mode, accepted in ((0o555, True), (0o444, False)):
+            folder = Path(outer, f"{mode:o}")
+            folder.mkdir()
+            folder.chmod(mode)
+            for name in ("SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"):
+                with monkeypatch.context() as patch:
+                    patch.setenv(name, str(folder))
+                    text = error_as_another_user()
+                    assert text == "" if accepted else f"{name} names {folder}: wanted a readable" in text, (mode, text)
+
+
+def error_as_another_user() -> str:
+    """What ``trust_for`` says where nobody is root; empty where it finds certificates."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.getuid() == 0:
+                os.setuid(65534)
+            trust_for(None)
+        except BaseException as error:
+            os.write(writing, repr(error).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        text = pipe.read().decode()
+    os.waitpid(child, 0)
+    return text
 
 
 def test_places_of_distributions_are_tried_in_their_order(monkeypatch, tmp_path, bundle):
@@ -283,7 +318,7 @@ def namespaces_work() -> bool:
 def peers(tmp_path):
     """A function that runs PROGRAM against an https server, a proxy of https and Redis, and gives what it prints."""
     if not redis_is_installed():
-        pytest.skip("needs redis-server")
+        pytest.skip(needs("Redis"))
     certificates = make_certificates(tmp_path)
     with (
         FaultyServer(b"over https", tls=certificates.context()) as server,

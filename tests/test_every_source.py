@@ -17,6 +17,7 @@ import pytest
 import torch
 from http_tools import nothing_left
 from samples import assert_same, tensor
+from servers import needs
 from servers.certificates import make_certificates
 from servers.http_faults import FaultyServer
 from servers.redis_server import RedisServer, redis_is_installed
@@ -102,7 +103,7 @@ def fsspec_memory() -> Iterator[Put]:
 def redis_server() -> Iterator[RedisServer]:
     pytest.importorskip("redis")
     if not redis_is_installed():
-        pytest.skip("no redis-server")
+        pytest.skip(needs("Redis"))
     with RedisServer() as server:
         yield server
 
@@ -111,7 +112,7 @@ def redis_server() -> Iterator[RedisServer]:
 def s3_server() -> Iterator[S3Server]:
     pytest.importorskip("boto3")
     if not s3_is_installed():
-        pytest.skip("no OpenStack Swift")
+        pytest.skip(needs("OpenStack Swift"))
     with S3Server() as server:
         server.client().create_bucket(Bucket="every")
         yield server

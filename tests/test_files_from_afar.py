@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from servers import needs
 from servers.counting_relay import CountingRelay
 from servers.hub_server import HubServer
 from servers.s3_server import S3Server, s3_is_installed
@@ -152,7 +153,7 @@ def test_every_function_works_over_the_hub(folder):
     assert "hf_secret" not in result.stdout + result.stderr
 
 
-@pytest.mark.skipif(not s3_is_installed(), reason="no S3 server here")
+@pytest.mark.skipif(not s3_is_installed(), reason=needs("OpenStack Swift"))
 def test_inspecting_a_hundred_thousand_tensors_in_a_bucket_costs_two_requests(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)

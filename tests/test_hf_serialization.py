@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from servers import s3_server
+from servers import needs, s3_server
 from servers.file_server import serve_folder
 
 import tensorizer.torch
@@ -200,7 +200,7 @@ def bucket(tmp_path_factory):
     """A bucket of a real object store on loopback, as environment variables of the example."""
     pytest.importorskip("boto3", reason="boto3 is not installed")
     if not s3_server.s3_is_installed():
-        pytest.skip("no object store is installed")
+        pytest.skip(needs("OpenStack Swift"))
     with s3_server.S3Server() as server, pytest.MonkeyPatch.context() as environment:
         server.client().create_bucket(Bucket="models")
         environment.setenv("S3_ACCESS_KEY_ID", server.access_key)

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hf_worker
 import pytest
-import transformers
+
+transformers = pytest.importorskip("transformers")
+
+import hf_worker  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
 

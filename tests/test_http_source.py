@@ -12,6 +12,7 @@ import time
 
 import pytest
 from http_tools import nothing_left, quick, random_bytes
+from servers import needs
 from servers.certificates import make_certificates
 from servers.http_faults import FaultyServer, Reply
 from servers.nginx import PROGRAM, nginx
@@ -22,7 +23,7 @@ from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
 
 CONTENT = random_bytes(3_000_000)
 
-needs_nginx = pytest.mark.skipif(PROGRAM is None, reason="nginx is not installed")
+needs_nginx = pytest.mark.skipif(PROGRAM is None, reason=needs("nginx"))
 
 
 def open_source(url: str, **changes: object) -> _C.HttpSource:

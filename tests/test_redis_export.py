@@ -7,6 +7,7 @@ import subprocess
 import threading
 
 import pytest
+from servers import needs
 from servers.redis_server import RedisServer, redis_is_installed
 
 from tensorizer._io.redis import RedisStreamFile
@@ -14,7 +15,7 @@ from tensorizer._io.redis_export import _ClientWriter, _writer_for, export_to_re
 from tensorizer.errors import StreamError
 
 redis = pytest.importorskip("redis")
-pytestmark = [pytest.mark.skipif(not redis_is_installed(), reason="no redis-server"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.skipif(not redis_is_installed(), reason=needs("Redis")), pytest.mark.timeout(120)]
 
 HEADER_NBYTES = 5000
 

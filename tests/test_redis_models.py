@@ -7,6 +7,7 @@ import io
 import pytest
 import torch
 from samples import assert_same, tensor
+from servers import needs
 from servers.redis_server import RedisServer, redis_is_installed
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
@@ -14,7 +15,7 @@ from tensorizer._io.redis import RedisStreamFile
 from tensorizer.errors import TruncatedError
 
 pytest.importorskip("redis")
-pytestmark = [pytest.mark.skipif(not redis_is_installed(), reason="no redis-server"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.skipif(not redis_is_installed(), reason=needs("Redis")), pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")

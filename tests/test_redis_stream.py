@@ -15,6 +15,7 @@ import traceback
 
 import pytest
 from conftest import open_descriptors, thread_count
+from servers import needs
 from servers.redis_server import RedisServer, free_port, redis_is_installed
 
 from tensorizer._io.certificates import CAInfo
@@ -22,7 +23,7 @@ from tensorizer._io.redis import RedisStreamFile, _parse_redis_uri, parse_redis_
 from tensorizer.errors import FormatError, StreamError, StreamNotFoundError, TruncatedError
 from tensorizer.stream_io import open_stream
 
-pytestmark = [pytest.mark.skipif(not redis_is_installed(), reason="no redis-server"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.skipif(not redis_is_installed(), reason=needs("Redis")), pytest.mark.timeout(60)]
 
 SECRET = "pass/w:rd@%é"
 QUOTED = "pass%2Fw%3Ard%40%25%C3%A9"
@@ -365,8 +366,8 @@ class TestTls:
         with open_stream(tls_server.uri("tls"), certificate_handling=trust) as stream:
             assert stream.read() == data
 
-    def test_an_untrusted_certificate_is_refused(self, tls_server):
-        with pytest.raises(StreamError, match="certificate"):
+    def test_an_untrusted_certificate_is_refused_with_the_ways_to_trust_it(self, tls_server):
+        with pytest.raises(StreamError, match=r"certificate.*; .* pass CAInfo\(cacert=\.\.\.\) or set CURL_CA_BUNDLE"):
             RedisStreamFile(tls_server.uri("tls"))
 
     def test_a_name_that_the_certificate_does_not_hold_is_refused(self, tls_server):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import open_descriptors, thread_count
 from samples import assert_same, tensor
+from servers import needs
 from servers.http_faults import FaultyServer, Reply
 from servers.redis_server import free_port
 from servers.s3_server import S3Server, s3_is_installed
@@ -28,7 +29,7 @@ from tensorizer.stream_io import HTTPOptions, open_stream
 
 botocore = pytest.importorskip("botocore")
 pytest.importorskip("boto3")
-pytestmark = [pytest.mark.skipif(not s3_is_installed(), reason="no OpenStack Swift"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.skipif(not s3_is_installed(), reason=needs("OpenStack Swift")), pytest.mark.timeout(300)]
 
 MIB = 1 << 20
 

@@ -9,6 +9,7 @@ import pytest
 import samples
 import torch
 from samples import same, tensor
+from servers import needs
 from servers.nginx import PROGRAM, nginx
 from servers.s3_server import S3Server, s3_is_installed
 
@@ -227,7 +228,7 @@ def test_a_module_is_loaded_from_shards_of_tensors_files(tmp_path):
 def served(folder, tmp_path):
     """The URL of the folder's parent."""
     if PROGRAM is None:
-        pytest.skip("nginx is not installed")
+        pytest.skip(needs("nginx"))
     (tmp_path / "nginx").mkdir()
     with nginx(tmp_path / "nginx", folder.parent) as url:
         yield url
@@ -252,7 +253,7 @@ def test_a_missing_shard_on_a_server_is_not_found(folder, served):
         TensorDeserializer(f"{served}/model/", device="cpu")
 
 
-@pytest.mark.skipif(not s3_is_installed(), reason="no S3 server here")
+@pytest.mark.skipif(not s3_is_installed(), reason=needs("OpenStack Swift"))
 def test_a_prefix_of_a_bucket_loads_like_a_folder(folder):
     with S3Server() as server:
         client = server.client()

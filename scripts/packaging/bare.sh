@@ -3,7 +3,11 @@
 # and proxies with the certificates of other distributions. For a container that is thrown away; needs a network.
 # TORCH: another requirement than `torch`. TORCH_INDEX: an index of CPU builds of it.
 set -euo pipefail
-folder=$(cd "$1" && pwd)
+shopt -s nullglob
+folder=${1:?usage: bare.sh FOLDER}
+wheels=("$folder"/tensorizer-*.whl)
+[ ${#wheels[@]} != 0 ] || { echo "bare.sh: no wheel in $folder" >&2; exit 1; }
+folder=$(cd "$folder" && pwd)
 scripts=$(cd "$(dirname "$0")" && pwd)
 if command -v apt-get >/dev/null; then
   export DEBIAN_FRONTEND=noninteractive
@@ -26,7 +30,9 @@ bin=/tmp/bare/bin
 "$bin/pip" install --quiet "${TORCH:-torch}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
 tag=$("$bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
 # By its name: never a later release of the index in its place.
-"$bin/pip" install --quiet "$folder"/tensorizer-*-"$tag-$tag"-*"$(uname -m)".whl
+wheels=("$folder"/tensorizer-*-"$tag-$tag"-*"$(uname -m)".whl)
+[ ${#wheels[@]} != 0 ] || { echo "bare.sh: no wheel for $tag on $(uname -m) in $folder" >&2; exit 1; }
+"$bin/pip" install --quiet "${wheels[@]}"
 mkdir -p /tmp/bare-files
 "$bin/python" "$scripts/smoke.py" --folder /tmp/bare-files --inside /tmp/bare
 # Up to here nothing was installed but Python. The tests bring servers along.

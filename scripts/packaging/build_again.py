@@ -73,6 +73,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="where to build, and what stays; default: a temporary folder")
     parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"), help="whose downloads are used again")
     options = parser.parse_args()
+    if not any(options.wheels.glob("*.whl")):
+        sys.exit(f"build_again.py: no wheel in {options.wheels}: make wheels builds them")
     pythons = [os.path.abspath(python) for python in options.pythons]  # a link into an environment stays one
     downloads = options.cache.resolve() / "sources"
     if options.work:

@@ -39,11 +39,19 @@ def source_names() -> list[str]:
 
 
 def git(*arguments: str) -> str | None:
-    """What git says of this repository; None where there is no git, or no repository."""
+    """What git says of this repository; None where there is no git, or no repository.
+
+    Raises:
+        SystemExit: There is a repository, and git refuses it.
+    """
+    # A checkout may belong to another user than the one of a container.
+    command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *arguments]
     try:
-        asked = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
+    if asked.returncode != 0 and (ROOT / ".git").exists():
+        sys.exit(f"git {arguments[0]} in {ROOT}: {asked.stderr.strip()}")
     return asked.stdout if asked.returncode == 0 else None
 
 

@@ -128,6 +128,9 @@ def main() -> int:
     parser.add_argument("wheels", nargs="+", type=Path, metavar="FOLDER_OR_WHEEL")
     parser.add_argument("--forbid", nargs="*", default=[], metavar="TEXT", help="texts that the module must not hold")
     options = parser.parse_args()
+    for path in options.wheels:
+        if not path.exists():
+            sys.exit(f"check_wheel.py: no file or folder {path}")
     wheels = [w for path in options.wheels for w in (sorted(path.glob("*.whl")) if path.is_dir() else [path])]
     if not wheels:
         sys.exit("check_wheel.py: no wheel found")

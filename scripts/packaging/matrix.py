@@ -9,8 +9,9 @@ libraries; ``--root`` names releases, for Pythons that are here too. Each combin
 own below ``.cache``, kept for the next time. ``between`` are two releases of torch between the oldest and the newest,
 which is the one of the developers; ``latest`` is what the package index has. With ``--wheels`` the wheel of that folder
 is installed, else the module is built from source. Without ``TORCH_INDEX``, an index of CPU builds, torch is that of
-the package index without CUDA's libraries, and tests of frameworks that depend on torch are skipped. Ends with one line
-per combination; what cannot be had is said, and is a failure only for a Python that was named.
+the package index without CUDA's libraries, and tests of frameworks that depend on torch are skipped; with releases
+before 2.6 those of transformers too, which wants a later one. Ends with one line per combination; what cannot be had is
+said, and is a failure only for a Python that was named.
 """
 
 from __future__ import annotations
@@ -51,18 +52,23 @@ def run(*command: str, cwd: Path = ROOT) -> bool:
 
 # These depend on torch, so that pip would bring along the CUDA libraries that were left away.
 DEPEND_ON_TORCH = ("accelerate", "peft", "sentence-transformers", "lightning")
+# transformers 5 and diffusers want torch 2.6, and beside torch 2.1 an older transformers breaks even tests that never
+# import it, those of fake tensors and optimizers. peft and sentence-transformers depend on transformers.
+WANT_LATER_TORCH = (*DEPEND_ON_TORCH, "transformers", "diffusers")
 FOR_DEVELOPERS = ("ruff", "mypy", "codespell", "pre-commit", "build")
 
 
-def test_requirements() -> list[str]:
+def test_requirements(torch: str) -> list[str]:
     """What the tests need, of requirements-dev.txt; tests of frameworks that are not there are skipped."""
     lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements-dev.txt").read_text().splitlines()]
     unwanted = FOR_DEVELOPERS if TORCH_INDEX else FOR_DEVELOPERS + DEPEND_ON_TORCH
+    if tuple(map(int, torch.split(".")[:2])) < (2, 6):
+        unwanted += WANT_LATER_TORCH
     return [line for line in lines if line and re.split("[=><]", line)[0] not in unwanted]
 
 
 def constraints(torch: str, folder: Path) -> Path:
-    """The versions that the developers test with, but for numpy where ``torch`` needs an older one."""
+    """``torch`` and the versions that the developers test with, but for numpy where it needs an older one."""
     lines = (ROOT / "constraints-dev.txt").read_text().splitlines()
     if numpy_for(torch) != "numpy":
         # what was compiled for numpy 2
@@ -70,7 +76,7 @@ def constraints(torch: str, folder: Path) -> Path:
             line for line in lines if not line.startswith(("numpy==", "scipy==", "scikit-learn==", "matplotlib=="))
         ]
     file = folder / "constraints.txt"
-    file.write_text("\n".join(lines) + "\n")
+    file.write_text("\n".join([*lines, f"torch=={torch}"]) + "\n")  # nothing may bring along another torch
     return file
 
 
@@ -78,7 +84,7 @@ def fill(interpreter: str, folder: Path, torch: str) -> str:
     """An environment with torch and what the tests need, unless it is there already; empty, or what it lacks."""
     # up to torch 2.2 its builder of extensions needs the old one
     setuptools = "setuptools>=64,<70" if torch.startswith(("2.1.", "2.2.")) else "setuptools>=64"
-    wanted = [setuptools, "wheel", "ninja", numpy_for(torch), *test_requirements()]
+    wanted = [setuptools, "wheel", "ninja", numpy_for(torch), *test_requirements(torch)]
     pinned = (ROOT / "constraints-dev.txt").read_text()
     stamp, text = folder / "stamp", "\n".join([f"{interpreter} torch {torch}", *wanted, pinned])
     if stamp.exists() and stamp.read_text() == text:

@@ -19,6 +19,7 @@ from build_wheels import ROOT, source_names
 
 # These look at the sources, the build or the documents, not at what is installed.
 OF_THE_CHECKOUT = ("architecture", "benchmarks", "build", "demo", "docs_snippets", "notebook", "packaging", "site")
+OF_THE_CHECKOUT += ("workflows",)
 WHERE = "import tensorizer._C as module; print(module.__file__)"
 
 

@@ -232,6 +232,9 @@ def main() -> None:
     parser.add_argument("--pytest", default="", metavar="ARGUMENTS", help="more arguments for the tests, in one text")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers end with this program
+    for path in options.wheels:
+        if not path.exists():
+            sys.exit(f"wheel_test.py: no file or folder {path}")
     wheels = [w for path in options.wheels for w in (sorted(path.glob("*.whl")) if path.is_dir() else [path])]
     if not wheels:
         sys.exit(f"no wheel in {', '.join(map(str, options.wheels))}: make wheels builds them")

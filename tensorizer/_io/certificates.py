@@ -169,10 +169,15 @@ def _require_readable(name: str, value: Optional[str]) -> None:
     # OpenSSL takes a list of folders.
     paths = value.split(os.pathsep) if wanted == "folder" else [value]
     fits = {"file": os.path.isfile, "folder": os.path.isdir, "": os.path.exists}[wanted]
-    if not any(fits(path) and os.access(path, os.R_OK) for path in paths):
+    if not any(fits(path) and _is_readable(path) for path in paths):
         raise StreamError(
             f"no certificate to trust: environment variable {name} names {value}: wanted a readable {wanted or 'file'}"
         )
+
+
+def _is_readable(path: str) -> bool:
+    """Whether the file can be read, or files of the folder be opened."""
+    return os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK)
 
 
 def _of_system(secure: bool) -> Trust:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["missing_servers"]
+__all__ = ["missing_servers", "needs"]
+
+
+def needs(name: str) -> str:
+    """The reason of a skipped test, which conftest.py sums up: ``name`` is one of those below."""
+    return f"needs {name}, which is not installed"
 
 
 def missing_servers() -> list[str]:

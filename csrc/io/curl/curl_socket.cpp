@@ -36,6 +36,9 @@ void CurlSocket::fail(const char* operation, CURLcode code) const {
     curl_easy_getinfo(connection_.easy(), CURLINFO_OS_ERRNO, &system_errno);
   if (code == CURLE_OPERATION_TIMEDOUT) system_errno = ETIMEDOUT;
   if (system_errno != 0) text += std::string(": ") + std::strerror(static_cast<int>(system_errno));
+  // Hints of other errors speak of HTTP.
+  if (code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE)
+    text += std::string("; ") + verdict.hint;
   SocketError error(std::string(operation) + " " + peer_ + ": " + text, peer_, verdict.transient);
   error.system_errno = static_cast<int>(system_errno);
   throw error;
