@@ -20,7 +20,7 @@ import tensorizer.distributed as td
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
 from tensorizer.distributed import _exchange
 from tensorizer.errors import CryptographyError, HashMismatchError, LoadError, StreamError
-from tensorizer.torch import save_file
+from tensorizer.torch import save_file, save_model
 
 assert td.load, td.load_sharded  # imported now, once for all ranks
 
@@ -446,6 +446,69 @@ class Named(torch.nn.Module):
         super().__init__()
         self.x = torch.nn.Parameter(torch.zeros(2))
         self.bias = torch.nn.Parameter(torch.zeros(4))
+
+
+def verify_what_is_converted(folder: Path) -> None:
+    """Where one rank converts, all raise, and nothing is filled."""
+    expected = {"w": torch.arange(4.0), "v": torch.ones(3)}
+    save_file(expected, folder / "m.tensors")
+
+    def work(rank: int) -> None:
+        for exchange in EXCHANGES:
+            load = functools.partial(td.load_sharded, exchange=exchange, device="cpu", verify_hash=True)
+            state = {"w": torch.zeros(4, dtype=torch.float16 if rank else torch.float32), "v": torch.zeros(3)}
+            mine = dict(state)
+            text = "converted tensors have no stored hash: 'w' .*wanted torch.float16, found torch.float32"
+            raised(ValueError, text, load, mine, folder / "m.tensors")
+            assert all(mine[name] is value for name, value in state.items())
+            model = Pair(torch.float16 if rank else torch.float32)
+            raised(ValueError, text, load, model, folder / "m.tensors")
+            assert not any(value.any() for value in model.state_dict().values())
+            load(dict.fromkeys(expected), folder / "m.tensors")
+            load(Pair(torch.float32), folder / "m.tensors")
+
+    run_ranks(2, work)
+
+
+class Pair(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.zeros(4, dtype=dtype))
+        self.register_buffer("v", torch.zeros(3))
+
+
+class Stateful(torch.nn.Module):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.arange(5.0)
+
+    def set_extra_state(self, state: torch.Tensor) -> None: ...
+
+
+def load_parts_of_extra_state(folder: Path) -> None:
+    model = torch.nn.Sequential(Stateful(), torch.nn.Linear(2, 2))
+    wanted = torch.arange(5.0).chunk(2)
+    for file in ("m.tensors", "m.safetensors"):
+        save_model(model, folder / file)
+
+    def work(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for file, exchange in itertools.product(("m.tensors", "m.safetensors"), EXCHANGES):
+            load = functools.partial(td.load_sharded, file=folder / file, exchange=exchange, device="cpu")
+            name = "0._extra_state"
+            plain = {name: None, "1.bias": None}
+            load(plain, plan={name: Shard(0)})
+            assert samples.same(plain[name], wanted[rank])
+            new = {name: None, "1.bias": None}
+            load(new, mesh=mesh, plan={name: Shard(0)})
+            assert samples.same(new[name].to_local(), wanted[rank])
+            in_place = {name: distribute_tensor(torch.zeros(5), mesh, [Shard(0)])}
+            local = in_place[name].to_local()
+            load(in_place)
+            assert samples.same(local, wanted[rank])
+            wrong = {name: distribute_tensor(torch.zeros(6), mesh, [Shard(0)])}
+            raised(LoadError, f"{file}.*wanted the shape .6., found .5.", load, wrong)
+
+    run_ranks(2, work)
 
 
 if __name__ == "__main__":

@@ -722,6 +722,43 @@ def test_standard_streams_are_for_cp_alone(model, tmp_path, key_file, monkeypatc
     assert run("inspect", "./-").returncode == 0
 
 
+def test_uris_that_name_no_object_are_wrong_arguments_and_become_no_local_paths(model, tmp_path, key_file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    needs_key = b"an s3 URI needs a bucket and a key"
+    cases = [
+        *((needs_key, "cp", model, uri) for uri in ("s3://k", "s3://k/", "S3://k//")),
+        *((needs_key, "cp", model, uri, "--force") for uri in ("s3://k", "s3://k/")),
+        *((needs_key, "cp", uri, "out") for uri in ("s3://k", "s3://k/", "s3://k/?versionId=1")),
+        *((needs_key, command, "s3://k") for command in ("inspect", "verify", "bench")),
+        (needs_key, "diff", model, "s3://k"),
+        (needs_key, "convert", model, "s3://k", "--force"),
+        (needs_key, "encrypt", model, "s3://k/", "--key-file", key_file),
+    ]
+    for uri in ("s3://", "http://", "https://?x", "S3:///", "gs://", "redis://", "file://"):
+        cases += [(b"malformed URI", "inspect", uri), (b"malformed URI", "convert", model, uri, "--force")]
+    for text, *command in cases:
+        result = run(*command)
+        assert result.returncode == 2, (command, result)
+        assert text in result.stderr, (command, result)
+        assert result.stderr.count(b"\n") == 1, (command, result)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_diff_names_the_file_that_needs_a_key(model, tmp_path, tensors):
+    one, other = (write(tmp_path / name, tensors, encryption=EncryptionParams(KEY)) for name in ("one", "other"))
+    for pair, named, silent in [
+        ((one, model), [one], [model]),
+        ((model, other), [other], [model]),
+        ((one, other), [one, other], []),
+    ]:
+        result = run("diff", *pair)
+        assert result.returncode == 5, result
+        assert b"--key-file" in result.stderr
+        assert all(bytes(path) in result.stderr for path in named), result
+        assert not any(bytes(path) in result.stderr for path in silent), result
+
+
 def test_named_pipes_are_refused_and_not_waited_for(model, tmp_path, key_file):
     for name in ("pipe.tensors", "pipe.bin", "pytorch_model.bin.index.json", "model.safetensors.index.json"):
         os.mkfifo(tmp_path / name)

@@ -380,23 +380,31 @@ def test_the_folder_of_a_save_in_shards_that_was_killed_goes_with_the_next_save_
     assert fresh_process(program, target).returncode == -signal.SIGKILL
     (killed,) = hidden()
     assert len(list(killed.glob("m-*.safetensors"))) == 2
+    mark, machine = (killed / ".owner").read_bytes().split(b" ")
     elsewhere, resting, new, own = (tmp_path / f".tensorizer-{name}" for name in ("elsewhere", "resting", "new", "own"))
     for folder in (elsewhere, resting, new):
         folder.mkdir()
     own.symlink_to(elsewhere)
     for folder in (elsewhere, resting):  # of a machine whose locks do not show here
-        (folder / ".owner").write_bytes(b"another machine")
+        (folder / ".owner").write_bytes(mark + b" another-machine")
     foreign = tmp_path / ".tensorizer-backup"  # of somebody who likes the name
     (foreign / "inner").mkdir(parents=True)
+    strangers = []
+    for number, owner in enumerate([b"", b"alice", machine, mark, mark + b" " + bytes(300)]):
+        strangers.append(tmp_path / f".tensorizer-stranger{number}")
+        strangers[-1].mkdir()
+        (strangers[-1] / ".owner").write_bytes(owner)
     long_ago = time.time() - 100_000
-    for path in (resting / ".owner", resting, foreign / "inner", foreign):
+    stranger_paths = [path for folder in strangers for path in (folder / ".owner", folder)]
+    for path in (resting / ".owner", resting, foreign / "inner", foreign, *stranger_paths):
         os.utime(path, (long_ago, long_ago))
+    kept = {elsewhere, new, own, foreign, *strangers}
     with TogetherOrNot([str(target)]) as places:
         living = {Path(place).parent for place in places}
-        assert hidden() == {elsewhere, new, own, foreign, *living}
+        assert hidden() == {*kept, *living}
         save_file({"a": torch.ones(9), "b": torch.ones(9)}, target, max_shard_size=40)
-        assert hidden() == {elsewhere, new, own, foreign, *living}
-    assert hidden() == {elsewhere, new, own, foreign}
+        assert hidden() == {*kept, *living}
+    assert hidden() == kept
     assert set(load_file(tmp_path)) == {"a", "b"}
 
 

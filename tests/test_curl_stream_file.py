@@ -12,13 +12,14 @@ import shutil
 import threading
 import zipfile
 
+import numpy
 import pytest
 import torch
 from http_tools import nothing_left, quick, random_bytes
 from servers.http_faults import GOOD, FaultyServer, Reply
 
 from tensorizer.errors import StreamError, StreamNotFoundError, TensorizerError
-from tensorizer.stream_io import CAInfo, CURLStreamFile, open_stream
+from tensorizer.stream_io import CAInfo, CURLStreamFile, HTTPOptions, open_stream
 
 CONTENT = random_bytes(300_000)
 
@@ -217,6 +218,12 @@ def test_an_empty_object_is_an_empty_file():
         assert stream.seek(0, os.SEEK_END) == 0
 
 
+@pytest.mark.parametrize("end", [10**30, 2**64 - 1, numpy.uint64(2**64 - 1), numpy.int64(2**63 - 1)])
+def test_an_end_beyond_every_object_is_the_end_of_the_object(server, end):
+    with CURLStreamFile(server.url, begin=len(CONTENT) - 5, end=end, http_options=quick()) as stream:
+        assert stream.read() == CONTENT[-5:]
+
+
 # -- what the request says --------------------------------------------------------------------------------------------
 
 
@@ -241,6 +248,20 @@ def test_headers_that_would_change_the_request_are_refused(server, headers):
     with pytest.raises(ValueError, match="headers"):
         CURLStreamFile(server.url, headers=headers)
     assert server.connections_seen == 0
+
+
+@pytest.mark.parametrize("value", [None, b"s3cret", bytearray(b"s3cret"), memoryview(b"s3cret")])
+def test_header_values_whose_str_nobody_means_are_refused_and_not_shown(server, value):
+    wanted = f"headers: the value of Authorization: wanted text or a number, found {type(value).__name__}"
+    headers = {"Authorization": value}
+    for use in (
+        lambda: CURLStreamFile(server.url, headers=headers),
+        lambda: CURLStreamFile(server.url, headers=lambda: headers, http_options=quick()),
+        lambda: HTTPOptions(headers=headers),
+    ):
+        with pytest.raises(TypeError, match=f"^{wanted}$"):
+            use()
+    assert server.requests == []
 
 
 def test_credentials_of_the_url_are_sent_and_never_shown(server):

@@ -312,6 +312,17 @@ def test_the_total_timeout_ends_a_read_that_goes_on_and_on():
             source.read(100_000, 1000)
 
 
+def test_the_smallest_times_are_limits_and_not_the_zero_that_sets_none():
+    trickling = FaultyServer(CONTENT, [GOOD], default=Reply(trickle=0.01))
+    with trickling as server, within(10), pytest.raises(StreamError, match="total timeout of 1 ms"):
+        read_all(server, total_timeout=1e-12, min_bytes_per_second=0)
+    for name in ("connect_timeout", "stall_timeout", "total_timeout", "retry_seconds", "hedge_after"):
+        assert getattr(HTTPOptions(**{name: 1e-12})._native(), name) == 0.001
+        assert getattr(HTTPOptions(**{name: 0.0014})._native(), name) == 0.001
+    assert HTTPOptions(hedge_after=0)._native().hedge_after == 0
+    assert HTTPOptions()._native().total_timeout == 0
+
+
 def test_a_port_that_nobody_listens_on_is_an_error_in_time():
     with FaultyServer() as server:
         url = server.url

@@ -484,6 +484,18 @@ def test_a_url_is_renewed_when_its_lifetime_is_over():
         assert presigner.calls == 2
 
 
+def test_a_url_that_lives_for_less_than_a_second_is_renewed_too():
+    with FaultyServer(CONTENT) as server:
+        presigner = Presigner(server)
+        options = {"http_options": quick(), "url_provider": presigner, "url_lifetime": 0.01, "buffer_size": 100}
+        with CURLStreamFile(server.url, **options) as stream:
+            stream.read(10)
+            time.sleep(1.1)
+            stream.seek(20_000)
+            stream.read(10)
+            assert presigner.calls == 1
+
+
 def test_a_url_that_stays_refused_after_renewal_is_an_error():
     with FaultyServer(CONTENT) as server:
         presigner = Presigner(server)

@@ -13,8 +13,9 @@ import torch
 
 import tensorizer.distributed as td
 from tensorizer._system.threads import share_of_node
+from tensorizer.errors import LoadError
 from tensorizer.stream_io import HTTPOptions
-from tensorizer.torch import save_model
+from tensorizer.torch import save_file, save_model
 
 pytest.importorskip("torch.distributed.tensor")
 
@@ -61,6 +62,14 @@ def test_modules_are_filled_whose_tensors_the_file_calls_otherwise_or_lacks_by_r
     ranks_do(fresh_process, "load_what_state_dicts_call_otherwise", tmp_path)
 
 
+def test_hashes_cannot_vouch_for_tensors_of_another_dtype_and_nothing_is_filled(fresh_process, tmp_path):
+    ranks_do(fresh_process, "verify_what_is_converted", tmp_path)
+
+
+def test_mappings_get_their_part_of_extra_state(fresh_process, tmp_path):
+    ranks_do(fresh_process, "load_parts_of_extra_state", tmp_path)
+
+
 def test_without_a_group_one_process_loads_alone(tmp_path):
     tensors = {"a": samples.tensor((5, 3))}
     samples.write_state_dict(tmp_path / "f", tensors)
@@ -99,6 +108,123 @@ def test_extra_state_of_the_file_goes_to_the_modules_that_take_it(tmp_path):
         assert (report.missing, report.unexpected) == ((), ())
         assert target[0].scale.equal(source[0].scale)
         assert target[0].weight.equal(source[0].weight)
+
+
+def test_names_that_end_like_extra_state_are_ordinary_ones(tmp_path):
+    class Named(torch.nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.my_extra_state = torch.nn.Parameter(torch.full((2,), value))
+            self.inner = torch.nn.Module()
+            self.inner.register_buffer("_extra_state", torch.full((2,), value))
+
+    for name in ("m.tensors", "m.safetensors"):
+        save_file(Named(1.0).state_dict(), tmp_path / name)
+        target = Named(0.0)
+        report = td.load_sharded(target, tmp_path / name, device="cpu")
+        assert (report.missing, report.unexpected) == ((), ())
+        assert target.my_extra_state.equal(torch.ones(2))
+        assert target.inner._extra_state.equal(torch.ones(2))
+        state = {"my_extra_state": torch.zeros(2), "opt_extra_state": torch.zeros(2)}
+        with pytest.raises(LoadError, match="missing in the file: 'opt_extra_state';"):
+            td.load_sharded(state, tmp_path / name, device="cpu")
+        assert td.load_sharded(state, tmp_path / name, device="cpu", strict=False).missing == ("opt_extra_state",)
+        assert state["my_extra_state"].equal(torch.ones(2))
+
+
+def test_mappings_get_extra_state_by_its_name_wherever_the_file_holds_it(tmp_path):
+    source = torch.nn.Sequential(Keeper(), torch.nn.Linear(2, 2))
+    source[0].scale = torch.arange(3.0)  # of another shape than before: what it is, is for its module to say
+    for name in ("m.tensors", "m.safetensors"):
+        save_model(source, tmp_path / name)
+        state = torch.nn.Sequential(Keeper(), torch.nn.Linear(2, 2)).state_dict()
+        report = td.load_sharded(state, tmp_path / name, device="cpu")
+        assert (report.missing, report.unexpected) == ((), ())
+        assert all(state[key].equal(value) for key, value in source.state_dict().items())
+        state = {"0._extra_state": None, "1._extra_state": torch.zeros(2)}
+        text = f"{name}: missing in the file: '1._extra_state'"
+        with pytest.raises(LoadError, match=text):
+            td.load_sharded(state, tmp_path / name, device="cpu")
+        assert td.load_sharded(state, tmp_path / name, device="cpu", strict=False).missing == ("1._extra_state",)
+        assert state["0._extra_state"].equal(source[0].scale)
+        assert state["1._extra_state"].equal(torch.zeros(2))
+    source[0].scale = {"inner": {"scale": torch.ones(2)}}
+    save_model(source, tmp_path / "d.tensors")
+    state = source.state_dict()
+    state["0._extra_state"] = None
+    td.load_sharded(state, tmp_path / "d.tensors", device="cpu")
+    assert state["0._extra_state"]["inner"]["scale"].equal(torch.ones(2))
+
+
+def test_extra_state_that_a_module_takes_and_a_file_lacks_is_missing_and_one_that_it_does_not_take_unexpected(tmp_path):
+    class Raising(Keeper):
+        def get_extra_state(self):
+            raise RuntimeError("not yet")
+
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    for name in ("m.tensors", "m.safetensors"):
+        save_model(plain, tmp_path / name)
+        for kind in (Keeper, Raising):
+            target = torch.nn.Sequential(kind())
+            text = rf"{name}: missing in the file: '0\._extra_state'; unexpected: nothing"
+            with pytest.raises(LoadError, match=text):
+                td.load_sharded(target, tmp_path / name, device="cpu")
+            report = td.load_sharded(target, tmp_path / name, device="cpu", strict=False)
+            assert (report.missing, report.unexpected) == (("0._extra_state",), ())
+            assert target[0].weight.equal(plain[0].weight)
+        target = torch.nn.Sequential(Keeper())
+        target[0].scale = None
+        assert td.load_sharded(target, tmp_path / name, device="cpu").missing == ()
+        save_model(torch.nn.Sequential(Keeper()), tmp_path / f"state-{name}")
+        target = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        with pytest.raises(LoadError, match=r"missing in the file: nothing; unexpected: '0\._extra_state'"):
+            td.load_sharded(target, tmp_path / f"state-{name}", device="cpu")
+        report = td.load_sharded(target, tmp_path / f"state-{name}", device="cpu", strict=False)
+        assert (report.missing, report.unexpected) == ((), ("0._extra_state",))
+        # nobody asks a module for what the file has
+        target = torch.nn.Sequential(Raising())
+        target[0].scale = torch.zeros(2) - 1
+        td.load_sharded(target, tmp_path / f"state-{name}", device="cpu")
+        assert target[0].scale.equal(torch.zeros(2))
+        assert "get_extra_state" not in vars(target[0])
+
+
+def test_extra_state_of_a_module_that_is_there_twice_needs_one_of_its_names(tmp_path):
+    class Twice(torch.nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.enc = Keeper()
+            self.enc.scale = torch.full((2,), value)
+            self.dec = self.enc
+
+    for name in ("m.tensors", "m.safetensors"):
+        save_model(Twice(1.0), tmp_path / name)
+        target = Twice(0.0)
+        report = td.load_sharded(target, tmp_path / name, device="cpu")
+        assert (report.missing, report.unexpected) == ((), ())
+        assert target.dec.scale.equal(torch.ones(2))
+    one = {name: value for name, value in Twice(2.0).state_dict().items() if not name.startswith("enc")}
+    save_file(one, tmp_path / "one.safetensors")
+    target = Twice(0.0)
+    assert td.load_sharded(target, tmp_path / "one.safetensors", device="cpu").missing == ()
+    assert target.enc.scale.equal(torch.full((2,), 2.0))
+    del one["dec._extra_state"]
+    save_file(one, tmp_path / "none.safetensors")
+    with pytest.raises(LoadError, match=r"missing in the file: 'enc\._extra_state', 'dec\._extra_state'"):
+        td.load_sharded(Twice(0.0), tmp_path / "none.safetensors", device="cpu")
+
+
+def test_extra_state_reaches_modules_below_wrappers_that_state_dicts_do_not_show(tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    source = torch.nn.Sequential(Keeper())
+    source[0].scale = torch.ones(2)
+    for name in ("m.tensors", "m.safetensors"):
+        save_model(source, tmp_path / name)
+        target = torch.nn.Sequential(checkpoint_wrapper(Keeper()))
+        report = td.load_sharded(target, tmp_path / name, device="cpu")
+        assert (report.missing, report.unexpected) == ((), ())
+        assert target[0].scale.equal(torch.ones(2))
 
 
 def test_ranks_of_one_machine_share_its_connections_threads_and_pinned_memory(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import tempfile
 
@@ -476,11 +477,25 @@ def test_an_interruption_while_an_object_is_measured_reaches_the_caller(path):
 
 
 def test_text_behind_a_wrapper_is_a_type_error_that_says_how_to_open_it():
-    with tempfile.NamedTemporaryFile("w+") as stream:
-        stream.write("|TZR|" + "x" * 1000)
-        stream.seek(0)
-        with pytest.raises(TypeError, match=r"read\(\), found str; open the file in binary mode"):
-            TensorDeserializer(stream, device="cpu")
-    for make in (tempfile.NamedTemporaryFile, tempfile.SpooledTemporaryFile):
+    for make, content in itertools.product(
+        (tempfile.NamedTemporaryFile, tempfile.SpooledTemporaryFile), ("", "|TZR|" + "x" * 1000)
+    ):
+        with make(mode="w+") as stream:
+            stream.write(content)
+            stream.seek(0)
+            with pytest.raises(TypeError, match=rf"wanted a binary file.*mode rb,.*text in {type(stream).__name__}"):
+                TensorDeserializer(stream, device="cpu")
         with make(mode="w+") as stream, pytest.raises(TypeError, match=r"wanted a binary file.*text"):
             TensorSerializer(stream)
+
+
+def test_text_from_an_object_that_nobody_knows_is_a_type_error_that_says_how_to_open_it():
+    class Texts:
+        def __init__(self):
+            self.inner = io.StringIO("|TZR|" + "x" * 1000)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    with pytest.raises(TypeError, match=r"read\(\), found str; open the file in binary mode"):
+        TensorDeserializer(Texts(), device="cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -19,8 +20,9 @@ from tensorizer._io.whole_file import WholeFile
 __all__ = ["TogetherOrNot"]
 
 _PREFIX = ".tensorizer-"
-# In such a folder: what machine its process runs on. That process has it locked.
+# In such a folder: our word, and what machine its process runs on. That process has it locked.
 _OWNER = ".owner"
+_OWNER_FORM = re.compile(rb"tensorizer [!-~]{1,1000}")
 # A folder of a process that cannot be asked after is left alone until nothing in it has changed for so long.
 _REST_SECONDS = 24 * 3600
 
@@ -30,8 +32,8 @@ class TogetherOrNot(AbstractContextManager["TogetherOrNot"]):
 
     Local files are written to a hidden folder beside their target and renamed when :meth:`finish` is called, the last
     file after all others; an exception leaves the old files. Such a folder of a process that was killed is removed by
-    the next one that writes beside it. Objects of a store are written under their own names,
-    which nothing refers to before the last file is there.
+    the next one that writes beside it; what has another mark than ours is left alone. Objects of
+    a store are written under their own names, which nothing refers to before the last file is there.
 
     Args:
         names: Paths in one folder, or URIs.
@@ -89,9 +91,10 @@ def _machine() -> bytes:
     """What the processes have in common that see each other's locks, on every file system."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            return file.read().strip()
+            name = file.read().strip()
     except OSError:
-        return socket.gethostname().encode()
+        name = socket.gethostname().encode("ascii", "backslashreplace")
+    return b"tensorizer " + name
 
 
 def _remove_abandoned(parent: str) -> None:
@@ -106,8 +109,11 @@ def _is_abandoned(folder: str) -> bool:
     try:
         with open(os.path.join(folder, _OWNER), "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if file.read() == _machine():
+            owner = file.read(2000)
+            if owner == _machine():
                 return True
+            if not _OWNER_FORM.fullmatch(owner):
+                return False
     except OSError:  # locked, or no folder of ours
         return False
     # Another machine may have locked it unseen.

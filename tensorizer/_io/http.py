@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import operator
 import time
 import urllib.parse
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
@@ -43,14 +44,14 @@ class CURLStreamFile(WindowedReader):
         uri: The URL. Credentials in it (``https://user:password@...``) are sent as Basic authentication.
         begin: First byte of the range that is read, ``None`` for 0; also the first position.
         end: One past the last byte, ``None`` for the end of the object.
-        headers: Extra request headers; values go through ``str``. Not sent to another host after a redirect. A callable
-            as in ``HTTPOptions`` gives those that expire.
+        headers: Extra request headers; values go through ``str``, except ``None`` and bytes, which are refused. Not
+            sent to another host after a redirect. A callable as in ``HTTPOptions`` gives those that expire.
         buffer_size: Upper bound in bytes of what is read ahead; ``None`` for 16 MiB.
         certificate_handling: Which server certificates are trusted; over that of ``http_options``.
         http_options: Timeouts, retries, connections and the rest; ``None`` for the defaults.
         url_provider: Gives a fresh URL of the same object, for URLs that expire; called when the server refuses the
             one in use, and when it is older than ``url_lifetime``. May be called from another thread.
-        url_lifetime: Seconds for which a URL is used; ``None`` until it is refused.
+        url_lifetime: Seconds for which a URL is used, at least one; ``None`` until it is refused.
         display_name: What messages call the object; ``None`` for its URL without query and credentials.
 
     Raises:
@@ -91,6 +92,8 @@ class CURLStreamFile(WindowedReader):
         if headers is not None and not callable(headers):
             checked_headers(headers)
         lifetime = 0.0 if url_lifetime is None else checks.seconds("url_lifetime", url_lifetime)
+        if 0 < lifetime < 1:
+            lifetime = 1.0  # the extension counts whole seconds, and 0 is no limit
         shown_as = "" if display_name is None else checks.text("display_name", display_name)
         fresh_url = _checked_provider(url_provider)
         native = (http_options or HTTPOptions())._native(
@@ -281,8 +284,8 @@ def _checked_range(begin: Optional[int], end: Optional[int]) -> tuple[int, Optio
     first = 0 if begin is None else checks.integer("begin", begin, wanted="a position >= 0")
     if end is None:
         return first, None
-    if isinstance(end, int):
-        end = min(end, _LAST_POSITION)
+    if hasattr(end, "__index__"):
+        end = min(operator.index(end), _LAST_POSITION)
     return first, checks.integer("end", end, first + 1, wanted=f"a position after begin={first}")
 
 

@@ -41,7 +41,8 @@ def _environment_seconds(name: str, default: float, *, above_zero: bool = False)
 class HTTPOptions:
     """How HTTP(S) objects are requested. Immutable; pass it by keyword (``http_options=``).
 
-    A variable in parentheses changes the default of its field. Times are in seconds; more than 1,000,000 are so many.
+    A variable in parentheses changes the default of its field. Times are in seconds; more than 1,000,000 are so many,
+    and less than a millisecond, but not 0, is one.
 
     Attributes:
         connect_timeout: For name lookup, TCP and TLS together (``TENSORIZER_HTTP_CONNECT_TIMEOUT``).
@@ -77,9 +78,10 @@ class HTTPOptions:
             usually take), or at less than a quarter of the usual speed, is sent again on another connection if one is
             idle; 0 for never.
         http_version: ``"auto"`` (HTTP/2 where a TLS server offers it, else 1.1), ``"1.1"`` or ``"2"``.
-        headers: Extra request headers, or a callable without arguments that returns them, for tokens that expire: it is
-            called before the first request, again a minute later at the earliest, and when the server answers 401 or
-            403 (the request is then repeated once). It may be called from another thread. Not shown in ``repr``.
+        headers: Extra request headers; values go through ``str``, except ``None`` and bytes, which are refused. Or a
+            callable without arguments that returns them, for tokens that expire: it is called before the first request,
+            again a minute later at the earliest, and when the server answers 401 or 403 (the request is then repeated
+            once). It may be called from another thread. Not shown in ``repr``.
         certificate_handling: Which server certificates are trusted; ``None`` for ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``,
             ``SSL_CERT_DIR`` or ``REQUESTS_CA_BUNDLE`` where they are set, else the system's.
         proxy: URL of a proxy, ``""`` for none, ``None`` for ``http_proxy``, ``https_proxy`` and ``all_proxy`` as
@@ -154,7 +156,9 @@ class HTTPOptions:
         native = _C.HttpOptions()
         for name in _PLAIN_FIELDS:
             setattr(native, name, getattr(self, name))
-        native.total_timeout = self.total_timeout or 0.0
+        for name in (*_TIMES, *_TIMES_ABOVE_ZERO):
+            time = getattr(self, name) or 0.0
+            setattr(native, name, max(time, _LEAST_SECONDS) if time else 0.0)
         native.connections = self.connections or 0
         native.version = getattr(_C.HttpVersion, _HTTP_VERSIONS[self.http_version])
         native.user_agent = f"Tensorizer/{__version__} (curl)"
@@ -190,6 +194,8 @@ def _places_of_system() -> tuple[str, str]:
 
 _TIMES = ("retry_seconds", "first_answer_seconds", "first_retry_delay", "max_retry_delay", "hedge_after")
 _TIMES_ABOVE_ZERO = ("connect_timeout", "stall_timeout", "total_timeout")
+# The extension rounds to milliseconds, and its 0 is no limit.
+_LEAST_SECONDS = 0.001
 _INTEGERS = {
     "retries": (0, _MAX_RETRIES, "an integer from 0 to 1000, or None"),
     "max_redirects": (0, 1000, "an integer from 0 to 1000"),
@@ -201,9 +207,8 @@ _INTEGERS = {
     "direct_nbytes": (1, (1 << 63) - 1, "an integer from 1 to 2**63 - 1"),
 }
 _PLAIN_FIELDS = (
-    "connect_timeout", "stall_timeout", "min_bytes_per_second", "retries", "retry_seconds", "first_answer_seconds",
-    "first_retry_delay", "max_retry_delay", "max_redirects", "max_connections", "head_nbytes", "unit_nbytes",
-    "direct_nbytes", "hedge_after",
+    "min_bytes_per_second", "retries", "max_redirects", "max_connections", "head_nbytes", "unit_nbytes",
+    "direct_nbytes",
 )  # fmt: skip
 
 
@@ -213,11 +218,14 @@ def check_header(name: Any, value: Any) -> None:
     Raises:
         ValueError: ``name`` is no header name or one that is set by the library, or ``value`` has a line break or
             cannot be encoded. The value is not quoted.
+        TypeError: ``value`` is ``None`` or bytes, whose ``str`` nobody means.
     """
     if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
         raise ValueError(f"headers: not a header name: {name!r}")
     if name.lower() in _OWN_HEADERS:
         raise ValueError(f"headers: {name} is set by every request itself; use begin= and end= for a range")
+    if value is None or isinstance(value, (bytes, bytearray, memoryview)):
+        raise TypeError(f"headers: the value of {name}: wanted text or a number, found {type(value).__name__}")
     if any(c in str(value) for c in "\r\n\0"):
         raise ValueError(f"headers: the value of {name} has a line break or a NUL")
     checks.text(f"headers: the value of {name}", str(value))
@@ -227,7 +235,7 @@ def checked_headers(headers: Headers) -> dict[str, tuple[str, str]]:
     """Name and value of each header, by its name in lower case.
 
     Raises:
-        TypeError: No mapping.
+        TypeError: No mapping, or as :func:`check_header`.
         ValueError: As :func:`check_header`.
     """
     mapping = headers() if callable(headers) else headers

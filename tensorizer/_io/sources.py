@@ -52,7 +52,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
     Raises:
         OSError: The file cannot be opened, or not positioned (``io.UnsupportedOperation``).
         ValueError: A text file, or one opened without reading.
-        TypeError: Not something that can be read, or unknown `stream_options`.
+        TypeError: Not something that can be read, text in a wrapper, or unknown `stream_options`.
     """
     check_stream_options(stream_options)
     if not is_path(file_obj):
@@ -167,6 +167,9 @@ def _check_readable(file_obj: Any) -> None:
         raise ValueError(
             f"wanted a binary file opened with mode rb, found a text file (mode {getattr(file_obj, 'mode', 'r')!r})"
         )
+    # The file of an upload is binary, and looking at it would make one.
+    if not isinstance(file_obj, UploadOnClose) and isinstance(inside(file_obj), io.TextIOBase):
+        raise TypeError(f"wanted a binary file opened with mode rb, found text in {type(file_obj).__name__}")
     readable = getattr(file_obj, "readable", None)
     if readable is not None and not readable():
         raise ValueError(

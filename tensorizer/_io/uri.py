@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import urllib.request
 from typing import NamedTuple, Optional
 
 __all__ = ["LOCAL_SCHEMES", "SplitURI", "path_of_file_uri", "scheme_of", "split_uri"]
@@ -50,4 +49,6 @@ def path_of_file_uri(uri: str) -> str:
     if host.lower() not in ("", "localhost"):
         host = host.rpartition("@")[2]  # what stands before it may be a password
         raise ValueError(f"a file URI names a whole path of this computer: wanted file:///path, found host {host!r}")
+    import urllib.request  # not for every command line
+
     return urllib.request.url2pathname(slash + path)

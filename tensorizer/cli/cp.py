@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
-from tensorizer.cli.options import add_common, add_force, stream_options
+from tensorizer.cli.options import add_common, add_force, check_names_object, stream_options
 from tensorizer.cli.output import Output, escaped
 
 
@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
     source, target = arguments.source, arguments.target
     options = stream_options(arguments, source, target)
+    check_names_object(source, target)
     if arguments.verify and source == "-":
         raise UsageError("--verify reads the source twice, which standard input cannot give")
     if target == "-":

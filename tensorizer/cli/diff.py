@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 from typing import TYPE_CHECKING, Any
 
+from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.exit_codes import DIFFERS, OK
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, stream_options
@@ -41,7 +42,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
     options = stream_options(arguments, arguments.a, arguments.b)
     encrypted = [is_encrypted(uri, options) for uri in (arguments.a, arguments.b)]
-    key = decryption(arguments, output, any(encrypted), what="the encrypted file") if any(encrypted) else None
+    uris = [uri for uri, is_one in zip((arguments.a, arguments.b), encrypted) if is_one]
+    what = " and ".join(escaped(shown_uri(uri)) for uri in dict.fromkeys(uris))
+    key = decryption(arguments, output, any(encrypted), what=what) if any(encrypted) else None
     pattern = arguments.filter
     report = diff(
         arguments.a,

@@ -9,7 +9,7 @@ from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.convert import print_report
 from tensorizer.cli.exit_codes import OK
 from tensorizer.cli.keys import add_key_options, decryption, encryption, removing_unused_key
-from tensorizer.cli.options import add_common, add_force, stream_options
+from tensorizer.cli.options import add_common, add_force, check_names_object, stream_options
 from tensorizer.cli.output import Output, escaped
 
 _PRESETS = ("min", "interactive", "moderate", "sensitive")
@@ -86,7 +86,9 @@ def _check_target(arguments: argparse.Namespace) -> None:
     """Before a key is drawn: a key without a file would be left behind."""
     from tensorizer._files.copy import check_target
 
-    check_target(arguments.target, arguments.force, stream_options(arguments, arguments.source, arguments.target))
+    options = stream_options(arguments, arguments.source, arguments.target)
+    check_names_object(arguments.target)
+    check_target(arguments.target, arguments.force, options)
 
 
 def _old_key(arguments: argparse.Namespace, output: Output) -> Any:

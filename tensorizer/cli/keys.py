@@ -71,7 +71,7 @@ def decryption(
     if secret is None and encrypted:
         secret = _from_defaults(output) or _from_terminal(arguments, f"Passphrase for {what}: ", repeat=False)
         if secret is None:
-            raise CryptographyError(f"{what} is encrypted: name its key with --{prefix}key-file or its sisters")
+            raise CryptographyError(f"{what}: encrypted; name the key with --{prefix}key-file or its sisters")
     if secret is None:
         return None
     if secret.is_key:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any, Optional
 
+from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of, split_uri
+from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.exit_codes import UsageError
 
-__all__ = ["add_common", "add_force", "add_source_options", "stream_options"]
+__all__ = ["add_common", "add_force", "add_source_options", "check_names_object", "stream_options"]
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -45,14 +48,38 @@ def stream_options(arguments: argparse.Namespace, *uris: str) -> Optional[dict[s
     """The keywords for opening `uris`; ``None`` where none of them is in a store.
 
     Raises:
-        UsageError: One is ``-``, which only ``cp`` takes for a standard stream.
+        UsageError: One is ``-``, which only ``cp`` takes for a standard stream; or it names nothing.
     """
     if "-" in uris and arguments.command != "cp":
         raise UsageError("- is standard input or output for cp alone; a file of that name is ./-")
+    for uri in uris:
+        _check_names_something(uri)
     if not any(uri.lower().startswith("s3://") for uri in uris):
         return None
     chosen = {"s3_endpoint": arguments.s3_endpoint, "s3_profile": arguments.s3_profile}
     return {name: value for name, value in chosen.items() if value is not None} or None
+
+
+def check_names_object(*uris: str) -> None:
+    """Refuses s3 URIs of whole buckets, where no folder is meant.
+
+    Raises:
+        UsageError: There is no key.
+    """
+    for uri in uris:
+        parts = split_uri(uri)
+        if parts.scheme == "s3" and not parts.path.strip("/"):
+            raise UsageError(f"{shown_uri(uri)}: an s3 URI needs a bucket and a key: s3://bucket/key")
+
+
+def _check_names_something(uri: str) -> None:
+    """Refuses URIs that end where a name should begin: with a name joined to them they would be local paths."""
+    scheme, location = scheme_of(uri), uri.partition("://")[2]
+    location = re.split(r"[?#]", location)[0]
+    if scheme is not None and not (location if scheme in LOCAL_SCHEMES else location.strip("/")):
+        raise UsageError(f"{shown_uri(uri)}: malformed URI: there is nothing behind {scheme}://")
+    if not uri.endswith("/"):  # else it is a folder, where one may be
+        check_names_object(uri)
 
 
 def _positive(text: str) -> int:

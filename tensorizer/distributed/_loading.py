@@ -134,16 +134,19 @@ def load_sharded(
             :class:`tensorizer.TensorDeserializer` would choose.
         strict: Raises where names are missing or, for modules, unexpected. Not missing are names of a tensor that the
             file has under another one of its names, and buffers that state dicts leave out; where the file has the
-            latter, they are filled. Extra state in the file goes to the modules that take it.
-        verify_hash: For loads in which every rank gets whole tensors.
+            latter, they are filled. Extra state goes to the modules that take it, and is missing where the file has
+            none for a module that has some, unexpected where the module takes none. In a mapping it is a name like
+            others, whose value is replaced whatever its shape.
+        verify_hash: For loads in which every rank gets whole tensors, of the dtypes of the file. Extra state that a
+            file holds apart from its tensors has no hash.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
 
     Raises:
         LoadError: Shapes differ; with `strict`, names are missing or unexpected, or the file holds different contents
             for names of one tensor (else what it has under the first of them counts).
-        ValueError: A placement that is no box (``Partial``); `verify_hash` and a part of a tensor, whose hash nobody
-            stores.
+        ValueError: A placement that is no box (``Partial``); `verify_hash` and a part of a tensor, or a place of
+            another dtype, whose hash nobody stores.
         StreamError: The ranks see different contents.
         Exception: As for :func:`load`; where one rank fails, all raise.
     """

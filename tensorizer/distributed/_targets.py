@@ -15,6 +15,7 @@ from tensorizer._load.fit import shown
 from tensorizer._system.devices import empty, resolve_cuda_device
 from tensorizer.distributed._boxes import Box, box_of
 from tensorizer.distributed._exchange import Place, whole
+from tensorizer.distributed._extra_states import ModuleState, is_state_name, state_of
 from tensorizer.distributed._opened import Opened
 from tensorizer.distributed._ranks import Ranks
 from tensorizer.errors import LoadError
@@ -43,23 +44,28 @@ class Target:
     ) -> None:
         self._target, self._opened, self._mesh, self._plan, self._ranks = target, opened, mesh, plan, ranks
         self._hidden = _hidden_buffers(target) if isinstance(target, torch.nn.Module) else {}
-        self._values = _values_of(target)
-        in_file = [name for name in opened.file.slices() if isinstance(name, str)]
-        self._stored = _stored_names(self._values, set(in_file))
-        receivers = _receivers(target) if isinstance(target, torch.nn.Module) else {}
-        self._takers = {name: module for name, module in receivers.items() if name in in_file}
-        self._states = [
-            (receivers[state_name(path)], state)
-            for path, state in opened.file._container.extra_states().items()
-            if state_name(path) in receivers
-        ]
-        groups = _names_by_tensor(self._values)
+        self._state = state_of(target) if isinstance(target, torch.nn.Module) else ModuleState({}, {})
+        self._values = self._values_of(target)
+        in_file = dict.fromkeys(name for name in opened.file.slices() if isinstance(name, str))
+        self._stored = _stored_names(self._values, in_file)
+        states = {state_name(path): state for path, state in opened.file._container.extra_states().items()}
+        # What the target takes of the states that a .tensors file holds apart from its tensors.
+        takers = self._state.takers
+        self._states = {
+            name: state
+            for name, state in states.items()
+            if name in takers or (name in self._values and name not in self._stored)
+        }
+        self._takers = {name: module for name, module in takers.items() if name in in_file}
+        groups = _names_by_tensor({name: value for name, value in self._values.items() if name not in self._states})
         lacking = {name for names in groups if not any(n in self._stored for n in names) for name in names}
         self.missing = [name for name in self._values if name in lacking and name not in self._hidden]
+        self.missing += self._state.lacking({**self._takers, **self._states})
         self.unexpected: list[str] = []
         if isinstance(target, torch.nn.Module):
             used = {*self._stored.values(), *self._takers}
             self.unexpected = [shown(name) for name in in_file if name not in used]
+            self.unexpected += [name for name in states if name not in takers]
         if strict and (self.missing or self.unexpected):
             raise LoadError(
                 f"{opened.file._container.source_name}: missing in the file: {listed(self.missing) or 'nothing'}; "
@@ -82,6 +88,18 @@ class Target:
                 self._same.update({name: supplied[0] for name in names if name != supplied[0]})
                 if strict and len(names) > 1:
                     self._expect_same(supplied[0], supplied[1:])
+        self._parts: dict[str, Place] = {}  # of states that are tensors, in mappings
+        for name, state in self._states.items():
+            if name in self._values:
+                self._add_state(name, state)
+
+    def _values_of(self, target: Union[torch.nn.Module, MutableMapping[str, Any]]) -> dict[str, Any]:
+        """What a target has, by name; every name of a tensor."""
+        if isinstance(target, torch.nn.Module):
+            hidden = {name: module._buffers[attribute] for name, (module, attribute) in self._hidden.items()}
+            return {**self._state.tensors, **hidden}
+        # Extra state is replaced, whatever was there: its next shape is for its module to say.
+        return {n: None if is_state_name(n) and not _is_dtensor(value) else value for n, value in target.items()}
 
     def _is_filled(self, name: str) -> bool:
         """Whether the target keeps what it has under a name as one tensor, whose data alone are loaded."""
@@ -89,17 +107,36 @@ class Target:
 
     def _add(self, name: str, names: Sequence[str]) -> None:
         """Finds the place of the tensor that `names` of the target are, which the file has under the first argument."""
-        value = self._values[name]
         part = self._opened.file.get_slice(self._stored[name])
-        shape = tuple(part.shape)
+        place = self._place(name, names, tuple(part.shape), part.dtype)
+        self._whole[self._stored[name]] = place.box == whole(part.shape)
+        self.places[self._stored[name]] = place
+
+    def _add_state(self, name: str, state: Any) -> None:
+        """Finds the place of an extra state in a mapping."""
+        if isinstance(state, torch.Tensor):
+            self._parts[name] = self._place(name, [name], tuple(state.shape), state.dtype)
+        elif self._values[name] is None:
+            self._new[name] = state
+        else:
+            raise LoadError(
+                f"{self._opened.file._container.source_name}: {name!r:.200}: wanted a tensor for the DTensor that is "
+                f"there, found a {type(state).__name__}"
+            )
+
+    def _place(self, name: str, names: Sequence[str], shape: tuple[int, ...], found: torch.dtype) -> Place:
+        """Where this rank's part of a tensor of the file goes; notes what is new."""
+        value = self._values[name]
         if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and not self._is_local(names, value):
             raise LoadError(
                 f"{self._opened.file._container.source_name}: tensor {name!r:.200}: wanted the shape "
                 f"{list(value.shape)}, found {list(shape)}"
             )
-        dtype = value.dtype if isinstance(value, torch.Tensor) else part.dtype
-        if dtype.is_floating_point != part.dtype.is_floating_point or dtype.is_complex != part.dtype.is_complex:
-            raise LoadError(f"tensor {name!r:.200}: wanted {dtype}, found {part.dtype}")
+        dtype = value.dtype if isinstance(value, torch.Tensor) else found
+        if dtype.is_floating_point != found.is_floating_point or dtype.is_complex != found.is_complex:
+            raise LoadError(
+                f"{self._opened.file._container.source_name}: tensor {name!r:.200}: wanted {dtype}, found {found}"
+            )
         in_place = isinstance(value, torch.Tensor) and not value.is_meta
         if _is_dtensor(value):
             mesh, placements = value.device_mesh, value.placements
@@ -119,13 +156,12 @@ class Target:
             )
             if not in_place or not isinstance(self._target, torch.nn.Module):
                 self._new[name] = local
-        self._whole[self._stored[name]] = box == whole(shape)
         if tuple(local.shape) != tuple(end - begin for begin, end in box):
             raise LoadError(
                 f"tensor {name!r:.200}: this rank's part has the shape {[end - begin for begin, end in box]}, and its "
                 f"local tensor {list(local.shape)}"
             )
-        self.places[self._stored[name]] = Place(box, local)
+        return Place(box, local)
 
     def _expect_same(self, first: str, others: Sequence[str]) -> None:
         """Loads what the file has under other names of a tensor, to compare it with what it has under the first."""
@@ -185,12 +221,25 @@ class Target:
         return box_of(name, shape, tuple(mesh.mesh.shape), coordinate, placements)
 
     def refuse_parts(self) -> None:
-        """Raises where a hash would have to vouch for a part of a tensor."""
+        """Raises where a hash would have to vouch for a part of a tensor, or for what it is converted to.
+
+        Raises:
+            ValueError: There is such a place.
+        """
+        source = self._opened.file._container.source_name
         parts = [name for name, is_whole in self._whole.items() if not is_whole]
         if parts:
             raise ValueError(
-                f"verify_hash: a part cannot be verified, since the hashes of the file are of whole tensors: "
+                f"{source}: verify_hash: a part cannot be verified, since the hashes of the file are of whole tensors: "
                 f"{listed(parts)}"
+            )
+        stored = {name: self._opened.file.get_slice(name).dtype for name in self.places}
+        converted = [name for name, place in self.places.items() if place.into.dtype != stored[name]]
+        if converted:
+            first = converted[0]
+            raise ValueError(
+                f"{source}: verify_hash: converted tensors have no stored hash: {listed(converted)} (of the first: "
+                f"wanted {self.places[first].into.dtype}, found {stored[first]})"
             )
 
     def finish(self) -> None:
@@ -200,6 +249,9 @@ class Target:
             LoadError: The file has different contents for names of one tensor.
         """
         self._compare()
+        for name, place in self._parts.items():
+            part = tuple(slice(begin, end) for begin, end in place.box)
+            place.into.copy_(self._states[name][part])
         new: dict[str, Any] = {}
         for name, value in self._new.items():
             old = self._values[name]
@@ -214,27 +266,11 @@ class Target:
                 module, attribute = self._hidden[name]
                 setattr(module, attribute, new.pop(name))
             self._target.load_state_dict(new, strict=False, assign=True)
-        for module, state in self._states:
-            module.set_extra_state(state)
+        for name, module in self._state.takers.items():
+            if name in self._states:
+                module.set_extra_state(self._states[name])
         for name, module in self._takers.items():
             module.set_extra_state(self._opened.file.get_slice(name)[...])
-
-
-def _values_of(target: Union[torch.nn.Module, MutableMapping[str, Any]]) -> dict[str, Any]:
-    """What a target has, by name; every name of a tensor."""
-    if not isinstance(target, torch.nn.Module):
-        return {name: value for name, value in target.items() if not name.endswith("_extra_state")}
-    values = target.state_dict(keep_vars=True)
-    found = {name: value for name, value in values.items() if not name.endswith("_extra_state")}
-    found.update({name: module._buffers[attribute] for name, (module, attribute) in _hidden_buffers(target).items()})
-    return found
-
-
-def _receivers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that take extra state, by what state dicts call it."""
-    plain = torch.nn.Module.set_extra_state
-    modules = module.named_modules(remove_duplicate=False)
-    return {state_name(path): m for path, m in modules if getattr(type(m), "set_extra_state", plain) is not plain}
 
 
 def _hidden_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
