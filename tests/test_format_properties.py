@@ -71,7 +71,9 @@ def as_loaded(tree):
         return {key: as_loaded(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [as_loaded(value) for value in tree]
-    return torch.zeros(tree.shape, dtype=tree.dtype) if tree.is_meta else tree
+    if tree.is_meta:  # by way of another dtype: torch 2.1 fills no float8
+        return torch.zeros(tree.shape).to(tree.dtype)
+    return tree
 
 
 def flatten(tree, path=()):
