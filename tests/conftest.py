@@ -245,7 +245,8 @@ def pytest_runtest_makereport(item, call):
     outcome = yield
     report = outcome.get_result()
     error = call.excinfo.value if call.excinfo is not None else None
-    if _TORCH_SAVE_FAILS and report.failed and isinstance(error, AttributeError) and str(error) == _TORCH_SAVE_FAILS:
+    # Children and checkpoints of torch quote it.
+    if _TORCH_SAVE_FAILS and report.failed and _TORCH_SAVE_FAILS in str(error):
         reason = f"torch.save itself fails with this Python: {_TORCH_SAVE_FAILS}"
         report.outcome, report.longrepr = "skipped", (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {reason}")
 

@@ -118,6 +118,10 @@ def test_loading_an_encrypted_model(tmp_path, run, monkeypatch):
     assert "sesame" not in output
 
 
+@pytest.mark.skipif(
+    "torch.uint8" not in torch._weights_only_unpickler._get_allowed_globals(),
+    reason="weights_only=True of this torch takes no uint8, as the state of the random generator is",
+)
 @pytest.mark.parametrize("background", [(), ("--background",)], ids=["inline", "background"])
 def test_training_resumes_where_it_stopped(tmp_path, background, run):
     def final_step(folder):
@@ -301,6 +305,7 @@ def test_the_notebook_is_stored_without_output():
 
 
 def test_the_notebook_about_hugging_face_runs_and_shows_what_was_loaded(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed")
     monkeypatch.chdir(tmp_path)
     path = EXAMPLES / "huggingface.ipynb"
     assert all(not c.get("outputs") and not c.get("execution_count") for c in json.loads(path.read_text())["cells"])

@@ -154,8 +154,6 @@ def torch_file() -> bytes:
 
 OID = "sha256:" + "4d7a2146" * 8
 OTHERS = {
-    "model.pt": (torch_file(), ["torch.load"]),
-    "old.pt": (old_torch_file(), ["torch.load"]),
     "model.gz": (gzip.compress(b"x" * 100), ["gzip", "unpack"]),
     "page.html": (b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>", ["HTML"]),
     "denied.xml": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', ["XML"]),
@@ -166,12 +164,20 @@ OTHERS = {
 }
 
 
+def test_a_file_of_torch_is_told_to_be_one(tmp_path):
+    files = {"model.pt": torch_file(), "old.pt": old_torch_file()}
+    tell_what_they_are(tmp_path, {name: (data, ["torch.load"]) for name, data in files.items()})
+
+
 def test_a_file_of_another_kind_is_told_what_it_is(tmp_path):
-    for name, (data, _) in OTHERS.items():
+    tell_what_they_are(tmp_path, {**OTHERS, "text": (b"neither this nor that, but long enough for anything else", [])})
+
+
+def tell_what_they_are(tmp_path, others):
+    for name, (data, _) in others.items():
         (tmp_path / name).write_bytes(data)
-    (tmp_path / "text").write_bytes(b"neither this nor that, but long enough to be anything else")
     with serve_folder(tmp_path) as address:
-        for name, (_, words) in {**OTHERS, "text": (b"", [])}.items():
+        for name, (_, words) in others.items():
             sources = [tmp_path / name, f"{address}/{name}", io.BytesIO((tmp_path / name).read_bytes())]
             for source in sources:
                 with pytest.raises(FormatError) as caught:

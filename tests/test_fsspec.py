@@ -13,6 +13,7 @@ import torch
 from samples import assert_same, tensor
 
 from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer._io.fsspec import FsspecReader, FsspecWriter
 from tensorizer.errors import StreamError, TruncatedError
 from tensorizer.stream_io import open_stream
 
@@ -322,3 +323,18 @@ def test_errors_show_no_credentials(memory):
     with pytest.raises(ValueError) as caught:
         open_stream("nobody://user:topsecret@host/path?sig=alsosecret")
     assert "topsecret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["rb", "wb"])
+def test_a_file_that_could_not_be_opened_is_closed_so_that_python_3_13_reports_nothing(mode):
+    class Refuses(type(fsspec.filesystem("memory"))):
+        cachable = False
+
+        def _open(self, path, mode="rb", **options):
+            raise FileNotFoundError(path) if mode == "rb" else PermissionError(path)
+
+    make, arguments = (FsspecReader, (None, 0)) if mode == "rb" else (FsspecWriter, (False,))
+    with pytest.raises(OSError, match="absent") as caught:
+        make(Refuses(), "/absent", "memory://absent", *arguments)
+    (half_made,) = [entry.frame.f_locals["self"] for entry in caught.traceback if entry.name == "__init__"]
+    assert half_made.closed

@@ -591,13 +591,14 @@ def test_tests_of_torch_save_are_skipped_where_it_fails_by_itself_and_no_other_f
         "import torch\n"
         "def test_saves(tmp_path): torch.save(torch.zeros(1), tmp_path / 'file')\n"
         "def test_lacks(): torch.no_such_name\n"
-        "def test_raises(): raise ValueError('persistent_id is read-only')\n"
+        "def test_raises(): raise AttributeError('persistent_id is absent')\n"
+        "def test_child(): assert False, 'of a child: AttributeError: persistent_id is read-only'\n"
     )
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}"}
     for plugin, wanted in (
-        (["-p", "broken_save"], {"saves": "SKIPPED", "lacks": "FAILED", "raises": "FAILED"}),
-        ([], {"saves": "PASSED", "lacks": "FAILED", "raises": "FAILED"}),
+        (["-p", "broken_save"], {"saves": "SKIPPED", "lacks": "FAILED", "raises": "FAILED", "child": "SKIPPED"}),
+        ([], {"saves": "PASSED", "lacks": "FAILED", "raises": "FAILED", "child": "FAILED"}),
     ):
         run = subprocess.run(
             [*command, *plugin], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -785,6 +785,7 @@ class Wrapper(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.1."), reason="aten::view of torch 2.1 finds no wrapped tensor")
 def test_wrappers_around_tensors_share_no_memory_unless_what_they_stand_for_does(tmp_path):
     base = torch.arange(8.0)
     for name in FORMATS:

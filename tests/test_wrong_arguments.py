@@ -214,7 +214,7 @@ def test_keys_in_the_wrong_place_of_an_s3_call_are_not_shown(tmp_path, caplog, m
         path.write_text(text)
         with pytest.raises(configparser.Error, match=f"{path}, line ") as caught:
             open_stream("s3://b/k", s3_config_path=path)
-        assert SECRET not in "".join(traceback.format_exception(caught.value))
+        assert SECRET not in "".join(traceback.format_exception(caught.type, caught.value, caught.tb))
     for kind in (TensorDeserializer, TensorSerializer, open_stream):
         assert_no_secret(lambda kind=kind: kind(f"file://user:{SECRET}@host/x"), "host")
     assert SECRET not in caplog.text

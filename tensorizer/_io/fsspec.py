@@ -155,8 +155,11 @@ class FsspecReader(WindowedReader):
         try:
             with _network_errors(self.name):
                 self._file = fs.open(path, "rb", **options)
-        except FileNotFoundError:  # of which drivers show the path, with what stood in the query
-            raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
+        except BaseException as error:
+            super().close()  # nothing is open that the interpreter would have to close
+            if isinstance(error, FileNotFoundError):  # of which drivers show the path, with what stood in the query
+                raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
+            raise
         self._source: Optional[_C.RangeSource] = None
         self._size: Optional[int] = None
         try:
@@ -165,6 +168,7 @@ class FsspecReader(WindowedReader):
             self._file.seek(begin)
         except BaseException:
             self._file.close()
+            super().close()
             raise
         self._start_at(begin, _UNIT_NBYTES if buffer_size is None else max(1, buffer_size))
 
@@ -236,8 +240,12 @@ class FsspecWriter(ClosesOrDiscards, io.BufferedIOBase):
         super().__init__()
         self._fs, self._path, self._append, self.name = fs, path, append, shown_uri(uri)
         self._beside: Optional[str] = None  # the name until close()
-        with _network_errors(self.name):
-            self._file = self._open_beside() if _can_rename(fs) else fs.open(path, self._mode)
+        try:
+            with _network_errors(self.name):
+                self._file = self._open_beside() if _can_rename(fs) else fs.open(path, self._mode)
+        except BaseException:
+            super().close()  # nothing is open that the interpreter would have to close
+            raise
 
     @property
     def _mode(self) -> str:
