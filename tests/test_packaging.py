@@ -39,6 +39,61 @@ def scripts(monkeypatch):
 # -- the lock file -----------------------------------------------------------------------------------------------------
 
 
+def source_paragraph(package, version, folder, files):
+    hashes = "\n".join(f" {hashlib.sha256(file.encode()).hexdigest()} 123 {file}" for file in files)
+    return f"Package: {package}\nVersion: {version}\nDirectory: {folder}\nChecksums-Sha256:\n{hashes}\n"
+
+
+@pytest.mark.skipif(shutil.which("dpkg") is None, reason="compares versions as Debian does")
+def test_the_lock_file_is_brought_up_to_what_the_lists_of_debian_name(scripts):
+    lock, check = scripts("lock"), scripts("check_sources")
+    files = ["openssl_9.1.2.orig.tar.gz", "openssl_9.1.2-1~deb13u4.debian.tar.xz", "openssl_9.1.2-1~deb13u4.dsc"]
+    text = "\n".join(
+        [
+            source_paragraph("openssl", "1:9.1.2-1~deb13u4", "pool/updates/main/o/openssl", files),
+            source_paragraph("openssl", "0.1-1", "pool/main/o/openssl", ["openssl_0.1.orig.tar.gz"]),
+            "Package: nothing\n",
+        ]
+    )
+    found = check.read_list(text, "debian-security")
+    (library,) = (library for library in lock.read_libraries() if library.name == "openssl")
+    latest = check.latest_of(found["openssl"], check.source_package(library.patches.file)[1])
+    assert latest.version == "9.1.2-1~deb13u4"
+    assert check.latest_of(found["openssl"], latest.version) is None
+    before = lock.LOCK_FILE.read_text()
+    after = {library.name: library for library in lock.libraries_of(check.updated(before, library, latest))}
+    assert after["openssl"].version == "9.1.2"
+    place = "debian-security:pool/updates/main/o/openssl/"
+    for file, locked in zip(files, (after["openssl"].archive, after["openssl"].patches)):
+        assert (locked.file, locked.urls[0]) == (file, place + file)
+        assert locked.sha256 == hashlib.sha256(file.encode()).hexdigest()
+    assert after["openssl"].archive.urls[1].endswith("/openssl-9.1.2/openssl-9.1.2.tar.gz")
+    assert {n: v for n, v in after.items() if n != "openssl"} == {
+        library.name: library for library in lock.read_libraries() if library.name != "openssl"
+    }
+
+
+def test_places_of_debian_are_below_the_mirror_that_is_named_and_a_missing_mirror_does_not_hide_other_addresses(
+    scripts, tmp_path, monkeypatch
+):
+    lock = scripts("lock")
+    monkeypatch.setenv("DEBIAN_MIRROR", "https://mirror.invalid/debian/")
+    assert lock.address_of("debian:pool/a") == "https://mirror.invalid/debian/pool/a"
+    assert lock.address_of("debian-security:pool/a") == "https://mirror.invalid/debian-security/pool/a"
+    assert lock.address_of("https://other.invalid/a") == "https://other.invalid/a"
+    (tmp_path / "there").write_bytes(b"content")
+
+    def no_mirror():
+        raise LookupError("no mirror")
+
+    monkeypatch.setattr(lock, "debian_mirror", no_mirror)
+    digest = hashlib.sha256(b"content").hexdigest()
+    urls = ("debian:pool/a", (tmp_path / "there").as_uri())
+    assert lock.fetch(lock.LockedFile("a", digest, urls), tmp_path / "cache").read_bytes() == b"content"
+    with pytest.raises(SystemExit, match=r"no mirror\n.*check_sources.py --update"):
+        lock.fetch(lock.LockedFile("b", digest, urls[:1]), tmp_path / "cache")
+
+
 def test_every_locked_file_has_a_hash_and_an_address(scripts):
     lock, recipes = scripts("lock"), scripts("build_deps")
     libraries = lock.read_libraries()
