@@ -124,9 +124,10 @@ def refuse_compiler(found: str) -> NoReturn:
 
 def require_compiler() -> None:
     """Ends the build with one line where the compiler does not know C++20."""
-    probe = run_compiler(["-fsyntax-only"], "template <class T> concept any = true;\n")
-    if probe.returncode != 0:
-        said = (probe.stderr.strip().splitlines() or ["no message"])[0]
+    # zig's driver knows no -fsyntax-only
+    probe = run_compiler(["-E", "-P"], "__cpp_concepts\n")
+    if probe.returncode != 0 or "__cpp_concepts" in probe.stdout:
+        said = (probe.stderr.strip().splitlines() or ["nothing"])[0]
         refuse_compiler(f"{os.environ.get('CXX', 'c++')}, which says: {said:.200}")
 
 
