@@ -474,7 +474,7 @@ def test_a_conversion_needs_memory_for_a_few_batches_and_not_for_the_file(tmp_pa
 
 @pytest.mark.skipif(not memory.can_measure(), reason="the peak of the resident set cannot be measured here")
 def test_a_conversion_of_large_tensors_holds_one_of_them_at_a_time(tmp_path):
-    assert convert_there_and_back(tmp_path, 480 * MIB, tensors=3) < 260 * MIB
+    assert convert_there_and_back(tmp_path, 480 * MIB, tensors=3) < 300 * MIB  # two of them are 320
 
 
 @pytest.mark.slow
