@@ -29,6 +29,7 @@ LIBC_FAMILY = re.compile(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux[\w-]*
 LIBRARY_NAMES = re.compile(
     r"(SSL|EVP|CRYPTO|X509|OPENSSL|BIO|ERR|OSSL|curl|nghttp2|sodium|crypto_\w+|redis|crc32)_?|_ZNK?(2at|3c10|5torch)|THP"
 )
+# Places of a machine that builds: none may be in what is built.
 FORBIDDEN_TEXTS = [b"/etc/ssl", b"/etc/pki", b"/usr/lib/ssl", b"/home/", b"/root/", b"/tmp/"]
 HEADERS = ("pybind11", "dlpack")
 CPP_RUNTIMES = ("libc++", "libstdc++")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from tensorizer._files.names import flat_names
-from tensorizer._format.extra_state import state_name
+from tensorizer._format.extra_state import is_without_state, state_name, takes_state
 from tensorizer._format.names import modules_of
 from tensorizer._load.fit import Fact, Slot, fit_of, shown, slots_in
 from tensorizer._load.modules import differing, insert_into_module
@@ -84,18 +84,7 @@ class _Ways(NamedTuple):
 
 def _receivers(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
     """The modules that take extra state, by what state dicts call it."""
-    plain = torch.nn.Module.set_extra_state
-    return {
-        state_name(path): m for path, m in modules.items() if getattr(type(m), "set_extra_state", plain) is not plain
-    }
-
-
-def _is_without_state(module: torch.nn.Module) -> bool:
-    """Whether the extra state of a module is ``None``, which no file holds."""
-    try:
-        return module.get_extra_state() is None
-    except Exception:  # some have none before one was set
-        return False
+    return {state_name(path): module for path, module in modules.items() if takes_state(module)}
 
 
 class _ModelFill:
@@ -117,7 +106,7 @@ class _ModelFill:
         self._same_states = self._states_under_other_names()
         absent = self._receivers.keys() - self._stored.keys() - self._states.keys() - self._same_states.keys()
         # As with the state dict of such a model: its None is handed back.
-        none = [name for name in self._receivers if name in absent and _is_without_state(self._receivers[name])]
+        none = [name for name in self._receivers if name in absent and is_without_state(self._receivers[name])]
         self._given_states = {**dict.fromkeys(none), **self._states}
         self._groups = self._tied_names()
         self._itself = self._ways.are_own or bool(self._receivers)

@@ -20,7 +20,7 @@ from tensorizer._format.payloads import contiguous, stored_dtype
 from tensorizer._system.devices import empty
 from tensorizer.errors import FormatError
 
-__all__ = ["KEY", "Nodes", "pack", "state_name", "to_text", "unpack"]
+__all__ = ["KEY", "Nodes", "gives_state", "is_without_state", "pack", "state_name", "takes_state", "to_text", "unpack"]
 
 #: Under which name the text is among the metadata.
 KEY = "tensorizer.extra_state"
@@ -37,6 +37,26 @@ _MAX_DEPTH = 100
 def state_name(path: str) -> str:
     """What ``state_dict`` calls the extra state of the module at `path`."""
     return f"{path}._extra_state" if path else "_extra_state"
+
+
+def gives_state(module: torch.nn.Module) -> bool:
+    """Whether the class of a module has a ``get_extra_state`` of its own."""
+    plain = torch.nn.Module.get_extra_state
+    return getattr(type(module), "get_extra_state", plain) is not plain
+
+
+def takes_state(module: torch.nn.Module) -> bool:
+    """Whether the class of a module has a ``set_extra_state`` of its own."""
+    plain = torch.nn.Module.set_extra_state
+    return getattr(type(module), "set_extra_state", plain) is not plain
+
+
+def is_without_state(module: torch.nn.Module) -> bool:
+    """Whether a module says that its state is ``None``, which no file holds."""
+    try:
+        return module.get_extra_state() is None
+    except Exception:  # it has one that is not there yet, or takes states and gives none
+        return False
 
 
 def to_text(nodes: Nodes) -> str:

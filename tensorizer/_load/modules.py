@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
-from tensorizer._format.extra_state import state_name
+from tensorizer._format.extra_state import state_name, takes_state
 from tensorizer._format.names import modules_of
 from tensorizer._load.container import Container
 from tensorizer._load.fit import Fact, fit_of, shown, slots_in
@@ -20,7 +20,7 @@ from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.report import LoadReport, Mismatch
 from tensorizer._system.devices import ordinary_tensors
 
-__all__ = ["ModuleLoad", "differing", "insert_into_module", "live_tensors"]
+__all__ = ["ModuleLoad", "differing", "insert_into_module", "live_tensors", "same_bits"]
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -46,10 +46,7 @@ class ModuleLoad:
         if filter_func is not None:
             refused = set(container.names)
             absent = [name for name in absent if name not in refused and (narrows is None or narrows(name))]
-        plain = torch.nn.Module.set_extra_state
-        self._receivers = {
-            p: m for p, m in self._modules.items() if getattr(type(m), "set_extra_state", plain) is not plain
-        }
+        self._receivers = {path: m for path, m in self._modules.items() if takes_state(m)}
         stored = container.extra_states()
         self._extra = {p: s for p, s in stored.items() if filter_func is None or filter_func(state_name(p))}
         # One that is there under several paths has its state stored under one.
@@ -190,10 +187,11 @@ def differing(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list
     if len(supplied) < 2:
         return []
     first = tensors[supplied[0]]
-    return [name for name in supplied[1:] if tensors[name] is not first and not _same_bits(first, tensors[name])]
+    return [name for name in supplied[1:] if tensors[name] is not first and not same_bits(first, tensors[name])]
 
 
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors, on whatever devices, have one dtype, one shape and the same bytes."""
     a, b = x.detach(), y.detach()
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -214,11 +212,6 @@ def _places(container: Container, entries: Sequence[int]) -> dict[str, int]:
         found.pop(place, None)
         found[place] = i
     return found
-
-
-def _takes_extra_state(module: torch.nn.Module) -> bool:
-    plain = torch.nn.Module.set_extra_state
-    return getattr(type(module), "set_extra_state", plain) is not plain
 
 
 def insert_into_module(

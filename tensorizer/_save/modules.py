@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tensorizer._format.extra_state import gives_state
 from tensorizer._format.names import modules_of
 
 __all__ = ["ModuleTensor", "extra_states", "modules_with_extra_state", "walk_module"]
@@ -59,8 +60,7 @@ def _tensors_of(module: torch.nn.Module, every_name: bool) -> Iterator[tuple[str
 
 def modules_with_extra_state(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The modules below `root`, by path, whose class has state beyond tensors."""
-    plain = torch.nn.Module.get_extra_state
-    return {path: m for path, m in root.named_modules() if getattr(type(m), "get_extra_state", plain) is not plain}
+    return {path: module for path, module in root.named_modules() if gives_state(module)}
 
 
 def extra_states(root: torch.nn.Module) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorizer._format.extra_state import state_name
+from tensorizer._format.extra_state import gives_state, is_without_state, state_name, takes_state
 from tensorizer._format.names import modules_of
 
 __all__ = ["ModuleState", "is_state_name", "state_of"]
@@ -28,7 +28,7 @@ class ModuleState(NamedTuple):
         for name, module in self.takers.items():
             names.setdefault(id(module), []).append(name)
         lacking = [group for group in names.values() if supplied.keys().isdisjoint(group)]
-        return [name for group in lacking if not _is_without_state(self.takers[group[0]]) for name in group]
+        return [name for group in lacking if not is_without_state(self.takers[group[0]]) for name in group]
 
 
 def is_state_name(name: str) -> bool:
@@ -44,10 +44,10 @@ def state_of(module: torch.nn.Module) -> ModuleState:
     # Wrappers leave themselves out of the names.
     found = {name: value.module for name, value in values.items() if isinstance(value, _Unasked)}
     known = {id(owner) for owner in found.values()}
-    paths = {state_name(path): child for path, child in modules.items() if _has_own_state(child)}
+    paths = {state_name(path): child for path, child in modules.items() if gives_state(child) or takes_state(child)}
     takers = {name: m for name, m in paths.items() if id(m) not in known} | found
     tensors = {name: value for name, value in values.items() if name not in found and name not in paths}
-    return ModuleState(tensors, {name: m for name, m in takers.items() if _overrides(m, "set_extra_state")})
+    return ModuleState(tensors, {name: m for name, m in takers.items() if takes_state(m)})
 
 
 class _Unasked:
@@ -61,7 +61,7 @@ class _Unasked:
 def _unasked(modules: Any) -> Iterator[None]:
     """Keeps ``state_dict`` from calling ``get_extra_state``, which may be slow, or fail before there is a state."""
     with contextlib.ExitStack() as restored:
-        for module in {id(m): m for m in modules if _overrides(m, "get_extra_state")}.values():
+        for module in {id(m): m for m in modules if gives_state(m)}.values():
             attributes = vars(module)
             if "get_extra_state" in attributes:
                 restored.callback(attributes.__setitem__, "get_extra_state", attributes["get_extra_state"])
@@ -73,20 +73,3 @@ def _unasked(modules: Any) -> Iterator[None]:
 
 def _answer(module: torch.nn.Module) -> Callable[[], _Unasked]:
     return lambda: _Unasked(module)
-
-
-def _overrides(module: torch.nn.Module, method: str) -> bool:
-    plain = getattr(torch.nn.Module, method)
-    return getattr(type(module), method, plain) is not plain
-
-
-def _has_own_state(module: torch.nn.Module) -> bool:
-    return _overrides(module, "get_extra_state") or _overrides(module, "set_extra_state")
-
-
-def _is_without_state(module: torch.nn.Module) -> bool:
-    """Whether a module says that it has no state, so that no file holds one."""
-    try:
-        return module.get_extra_state() is None
-    except Exception:  # it has one that is not there yet, or takes states and gives none
-        return False

@@ -12,6 +12,7 @@ from tensorizer._format.extra_state import state_name
 from tensorizer._format.names import Name
 from tensorizer._load.digests import listed
 from tensorizer._load.fit import shown
+from tensorizer._load.modules import same_bits
 from tensorizer._system.devices import empty, resolve_cuda_device
 from tensorizer.distributed._boxes import Box, box_of
 from tensorizer.distributed._exchange import Place, whole
@@ -184,8 +185,8 @@ class Target:
 
     def _compare(self) -> None:
         for name, first in self._compared.items():
-            one, other = (self.places[self._stored[n]].into.detach() for n in (first, name))
-            if not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
+            one, other = (self.places[self._stored[n]].into for n in (first, name))
+            if not same_bits(one, other):
                 raise LoadError(
                     f"{self._opened.file._container.source_name}: conflicting values for {name!r:.200}, which is one "
                     f"tensor with {first!r:.200}"
