@@ -16,10 +16,10 @@ export GIT_CONFIG_KEY_$(GIT_SETTINGS) := safe.directory
 export GIT_CONFIG_VALUE_$(GIT_SETTINGS) := $(CURDIR)
 export GIT_CONFIG_COUNT := $(shell expr $(GIT_SETTINGS) + 1)
 VENV ?= .venv
-# The CPU build, never gigabytes of CUDA libraries; `make TORCH=torch==2.13.0` takes whatever the index offers instead.
-# TORCH_INDEX names an index of CPU builds, where the ordinary one has none.
+# The CPU build, never gigabytes of CUDA libraries: from pip's configured index, else from TORCH_INDEX, PyTorch's own index of CPU
+# builds. `make TORCH=torch==2.13.0` takes the default build of the configured index instead.
 TORCH ?= $(shell cat constraints.txt)+cpu
-TORCH_INDEX ?=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 JOBS ?= $(shell nproc)
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -44,7 +44,7 @@ $(VENV)/stamp-torch: constraints.txt | system-build
 	@echo "== virtual environment $(VENV) with $(TORCH)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --upgrade pip setuptools wheel ninja
-	@$(PIP) install "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) || { scripts/no-torch.sh "$(TORCH)"; exit 1; }
+	@TORCH_INDEX="$(TORCH_INDEX)" scripts/install-torch.sh $(BIN)/python "$(TORCH)"
 	@touch $@
 
 $(VENV)/stamp-dev: requirements-dev.txt constraints-dev.txt $(VENV)/stamp-torch
@@ -86,7 +86,7 @@ WORKERS := $(shell expr $(JOBS) + $(JOBS) / 2)
 test: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the Python tests (PYTEST_ARGS='-k name')
 	$(BIN)/python -m pytest -q --durations=20 -n $(WORKERS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
 
-test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that take more than a few seconds (PYTEST_ARGS='--budget 300')
+test-slow: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the tests that take more than a few seconds
 	$(BIN)/python -m pytest -q --durations=20 -n $(WORKERS) --dist loadgroup --timeout 600 -m slow $(PYTEST_ARGS)
 
 test-all: export TENSORIZER_REQUIRE_SERVERS := 1
@@ -156,21 +156,23 @@ bench-gpu:  ## loads to and saves from the GPU against the link and others (SIZE
 CXX_FILES := git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/native/*.h' 'tests/native/*.cpp' 'benchmarks/*.cpp'
 
 .PHONY: lint format types
-lint: system-lint $(VENV)/stamp-dev  ## ruff, clang-format, codespell, mypy --strict, clang-tidy (TIDY_FOLDERS='core format')
+lint: system-lint $(VENV)/stamp-dev  ## ruff, codespell, zizmor, clang-format, mypy --strict, clang-tidy (TIDY_FOLDERS='core format')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@echo codespell
 	@files=$$(git ls-files --cached --others --exclude-standard); $(BIN)/codespell $$files
+	@echo zizmor
+	@$(BIN)/zizmor --quiet --offline .github
 	@echo clang-format --dry-run -Werror
-	@files=$$($(CXX_FILES)); [ -z "$$files" ] || clang-format --dry-run -Werror $$files
+	@files=$$($(CXX_FILES)); [ -z "$$files" ] || $(BIN)/clang-format --dry-run -Werror $$files
 	$(BIN)/mypy --strict
-	@JOBS=$(JOBS) scripts/tidy.sh $(TIDY_FOLDERS)
+	@CLANG_TIDY=$(BIN)/clang-tidy JOBS=$(JOBS) scripts/tidy.sh $(TIDY_FOLDERS)
 
 format: system-lint $(VENV)/stamp-dev  ## rewrite Python and C++ in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	@echo clang-format -i
-	@files=$$($(CXX_FILES)); [ -z "$$files" ] || clang-format -i $$files
+	@files=$$($(CXX_FILES)); [ -z "$$files" ] || $(BIN)/clang-format -i $$files
 
 # ---- C++ without Python ---------------------------------------------------------------------------------------------
 

@@ -24,13 +24,13 @@ def rows(case: dict[str, Any], names: list[str]) -> list[str]:
 
 
 def row(case: dict[str, Any], title: str, by_name: dict[str, Any], names: list[str]) -> str:
-    """One row: the figures by contender, the limit, our own in relation to others."""
+    """One row: the figures by contender, the best of them in bold, the limit, our own in relation to others."""
+    shown = {name: by_name[name]["shown"] for name in names if name in by_name and by_name[name]["shown"] is not None}
+    best = (max if case["unit"] == "GB/s" else min)(shown.values(), default=None)
     cells = []
     for name in names:
-        result = by_name.get(name)
-        shown = result["shown"] if result else None
-        cell = "" if shown is None else figure(shown)
-        cells.append(f"**{cell}**" if name == "ours" and cell else cell)
+        cell = figure(shown[name]) if name in shown else ""
+        cells.append(f"**{cell}**" if cell and shown[name] == best else cell)
     limit = by_name.get(case["limit"])
     cells.append(figure(limit["shown"]) if limit and limit["shown"] is not None else "")
     ours = by_name.get("ours", {})

@@ -3,9 +3,11 @@
     python hf_serialization.py ./my-llama s3://bucket/my-llama --model-type transformers --validate
     python hf_serialization.py ./my-stable-diffusion ./out --model-type diffusers
 
-INPUT is a model name or a local folder. A transformers model is written in half precision, a diffusers pipeline with
-all its components as it is. Credentials for S3 come from S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY and S3_ENDPOINT_URL, or
-else from where tensorizer.stream_io finds them.
+INPUT is a model name or a local folder. For a transformers model, hf_main() writes model.tensors in half precision, its
+configuration and its tokenizer. For a diffusers pipeline, df_main() writes the files that the published loading code
+reads: vae.tensors, unet.tensors and encoder.tensors, each with its configuration, tokenizer.zip and scheduler.zip.
+Credentials for S3 come from S3_ACCESS_KEY_ID, S3_SECRET_ACCESS_KEY and
+S3_ENDPOINT_URL, or else from where tensorizer.stream_io finds them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from typing import Any
 import torch
 
 from tensorizer import stream_io
-from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
+from tensorizer.integrations.huggingface import (
+    config_to_json,
+    from_pretrained,
+    load_model,
+    save_pretrained,
+    serialize_model,
+    serialize_pretrained,
+)
 
 logger = logging.getLogger("hf_serialization")
 
@@ -61,23 +70,51 @@ def validate(written: torch.nn.Module, loaded: torch.nn.Module) -> None:
             raise ValidationError(f"{name}: the contents differ")
 
 
-def read(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The object by its own library, and its tokenizer if that is not part of it."""
-    if args.model_type == "diffusers":
-        from diffusers import DiffusionPipeline
-
-        return DiffusionPipeline.from_pretrained(args.input_directory), None
+def hf_main(args: argparse.Namespace) -> None:
+    """Write a transformers model, its configuration and its tokenizer; load it back with --validate."""
     from transformers import AutoTokenizer
 
-    return from_pretrained(None, args.input_directory, dtype=torch.float16), AutoTokenizer.from_pretrained(
-        args.input_directory
-    )
+    model = from_pretrained(None, args.input_directory, dtype=torch.float16)
+    output, options = args.output_prefix, stream_options()
+    if must_write(args, "config.json"):  # it is written behind the weights
+        tokenizer = AutoTokenizer.from_pretrained(args.input_directory)
+        save_pretrained(model, output, tokenizer=tokenizer, stream_options=options)
+        write_text(f"{output}/model-config.json", config_to_json(model.config))  # where published loading code looks
+    if args.validate:
+        validate(model, from_pretrained(None, output, stream_options=options))
 
 
-def modules_of(obj: Any) -> dict[str, torch.nn.Module]:
-    """The model itself, or those of a pipeline, by name."""
-    parts = getattr(obj, "components", {"model": obj})
-    return {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+def df_main(args: argparse.Namespace) -> None:
+    """Write the parts of a Stable Diffusion pipeline, each as files of its own; load them back with --validate."""
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(args.input_directory)
+    output, options = args.output_prefix, stream_options()
+    models = {"encoder": pipeline.text_encoder, "vae": pipeline.vae, "unet": pipeline.unet}
+    if must_write(args, "scheduler.zip"):  # it is written last
+        for name, model in models.items():
+            serialize_model(model, model.config, output, name, stream_options=options)
+        for name in ("tokenizer", "scheduler"):
+            serialize_pretrained(getattr(pipeline, name), output, name, stream_options=options)
+    if args.validate:
+        for name, model in models.items():
+            config_class = type(model.config) if hasattr(model.config, "to_dict") else None
+            loaded = load_model(output, type(model), config_class, name, device="cpu", stream_options=options)
+            validate(model, loaded)
+
+
+def must_write(args: argparse.Namespace, last: str) -> bool:
+    """Whether the file that is written last is missing, or everything is to be written again."""
+    if exists(f"{args.output_prefix}/{last}") and not args.force:
+        logger.info("%s exists; --force writes it again", args.output_prefix)
+        return False
+    logger.info("writing %s", args.output_prefix)
+    return True
+
+
+def write_text(uri: str, text: str) -> None:
+    with stream_io.open_stream(uri, "wb+", **stream_options()) as stream:
+        stream.write(text.encode())
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -87,7 +124,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("input_directory", metavar="INPUT", help="model name or local folder")
     parser.add_argument("output_prefix", metavar="OUTPUT", help="local folder or s3://bucket/prefix")
-    parser.add_argument("--model-type", choices=("transformers", "diffusers"), required=True)
+    parser.add_argument(
+        "--model-type",
+        choices=("transformers", "diffusers"),
+        required=True,
+        help="transformers: hf_main, diffusers: df_main",
+    )
     parser.add_argument("--validate", action="store_true", help="load the result and compare every tensor")
     parser.add_argument("--force", action="store_true", help="write again what exists")
     parser.add_argument("-q", "--quiet", action="count", default=0, help="say less (repeat for still less)")
@@ -101,18 +143,9 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logger.setLevel(levels[max(0, min(3, 2 + args.verbose - args.quiet))])
 
-    output = args.output_prefix.rstrip("/")
-    last = "model_index.json" if args.model_type == "diffusers" else "config.json"  # written behind the weights
-    obj, tokenizer = read(args)
-    if exists(f"{output}/{last}") and not args.force:
-        logger.info("%s exists; --force writes it again", output)
-    else:
-        logger.info("writing %s", output)
-        save_pretrained(obj, output, tokenizer=tokenizer, stream_options=stream_options())
+    args.output_prefix = args.output_prefix.rstrip("/")
+    {"transformers": hf_main, "diffusers": df_main}[args.model_type](args)
     if args.validate:
-        loaded = modules_of(from_pretrained(None, output, stream_options=stream_options()))
-        for name, module in modules_of(obj).items():
-            validate(module, loaded[name])
         logger.info("validated")
 
 

@@ -13,7 +13,7 @@ TARGET = ROOT / "docs" / "cli.md"
 HEAD = """# Command line
 
 `tensorizer COMMAND …`, or `python -m tensorizer COMMAND …`. Sources and targets are paths or URIs (`https://`, `s3://`,
-`redis://`, and whatever fsspec knows), `.tensors` or `.safetensors`: the content tells which. This page is written by
+`redis://`, and what fsspec knows), `.tensors` or `.safetensors`: the content tells which. This page is written by
 `scripts/cli_reference.py` from the parsers.
 
 ```console
@@ -27,9 +27,10 @@ $ tensorizer diff old.tensors new.tensors --rtol 1e-3
 
 ## Streams
 
-Results go to standard output, everything else to standard error. `--json` prints one document with `"schema": 1`;
-sizes are integers in bytes. Tables are cut to the width of a terminal, never in a pipe. Colours appear on a terminal
-alone, and not where `NO_COLOR` is set or `TERM` is `dumb`. Control characters in names are written out.
+Results go to standard output, everything else to standard error. `--json` prints one document with `"schema": 1`; sizes
+are integers in bytes, and numbers that JSON lacks are `"Infinity"`, `"-Infinity"` and `"NaN"`. Tables are cut to the
+width of a terminal, never in a pipe. Colours appear only on a terminal, and not where `NO_COLOR` is set or `TERM` is
+`dumb`. Control characters in names are written out.
 
 [shtab](https://docs.iterative.ai/shtab/) makes completions for bash, zsh and tcsh from the parsers:
 `shtab --shell bash tensorizer.cli.main.make_parser > ~/.local/share/bash-completion/completions/tensorizer`.

@@ -10,11 +10,11 @@ only_print=
 [ "${1:-}" != --print ] || { only_print=yes; shift; }
 group=${1:?build, test, native, lint, constant-time, wheels, aarch64 or site}
 build=(g++ make pkg-config libcurl4-openssl-dev libsodium-dev libssl-dev libhiredis-dev libisal-dev)
-native=(cmake ninja-build libgtest-dev ccache binutils clang libclang-rt-14-dev)
+native=(cmake ninja-build libgtest-dev ccache binutils clang)
 servers=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl)
 wheels=(git make perl cmake nasm patch binutils autoconf automake libtool mmdebstrap)
 aarch64=(g++-aarch64-linux-gnu qemu-user mmdebstrap)
-lint=(git clang-format clang-tidy)
+lint=(git)
 site=(chromium fonts-dejavu-core)
 
 missing_of() {
@@ -39,6 +39,15 @@ PY
   then
     echo python3-dev python3-venv
   fi
+}
+
+# The runtime of the sanitizers has the version of clang in its package's name. Where clang brings it along, as on Ubuntu 22.04,
+# it is there already.
+sanitizer_runtime() {
+  local runtime version
+  runtime=$(clang --rtlib=compiler-rt -print-libgcc-file-name 2>/dev/null) || return 0
+  version=$(clang -dumpversion)
+  [ -e "$runtime" ] || echo "libclang-rt-${version%%.*}-dev"
 }
 
 # Packages such as redis-server start a service when installed; a policy file for the time of the installation says no.
@@ -105,3 +114,9 @@ if [ ${#left_out[@]} != 0 ]; then
   fi
 fi
 [ ${#missing[@]} = 0 ] || install "${missing[@]}"
+case " ${wanted[*]} " in
+  *" clang "*)
+    runtime=$(sanitizer_runtime)
+    [ -z "$runtime" ] || install "$runtime"
+    ;;
+esac

@@ -15,6 +15,7 @@ from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
 from tensorizer._io.file_types import SourceArgument
+from tensorizer._io.reopen import SameFile
 from tensorizer._io.shards import OpenedFiles, open_files
 from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.container import Container, ReadOptions
@@ -121,6 +122,7 @@ class TensorDeserializer(
 
         opened = open_files(file_obj, stream_options)
         self._stream = opened.stream
+        self._same_file = SameFile.of(file_obj, opened, stream_options)
         self._container: Container
         try:
             check_filter(filter_func)
@@ -192,8 +194,14 @@ class TensorDeserializer(
         )
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        # Names of this module may be gone when the process ends, so none is used here.
+        container = self.__dict__.get("_container")
+        if container is None or container.closed:
+            return
+        try:  # noqa: SIM105
             self.close()
+        except Exception:
+            pass
 
     def __repr__(self) -> str:
         container = getattr(self, "_container", None)
@@ -277,6 +285,9 @@ class TensorDeserializer(
     ) -> LoadedCount:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
+        A file that was written from a state dict, or a ``.safetensors`` file, is taken by the names of the state dict
+        of `m`; what `m` lacks is reported as unexpected and not placed.
+
         Parameters are replaced, not copied into, so `m` may be on the meta device; they need gradients where those of
         `m` do. Buffers become plain tensors and keep their persistence. Extra states that the file has are given to
         ``set_extra_state``. Tensors of `m` that the file lacks stay as they are, except that names which `m` ties to a
@@ -298,7 +309,8 @@ class TensorDeserializer(
                 the file's; all are named. With `strict`, everything else that does not fit. `m` is as it was. Without
                 `strict` tensors of `m` on the meta device are replaced all the same, with one warning.
             KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
-            NotImplementedError: The file holds a state dict; use ``m.load_state_dict(deserializer)``.
+            NotImplementedError: The file holds nested containers; use ``m.load_state_dict(...)`` with one of
+                :meth:`tree`.
             VerificationError: As in the constructor. `m` is as it was.
             ValueError: As in :meth:`read_tensors`.
         """
@@ -338,14 +350,22 @@ class TensorDeserializer(
             force: Stores tensors again that are there already.
 
         Raises:
-            ValueError: The file is closed; use ``lazy_load=True``.
+            ValueError: The shards of a model; a file object of the caller that is closed, as after an eager load.
+            StreamError: The file is closed, as after an eager load, and was replaced by another version since.
         """
         from tensorizer._io.redis_export import export_to_redis
 
         container = self._container
-        if container.source is None:
-            raise ValueError("to_redis needs one file, open: use lazy_load=True")
+        if container.source is None and self._same_file is None:
+            raise ValueError("to_redis needs one file that is open or can be opened again: use lazy_load=True")
         if container.index.start != 0:
             raise ValueError("to_redis stores files, and this container starts in the middle of one")
         records = container.stored_records(container.selection)
-        export_to_redis(container.source, container.prologue(), records, redis_client, key_prefix, force)
+        with contextlib.ExitStack() as stack:
+            source = container.source
+            if source is None:
+                assert self._same_file is not None
+                opened = self._same_file.open()
+                stack.callback(opened.close)
+                source = opened.source
+            export_to_redis(source, container.prologue(source), records, redis_client, key_prefix, force)

@@ -94,6 +94,9 @@ class CryptographyError(TensorizerError):
 class StreamError(TensorizerError, OSError):
     """The source or destination could not answer, after all retries; ``errno`` is set where a system call failed."""
 
+    status: Optional[int] = None
+    """The HTTP status of the last answer; ``None`` where there was none."""
+
 
 class StreamNotFoundError(StreamError, FileNotFoundError):
     """The source says that there is no such file, object or key."""

@@ -201,12 +201,17 @@ class TensorSerializer:
 
     def __del__(self) -> None:
         # Completed calls left complete content; an upload that nobody closed is not completed by chance.
+        # Names of this module may be gone when the process ends, so none is used here.
         if not self._closed and not self._opened.is_lent:
             self._closed = True
-            with contextlib.suppress(Exception):
+            try:  # noqa: SIM105
                 self._session.abandon()
-            with contextlib.suppress(Exception):
+            except Exception:
+                pass
+            try:  # noqa: SIM105
                 self._opened.close()
+            except Exception:
+                pass
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 

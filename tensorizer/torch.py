@@ -15,10 +15,11 @@ import torch
 
 from tensorizer._files.fill_model import device_of_names, fill_model
 from tensorizer._files.plain import plain_tensors
-from tensorizer._files.safe_open import safe_open
+from tensorizer._files.safe_open import maps, safe_open
 from tensorizer._files.state_dicts import check_state_dict, contents_of, is_of_modules, state_of
 from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.entries import FilterFuncType
+from tensorizer._io.sources import lent
 from tensorizer._load.device_choice import DeviceArgument
 from tensorizer._load.report import LoadReport
 from tensorizer._save.hashes import HASH_NAMES
@@ -31,9 +32,10 @@ __all__ = ["load", "load_file", "load_model", "safe_open", "save", "save_file", 
 
 
 def load_file(
-    source: Any,
+    filename: Any,
     device: DeviceArgument = "cpu",
     *,
+    backend: Optional[str] = None,
     dtype: Optional[torch.dtype] = None,
     filter_func: Optional[FilterFuncType] = None,
     verify: bool = False,
@@ -46,8 +48,10 @@ def load_file(
     """Loads all tensors of a ``.tensors`` or ``.safetensors`` file; its content tells which.
 
     Args:
-        source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
+        filename: A path, URI, descriptor, open file object (it stays open), a folder of shards or their index.
         device: Where the tensors go; the CPU by default.
+        backend: As ``safetensors`` has it: ``"mmap"`` maps a local file that goes to the CPU as it is, ``"pread"``
+            reads into memory of its own, as does the default ``None``.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype.
         filter_func: Loads only the tensors whose name it accepts.
         verify: Compares the data with the stored digests. A ``.safetensors`` file holds none, and is refused.
@@ -71,13 +75,13 @@ def load_file(
     Source: the semantics of ``safetensors.torch.load_file``; docs/safetensors.md says what differs.
     """
     with TensorDeserializer(
-        source,
+        lent(filename),
         "cpu" if device is None else device,
         filter_func,
         dtype,
         verify_hash=verify,
         encryption=encryption,
-        mmap=mmap,
+        mmap=mmap or maps(backend, filename, device, dtype, encryption),
         num_readers=num_readers,
         progress=progress,
         stream_options=stream_options,
@@ -92,7 +96,7 @@ def load(data: bytes, device: DeviceArgument = "cpu", **options: Any) -> dict[st
 
 def save_file(
     tensors: Mapping[str, torch.Tensor],
-    target: Any,
+    filename: Any,
     metadata: Optional[Mapping[str, str]] = None,
     *,
     format: Optional[str] = None,
@@ -110,14 +114,17 @@ def save_file(
 
     Args:
         tensors: By name.
-        target: A path, ``s3://`` URI or open binary file object. It appears when it is complete.
+        filename: A path, ``s3://`` URI or open binary file object (it stays open). A file appears when it is complete.
         metadata: Texts to store, in their order.
-        format: ``"tensors"`` or ``"safetensors"``; ``None`` goes by the extension, ``"tensors"`` without a known one.
+        format: ``"tensors"`` or ``"safetensors"``; ``None``: ``"tensors"`` for a name that ends in ``.tensors``, else
+            ``"safetensors"``.
         ties: What becomes of names that share one tensor: ``"once"`` stores it once and records the other names,
             ``"twice"`` stores it under each name, ``"error"`` refuses as ``safetensors`` does.
         encryption: Encrypts the file (``.tensors`` only).
         hashes: Digests to store (``.tensors`` only), as for :class:`tensorizer.TensorSerializer`.
-        max_shard_size: Bytes, or a text like ``"5GB"``: writes several files beside the name of `target`.
+        max_shard_size: Bytes, or a text like ``"5GB"``: writes several files beside the name `filename`, and then
+            removes what an earlier save of that name left in another form (a single file, other shards, their index).
+            ``None``, the default, writes one file and removes nothing.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.
 
@@ -128,7 +135,7 @@ def save_file(
     """
     contents = contents_of(check_state_dict(tensors), metadata)
     options = WriteOptions(
-        format=format,
+        format=_format_of(filename, format),
         ties=ties,
         encryption=encryption,
         hashes=hashes,
@@ -136,7 +143,7 @@ def save_file(
         progress=progress,
         stream_options=stream_options,
     )
-    write_contents(contents, target, options)
+    write_contents(contents, lent(filename), options)
 
 
 def save(
@@ -148,19 +155,20 @@ def save(
     encryption: Any = None,
 ) -> bytes:
     """The file that :func:`save_file` would write, as bytes; arguments and errors as there."""
-    memory = _Memory()
+    memory = io.BytesIO()
     save_file(tensors, memory, metadata, format=format, ties=ties, encryption=encryption)
     return memory.getvalue()
 
 
 def load_model(
     model: torch.nn.Module,
-    source: Any,
+    filename: Any,
     strict: bool = True,
     device: DeviceArgument = None,
     *,
     assign: Union[bool, str] = "auto",
     ignore_mismatched_sizes: bool = False,
+    backend: Optional[str] = None,
     dtype: Optional[torch.dtype] = None,
     verify: bool = False,
     encryption: Any = None,
@@ -175,7 +183,7 @@ def load_model(
 
     Args:
         model: The model; its parameters may be on the meta device.
-        source: As for :func:`load_file`.
+        filename: As for :func:`load_file`.
         strict: Raises where names are missing or unexpected, or where names that the model ties hold other contents.
         device: Where tensors are read to; ``None``: where the model has them, and to the CPU what it has on meta.
         assign: ``False`` copies into the tensors of the model, which keep their dtype, device and identity; ``True``
@@ -183,6 +191,7 @@ def load_model(
             model that gets a state dict and has any on meta). Copying is not atomic: an error of reading comes before
             it, an error of the device may come in the middle.
         ignore_mismatched_sizes: Leaves tensors of another shape or kind as they are, and reports them.
+        backend: As for :func:`load_file`.
         dtype: As for :func:`load_file`.
         verify: As for :func:`load_file`.
         encryption: The key of an encrypted file.
@@ -198,9 +207,11 @@ def load_model(
     """
     if assign not in (True, False, "auto"):
         raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
+    where = device_of_names(model, device)
     with TensorDeserializer(
-        source,
-        device_of_names(model, device),
+        lent(filename),
+        where,
+        mmap=maps(backend, filename, where, dtype, encryption),
         dtype=dtype,
         lazy_load=True,
         num_readers=num_readers,
@@ -213,7 +224,7 @@ def load_model(
 
 def save_model(
     model: torch.nn.Module,
-    target: Any,
+    filename: Any,
     metadata: Optional[Mapping[str, str]] = None,
     force_contiguous: bool = True,
     *,
@@ -230,7 +241,7 @@ def save_model(
 
     Args:
         model: The model; never modified.
-        target: As for :func:`save_file`.
+        filename: As for :func:`save_file`.
         metadata: Texts to store. In ``.safetensors`` each name that was left out is recorded as
             ``metadata[dropped] = kept``, where ``kept`` is the alphabetically first one.
         force_contiguous: Accepted, without effect: tensors need not be contiguous.
@@ -244,10 +255,11 @@ def save_model(
         ValueError: As for :func:`save_file`; extra state that the format cannot hold.
         OSError: The target cannot be written.
     """
-    state = state_of(model, include_non_persistent_buffers and format_of(target, format) == "tensors")
-    if format_of(target, format) == "tensors" and ties != "error" and is_of_modules(model, state):
+    format = _format_of(filename, format)
+    state = state_of(model, include_non_persistent_buffers and format == "tensors")
+    if format == "tensors" and ties != "error" and is_of_modules(model, state):
         with TensorSerializer(
-            target, encryption=encryption, metadata=metadata, ties=ties, stream_options=stream_options
+            lent(filename), encryption=encryption, metadata=metadata, ties=ties, stream_options=stream_options
         ) as serializer:
             try:
                 serializer._write_module(
@@ -260,11 +272,9 @@ def save_model(
             except TypeError as error:
                 raise UnsupportedContentError(str(error)) from None
         return
-    save_file(state, target, metadata, format=format, ties=ties, encryption=encryption, stream_options=stream_options)
+    save_file(state, filename, metadata, format=format, ties=ties, encryption=encryption, stream_options=stream_options)
 
 
-class _Memory(io.BytesIO):
-    """Stays readable when its writer closes it."""
-
-    def close(self) -> None:
-        """Leaves the content where it is."""
+def _format_of(filename: Any, format: Optional[str]) -> str:
+    """``.safetensors`` but for names that end in ``.tensors``: programs write ``model.safetensors.tmp`` first."""
+    return format_of(filename, format, default="safetensors")

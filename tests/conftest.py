@@ -6,12 +6,10 @@ import gc
 import importlib.util
 import io
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,31 +17,10 @@ import torch
 from servers import missing_servers, needs
 from zygote import Zygote
 
-_IMPORTED = time.monotonic()
 REFERENCE_RELEASES = ("2.10.1", "2.11.1", "2.12.1")
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="leave out tests that have not begun after so long; TENSORIZER_TEST_ORDER, any text, shuffles them, so "
-        "that other runs leave out others",
-    )
-
-
-@pytest.hookimpl(tryfirst=True)  # before fixtures of modules, which may take long themselves
-def pytest_runtest_setup(item):
-    budget = item.config.getoption("--budget")
-    if budget is not None and time.monotonic() - _IMPORTED > budget:
-        pytest.skip(f"not begun within the budget of {budget:g} s")
-
-
-def pytest_collection_modifyitems(config, items):
-    order = os.environ.get("TENSORIZER_TEST_ORDER")
-    if config.getoption("--budget") is not None and order:
-        random.Random(order).shuffle(items)
+def pytest_collection_modifyitems(items):
     if torch.cuda.is_available() or os.environ.get("TENSORIZER_REQUIRE_GPU") == "1":
         return
     skip = pytest.mark.skip(reason="no CUDA device")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import sys
 import time
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import samples
@@ -507,6 +509,74 @@ def load_parts_of_extra_state(folder: Path) -> None:
             assert samples.same(local, wanted[rank])
             wrong = {name: distribute_tensor(torch.zeros(6), mesh, [Shard(0)])}
             raised(LoadError, f"{file}.*wanted the shape .6., found .5.", load, wrong)
+
+    run_ranks(2, work)
+
+
+class FailingFile(io.RawIOBase):
+    """A file whose read number `fails_at` fails."""
+
+    def __init__(self, path: Path, fails_at: Optional[int]) -> None:
+        self.file, self.left = path.open("rb"), fails_at
+        self.has_failed = False
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def readinto(self, buffer) -> int:
+        if self.left == 0:
+            self.has_failed = True
+            raise OSError("this disk is broken")
+        if self.left is not None:
+            self.left -= 1
+        return self.file.readinto(buffer)
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def fail_at_every_read_of_one_rank(folder: Path) -> None:
+    """Also where shapes are in record headers alone, as of scalars in files of data version 1."""
+    state = {**tensors_of(), "meta": torch.zeros((), device="meta"), "tied": tensors_of()["w"]}
+    path = samples.write_state_dict(folder / "f.tensors", state)
+
+    def work(rank: int) -> None:
+        def whole(exchange: str, file: FailingFile) -> None:
+            td.load(file, exchange=exchange, device="cpu")
+
+        def sharded(exchange: str, file: FailingFile) -> None:
+            target = {"w": None, "big": None, "tied": None, "scalar": None}
+            td.load_sharded(target, file, exchange=exchange, plan={"w": Shard(0), "big": Shard(1)}, device="cpu")
+
+        def verified(exchange: str, file: FailingFile) -> None:
+            td.load(file, exchange=exchange, device="cpu", verify_hash=True)
+
+        for load, exchange in itertools.product((whole, sharded, verified), EXCHANGES):
+            for fails_at in itertools.count():
+                file = FailingFile(path, fails_at if rank == 1 else None)
+                failed = [False, False]
+                try:
+                    load(exchange, file)
+                except OSError as error:
+                    names_it = rank == 1 or "rank 1" in str(error)
+                    failed[rank] = names_it and "this disk is broken" in str(error)
+                every = [None, None]
+                dist.all_gather_object(every, (failed[rank], file.has_failed))
+                (first, _), (second, broke) = every
+                assert first == second == broke, (load.__name__, exchange, fails_at, every)
+                if not broke:
+                    break
+            assert fails_at > 3
 
     run_ranks(2, work)
 

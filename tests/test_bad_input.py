@@ -14,8 +14,9 @@ import reference_format as fmt
 import samples
 import torch
 from samples import assert_same, load, tensor
+from servers.http_faults import FaultyServer, Reply
 
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, errors
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, errors
 
 FAMILY = (errors.TensorizerError, OSError)
 NEVER = (MemoryError, AssertionError, OverflowError, RecursionError, struct.error)
@@ -577,3 +578,43 @@ def test_a_constructed_golden_file_survives_no_single_bit_of_damage_silently(gol
             path = (name,) if isinstance(name, str) else name
             if path not in unhashed and path in wanted:
                 assert samples.raw(value) == wanted[path], f"byte {at}"
+
+
+@pytest.mark.parametrize("over", ["a sparse file", "HTTP"])
+def test_an_index_that_claims_more_than_makes_sense_takes_no_memory_for_it(over, tmp_path, fresh_process):
+    """A prologue of 200 GiB of index: of zeros, and behind an entry that is right."""
+    path = tmp_path / "f.tensors"
+    serializer = TensorSerializer(path)
+    serializer.write_state_dict({"a": torch.arange(5)})
+    serializer.close()
+    head = bytearray(path.read_bytes()[:4096])
+    head[65:73] = struct.pack("<Q", 200 << 30)
+    program = """
+import resource, sys
+from tensorizer import TensorDeserializer
+from tensorizer.errors import FormatError
+resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+try:
+    TensorDeserializer(sys.argv[1], device="cpu")
+except FormatError as error:
+    print(error)
+"""
+    for entries, count in ((b"\0" * (4096 - 73), 1), (bytes(head[73:]), 1), (bytes(head[73:]), 1 << 32)):
+        prologue = head[:57] + struct.pack("<Q", count) + head[65:73]
+        with path.open("wb") as file:
+            file.write(prologue + entries)
+            file.truncate(300 << 30)
+        if over == "HTTP":
+
+            def answer(request, begin=bytes(prologue + entries)):
+                first, last = request.range
+                last = first + (64 << 20) - 1 if last is None else last
+                body = begin[first : last + 1].ljust(last + 1 - first, b"\0")
+                return Reply(status=206, body=body, headers={"Content-Range": f"bytes {first}-{last}/{300 << 30}"})
+
+            with FaultyServer(b"\0" * 1000, default=answer) as server:
+                done = fresh_process(program, server.url)
+        else:
+            done = fresh_process(program, str(path))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith((str(path), "http://127.0.0.1")), done.stdout + done.stderr

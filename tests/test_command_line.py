@@ -352,6 +352,34 @@ def test_copies_go_through_pipes_and_never_replace_without_force(tmp_path, model
     assert run("cp", "--force", "--verify", model, target).returncode == 0
 
 
+def test_cp_verifies_digests_or_bytes_and_says_in_a_sentence_what_is_wrong(tmp_path, model, tensors, key_file):
+    plain = tmp_path / "plain.safetensors"
+    assert run("convert", model, plain).returncode == 0
+    copied = run("cp", "-v", "--verify", plain, tmp_path / "copy")
+    assert copied.returncode == 0, copied.stderr
+    assert b"compared byte by byte with the source" in copied.stdout + copied.stderr
+    text = tmp_path / "config.json"
+    text.write_text("{}")
+    assert run("cp", "--verify", text, tmp_path / "config.copy").returncode == 0
+    refused = run("cp", "--verify", plain, "-")
+    assert refused.returncode == 2
+    assert b"cannot read standard output again" in refused.stderr
+    encrypted = tmp_path / "encrypted.tensors"
+    assert run("encrypt", "--key-file", key_file, model, encrypted).returncode == 0
+    without_key = run("cp", "--verify", "--no-input", encrypted, tmp_path / "none")
+    assert without_key.returncode == 5
+    assert b"encrypted; name the key with --key-file" in without_key.stderr
+    assert not (tmp_path / "none").exists()
+    assert run("cp", "--verify", "--key-file", key_file, encrypted, tmp_path / "encrypted.copy").returncode == 0
+    damaged = tmp_path / "damaged.tensors"
+    damaged.write_bytes(model.read_bytes())
+    flip(damaged, -100)
+    wrong = run("cp", "--verify", damaged, tmp_path / "none")
+    assert wrong.returncode == 1
+    assert b"nothing was copied" in wrong.stderr
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_reader_that_stops_reading_ends_the_command_quietly(tmp_path):
     path = write(tmp_path / "many", {f"t{i}": torch.zeros(1) for i in range(5000)})
     process = subprocess.Popen(
@@ -838,3 +866,16 @@ def test_diff_knows_the_names_of_a_root_module_with_and_without_their_dot(tmp_pa
     assert run("convert", tmp_path / "m.tensors", tmp_path / "m.safetensors").returncode == 0
     assert run("diff", tmp_path / "m.tensors", tmp_path / "m.safetensors").returncode == 0
     assert run("diff", tmp_path / "m.safetensors", tmp_path / "m.tensors").returncode == 0
+
+
+def test_bench_drops_every_local_file_from_the_cache_and_says_that_remote_ones_have_none(tmp_path, model, tensors):
+    for place in (model, f"file://{model}"):
+        done = run("bench", "--cold", "--repeat", "1", place)
+        assert done.returncode == 0, done.stderr
+    folder = tmp_path / "shards"
+    assert run("convert", model, folder / "model.safetensors", "--max-shard-size", "1KB").returncode == 0
+    done = run("bench", "--cold", "--repeat", "1", folder)
+    assert done.returncode == 0, done.stderr
+    refused = run("bench", "--cold", "https://127.0.0.1:9/model.tensors")
+    assert refused.returncode == 2
+    assert b"--cold drops a local file" in refused.stderr

@@ -293,11 +293,10 @@ def test_no_older_form_of_a_model_stays_beside_the_new_one(tmp_path):
     old, new = ({"a": torch.full((1000,), value), "b": torch.full((1000,), value)} for value in (1.0, 2.0))
     other = tmp_path / "model-00001-of-00002.safetensors.bak"
     other.write_bytes(b"of somebody else")
-    for options in ({"max_shard_size": 4000}, {}, {"max_shard_size": 4000}, {}):
+    for size, count in ((4000, 3), (8000, 1), (4000, 3), ("1GB", 1)):
         old, new = new, old
-        save_file(new, tmp_path / "model.safetensors", **options)
+        save_file(new, tmp_path / "model.safetensors", max_shard_size=size)
         assert_equal(load_file(tmp_path), new)
-        count = 3 if options else 1
         assert len(os.listdir(tmp_path)) == count + 1
     with pytest.raises(StreamExistsError):
         tensorizer.convert(io.BytesIO(save(new)), tmp_path / "model.safetensors", max_shard_size=4000, force=False)

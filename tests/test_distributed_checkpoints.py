@@ -5,15 +5,19 @@ from __future__ import annotations
 import ast
 import collections
 import hashlib
+import io
 import json
 import os
 import pickle
 import re
 import signal
 import threading
+import tracemalloc
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -121,7 +125,7 @@ class Canary:
 def test_hostile_pickles_in_leaves_and_markers_are_never_executed(tmp_path):
     sign = tmp_path / "executed"
     folder = tmp_path / "checkpoint"
-    save({"w": torch.ones(2), "evil": Canary(sign)}, folder)
+    save({"w": torch.ones(2), "evil": Canary(sign)}, folder, allow_pickle=True)
     target = {"w": torch.zeros(2), "evil": None}
     with pytest.raises(CheckpointException) as caught:
         load(target, folder)
@@ -143,9 +147,22 @@ def test_hostile_pickles_in_leaves_and_markers_are_never_executed(tmp_path):
         td.prune(folder)
     assert not td.is_complete(folder)
     with pytest.raises(CheckpointException) as caught:
-        save({"evil": Canary(sign)}, folder, allow_pickle=False)
+        save({"evil": Canary(sign)}, folder)
     assert isinstance(cause_of(caught.value), TypeError)
+    assert "'evil'" in str(cause_of(caught.value))
     assert not sign.exists()
+
+
+def test_streams_in_memory_and_scalars_of_numpy_come_back_without_a_pickle(tmp_path):
+    large = io.BytesIO(bytes(range(256)) * 40_000)
+    large.seek(77)
+    state = {"small": io.BytesIO(b"content"), "large": large, "number": np.float32(1.5)}
+    save({"w": torch.ones(2), **state}, tmp_path)
+    target = {"w": torch.zeros(2), **dict.fromkeys(state)}
+    load(target, tmp_path)
+    assert target["small"].getvalue() == b"content"
+    assert (target["large"].getvalue(), target["large"].tell()) == (large.getvalue(), 77)
+    assert (type(target["number"]), target["number"]) == (np.float32, 1.5)
 
 
 def test_leaves_beyond_the_marker_and_vetted_objects_come_back(tmp_path):
@@ -239,6 +256,67 @@ def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is
         lambda body: body.__setitem__("world_size", 0),
     ):
         assert not complete_with(change)
+
+
+def test_boxes_cover_a_tensor_exactly_once_or_are_refused_by_name(tmp_path):
+    """An overlap and a hole of the same size leave the count of elements right."""
+    from tensorizer.distributed._boxes import check_cover
+
+    halves = [((0, 2), (0, 6)), ((2, 4), (0, 6))]
+    check_cover("w", (4, 6), halves)
+    check_cover("w", (4, 6), [((0, 2), (0, 3)), ((0, 2), (3, 6)), ((2, 4), (0, 5)), ((2, 4), (5, 6))])
+    check_cover("w", (), [()])
+    check_cover("w", (0, 3), [])
+    for boxes, text in (
+        ([halves[0], ((1, 3), (0, 6))], r"tensor 'w'.*\[0:2, 0:6\] and \[1:3, 0:6\] overlap"),
+        ([halves[0], ((0, 2), (0, 6))], "overlap"),
+        ([halves[0]], "tensor 'w'.*leave a hole: wanted 24 elements, found 12 in .0:2, 0:6"),
+        ([halves[0], ((2, 5), (0, 6))], "within"),
+        ([], "hole"),
+    ):
+        with pytest.raises(FormatError, match=text):
+            check_cover("w", (4, 6), boxes)
+    with pytest.raises(FormatError, match="hole"):
+        check_cover("w", (), [])
+
+    save({"w": torch.arange(24.0).view(4, 6)}, tmp_path)
+    marker = tmp_path / ".metadata"
+    first, body = marker.read_bytes().split(b"\n", 1)
+    content = json.loads(body)
+    (row,) = content["tensors"]
+    row[2] = [8, 6]  # twice as large as its one box
+    text = json.dumps(content).encode()
+    sizes = {"nbytes": len(text), "content_nbytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    marker.write_bytes(json.dumps({**json.loads(first), **sizes}).encode() + b"\n" + text)
+    with pytest.raises(FormatError, match=r"tensor 'w'.*hole"):
+        td.consolidate(tmp_path, tmp_path / "one.tensors")
+    with pytest.raises((FormatError, CheckpointException), match=r"tensor 'w'.*hole"):
+        load({"w": torch.zeros(8, 6)}, tmp_path)
+    assert not (tmp_path / "one.tensors").exists()
+
+
+def test_a_marker_unpacks_to_what_it_says_and_no_further(tmp_path):
+    from tensorizer.distributed._checkpoint.marker import unpack_marker
+
+    def marker(body, content_nbytes):
+        packed = zlib.compress(body, 9)
+        head = {"format": "tensorizer checkpoint", "version": 1, "body": "zlib", "nbytes": len(packed)}
+        head |= {"content_nbytes": content_nbytes, "sha256": hashlib.sha256(packed).hexdigest()}
+        return json.dumps(head).encode() + b"\n" + packed
+
+    save({"w": torch.zeros(3)}, tmp_path)
+    known = json.loads((tmp_path / ".metadata").read_bytes().split(b"\n", 1)[0])
+    bomb = b'{"a":"' + b"x" * (300 << 20) + b'"}'
+    for nbytes in (0, -1, 1000, len(bomb), len(bomb) + 1):
+        data = marker(bomb, nbytes)
+        head, _, rest = data.partition(b"\n")
+        fitting = {**json.loads(head), "format": known["format"], "version": known["version"]}
+        data = json.dumps(fitting).encode() + b"\n" + rest
+        tracemalloc.start()
+        with pytest.raises(FormatError, match=r"damaged marker.*(unpack|bytes)"):
+            unpack_marker(data, "marker")
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20, nbytes
+        tracemalloc.stop()
 
 
 def test_an_encrypted_checkpoint_shows_no_value_and_needs_its_key(tmp_path):
@@ -603,3 +681,24 @@ def test_code_that_names_no_storage_uses_ours_in_the_block_and_still_reads_what_
     loads(theirs)
     with pytest.raises(TypeError), td.dcp_default(writer={"wrong": 1}):
         pass
+
+
+def test_a_checkpoint_is_there_already_only_where_the_status_says_so(monkeypatch):
+    """Not where the number of the status is part of a name."""
+    pytest.importorskip("boto3")
+    from servers.http_faults import FaultyServer, Reply
+
+    from tensorizer.distributed._checkpoint.folder import Folder
+    from tensorizer.errors import StreamError, StreamExistsError
+
+    monkeypatch.setenv("TENSORIZER_HTTP_RETRIES", "0")
+    keys = {"s3_access_key_id": "AKIDEXAMPLE", "s3_secret_access_key": "not-a-real-key", "s3_region_name": "us-east-1"}
+    for status, found in ((503, StreamError), (500, StreamError), (412, StreamExistsError), (409, StreamExistsError)):
+        with FaultyServer(b"", default=Reply(status=status)) as server:
+            options = {"s3_endpoint": f"http://127.0.0.1:{server.port}", "force_http": True, **keys}
+            folder = Folder.at("s3://bucket/run-412", options)
+            with pytest.raises(OSError) as caught:
+                folder.write(".metadata", b"content", fsync=False, replace=False)
+            assert type(caught.value) is found, status
+            if found is StreamError:
+                assert caught.value.status == status

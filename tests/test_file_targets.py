@@ -227,6 +227,39 @@ os.rmdir(folder)
     assert done.returncode == 0, done.stderr
 
 
+def test_a_forked_child_neither_cuts_nor_writes_what_its_parent_is_saving(fresh_process):
+    program = """
+import io, os, sys, torch
+from tensorizer import TensorDeserializer, TensorSerializer
+target = sys.argv[1]
+for open_target in (lambda: target, lambda: open(target, "wb+")):
+    serializer = TensorSerializer(open_target())
+    serializer.write_state_dict({"a": torch.arange(100_000)})
+    class Fails(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.big = torch.nn.Parameter(torch.ones(3_000_000))
+    child = os.fork()
+    if child == 0:
+        try:
+            serializer.write_module(Fails())
+            os._exit(1)
+        except ValueError as error:
+            assert "forked child" in str(error) and target in str(error), error
+        serializer.close()
+        del serializer
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    serializer.write_state_dict({"b": torch.arange(7)})
+    serializer.close()
+    with TensorDeserializer(target, device="cpu") as tensors:
+        assert tensors["a"].tolist() == list(range(100_000)) and tensors["b"].tolist() == list(range(7))
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        done = fresh_process(program, os.path.join(folder, "f"))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs files without a name")
 def test_a_file_without_a_name_is_written_through_its_descriptor():
     descriptor = os.memfd_create("f")

@@ -499,3 +499,47 @@ def test_a_prefix_of_a_web_server_is_a_folder(tmp_path, monkeypatch):
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
             from_pretrained(None, f"{web}/nothing")
     assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_a_file_of_a_folder_is_taken_for_its_folder(tmp_path):
+    model = tiny_models.llama()
+    for format in ("tensors", "safetensors"):
+        folder = tmp_path / format
+        save_pretrained(model, folder) if format == "tensors" else model.save_pretrained(folder)
+        file = folder / f"model.{format}"
+        renamed = folder / f"of-yesterday.{format}"
+        file.rename(renamed)
+        assert_as_the_library(from_pretrained(type(model), str(renamed)), model, format)
+        assert_as_the_library(from_pretrained(None, str(renamed)), model, format)
+        alone = tmp_path / f"alone-{format}" / renamed.name
+        alone.parent.mkdir()
+        renamed.rename(alone)
+        assert_as_the_library(from_pretrained(type(model), str(alone), config=model.config), model, format)
+        with serve_folder(tmp_path) as url:
+            found = from_pretrained(type(model), f"{url}/{alone.relative_to(tmp_path)}", config=model.config)
+            assert_as_the_library(found, model, format)
+        with pytest.raises(FileNotFoundError, match="found nothing"):
+            from_pretrained(type(model), str(alone.parent / f"missing.{format}"))
+    (tmp_path / "notes.txt").write_text("no model")
+    with pytest.raises(FileNotFoundError, match="found a file"):
+        from_pretrained(type(model), str(tmp_path / "notes.txt"))
+
+
+def test_tied_weights_that_are_not_numbers_are_tied_again_and_those_on_two_devices_are_not_compared(tmp_path, caplog):
+    from tensorizer.integrations._hf import straight
+
+    model = tiny_models.llama(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3] = float("nan")
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    model.config.tie_word_embeddings = True
+    save_pretrained(model, tmp_path, ties="twice")
+    tied = from_pretrained(type(model), tmp_path)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert "stay apart" not in caplog.text
+
+    parted = tiny_models.llama(tie_word_embeddings=False)
+    parted.lm_head.weight = torch.nn.Parameter(torch.empty_like(parted.lm_head.weight, device="meta"))
+    slots = {straight.shown(n): s for n, s in straight.slots_in(dict(parted.named_modules())).items()}
+    straight._tie_again(parted, slots, [["model.embed_tokens.weight", "lm_head.weight"]])
+    assert parted.lm_head.weight.is_meta

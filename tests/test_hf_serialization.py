@@ -252,6 +252,9 @@ def test_a_transformers_model_is_written_in_half_precision_and_validated(languag
     out = tmp_path / "out"
     example.main([str(language_model), str(out), "--model-type", "transformers", "--validate", "-q"])
     names = {"config.json", "generation_config.json", "model.tensors", "tokenizer.json", "tokenizer_config.json"}
+    names.add("model-config.json")  # for the published loading code
+    loaded = huggingface.load_model(out, transformers.AutoModelForCausalLM, transformers.AutoConfig, device="cpu")
+    assert_same_model(loaded, huggingface.from_pretrained(None, out))
     assert {file.name for file in out.iterdir()} == names
     config = json.loads((out / "config.json").read_text())
     assert (config["model_type"], config["dtype"]) == ("llama", "float16")
@@ -263,9 +266,19 @@ def test_a_stable_diffusion_pipeline_is_written_and_validated(tmp_path, example)
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     source, out = tiny_models.save_stable_diffusion(tmp_path / "source"), tmp_path / "out"
     example.main([str(source), str(out), "--model-type", "diffusers", "--validate", "-q"])
-    unet = huggingface.from_pretrained(None, out, subfolder="unet")
-    assert_same_model(unet, diffusers.UNet2DConditionModel.from_pretrained(source, subfolder="unet"))
-    assert diffusers.DDIMScheduler.from_pretrained(out, subfolder="scheduler").config.num_train_timesteps == 50
+    models = {"unet": diffusers.UNet2DConditionModel, "vae": diffusers.AutoencoderKL}
+    for name, cls in models.items():
+        loaded = huggingface.load_model(out, cls, None, name, device="cpu")
+        assert_same_model(loaded, cls.from_pretrained(source, subfolder=name))
+    encoder = huggingface.load_model(
+        out, transformers.CLIPTextModel, transformers.CLIPTextConfig, "encoder", device="cpu"
+    )
+    assert_same_model(encoder, transformers.CLIPTextModel.from_pretrained(source, subfolder="text_encoder"))
+    scheduler = huggingface.load_pretrained(diffusers.DDIMScheduler, out, "scheduler")
+    assert scheduler.config.num_train_timesteps == 50
+    assert huggingface.load_pretrained(transformers.CLIPTokenizer, out, "tokenizer").model_max_length
+    names = {f"{name}{end}" for name in ("encoder", "vae", "unet") for end in (".tensors", "-config.json")}
+    assert names | {"tokenizer.zip", "scheduler.zip"} <= {file.name for file in out.iterdir()}
 
 
 def test_what_exists_stays_unless_forced(language_model, tmp_path, example):
@@ -278,6 +291,14 @@ def test_what_exists_stays_unless_forced(language_model, tmp_path, example):
     assert (tmp_path / "model.tensors").read_bytes() == b"old"
     example.main([*arguments, "--force"])
     assert (tmp_path / "model.tensors").read_bytes() != b"old"
+
+
+def test_help_names_the_two_functions(example, capsys):
+    with pytest.raises(SystemExit):
+        example.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "hf_main" in shown
+    assert "df_main" in shown
 
 
 def test_validation_names_what_differs(example):
@@ -318,8 +339,7 @@ def test_a_wrong_reload_fails_the_validation(language_model, tmp_path, example, 
     ids=str,
 )
 def test_verbosity_starts_in_the_middle(options, level, example, monkeypatch):
-    monkeypatch.setattr(example, "read", lambda args: (None, None))
-    monkeypatch.setattr(example, "save_pretrained", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(example, "hf_main", lambda args: None)
     example.main(["in", "out", "--model-type", "transformers", *options])
     assert logging.getLogger("hf_serialization").level == level
 

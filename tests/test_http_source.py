@@ -534,6 +534,28 @@ def test_a_renewal_that_fails_is_tried_again():
             source.read(200_000, 10)
 
 
+def test_a_url_is_renewed_until_the_server_accepts_one_within_the_time_for_retries():
+    """Also when the first URL was not of the provider's making, and the provider itself fails in between."""
+    with FaultyServer(CONTENT) as server:
+        presigner = Presigner(server)
+        outages = []
+
+        def provider():
+            if outages:
+                raise outages.pop()
+            return presigner()
+
+        options = quick(retries=10)
+        source = _C.HttpSource.open(presigner(), options._native(), url_provider=provider)
+        presigner.revoked.update(str(i) for i in range(1, 8))  # credentials that the store learns of late
+        outages.extend([ConnectionError("no metadata service")] * 2)
+        assert source.read(100_000, 10) == CONTENT[100_000:100_010]
+        assert presigner.calls == 8
+        presigner.revoked.update(map(str, range(1000)))
+        with pytest.raises(StreamError, match=r"403.*after 11 tries"):
+            source.read(200_000, 10)
+
+
 def test_a_stream_uses_renewal_and_a_display_name():
     with FaultyServer(CONTENT) as server:
         presigner = Presigner(server)

@@ -215,3 +215,26 @@ def test_a_type_checker_accepts_what_works_and_refuses_what_does_not(tmp_path):
     assert sorted(found) == list(range(len(head) + 1, len(head) + 1 + len(wrong))), result.stdout + result.stderr
     for line, word in zip(sorted(found), wrong.values()):
         assert word in found[line] or "Argument" in found[line], found[line]
+
+
+def test_nothing_is_said_at_exit_where_dill_is_installed(tmp_path):
+    """dill keeps references to frames and modules, so that finalisers run when the names of modules are gone."""
+    pytest.importorskip("dill")
+    program = """
+import dill, sys, torch
+from tensorizer import TensorDeserializer, TensorSerializer
+path = sys.argv[1]
+serializer = TensorSerializer(path)
+serializer.write_state_dict({"a": torch.ones(3)})
+serializer.close()
+lazy = TensorDeserializer(path, device="cpu", lazy_load=True)
+eager = TensorDeserializer(path, device="cpu")
+closed = TensorDeserializer(path, device="cpu")
+closed.close()
+unfinished = TensorSerializer(path + ".other")
+unfinished.write_state_dict({"a": torch.ones(3)})
+begun = TensorSerializer(path + ".third")
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "f")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 lightning = pytest.importorskip("lightning")
-from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  # noqa: E402
 from servers.file_server import serve_folder  # noqa: E402
 from servers.s3_recorder import S3Recorder  # noqa: E402
 
@@ -225,3 +227,47 @@ def test_a_checkpoint_io_goes_to_ranks_that_are_spawned(tmp_path):
         there.save_checkpoint({"state_dict": {"w": torch.ones(3)}}, tmp_path / "c.ckpt")
         there.teardown()
         assert torch.equal(there.load_checkpoint(tmp_path / "c.ckpt")["state_dict"]["w"], torch.ones(3))
+
+
+def test_a_run_that_began_with_the_librarys_own_plugin_goes_on_with_ours(tmp_path):
+    _, whole = fit(tmp_path / "whole", 4)
+    folder = tmp_path / "run"
+    fit(folder, 2, TorchCheckpointIO())
+    assert (folder / "epoch=1.ckpt").read_bytes().startswith(b"PK")
+    _, resumed = fit(folder, 4, TensorizerCheckpointIO(), resume=folder / "epoch=1.ckpt")
+    assert resumed.losses == whole.losses[6:]
+    with TensorDeserializer(folder / "epoch=3.ckpt", device="cpu") as file:
+        assert len(file) >= 4
+    evil = tmp_path / "evil.ckpt"
+    torch.save({"state": Refused()}, evil)
+    for weights_only in (None, True):
+        with pytest.raises(pickle.UnpicklingError):
+            TensorizerCheckpointIO().load_checkpoint(evil, weights_only=weights_only)
+    assert isinstance(TensorizerCheckpointIO().load_checkpoint(evil, weights_only=False)["state"], Refused)
+
+
+class Refused:
+    """More than a simple value."""
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_keys_may_be_whatever_values_may_be_and_the_first_save_names_the_path_of_one_that_cannot(tmp_path):
+    plugin, path = TensorizerCheckpointIO(), tmp_path / "keys.ckpt"
+    checkpoint = {"by": {torch.float16: 1, Colour.RED: 2, np.int64(7): 3, (1, torch.int8): 4, None: 5, 2.5: 6, True: 7}}
+    plugin.save_checkpoint(checkpoint, path)
+    assert plugin.load_checkpoint(path, weights_only=False) == checkpoint
+    del checkpoint["by"][Colour.RED]
+    plugin.save_checkpoint(checkpoint, path)
+    assert plugin.load_checkpoint(path) == checkpoint
+
+    class Local:
+        __hash__ = object.__hash__
+
+    before = path.read_bytes()
+    for bad in ({"model": {"steps": {Local(): 1}}}, {"model": {"steps": [0, {"x": Local()}]}}):
+        with pytest.raises(TypeError, match=r"checkpoint\['model'\]\['steps'\].*a Local cannot be stored"):
+            plugin.save_checkpoint(bad, path)
+    assert path.read_bytes() == before

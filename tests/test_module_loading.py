@@ -308,7 +308,6 @@ def one_tensor_file(name, kind):
         ("absent.weight", TensorType.BUFFER, KeyError),
         ("linear.weight", TensorType.BUFFER, KeyError),  # a parameter has the name already
         ("norm.running_mean", TensorType.PARAM, KeyError),
-        ("linear.weight", TensorType.STATE_DICT, NotImplementedError),
         (".", TensorType.PARAM, KeyError),  # torch refuses an empty attribute name
     ],
 )
@@ -685,3 +684,59 @@ def test_an_object_that_names_modules_is_written_and_loaded_like_one():
     assert load_into(Facade(other), module_bytes(model)) == len(samples.module_names(model))
     with open_bytes(module_bytes(model)) as deserializer:
         assert deserializer.verify_module(other)[0] is True
+
+
+# -- files that were written from a state dict -------------------------------------------------------------------------
+
+
+class WithBuffers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.root = torch.nn.Parameter(torch.randn(3))
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5))
+        self.head = torch.nn.Linear(4, 5)
+        self.head.weight = self.layers[0].weight
+        self.register_buffer("mask", torch.arange(6))
+
+
+def test_files_of_state_dicts_fill_modules_by_their_names(tmp_path):
+    from tensorizer import convert
+    from tensorizer.torch import save_file
+
+    model = WithBuffers()
+    state = model.state_dict()
+    save_file(state, tmp_path / "a.safetensors")
+    convert(tmp_path / "a.safetensors", tmp_path / "b.tensors")
+    samples.write_state_dict(tmp_path / "c.tensors", {k: v for k, v in state.items() if k != "head.weight"})
+    for name in ("a.safetensors", "b.tensors", "c.tensors"):
+        for on_meta in (False, True):
+            with torch.device("meta" if on_meta else "cpu"):
+                target = WithBuffers()
+            with TensorDeserializer(tmp_path / name, device="cpu") as file:
+                count = file.load_into_module(target, strict=True)
+            assert file.report.ok
+            assert int(count) >= len(state) - 1
+            assert_same(dict(target.state_dict()), dict(state))
+            assert target.head.weight is target.layers[0].weight
+            assert type(target.mask) is torch.Tensor
+            assert type(target.root) is torch.nn.Parameter
+            assert target.root.requires_grad
+
+
+def test_what_a_state_dict_has_beside_a_module_is_reported_and_not_placed(tmp_path):
+    model = WithBuffers()
+    state = {**model.state_dict(), "more.than.that": torch.ones(2), "extra": torch.ones(2)}
+    del state["mask"]
+    path = samples.write_state_dict(tmp_path / "f.tensors", state)
+    target = WithBuffers()
+    with TensorDeserializer(path, device="cpu") as file:
+        file.load_into_module(target)
+    assert set(file.report.unexpected) == {"more.than.that", "extra"}
+    assert file.report.missing == ("mask",)
+    assert not hasattr(target, "extra")
+    assert_same(target.root.detach(), model.root.detach())
+    with TensorDeserializer(path, device="cpu") as file, pytest.raises(LoadError, match=r"more\.than\.that"):
+        file.load_into_module(target, strict=True)
+    nested = samples.write_state_dict(tmp_path / "nested.tensors", {"model": model.state_dict()})
+    with TensorDeserializer(nested, device="cpu") as file, pytest.raises(NotImplementedError, match="tree"):
+        file.load_into_module(target)

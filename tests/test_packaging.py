@@ -603,6 +603,27 @@ def test_without_root_tests_go_on_without_servers_that_are_not_installed_and_tes
         )
 
 
+def test_the_runtime_of_the_sanitizers_is_installed_for_the_clang_that_is_here(tmp_path):
+    def program(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    program("id", "echo 1000")  # without root the command only says what to install
+    program("dpkg-query", "echo installed")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    runtime = tmp_path / "libclang_rt.builtins.a"
+    for version, package in (("14.0.6", "libclang-rt-14-dev"), ("19.1.7", "libclang-rt-19-dev")):
+        program("clang", f'case "$*" in *dumpversion*) echo {version} ;; *) echo {runtime} ;; esac')
+        command = ["bash", str(ROOT / "scripts" / "system-packages.sh"), "native"]
+        runtime.unlink(missing_ok=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1, done.stdout
+        assert f"--no-install-recommends {package}\n" in done.stdout
+        runtime.touch()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_a_missing_server_is_one_line_and_an_error_where_all_are_required(tmp_path):
     """In a process that finds no program but Python."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "60"]
@@ -660,26 +681,6 @@ def test_tests_of_torch_save_are_skipped_where_it_fails_by_itself_and_no_other_f
         )
         assert dict(re.findall(r"::test_(\w+) ([A-Z]+)", run.stdout)) == wanted, run.stdout + run.stderr
         assert ("torch.save itself fails" in run.stdout) == bool(plugin)
-
-
-def test_a_budget_leaves_out_what_has_not_begun_and_another_order_leaves_out_others(tmp_path):
-    names = [f"test_{letter}" for letter in "abcdef"]
-    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
-    (tmp_path / "test_it.py").write_text("".join(f"def {name}(): pass\n" for name in names))
-
-    def begun(budget: str, order: str) -> list:
-        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "TENSORIZER_TEST_ORDER": order}
-        run = subprocess.run(
-            [*command, "--budget", budget], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
-        return re.findall(r"::(test_\w+) PASSED", run.stdout)
-
-    assert begun("0.000001", "1") == []
-    first, second = begun("60", "1"), begun("60", "2")
-    assert sorted(first) == sorted(second) == names
-    assert first != second
 
 
 # -- other releases of Debian ------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ import pytest
 import torch
 from samples import assert_same, tensor
 from servers import needs
+from servers.http_faults import FaultyServer
 from servers.redis_server import RedisServer, redis_is_installed
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer._io.redis import RedisStreamFile
-from tensorizer.errors import TruncatedError
+from tensorizer.errors import StreamError, TruncatedError
 
 pytest.importorskip("redis")
 pytestmark = [pytest.mark.skipif(not redis_is_installed(), reason=needs("Redis")), pytest.mark.timeout(120)]
@@ -84,6 +85,42 @@ def test_meta_tensors_and_modules(server, tmp_path):
         loaded.load_into_module(target)
     assert not target.marker.any()
     assert torch.equal(target[0].weight, module[0].weight)
+
+
+def test_a_file_that_was_loaded_and_closed_is_read_again_in_the_same_version(server, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(20))
+    path = tmp_path / "module.tensors"
+    with TensorSerializer(path) as serializer:
+        serializer.write_module(model)
+    content = path.read_bytes()
+
+    def eager(uri):
+        return TensorDeserializer(uri, device="cpu")
+
+    def into_module(uri):
+        loaded = TensorDeserializer(uri, device="cpu", lazy_load=True)
+        loaded.load_into_module(torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(20)))
+        return loaded
+
+    with FaultyServer(content) as web:
+        for load in (eager, into_module):
+            for uri in (path, str(path), f"file://{path}", web.url):
+                server.client().flushall()
+                load(uri).to_redis(server.client(), "again")
+                with TensorDeserializer(server.uri("again"), device="cpu", verify_hash=True) as stored:
+                    assert torch.equal(stored["0.weight"], model[0].weight)
+        loaded = [eager(path), eager(web.url)]
+        web.content = content[:-50] + b"x" * 50
+        other = tmp_path / "other.tensors"
+        other.write_bytes(web.content)
+        other.rename(path)
+        server.client().flushall()
+        for one in loaded:
+            with pytest.raises(StreamError, match="changed since it was loaded"):
+                one.to_redis(server.client(), "changed")
+        assert not list(server.client().scan_iter("changed*"))
+    with pytest.raises(ValueError, match="lazy_load=True"):
+        TensorDeserializer(io.BytesIO(content), device="cpu").to_redis(server.client(), "object")
 
 
 def test_encrypted_files_stay_encrypted(server, tmp_path):

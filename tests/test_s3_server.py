@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -217,6 +218,37 @@ class TestWritingFiles:
         del stream
         gc.collect()
         assert exists(store, "forgotten")
+
+    def test_a_write_that_fails_uploads_nothing_whatever_the_caller_does_then(self, store, caplog):
+        def breaks(stream):
+            with pytest.raises(TypeError):
+                stream.write("text")
+
+        def is_full(stream):
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000_000, limit[1]))
+            try:
+                with pytest.raises(OSError, match="too large"):
+                    stream.write(b"x" * 30_000_000)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+        def close(stream):
+            stream.close()
+
+        def leave(stream):
+            stream.__exit__(None, None, None)
+
+        for fail in (breaks, is_full):
+            for end in (close, leave, lambda stream: None):
+                stream = open_stream("s3://bucket/failed", "wb", **store.arguments)
+                stream.write(b"half")
+                fail(stream)
+                end(stream)
+                del stream
+                gc.collect()
+                assert not exists(store, "failed")
+        assert "nothing will be stored" in caplog.text
 
     def test_an_open_file_is_uploaded_when_the_interpreter_ends(self, store):
         program = (

@@ -1,20 +1,24 @@
-"""Workflows and releases: they call what exists, publish what was tested, and work in a checkout of another owner."""
+"""What make and the workflows run: releases, the site, a checkout of another owner, and where torch comes from."""
 
 from __future__ import annotations
 
+import functools
+import http.server
 import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
+import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts" / "packaging"
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="these commands are for Linux")
 
@@ -24,78 +28,6 @@ def scripts(monkeypatch):
     """Imports one of the scripts."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module
-
-
-# -- workflows ---------------------------------------------------------------------------------------------------------
-
-
-def steps_of(workflow):
-    yaml = pytest.importorskip("yaml")
-    for name, job in yaml.safe_load(workflow.read_text())["jobs"].items():
-        for step in job["steps"]:
-            yield name, step
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_pin_actions_by_commit_and_hold_no_logic(workflow):
-    for job, step in steps_of(workflow):
-        if "uses" in step:
-            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"]), (job, step)
-            if step["uses"].startswith("actions/checkout") and workflow.stem != "docs":
-                assert step["with"]["persist-credentials"] is False, job
-        else:
-            assert len(step["run"].strip().splitlines()) == 1, f"{job}: logic belongs into scripts/"
-            for script in re.findall(r"(?:scripts|\.ci)/[\w./-]+", step["run"]):
-                assert os.access(ROOT / script, os.X_OK), script
-            for target in re.findall(r"^make ([\w-]+)", step["run"]):
-                assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
-
-
-def test_workflows_give_no_job_more_rights_than_it_needs():
-    yaml = pytest.importorskip("yaml")
-    allowed = {
-        ("wheels", "publish"): {"contents": "read", "id-token": "write"},
-        ("docs", "publish"): {"contents": "write"},
-    }
-    for workflow in WORKFLOWS:
-        content = yaml.safe_load(workflow.read_text())
-        assert content["permissions"] == {"contents": "read"}, workflow.name
-        for name, job in content["jobs"].items():
-            assert job.get("permissions") == allowed.get((workflow.stem, name)), (workflow.name, name)
-
-
-def installs_torch(command: str) -> bool:
-    """Whether a step of a workflow makes an environment with torch, by itself or in a script that it runs."""
-    if re.search(r"^make |\.ci/run", command):
-        return True
-    named = re.findall(r"scripts/[\w./-]+", command)
-    return any(re.search(r"TORCH_INDEX|^make |cibuildwheel", (ROOT / name).read_text(), re.MULTILINE) for name in named)
-
-
-def test_workflows_that_install_torch_name_its_index_and_contributing_explains_every_setting():
-    yaml = pytest.importorskip("yaml")
-    explained = (ROOT / "CONTRIBUTING.md").read_text()
-    installing = set()
-    for workflow in WORKFLOWS:
-        text = workflow.read_text()
-        if any(installs_torch(step.get("run", "")) for _, step in steps_of(workflow)):
-            installing.add(workflow.stem)
-            assert yaml.safe_load(text)["env"]["TORCH_INDEX"] == "${{ vars.TORCH_INDEX }}", workflow.name
-        for setting in [*re.findall(r"vars\.(\w+)", text), *re.findall(r"environment: (\w+)", text)]:
-            assert f"`{setting}`" in explained, (workflow.name, setting)
-    assert installing == {"docs", "tests", "wheels"}
-
-
-def test_only_a_tag_is_published_and_by_the_workflow_that_built_and_tested_it():
-    yaml = pytest.importorskip("yaml")
-    publishing = [w for w in WORKFLOWS if "gh-action-pypi-publish" in w.read_text()]
-    assert [workflow.stem for workflow in publishing] == ["wheels"]
-    jobs = yaml.safe_load(publishing[0].read_text())["jobs"]
-    job = jobs["publish"]
-    assert job["if"] == "startsWith(github.ref, 'refs/tags/v')"
-    assert set(job["needs"]) == {name for name, other in jobs.items() if "if" not in other}
-    commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert commands == ['scripts/packaging/check_release.py "$GITHUB_REF_NAME" dist'], "it builds nothing"
 
 
 # -- releases ----------------------------------------------------------------------------------------------------------
@@ -122,12 +54,14 @@ def test_files_are_a_release_if_the_tag_is_their_version_and_all_of_them_are_the
         assert (done.returncode, len(done.stderr.splitlines())) == (status, status), done.stderr
 
 
-def test_documents_install_the_wheel_of_this_version_whatever_else_lies_beside_it():
+def test_what_the_documents_install_is_this_version_and_not_an_earlier_package_of_the_same_name():
     (version,) = re.findall(r'"(.+)"', (ROOT / "tensorizer" / "_version.py").read_text())
     for name in ("README.md", "docs/install.md", "docs/index.md"):
-        text = (ROOT / name).read_text()
-        assert f"pip install --find-links dist 'tensorizer>={version}'" in text, name
-        assert "dist/tensorizer-*.whl" not in text, name
+        asked = re.findall(r"pip install --find-links dist '(tensorizer[^']+)'", (ROOT / name).read_text())
+        assert asked, name
+        for requirement in map(Requirement, asked):
+            assert requirement.specifier.contains(version, prereleases=True), name
+            assert not requirement.specifier.contains("2.12.1"), name
 
 
 def test_the_filter_that_contributing_shows_matches_a_test():
@@ -195,11 +129,11 @@ def foreign(tmp_path, monkeypatch):
         shutil.copy(ROOT / name, tree / name)
     (tree / "csrc").mkdir()
     (tree / "csrc" / "one.cpp").touch()
-    inside = [".venv/bin/ruff", ".venv/bin/codespell", ".venv/bin/mypy", ".venv/bin/python"]
-    inside += ["scripts/tidy.sh", "scripts/system-packages.sh", "scripts/no-torch.sh"]
-    for program in [*(tree / name for name in inside), programs / "clang-format"]:
+    inside = [f".venv/bin/{name}" for name in ("ruff", "codespell", "mypy", "python", "clang-format", "zizmor")]
+    inside += ["scripts/tidy.sh", "scripts/system-packages.sh", "scripts/install-torch.sh"]
+    for program in (tree / name for name in inside):
         program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text(f'#!/bin/sh\necho "{program.name} $*" >>{log}\n')
+        program.write_text(f'#!/bin/sh\necho "{program.name} $* $TORCH_INDEX" >>{log}\n')
         program.chmod(0o755)
     (tree / ".gitignore").write_text(".venv\n")
     for command in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "-m", "all"]):
@@ -237,7 +171,7 @@ def test_lint_looks_at_all_files_of_a_checkout_of_another_owner_and_fails_where_
     done = make(foreign, *ready, "lint")
     assert done.returncode == 0, done.stdout + done.stderr
     said = (tmp_path / "log").read_text()
-    assert "clang-format --dry-run -Werror csrc/one.cpp\n" in said
+    assert "clang-format --dry-run -Werror csrc/one.cpp " in said
     (checked,) = re.findall(r"^codespell (.*)$", said, re.MULTILINE)
     assert {"Makefile", "csrc/one.cpp"} <= set(checked.split())
     (foreign / ".git" / "HEAD").unlink()
@@ -257,13 +191,80 @@ def test_git_trusts_a_checkout_in_continuous_integration_and_keeps_the_settings_
     assert ". scripts/trusted.sh\n" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_make_takes_torch_from_the_index_that_is_named(foreign, tmp_path):
-    address = "https://127.0.0.1/cpu"
-    for environment, wanted in (({}, ""), ({"TORCH_INDEX": ""}, ""), ({"TORCH_INDEX": address}, address)):
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def index(tmp_path):
+    """Makes a package index on loopback of files named ``torch-VERSION``; gives its address."""
+    servers = []
+
+    def start(name, *versions):
+        page = tmp_path / name / "torch"
+        page.mkdir(parents=True)
+        for version in versions:
+            stem = f"torch-{version}"
+            with zipfile.ZipFile(page / f"{stem}-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(
+                    f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+                )
+                wheel.writestr(
+                    f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+                )
+                wheel.writestr(f"{stem}.dist-info/RECORD", "")
+        handler = functools.partial(QuietFolder, directory=str(tmp_path / name))
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+class QuietFolder(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+def test_torch_comes_from_the_configured_index_or_from_that_of_cpu_builds_else_one_line_says_what_to_set(
+    index, tmp_path
+):
+    def install(configured, cpu_builds):
+        target = tmp_path / f"site-{configured[-5:]}-{cpu_builds[-5:]}"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": configured, "PIP_TARGET": str(target)}
+        command = [str(ROOT / "scripts" / "install-torch.sh"), sys.executable, "torch==2.13.0+cpu"]
+        environment = {**clean, **pip, "TORCH_INDEX": cpu_builds}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return done, [path.name for path in target.glob("*.dist-info")]
+
+    both, ordinary, cpu, empty = (
+        index(name, *versions)
+        for name, versions in {
+            "both": ["2.13.0", "2.13.0+cpu"],
+            "ordinary": ["2.13.0"],
+            "cpu": ["2.13.0+cpu"],
+            "empty": [],
+        }.items()
+    )
+    for configured, cpu_builds in ((both, ""), (both, empty), (ordinary, cpu)):
+        done, found = install(configured, cpu_builds)
+        assert (done.returncode, found) == (0, ["torch-2.13.0+cpu.dist-info"]), done.stderr
+    for cpu_builds in (empty, "http://127.0.0.1:9", ""):
+        done, found = install(ordinary, cpu_builds)
+        assert (done.returncode, found, done.stderr.count("\n")) == (1, [], 1), done.stderr
+        assert "set TORCH_INDEX to an index of CPU builds of torch, or TORCH=torch==2.13.0" in done.stderr
+
+
+def test_make_takes_torch_from_the_public_index_of_cpu_builds(foreign, tmp_path):
+    public = "https://download.pytorch.org/whl/cpu"
+    mirror = "https://127.0.0.1/cpu"
+    for environment, wanted in (({}, public), ({"TORCH_INDEX": ""}, ""), ({"TORCH_INDEX": mirror}, mirror)):
         (foreign / ".venv" / "stamp-torch").unlink(missing_ok=True)
         (tmp_path / "log").write_text("")
         done = make(foreign, ".venv/stamp-torch", **environment)
         assert done.returncode == 0, done.stdout + done.stderr
-        (torch_line,) = re.findall(r"^python .* install torch==\S+(.*)$", (tmp_path / "log").read_text(), re.MULTILINE)
-        assert torch_line.split() == (["--extra-index-url", wanted] if wanted else [])
-    assert "TORCH_INDEX=" in (ROOT / "scripts" / "no-torch.sh").read_text()
+        assert f"install-torch.sh .venv/bin/python torch==2.13.0+cpu {wanted}\n" in (tmp_path / "log").read_text()

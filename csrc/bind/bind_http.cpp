@@ -139,17 +139,6 @@ io::Slice writable_bytes(const py::buffer_info& info) {
   return {static_cast<std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)};
 }
 
-uint64_t read_up_to(HttpSource& source, uint64_t offset, const py::buffer& buffer) {
-  py::buffer_info info = buffer.request(true);
-  const io::Slice into = writable_bytes(info);
-  if (const std::byte* at = source.view(offset, into.size())) {
-    std::copy_n(at, into.size(), into.data());
-    return into.size();
-  }
-  return run_interruptible(
-      [&](const std::stop_token& stop) { return source.read_up_to(offset, into, stop); });
-}
-
 void read_into_parallel(HttpSource& source, uint64_t offset, const py::buffer& buffer) {
   py::buffer_info info = buffer.request(true);
   run_interruptible([&](const std::stop_token& stop) {
@@ -177,7 +166,6 @@ void register_source(py::module_& m) {
                   py::arg("begin") = 0, py::arg("end") = py::none(),
                   py::arg("url_provider") = py::none(), py::arg("url_lifetime") = 0.0,
                   py::arg("display_name") = "")
-      .def("read_up_to", &read_up_to, py::arg("offset"), py::arg("buffer"))
       .def("readinto_parallel", &read_into_parallel, py::arg("offset"), py::arg("buffer"))
       .def("read_parallel", &read_parallel, py::arg("offset"), py::arg("nbytes"))
       .def("fix_connections", &HttpSource::fix_connections, py::arg("connections"),

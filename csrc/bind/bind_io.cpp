@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "bind/bindings.h"
@@ -36,6 +37,18 @@ void read_into(io::RangeSource& source, uint64_t offset, const py::buffer& buffe
   read(source, offset, into);
 }
 
+uint64_t read_up_to(io::RangeSource& source, uint64_t offset, const py::buffer& buffer) {
+  py::buffer_info info = buffer.request(true);
+  const io::Slice into(static_cast<std::byte*>(info.ptr),
+                       static_cast<size_t>(info.size * info.itemsize));
+  if (const std::byte* at = source.view(offset, into.size())) {
+    std::copy_n(at, into.size(), into.data());
+    return into.size();
+  }
+  return run_interruptible(
+      [&](const std::stop_token& stop) { return source.read_up_to(offset, into, stop); });
+}
+
 }  // namespace
 
 void register_io(py::module_& m) {
@@ -51,7 +64,8 @@ void register_io(py::module_& m) {
                              [](const RangeSource& s) { return s.traits().concurrency; })
       .def_property_readonly("prompt", [](const RangeSource& s) { return s.traits().prompt; })
       .def("read", &read_bytes, py::arg("offset"), py::arg("nbytes"))
-      .def("readinto", &read_into, py::arg("offset"), py::arg("buffer"));
+      .def("readinto", &read_into, py::arg("offset"), py::arg("buffer"))
+      .def("read_up_to", &read_up_to, py::arg("offset"), py::arg("buffer"));
   py::class_<RangeSink, std::shared_ptr<RangeSink>>(m, "RangeSink")
       .def_property_readonly("name", [](const RangeSink& self) { return shown(self.name()); });
 }

@@ -53,6 +53,7 @@ py::object make_exception(const Error& error) {
                                 : py::module_::import("tensorizer.errors").attr(name);
   py::object exception = type(shown(error.what()));
   if (error.system_errno != 0) exception.attr("errno") = error.system_errno;
+  if (error.http_status != 0) exception.attr("status") = error.http_status;
   if (!error.source.empty()) exception.attr("source") = shown(error.source);
   if (error.version) exception.attr("version") = *error.version;
   if (error.offset) exception.attr("offset") = *error.offset;

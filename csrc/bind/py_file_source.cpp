@@ -79,13 +79,9 @@ PyFileSource::~PyFileSource() {
 void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
                            const std::stop_token& stop) {
   if (slices.size() == 1) {
-    for (io::Slice left = slices[0]; !left.empty();) {
-      throw_if_stopped(stop);
-      const io::Slice now = left.first(std::min<uint64_t>(left.size(), kReadNbytes));
-      read_locked(offset, now, stop);
-      offset += now.size();
-      left = left.subspan(now.size());
-    }
+    const uint64_t got = read_up_to(offset, slices[0], stop);
+    if (got < slices[0].size())
+      io::throw_truncated(name_, offset + got, slices[0].size() - got, offset + got);
     return;
   }
   // Many small pieces: one call, then a copy, is cheaper than a call each.
@@ -99,14 +95,28 @@ void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
   }
 }
 
-void PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop) {
+uint64_t PyFileSource::read_up_to(uint64_t offset, io::Slice into, const std::stop_token& stop) {
+  uint64_t done = 0;
+  while (done < into.size()) {
+    throw_if_stopped(stop);
+    const io::Slice now =
+        into.subspan(done).first(std::min<uint64_t>(into.size() - done, kReadNbytes));
+    const uint64_t got = read_locked(offset + done, now, stop);
+    done += got;
+    if (got < now.size()) break;
+  }
+  return done;
+}
+
+uint64_t PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop) {
+  const uint64_t begin = offset;
   MutexLock lock(mutex_);
   const auto fill = [&] {
     call_method("seek", {file_.ptr(), py::int_(offset).ptr()});
     while (!into.empty()) {
       throw_if_stopped(stop);
       const size_t got = read_some(offset, into);
-      if (got == 0) io::throw_truncated(name_, offset, into.size(), offset);
+      if (got == 0) return;
       if (got > into.size())
         throw Error(Errc::io, name_ + " returned more bytes than asked for", name_);
       offset += got;
@@ -115,6 +125,7 @@ void PyFileSource::read_locked(uint64_t offset, io::Slice into, const std::stop_
     }
   };
   on_calling_thread([&] { with_name_in_errors(name_, fill); });
+  return offset - begin;
 }
 
 size_t PyFileSource::read_some(uint64_t offset, io::Slice into) {

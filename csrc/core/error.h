@@ -42,6 +42,7 @@ class Error : public std::runtime_error {
   std::optional<uint64_t> offset;   // absolute position in the source, if known
   std::optional<uint32_t> version;  // the data version found, where it is unsupported
   int system_errno = 0;             // errno of a failed system call, 0 if there was none
+  int http_status = 0;              // of the answer that was the last one, 0 if there was none
 
  private:
   Errc code_;

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <stop_token>
+#include <utility>
 
 #if defined(__clang__)
 #define TZR_TSA(x) __attribute__((x))
@@ -48,14 +49,14 @@ class CondVar {
   // REQUIRES: mutex is held. Returns false if the stop came before the predicate held.
   template <class Predicate>
   bool wait(Mutex& mutex, std::stop_token stop, Predicate predicate) REQUIRES_LOCK(mutex) {
-    return cv_.wait(mutex, stop, predicate);
+    return cv_.wait(mutex, std::move(stop), predicate);
   }
   // The same with a deadline; false on stop or timeout with the predicate still unmet.
   template <class Predicate, class Clock, class Duration>
   bool wait_until(Mutex& mutex, std::stop_token stop,
                   std::chrono::time_point<Clock, Duration> deadline, Predicate predicate)
       REQUIRES_LOCK(mutex) {
-    return cv_.wait_until(mutex, stop, deadline, predicate);
+    return cv_.wait_until(mutex, std::move(stop), deadline, predicate);
   }
 
  private:

@@ -82,8 +82,9 @@ class CopyEngine {
   // earlier work still uses. Throws Error: device, invalid_argument.
   virtual void order_after_caller() = 0;
 
-  // A lane for the calling thread. REQUIRES: the engine outlives it.
-  virtual std::unique_ptr<Lane> make_lane() = 0;
+  // A lane for the calling thread. `secret`: its buffers will hold plaintext of an encrypted file,
+  // and are wiped before others get them. REQUIRES: the engine outlives it.
+  virtual std::unique_ptr<Lane> make_lane(bool secret) = 0;
 
   // After a failed load, when all its lanes are gone: overwrites destinations with zeros and waits
   // until they are. Writes nothing where no copy had begun at all; gives up, silently, where

@@ -71,8 +71,14 @@ HostMapping::HostMapping(uint64_t nbytes, int numa_node, unsigned threads)
   data_ = reinterpret_cast<std::byte*>(aligned);
   ::madvise(data_, nbytes_, MADV_HUGEPAGE);
   ::madvise(data_, nbytes_, MADV_DONTFORK);
+  ::madvise(data_, nbytes_, MADV_DONTDUMP);  // plaintext of encrypted files passes through
   prefer_numa_node(data_, nbytes_, numa_node);
-  fault_in_parallel(data_, nbytes_, threads);
+  try {
+    fault_in_parallel(data_, nbytes_, threads);
+  } catch (...) {  // no memory for the threads' state
+    ::munmap(data_, nbytes_);
+    throw;
+  }
 }
 
 HostMapping::HostMapping(HostMapping&& other) noexcept

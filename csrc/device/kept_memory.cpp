@@ -11,6 +11,8 @@ namespace {
 
 KeptMemory* the_kept = nullptr;
 
+void unmap(const Region& region) noexcept { munmap(region.data, region.nbytes); }
+
 }  // namespace
 
 KeptMemory& KeptMemory::instance() {
@@ -24,7 +26,7 @@ KeptMemory::KeptMemory() {
   the_kept = this;
   pthread_atfork([] { the_kept->mutex_.lock(); }, [] { the_kept->mutex_.unlock(); },
                  [] {
-                   the_kept->drop(0);
+                   while (!the_kept->kept_.empty()) unmap(the_kept->take_oldest());
                    the_kept->watched_ = false;
                    new (&the_kept->watcher_) std::thread;  // the old one is the parent's
                    new (&the_kept->changed_) std::condition_variable;  // who waited is not here
@@ -33,11 +35,15 @@ KeptMemory::KeptMemory() {
 }
 
 void KeptMemory::configure(uint64_t max_nbytes, std::chrono::milliseconds idle) {
-  const std::lock_guard lock(mutex_);
-  max_nbytes_ = idle.count() > 0 ? max_nbytes : 0;
-  idle_ = idle;
-  drop(max_nbytes_);
-  changed_.notify_all();
+  std::deque<Kept> surplus;
+  {
+    const std::lock_guard lock(mutex_);
+    max_nbytes_ = idle.count() > 0 ? max_nbytes : 0;
+    idle_ = idle;
+    while (nbytes_ > max_nbytes_) surplus.push_back({take_oldest(), {}});
+    changed_.notify_all();
+  }
+  for (const Kept& kept : surplus) unmap(kept.region);
 }
 
 uint64_t KeptMemory::nbytes() const noexcept {
@@ -74,7 +80,7 @@ bool KeptMemory::give(Region region) noexcept {
     return false;
   }
   nbytes_ += region.nbytes;
-  drop(max_nbytes_);
+  if (nbytes_ > max_nbytes_) changed_.notify_all();
   return true;
 #else
   (void)region;
@@ -82,14 +88,17 @@ bool KeptMemory::give(Region region) noexcept {
 #endif
 }
 
-// REQUIRES: the lock is held. The oldest go first.
-void KeptMemory::drop(size_t keep_nbytes) noexcept {
-  while (nbytes_ > keep_nbytes) {
-    const Region oldest = kept_.front().region;
-    kept_.pop_front();
-    nbytes_ -= oldest.nbytes;
-    munmap(oldest.data, oldest.nbytes);
-  }
+// REQUIRES: the lock is held, and something is kept.
+Region KeptMemory::take_oldest() noexcept {
+  const Region oldest = kept_.front().region;
+  kept_.pop_front();
+  nbytes_ -= oldest.nbytes;
+  return oldest;
+}
+
+// REQUIRES: the lock is held, and something is kept. Whether the oldest has to go.
+bool KeptMemory::is_due() const noexcept {
+  return nbytes_ > max_nbytes_ || Clock::now() >= kept_.front().until;
 }
 
 // REQUIRES: the lock is held.
@@ -103,12 +112,14 @@ void KeptMemory::ensure_watched() {
 void KeptMemory::watch() noexcept {
   std::unique_lock lock(mutex_);
   while (!kept_.empty()) {
-    const Clock::time_point next = kept_.front().until;
-    if (Clock::now() < next) {
-      changed_.wait_until(lock, next);
+    if (!is_due()) {
+      changed_.wait_until(lock, Clock::time_point(kept_.front().until));
       continue;
     }
-    drop(nbytes_ - kept_.front().region.nbytes);
+    const Region oldest = take_oldest();
+    lock.unlock();
+    unmap(oldest);
+    lock.lock();
   }
   watched_ = false;
 }

@@ -35,7 +35,8 @@ class KeptMemory {
   // there is none.
   Region take(uint64_t nbytes) noexcept;
 
-  // Takes a region over; false: it is not wanted, and stays the caller's.
+  // Takes a region over; false: it is not wanted, and stays the caller's. Unmaps nothing: tensors
+  // are freed below the interpreter lock, and large regions take long.
   bool give(Region region) noexcept;
 
   uint64_t nbytes() const noexcept;
@@ -48,7 +49,8 @@ class KeptMemory {
   };
 
   KeptMemory();
-  void drop(size_t keep_nbytes) noexcept;
+  Region take_oldest() noexcept;
+  bool is_due() const noexcept;
   void watch() noexcept;
   void ensure_watched();
 

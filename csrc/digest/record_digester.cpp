@@ -81,7 +81,7 @@ void RecordDigester::add(uint32_t record, uint32_t step, std::span<const std::by
 }
 
 void RecordDigester::queue_if_ready(uint32_t record, Chain& chain) {
-  if (chain.taken || chain.next == chain.steps() || !chain.here[chain.next]) return;
+  if (abandoned_ || chain.taken || chain.next == chain.steps() || !chain.here[chain.next]) return;
   chain.taken = true;
   ready_.push_back(record);
   ready_count_.store(ready_.size(), std::memory_order_relaxed);
@@ -110,6 +110,27 @@ RecordDigester::Work RecordDigester::take_share() {
 }
 
 void RecordDigester::hash(const Work& work) {
+  try {
+    hash_and_complete(work);
+  } catch (...) {
+    MutexLock lock(mutex_);
+    in_hand_ -= work.count;
+    changed_.notify_all();
+    throw;
+  }
+  MutexLock lock(mutex_);
+  in_hand_ -= work.count;
+  for (size_t i = 0; i < work.count; ++i) {
+    Chain& chain = *work.steps[i].chain;
+    ++chain.next;
+    chain.taken = false;
+    --steps_left_;
+    queue_if_ready(work.steps[i].record, chain);
+  }
+  changed_.notify_all();  // whoever waits for one of these steps, or for the last of all
+}
+
+void RecordDigester::hash_and_complete(const Work& work) {
   Sha256::Update updates[kMostAtOnce];
   size_t count = 0;
   {
@@ -125,16 +146,6 @@ void RecordDigester::hash(const Work& work) {
     const Step& step = work.steps[i];
     if (step.step + 1 == step.chain->steps()) complete(step.record, *step.chain);
   }
-  MutexLock lock(mutex_);
-  in_hand_ -= work.count;
-  for (size_t i = 0; i < work.count; ++i) {
-    Chain& chain = *work.steps[i].chain;
-    ++chain.next;
-    chain.taken = false;
-    --steps_left_;
-    queue_if_ready(work.steps[i].record, chain);
-  }
-  changed_.notify_all();  // whoever waits for one of these steps, or for the last of all
 }
 
 void RecordDigester::complete(uint32_t record, Chain& chain) {
@@ -204,9 +215,17 @@ void RecordDigester::finish(const std::stop_token& stop) {
   }
 }
 
-void StepsInBuffers::release_oldest(RecordDigester& digester, const std::stop_token& stop) {
+void RecordDigester::abandon() noexcept {
+  MutexLock lock(mutex_);
+  abandoned_ = true;
+  ready_.clear();
+  ready_count_.store(0, std::memory_order_relaxed);
+  changed_.wait(mutex_, {}, [this]() REQUIRES_LOCK(mutex_) { return in_hand_ == 0; });
+}
+
+void StepsInBuffers::release_oldest(const std::stop_token& stop) {
   if (buffers_.empty()) return;
-  for (const Step& step : buffers_.front()) digester.wait(step.record, step.step, stop);
+  for (const Step& step : buffers_.front()) digester_->wait(step.record, step.step, stop);
   buffers_.pop_front();
 }
 

@@ -81,6 +81,10 @@ class RecordDigester {
   // the bytes leave the cache. False: nothing was done.
   bool help();
 
+  // Returns when no thread looks at the bytes of any step, and none ever will: what was not hashed
+  // stays so. For a worker that fails while its buffers hold steps; the others are about to stop.
+  void abandon() noexcept;
+
   // Returns when all steps have been digested, by this thread too. Throws Error(cancelled).
   // REQUIRES: they were added, or will be, by others.
   void finish(const std::stop_token& stop);
@@ -103,6 +107,7 @@ class RecordDigester {
   Work take_share() REQUIRES_LOCK(mutex_);
   void queue_if_ready(uint32_t record, Chain& chain) REQUIRES_LOCK(mutex_);
   void hash(const Work& work);
+  void hash_and_complete(const Work& work);
   void complete(uint32_t record, Chain& chain);
 
   const Use use_;
@@ -114,15 +119,26 @@ class RecordDigester {
   CondVar changed_;
   std::deque<uint32_t> ready_ GUARDED_BY(mutex_);  // records whose next step is here, oldest first
   size_t in_hand_ GUARDED_BY(mutex_) = 0;          // records of which a step is being hashed
+  bool abandoned_ GUARDED_BY(mutex_) = false;
   uint64_t steps_left_ GUARDED_BY(mutex_) = 0;
 };
 
 // The steps whose bytes lie in the buffers that one worker has under way. Confined to one thread.
+// Made after the buffers and so destroyed before them: when a worker ends early, its buffers stay
+// until no other worker hashes from them.
 class StepsInBuffers {
  public:
   struct Step {
     uint32_t record, step;
   };
+
+  // Without a digester nothing is hashed, and no buffer is begun.
+  explicit StepsInBuffers(RecordDigester* digester) : digester_(digester) {}
+  ~StepsInBuffers() {
+    if (!buffers_.empty()) digester_->abandon();
+  }
+  StepsInBuffers(const StepsInBuffers&) = delete;
+  StepsInBuffers& operator=(const StepsInBuffers&) = delete;
 
   size_t buffers() const noexcept { return buffers_.size(); }
   void begin_buffer() { buffers_.emplace_back(); }
@@ -130,9 +146,10 @@ class StepsInBuffers {
   void add(Step step) { buffers_.back().push_back(step); }
   // Returns when nobody needs the bytes of the oldest buffer any more; at once if there is none.
   // Throws Error(cancelled). See RecordDigester::wait().
-  void release_oldest(RecordDigester& digester, const std::stop_token& stop);
+  void release_oldest(const std::stop_token& stop);
 
  private:
+  RecordDigester* const digester_;
   std::deque<std::vector<Step>> buffers_;  // oldest first
 };
 

@@ -147,6 +147,15 @@ Sha256 digest_index(std::span<const std::byte> prologue, std::span<const std::by
   return digest;
 }
 
+std::optional<uint64_t> annex_nbytes_at(std::span<const std::byte> begin) {
+  const auto magic = std::as_bytes(std::span(kAnnexMagic));
+  const size_t shown = std::min(begin.size(), magic.size());
+  if (!std::ranges::equal(begin.first(shown), magic.first(shown))) return shown;
+  if (begin.size() < magic.size() + sizeof(uint32_t)) return std::nullopt;
+  const auto nbytes = load_le<uint32_t>(&begin[magic.size()]);
+  return magic.size() + sizeof nbytes + nbytes + sizeof(uint32_t);
+}
+
 std::optional<Annex> parse_annex(std::span<const std::byte> slack, uint64_t origin,
                                  const std::function<Sha256()>& index_digest) {
   const auto magic = std::as_bytes(std::span(kAnnexMagic));

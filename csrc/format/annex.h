@@ -45,6 +45,10 @@ struct Annex {
 // of the container's start, `entries` all index entries.
 Sha256 digest_index(std::span<const std::byte> prologue, std::span<const std::byte> entries);
 
+// How many bytes the annex takes that slack begins with, of which `begin` holds the first; where
+// there is none, how many tell so. nullopt: more than are there have to be seen.
+std::optional<uint64_t> annex_nbytes_at(std::span<const std::byte> begin);
+
 // Reads the annex that `slack`, what follows the last entry, begins with; nullopt where it begins
 // with something else. `origin` is its position in the source; `index_digest` gives digest_index()
 // where it is needed. Throws Error(malformed): a wrong length or checksum, a section twice, one

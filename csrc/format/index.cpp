@@ -4,6 +4,7 @@
 
 #include "core/byte_cursor.h"
 #include "core/checked_math.h"
+#include "format/annex.h"
 #include "format/dtype.h"
 #include "format/tensor_path.h"
 #include "format/utf8.h"
@@ -85,6 +86,21 @@ void check_extent(const IndexEntry& entry, uint64_t previous_end, uint64_t sourc
   }
 }
 
+// Length of the entry that `bytes` begins with; nullopt where it is not all there.
+std::optional<uint64_t> entry_nbytes_at(std::span<const std::byte> bytes, bool tagged) {
+  const auto byte_at = [&](uint64_t at) { return std::to_integer<uint64_t>(bytes[at]); };
+  const bool wide = tagged && !bytes.empty() && byte_at(0) == 5;
+  uint64_t at = tagged ? 4 : 0;
+  if (bytes.size() < at + 2) return std::nullopt;
+  at += 2 + byte_at(at) + 256 * byte_at(at + 1) + 1;  // name, type
+  if (bytes.size() <= at) return std::nullopt;
+  at += 1 + byte_at(at);  // dtype
+  if (bytes.size() <= at) return std::nullopt;
+  at += 1 + byte_at(at) * (wide ? 8 : 4) + 24;  // dimensions; offsets and length
+  if (bytes.size() < at) return std::nullopt;
+  return at;
+}
+
 class EntryParser {
  public:
   EntryParser(const Prologue& prologue, std::span<const std::byte> block, uint64_t origin,
@@ -92,8 +108,8 @@ class EntryParser {
       : cursor_(block, "index", origin),
         tagged_(prologue.tagged_entries()),
         source_nbytes_(source_nbytes),
-        previous_end_(origin + block.size()) {
-    paths_.reserve(prologue.tensor_count);
+        previous_end_(origin + std::max<uint64_t>(block.size(), prologue.metadata_nbytes)) {
+    paths_.reserve(std::min<uint64_t>(prologue.tensor_count, block.size() / kMinEntryNbytes));
   }
 
   // Appends the dimensions to `dims`; the entry's shape is set by the caller, when `dims` moves no
@@ -154,7 +170,7 @@ Index::Index(const Prologue& prologue, std::vector<std::byte> block, uint64_t or
   const uint64_t count = prologue.tensor_count;
   if (count == 0 || block_.empty())
     throw Error(Errc::malformed, "the file has no tensors", {}, origin);
-  if (!checked_add(origin, block_.size()))
+  if (!checked_add(origin, std::max<uint64_t>(block_.size(), prologue.metadata_nbytes)))
     throw Error(Errc::malformed, "index: ends beyond 2^64", {}, origin);
   // Before anything is sized by the count.
   const uint64_t min_nbytes = kMinEntryNbytes + (prologue.tagged_entries() ? 4 : 0);
@@ -182,6 +198,23 @@ Index::Index(const Prologue& prologue, std::vector<std::byte> block, uint64_t or
 Index::Index(std::vector<std::byte> block, std::vector<uint64_t> dims,
              std::vector<IndexEntry> entries)
     : block_(std::move(block)), dims_(std::move(dims)), entries_(std::move(entries)) {}
+
+std::optional<uint64_t> needed_index_nbytes(const Prologue& prologue,
+                                            std::span<const std::byte> begin, uint64_t origin,
+                                            uint64_t source_nbytes) {
+  EntryParser parser(prologue, begin, origin, source_nbytes);
+  std::vector<uint64_t> dims;
+  for (uint64_t i = 0; i < prologue.tensor_count; ++i) {
+    if (!entry_nbytes_at(begin.subspan(parser.position()), prologue.tagged_entries()))
+      return std::nullopt;
+    parser.parse(dims);
+    dims.clear();
+  }
+  const uint64_t entries = parser.position();
+  const auto annex = annex_nbytes_at(begin.subspan(entries));
+  if (!annex) return std::nullopt;
+  return entries + *annex;
+}
 
 bool EntryToWrite::is_long() const noexcept {
   return std::ranges::any_of(shape, [](uint64_t dim) { return dim > kMaxShortDim; });

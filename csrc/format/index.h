@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -79,6 +80,13 @@ class Index {
   std::vector<uint64_t> dims_;
   std::vector<IndexEntry> entries_;
 };
+
+// How many bytes of an index are needed, of which `begin` holds the first: its entries and, where
+// one follows, the annex; never its slack. nullopt: more than are there have to be seen to tell.
+// Throws what Index throws for the entries that are there, so that nobody reads on behind nonsense.
+std::optional<uint64_t> needed_index_nbytes(const Prologue& prologue,
+                                            std::span<const std::byte> begin, uint64_t origin,
+                                            uint64_t source_nbytes);
 
 // Writing. Bytes of one entry; `tagged` adds the entry version.
 struct EntryToWrite {

@@ -25,7 +25,8 @@ struct SourceTraits {
   uint64_t unit_nbytes = uint64_t{8} << 20;
   // Reading this many unwanted bytes is cheaper than starting another request.
   uint64_t gap_nbytes = uint64_t{64} << 10;
-  // True when reads must come one at a time at growing offsets (an HTTP server without ranges).
+  // True when reads should come one at a time at growing offsets, because going back costs a new
+  // pass (an HTTP server without ranges, a file object that unpacks what it reads).
   bool sequential = false;
   // True when reads are answered from memory: a small one costs less than waking a thread for it.
   bool prompt = false;
@@ -64,6 +65,10 @@ class RangeSource {
   void read_at(uint64_t offset, Slice into, const std::stop_token& stop) {
     read_at(offset, std::span<const Slice>(&into, 1), stop);
   }
+
+  // Like read_at, but stops at the end of the source; returns the bytes read, fewer only there.
+  // This is how a source of unknown size is read whole.
+  virtual uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop);
 
   // What tells that the content is no longer that of the opening. nullopt: nothing does, or every
   // read is checked by itself.

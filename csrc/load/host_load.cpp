@@ -13,7 +13,7 @@ class HostLoad final : public UnitWorker {
 
   void process(size_t number) override {
     const Unit& unit = job_.plan.units[number];
-    read(unit);
+    job_.in_order(number, stop_, [&] { read(unit); });
     std::byte* header_at = headers_.data();
     for (const Piece& piece : job_.plan.pieces_of(unit)) {
       if (piece.kind == Piece::Kind::header) {

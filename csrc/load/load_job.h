@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/turns.h"
 #include "device/copy_engine.h"
 #include "device/tensor_memory.h"
 #include "digest/record_digester.h"
@@ -52,6 +53,14 @@ struct LoadJob {
                                                    std::span<const std::byte> bytes,
                                                    format::RecordHeader& header);
 
+  // Calls read(), which reads unit `number`: in the order of the units where the source wants it.
+  template <class Read>
+  auto in_order(size_t number, const std::stop_token& stop, Read&& read) {
+    if (!source.traits().sequential) return read();
+    const Turns::Turn turn(reads, number, stop);
+    return read();
+  }
+
   // Calls `fn`; an error gets the names of source and tensor.
   template <class Fn>
   void naming(uint32_t target, Fn&& fn) const {
@@ -70,6 +79,7 @@ struct LoadJob {
   const std::shared_ptr<LoadedHeaders> headers;
   std::unique_ptr<digest::RecordDigester> digester;  // set iff verifying
   std::atomic<size_t> next_unit{0};
+  Turns reads;  // of units, where the source is sequential
   std::atomic<uint64_t> nbytes_done{0};
 
  private:

@@ -77,7 +77,7 @@ void LoadSession::make_plan() {
   const LoadOptions& options = job_.options;
   const bool works_on_bytes = options.verify || has_crypt_info();
   workers_ = traits.sequential ? 1 : std::max(1U, traits.concurrency);
-  if (!traits.sequential && works_on_bytes) workers_ = std::max(workers_, cpu_quota());
+  if (works_on_bytes) workers_ = std::max(workers_, cpu_quota());
   if (options.max_workers > 0) workers_ = std::min(workers_, options.max_workers);
 
   PlanOptions plan;
@@ -87,7 +87,8 @@ void LoadSession::make_plan() {
     plan.buffer_nbytes = options.engine->buffer_nbytes();
     plan.unit_nbytes = std::min(plan.unit_nbytes, plan.buffer_nbytes);
     // Bytes leave their buffer once they are hashed: several chains must be under way.
-    if (options.verify && workers_ > 1) plan.large_at_once = digest::kDealtPerWorker * workers_;
+    if (options.verify && workers_ > 1 && !traits.sequential)
+      plan.large_at_once = digest::kDealtPerWorker * workers_;
   } else if (options.verify && traits.prompt) {
     // Hashing takes longer than reading: as many chains as there are lanes, and soon, while the
     // bytes are in the cache. What would be hashed alone in its unit joins the others.

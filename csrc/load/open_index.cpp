@@ -15,6 +15,9 @@ namespace {
 
 // An index that claims to be larger than this is read only if the source is known to be that long.
 constexpr uint64_t kUnsizedIndexLimit = uint64_t{64} << 20;
+// An index is read in steps, the first so long and each as long as all before it, so that memory
+// stays in proportion to what has arrived and made sense, whatever the prologue claims.
+constexpr uint64_t kFirstIndexNbytes = uint64_t{16} << 20;
 // A header length and the brace behind it: all that tells the containers apart.
 constexpr uint64_t kShortestHead = format::kSafetensorsLengthNbytes + 1;
 constexpr uint64_t kLongestFirstRead = uint64_t{1} << 20;
@@ -55,12 +58,21 @@ std::vector<std::byte> read_block(io::RangeSource& source, const ContainerHead& 
   if (!sized && nbytes > kUnsizedIndexLimit)
     throw Error(Errc::malformed, "the index claims " + std::to_string(nbytes) +
                                      " bytes in a source of unknown size");
-  std::vector<std::byte> block(nbytes);
   const std::span<const std::byte> known =
       std::span(head.bytes).subspan(std::min<uint64_t>(offset - head.start, head.bytes.size()));
-  const uint64_t have = std::min<uint64_t>(known.size(), nbytes);
-  std::ranges::copy(known.first(have), block.begin());
-  if (nbytes > have) source.read_at(offset + have, io::Slice(block).subspan(have), stop);
+  const auto begin = known.first(std::min<uint64_t>(known.size(), nbytes));
+  std::vector<std::byte> block(begin.begin(), begin.end());
+  uint64_t needed = nbytes;
+  while (block.size() < needed) {
+    const uint64_t have = block.size();
+    block.resize(std::min(needed, std::max(kFirstIndexNbytes, 2 * have)));
+    source.read_at(offset + have, io::Slice(block).subspan(have), stop);
+    if (block.size() < needed && head.container == format::Container::tensors)
+      needed =
+          std::min(needed, format::needed_index_nbytes(head.prologue, block, offset, source_nbytes)
+                               .value_or(needed));
+  }
+  block.resize(needed);
   return block;
 }
 

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "core/stop.h"
-#include "crypto/chunked_box.h"
+#include "crypto/secret_buffer.h"
 
 namespace tensorizer::load {
 namespace {
@@ -16,10 +16,9 @@ class SliceWorker final : public UnitWorker {
  public:
   SliceWorker(const SliceWork& work, const std::stop_token& stop)
       : work_(work), job_(work.job), stop_(stop) {
-    if (job_.options.engine != nullptr) lane_ = job_.options.engine->make_lane();
+    if (job_.options.engine != nullptr)
+      lane_ = job_.options.engine->make_lane(work_.cipher != nullptr);
   }
-
-  ~SliceWorker() override { crypto::wipe(plain_); }
 
   void prepare() override {
     if (lane_) take_buffer();
@@ -154,10 +153,7 @@ class SliceWorker final : public UnitWorker {
   void open_chunks(const SliceUnit& unit, std::span<const SliceSegment> segments) {
     const SlicePart& part = part_of(segments.front());
     const std::byte* const image = image_of(unit);
-    if (plain_.size() < unit.nbytes) {
-      crypto::wipe(plain_);  // before it moves
-      plain_.resize(unit.nbytes);
-    }
+    if (plain_.size() < unit.nbytes) plain_ = crypto::SecretBuffer(unit.nbytes);
     const SliceSegment& first = segments.front();
     const bool straight = !lane_ && segments.size() == 1 && first.end - first.begin == first.nbytes;
     for (uint64_t begin = unit.offset; begin < unit.offset + unit.nbytes;) {
@@ -211,7 +207,8 @@ class SliceWorker final : public UnitWorker {
   uint64_t used_ = 0;                   // of the buffer
   std::vector<std::byte*> places_;      // of the unit's segments
   std::vector<io::Slice> slices_;
-  std::vector<std::byte> image_, plain_;  // as in the source; opened
+  std::vector<std::byte> image_;  // as in the source
+  crypto::SecretBuffer plain_;    // opened
   std::vector<device::CopyPiece> copies_;
 };
 

@@ -6,6 +6,7 @@
 
 #include "core/checked_math.h"
 #include "core/sync.h"
+#include "crypto/secret_buffer.h"
 #include "load/payload_cipher.h"
 
 namespace tensorizer::load {
@@ -36,9 +37,9 @@ struct StagedLoad::Shared {
   std::byte* gathering_place(uint32_t target) {
     if (job.options.engine == nullptr) return job.targets[target].destination.data;
     MutexLock lock(mutex);
-    std::unique_ptr<std::byte[]>& place = gathered[target];
-    if (!place) place.reset(new std::byte[job.entry_of(target).data_nbytes]);
-    return place.get();
+    crypto::SecretBuffer& place = gathered[target];
+    if (place.size() == 0) place = crypto::SecretBuffer(job.entry_of(target).data_nbytes);
+    return place.data();
   }
 
   LoadJob& job;
@@ -46,14 +47,15 @@ struct StagedLoad::Shared {
   std::vector<std::atomic<bool>> accepted;  // per target: its header was parsed
   Mutex mutex;
   CondVar changed;
-  std::map<uint32_t, std::unique_ptr<std::byte[]>> gathered;  // guarded by mutex; device loads
+  std::map<uint32_t, crypto::SecretBuffer> gathered;  // guarded by mutex; device loads
 };
 
 class StagedLoad::Worker final : public UnitWorker {
  public:
   Worker(Shared& shared, const std::stop_token& stop)
       : shared_(shared), job_(shared.job), stop_(stop) {
-    if (job_.options.engine != nullptr) lane_ = job_.options.engine->make_lane();
+    if (job_.options.engine != nullptr)
+      lane_ = job_.options.engine->make_lane(shared_.cipher != nullptr);
   }
 
   bool help() override { return job_.digester && job_.digester->help(); }
@@ -64,7 +66,7 @@ class StagedLoad::Worker final : public UnitWorker {
 
   void process(size_t number) override {
     const Unit& unit = job_.plan.units[number];
-    const std::byte* const image = read_image(unit);
+    const std::byte* const image = job_.in_order(number, stop_, [&] { return read_image(unit); });
     for (const Piece& piece : job_.plan.pieces_of(unit)) {
       const std::span<const std::byte> stored(image + piece.unit_offset, piece.nbytes);
       if (piece.kind == Piece::Kind::header) {
@@ -93,7 +95,7 @@ class StagedLoad::Worker final : public UnitWorker {
   // so that a worker has steps of several tensors to hash side by side.
   void take_buffer() {
     buffer_ = device::next_buffer(*lane_, stop_, [this] {
-      if (job_.digester) hashing_.release_oldest(*job_.digester, stop_);
+      if (job_.digester) hashing_.release_oldest(stop_);
     });
     if (job_.digester) hashing_.begin_buffer();
   }
@@ -216,7 +218,7 @@ class StagedLoad::Worker final : public UnitWorker {
   std::vector<std::byte> image_;
   std::vector<digest::RecordDigester::Whole> whole_;
   std::vector<device::CopyPiece> copies_;
-  digest::StepsInBuffers hashing_;
+  digest::StepsInBuffers hashing_{job_.digester.get()};  // behind the buffers
   std::vector<uint32_t> complete_;  // gathered device tensors that this unit completed
 };
 

@@ -13,8 +13,9 @@
 
 namespace tensorizer::save {
 
-// Copies the whole source to the beginning of the sink, several units at a time; the sink is not
-// published. `done` counts bytes. Throws Error(io) for a source of unknown size. Returns the size.
+// Copies the whole source to the beginning of the sink, several units at a time; one after the
+// other where the source is sequential or nobody knows its size. The sink is not published. `done`
+// counts bytes. Returns how many there were.
 uint64_t copy_bytes(io::RangeSource& source, io::RangeSink& sink, std::atomic<uint64_t>& done,
                     const std::stop_token& stop);
 

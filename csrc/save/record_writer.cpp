@@ -10,6 +10,7 @@
 #include "core/stop.h"
 #include "core/threads.h"
 #include "crypto/chunked_box.h"
+#include "crypto/secret_buffer.h"
 #include "digest/deal.h"
 #include "digest/record_digester.h"
 #include "save/unit_size.h"
@@ -116,7 +117,7 @@ class Worker final : public UnitWorker {
  public:
   Worker(Shared& shared, const std::stop_token& stop)
       : shared_(shared), job_(shared.job), stop_(stop) {
-    if (job_.engine != nullptr) lane_ = job_.engine->make_lane();
+    if (job_.engine != nullptr) lane_ = job_.engine->make_lane(job_.key != nullptr);
   }
 
   bool help() override { return shared_.digester.help(); }
@@ -143,14 +144,14 @@ class Worker final : public UnitWorker {
 
   // A buffer goes on once its steps are hashed.
   void take_buffer() {
-    const auto release = [this] { hashing_.release_oldest(shared_.digester, stop_); };
+    const auto release = [this] { hashing_.release_oldest(stop_); };
     if (lane_) {
       buffer_ = device::next_buffer(*lane_, stop_, release);
     } else {
       if (hashing_.buffers() == kHostBuffers) release();
-      std::vector<std::byte>& next = host_buffers_[next_host_buffer_++ % kHostBuffers];
-      next.resize(kUnitNbytes);
-      buffer_ = next;
+      crypto::SecretBuffer& next = host_buffers_[next_host_buffer_++ % kHostBuffers];
+      if (next.size() == 0) next = crypto::SecretBuffer(kUnitNbytes);
+      buffer_ = next.bytes();
     }
     hashing_.begin_buffer();
   }
@@ -238,9 +239,10 @@ class Worker final : public UnitWorker {
   const std::stop_token stop_;
   std::unique_ptr<device::Lane> lane_;  // set iff the payloads are on a device
   std::span<std::byte> buffer_;         // with the plaintext of the unit at hand, if staged
-  std::array<std::vector<std::byte>, kHostBuffers> host_buffers_;
+  std::array<crypto::SecretBuffer, kHostBuffers>
+      host_buffers_;  // host tensors are only staged to be encrypted
   size_t next_host_buffer_ = 0;
-  digest::StepsInBuffers hashing_;
+  digest::StepsInBuffers hashing_{&shared_.digester};  // behind the buffers
   std::vector<device::CopyPiece> pieces_;
   std::vector<std::byte> cipher_;
 };

@@ -52,6 +52,8 @@ SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
 
 SaveSession::~SaveSession() = default;
 
+bool SaveSession::is_copy_of_fork() const noexcept { return process_ != getpid(); }
+
 // A fresh random nonce whose chunk nonces cannot meet those of another record of this file: the
 // upper 16 bytes differ, and the lower 8 are far from overflowing.
 format::Nonce SaveSession::draw_nonce() {
@@ -88,6 +90,10 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
                              std::span<const format::TensorPath> paths,
                              std::span<const TieToWrite> ties, bool growing,
                              const std::stop_token& stop) {
+  if (is_copy_of_fork())
+    throw Error(Errc::invalid_argument,
+                sink_->name() + " is written by the process that opened it: a forked child cannot",
+                sink_->name());
   auto call = std::make_unique<Call>();
   call->path_mark = paths_.mark();
   call->entry_mark = entries_.size();
@@ -403,8 +409,7 @@ void SaveSession::restore_head() noexcept {
 }
 
 void SaveSession::abort_call() noexcept {
-  if (!call_) return;
-  undo(*call_);
+  if (call_ && !is_copy_of_fork()) undo(*call_);
   call_.reset();
 }
 
@@ -433,6 +438,7 @@ uint64_t SaveSession::published_nbytes() const noexcept {
 }
 
 void SaveSession::finish(const std::stop_token& stop) {
+  if (is_copy_of_fork()) return abandon();
   if (published_end_ > 0 && waiting_nbytes() > 0) publish(stop);
   sink_->finish(stop);
 }
@@ -440,7 +446,7 @@ void SaveSession::finish(const std::stop_token& stop) {
 void SaveSession::abandon() noexcept {
   try {
     abort_call();
-    if (published_end_ > 0 && waiting_nbytes() > 0 && process_ == getpid()) publish({});
+    if (published_end_ > 0 && waiting_nbytes() > 0 && !is_copy_of_fork()) publish({});
   } catch (...) {  // the content that was published before stays
     if (prologue_touched_) restore_head();
   }

@@ -99,6 +99,7 @@ class SaveSession {
   uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }
 
  private:
+  bool is_copy_of_fork() const noexcept;
   struct Call;
 
   // The layout of the complete content, and how much of its index is in the file.

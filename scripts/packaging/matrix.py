@@ -55,7 +55,7 @@ DEPEND_ON_TORCH = ("accelerate", "peft", "sentence-transformers", "lightning")
 # transformers 5 and diffusers want torch 2.6, and beside torch 2.1 an older transformers breaks even tests that never
 # import it, those of fake tensors and optimizers. peft and sentence-transformers depend on transformers.
 WANT_LATER_TORCH = (*DEPEND_ON_TORCH, "transformers", "diffusers")
-FOR_DEVELOPERS = ("ruff", "mypy", "codespell", "pre-commit", "build")
+FOR_DEVELOPERS = ("ruff", "mypy", "codespell", "clang-format", "clang-tidy", "zizmor", "pre-commit", "build")
 
 
 def test_requirements(torch: str) -> list[str]:

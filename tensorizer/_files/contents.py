@@ -9,7 +9,6 @@ from typing import NamedTuple, Optional, Protocol
 import torch
 
 from tensorizer._files.opened import BATCH_NBYTES, OpenedFile
-from tensorizer._format import dtypes
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name
 from tensorizer._format.payloads import contiguous
@@ -91,7 +90,7 @@ class FileContents:
                 file.name(i),
                 file.container.type(i),
                 file.module_idx(i),
-                dtypes.torch_dtype(file.stored_dtype(i)),
+                file.torch_dtype(i),
                 file.shape(i),
                 file.index.data_nbytes(i) == 0 and file.index.loaded_nbytes(i) > 0,
                 i,

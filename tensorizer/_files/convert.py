@@ -94,7 +94,8 @@ def convert(
             one that is known.
         dtype: Converts floating-point tensors of 16 bits and more; others stay as they are.
         max_shard_size: Writes several files and an index beside the name of `target`, each of at most so many bytes,
-            or a text like ``"5GB"``; ``None``, the default, writes one file.
+            or a text like ``"5GB"``, and then removes other files of the model of that name (a single file, other
+            shards, their index), but none that it read; ``None``, the default, writes one file and removes nothing.
         ties: What becomes of names that share one tensor: ``"once"`` stores it once and records the other names,
             ``"twice"`` stores it under each name, ``"error"`` refuses.
         encryption: Encrypts the target (``.tensors`` only).
@@ -142,7 +143,8 @@ def convert(
         stream_options=stream_options,
     )
     with contextlib.ExitStack() as stack:
-        contents, skipped = _open_contents(stack, source, decryption, key, skip_non_tensors, stream_options)
+        contents, skipped, files_read = _open_contents(stack, source, decryption, key, skip_non_tensors, stream_options)
+        options = options._replace(reads={path if "://" in path else os.path.abspath(path) for path in files_read})
         target = file_in_folder(target, format)
         beside = copies_beside(source, target, options) if all_files else []
         plan, files = write_contents(contents, target, options)
@@ -172,10 +174,11 @@ def _open_contents(
     key: Optional[str],
     skip_non_tensors: bool,
     stream_options: Optional[Mapping[str, Any]],
-) -> tuple[Contents, list[str]]:
+) -> tuple[Contents, list[str], list[str]]:
+    """The tensors of a source, what of a pickle is none, and the files that they come from."""
     files = pickled_files(source)
     if files:
         tensors, skipped = read_pickled(files, key, skip_non_tensors)
-        return StateDictContents(os.fspath(source), tensors), skipped
+        return StateDictContents(os.fspath(source), tensors), skipped, [os.fspath(file) for file in files]
     file = stack.enter_context(OpenedFile(source, encryption=decryption, stream_options=stream_options))
-    return FileContents(file, verify=file.index.stores_hashes), []
+    return FileContents(file, verify=file.index.stores_hashes), [], file.files

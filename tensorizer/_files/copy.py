@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Optional
@@ -11,10 +12,10 @@ from tensorizer import _C
 from tensorizer._io.sources import open_source
 from tensorizer._io.whole_file import WholeFile
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import HashMismatchError, StreamExistsError
+from tensorizer.errors import StreamExistsError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
-__all__ = ["check_target", "copy_file", "exists"]
+__all__ = ["check_target", "copy_file", "exists", "sha256_of_file"]
 
 _PIECE_NBYTES = 1 << 20
 
@@ -41,7 +42,6 @@ def copy_file(
     source: Any,
     target: Any,
     *,
-    sha256: Optional[str] = None,
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
 ) -> int:
@@ -50,7 +50,6 @@ def copy_file(
     Args:
         source: A path or URI; ``"-"`` is standard input.
         target: A path or URI; ``"-"`` is standard output.
-        sha256: Hexadecimal SHA-256 that the source must have; a target that is a name appears only then.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.
 
@@ -58,21 +57,19 @@ def copy_file(
         Bytes copied.
 
     Raises:
-        HashMismatchError: The source has another digest.
         OSError: It cannot be read or written.
     """
     if source == "-":
         return _from_stream(sys.stdin.buffer, target, stream_options)
+    if _has_no_length(source):
+        with open(source, "rb") as stream:
+            return _from_stream(stream, target, stream_options)
     opened = open_source(source, stream_options)
     try:
-        total = opened.source.size() or 0
-        if sha256 is not None:
-            found = _C.sha256_of(opened.source).hex()
-            if found != sha256.lower():
-                raise HashMismatchError(f"{opened.source.name}: wanted SHA-256 {sha256.lower()}, found {found}")
+        total = opened.source.size() or 0  # the bar shows no share where nobody knows it
         with progress_reporter(progress, total, "copying") as report:
             if target == "-":
-                return _to_stream(opened.source, total, sys.stdout.buffer, report)
+                return _to_stream(opened.source, sys.stdout.buffer, report)
             with WholeFile(target, stream_options) as file:
                 file.copy_from(opened.source, report)
             return file.nbytes
@@ -80,13 +77,36 @@ def copy_file(
         opened.close()
 
 
-def _to_stream(source: _C.RangeSource, total: int, stream: BinaryIO, report: Any) -> int:
-    for offset in range(0, total, _PIECE_NBYTES):
-        stream.write(source.read(offset, min(_PIECE_NBYTES, total - offset)))
+def sha256_of_file(source: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bytes:
+    """The SHA-256 of all bytes of a file at a path or URI."""
+    opened = open_source(source, stream_options)
+    try:
+        return _C.sha256_of(opened.source)
+    finally:
+        opened.close()
+
+
+def _has_no_length(source: Any) -> bool:
+    """Whether it is a local path whose length the system does not say: a device, a file of /proc. A pipe is ``-``."""
+    if isinstance(source, str) and "://" in source:
+        return False
+    try:
+        found = os.stat(source)
+    except (OSError, ValueError, TypeError):  # opening it says what is wrong
+        return False
+    return stat.S_ISCHR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_size == 0)
+
+
+def _to_stream(source: _C.RangeSource, stream: BinaryIO, report: Any) -> int:
+    buffer = memoryview(bytearray(_PIECE_NBYTES))
+    offset = 0
+    while got := source.read_up_to(offset, buffer):
+        stream.write(buffer[:got])
+        offset += got
         if report is not None:
-            report(min(offset + _PIECE_NBYTES, total))
+            report(offset)
     stream.flush()
-    return total
+    return offset
 
 
 def _from_stream(stream: BinaryIO, target: Any, stream_options: Optional[Mapping[str, Any]]) -> int:

@@ -13,6 +13,7 @@ from tensorizer._files.names import double_name, flat_name
 from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, dtype_text
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
+from tensorizer._format.payloads import same_bits
 from tensorizer._system.runs import runs
 
 __all__ = ["Change", "DiffReport", "diff"]
@@ -164,7 +165,7 @@ class _Comparison:
         tensors_b = self._read(self._b, sorted({j for _, j in pairs}))
         for pair in pairs:
             x, y = tensors_a[pair[0]], tensors_b[pair[1]]
-            if x.dtype == y.dtype and _same_bits(x, y):
+            if same_bits(x, y):
                 self._same += len(self._names[pair])
                 continue
             equal, max_abs, max_rel = _distance(x, y, self._rtol, self._atol)
@@ -201,10 +202,6 @@ def _chosen(file: OpenedFile, filter_func: Optional[FilterFuncType]) -> dict[Nam
 
 def _form(file: OpenedFile, i: int) -> str:
     return f"{dtype_text(file.stored_dtype(i))} {list(file.shape(i))}"
-
-
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
 def _distance(

@@ -14,6 +14,7 @@ from tensorizer._format import dtypes
 from tensorizer._format.entries import HashType
 from tensorizer._format.names import Name
 from tensorizer._io.shards import open_files
+from tensorizer._io.sources import OpenedSource
 from tensorizer._load.container import ReadOptions
 from tensorizer._load.shards import open_files_as_one
 from tensorizer._system.runs import runs
@@ -62,6 +63,10 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
             without_key=True,
         )
         opened = open_files(source, stream_options)
+        #: Paths or URIs of what is open: the file, or the index and its shards.
+        self.files = [opened.name]
+        if not isinstance(opened, OpenedSource):
+            self.files += [shard.name for shard in opened.files.values()]
         try:
             container = self.container = open_files_as_one(opened, None, options)
         except BaseException:
@@ -112,7 +117,7 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
             CryptographyError: The file is encrypted and there is no key.
         """
         self._check_readable()
-        return list(self.container.read_raw(entries, verify).tensors)
+        return self.container.read_raw(entries, verify)
 
     def read_headers(self, entries: Sequence[int]) -> None:
         """Reads the record headers of `entries`, which tell digests and module indexes, where the format has any."""
@@ -140,11 +145,30 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         return self.container.metadata()
 
     def shape(self, entry: int) -> tuple[int, ...]:
+        """The shape: of tensors without data the record header tells it exactly, where it was read."""
+        if self.container.has_header(entry):
+            headers, position = self.container.header(entry)
+            return headers.shape(position)
         return self.container.shape(entry)
 
     def stored_dtype(self, entry: int) -> str:
+        """The dtype as the file has it, from the same places; by its ``.safetensors`` name if torch lacks it."""
+        if self.container.has_header(entry):
+            headers, position = self.container.header(entry)
+            return headers.dtype(position).decode("utf-8", "replace")
         stored: bytes = self.index.dtype(entry)
-        return stored.decode("utf-8", "replace")
+        return stored.decode("utf-8", "replace") or str(self.index.container_dtype(entry))
+
+    def torch_dtype(self, entry: int) -> torch.dtype:
+        """The same as a dtype of torch.
+
+        Raises:
+            FormatError: This torch has none; the message names the tensor.
+        """
+        try:
+            return dtypes.torch_dtype(self.stored_dtype(entry))
+        except FormatError as error:
+            raise FormatError(f"{self.label}: tensor {name_text(self.name(entry))!r}: {error}") from None
 
     def _check_readable(self) -> None:
         if not self.readable:

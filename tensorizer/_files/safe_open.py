@@ -9,11 +9,43 @@ from typing import Any, Optional
 import torch
 
 from tensorizer._files.names import flat_names
-from tensorizer._load.device_choice import DeviceArgument
+from tensorizer._io.sources import is_path, lent
+from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
+from tensorizer._load.device_choice import DeviceArgument, as_device
 from tensorizer._load.slices import TensorSlice
 from tensorizer.deserializer import TensorDeserializer
 
 __all__ = ["safe_open"]
+
+
+def maps(backend: Optional[str], filename: Any, device: Any, dtype: Optional[torch.dtype], encryption: Any) -> bool:
+    """Whether `backend` asks for a mapping, and the file can be mapped: a local one that goes to the CPU as it is.
+
+    Raises:
+        ValueError: A backend that ``safetensors`` does not know; where it is installed, its ``SafetensorError`` too.
+    """
+    if backend not in (None, "mmap", "pread"):
+        raise _unknown_backend(backend)
+    if backend != "mmap" or dtype is not None or encryption is not None:
+        return False
+    is_local = is_path(filename) and (isinstance(filename, int) or scheme_of(filename) in (None, *LOCAL_SCHEMES))
+    if not is_local or callable(device) or isinstance(device, Mapping):
+        return False
+    return as_device(device).type == "cpu"
+
+
+def _unknown_backend(backend: object) -> ValueError:
+    """What ``safetensors`` raises, where it is installed, and a ``ValueError`` in any case."""
+    kinds: tuple[type, ...] = (ValueError,)
+    try:
+        from safetensors import SafetensorError
+
+        kinds = (SafetensorError, ValueError)
+    except ImportError:
+        pass
+    kind = type("UnknownBackendError", kinds, {})
+    error: ValueError = kind(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
+    return error
 
 
 class safe_open(AbstractContextManager["safe_open"]):
@@ -23,9 +55,10 @@ class safe_open(AbstractContextManager["safe_open"]):
     without their leading dot, those of nested containers with the steps of their path joined by dots.
 
     Args:
-        source: A path, URI, open binary file object, a folder of shards or their index.
+        filename: A path, URI, open binary file object (which stays open), a folder of shards or their index.
         framework: ``"pt"``, the only one here.
         device: Where tensors go; the CPU by default.
+        backend: As for :func:`tensorizer.torch.load_file`.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
 
@@ -37,17 +70,23 @@ class safe_open(AbstractContextManager["safe_open"]):
 
     def __init__(
         self,
-        source: Any,
+        filename: Any,
         framework: str = "pt",
         device: DeviceArgument = "cpu",
         *,
+        backend: Optional[str] = None,
         encryption: Any = None,
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise ValueError(f"framework: wanted 'pt', found {framework!r}")
         self._file = TensorDeserializer(
-            source, device, lazy_load=True, encryption=encryption, stream_options=stream_options
+            lent(filename),
+            device,
+            lazy_load=True,
+            mmap=maps(backend, filename, device, None, encryption),
+            encryption=encryption,
+            stream_options=stream_options,
         )
         try:
             self._metadata = self._file._container.metadata()

@@ -47,8 +47,13 @@ class VerifyReport:
     """Whether it is a model of several files."""
 
     @property
+    def may_be_right(self) -> bool:
+        """Whether nothing is wrong with what could be checked."""
+        return not self.mismatched and self.index_matches is not False and self.sha256_matches is not False
+
+    @property
     def ok(self) -> bool:
-        if self.mismatched or self.index_matches is False or self.sha256_matches is False:
+        if not self.may_be_right:
             return False
         # A .safetensors file holds no digests: its structure is all that it can be held against.
         return not self.unverified or self.format == "safetensors" or self.sha256_matches is True

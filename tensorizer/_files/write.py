@@ -57,6 +57,8 @@ class WriteOptions(NamedTuple):
     dry_run: bool = False
     progress: ProgressArgument = False
     stream_options: Optional[Mapping[str, Any]] = None
+    reads: Collection[str] = ()
+    """Absolute paths, or URIs, of the files that the contents come from: they are never removed."""
 
 
 def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tuple[Plan, list[Any]]:
@@ -75,7 +77,9 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tu
     files = names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
     for file in files:
         check_target(file, options.force, options.stream_options)
-    old = older_forms(target, files, options.stream_options)
+    # Who writes one named file has said nothing of others. Who lets a model have shards means all of its files.
+    old = [] if options.max_shard_size is None else older_forms(target, files, options.stream_options)
+    old = [path for path in old if path not in options.reads]
     if old and not options.force:
         raise StreamExistsError(
             f"{shown_location(old[0])} exists, of an older form of {shown_location(target)} (force removes it)"
@@ -97,14 +101,14 @@ def file_in_folder(target: Any, format: Optional[str]) -> Any:
     return target
 
 
-def format_of(target: Any, format: Optional[str]) -> str:
-    """The format of a target: what was asked for, else what its extension says."""
+def format_of(target: Any, format: Optional[str], default: str = "tensors") -> str:
+    """The format of a target: what was asked for, else what its extension says, else `default`."""
     if format is not None:
         if format not in FORMATS:
             raise ValueError(f"format: wanted one of {', '.join(FORMATS)}, found {format!r}")
         return format
     name = os.fspath(target).partition("?")[0] if isinstance(target, (str, os.PathLike)) else ""
-    return "safetensors" if str(name).endswith(".safetensors") else "tensors"
+    return next((known for known in FORMATS if str(name).endswith(f".{known}")), default)
 
 
 # --- what will be written -------------------------------------------------------------------------------------------
@@ -164,11 +168,16 @@ def _plan(contents: Contents, format: str, options: WriteOptions) -> Plan:
         aliases = {flat[alias]: flat[kept] for alias, kept in aliases.items() if alias not in untold}
         entries = [HeaderEntry(flat[item.name], item.dtype, item.shape) for item in items]
         check_entries(entries)
-        order = range(len(items)) if options.keep_order else canonical_order(entries)
-        items, names = [items[i] for i in order], [flat[items[i].name] for i in order]
+        # Cut before they are sorted: what the model has together lies in one shard, as with the hub's own function.
+        runs = shards.split([item.nbytes for item in items], limit)
+        if not options.keep_order:
+            order = [run[i] for run in runs for i in canonical_order([entries[j] for j in run])]
+            items = [items[i] for i in order]
+        names = [flat[item.name] for item in items]
     elif not items:
         raise UnsupportedContentError("a .tensors file holds at least one tensor, and there is none to write")
-    runs = shards.split([item.nbytes for item in items], limit)
+    else:
+        runs = shards.split([item.nbytes for item in items], limit)
     return Plan(format, items, names, runs, contents.metadata, aliases, stored_twice)
 
 

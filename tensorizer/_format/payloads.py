@@ -11,7 +11,20 @@ import torch
 from tensorizer._format import dtypes
 from tensorizer._system.devices import empty
 
-__all__ = ["adopt", "contiguous", "is_copied", "stored_dtype"]
+__all__ = ["adopt", "contiguous", "is_copied", "same_bits", "stored_dtype"]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, on whatever devices, have one dtype, one shape and the same bytes: NaN equals the same NaN.
+
+    Of tensors without data dtype and shape decide.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_meta or other.is_meta:
+        return True
+    first, second = (t.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(first, second.to(first.device))
 
 
 def stored_dtype(name: Any, tensor: torch.Tensor) -> str:

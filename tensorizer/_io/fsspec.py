@@ -178,10 +178,13 @@ class FsspecReader(WindowedReader):
 
         if self._source is None:
             with _network_errors(self.name):
-                size = int(self._fs.size(self._path))
+                size = self._fs.size(self._path)
+            if size is None:  # read to its end, in order
+                self._source = _C.PyFileSource(self._file, self.name)
+                return self._source
             self._source = _C.PyRangeSource(
                 self._read_range,
-                size,
+                int(size),
                 self.name,
                 concurrency=min(_CONNECTIONS, env_int("TENSORIZER_MAX_CONNECTIONS", 1) or _CONNECTIONS),
                 unit_nbytes=_UNIT_NBYTES,

@@ -102,6 +102,12 @@ class _Place(NamedTuple):
         files = [name for name in names if _SHARD_NAME.search(name)]
         for name in TRIED_NAMES:
             if name in indexes:
+                single = name[: -len(".index.json")]
+                if single in files:
+                    raise FormatError(
+                        f"{self.folder}: found both {single} and {name}, two forms of one model: name the one that is "
+                        "meant, or remove the other"
+                    )
                 return self.open_shards(name)
             if name in files:
                 return self.open_file(name)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
-from tensorizer._io.sources import describe, inside, is_path, real_file
+from tensorizer._io.sources import Lent, describe, inside, is_path, real_file
 from tensorizer._io.stream_options import check_stream_options
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
@@ -57,6 +57,11 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
         TypeError: Not something that can be written, or unknown `stream_options`.
     """
     check_stream_options(stream_options)
+    if isinstance(file_obj, Lent):
+        opened = _open_object(file_obj.file)
+        # An upload that failed is given up; any other object is the caller's affair.
+        is_upload = isinstance(file_obj.file, UploadOnClose)
+        return opened._replace(close=_nothing, discard=opened.discard if is_upload else _nothing)
     if not is_path(file_obj):
         return _open_object(file_obj)
     if isinstance(file_obj, int):

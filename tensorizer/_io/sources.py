@@ -18,7 +18,18 @@ from tensorizer._io.uri import scheme_of
 from tensorizer._system.os_errors import stream_errors
 from tensorizer._system.paths import expanded
 
-__all__ = ["OpenedSource", "describe", "inside", "is_path", "open_source", "real_file"]
+__all__ = ["Lent", "OpenedSource", "describe", "inside", "is_path", "lent", "open_source", "read_whole", "real_file"]
+
+
+class Lent(NamedTuple):
+    """An open file object that stays open, and the caller's, when what reads or writes it is closed."""
+
+    file: Any
+
+
+def lent(file_obj: Any) -> Any:
+    """An object that is open already, as :class:`Lent`; what names a file, as it is."""
+    return file_obj if is_path(file_obj) else Lent(file_obj)
 
 
 class OpenedSource(NamedTuple):
@@ -35,11 +46,26 @@ class OpenedSource(NamedTuple):
         return self.source.name
 
 
+def _nothing() -> None:
+    """For sources that belong to somebody else."""
+
+
 def is_path(file_obj: object) -> bool:
     """Whether the argument names something to open, as opposed to being an open object."""
     return isinstance(file_obj, (str, bytes, os.PathLike)) or (
         isinstance(file_obj, int) and not isinstance(file_obj, bool)
     )
+
+
+def read_whole(source: _C.RangeSource) -> bytes:
+    """All bytes of a small source, of known size or not."""
+    nbytes = source.size()
+    if nbytes is not None:
+        return source.read(0, nbytes)
+    content, piece = bytearray(), memoryview(bytearray(1 << 20))
+    while got := source.read_up_to(len(content), piece):
+        content += piece[:got]
+    return bytes(content)
 
 
 def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSource:
@@ -55,6 +81,12 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         TypeError: Not something that can be read, text in a wrapper, or unknown `stream_options`.
     """
     check_stream_options(stream_options)
+    if isinstance(file_obj, Lent):
+        _check_object(file_obj.file)
+        opened = _source_of(file_obj.file)
+        # The source that a stream of ours offers is the stream's own.
+        offered = hasattr(file_obj.file, "_tensorizer_source")
+        return opened._replace(close=_nothing if offered else opened.source.close)
     if not is_path(file_obj):
         return _open_object(file_obj)
     if scheme_of(file_obj) is not None:
@@ -135,7 +167,7 @@ def _open_object(file_obj: Any) -> OpenedSource:
     if not (hasattr(file_obj, "read") or hasattr(file_obj, "readinto")):
         raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
     try:
-        _check_readable(file_obj)
+        _check_object(file_obj)
         return _source_of(file_obj)
     except BaseException:
         with contextlib.suppress(Exception):  # what came first says more
@@ -162,7 +194,9 @@ def _close_both(source: _C.RangeSource, file_obj: Any) -> None:
     file_obj.close()
 
 
-def _check_readable(file_obj: Any) -> None:
+def _check_object(file_obj: Any) -> None:
+    if not (hasattr(file_obj, "read") or hasattr(file_obj, "readinto")):
+        raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
     if isinstance(file_obj, io.TextIOBase):
         raise ValueError(
             f"wanted a binary file opened with mode rb, found a text file (mode {getattr(file_obj, 'mode', 'r')!r})"

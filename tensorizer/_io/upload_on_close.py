@@ -29,7 +29,7 @@ class UploadOnClose(ClosesOrDiscards):
     The file is made when something is first asked of it, and deleted in every case. One that was never written to is
     not uploaded. Leaving a ``with`` block closes the stream, or discards it where an exception ends the block. A stream
     that is forgotten is closed when it is collected, or when the interpreter ends, unless an exception is on its way
-    that came up since the stream was opened.
+    that came up since the stream was opened. A write that fails discards the stream.
 
     A serializer takes a stream over that nothing was written to, and writes to a sink in place of the file. Closing the
     stream then completes what the sink holds, if a write call succeeded; nothing else can be done with it.
@@ -99,7 +99,8 @@ class UploadOnClose(ClosesOrDiscards):
 
     def write(self, data: Any, /) -> int:
         """Writes all of ``data``; returns its size in bytes."""
-        nbytes = self.file.write(data)
+        with self._whole_or_nothing():
+            nbytes = self.file.write(data)
         self._written = True
         return nbytes
 
@@ -110,13 +111,15 @@ class UploadOnClose(ClosesOrDiscards):
 
     def truncate(self, size: Optional[int] = None, /) -> int:
         """Changes the size of the file; returns it."""
-        size = self.file.truncate(size)
+        with self._whole_or_nothing():
+            size = self.file.truncate(size)
         self._written = True
         return size
 
     def flush(self) -> None:
         if self._file is not None:
-            self.file.flush()
+            with self._whole_or_nothing():
+                self.file.flush()
 
     def tell(self) -> int:
         return 0 if self._is_new() else self.file.tell()
@@ -129,6 +132,17 @@ class UploadOnClose(ClosesOrDiscards):
 
     def seekable(self) -> bool:
         return self._is_new() or self.file.seekable()
+
+    @contextlib.contextmanager
+    def _whole_or_nothing(self) -> Iterator[None]:
+        """Gives the content up where the block fails: half of it must not be stored, even if the caller goes on."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._closed:
+                logger.warning("%s: nothing will be stored, as %s ended a write", self._target, type(error).__name__)
+                self.discard()
+            raise
 
     def _is_new(self) -> bool:
         """Whether nobody has asked for anything yet."""

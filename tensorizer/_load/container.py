@@ -130,11 +130,11 @@ class Container:
         if wanted and self.index.stores_hashes:
             self.note(self.reader.read_headers(wanted))
 
-    def read_raw(self, entries: Sequence[int], verify: bool) -> LoadedBatch:
+    def read_raw(self, entries: Sequence[int], verify: bool) -> list[torch.Tensor]:
         """The entries as plain host tensors of their stored dtype."""
         batch = self.reader.read_raw(entries, verify)
         self.note(batch)
-        return batch
+        return list(batch.tensors)
 
     def note(self, batch: LoadedBatch) -> None:
         """Keeps the record headers of what was read."""
@@ -145,9 +145,9 @@ class Container:
         """What to read together with single tensors; ``None`` where a request costs next to nothing."""
         return ReadAhead(self.index, self.selection) if self.network else None
 
-    def prologue(self) -> bytes:
-        """The bytes from the magic to the end of the index."""
-        return self.reader.source.read(self.index.start, _PROLOGUE_NBYTES + self.index.metadata_nbytes)
+    def prologue(self, source: _C.RangeSource) -> bytes:
+        """The bytes from the magic to the end of the index, in `source`, the file of this container."""
+        return source.read(self.index.start, _PROLOGUE_NBYTES + self.index.metadata_nbytes)
 
     def stored_records(self, entries: Sequence[int]) -> list[tuple[bytes, int, int, int]]:
         """(name as stored, header offset, payload offset, payload bytes) of the records that `entries` need."""

@@ -122,7 +122,7 @@ class Cursor:
     def _read_entries(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
         verify = self._loaded.must_verify(verify_hash)
         if raw and any(map(self._is_cast, entries)):
-            return dict(zip(entries, self._container.read_raw(entries, verify).tensors))
+            return dict(zip(entries, self._container.read_raw(entries, verify)))
         if cache:
             return dict(zip(entries, self._loaded.load(entries, verify_hash)))
         kept = [i for i in entries if i in self._loaded.kept]

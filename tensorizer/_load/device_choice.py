@@ -9,7 +9,7 @@ import torch
 
 from tensorizer._format.names import Name
 
-__all__ = ["DeviceArgument", "DeviceChooser", "target_device"]
+__all__ = ["DeviceArgument", "DeviceChooser", "as_device", "target_device"]
 
 _Device = Union[torch.device, str, int]
 #: One device; a mapping from names or dotted prefixes of names to devices (``""`` is the default, the longest prefix
@@ -48,6 +48,13 @@ def _one_device(device: Optional[_Device]) -> torch.device:
     return resolved
 
 
+def as_device(device: Optional[_Device]) -> torch.device:
+    """The device; a number is that of a CUDA device, as torch has it, also where there is none. ``None`` is the CPU."""
+    if device is None:
+        return torch.device("cpu")
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
 def _parsed(device: _Device) -> torch.device:
     if isinstance(device, torch.dtype):
         raise TypeError(f"device: found {device}, which is a dtype: pass it by name, dtype={device}")
@@ -56,7 +63,7 @@ def _parsed(device: _Device) -> torch.device:
             f"device: wanted text, a number, a torch.device, a mapping or a function, found {type(device).__name__}"
         )
     try:
-        return torch.device(device)
+        return as_device(device)
     except RuntimeError as error:
         raise RuntimeError(
             f"device: found {device!r}; wanted None (CUDA where there is one, else the CPU), a device of torch such as "

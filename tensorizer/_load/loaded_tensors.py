@@ -9,7 +9,7 @@ from typing import Optional, cast
 import torch
 
 from tensorizer._format import dtypes
-from tensorizer._format.payloads import contiguous
+from tensorizer._format.payloads import same_bits
 from tensorizer._load.container import Container
 from tensorizer._load.digests import holds, listed, missing_hashes
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
@@ -120,7 +120,7 @@ class LoadedTensors:
             i
             for batch in container.read(entries, True)
             for i, tensor in zip(batch.entries, batch.tensors)
-            if not _same_bytes(tensor, self.kept[i])
+            if not same_bits(tensor, self.kept[i])
         ]
 
     def _mismatch(self, entries: Sequence[int]) -> HashMismatchError:
@@ -140,10 +140,3 @@ class LoadedTensors:
             except (FormatError, VerificationError, CryptographyError):
                 self._ahead = None  # it may be another one that is damaged: from now on each for itself
         return self.load([i])[0]
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_meta or other.is_meta:  # asked for without data
-        return one.shape == other.shape and one.dtype == other.dtype
-    bytes_of_one, bytes_of_other = (contiguous(t, on_device=False).reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(bytes_of_one, bytes_of_other)

@@ -14,13 +14,14 @@ import torch
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import state_name, takes_state
 from tensorizer._format.names import modules_of
+from tensorizer._format.payloads import same_bits
 from tensorizer._load.container import Container
 from tensorizer._load.fit import Fact, fit_of, shown, slots_in
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.report import LoadReport, Mismatch
 from tensorizer._system.devices import ordinary_tensors
 
-__all__ = ["ModuleLoad", "differing", "insert_into_module", "live_tensors", "same_bits"]
+__all__ = ["ModuleLoad", "differing", "insert_into_module", "live_tensors"]
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -57,6 +58,10 @@ class ModuleLoad:
             for name, i in self._wanted.items()
         }
         fit = fit_of(self._slots, facts, absent)
+        # Of a state dict nobody knows whether what the module lacks was a parameter or a buffer.
+        for name in fit.unexpected:
+            if container.type(self._wanted[name]) is TensorType.STATE_DICT:
+                del self._wanted[name]
         self._ties, self._absent = fit.tied, fit.absent
         self.report = LoadReport(
             module=type(module).__name__,
@@ -76,6 +81,13 @@ class ModuleLoad:
             tied={shown(alias): shown(name) for alias, name in self._ties.items()},
         )
 
+    def _is_buffer(self, name: str) -> bool:
+        """Whether a tensor that is placed is a buffer: a state dict does not say, and the module does."""
+        type = self._container.type(self._wanted[name])
+        if type is TensorType.STATE_DICT:
+            return self._slots[name].is_buffer
+        return type is TensorType.BUFFER
+
     def _target(self, name: str) -> Optional[torch.Tensor]:
         """What the module has under a stored name."""
         slot = self._slots.get(name)
@@ -91,8 +103,8 @@ class ModuleLoad:
         """
         if strict and not self.report.ok:
             raise self.report.error(self.report.mismatched, strict=True)
-        for name, i in self._wanted.items():
-            self._check_placeable(name, self._container.type(i) is TensorType.BUFFER)
+        for name in self._wanted:
+            self._check_placeable(name, self._is_buffer(name))
         real = [row for row in self.report.mismatched if not self._is_meta(row)]
         if real:
             raise self.report.error(real, strict=False)
@@ -126,7 +138,7 @@ class ModuleLoad:
         self._tell()
         for name, tensor in tensors.items():
             target = self._target(name)
-            is_buffer = self._container.type(self._wanted[name]) is TensorType.BUFFER
+            is_buffer = self._is_buffer(name)
             tensors[name] = tensor if is_buffer or target is None else self._as_trainable_as(target, tensor)
             insert_into_module(self._modules, name, is_buffer, tensors[name])
         for alias, name in self._ties.items():
@@ -190,23 +202,15 @@ def differing(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list
     return [name for name in supplied[1:] if tensors[name] is not first and not same_bits(first, tensors[name])]
 
 
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors, on whatever devices, have one dtype, one shape and the same bytes."""
-    a, b = x.detach(), y.detach()
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8).to(a.device))
-
-
 def _places(container: Container, entries: Sequence[int]) -> dict[str, int]:
-    """Entries by the stored name of a tensor that was written from a module, with its dot; of two, the later one."""
+    """Entries by the name of a tensor in a module, that of a root with its dot; of two, the later one."""
     found: dict[str, int] = {}
     for i in entries:
         name = container.names[i]
-        if not isinstance(name, str) or container.type(i) is TensorType.STATE_DICT:
+        if not isinstance(name, str):
             raise NotImplementedError(
-                f"tensor {name!r} was written from a state dict, which has no modules to load into; "
-                "use module.load_state_dict(deserializer) or deserializer.tree()"
+                f"tensor {name!r} was written from nested containers, which have no modules to load into; "
+                "deserializer.tree() gives the containers, and module.load_state_dict() takes one of them"
             )
         place = name if "." in name else f".{name}"
         found.pop(place, None)

@@ -17,6 +17,7 @@ from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.reader import converts, no_collections
 from tensorizer._system import cuda_engine
 from tensorizer._system.devices import empty, ordinary_tensors, resolve_cuda_device
+from tensorizer.errors import FormatError
 
 __all__ = ["PartReader", "TensorFacts", "Wanted"]
 
@@ -64,6 +65,11 @@ class PartReader:
         container = self._container
         entry = container.targets.get(entry, entry)
         stored, shape = container.stored_dtype(entry), container.shape(entry)
+        if stored is None and container.index.format == "safetensors":
+            raise FormatError(
+                f"{container.source_name}: tensor {container.names[entry]!r}: torch has no dtype for "
+                f"{container.index.container_dtype(entry)}"
+            )
         if stored is None or container.may_be_scalar(entry):
             if not container.has_header(entry):
                 container.read_headers([entry])
@@ -137,7 +143,7 @@ class PartReader:
             tensor = kept.detach()
             part = tensor[want.index].to(want.device, copy=True)
         else:
-            (tensor,) = container.read_raw([entry], verify).tensors
+            (tensor,) = container.read_raw([entry], verify)
             part = tensor[want.index]
             if want.into is None:
                 part = part.to(self._given(tensor.dtype)).to(want.device)

@@ -61,16 +61,47 @@ class ShardedIndex:
         """The number of a shard's first entry."""
         return self._begins[shard]
 
-    def __getattr__(self, name: str) -> Any:
-        """Facts of one entry: ``shape(i)`` and the like, from its shard."""
-        if name.startswith("_"):
-            raise AttributeError(name)
+    # ---- facts of one entry, from its shard -------------------------------------------------------------------------
 
-        def fact(i: int) -> Any:
-            shard, local = self.place(i)
-            return getattr(self._shards[shard], name)(local)
+    def container_dtype(self, i: int) -> str:
+        shard, local = self.place(i)
+        return self._shards[shard].container_dtype(local)
 
-        return fact
+    def data_nbytes(self, i: int) -> int:
+        shard, local = self.place(i)
+        return self._shards[shard].data_nbytes(local)
+
+    def data_offset(self, i: int) -> int:
+        shard, local = self.place(i)
+        return self._shards[shard].data_offset(local)
+
+    def dtype(self, i: int) -> bytes:
+        shard, local = self.place(i)
+        return self._shards[shard].dtype(local)
+
+    def entry_version(self, i: int) -> int:
+        shard, local = self.place(i)
+        return self._shards[shard].entry_version(local)
+
+    def loaded_nbytes(self, i: int) -> int:
+        shard, local = self.place(i)
+        return self._shards[shard].loaded_nbytes(local)
+
+    def offset(self, i: int) -> int:
+        shard, local = self.place(i)
+        return self._shards[shard].offset(local)
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        shard, local = self.place(i)
+        return self._shards[shard].shape(local)
+
+    def stored_name(self, i: int) -> bytes:
+        shard, local = self.place(i)
+        return self._shards[shard].stored_name(local)
+
+    def type(self, i: int) -> int:
+        shard, local = self.place(i)
+        return self._shards[shard].type(local)
 
     def total_loaded_nbytes(self, selection: Sequence[int]) -> int:
         """Bytes of the selected tensors in memory, each counted once."""
@@ -195,12 +226,13 @@ class ShardedContainer(Container):
         for part in self._parts(i for i in entries if i < self._shard_index.entry_count):
             part.container.read_headers(part.entries)
 
-    def read_raw(self, entries: Sequence[int], verify: bool) -> LoadedBatch:
-        tensors: dict[int, torch.Tensor] = {}
+    def read_raw(self, entries: Sequence[int], verify: bool) -> list[torch.Tensor]:
+        tensors: dict[tuple[int, int], torch.Tensor] = {}
         for part in self._parts(entries):
-            loaded = part.of_all(part.container.read_raw(part.entries, verify))
-            tensors.update(zip(loaded.entries, loaded.tensors))
-        return LoadedBatch(entries, [tensors[i] for i in entries], loaded.headers)
+            loaded = part.container.read_raw(part.entries, verify)
+            tensors.update(zip(((part.begin, i) for i in part.entries), loaded))
+        places = [self._shard_index.place(i) for i in entries]
+        return [tensors[self._shard_index.begin(shard), local] for shard, local in places]
 
     def may_cast(self, i: int) -> bool:
         shard, local = self._shard_index.place(i)

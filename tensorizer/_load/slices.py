@@ -44,6 +44,11 @@ class TensorSlice:
             self._facts = self._slices._parts.facts(self._entry)
         return self._facts
 
+    def _told_by_container(self) -> bool:
+        """Whether the file says what torch has no dtype for."""
+        container = self._slices._container
+        return container.index.format == "safetensors" and container.stored_dtype(self._entry) is None
+
     @property
     def shape(self) -> torch.Size:
         """Of the whole tensor."""
@@ -66,11 +71,15 @@ class TensorSlice:
         return math.prod(facts.shape) * facts.loaded_dtype.itemsize
 
     def get_shape(self) -> list[int]:
-        """The shape as a list, as ``safetensors`` gives it."""
+        """The shape as a list, as ``safetensors`` gives it; known also where torch lacks the dtype."""
+        if self._told_by_container():
+            return list(self._slices._container.shape(self._entry))
         return list(self._known().shape)
 
     def get_dtype(self) -> str:
         """The dtype by its ``safetensors`` name (``"BF16"``), or torch's where that has none."""
+        if self._told_by_container():
+            return self._slices._container.index.container_dtype(self._entry)
         dtype = self.dtype
         return safetensors_dtype(dtype) or str(dtype).replace("torch.", "", 1)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
+from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, add_force, check_names_object, stream_options
 from tensorizer.cli.output import Output, escaped
+
+if TYPE_CHECKING:
+    from tensorizer._files.verify import VerifyReport
 
 
 def add_parsers(commands: Any) -> None:
@@ -19,8 +23,13 @@ def add_parsers(commands: Any) -> None:
     )
     parser.add_argument("source", metavar="SRC", help="a path, URI or -")
     parser.add_argument("target", metavar="DST", help="a path, URI or -")
-    parser.add_argument("--verify", action="store_true", help="compare the source's tensors with their digests first")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare tensors with their digests first; where there are none, the copy with the source",
+    )
     add_force(parser)
+    add_key_options(parser, "the source, for --verify")
     add_common(parser)
     parser.set_defaults(run=run)
 
@@ -28,8 +37,8 @@ def add_parsers(commands: Any) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     import sys
 
-    from tensorizer._files.copy import check_target, copy_file
-    from tensorizer._files.verify import verify
+    from tensorizer._files.copy import check_target, copy_file, sha256_of_file
+    from tensorizer._files.verify import describe
 
     source, target = arguments.source, arguments.target
     options = stream_options(arguments, source, target)
@@ -43,15 +52,41 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             raise UsageError("--json and a target of - would share standard output")
     else:
         check_target(target, arguments.force, options)
+    compares_bytes = False
     if arguments.verify:
-        report = verify(source, stream_options=options)
-        if not report.ok:
+        report = _verify_tensors(arguments, output, options)
+        if report is not None and not report.may_be_right:
+            output.error(f"{escaped(report.source)}: {describe(report)}; nothing was copied")
             for mismatch in report.mismatched:
                 output.error(escaped(mismatch.reason))
             return DIFFERS
+        compares_bytes = report is None or bool(report.unverified)
+        if compares_bytes and target == "-":
+            raise UsageError(
+                f"{escaped(shown_uri(source))} holds tensors without a digest, and --verify cannot read "
+                "standard output again to compare bytes: copy it to a name"
+            )
     nbytes = copy_file(source, target, progress=output.progress(), stream_options=options)
+    if compares_bytes and sha256_of_file(source, options) != sha256_of_file(target, options):
+        output.error(f"{escaped(shown_uri(target))}: its bytes differ from those of {escaped(shown_uri(source))}")
+        return DIFFERS
     if output.json:
         output.document({"source": shown_uri(source), "target": shown_uri(target), "nbytes": nbytes})
     else:
-        output.detail(f"{escaped(shown_uri(target))}: {nbytes:,} bytes")
+        how = ", compared byte by byte with the source" if compares_bytes else ""
+        output.detail(f"{escaped(shown_uri(target))}: {nbytes:,} bytes{how}")
     return OK
+
+
+def _verify_tensors(arguments: argparse.Namespace, output: Output, options: Any) -> VerifyReport | None:
+    """The tensors of the source against their digests; ``None`` where it is no file of tensors."""
+    from tensorizer._files.inspect import inspect
+    from tensorizer._files.verify import verify
+    from tensorizer.errors import FormatError
+
+    try:
+        info = inspect(arguments.source, stream_options=options)
+    except FormatError:
+        return None
+    key = decryption(arguments, output, info.encrypted, what=escaped(info.source))
+    return verify(arguments.source, encryption=key, progress=output.progress(), stream_options=options)

@@ -129,4 +129,18 @@ def _message(error: BaseException) -> str:
     """What went wrong, as other commands say it: the file, then what the system found."""
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
         return f"{shown_uri(error.filename)}: {error.strerror}"
-    return str(error) or type(error).__name__
+    text = str(error) or type(error).__name__
+    for keyword, option in _OPTIONS_OF_KEYWORDS.items():
+        text = text.replace(keyword, option)
+    return text
+
+
+# What messages of the package advise, in the words of the command line.
+_OPTIONS_OF_KEYWORDS = {
+    "pass force_http=True for plain HTTP": "--s3-endpoint http://HOST asks for plain HTTP",
+    "set s3_region_name or s3_endpoint": "set AWS_REGION or --s3-endpoint",
+    "pass s3_access_key_id and s3_secret_access_key": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "(force replaces it)": "(--force replaces it)",
+    "(force removes it)": "(--force removes it)",
+    "sha256: wanted": "--sha256: wanted",
+}

@@ -36,7 +36,9 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reading and writing")
     group.add_argument("--num-readers", type=_positive, metavar="N", help="most reading threads; default: as useful")
-    group.add_argument("--s3-endpoint", metavar="HOST", help="host of the object store")
+    group.add_argument(
+        "--s3-endpoint", metavar="HOST", help="host of the object store; with http:// in front, without TLS"
+    )
     group.add_argument("--s3-profile", metavar="NAME", help="profile of the AWS configuration files")
 
 
@@ -56,7 +58,9 @@ def stream_options(arguments: argparse.Namespace, *uris: str) -> Optional[dict[s
         _check_names_something(uri)
     if not any(uri.lower().startswith("s3://") for uri in uris):
         return None
-    chosen = {"s3_endpoint": arguments.s3_endpoint, "s3_profile": arguments.s3_profile}
+    chosen: dict[str, Any] = {"s3_endpoint": arguments.s3_endpoint, "s3_profile": arguments.s3_profile}
+    if (arguments.s3_endpoint or "").lower().startswith("http://"):
+        chosen["force_http"] = True  # whoever types the scheme has asked for it
     return {name: value for name, value in chosen.items() if value is not None} or None
 
 

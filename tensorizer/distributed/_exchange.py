@@ -69,13 +69,18 @@ def gather_into(
         Exception: A rank could not read; on all ranks.
     """
     group, where = ranks.gathers_on(device)
-    total = sum(file.get_slice(name).nbytes for name in names)
-    slot = max(min(_SLOT_NBYTES, -(-total // ranks.size)), _longest_row(file, names))
-    slot = -(-slot // _ALIGNMENT) * _ALIGNMENT
-    windows = _Windows(_slots(file, names, slot), ranks.size)
-    parts = [torch.zeros(slot + _FLAG_NBYTES, dtype=torch.uint8, device=where) for _ in range(2)]
-    gathered = empty((ranks.size, slot + _FLAG_NBYTES), dtype=torch.uint8, device=where)
     failure: Optional[BaseException] = None
+    parts: list[torch.Tensor] = []
+    try:  # sizes may be in record headers, which have to be read, and there may be no memory for a slot
+        total = sum(file.get_slice(name).nbytes for name in names)
+        slot = max(min(_SLOT_NBYTES, -(-total // ranks.size)), _longest_row(file, names))
+        slot = -(-slot // _ALIGNMENT) * _ALIGNMENT
+        windows = _Windows(_slots(file, names, slot), ranks.size)
+        parts = [torch.zeros(slot + _FLAG_NBYTES, dtype=torch.uint8, device=where) for _ in range(2)]
+        gathered = empty((ranks.size, slot + _FLAG_NBYTES), dtype=torch.uint8, device=where)
+    except BaseException as error:
+        failure = error
+    ranks.agree(failure)
     received = 0
     window, number = windows.next(), 0
     if window:

@@ -230,8 +230,12 @@ def _gather(opened: Opened, places: Mapping[Name, Place], failure: Optional[Base
                 if len(of_entry) > turn
             }
             received += gather_into(ranks, file, names, by_data, opened.device)
-        for into, same in copies:
-            into.copy_(same)
+        try:
+            for into, same in copies:
+                into.copy_(same)
+        except BaseException as error:
+            failure = error
+    ranks.agree(failure)
     return received
 
 

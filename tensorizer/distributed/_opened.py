@@ -50,7 +50,11 @@ class Opened:
         """Collective: what rank 0 makes of ``"auto"``. Elements that ranks want tell whether several want the same."""
         container = self.file._container
         in_memory = not container.network and _is_prompt(container)
-        everything = sum(part.shape.numel() for part in self.file.slices().values())
+        everything = 0
+        try:  # shapes may be in record headers, which have to be read
+            everything = sum(part.shape.numel() for part in self.file.slices().values())
+        except BaseException as error:
+            failure = failure or error
         asked = self.ranks.agree(failure, (exchange, in_memory and self.device.type == "cpu", wanted))
         first, cached, _ = asked[0]
         if self.ranks.size == 1:

@@ -10,9 +10,9 @@ import torch
 
 from tensorizer._format.extra_state import state_name
 from tensorizer._format.names import Name
+from tensorizer._format.payloads import same_bits
 from tensorizer._load.digests import listed
 from tensorizer._load.fit import shown
-from tensorizer._load.modules import same_bits
 from tensorizer._system.devices import empty, resolve_cuda_device
 from tensorizer.distributed._boxes import Box, box_of
 from tensorizer.distributed._exchange import Place, whole

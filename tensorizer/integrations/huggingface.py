@@ -22,6 +22,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import TensorDeserializer, TensorSerializer, stream_io
+from tensorizer._load.device_choice import as_device
 from tensorizer._system.redaction import shown_location
 from tensorizer.utils import get_device, no_init_or_tensor
 
@@ -174,7 +175,7 @@ def from_pretrained(
     from tensorizer.integrations._hf.opening import open_place
     from tensorizer.integrations._hf.options import LoadOptions
 
-    if mmap and (device_map is not None or torch.device(device or "cpu").type != "cpu"):
+    if mmap and (device_map is not None or as_device(device).type != "cpu"):
         raise ValueError("mmap: views of a file are on the CPU; wanted no device= and no device_map=")
     options = LoadOptions(
         dtype=dtype,

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import IO, TYPE_CHECKING, Any, Optional, Union, cast
 
 import torch
 
@@ -23,10 +23,11 @@ from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
-from tensorizer.distributed._checkpoint.values import decoded, encoded, load_vetted, saved
+from tensorizer.distributed._checkpoint.values import NotSimple, decoded, encoded, load_vetted, saved
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import FormatError
 from tensorizer.serializer import TensorSerializer
+from tensorizer.stream_io import open_stream
 
 try:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -46,6 +47,7 @@ _STRATEGIES = ("TensorizerFSDPStrategy", "TensorizerModelParallelStrategy")
 __all__ = ["TensorizerCheckpointIO", *_STRATEGIES]
 
 _KEY = "lightning.checkpoint"
+_ZIP = b"PK\x03\x04"  # what files of torch.save begin with
 
 MapLocation = Union[str, torch.device, Mapping[str, Any], Callable[[Any, str], Any], None]
 
@@ -140,7 +142,10 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         map_location: MapLocation = None,
         weights_only: Optional[bool] = None,
     ) -> dict[str, Any]:
-        """The checkpoint, as it was given to :meth:`save_checkpoint`.
+        """The checkpoint, as it was given to :meth:`save_checkpoint`; one that ``torch.save`` wrote loads too.
+
+        So a run that began with Lightning's own plugin goes on with this one, under that plugin's rule for
+        `weights_only`: ``torch.load`` gets it as it is.
 
         Args:
             path: Where it is.
@@ -154,13 +159,19 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             pickle.UnpicklingError: It holds more than simple values, and `weights_only` is not ``False``.
         """
         self._wait()
-        options = self._stream_options or None
+        options = (self._stream_options or None) if scheme_of(path) is not None else None
+        where: Any = map_location
+        with open_stream(os.fspath(path), "rb", **(options or {})) as stream:
+            if stream.read(len(_ZIP)) == _ZIP:
+                stream.seek(0)
+                found: dict[str, Any] = torch.load(cast(IO[bytes], stream), where, weights_only=weights_only)
+                return found
         with TensorDeserializer(
             os.fspath(path),
             device="cpu",
             encryption=self._decryption,
             verify_hash=self._verify,
-            stream_options=options if scheme_of(path) is not None else None,
+            stream_options=options,
         ) as file:
             text = file.metadata.get(_KEY)
             if text is None:
@@ -176,7 +187,6 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                         moved[name] = _mapped(file[name].detach(), map_location)
                     return moved[name]
                 data = io.BytesIO(file[name].detach().numpy().tobytes())
-                where: Any = map_location
                 if weights_only is False:
                     return torch.load(data, map_location=where, weights_only=False)
                 return torch.load(saved(load_vetted(name, data)), map_location=where, weights_only=True)
@@ -217,10 +227,17 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             names[id(value)] = name
             tensors[name] = value.detach()
             return {"tensor": name}
-        tensors[name] = torch.frombuffer(bytearray(saved(value).getbuffer()), dtype=torch.uint8)
+        try:
+            content = saved(value)
+        except Exception as error:  # whatever an object of somebody else's raises when it is pickled
+            raise NotSimple(f"a {type(value).__name__} cannot be stored: {error}") from error
+        tensors[name] = torch.frombuffer(bytearray(content.getbuffer()), dtype=torch.uint8)
         return {"saved": name}
 
-    return encoded(checkpoint, leaf), tensors
+    try:
+        return encoded(checkpoint, leaf), tensors
+    except NotSimple as error:
+        raise TypeError(f"checkpoint{error}") from error
 
 
 def _is_storable(name: str, tensor: torch.Tensor) -> bool:

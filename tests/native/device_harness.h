@@ -59,7 +59,7 @@ inline void load(CopyEngine& engine, const Bytes& source, const std::vector<Unit
                  unsigned workers = 3) {
   std::atomic<size_t> next{0};
   run_workers(workers, {}, [&](const std::stop_token& stop) {
-    const std::unique_ptr<Lane> lane = engine.make_lane();
+    const std::unique_ptr<Lane> lane = engine.make_lane(false);
     for (size_t n = next++; n < units.size(); n = next++) {
       const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
       for (const CopyPiece& piece : units[n].pieces)
@@ -77,7 +77,7 @@ inline Bytes save(CopyEngine& engine, uint64_t nbytes, const std::vector<Unit>& 
   Bytes result(nbytes);
   std::atomic<size_t> next{0};
   run_workers(workers, {}, [&](const std::stop_token& stop) {
-    const std::unique_ptr<Lane> lane = engine.make_lane();
+    const std::unique_ptr<Lane> lane = engine.make_lane(false);
     for (size_t n = next++; n < units.size(); n = next++) {
       const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
       lane->fetch(units[n].pieces, stop);

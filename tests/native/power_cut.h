@@ -243,7 +243,7 @@ class PowerCut final : public io::FileCalls {
     return 0;  // the real disk may take its time
   }
   static ino_t inode(int fd) {
-    struct stat info {};
+    struct stat info{};
     fstat(fd, &info);
     return info.st_ino;
   }

@@ -112,7 +112,9 @@ class HostEngine final : public device::CopyEngine {
   uint64_t buffer_nbytes() const noexcept override { return buffer_nbytes_; }
   bool is_ready() const noexcept override { return true; }
   void order_after_caller() override {}
-  std::unique_ptr<device::Lane> make_lane() override { return std::make_unique<HostLane>(*this); }
+  std::unique_ptr<device::Lane> make_lane(bool) override {
+    return std::make_unique<HostLane>(*this);
+  }
   void wipe(std::span<const device::DeviceRange> destinations) noexcept override {
     for (const device::DeviceRange& range : destinations)
       std::memset(range.device_address, 0, range.nbytes);
@@ -193,8 +195,8 @@ inline std::vector<Tensor> make_tensors(const std::vector<size_t>& sizes, uint64
 
 // One write call of byte tensors.
 inline void write_call(save::SaveSession& session, const std::vector<Tensor>& tensors,
-                       bool growing = false, device::CopyEngine* engine = nullptr) {
-  const std::stop_token stop;
+                       bool growing = false, device::CopyEngine* engine = nullptr,
+                       const std::stop_token& stop = {}) {
   std::vector<save::TensorToWrite> plan;
   std::vector<format::TensorPath> paths;
   std::vector<device::TensorMemory> payloads;

@@ -59,6 +59,27 @@ TEST(Stress, SavesThatFailSomewhereLeaveNothingPublished) {
   }
 }
 
+TEST(Stress, FailedEncryptedSavesOfLargeTensorsFreeNoBufferThatAnotherWorkerHashes) {
+  std::mt19937 random(3);
+  const auto tensors = make_tensors({20 << 20, 17 << 20, 25 << 20, 9 << 20}, 7);
+  for (int round = 0; round < 60; ++round) {
+    auto sink = std::make_shared<MemorySink>();
+    sink->bytes.reserve(80 << 20);
+    std::stop_source stop;
+    const int last = 1 + static_cast<int>(random() % 10);
+    if (round % 3 == 2) {
+      sink->before_write = [&, left = std::make_shared<std::atomic<int>>(last)](uint64_t) {
+        if (--*left == 0) stop.request_stop();
+      };
+    } else {
+      sink->fail_at = last;
+    }
+    save::SaveSession session(sink, 0, {.max_workers = 6, .key = test_key()});
+    EXPECT_THROW(write_call(session, tensors, false, nullptr, stop.get_token()), Error);
+    EXPECT_TRUE(sink->published.empty());
+  }
+}
+
 TEST(Stress, TheFirstFailureOfAGroupSurfacesAndTheOthersStop) {
   for (int round = 0; round < 50; ++round) {
     try {

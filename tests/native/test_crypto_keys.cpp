@@ -164,14 +164,11 @@ TEST(DeriveKey, RefusesUnknownAlgorithms) {
 
 TEST(DeriveKey, RefusesToSpendMoreThanTheLimits) {
   const DerivationLimits limits{3, 1 << 20};
-  EXPECT_EQ(code_of([&] {
-              derive_key(text("x"), {4, 8192, kArgon2id13, kZeroSalt}, limits);
-            }),
+  EXPECT_EQ(code_of([&] { derive_key(text("x"), {4, 8192, kArgon2id13, kZeroSalt}, limits); }),
             Errc::crypto);
-  EXPECT_EQ(code_of([&] {
-              derive_key(text("x"), {1, (1 << 20) + 1, kArgon2id13, kZeroSalt}, limits);
-            }),
-            Errc::crypto);
+  EXPECT_EQ(
+      code_of([&] { derive_key(text("x"), {1, (1 << 20) + 1, kArgon2id13, kZeroSalt}, limits); }),
+      Errc::crypto);
   derive_key(text("x"), {3, 1 << 20, kArgon2id13, kZeroSalt}, limits);
   // Terabytes and billions of passes, which the defaults must stop before anything is allocated or
   // computed.

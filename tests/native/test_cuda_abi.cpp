@@ -31,7 +31,7 @@ struct SameShape<R1 (*)(A1...), R2 (*)(A2...)> {
       return false;
     } else {
       return sizeof(R1) == sizeof(R2) &&
-             ((sizeof(A1) == sizeof(A2) && std::is_pointer_v<A1> == std::is_pointer_v<A2>)&&...);
+             ((sizeof(A1) == sizeof(A2) && std::is_pointer_v<A1> == std::is_pointer_v<A2>) && ...);
     }
   }();
 };

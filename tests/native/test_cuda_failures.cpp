@@ -147,7 +147,7 @@ TEST_F(CudaFailure, WhenNobodyCanTellWhetherACopyEndedItsMemoryIsNeverUsedAgain)
   // Never freed: it may still be written to.
   static const auto* const memory = new DeviceMemory(kSource.size());
   auto bystander = std::make_unique<CudaCopyEngine>(options());
-  auto lane = bystander->make_lane();
+  auto lane = bystander->make_lane(false);
   {
     CudaCopyEngine engine(options());
     fake().fail("cuEventQuery:3:999,cuStreamSynchronize:1:999");
@@ -201,11 +201,11 @@ TEST_F(CudaFailure, AStopEndsTheWaitForABuffer) {
   CudaCopyEngine engine(options());
   std::vector<std::unique_ptr<Lane>> lanes;
   for (unsigned i = 0; i < 2; ++i) {
-    lanes.push_back(engine.make_lane());
+    lanes.push_back(engine.make_lane(false));
     while (!lanes.back()->try_acquire().empty()) {
     }
   }
-  const auto lane = engine.make_lane();
+  const auto lane = engine.make_lane(false);
   const SoonStopped stop;
   EXPECT_EQ(code_of([&] { static_cast<void>(next_buffer(*lane, stop.token(), [] {})); }),
             Errc::cancelled);
@@ -219,7 +219,7 @@ TEST_F(CudaFailure, AStopEndsTheWaitForWorkOfTheCallerThatNeverEnds) {
     CudaCopyEngine engine(options(stream));
     EXPECT_FALSE(engine.is_ready());
     const SoonStopped stop;
-    const auto lane = engine.make_lane();
+    const auto lane = engine.make_lane(false);
     static_cast<void>(lane->try_acquire());
     const CopyPiece piece{0, memory.data(), 1000};
     EXPECT_EQ(code_of([&] { lane->send({&piece, 1}, stop.token()); }), Errc::cancelled);
@@ -249,7 +249,7 @@ TEST_F(CudaFailure, ACancelledEngineEndsEveryWaitAndTouchesNothing) {
     CudaCopyEngine engine(options(stream));
     fake().compute(stream, 0, memory.data(), 4000, 9, 50'000);
     engine.order_after_caller();
-    const auto lane = engine.make_lane();
+    const auto lane = engine.make_lane(false);
     static_cast<void>(lane->try_acquire());
     engine.cancel();
     const CopyPiece piece{0, memory.data(), 4000};
@@ -266,7 +266,7 @@ TEST_F(CudaFailure, APieceThatLeavesItsBufferIsRefused) {
   for (const CopyPiece piece : {CopyPiece{0, memory.data(), engine.buffer_nbytes() + 1},
                                 CopyPiece{engine.buffer_nbytes() + 1, memory.data(), 0},
                                 CopyPiece{1, memory.data(), UINT64_MAX}}) {
-    const auto lane = engine.make_lane();
+    const auto lane = engine.make_lane(false);
     static_cast<void>(lane->try_acquire());
     EXPECT_EQ(code_of([&] { lane->send({&piece, 1}, {}); }), Errc::invalid_argument);
   }
@@ -278,7 +278,7 @@ TEST_F(CudaFailure, ALaneThatDiesWithCopiesInFlightWaitsForThem) {
   DeviceMemory memory(kSource.size());
   CudaCopyEngine engine(options());
   {
-    const auto lane = engine.make_lane();
+    const auto lane = engine.make_lane(false);
     for (const Unit& unit : units(memory, engine)) {
       if (lane->try_acquire().empty()) break;
       lane->send(unit.pieces, {});

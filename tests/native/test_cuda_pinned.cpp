@@ -28,7 +28,9 @@ TEST_F(CudaPinned, IsPinnedOnceAndSharedByLoadsOfADevice) {
   }
   EXPECT_TRUE(same(first.bytes(), source));
   EXPECT_TRUE(same(second.bytes(), source));
-  { const CudaCopyEngine later(options()); }
+  {
+    const CudaCopyEngine later(options());
+  }
   EXPECT_EQ(fake().calls("cuMemHostRegister"), 1U);
   EXPECT_EQ(Device::get(0).status().users, 0U);
 }
@@ -46,6 +48,28 @@ TEST_F(CudaPinned, EveryDeviceHasItsOwn) {
   EXPECT_EQ(fake().calls("cuMemHostRegister"), 2U);
 }
 
+TEST_F(CudaPinned, BuffersOfASecretLaneAreWipedBeforeOthersGetThem) {
+  CudaCopyEngine engine(options());
+  DeviceMemory target(1000);
+  for (const bool secret : {false, true}) {
+    std::byte* filled = nullptr;
+    {
+      const auto lane = engine.make_lane(secret);
+      const std::span<std::byte> buffer = lane->try_acquire();
+      std::fill_n(buffer.begin(), 1000, std::byte{0xAB});
+      filled = buffer.data();
+      const CopyPiece piece{0, target.data(), 1000};
+      lane->send({&piece, 1}, {});
+      lane->finish({});
+    }
+    const auto next = engine.make_lane(false);
+    const std::span<std::byte> buffer = next->try_acquire();
+    ASSERT_EQ(buffer.data(), filled) << "the last one returned goes out first";
+    EXPECT_EQ(buffer[999], secret ? std::byte{0} : std::byte{0xAB});
+    EXPECT_EQ(target.bytes()[999], std::byte{0xAB});
+  }
+}
+
 TEST_F(CudaPinned, GoesBackOnRequestOnceNobodyUsesIt) {
   {
     const CudaCopyEngine engine(options());
@@ -59,7 +83,9 @@ TEST_F(CudaPinned, GoesBackOnRequestOnceNobodyUsesIt) {
 TEST_F(CudaPinned, GoesBackWhenIdleButNotBeforeItsTime) {
   CudaCopyOptions brief = options();
   brief.pinned.keep_idle = 1500ms;
-  { const CudaCopyEngine engine(brief); }
+  {
+    const CudaCopyEngine engine(brief);
+  }
   EXPECT_TRUE(Device::get(0).status().present);
   for (int i = 0; i < 10; ++i) {  // used again and again: it stays
     std::this_thread::sleep_for(10ms);
@@ -75,7 +101,9 @@ TEST_F(CudaPinned, GoesBackWhenIdleButNotBeforeItsTime) {
 TEST_F(CudaPinned, OfNoIdleTimeGoesBackAtOnce) {
   CudaCopyOptions once = options();
   once.pinned.keep_idle = 0ms;
-  { const CudaCopyEngine engine(once); }
+  {
+    const CudaCopyEngine engine(once);
+  }
   EXPECT_STREQ(fake().leaks(), "");
 }
 
@@ -118,7 +146,7 @@ TEST_F(CudaPinned, ADeviceThatDoesNotExistIsAnErrorThatCountsThem) {
 TEST_F(CudaPinned, BuffersThatNothingWasSentFromGoBack) {
   CudaCopyEngine engine(options());
   for (unsigned i = 0; i < 3 * kFewBuffers.slots; ++i)
-    EXPECT_FALSE(engine.make_lane()->try_acquire().empty());
+    EXPECT_FALSE(engine.make_lane(false)->try_acquire().empty());
   EXPECT_EQ(Device::get(0).status().free_slots, kFewBuffers.slots);
 }
 
@@ -138,13 +166,13 @@ TEST_F(CudaPinned, ALoadThatComesLaterGetsABufferOfOneThatHasThemAll) {
   CudaCopyEngine first(options()), second(options());
   std::vector<std::unique_ptr<Lane>> greedy;
   for (unsigned i = 0; i < 2; ++i) {
-    greedy.push_back(first.make_lane());
+    greedy.push_back(first.make_lane(false));
     while (!greedy.back()->try_acquire().empty()) {
     }
   }
   std::atomic<bool> served{false};
   std::jthread late([&] {
-    const auto lane = second.make_lane();
+    const auto lane = second.make_lane(false);
     static_cast<void>(next_buffer(*lane, {}, [] {}));
     served = true;
   });

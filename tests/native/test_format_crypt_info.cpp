@@ -73,9 +73,8 @@ TEST(CryptInfo, spare_bytes_in_chunks_and_block_are_ignored) {
 
 TEST(CryptInfo, unknown_chunks_and_methods_are_malformed) {
   expect_error(Errc::malformed, [] { parse(block({Build().le(uint16_t{0})})); });
-  expect_error(Errc::malformed, [] {
-    parse(block({parallel(1), Build().le(uint16_t{4}).zeros(40)}));
-  });
+  expect_error(Errc::malformed,
+               [] { parse(block({parallel(1), Build().le(uint16_t{4}).zeros(40)})); });
   expect_error(Errc::malformed, [] { parse(block({parallel(1), derivation(2)})); });
 }
 

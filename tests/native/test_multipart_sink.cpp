@@ -14,6 +14,7 @@
 
 #include "bytes.h"
 #include "core/error.h"
+#include "no_threads.h"
 
 namespace tensorizer::io {
 namespace {
@@ -481,6 +482,30 @@ TEST_F(MultipartSinkTest, AStopEndsWaitingWritersAndFinish) {
     EXPECT_EQ(store_.aborted, 1);
     store_.aborted = 0;
   }
+}
+
+TEST_F(MultipartSinkTest, WithoutAnyThreadTheWriterUploads) {
+  const testing::NoThreads none;
+  const Bytes data = random_bytes(9 * kPart + 77);
+  {
+    auto sink = make(3, 4 * kPart);
+    sink->reserve(data.size());
+    for (uint64_t at = 0; at < data.size(); at += 50'000)
+      write(*sink, data, at, std::min<uint64_t>(at + 50'000, data.size()));
+    EXPECT_LE(sink->peak_nbytes(), 5 * kPart);
+    sink->publish(data.size(), stop_);
+    sink->finish(stop_);
+  }
+  EXPECT_TRUE(same(store_.object, data));
+  EXPECT_EQ(store_.most_running, 1);
+  store_.has_object = false;
+  store_.completed = store_.created = 0;
+  store_.fail_part = 3;
+  auto failing = make(3, 4 * kPart);
+  failing->reserve(data.size());
+  EXPECT_THROW(write(*failing, data, 0, data.size()), Error);
+  failing.reset();
+  expect_nothing_stored(1);
 }
 
 TEST_F(MultipartSinkTest, AnObjectAboveTheStoresLimitIsRefusedBeforeAnythingIsSent) {

@@ -2,9 +2,12 @@
 #include "digest/record_digester.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <map>
 #include <optional>
 #include <random>
+#include <thread>
 
 #include "core/run_units.h"
 #include "session_harness.h"
@@ -15,6 +18,7 @@ namespace {
 using digest::RecordDigester;
 using digest::RecordDigests;
 using digest::RecordStart;
+using digest::StepsInBuffers;
 
 // A header's worth of bytes in front, as hash inputs begin.
 RecordStart start_of(const Bytes& header, format::HashChoice wanted = {}) {
@@ -299,6 +303,34 @@ TEST(RecordDigester, WhatTheCompletionThrowsReachesTheCaller) {
   digester.expect(1, start_of(record.header));
   for (uint32_t step = 0; step < record.steps(); ++step) digester.add(1, step, record.step(step));
   EXPECT_THROW(digester.finish({}), Error);
+}
+
+TEST(RecordDigester, BuffersOfAWorkerThatEndsEarlyStayUntilNobodyHashesFromThem) {
+  const Record record{testing::random_bytes(10, 1), testing::random_bytes(3000, 2), 1000};
+  std::atomic<bool> hashing{false}, buffer_is_gone{false}, gone_while_hashing{false};
+  const auto look = [&](uint32_t, const RecordDigests&) {
+    hashing = true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    gone_while_hashing = buffer_is_gone.load();
+  };
+  RecordDigester digester(std::vector{1U, record.steps()}, {}, look);
+  digester.expect(0, start_of(record.header));
+  digester.expect(1, start_of(record.header));
+  digester.add(0, 0, record.payload);
+  std::stop_source stop;
+  std::thread other([&] { EXPECT_THROW(digester.finish(stop.get_token()), Error); });
+  {
+    StepsInBuffers buffers(&digester);
+    buffers.begin_buffer();
+    buffers.add({0, 0});
+    while (!hashing) std::this_thread::yield();
+  }
+  buffer_is_gone = true;
+  digester.add(1, 0, {});  // nobody looks at steps that come later
+  stop.request_stop();
+  other.join();
+  EXPECT_FALSE(gone_while_hashing);
+  EXPECT_FALSE(digester.help());
 }
 
 }  // namespace

@@ -2,34 +2,15 @@
 // thread left to give.
 #include "core/run_units.h"
 
-#include <pthread.h>
-
 #include <set>
 
+#include "no_threads.h"
 #include "session_harness.h"
 
 namespace tensorizer::tests {
 namespace {
 
-// While one lives, no thread can be made: the stack of each would not fit the address space.
-class NoThreads {
- public:
-  NoThreads() {
-    pthread_getattr_default_np(&before_);
-    pthread_attr_t huge;
-    pthread_getattr_default_np(&huge);
-    EXPECT_EQ(pthread_attr_setstacksize(&huge, size_t{1} << 47), 0);
-    EXPECT_EQ(pthread_setattr_default_np(&huge), 0);
-    pthread_attr_destroy(&huge);
-  }
-  ~NoThreads() {
-    pthread_setattr_default_np(&before_);
-    pthread_attr_destroy(&before_);
-  }
-
- private:
-  pthread_attr_t before_;
-};
+using testing::NoThreads;
 
 class Noting final : public UnitWorker {
  public:

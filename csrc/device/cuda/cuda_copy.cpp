@@ -94,9 +94,9 @@ bool CudaCopyEngine::is_ready() const noexcept {
   }
 }
 
-std::unique_ptr<Lane> CudaCopyEngine::make_lane() {
+std::unique_ptr<Lane> CudaCopyEngine::make_lane(bool secret) {
   LaneState& state = this->state();
-  return naming(state.device, [&] { return std::make_unique<CudaLane>(state); });
+  return naming(state.device, [&] { return std::make_unique<CudaLane>(state, secret); });
 }
 
 // Copies that began came after the caller's earlier work, so zeros do too. Without any, that work

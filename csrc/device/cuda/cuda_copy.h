@@ -43,7 +43,7 @@ class CudaCopyEngine final : public CopyEngine {
   uint64_t buffer_nbytes() const noexcept override;
   bool is_ready() const noexcept override;
   void order_after_caller() override;
-  std::unique_ptr<Lane> make_lane() override;
+  std::unique_ptr<Lane> make_lane(bool secret) override;
   void wipe(std::span<const DeviceRange> destinations) noexcept override;
 
   // Every wait of its lanes ends in Error(cancelled) from now on. Does not wait for them.

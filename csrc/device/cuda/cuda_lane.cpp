@@ -1,5 +1,7 @@
 #include "device/cuda/cuda_lane.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <chrono>
 #include <string>
@@ -27,8 +29,9 @@ void wait_for_event(const Driver& driver, Event event, const std::stop_token& st
   }
 }
 
-CudaLane::CudaLane(LaneState& shared)
+CudaLane::CudaLane(LaneState& shared, bool secret)
     : shared_(shared),
+      secret_(secret),
       buffers_(*shared.buffers),
       current_(shared.device.driver(), shared.context),
       stream_(buffers_.take_stream()) {
@@ -43,8 +46,8 @@ CudaLane::~CudaLane() {
       std::any_of(in_use_.begin(), in_use_.end(), [](const Use& use) { return use.copies; });
   const Result end = copies ? stream_->settle() : kSuccess;
   if (end == kSuccess) {
-    for (const Use& use : in_use_) buffers_.give_back(use.buffer);
-    for (const unsigned buffer : spare_) buffers_.give_back(buffer);
+    for (const Use& use : in_use_) give_back(use.buffer);
+    for (const unsigned buffer : spare_) give_back(buffer);
     buffers_.give_back(std::move(stream_));
   } else {
     shared_.device.condemn(buffers_, end);
@@ -55,6 +58,14 @@ CudaLane::~CudaLane() {
     --shared_.lanes;
   }
   shared_.changed.notify_all();
+}
+
+void CudaLane::give_back(unsigned buffer) noexcept {
+  if (secret_) {
+    const std::span<std::byte> bytes = buffers_.bytes(buffer);
+    ::explicit_bzero(bytes.data(), bytes.size());
+  }
+  buffers_.give_back(buffer);
 }
 
 std::span<std::byte> CudaLane::try_acquire() {
@@ -82,7 +93,7 @@ void CudaLane::wait(const std::stop_token& stop) {
                      shared_.cancelled, "waiting for copies");
     in_use_.pop_front();
     if (buffers_.has_waiters()) {
-      buffers_.give_back(oldest.buffer);
+      give_back(oldest.buffer);
     } else {
       spare_.push_back(oldest.buffer);
     }

@@ -30,7 +30,7 @@ struct LaneState {
 
 class CudaLane final : public Lane {
  public:
-  explicit CudaLane(LaneState& shared);
+  CudaLane(LaneState& shared, bool secret);
   ~CudaLane() override;
 
   std::span<std::byte> try_acquire() override;
@@ -50,7 +50,10 @@ class CudaLane final : public Lane {
   void check_pieces(std::span<const CopyPiece> pieces) const;
   void wait_for_line(const std::stop_token& stop);
 
+  void give_back(unsigned buffer) noexcept;
+
   LaneState& shared_;
+  const bool secret_;
   PinnedBuffers& buffers_;
   const ContextGuard current_;
   std::unique_ptr<CopyStream> stream_;

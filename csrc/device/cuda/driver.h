@@ -89,11 +89,11 @@ inline constexpr int kSourceAccessInStreamOrder = 1;
   X(cuMemsetD8Async, 3020,                                                         \
     (DevicePointer destination, unsigned char value, size_t nbytes, Stream stream))
 
-#define TENSORIZER_CUDA_OPTIONAL(X)                                                       \
-  X(cuMemcpyBatchAsync, 12080,                                                            \
-    (DevicePointer * destinations, DevicePointer * sources, size_t * sizes, size_t count, \
-     CopyAttributes * attributes, size_t * attribute_starts, size_t attribute_count,      \
-     size_t * failed_index, Stream stream))
+#define TENSORIZER_CUDA_OPTIONAL(X)                                                      \
+  X(cuMemcpyBatchAsync, 12080,                                                           \
+    (DevicePointer * destinations, DevicePointer * sources, size_t* sizes, size_t count, \
+     CopyAttributes* attributes, size_t* attribute_starts, size_t attribute_count,       \
+     size_t* failed_index, Stream stream))
 
 struct Driver {
   int version = 0;  // 1000 * major + 10 * minor

@@ -1,5 +1,7 @@
 #include "device/cuda/pinned_buffers.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cctype>
 #include <fstream>
@@ -108,6 +110,7 @@ bool PinnedBuffers::pin(unsigned slots, uint64_t slot_nbytes) {
   const Result second = driver_.cuMemHostAlloc(&address, nbytes, kHostAllocPortable);
   if (second == kSuccess) {
     data_ = allocated_ = static_cast<std::byte*>(address);
+    ::madvise(address, nbytes, MADV_DONTDUMP);
     return true;
   }
   shortage_ = describe(driver_, second);
@@ -159,7 +162,9 @@ void PinnedBuffers::give_back(unsigned buffer) noexcept {
 }
 
 void PinnedBuffers::wake_all() noexcept {
-  { MutexLock lock(mutex_); }  // a waiter between its test and its sleep must not miss this
+  {
+    MutexLock lock(mutex_);
+  }  // a waiter between its test and its sleep must not miss this
   changed_.notify_all();
 }
 

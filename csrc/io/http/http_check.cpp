@@ -44,11 +44,14 @@ void check_identity(const ResponseHead& head, const ResourceIdentity& known,
         std::to_string(*known.size) + " bytes at open, now " + std::to_string(*found.size);
     refuse_changed(head, sizes.c_str());
   }
-  if (known.etag && found.etag) {
+  // A server that no longer says what the object was recognised by may send another object.
+  if (known.etag) {
+    if (!found.etag) refuse_changed(head, "it had an ETag, and now has none");
     if (*known.etag != *found.etag) refuse_changed(head, "its ETag is another one");
-  } else if (known.last_modified && found.last_modified &&
-             *known.last_modified != *found.last_modified) {
-    refuse_changed(head, "its Last-Modified is another one");
+  } else if (known.last_modified) {
+    if (!found.last_modified) refuse_changed(head, "it had a Last-Modified, and now has none");
+    if (*known.last_modified != *found.last_modified)
+      refuse_changed(head, "its Last-Modified is another one");
   }
 }
 
@@ -202,7 +205,9 @@ Error to_error(const HttpFailure& failure, const std::string& operation, const s
   std::string text = operation + " " + name + ": " + failure.reason;
   if (tries > 1) text += " (after " + std::to_string(tries) + " tries)";
   if (!failure.hint.empty()) text += "; " + failure.hint;
-  return Error(failure.code, text, name, offset);
+  Error error(failure.code, text, name, offset);
+  error.http_status = failure.status;
+  return error;
 }
 
 }  // namespace tensorizer::io

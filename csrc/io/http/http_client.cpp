@@ -86,7 +86,7 @@ HttpEndpoint::Target HttpEndpoint::target(const std::stop_token& stop) {
   MutexLock lock(mutex_);
   renewing_ = false;
   renewed_.notify_all();
-  if (error && !worked_) std::rethrow_exception(error);
+  if (error && !worked_ && !answered_) std::rethrow_exception(error);
   if (error) {
     HttpFailure failure{Errc::io, "a fresh URL or fresh headers could not be had", ""};
     failure.transient = true;
@@ -108,6 +108,16 @@ HttpEndpoint::Target HttpEndpoint::target(const std::stop_token& stop) {
   worked_ = true;
   if (!resolved_) return Target{*home_, headers_, true, generation_, false};
   return Target{*resolved_, headers_, resolved_->origin() == home_->origin(), generation_, true};
+}
+
+void HttpEndpoint::note_answered() {
+  MutexLock lock(mutex_);
+  answered_ = true;
+}
+
+bool HttpEndpoint::may_recover() const {
+  MutexLock lock(mutex_);
+  return answered_ && (address_.renew || provider_);
 }
 
 void HttpEndpoint::found_at(const Target& from, const HttpUrl& to) {
@@ -165,6 +175,7 @@ std::unique_ptr<HttpExchange> HttpClient::start(CurlLane& lane, const std::strin
         });
         if (given_up) return nullptr;
         if (exchange->accepted()) {
+          endpoint.note_answered();
           if (hops > 0) endpoint.found_at(target, url);
           return exchange;
         }
@@ -172,7 +183,12 @@ std::unique_ptr<HttpExchange> HttpClient::start(CurlLane& lane, const std::strin
       }
     } catch (const HttpFailure& failure) {
       if (failure.status == 429 || failure.status == 503) gate.note_overload();
-      if (refusals == kMaxRefusals || !endpoint.refused(target, failure.status)) throw;
+      if (!endpoint.refused(target, failure.status)) throw;
+      if (refusals < kMaxRefusals) continue;
+      // Credentials that are being exchanged come late: renewed again within the time for retries.
+      HttpFailure later = failure;
+      later.transient = later.transient || endpoint.may_recover();
+      throw later;
     }
   }
 }

@@ -59,6 +59,11 @@ class HttpEndpoint {
   // better.
   bool refused(const Target& target, int status);
 
+  // A request was answered as it should be: what renewal fails at from now on may pass.
+  void note_answered();
+  // Whether a target that is refused today may be accepted later: it has been, and can be renewed.
+  bool may_recover() const;
+
   // For messages; holds no credentials and no query. Valid after the first target().
   std::string name() const;
 
@@ -78,7 +83,8 @@ class HttpEndpoint {
   std::shared_ptr<const HttpHeaderList> headers_ GUARDED_BY(mutex_);  // nullptr: to be asked for
   std::chrono::steady_clock::time_point headers_at_ GUARDED_BY(mutex_);
   bool renewing_ GUARDED_BY(mutex_) = false;
-  bool worked_ GUARDED_BY(mutex_) = false;  // there has been a target
+  bool worked_ GUARDED_BY(mutex_) = false;    // renew() and the provider have given something
+  bool answered_ GUARDED_BY(mutex_) = false;  // a server has accepted a request
   uint64_t generation_ GUARDED_BY(mutex_) = 0;
 };
 

@@ -41,8 +41,9 @@ bool ResourceIdentity::proves_content() const noexcept {
 
 std::optional<uint64_t> parse_decimal(std::string_view text) noexcept {
   uint64_t value = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  const char* begin = text.data();
+  const char* end = begin + text.size();
+  const auto [stop, error] = std::from_chars(begin, end, value);
   if (text.empty() || error != std::errc() || stop != end) return std::nullopt;
   return value;
 }

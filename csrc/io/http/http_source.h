@@ -36,10 +36,8 @@ class HttpSource final : public RangeSource {
                const std::stop_token& stop) override;
   const std::byte* view(uint64_t offset, uint64_t nbytes) noexcept override;
   uint64_t bytes_read() const noexcept override;
+  uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) override;
   void close() noexcept override;
-
-  // Like read_at, but stops at the end of the object; returns the bytes read.
-  uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop);
 
   // Connections at the same time from now on; bounded by HttpOptions::max_connections.
   void fix_connections(unsigned connections) { client_.gate.fix(connections); }

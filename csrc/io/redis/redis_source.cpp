@@ -137,6 +137,13 @@ void RedisSource::read_at(uint64_t offset, std::span<const Slice> slices,
       });
 }
 
+uint64_t RedisSource::read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) {
+  if (offset >= end()) return 0;
+  into = into.first(static_cast<size_t>(std::min<uint64_t>(into.size(), end() - offset)));
+  read_at(offset, std::span<const Slice>(&into, 1), stop);
+  return into.size();
+}
+
 void RedisSource::fetch(RedisHandle& redis, std::span<const RedisPiece> pieces,
                         std::span<const Slice> slices, uint64_t& received,
                         const std::stop_token& stop) {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "core/run_units.h"
 #include "core/stop.h"
-#include "core/task_group.h"
 
 namespace tensorizer::io {
 namespace {
@@ -79,16 +79,11 @@ void RedisWriter::write(RangeSource& source, const std::vector<RedisRecord>& rec
   const size_t threads =
       std::min<size_t>(jobs.size(), std::min(useful, std::max(1u, pool_.options().connections)));
   std::atomic<size_t> next{0};
-  TaskGroup group;
-  std::stop_callback forward(stop, [&] { group.request_stop(); });
-  for (size_t i = 0; i < threads; ++i)
-    group.spawn([&](const std::stop_token& group_stop) {
-      for (size_t j = next++; j < jobs.size(); j = next++)
-        run_job(source, std::span(records).subspan(jobs[j].first, jobs[j].last - jobs[j].first),
-                group_stop);
-    });
-  group.join();
-  throw_if_stopped(stop);
+  run_workers(static_cast<unsigned>(threads), stop, [&](const std::stop_token& group_stop) {
+    for (size_t j = next++; j < jobs.size(); j = next++)
+      run_job(source, std::span(records).subspan(jobs[j].first, jobs[j].last - jobs[j].first),
+              group_stop);
+  });
 }
 
 void RedisWriter::run_job(RangeSource& source, std::span<const RedisRecord> records,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 #include "core/checked_math.h"
 #include "core/error.h"
@@ -154,6 +155,7 @@ void MultipartSink::write_at(uint64_t offset, std::span<const ConstSlice> slices
       const size_t n = room.bytes.size();
       std::memcpy(room.bytes.data(), from.data(), n);
       leave_part(room.index, offset, offset + n);
+      upload_here();
       offset += n;
       from = from.subspan(n);
     }
@@ -178,8 +180,11 @@ void MultipartSink::queue(size_t index) {
   queue_.push_back(index);
   ++pending_;
   if (idle_ < queue_.size() && threads_->size() < std::max(1u, options_.uploads)) {
-    threads_->emplace_back([this] { run_uploads(); });
-    ++running_;
+    try {
+      threads_->emplace_back([this] { run_uploads(); });
+      ++running_;
+    } catch (const std::system_error&) {  // no more threads: those there are, or the writer
+    }
   }
   changed_.notify_all();
 }
@@ -211,13 +216,39 @@ void MultipartSink::run_uploads() noexcept {
       fail(std::current_exception());
     }
   }
-  bool abort = false;
   {
     MutexLock lock(mutex_);
-    abort = --running_ == 0 && error_ && upload_ == Upload::created;
-    if (abort) upload_ = Upload::ended;
+    --running_;
   }
-  if (abort) transport_->abort();
+  abort_after_the_last();
+}
+
+// Where the system has no thread to give, the writing thread uploads what is due.
+void MultipartSink::upload_here() noexcept {
+  for (;;) {
+    size_t index = 0;
+    {
+      MutexLock lock(mutex_);
+      if (running_ > 0 || error_ || queue_.empty()) return;
+      index = queue_.front();
+      queue_.pop_front();
+    }
+    try {
+      create_once();
+      upload(index);
+    } catch (...) {
+      fail(std::current_exception());
+    }
+  }
+}
+
+void MultipartSink::abort_after_the_last() noexcept {
+  {
+    MutexLock lock(mutex_);
+    if (running_ > 0 || !error_ || upload_ != Upload::created) return;
+    upload_ = Upload::ended;
+  }
+  transport_->abort();
 }
 
 void MultipartSink::create_once() {
@@ -302,11 +333,14 @@ void MultipartSink::relocate(uint64_t from, uint64_t, uint64_t to, const std::st
 }
 
 void MultipartSink::publish(uint64_t end, const std::stop_token&) {
-  MutexLock lock(mutex_);
-  throw_if_failed();
-  published_ = end;
-  dirty_ = false;
-  for (size_t i = 0; i < parts_.size(); ++i) queue_if_due(i);
+  {
+    MutexLock lock(mutex_);
+    throw_if_failed();
+    published_ = end;
+    dirty_ = false;
+    for (size_t i = 0; i < parts_.size(); ++i) queue_if_due(i);
+  }
+  upload_here();
 }
 
 // Parts that hold void bytes may be on their way, and what they replaced is gone, so there is
@@ -336,6 +370,7 @@ void MultipartSink::stop_threads() noexcept {
     threads.swap(*threads_);
   }
   for (std::thread& thread : threads) thread.join();
+  abort_after_the_last();
   MutexLock lock(mutex_);
   for (Part& part : parts_)
     if (part.writers == 0) free_part(part);
@@ -403,6 +438,10 @@ void MultipartSink::put_rest(const std::stop_token& stop) {
     for (size_t i = 1; i < parts_.size(); ++i)
       if (parts_[i].state == Part::State::filling) queue(i);
     if (parts_[0].state == Part::State::filling) queue(0);
+  }
+  upload_here();
+  {
+    MutexLock lock(mutex_);
     const bool ended = changed_.wait(
         mutex_, stop, [&]() REQUIRES_LOCK(mutex_) { return error_ || pending_ == 0; });
     throw_if_failed();

@@ -135,6 +135,8 @@ class MultipartSink final : public RangeSink {
   void queue(size_t index) REQUIRES_LOCK(mutex_);
   void free_part(Part& part) REQUIRES_LOCK(mutex_);
   void run_uploads() noexcept;
+  void upload_here() noexcept;
+  void abort_after_the_last() noexcept;
   void create_once();
   void upload(size_t index);
   void fail(std::exception_ptr error) noexcept;

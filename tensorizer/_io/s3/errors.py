@@ -38,5 +38,5 @@ def translated(error: Any, operation: str, name: str) -> StreamError:
     status = (getattr(error, "response", None) or {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
     kind = StreamNotFoundError if status == 404 else StreamError
     result = kind(explain(error, operation, name))
-    result.source = name
+    result.source, result.status = name, status
     return result

@@ -250,7 +250,7 @@ class CheckpointFiles:
 
     def _raw(self, file: Optional[SavedFile], items: Sequence[tuple[int, str, Stored]]) -> Sequence[torch.Tensor]:
         assert file is not None
-        loaded = self.container(file).read_raw([entry for entry, *_ in items], self._verify)
+        loaded = self.container(file).reader.read_raw([entry for entry, *_ in items], self._verify)
         self._check_digests(file, [(name, stored) for _, name, stored in items], loaded.headers)
         return loaded.tensors
 

@@ -17,13 +17,14 @@ from tensorizer._save.hashes import HASH_NAMES, check_hashes
 from tensorizer._save.one_call import written_in_one_call
 from tensorizer._system.devices import empty
 from tensorizer._system.threads import thread_limit
+from tensorizer.distributed._boxes import check_cover
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike
 from tensorizer.distributed._checkpoint.marker import JSON, Marker
 from tensorizer.distributed._checkpoint.upkeep import read_markers
 from tensorizer.distributed._checkpoint.values import encoded, from_json
 from tensorizer.encryption import DecryptionParams, EncryptionParams
-from tensorizer.errors import FormatError, UnsupportedContentError
+from tensorizer.errors import UnsupportedContentError
 
 __all__ = ["ConsolidationReport", "consolidate"]
 
@@ -146,13 +147,8 @@ def _tensors(markers: Sequence[Marker]) -> list[_Whole]:
             new = [(o, marker.stored[MetadataIndex(name, at)]) for o, at in boxes if o not in taken]
             found[name] = whole._replace(boxes=[*whole.boxes, *new])
     for whole in found.values():
-        elements = sum(torch.Size(stored.shape).numel() for _, stored in whole.boxes)
-        wanted = torch.Size(whole.shape).numel()
-        if elements != wanted:
-            raise FormatError(
-                f"tensor {whole.name!r}: wanted boxes of {wanted} elements together, found {elements}: "
-                "the checkpoint does not hold all of it"
-            )
+        covered = [tuple((at, at + n) for at, n in zip(offsets, stored.shape)) for offsets, stored in whole.boxes]
+        check_cover(whole.name, whole.shape, covered)
     return list(found.values())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 
 from tensorizer import _C
 from tensorizer._io.sinks import open_sink
-from tensorizer._io.sources import OpenedSource, open_source
+from tensorizer._io.sources import OpenedSource, open_source, read_whole
 from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
 from tensorizer._system.os_errors import stream_errors
 from tensorizer._system.paths import expanded
@@ -129,7 +129,7 @@ class Folder(NamedTuple):
         """The content of a small file. Raises as :meth:`open`."""
         opened = self.open(name)
         try:
-            return opened.source.read(0, opened.source.size() or 0)
+            return read_whole(opened.source)
         finally:
             opened.close()
 
@@ -184,7 +184,7 @@ class Folder(NamedTuple):
             writer.finish()
         except OSError as error:
             writer.abandon()
-            if self.remote and not replace and re.search(r"\b(412|409)\b", str(error)):
+            if self.remote and not replace and getattr(error, "status", None) in (409, 412):
                 raise self._exists(name) from error
             raise
         except BaseException:

@@ -36,6 +36,8 @@ _FORMAT = "tensorizer.checkpoint"
 _VERSION = 1
 _COMPRESSED_FROM = 1 << 20
 _MAX_CONTENT_NBYTES = 1 << 33
+# How far a marker may unpack: columns of equal numbers shrink to a hundredth, and nothing that is true to much less.
+_MAX_RATIO = 300
 _MAX_RANKS = 10**9  # as names of files have digits for
 _NOWHERE = -1  # file number of what needs no bytes
 _DIGESTS = ("crc32", "sha256")
@@ -223,13 +225,28 @@ def _body(data: bytes, name: str) -> dict[str, Any]:
     if hashlib.sha256(rest).hexdigest() != digest:
         raise HashMismatchError(f"{name}: the marker does not match its digest")
     try:
-        content = zlib.decompressobj().decompress(rest, content_nbytes) if compression == "zlib" else rest
+        content = _unpacked(rest, content_nbytes) if compression == "zlib" else rest
         body = json.loads(content)
     except (ValueError, zlib.error, RecursionError) as cause:
         raise FormatError(f"{name}: a damaged marker ({cause})") from None
     if not isinstance(body, dict):
         raise FormatError(f"{name}: a damaged marker (no object)")
     return body
+
+
+def _unpacked(data: bytes, nbytes: int) -> bytes:
+    """What was packed to `data`: as many bytes as were said, which bounds the memory that it takes.
+
+    Raises:
+        ValueError: Another number of them, or more than a marker can have.
+    """
+    if not 0 < nbytes <= _MAX_RATIO * len(data):
+        raise ValueError(f"{len(data)} bytes that unpack to {nbytes}, at most {_MAX_RATIO} times as many are possible")
+    stream = zlib.decompressobj()
+    content = stream.decompress(data, nbytes)
+    if len(content) != nbytes or (not stream.eof and stream.decompress(stream.unconsumed_tail, 1)):
+        raise ValueError(f"wanted {nbytes} bytes unpacked, found others")
+    return content
 
 
 def _marker(body: Mapping[str, Any]) -> Marker:

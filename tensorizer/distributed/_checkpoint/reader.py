@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from tensorizer._crypto.keys import check_decryption
 from tensorizer._system.threads import thread_limit
+from tensorizer.distributed._boxes import check_cover
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
 from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
 from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marker
@@ -99,6 +100,8 @@ class TensorizerReader(Located, StorageReader):
         content = folder.read(name)
         self.total_bytes_read += len(content)
         found = unpack_marker(content, folder.join(name)).metadata
+        if kwargs.get("rank") is None:  # the marker of one rank alone names its own boxes
+            _check_boxes(found)
         _note_load(found, self._path, self._load_id)
         return found
 
@@ -178,6 +181,17 @@ class TensorizerReader(Located, StorageReader):
             return saved(from_json(files.read_bytes(fqn, stored).decode() if text is None else text))
         data = io.BytesIO(files.read_bytes(fqn, stored))
         return data if self._allow_pickle else saved(load_vetted(fqn, data))
+
+
+def _check_boxes(metadata: Metadata) -> None:
+    for name, item in metadata.state_dict_metadata.items():
+        if isinstance(item, TensorStorageMetadata):
+            boxes = [
+                tuple((at, at + n) for at, n in zip(chunk.offsets, chunk.sizes))
+                for chunk in item.chunks
+                if chunk.sizes.numel()
+            ]
+            check_cover(name, item.size, boxes)
 
 
 def _note_load(metadata: Metadata, checkpoint_id: Optional[PathLike], load_id: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import logging
 import os
+import pickle
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ from tensorizer.distributed._checkpoint.folder import MARKER, Located, PathLike,
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, pack_marker
 from tensorizer.distributed._checkpoint.placements import check_described
 from tensorizer.distributed._checkpoint.upkeep import remove_stale
-from tensorizer.distributed._checkpoint.values import simple_value
+from tensorizer.distributed._checkpoint.values import load_vetted, simple_value
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import StreamExistsError
 
@@ -75,7 +76,8 @@ class TensorizerWriter(Located, StorageWriter):
         encryption: Encrypts tensors and leaves; names, shapes and placements stay readable in the marker. Parameters,
             or a function without arguments that returns them.
         threads: Upper bound for threads; ``None`` uses as many as are useful.
-        allow_pickle: ``False``: a leaf that would need a pickle is an error.
+        allow_pickle: Stores leaves that are more than tensors and simple values as pickles. ``False``, the default,
+            refuses them, as the reader does.
         stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
@@ -94,7 +96,7 @@ class TensorizerWriter(Located, StorageWriter):
         overwrite: bool = True,
         encryption: EncryptionArgument = None,
         threads: Optional[int] = None,
-        allow_pickle: bool = True,
+        allow_pickle: bool = False,
         stream_options: Optional[Mapping[str, Any]] = None,
     ) -> None:
         Located.__init__(self, path, stream_options)
@@ -157,7 +159,7 @@ class TensorizerWriter(Located, StorageWriter):
 
         Raises:
             OSError: It could not be written; nothing is left of it.
-            TypeError: A leaf that needs a pickle, and ``allow_pickle=False``.
+            TypeError: A leaf that readers refuse, without ``allow_pickle``.
             NotImplementedError: A tensor that the format cannot hold.
         """
         future: Future[list[WriteResult]] = Future()
@@ -226,10 +228,20 @@ class TensorizerWriter(Located, StorageWriter):
         if text is not None and len(text) <= _MAX_INLINE_NBYTES and self._encryption is None:
             return Stored(markers.JSON, text=text)
         if text is None and not self._allow_pickle:
-            raise TypeError(f"{item.index.fqn!r}: a leaf that needs a pickle, and allow_pickle=False")
+            self._check_loads(item.index.fqn, view)
         kind = markers.TORCH_SAVE if text is None else markers.JSON
         content = torch.frombuffer(bytearray(view if text is None else text.encode()), dtype=torch.uint8)
         return _Record("", item, kind, torch.uint8, tuple(content.shape), content)
+
+    def _check_loads(self, name: str, data: memoryview) -> None:
+        """Refuses now what a reader would refuse, when the run that could save it otherwise is over."""
+        try:
+            load_vetted(name, io.BytesIO(data))
+        except pickle.UnpicklingError as error:
+            raise TypeError(
+                f"{name!r}: a leaf that is more than tensors and simple values, which TensorizerReader refuses "
+                f"unless it has allow_pickle=True; with allow_pickle=True the writer stores it ({error.__cause__})"
+            ) from None
 
     def _write_file(self, rank: int, records: Sequence[_Record], planner: SavePlanner) -> list[WriteResult]:
         folder, name = self._folder(), data_file_name(rank)

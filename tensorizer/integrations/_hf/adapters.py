@@ -76,7 +76,7 @@ def load_adapter_into(model: Any, place: Place, options: LoadOptions, name: str)
 def _config(place: Place) -> Any:
     from peft import PeftConfig
 
-    config = PeftConfig.from_pretrained(str(place.fetch(CONFIG)))
+    config = PeftConfig.from_pretrained(str(place.fetch_one(CONFIG)))
     config.inference_mode = True
     # It is shown wherever the model is; the model has been loaded from it already.
     config.base_model_name_or_path = shown_location(config.base_model_name_or_path or "") or None

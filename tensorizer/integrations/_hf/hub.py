@@ -130,7 +130,12 @@ class CachedRepo(Place):
         return Path(huggingface_hub.hf_hub_download(self.label, name, revision=self._commit, token=self._token))
 
     def fetch(self, *names: str) -> Path:
-        root = self._offline_folder or Path()
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        # Where none of them exists: the folder in which they would be, never the working directory.
+        cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=self.label, repo_type="model"))
+        root = self._offline_folder or cached / "snapshots" / str(self._commit)
         for name in names:
             if name in self._names:
                 root = self._path(name).parents[name.count("/")]

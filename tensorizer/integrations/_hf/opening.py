@@ -16,6 +16,11 @@ from tensorizer.integrations._hf.place import LocalPlace, Place, RemotePlace
 __all__ = ["open_place"]
 
 
+def _names_weights(name: str) -> bool:
+    """Whether a name is that of a file of tensors, which then stands for the folder that it is in."""
+    return name.endswith((".tensors", ".safetensors"))
+
+
 @contextlib.contextmanager
 def open_place(
     source: Any,
@@ -26,7 +31,9 @@ def open_place(
     token: Any,
     stream_options: Optional[Mapping[str, Any]],
 ) -> Iterator[Place]:
-    """The folder that a caller named: a path, a URI, ``hf://org/name[@revision]`` or a hub id.
+    """The folder that a caller named, or that holds the file named.
+
+    It is a path, a URI, ``hf://org/name[@revision]`` or a hub id.
 
     Raises:
         FileNotFoundError: No such folder or repository.
@@ -38,17 +45,24 @@ def open_place(
         folder = Path(os.path.expanduser(source if scheme is None else path_of_file_uri(source)))
         if folder.is_dir():
             place = LocalPlace(folder)
+        elif _names_weights(folder.name) and folder.is_file():
+            place = LocalPlace(folder.parent)
+            place.file = folder.name
         elif isinstance(source, str) and not folder.exists() and hub.is_repo_id(source):
             place = hub.open_repo(source, revision, "", cache, local_files_only, token)
         else:
             found = "a file" if folder.exists() else "nothing"
-            wanted = "a folder, a URI or the id of a hub repository"
+            wanted = "a folder, a .tensors or .safetensors file, a URI or the id of a hub repository"
             raise FileNotFoundError(f"{shown_location(source)}: wanted {wanted}, found {found}")
     elif scheme == "hf":
         repo, named, inside = hub.parse_uri(source)
         if named and revision and named != revision:
             raise ValueError(f"{shown_location(source)}: the URI names revision {named!r}, the argument {revision!r}")
         place = hub.open_repo(repo, named or revision, inside, cache, local_files_only, token)
+    elif _names_weights(source) and "?" not in source:
+        prefix, _, name = source.rpartition("/")
+        place = RemotePlace(prefix, stream_options)
+        place.file = name
     else:
         place = RemotePlace(source, stream_options)
     if revision is not None and not place.has_revision:

@@ -8,6 +8,8 @@ from typing import Any, Optional, Union
 
 import torch
 
+from tensorizer._load.device_choice import as_device
+
 __all__ = ["LoadOptions", "device_of"]
 
 
@@ -36,4 +38,4 @@ class LoadOptions:
 
 def device_of(options: LoadOptions) -> torch.device:
     """The one device of a load without a device map: the CPU unless another was named, as the libraries do."""
-    return torch.device("cpu" if options.device is None else options.device)
+    return as_device(options.device)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,8 +119,3 @@ def _load_component(name: str, entry: Any, place: Place, options: LoadOptions) -
 def stem_of(component: Any) -> str:
     """The name of the weights of a component: that of its library."""
     return _STEM if type(component).__module__.partition(".")[0] == "diffusers" else "model"
-
-
-def component_folders(folder: Path) -> list[str]:
-    """Names of the components of a pipeline."""
-    return [name for name in json.loads((folder / INDEX).read_bytes()) if not name.startswith("_")]

@@ -38,6 +38,7 @@ class Place:
     label: str
     stream_options: Optional[Mapping[str, Any]] = None
     has_revision = False  # whether it is one revision of a repository
+    file: Optional[str] = None  # the file of weights that the caller named
 
     def has(self, name: str) -> bool:
         """Whether there is a file of that name (with ``/`` for folders inside)."""
@@ -46,6 +47,16 @@ class Place:
     def fetch(self, *names: str) -> Path:
         """A local folder with those of the small files `names` that exist, under their names."""
         raise NotImplementedError
+
+    def fetch_one(self, name: str) -> Path:
+        """A local folder with the small file `name`.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        if not self.has(name):
+            raise FileNotFoundError(f"{self.label}: wanted {name}, found none")
+        return self.fetch(name)
 
     def fetch_all(self) -> Path:
         """A local folder with every file that holds no weights.

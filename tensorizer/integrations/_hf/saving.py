@@ -74,6 +74,7 @@ class _Target:
             max_shard_size=self.options.max_shard_size,
             stream_options=self.options.stream_options,
         )
+        self._remove_other_forms(name)
 
     def write_model(self, model: Any, subfolder: str, stem: str, more: Mapping[str, str]) -> None:
         """The state dict of a model; as a module, which ``load_into_module`` takes, where it is no more than that."""
@@ -82,16 +83,16 @@ class _Target:
         if self.options.max_shard_size is not None or listed != set(state):
             self.write_state(state, subfolder, stem, more)
             return
-        path, stream_options = self.join(self.weight_name(subfolder, stem)), self.options.stream_options
+        name = self.weight_name(subfolder, stem)
         save_model(
             model,
-            path,
+            self.join(name),
             {"format": "pt", **more, **self.options.metadata},
             ties=self.options.ties,
             encryption=self.options.encryption,
-            stream_options=stream_options,
+            stream_options=self.options.stream_options,
         )
-        remove_forms(older_forms(path, [path], stream_options), stream_options)
+        self._remove_other_forms(name)
 
     def write_file(self, source: Path, subfolder: str, stem: str) -> None:
         """A file that a library has written, in the format of this one."""
@@ -105,6 +106,13 @@ class _Target:
             check=False,
             stream_options=self.options.stream_options,
         )
+        self._remove_other_forms(name)
+
+    def _remove_other_forms(self, name: str) -> None:
+        """What an earlier save left of the model as shards, now that it is one file; sharded saves do so themselves."""
+        if self.options.max_shard_size is None:
+            path, stream_options = self.join(name), self.options.stream_options
+            remove_forms(older_forms(path, [path], stream_options), stream_options)
 
     def finish(self) -> None:
         """Writes the small files."""

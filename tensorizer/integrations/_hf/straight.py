@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from tensorizer._files.fill_model import fill_model, report_for, takes_state_dicts_itself
 from tensorizer._format.dtypes import torch_dtype
+from tensorizer._format.payloads import same_bits
 from tensorizer._load.fit import Slot, shown, slots_in
 from tensorizer._load.modules import insert_into_module
 from tensorizer._load.report import LoadReport, kind_of
@@ -196,12 +197,14 @@ def _untie_what_is_stored_apart(
 
 
 def _tie_again(model: torch.nn.Module, slots: Mapping[str, Slot], groups: list[list[str]]) -> None:
-    """Ties names whose tensors turned out to be equal; others stay apart, with one line in the log."""
+    """Ties names whose tensors turned out to be equal, on one device; others stay apart, with a line if they differ."""
     modules = dict(model.named_modules())
     for first, *others in groups:
         kept = _tensor_at(slots[first])
         for name in others:
-            if torch.equal(kept, _tensor_at(slots[name])):
+            if _tensor_at(slots[name]).device != kept.device:
+                continue  # a device map parts them
+            if same_bits(kept, _tensor_at(slots[name])):
                 insert_into_module(modules, name if "." in name else f".{name}", slots[name].is_buffer, kept)
             else:
                 logger.warning(

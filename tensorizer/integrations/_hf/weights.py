@@ -13,7 +13,7 @@ from tensorizer._files.pickled import read_pickled
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.integrations._hf.options import LoadOptions
-from tensorizer.integrations._hf.place import Place
+from tensorizer.integrations._hf.place import LocalPlace, Place
 from tensorizer.torch import load_file
 
 __all__ = ["Weights", "find_weights"]
@@ -87,10 +87,15 @@ def find_weights(place: Place, stem: str, options: LoadOptions) -> Weights:
         FileNotFoundError: There are none; the message says what was looked for.
         ValueError: Only pickled ones, and they are not allowed.
     """
+    if place.file is not None:
+        if not place.has(place.file):
+            raise FileNotFoundError(f"{place.label}: wanted {place.file}, found none")
+        return Weights(place.weight(place.file), False, place, options)
     tried = []
     for extension in ("tensors", "safetensors"):
         for name in _names(stem, extension, options.variant):
             if place.has(name):
+                _refuse_two_forms(place, name, extension)
                 return Weights(place.weight(name), False, place, options)
             tried.append(name)
     for name in _names(_PICKLED_STEMS.get(stem, stem), "bin", options.variant):
@@ -105,6 +110,14 @@ def find_weights(place: Place, stem: str, options: LoadOptions) -> Weights:
             raise ValueError(f"{place.label}: mmap: {name} is a pickle, which cannot be mapped")
         return Weights(tuple(_pickled_files(place, name)), True, place, options)
     raise FileNotFoundError(f"{place.label}: wanted {', '.join(tried)}, found none of them")
+
+
+def _refuse_two_forms(place: Place, name: str, extension: str) -> None:
+    """Refuses to guess between a file and shards, where the folder is here and asking costs nothing."""
+    if isinstance(place, LocalPlace) and name.endswith(f".{extension}") and place.has(f"{name}.index.json"):
+        raise ValueError(
+            f"{place.label}: found both {name} and {name}.index.json, two forms of one model: remove the other one"
+        )
 
 
 def _names(stem: str, extension: str, variant: Optional[str]) -> Iterator[str]:
