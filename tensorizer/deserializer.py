@@ -70,7 +70,8 @@ class TensorDeserializer(
             a stored hash is an error then.
         encryption: The key of an encrypted file.
         mmap: Makes tensors copy-on-write views of a local file instead of reading it. They keep the mapping alive.
-            Tensors of older files that are not aligned are copied.
+            Tensors of older files that are not aligned are copied. ``None`` maps where all tensors go to the CPU as
+            they are stored, and the file is not encrypted and not on a network file system; it reads elsewhere.
         progress: ``True`` shows a bar; a callable is told about bytes done (docs/quickstart.md).
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream` where it opens a URI.
         allow_missing_hashes: With ``verify_hash``, takes tensors that have no stored hash, unverified.
@@ -111,7 +112,7 @@ class TensorDeserializer(
         num_readers: Optional[int] = None,
         verify_hash: Optional[bool] = False,
         encryption: Optional[DecryptionParams] = None,
-        mmap: bool = False,
+        mmap: Optional[bool] = False,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
         allow_missing_hashes: bool = False,

@@ -40,7 +40,7 @@ def load_file(
     filter_func: Optional[FilterFuncType] = None,
     verify: bool = False,
     encryption: Any = None,
-    mmap: bool = False,
+    mmap: Optional[bool] = False,
     num_readers: Optional[int] = None,
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
@@ -56,7 +56,8 @@ def load_file(
         filter_func: Loads only the tensors whose name it accepts.
         verify: Compares the data with the stored digests. A ``.safetensors`` file holds none, and is refused.
         encryption: The key of an encrypted file.
-        mmap: Makes tensors copy-on-write views of a local file instead of reading it.
+        mmap: Makes tensors copy-on-write views of a local file instead of reading it. ``None`` does so where nothing
+            speaks against it, as for :class:`tensorizer.TensorDeserializer`.
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
@@ -81,7 +82,7 @@ def load_file(
         dtype,
         verify_hash=verify,
         encryption=encryption,
-        mmap=mmap or maps(backend, filename, device, dtype, encryption),
+        mmap=maps(backend, filename, device, dtype, encryption) or mmap,
         num_readers=num_readers,
         progress=progress,
         stream_options=stream_options,

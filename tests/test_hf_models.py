@@ -15,7 +15,7 @@ import transformers
 from servers.file_server import serve_folder
 
 import tensorizer
-from tensorizer import DecryptionParams, EncryptionParams
+from tensorizer import _C, DecryptionParams, EncryptionParams
 from tensorizer.errors import LoadError, MissingHashError, UnsupportedContentError
 from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
@@ -394,14 +394,56 @@ def test_mapped_models_are_views_of_the_file_and_leave_it_alone(tmp_path):
         [file] = folder.glob("model.*")
         before = file.read_bytes()
         mapped = from_pretrained(None, folder, mmap=True)
-        assert_as_the_library(mapped, from_pretrained(None, folder), file.name)
-        places = mapped_bytes(file)
-        assert all(any(p.data_ptr() in place for place in places) for p in mapped.parameters()), file.name
+        assert_as_the_library(mapped, from_pretrained(None, folder, mmap=False), file.name)
+        assert is_mapped(mapped, file), file.name
         with torch.no_grad():
             mapped.lm_head.weight.zero_()
         assert file.read_bytes() == before, file.name
         half = from_pretrained(None, folder, mmap=True, dtype=torch.float16)  # what is converted is a copy
         assert_as_the_library(half, from_pretrained(None, folder, dtype=torch.float16), file.name)
+
+
+def is_mapped(model, file):
+    """Whether all parameters of a model are views of a file; some of them would be a mistake."""
+    places = mapped_bytes(file)
+    found = {any(p.data_ptr() in place for place in places) for p in model.parameters()}
+    assert len(found) == 1, f"{file}: some of its tensors are views and some are not"
+    return found.pop()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs the list of mappings")
+def test_by_default_a_model_on_the_cpu_is_mapped_where_nothing_speaks_against_it(tmp_path, monkeypatch):
+    model = tiny_models.llama(tie_word_embeddings=False)
+    encryption = EncryptionParams.random()
+    save_pretrained(model, tmp_path / "encrypted", encryption=encryption)
+    save_pretrained(model, tmp_path / "tensors")
+    save_pretrained(model, tmp_path / "sharded", max_shard_size="20KB")
+    model.save_pretrained(tmp_path / "safetensors")
+    key = DecryptionParams.from_key(encryption.key)
+    for folder, options, expected in (
+        ("tensors", {}, True),
+        ("safetensors", {}, True),
+        ("tensors", {"device": "cpu"}, True),
+        ("tensors", {"device_map": {"": "cpu"}}, True),
+        ("tensors", {"dtype": "auto"}, True),
+        ("tensors", {"mmap": False}, False),
+        ("tensors", {"verify": True}, False),
+        ("tensors", {"dtype": torch.bfloat16}, False),
+        ("encrypted", {"encryption": key}, False),
+    ):
+        [file] = (tmp_path / folder).glob("model.*")
+        loaded = from_pretrained(None, tmp_path / folder, **options)
+        assert is_mapped(loaded, file) == expected, (folder, options)
+    sharded = from_pretrained(None, tmp_path / "sharded")
+    shards = list((tmp_path / "sharded").glob("*.tensors"))
+    places = [place for file in shards for place in mapped_bytes(file)]
+    assert len(shards) > 1
+    assert all(any(p.data_ptr() in place for place in places) for p in sharded.parameters())
+
+    monkeypatch.setattr(_C.FileSource, "on_network_file_system", lambda self: True)
+    [file] = (tmp_path / "tensors").glob("model.*")
+    assert not is_mapped(from_pretrained(None, tmp_path / "tensors"), file)
+    assert is_mapped(from_pretrained(None, tmp_path / "tensors", mmap=True), file)
 
 
 def test_what_cannot_be_mapped_says_so(tmp_path):

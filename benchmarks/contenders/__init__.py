@@ -11,7 +11,7 @@ from benchmarks.contenders.link import Link
 from benchmarks.contenders.machine import Machine
 from benchmarks.contenders.ours import Ours
 from benchmarks.contenders.ours_kernel import KERNELS, OursKernel, OursLibsodium
-from benchmarks.contenders.ours_mapped import OursMapped
+from benchmarks.contenders.ours_read import OursRead
 from benchmarks.contenders.ours_safetensors import OursSafetensors
 from benchmarks.contenders.ours_wheel import OursWheel
 from benchmarks.contenders.reference import Reference, ReferenceReaders
@@ -26,7 +26,7 @@ from benchmarks.contenders.transformers_model import Transformers
 CONTENDERS: tuple[Contender, ...] = (
     Ours(),
     OursSafetensors(),
-    OursMapped(),
+    OursRead(),
     OursWheel(),
     *(OursKernel(kernel) for kernel in KERNELS),
     OursLibsodium(),

@@ -21,7 +21,7 @@ using io::HttpOptions;
 using io::HttpSource;
 
 // Seconds in Python, milliseconds here.
-template <std::chrono::milliseconds HttpOptions::*Member>
+template <std::chrono::milliseconds HttpOptions::* Member>
 void seconds_property(py::class_<HttpOptions>& c, const char* name) {
   c.def_property(
       name, [](const HttpOptions& o) { return std::chrono::duration<double>(o.*Member).count(); },
@@ -30,7 +30,7 @@ void seconds_property(py::class_<HttpOptions>& c, const char* name) {
       });
 }
 
-template <std::chrono::milliseconds io::RetryPolicy::*Member>
+template <std::chrono::milliseconds io::RetryPolicy::* Member>
 void retry_seconds_property(py::class_<HttpOptions>& c, const char* name) {
   c.def_property(
       name,

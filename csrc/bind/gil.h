@@ -177,8 +177,7 @@ auto run_interruptible(Where where, Fn&& fn, Poll&& on_poll) {
 
 template <class Fn>
 auto run_interruptible(Where where, Fn&& fn) {
-  return run_interruptible(
-      where, std::forward<Fn>(fn), [] {}, [] {});
+  return run_interruptible(where, std::forward<Fn>(fn), [] {}, [] {});
 }
 
 template <class Fn>

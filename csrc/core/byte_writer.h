@@ -17,8 +17,10 @@ class ByteWriter {
   explicit ByteWriter(std::vector<std::byte>& out) noexcept : out_(out) {}
 
   template <class T>
-  requires std::is_integral_v<T>
-  void put(T value) { store_le(grow(sizeof value), value); }
+    requires std::is_integral_v<T>
+  void put(T value) {
+    store_le(grow(sizeof value), value);
+  }
   void put_bytes(std::span<const std::byte> bytes) {
     if (!bytes.empty()) std::memcpy(grow(bytes.size()), bytes.data(), bytes.size());
   }

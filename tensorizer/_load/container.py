@@ -47,7 +47,7 @@ class ReadOptions(NamedTuple):
     dtype: Optional[torch.dtype]
     max_workers: int
     encryption: Optional[DecryptionParams]
-    mmap: bool
+    mmap: Optional[bool]  # None: where nothing speaks against it, see _may_map
     allow_missing_hashes: bool = False
     without_key: bool = False  # opens the index of an encrypted file without one; its tensors are out of reach then
 
@@ -68,7 +68,7 @@ class Container:
         self.names = names
         self.targets: dict[int, int] = index.targets()  # names to the entries that hold their data, where they differ
         self.selection = selection  # the entries that exist for the user, ascending
-        self.mapped = options.mmap
+        self.mapped = bool(options.mmap)
         self.allow_missing_hashes = options.allow_missing_hashes
         self.source_name = opened.source.name
         self.converts = options.dtype is not None  # loaded tensors may differ from the stored ones
@@ -311,6 +311,8 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
     selection: Sequence[int] = range(len(names))
     if filter_func is not None:
         selection = [i for i, name in enumerate(names) if filter_func(name)]
+    if options.mmap is None:
+        options = options._replace(mmap=_may_map(opened.source, index, names, selection, options))
     reader = TensorReader(
         opened.source,
         index,
@@ -346,6 +348,23 @@ def _device_of_entries(
         return device
     choose = device
     return lambda i: choose(names[i])
+
+
+def _may_map(
+    source: _C.RangeSource, index: _C.Index, names: Sequence[Name], selection: Sequence[int], options: ReadOptions
+) -> bool:
+    """Whether all tensors can be views of the file: a plain one on a disk of this machine, for the CPU, as stored.
+
+    A page of a network file system that is missing later ends the process, so these files are read.
+    """
+    if not isinstance(source, _C.FileSource) or index.encrypted or source.on_network_file_system():
+        return False
+    device, dtype = options.device, options.dtype
+    if isinstance(device, torch.device):
+        on_host = device.type == "cpu"
+    else:
+        on_host = all(device(names[i]).type == "cpu" for i in selection)
+    return on_host and (dtype is None or not any(converts(stored_dtype(index, i), dtype) for i in selection))
 
 
 def _map_source(source: _C.RangeSource) -> _C.FileMapping:

@@ -115,7 +115,7 @@ def from_pretrained(
     token: Any = None,
     allow_pickle: bool = False,
     allow_plaintext_temp: bool = False,
-    mmap: bool = False,
+    mmap: Optional[bool] = None,
     output_loading_info: bool = False,
     stream_options: StreamOptions = None,
     **model_kwargs: Any,
@@ -150,9 +150,11 @@ def from_pretrained(
         allow_pickle: Reads ``.bin`` files where there is nothing else, by ``torch.load(weights_only=True)``.
         allow_plaintext_temp: Lets encrypted weights be decrypted to a private temporary file, where the library reads
             nothing else.
-        mmap: Makes the tensors copy-on-write views of local, unencrypted weights, as the libraries do on the CPU: the
-            model is there at once, and its pages are read when they are first used. A file that is written to meanwhile
-            changes the model; files that are replaced do not. Not by default, for that reason.
+        mmap: ``True`` makes the tensors copy-on-write views of local, unencrypted weights: the model is there at once,
+            and its pages are read when they are first used. A program that writes into the file changes the model, and
+            one that cuts the file short ends the process; a file that is replaced changes nothing. ``None`` does so
+            on the CPU, as the libraries do, where no tensor is converted, `verify` is not asked for, and the file is
+            not on a network file system. ``False`` reads the file.
         output_loading_info: Gives ``(model, info)``, with the information of the library.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
         **model_kwargs: What else the library's ``from_pretrained`` takes; members of the configuration override it.

@@ -7,12 +7,9 @@ namespace tensorizer::crypto {
 std::span<const BoxKernel* const> compiled_kernels() noexcept {
   static constexpr const BoxKernel* kKernels[] = {
 #if defined(__x86_64__)
-    &kAvx512IfmaKernel,
-    &kAvx512Kernel,
-    &kAvx2Kernel,
+      &kAvx512IfmaKernel, &kAvx512Kernel, &kAvx2Kernel,
 #endif
-    &kLibsodiumKernel
-  };
+      &kLibsodiumKernel};
   return kKernels;
 }
 

@@ -23,7 +23,7 @@ namespace {
 constexpr const char* kNoFolder = "/dev/null/no-certificates";
 
 std::string state_of(const std::string& path) {
-  struct stat info {};
+  struct stat info{};
   if (path.empty() || stat(path.c_str(), &info) != 0) return path;
   return path + '\0' + std::to_string(info.st_ino) + '.' + std::to_string(info.st_size) + '.' +
          std::to_string(info.st_mtim.tv_sec) + '.' + std::to_string(info.st_mtim.tv_nsec);

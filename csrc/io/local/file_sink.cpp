@@ -208,7 +208,7 @@ void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to,
 void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
                                     const std::stop_token& stop) {
   UniqueFd old = std::move(fd_);
-  struct stat info {};
+  struct stat info{};
   if (fstat(old.get(), &info) == 0) {
     options_.mode = info.st_mode & 07777;
     options_.keep_mode = true;

@@ -41,6 +41,10 @@ class FileSource final : public RangeSource {
 
   void close() noexcept override;
 
+  // Whether the file is on a file system of another machine, or on one that a program serves
+  // (FUSE), where a page that is missing later costs a round trip, or the process when it fails.
+  bool on_network_file_system() const;
+
   // A private mapping of the whole file. Throws Error(io).
   std::shared_ptr<FileMapping> map() const;
 

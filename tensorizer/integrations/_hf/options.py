@@ -29,7 +29,7 @@ class LoadOptions:
     variant: Optional[str] = None
     allow_pickle: bool = False
     allow_plaintext_temp: bool = False
-    mmap: bool = False
+    mmap: Optional[bool] = None
     model_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def replace(self, **changes: Any) -> LoadOptions:

@@ -39,6 +39,11 @@ class Weights(NamedTuple):
         """The file, without the secrets of its URI."""
         return shown_location(self.source[0] if self.pickled else self.source)
 
+    @property
+    def _mmap(self) -> Optional[bool]:
+        """What was asked for. A model whose data are to be verified is read: a mapping may change afterwards."""
+        return False if self.options.mmap is None and self.options.verify else self.options.mmap
+
     def open(
         self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None
     ) -> TensorDeserializer:
@@ -50,7 +55,7 @@ class Weights(NamedTuple):
             dtype,
             lazy_load=True,
             verify_hash=self.options.verify,
-            mmap=self.options.mmap,
+            mmap=self._mmap,
             encryption=self.options.encryption,
             stream_options=self.place.stream_options,
         )
@@ -63,7 +68,7 @@ class Weights(NamedTuple):
             self.source,
             verify=self.options.verify,
             encryption=self.options.encryption,
-            mmap=self.options.mmap,
+            mmap=self._mmap,
             stream_options=self.place.stream_options,
         )
 

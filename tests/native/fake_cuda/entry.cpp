@@ -533,8 +533,7 @@ struct Symbol {
   void* function;
 };
 
-#define FAKE_SYMBOL(name, version, function) \
-  { #name, version, reinterpret_cast < void*>(&function) }
+#define FAKE_SYMBOL(name, version, function) {#name, version, reinterpret_cast<void*>(&function)}
 #define FAKE_OLD(name, version) FAKE_SYMBOL(name, version, asked_for_an_old_signature)
 
 const Symbol kSymbols[] = {

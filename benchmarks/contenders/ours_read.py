@@ -1,4 +1,4 @@
-"""This project with ``mmap=True``: models whose tensors are views of the file."""
+"""This project with ``mmap=False``: models whose tensors have memory of their own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
-class OursMapped(Contender):
-    name = "ours-mapped"
-    label = "this project, mapped"
+class OursRead(Contender):
+    name = "ours-read"
+    label = "this project, read"
     suffix = Ours.suffix
     role = "variant"
     shares = Ours.name
@@ -31,5 +31,5 @@ class OursMapped(Contender):
     def from_pretrained(self, folder: Path) -> torch.nn.Module:
         from tensorizer.integrations.huggingface import from_pretrained
 
-        model: torch.nn.Module = from_pretrained(None, folder, mmap=True)
+        model: torch.nn.Module = from_pretrained(None, folder, mmap=False)
         return model
