@@ -16,7 +16,8 @@ import hf_worker  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
 
-# Sums in another order: what the library's own loads differ by between its releases.
+# Sums in another order: the library's own loads differ by this between its releases. So do views of a .safetensors file
+# from the model that wrote it, since kernels add in an order that depends on the alignment of their operands.
 CLOSE = 1e-4
 
 
@@ -42,7 +43,7 @@ def test_files_of_one_release_of_transformers_load_in_the_other(package_folder, 
     hf_worker.write(tmp_path / "new")
     found = run(old, "exchange", str(tmp_path))
     assert found["version"].startswith("4.57")
-    assert all(difference == 0 for difference in found["old"].values()), found["old"]  # its own files
+    assert [item for item in found["old"].items() if item[1] >= CLOSE] == []  # its own files
     assert found["information is equal"]
     assert found["tied"]
     assert found["another head is kept"]
