@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -307,3 +308,13 @@ class TestServers:
     def test_a_secret_of_a_store_is_in_no_repr(self) -> None:
         assert "s3cret" not in repr(S3Place("s3://b/k/l", "http://host", "id", "s3cret"))
         assert (S3Place("s3://b/k/l", "", "", "").bucket, S3Place("s3://b/k/l", "", "", "").key) == ("b", "k/l")
+
+
+def test_a_further_tensor_costs_few_calls_of_python() -> None:
+    from benchmarks import walks
+
+    bounds = {"load_into_module": 8, "torch.load_file": 4, "convert": 25, "from_pretrained": 20}
+    if importlib.util.find_spec("transformers") is None:
+        del bounds["from_pretrained"]
+    for name, bound in bounds.items():
+        assert walks.walk(walks.WALKS[name]).calls <= bound, name

@@ -31,16 +31,24 @@ class Content(NamedTuple):
     """Written from the meta device: the record holds no payload."""
     position: int
     """In its source."""
+    tensor_nbytes: int
+    """In memory."""
+    nbytes: int
+    """Of the payload."""
 
-    @property
-    def tensor_nbytes(self) -> int:
-        """In memory."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Of the payload."""
-        return 0 if self.without_data else self.tensor_nbytes
+    @classmethod
+    def of(
+        cls,
+        name: Name,
+        type: TensorType,
+        module_idx: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        without_data: bool,
+        position: int,
+    ) -> Content:
+        nbytes = math.prod(shape) * dtype.itemsize
+        return cls(name, type, module_idx, dtype, shape, without_data, position, nbytes, 0 if without_data else nbytes)
 
 
 class Contents(Protocol):
@@ -85,18 +93,13 @@ class FileContents:
         self.stored_ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if stored}
         if file.index.stores_hashes:
             file.read_headers(file.entries)
-        self.items = [
-            Content(
-                file.name(i),
-                file.container.type(i),
-                file.module_idx(i),
-                file.torch_dtype(i),
-                file.shape(i),
-                file.index.data_nbytes(i) == 0 and file.index.loaded_nbytes(i) > 0,
-                i,
-            )
-            for i in file.entries
-        ]
+        self.items = [self._item(i) for i in file.entries]
+
+    def _item(self, i: int) -> Content:
+        container, index = self._file.container, self._file.index
+        without_data = index.data_nbytes(i) == 0 and index.loaded_nbytes(i) > 0
+        dtype, shape, module_idx = self._file.described(i)
+        return Content.of(container.names[i], container.type(i), module_idx, dtype, shape, without_data, i)
 
     def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
         entries = sorted({item.position for item in items})  # names of one tensor that are stored apart have one entry
@@ -120,7 +123,7 @@ class StateDictContents:
         self.ties: Mapping[Name, Name] = {name: other for name, other in stands_for.items() if other != name}
         self.stored_ties: Mapping[Name, Name] = {}
         self.items = [
-            Content(name, TensorType.STATE_DICT, 0, tensor.dtype, tuple(tensor.shape), False, position)
+            Content.of(name, TensorType.STATE_DICT, 0, tensor.dtype, tuple(tensor.shape), False, position)
             for position, (name, tensor) in enumerate(tensors.items())
             if name not in self.ties
         ]
@@ -138,7 +141,7 @@ def cast(item: Content, dtype: Optional[torch.dtype]) -> Content:
     """The item as ``dtype=`` changes it: floating point of 16 bits and more only."""
     if dtype is None or item.dtype not in CASTABLE or dtype not in CASTABLE:
         return item
-    return item._replace(dtype=dtype)
+    return Content.of(item.name, item.type, item.module_idx, dtype, item.shape, item.without_data, item.position)
 
 
 def batches(items: Sequence[Content]) -> Iterator[Sequence[Content]]:

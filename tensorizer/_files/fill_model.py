@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -12,14 +12,14 @@ import torch
 from tensorizer._files.names import flat_names
 from tensorizer._format.extra_state import is_without_state, state_name, takes_state
 from tensorizer._format.names import modules_of
-from tensorizer._load.fit import Fact, Slot, fit_of, shown, slots_in
+from tensorizer._load.fit import Slot, facts_of, fit_of, shown, slots_in
 from tensorizer._load.modules import differing, insert_into_module
 from tensorizer._load.report import LoadReport, Mismatch
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.errors import LoadError
 
-__all__ = ["fill_model", "report_for", "takes_state_dicts_itself"]
+__all__ = ["ModelFill", "device_of_names", "fill_model"]
 
 
 def fill_model(
@@ -34,18 +34,7 @@ def fill_model(
     Raises:
         LoadError: What :func:`tensorizer.torch.load_model` documents.
     """
-    return _ModelFill(model, file, assign, ignore_mismatched_sizes).run(strict)
-
-
-def report_for(model: torch.nn.Module, file: TensorDeserializer) -> LoadReport:
-    """What a file has and lacks for a model, by name and shape; nothing is read but the index."""
-    return _ModelFill(model, file, True, False).report()
-
-
-def takes_state_dicts_itself(model: torch.nn.Module) -> bool:
-    """Whether a module does more with a state dict than put tensors in their places."""
-    modules = modules_of(model)
-    return _Ways.of(model, modules).are_own or bool(_receivers(modules))
+    return ModelFill(model, file, assign, ignore_mismatched_sizes).run(strict)
 
 
 class _Ways(NamedTuple):
@@ -87,8 +76,15 @@ def _receivers(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Mod
     return {state_name(path): module for path, module in modules.items() if takes_state(module)}
 
 
-class _ModelFill:
-    """One load into a model."""
+class ModelFill:
+    """One load into a model: what fits is decided when it is made, from index and model alone.
+
+    Attributes:
+        report: What the file has and lacks for the model; complete after :meth:`run`.
+        slots: The places of the model that hold a tensor, by state-dict name.
+        facts: What the index says about the tensors of the file, by the same names.
+        takes_itself: Whether modules do more with a state dict than put tensors in their places.
+    """
 
     def __init__(
         self, model: torch.nn.Module, file: TensorDeserializer, assign: Union[bool, str], ignore_sizes: bool
@@ -97,10 +93,11 @@ class _ModelFill:
         self._container = file._container
         self._modules = modules_of(model)
         self._ways = _Ways.of(model, self._modules)
-        self._slots: dict[str, Slot] = {
+        self.slots: dict[str, Slot] = {
             shown(name): slot for name, slot in slots_in(self._modules).items() if slot.tensor is not None
         }
         self._stored = flat_names(self._container)
+        self.facts = facts_of(self._container, self._stored)
         self._receivers = _receivers(self._modules)
         self._states = {state_name(path): state for path, state in self._container.extra_states().items()}
         self._same_states = self._states_under_other_names()
@@ -109,29 +106,32 @@ class _ModelFill:
         none = [name for name in self._receivers if name in absent and is_without_state(self._receivers[name])]
         self._given_states = {**dict.fromkeys(none), **self._states}
         self._groups = self._tied_names()
-        self._itself = self._ways.are_own or bool(self._receivers)
-        if self._itself and any(self._is_replaced(slot.tensor) for slot in self._slots.values() if slot.in_state_dict):
+        self.takes_itself = self._ways.are_own or bool(self._receivers)
+        if self.takes_itself and any(self._is_replaced(s.tensor) for s in self.slots.values() if s.in_state_dict):
             self._assign = True  # load_state_dict replaces all or none
+        self.report = self._decide()
 
     def run(self, strict: bool) -> LoadReport:
         begin = time.perf_counter()
-        report = self.report()
+        report = self.report
         refused = [] if self._ignore_sizes else list(report.mismatched)
         if refused or (strict and (report.missing or report.unexpected)):
             raise report.error(refused, strict)
         skipped = {row.name for row in report.mismatched}
-        wanted = self._stored.keys() if self._itself else self._slots.keys()
+        wanted = self._stored.keys() if self.takes_itself else self.slots.keys()
         chosen = {name: i for name, i in self._stored.items() if name in wanted and name not in skipped}
         tensors = dict(zip(chosen, self._file._loaded.load(list(chosen.values()))))
-        conflicting = [name for group in self._groups.values() for name in differing(group, tensors)]
+        groups = [group for group in self._groups.values() if len(group) > 1]
+        conflicting = [name for group in groups for name in differing(group, tensors)]
         report = dataclasses.replace(report, conflicting=tuple(conflicting))
         if strict and conflicting:
             raise report.error((), strict=True)
-        if self._itself:
+        if self.takes_itself:
             report = self._give(tensors, report, strict)
         else:
             self._place(tensors, self._groups.values())
-        return dataclasses.replace(report, seconds=time.perf_counter() - begin)
+        self.report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
+        return self.report
 
     def _states_under_other_names(self) -> dict[str, str]:
         """Names of extra state that the file has under another name of the module, to that one."""
@@ -145,22 +145,18 @@ class _ModelFill:
     def _tied_names(self) -> dict[int, list[str]]:
         """Names of the model by the tensor they stand for."""
         groups: dict[int, list[str]] = {}
-        for name, slot in self._slots.items():
+        for name, slot in self.slots.items():
             groups.setdefault(id(slot.tensor), []).append(name)
         return groups
 
-    def report(self) -> LoadReport:
+    def _decide(self) -> LoadReport:
         """What is known before anything is read."""
         container, ways = self._container, self._ways
-        facts = {
-            name: Fact(container.shape(i), container.stored_dtype(i), container.may_be_scalar(i))
-            for name, i in self._stored.items()
-            if name not in self._receivers
-        }
-        fit = fit_of(self._slots, facts, [name for name in self._slots if name not in self._stored])
+        facts = {name: fact for name, fact in self.facts.items() if name not in self._receivers}
+        fit = fit_of(self.slots, facts, [name for name in self.slots if name not in self._stored])
         left = {row.name for row in fit.mismatched if self._matters(row)}
-        loaded = [name for name in self._stored if name in self._slots and name not in left]
-        absent = [name for name in fit.absent if self._slots[name].in_state_dict and not self._is_filled_in(name)]
+        loaded = [name for name in self._stored if name in self.slots and name not in left]
+        absent = [name for name in fit.absent if self.slots[name].in_state_dict and not self._is_filled_in(name)]
         given = self._given_states.keys() | self._same_states.keys()
         absent += [name for name in self._receivers if name not in self._stored and name not in given]
         unexpected = [*fit.unexpected, *(name for name in self._states if name not in self._receivers)]
@@ -168,11 +164,11 @@ class _ModelFill:
             module=type(self._model).__name__,
             source=container.source_name,
             loaded=tuple(loaded),
-            nbytes=sum(container.index.loaded_nbytes(self._stored[name]) for name in loaded),
+            nbytes=sum(map(container.index.loaded_nbytes, map(self._stored.__getitem__, loaded))),
             missing=tuple(name for name in absent if not ways.may_lack(name)),
             unexpected=tuple(name for name in unexpected if not ways.may_lack(name)),
             mismatched=tuple(row for row in fit.mismatched if self._matters(row)),
-            cast=tuple(name for name in loaded if self._is_cast(name)),
+            cast=tuple(self._cast(loaded)),
             tied=fit.tied,
         )
 
@@ -180,29 +176,35 @@ class _ModelFill:
         """Of a place on the meta device nothing is kept, so that its kind does not matter."""
         if self._ways.may_change(row.name) and not self._ignore_sizes:
             return False
-        target = self._slots[row.name].tensor
+        target = self.slots[row.name].tensor
         return row.what == "shape" or (target is not None and not target.is_meta)
 
     def _is_filled_in(self, name: str) -> bool:
         """Whether a batch norm does without: its files have a count of batches since torch 0.4.1."""
-        slot = self._slots[name]
+        slot = self.slots[name]
         return slot.attribute == "num_batches_tracked" and isinstance(slot.module, torch.nn.modules.batchnorm._NormBase)
 
-    def _is_cast(self, name: str) -> bool:
-        i, target = self._stored[name], self._slots[name].tensor
-        if self._container.may_cast(i):
-            return True
-        stored = self._container.stored_dtype(i)
-        return target is not None and stored is not None and not self._is_replaced(target) and stored != target.dtype
+    def _cast(self, loaded: Sequence[str]) -> list[str]:
+        """Names whose tensors are converted: while they are read, or when they are copied into those of the model."""
+        stored = {fact.dtype for fact in self.facts.values()}
+        converted = {dtype for dtype in stored if self._container.converts_dtype(dtype)}
+        found = []
+        for name in loaded:
+            dtype, target = self.facts[name].dtype, self.slots[name].tensor
+            differs = target is not None and dtype not in (None, target.dtype)
+            if dtype in converted or (differs and not self._is_replaced(target)):
+                found.append(name)
+        return found
 
     def _is_replaced(self, target: Optional[torch.Tensor]) -> bool:
         return target is not None and (self._assign is True or (self._assign == "auto" and target.is_meta))
 
     def _place(self, tensors: Mapping[str, torch.Tensor], groups: Iterable[list[str]]) -> None:
         for group in groups:
-            target = self._slots[group[0]].tensor
+            target = self.slots[group[0]].tensor
             assert target is not None
-            source = next((tensors[name] for name in group if name in tensors), None)
+            found = [tensors[name] for name in group if name in tensors] if len(group) > 1 else [tensors.get(group[0])]
+            source = found[0] if found else None
             if source is None and self._is_replaced(target) and target.is_meta and self._is_filled_in(group[0]):
                 with ordinary_tensors():
                     source = torch.zeros((), dtype=target.dtype, device=self._container.device_of(group[0]))
@@ -211,7 +213,7 @@ class _ModelFill:
             if self._is_replaced(target):
                 replacement = _in_place_of(target, source)
                 for name in group:
-                    slot = self._slots[name]
+                    slot = self.slots[name]
                     stored_name = name if "." in name else f".{name}"
                     insert_into_module(self._modules, stored_name, slot.is_buffer, replacement)
             else:
@@ -222,19 +224,19 @@ class _ModelFill:
         """Hands a state dict to the model, which decides what becomes of it."""
         assign = self._assign is True
         # Buffers that state dicts leave out are no business of load_state_dict.
-        hidden = {n: t for n, t in tensors.items() if n in self._slots and not self._slots[n].in_state_dict}
+        hidden = {n: t for n, t in tensors.items() if n in self.slots and not self.slots[n].in_state_dict}
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if name not in hidden}
         state.update(self._given_states)
         state.update({name: state[other] for name, other in self._same_states.items()})
         left = {row.name for row in report.mismatched}
         for group in self._groups.values():
-            target = self._slots[group[0]].tensor
+            target = self.slots[group[0]].tensor
             first = next((tensors[name] for name in group if name in tensors), None)
             if first is None or target is None:
                 continue
             # One object under all names, so that what is assigned stays tied.
             given = _in_place_of(target, first) if assign and isinstance(target, torch.nn.Parameter) else first.detach()
-            state.update({name: given for name in group if self._slots[name].in_state_dict and name not in left})
+            state.update({name: given for name in group if self.slots[name].in_state_dict and name not in left})
         options: dict[str, Any] = {"assign": True} if assign else {}
         try:
             # A method of another class may answer nothing: then it has to be the judge.

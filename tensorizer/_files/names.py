@@ -41,8 +41,11 @@ def flat_names(container: Container) -> dict[str, int]:
     Raises:
         FormatError: Two tensors would have one name.
     """
-    chosen = [(container.names[i], flat_name(container.names[i], container.type(i))) for i in container.selection]
-    double = double_name(chosen)
-    if double is not None:
-        raise FormatError(f"{container.source_name}: {double}")
-    return {text: i for (_, text), i in zip(chosen, container.selection)}
+    found: dict[str, int] = {}
+    for i in container.selection:
+        name = container.names[i]
+        found[name if isinstance(name, str) and name[:1] != "." else flat_name(name, container.type(i))] = i
+    if len(found) < len(container.selection):
+        named = [(container.names[i], flat_name(container.names[i], container.type(i))) for i in container.selection]
+        raise FormatError(f"{container.source_name}: {double_name(named)}")
+    return found

@@ -16,6 +16,7 @@ from tensorizer._format.names import Name
 from tensorizer._io.shards import open_files
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.container import ReadOptions
+from tensorizer._load.reader import known_dtype
 from tensorizer._load.shards import open_files_as_one
 from tensorizer._system.runs import runs
 from tensorizer.errors import CryptographyError, FormatError
@@ -131,13 +132,6 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         headers, position = self.container.header(entry)
         return dict(headers.hashes(position)).get(HashType.SHA256.value)
 
-    def module_idx(self, entry: int) -> int:
-        """Of a tensor whose record header was read; 0 where the format has none."""
-        if not self.container.has_header(entry):
-            return 0
-        headers, position = self.container.header(entry)
-        return headers.module_idx(position)
-
     def metadata(self) -> Optional[dict[str, str]]:
         """What the writer noted; ``None`` where that is nothing, or encrypted and there is no key."""
         if self.index.metadata_is_sealed and not self._has_key:
@@ -159,12 +153,23 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         stored: bytes = self.index.dtype(entry)
         return stored.decode("utf-8", "replace") or str(self.index.container_dtype(entry))
 
-    def torch_dtype(self, entry: int) -> torch.dtype:
-        """The same as a dtype of torch.
+    def described(self, entry: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+        """Dtype, shape and module index, from the record header where it was read; the index 0 where it was not.
 
         Raises:
-            FormatError: This torch has none; the message names the tensor.
+            FormatError: This torch has no such dtype; the message names the tensor.
         """
+        shape, module_idx, stored = self.index.shape(entry), 0, self.index.dtype(entry)
+        if self.container.has_header(entry):
+            headers, position = self.container.header(entry)
+            shape, module_idx, stored = headers.shape(position), headers.module_idx(position), headers.dtype(position)
+        dtype = known_dtype(stored)
+        if dtype is None:
+            dtype = self._unknown_dtype(entry)
+        return dtype, shape, module_idx
+
+    def _unknown_dtype(self, entry: int) -> torch.dtype:
+        """The dtype of a tensor whose name torch does not know at once: as ``.safetensors`` calls it, or an error."""
         try:
             return dtypes.torch_dtype(self.stored_dtype(entry))
         except FormatError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,20 @@ def plain_tensors(file: TensorDeserializer) -> dict[str, Any]:
     Raises:
         FormatError: Two tensors would have one name.
     """
-    container = file._container
+    container, selection = file._container, file._container.selection
     keys: dict[Any, Any] = {name: name for name in file}
-    for i in container.selection:
+    nested = False
+    for i in selection:
         name = container.names[i]
-        if isinstance(name, str):
+        if not isinstance(name, str):
+            nested = True
+        elif name.startswith("."):
             keys[name] = flat_name(name, container.type(i))
-    double = double_name(keys.items())
-    if double is not None:
-        raise FormatError(f"{container.source_name}: {double}")
+    if len(set(keys.values())) < len(keys):
+        raise FormatError(f"{container.source_name}: {double_name(keys.items())}")
     known: dict[int, torch.Tensor] = {}  # by the id of the Parameter, which `file` keeps alive
-    return {keys[name]: _plain(value, known) for name, value in file.items()}
+    values: Iterable[tuple[Any, Any]] = file.items() if nested else zip(keys, file._loaded.load(selection))
+    return {keys[name]: _plain(value, known) for name, value in values}
 
 
 def _plain(value: Any, known: dict[int, torch.Tensor]) -> Any:

@@ -252,7 +252,11 @@ class Container:
 
     def may_cast(self, i: int) -> bool:
         """Whether the constructor's ``dtype`` converts this tensor, as far as the index tells."""
-        return self._dtype is not None and converts(self.stored_dtype(i), self._dtype)
+        return self.converts_dtype(known_dtype(self.index.dtype(i)))
+
+    def converts_dtype(self, stored: Optional[torch.dtype]) -> bool:
+        """Whether the constructor's ``dtype`` converts tensors of a stored dtype, or may where that is not known."""
+        return self._dtype is not None and converts(stored, self._dtype)
 
     def has_header(self, i: int) -> bool:
         """Whether the record header of an entry was read, which holds its module index and digests."""
@@ -364,7 +368,9 @@ def _may_map(
         on_host = device.type == "cpu"
     else:
         on_host = all(device(names[i]).type == "cpu" for i in selection)
-    return on_host and (dtype is None or not any(converts(stored_dtype(index, i), dtype) for i in selection))
+    if not on_host or dtype is None:
+        return on_host
+    return not any(converts(known_dtype(stored), dtype) for stored in set(map(index.dtype, selection)))
 
 
 def _map_source(source: _C.RangeSource) -> _C.FileMapping:

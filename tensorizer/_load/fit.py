@@ -7,9 +7,11 @@ from typing import NamedTuple, Optional
 
 import torch
 
+from tensorizer._load.container import Container
+from tensorizer._load.reader import known_dtype
 from tensorizer._load.report import Mismatch, kind_of
 
-__all__ = ["Fact", "Fit", "Slot", "fit_of", "shown", "slots_in"]
+__all__ = ["Fact", "Fit", "Slot", "facts_of", "fit_of", "shown", "slots_in"]
 
 
 class Slot(NamedTuple):
@@ -32,7 +34,7 @@ class Fact(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: Optional[torch.dtype]  # None: only the record header tells, or torch does not know it
-    may_be_scalar: bool = False  # of shape (1,) in the index
+    nbytes: int = -1  # of the payload; a scalar without one has the shape (1,) in the index
 
 
 class Fit(NamedTuple):
@@ -53,6 +55,12 @@ def slots_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, Slot]:
         for attribute, buffer in child._buffers.items():
             found[f"{path}.{attribute}"] = Slot(child, attribute, True, buffer)
     return found
+
+
+def facts_of(container: Container, stored: Mapping[str, int]) -> dict[str, Fact]:
+    """What the index says about entries, by the names that the caller has for them."""
+    index = container.index
+    return {name: Fact(index.shape(i), known_dtype(index.dtype(i)), index.data_nbytes(i)) for name, i in stored.items()}
 
 
 def shown(stored_name: str) -> str:
@@ -90,7 +98,7 @@ def _mismatches(slots: Mapping[str, Slot], facts: Mapping[str, Fact]) -> Iterabl
         target = slots[name].tensor if name in slots else None
         if target is None or torch.nn.parameter.is_lazy(target):
             continue
-        if target.shape != fact.shape and not (target.dim() == 0 and fact.may_be_scalar):
+        if target.shape != fact.shape and not (target.dim() == 0 and fact.shape == (1,) and fact.nbytes == 0):
             yield Mismatch(shown(name), "shape", torch.Size(fact.shape), target.shape)
-        elif fact.dtype is not None and kind_of(fact.dtype) != kind_of(target.dtype):
+        elif fact.dtype not in (None, target.dtype) and kind_of(fact.dtype) != kind_of(target.dtype):
             yield Mismatch(shown(name), "kind", fact.dtype, target.dtype)

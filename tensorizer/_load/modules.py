@@ -16,7 +16,7 @@ from tensorizer._format.extra_state import state_name, takes_state
 from tensorizer._format.names import modules_of
 from tensorizer._format.payloads import same_bits
 from tensorizer._load.container import Container
-from tensorizer._load.fit import Fact, fit_of, shown, slots_in
+from tensorizer._load.fit import facts_of, fit_of, shown, slots_in
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.report import LoadReport, Mismatch
 from tensorizer._system.devices import ordinary_tensors
@@ -38,9 +38,8 @@ class ModuleLoad:
         self._adapted: dict[int, torch.nn.Parameter] = {}  # by the id of the loaded one
         self._wanted = _places(container, container.accepted_by(filter_func))
         self._modules = dict(module.named_modules())
-        if isinstance(module, torch.nn.Module) and any(
-            name.rpartition(".")[0] not in self._modules for name in self._wanted
-        ):
+        paths = {name.rpartition(".")[0] for name in self._wanted}
+        if isinstance(module, torch.nn.Module) and not paths <= self._modules.keys():
             self._modules = modules_of(module)  # the file has further paths of modules that are there twice
         self._slots = slots_in(self._modules)
         absent = [name for name, slot in self._slots.items() if slot.tensor is not None and name not in self._wanted]
@@ -53,15 +52,12 @@ class ModuleLoad:
         # One that is there under several paths has its state stored under one.
         given = {id(self._receivers[path]) for path in stored if path in self._receivers}
         without = [state_name(path) for path, m in self._receivers.items() if path not in stored and id(m) not in given]
-        facts = {
-            name: Fact(container.shape(i), container.stored_dtype(i), container.may_be_scalar(i))
-            for name, i in self._wanted.items()
-        }
-        fit = fit_of(self._slots, facts, absent)
+        fit = fit_of(self._slots, facts_of(container, self._wanted), absent)
         # Of a state dict nobody knows whether what the module lacks was a parameter or a buffer.
         for name in fit.unexpected:
             if container.type(self._wanted[name]) is TensorType.STATE_DICT:
                 del self._wanted[name]
+        self._buffers = self._buffers_of(self._wanted)
         self._ties, self._absent = fit.tied, fit.absent
         self.report = LoadReport(
             module=type(module).__name__,
@@ -77,21 +73,27 @@ class ModuleLoad:
                 *(state_name(path) for path in self._extra if path not in self._receivers),
             ),
             mismatched=tuple(fit.mismatched),
-            cast=tuple(shown(name) for name, i in self._wanted.items() if container.may_cast(i)),
+            cast=tuple(map(shown, filter(self._is_cast, self._wanted))) if container.converts else (),
             tied={shown(alias): shown(name) for alias, name in self._ties.items()},
         )
 
-    def _is_buffer(self, name: str) -> bool:
-        """Whether a tensor that is placed is a buffer: a state dict does not say, and the module does."""
-        type = self._container.type(self._wanted[name])
-        if type is TensorType.STATE_DICT:
-            return self._slots[name].is_buffer
-        return type is TensorType.BUFFER
+    def _buffers_of(self, wanted: Mapping[str, int]) -> set[str]:
+        """The tensors that are placed as buffers: of those of a state dict only the module knows."""
+        type_of = self._container.index.type
+        types = {name: type_of(i) for name, i in wanted.items()}
+        return {
+            name
+            for name, type in types.items()
+            if type == TensorType.BUFFER or (type == TensorType.STATE_DICT and self._slots[name].is_buffer)
+        }
 
     def _target(self, name: str) -> Optional[torch.Tensor]:
         """What the module has under a stored name."""
         slot = self._slots.get(name)
         return None if slot is None else slot.tensor
+
+    def _is_cast(self, name: str) -> bool:
+        return self._container.may_cast(self._wanted[name])
 
     def check(self, strict: bool) -> None:
         """Refuses what cannot be placed, and with `strict` whatever does not fit; nothing was touched then.
@@ -104,7 +106,7 @@ class ModuleLoad:
         if strict and not self.report.ok:
             raise self.report.error(self.report.mismatched, strict=True)
         for name in self._wanted:
-            self._check_placeable(name, self._is_buffer(name))
+            self._check_placeable(name, name in self._buffers)
         real = [row for row in self.report.mismatched if not self._is_meta(row)]
         if real:
             raise self.report.error(real, strict=False)
@@ -137,9 +139,9 @@ class ModuleLoad:
             del tensors[name]  # the first name counts
         self._tell()
         for name, tensor in tensors.items():
-            target = self._target(name)
-            is_buffer = self._is_buffer(name)
-            tensors[name] = tensor if is_buffer or target is None else self._as_trainable_as(target, tensor)
+            slot, is_buffer = self._slots.get(name), name in self._buffers
+            if slot is not None and slot.tensor is not None and not is_buffer:
+                tensors[name] = self._as_trainable_as(slot.tensor, tensor)
             insert_into_module(self._modules, name, is_buffer, tensors[name])
         for alias, name in self._ties.items():
             insert_into_module(self._modules, alias, self._slots[alias].is_buffer, tensors[name])
@@ -158,7 +160,7 @@ class ModuleLoad:
         for name in tensors:
             if name in self._slots:
                 places.setdefault((id(self._slots[name].module), self._slots[name].attribute), []).append(name)
-        found = [name for names in places.values() for name in differing(names, tensors)]
+        found = [name for names in places.values() if len(names) > 1 for name in differing(names, tensors)]
         self.report = dataclasses.replace(self.report, conflicting=tuple(map(shown, found)))
         if self._strict and found:
             raise self.report.error((), strict=True)

@@ -176,7 +176,9 @@ class TensorReader:
         return converts(stored, self.dtype)
 
     def _casts_any(self, entries: Sequence[int]) -> bool:
-        return self.dtype is not None and any(converts(stored_dtype(self.index, i), self.dtype) for i in entries)
+        if self.dtype is None:
+            return False
+        return any(converts(known_dtype(dtype), self.dtype) for dtype in set(map(self.index.dtype, entries)))
 
     def _batch(
         self, entries: Sequence[int], verify: bool, device: torch.device = _HOST, headers_only: bool = False
@@ -236,6 +238,7 @@ def known_dtype(stored: bytes) -> Optional[torch.dtype]:
         return None
 
 
+@functools.lru_cache(maxsize=256)
 def converts(stored: Optional[torch.dtype], wanted: Optional[torch.dtype]) -> bool:
     """Whether a load to the dtype `wanted` converts tensors of the dtype `stored`, or may where that is not known."""
     return wanted in CASTABLE and stored != wanted and (stored is None or stored in CASTABLE)

@@ -187,6 +187,9 @@ class ShardedContainer(Container):
     def shows_all(self) -> bool:
         return all(shard.shows_all for shard in self._shards)
 
+    def converts_dtype(self, stored: Optional[torch.dtype]) -> bool:
+        return self._shards[0].converts_dtype(stored)
+
     def device_of(self, name: Name) -> torch.device:
         return self._shards[0].device_of(name)
 

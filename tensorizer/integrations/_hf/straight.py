@@ -13,12 +13,11 @@ from typing import Any, Optional
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tensorizer._files.fill_model import fill_model, report_for, takes_state_dicts_itself
-from tensorizer._format.dtypes import torch_dtype
+from tensorizer._files.fill_model import ModelFill, fill_model
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.fit import Slot, shown, slots_in
+from tensorizer._load.fit import Fact, Slot, shown, slots_in
 from tensorizer._load.modules import insert_into_module
-from tensorizer._load.report import LoadReport, kind_of
+from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.integrations._hf.weights import Weights
@@ -103,7 +102,7 @@ def fill_straight(model: torch.nn.Module, weights: Weights, device: Any) -> Opti
     Raises:
         FormatError, HashMismatchError, CryptographyError, OSError: The file.
     """
-    if weights.pickled or takes_state_dicts_itself(model):
+    if weights.pickled:
         return None
     slots = {
         shown(name): slot for name, slot in slots_in(dict(model.named_modules())).items() if slot.tensor is not None
@@ -111,13 +110,16 @@ def fill_straight(model: torch.nn.Module, weights: Weights, device: Any) -> Opti
     wanted = _wanted_dtypes(model, slots)
     main = _most_common(wanted.values())
     with weights.open(device, main) as file:
-        report = report_for(model, file)
-        if not report.ok or not _kinds_fit(file, wanted):
+        fill = ModelFill(model, file, True, False)
+        if fill.takes_itself or not fill.report.ok or not _kinds_fit(fill.facts, wanted):
             return None
+        report = fill.report
         others = {name for name, dtype in wanted.items() if dtype in _CONVERTED and dtype != main}
         apart = _untie_what_is_stored_apart(model, slots, file)
         if not others.intersection(report.loaded):
-            report = fill_model(model, file, True, True, False)
+            if apart:  # the model has further tensors now
+                fill = ModelFill(model, file, True, False)
+            report = fill.run(strict=True)
             _tie_again(model, slots, apart)
             return report
     for dtype in dict.fromkeys(wanted.values()):
@@ -156,13 +158,13 @@ def _most_common(dtypes: Iterable[torch.dtype]) -> Optional[torch.dtype]:
     return counted.most_common(1)[0][0] if counted else None
 
 
-def _kinds_fit(file: TensorDeserializer, wanted: Mapping[str, torch.dtype]) -> bool:
+def _kinds_fit(facts: Mapping[str, Fact], wanted: Mapping[str, torch.dtype]) -> bool:
     """Whether what is stored is what the model wants, or can be converted to it by the engine."""
-    for entry in file.entries():
-        stored, target = torch_dtype(entry.dtype), wanted.get(shown(str(entry.name)))
+    for name, fact in facts.items():
+        stored, target = fact.dtype, wanted.get(name)
         if target is None or stored == target:
             continue
-        if not (stored in _CONVERTED and target in _CONVERTED and kind_of(stored) == kind_of(target)):
+        if stored not in _CONVERTED or target not in _CONVERTED:  # numbers of one kind, all of them floating point
             return False
     return True
 
