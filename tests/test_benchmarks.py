@@ -226,7 +226,15 @@ def test_distributed_checkpoints_are_measured_with_ranks_of_their_own(tmp_path: 
     [
         (
             ("nginx", "curl"),
-            ["http-loopback", "https-loopback", "http-object-store", "http-index", "http-index-requests"],
+            [
+                "http-loopback",
+                "https-loopback",
+                "http-object-store",
+                "http-slow-tail",
+                "http-busy-store",
+                "http-index",
+                "http-index-requests",
+            ],
         ),
         (("redis-server",), ["redis-load"]),
         (("swift-proxy-server", "memcached"), ["s3-load", "s3-upload", "memory-s3-upload"]),
@@ -287,6 +295,23 @@ class TestServers:
                 assert answer.read() == b"3"
         with pytest.raises(OSError, match="refused"):
             urllib.request.urlopen(url)
+
+    def test_the_emulated_store_has_a_slow_tail_and_refuses_what_is_too_much(self, tmp_path: Path) -> None:
+        (tmp_path / "object").write_bytes(bytes(8 * MIB))
+        with services.slow_tail_store(Stage(tmp_path, (), ())) as settings:
+            request = urllib.request.Request(f"{settings['http']}/object", headers={"Range": "bytes=0-9"})
+            slow = 0
+            for _ in range(services.SLOW_EVERY):
+                begin = time.perf_counter()
+                urllib.request.urlopen(request).close()
+                slow += time.perf_counter() - begin >= services.SLOW_FACTOR * services.LATENCY_MS / 1e3
+            assert slow == 1
+        with services.busy_store(Stage(tmp_path, (), ())) as settings, contextlib.ExitStack() as under_way:
+            url = f"{settings['http']}/object"
+            for _ in range(services.MOST_REQUESTS):
+                under_way.enter_context(urllib.request.urlopen(url))  # 0.1 s each until it is in
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                urllib.request.urlopen(url)
 
     def test_a_case_whose_server_is_missing_says_so_for_everybody(self, tmp_path: Path) -> None:
         @contextlib.contextmanager

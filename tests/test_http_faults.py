@@ -396,29 +396,38 @@ def test_without_a_hedge_a_slow_first_byte_is_waited_for():
         assert len(server.requests) == 2
 
 
-def test_a_hedge_that_fails_does_no_harm():
+def test_what_comes_in_place_of_a_slow_answer_is_tried_again_like_any_other():
     with FaultyServer(CONTENT) as server:
         source = open_source(server, hedge_after=0.1)
         for i in range(5):
             source.read(10_000 + i * 10_000, 10_000)
-        server.script.extend([Reply(delay=1.0), Reply(status=404)])
+        server.script.extend([Reply(delay=1.0), Reply(status=503)])
         assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
-        assert not server.script  # the second request was sent
+        assert not server.script
 
 
-def test_a_request_that_fails_is_finished_by_its_hedge():
-    with FaultyServer(CONTENT) as server:
-        source = open_source(server, hedge_after=0.1, retries=0)
+def test_a_request_that_is_given_up_for_being_slow_counts_as_no_try():
+    for direct_nbytes in BOTH_WAYS:
+        with nothing_left(), FaultyServer(CONTENT) as server, within(10):
+            source = open_source(server, hedge_after=0.1, retries=0, direct_nbytes=direct_nbytes)
+            for i in range(5):
+                source.read(10_000 + i * 10_000, 10_000)
+            server.script.append(Reply(delay=60))
+            assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
+            assert not server.script
+            del source
+
+
+def test_a_server_that_has_become_slow_is_waited_for_after_a_few_requests():
+    """Each request in place of a slow one has four times as long."""
+    with FaultyServer(CONTENT) as server, within(20):
+        source = open_source(server, hedge_after=0.2)
         for i in range(5):
             source.read(10_000 + i * 10_000, 10_000)
-
-        def breaks_while_the_hedge_waits(_request):
-            time.sleep(0.6)
-            return Reply(drop=True)
-
-        server.script.extend([breaks_while_the_hedge_waits, Reply(delay=1.2)])
+        before = len(server.requests)
+        server.default = Reply(delay=1.5)
         assert source.read(100_000, 50_000) == CONTENT[100_000:150_000]
-        assert not server.script  # the second request was sent, and with retries=0 there was no third
+        assert len(server.requests) - before in (3, 4)
 
 
 # -- answers that contradict the request ------------------------------------------------------------------------------

@@ -206,6 +206,23 @@ CASES = (
         service=services.object_store,
     ),
     Case(
+        "http-slow-tail",
+        "that store, one request in 50 takes 20 times as long",
+        "load_http",
+        load,
+        locate=http_place,
+        service=services.slow_tail_store,
+    ),
+    Case(
+        "http-busy-store",
+        "that store, 503 to more than 8 requests at once",
+        "load_http",
+        load_http,
+        limit="sockets",
+        locate=http_place,
+        service=services.busy_store,
+    ),
+    Case(
         "http-index",
         "that store: until the index is there",
         "open_http",

@@ -1,6 +1,8 @@
 // An object store to measure against: an HTTP server of one folder that answers every request after
 // a while, and sends on each connection at a bounded rate.
-// usage: object_store FOLDER LATENCY_MS BYTES_PER_SECOND      prints its port; ends with its input
+// usage: object_store FOLDER LATENCY_MS BYTES_PER_SECOND [SLOW_EVERY SLOW_FACTOR [MOST]]
+//   One request in SLOW_EVERY takes SLOW_FACTOR times as long; 0 for none. While MOST requests are
+//   under way, others are answered with 503. Prints its port; ends with its input.
 //   GET /path with or without one range; HEAD
 //   GET /-/requests      how many other requests there were, at once
 // One thread: what is due on each connection goes out every few milliseconds by sendfile, so that
@@ -37,6 +39,7 @@ constexpr std::chrono::milliseconds kTick{4};
 // What a connection that was not read from may catch up on: two ticks.
 constexpr std::chrono::duration<double> kCredit = 2 * kTick;
 constexpr size_t kMaxHead = 64 << 10;
+constexpr uint64_t kSlowOne = 10;  // of SLOW_EVERY: not the one that opens the object
 
 [[noreturn]] void fail(const char* what) {
   std::perror(what);
@@ -54,6 +57,7 @@ struct Connection {
   std::string input;
   // The response under way.
   bool busy = false;
+  double rate = 0;
   Clock::time_point due;  // when its first byte goes out
   std::string head;       // not yet sent
   const File* file = nullptr;
@@ -62,10 +66,18 @@ struct Connection {
   Clock::time_point paid_until;  // bytes for the time before are sent
 };
 
+struct Manners {
+  std::chrono::milliseconds latency{0};
+  double rate = 0;  // bytes per second of a connection
+  uint64_t slow_every = 0;
+  int slow_factor = 1;
+  int most = 0;  // requests under way; 0 for any number
+};
+
 class Server {
  public:
-  Server(std::string folder, std::chrono::milliseconds latency, double rate)
-      : folder_(std::move(folder)), latency_(latency), rate_(rate) {}
+  Server(std::string folder, const Manners& manners)
+      : folder_(std::move(folder)), manners_(manners) {}
 
   void run();
 
@@ -77,11 +89,11 @@ class Server {
   void answer(Connection& connection, std::string_view request);
   bool send_due(Connection& connection, Clock::time_point now);
   const File* find(const std::string& path);
+  bool is_overloaded() const;
   void drop(int fd);
 
   const std::string folder_;
-  const std::chrono::milliseconds latency_;
-  const double rate_;
+  const Manners manners_;
   int listener_ = -1;
   int poll_ = -1;
   uint64_t requests_ = 0;
@@ -210,12 +222,19 @@ bool parse_range(std::string_view request, int64_t& first, int64_t& last) {
   return false;
 }
 
+bool Server::is_overloaded() const {
+  const auto is_busy = [](const auto& each) { return each.second->busy; };
+  return manners_.most > 0 &&
+         std::count_if(connections_.begin(), connections_.end(), is_busy) >= manners_.most;
+}
+
 void Server::answer(Connection& connection, std::string_view request) {
   const size_t space = request.find(' ');
   const size_t end = request.find(' ', space + 1);
   const std::string_view method = request.substr(0, space);
   std::string path(request.substr(space + 1, end - space - 1));
   path = path.substr(0, path.find('?'));
+  const bool overloaded = is_overloaded();
   connection.busy = true;
   connection.file = nullptr;
   connection.left = 0;
@@ -227,8 +246,15 @@ void Server::answer(Connection& connection, std::string_view request) {
         "HTTP/1.1 200 OK\r\nContent-Length: " + std::to_string(body.size()) + "\r\n\r\n" + body;
     return;
   }
+  const bool slow = manners_.slow_every > 0 && requests_ % manners_.slow_every == kSlowOne;
   ++requests_;
-  connection.due = connection.paid_until = now + latency_;
+  const int factor = slow ? manners_.slow_factor : 1;
+  connection.rate = manners_.rate / factor;
+  connection.due = connection.paid_until = now + manners_.latency * factor;
+  if (overloaded) {
+    connection.head = "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n";
+    return;
+  }
   const File* file = find(path);
   int64_t first = 0, last = -1;
   const bool ranged = parse_range(request, first, last);
@@ -264,7 +290,7 @@ bool Server::send_due(Connection& connection, Clock::time_point now) {
   const auto credit = std::chrono::duration_cast<Clock::duration>(kCredit);
   connection.paid_until = std::max(connection.paid_until, now - credit);
   const std::chrono::duration<double> unpaid = now - connection.paid_until;
-  int64_t due = std::min(connection.left, static_cast<int64_t>(unpaid.count() * rate_));
+  int64_t due = std::min(connection.left, static_cast<int64_t>(unpaid.count() * connection.rate));
   while (due > 0) {
     const ssize_t put =
         sendfile(connection.fd, connection.file->fd, &connection.at, static_cast<size_t>(due));
@@ -272,7 +298,7 @@ bool Server::send_due(Connection& connection, Clock::time_point now) {
     if (put <= 0) return false;
     due -= put;
     connection.left -= put;
-    const std::chrono::duration<double> worth(static_cast<double>(put) / rate_);
+    const std::chrono::duration<double> worth(static_cast<double>(put) / connection.rate);
     connection.paid_until += std::chrono::duration_cast<Clock::duration>(worth);
   }
   if (connection.left == 0) {
@@ -285,10 +311,18 @@ bool Server::send_due(Connection& connection, Clock::time_point now) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) {
-    std::fprintf(stderr, "usage: object_store FOLDER LATENCY_MS BYTES_PER_SECOND\n");
+  if (argc < 4 || argc > 7) {
+    std::fprintf(stderr,
+                 "usage: object_store FOLDER LATENCY_MS BYTES_PER_SECOND "
+                 "[SLOW_EVERY SLOW_FACTOR [MOST]]\n");
     return 2;
   }
+  Manners manners;
+  manners.latency = std::chrono::milliseconds(std::atol(argv[2]));
+  manners.rate = std::atof(argv[3]);
+  if (argc > 4) manners.slow_every = static_cast<uint64_t>(std::atol(argv[4]));
+  if (argc > 5) manners.slow_factor = std::atoi(argv[5]);
+  if (argc > 6) manners.most = std::atoi(argv[6]);
   std::signal(SIGPIPE, SIG_IGN);  // sendfile knows no MSG_NOSIGNAL
-  Server(argv[1], std::chrono::milliseconds(std::atol(argv[2])), std::atof(argv[3])).run();
+  Server(argv[1], manners).run();
 }

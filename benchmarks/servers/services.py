@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from benchmarks.case import Stage, Unavailable
@@ -20,6 +20,10 @@ from benchmarks.environments import compiled
 LATENCY_MS = 20
 BYTES_PER_SECOND = 80_000_000
 STORE_CONNECTIONS = 32
+#: One request in so many of the store with a slow tail takes so many times as long.
+SLOW_EVERY, SLOW_FACTOR = 50, 20
+#: Requests that the busy store answers at the same time; others get a 503.
+MOST_REQUESTS = 8
 #: Of the raw sockets elsewhere: no number gave more on loopback.
 LOOPBACK_CONNECTIONS = 4
 
@@ -64,18 +68,28 @@ def tls_web_server(stage: Stage) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def object_store(stage: Stage) -> Iterator[dict[str, str]]:
-    """The emulated object store (``object_store.cpp``) over the cache folder."""
+def object_store(stage: Stage, *manners: int, connections: int = STORE_CONNECTIONS) -> Iterator[dict[str, str]]:
+    """The emulated object store (``object_store.cpp``, where ``manners`` are explained) over the cache folder."""
     program = compiled("servers/object_store", stage.cache)
-    command = [str(program), str(stage.cache), str(LATENCY_MS), str(BYTES_PER_SECOND)]
+    command = [str(program), str(stage.cache), *map(str, (LATENCY_MS, BYTES_PER_SECOND, *manners))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             port = int(process.stdout.readline())
-            yield settings_of(stage, STORE_CONNECTIONS, http=f"http://127.0.0.1:{port}")
+            yield settings_of(stage, connections, http=f"http://127.0.0.1:{port}")
         finally:
             process.stdin.close()  # it ends with its input, so it cannot outlive this process
+
+
+def slow_tail_store(stage: Stage) -> AbstractContextManager[dict[str, str]]:
+    """That store, where a few requests take much longer than the others."""
+    return object_store(stage, SLOW_EVERY, SLOW_FACTOR)
+
+
+def busy_store(stage: Stage) -> AbstractContextManager[dict[str, str]]:
+    """That store, which refuses more than a few requests at the same time."""
+    return object_store(stage, 0, 1, MOST_REQUESTS, connections=MOST_REQUESTS)
 
 
 @contextmanager

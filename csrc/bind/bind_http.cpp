@@ -9,7 +9,6 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
-#include "io/http/default_certificates.h"
 #include "io/http/http_put.h"
 #include "io/http/http_source.h"
 #include "io/parallel_read.h"
@@ -229,11 +228,7 @@ void register_http(py::module_& m) {
   register_options(m);
   register_source(m);
   register_uploader(m);
-  m.def("default_certificates", [] {
-    using Places = std::pair<std::string, std::string>;
-    const auto found = io::default_certificates();
-    return found ? std::optional(Places(found->file, found->folder)) : std::nullopt;
-  });
+  m.def("default_certificates", &io::built_in_anchors);
 }
 
 }  // namespace tensorizer::bind

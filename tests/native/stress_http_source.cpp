@@ -255,10 +255,9 @@ TEST(StressHttpSource, addresses_are_renewed_by_one_thread_at_a_time) {
   for (int i = 0; i < 8; ++i) {
     group.spawn([&](const std::stop_token& stop) {
       for (int k = 0; k < 50; ++k) {
-        const HttpEndpoint::Target target = endpoint.target(stop);
-        (void)endpoint.target_now();
+        const HttpEndpoint::SharedTarget target = endpoint.target(stop);
         if (k % 10 == 0) {
-          EXPECT_TRUE(endpoint.refused(target, 403));
+          EXPECT_TRUE(endpoint.refused(*target, 403));
         }
       }
     });

@@ -4,13 +4,15 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <mutex>
 #include <new>
+#include <string_view>
 #include <utility>
 
 #include "core/error.h"
 #include "core/stop.h"
-#include "io/curl/curl_connection.h"
 
 namespace tensorizer::io {
 namespace {
@@ -30,6 +32,16 @@ sigset_t sigpipe_set() noexcept {
   sigemptyset(&set);
   sigaddset(&set, SIGPIPE);
   return set;
+}
+
+// CURLE_SSL_CONNECT_ERROR stands for a handshake that broke off and for two sides that do not fit;
+// only the words of the TLS library (OpenSSL, GnuTLS and others) tell.
+bool handshake_broke_off(const std::string& text) {
+  constexpr std::array<std::string_view, 7> kWords = {
+      "reset",      "SYSCALL",     "unexpected eof", "unexpected EOF",
+      "terminated", "Broken pipe", "timed out"};
+  return std::any_of(kWords.begin(), kWords.end(),
+                     [&](std::string_view word) { return text.find(word) != std::string::npos; });
 }
 
 }  // namespace
@@ -67,13 +79,12 @@ CurlLane::CurlLane() : process_(getpid()) {
   initialise_curl();
   multi_.reset(curl_multi_init());
   if (!multi_) throw std::bad_alloc();
-  // A hedge is only worth something on a connection of its own.
+  // A request that replaces a slow one is only worth something on a connection of its own.
   curl_multi_setopt(multi_.get(), CURLMOPT_PIPELINING, static_cast<long>(CURLPIPE_NOTHING));
   curl_multi_setopt(multi_.get(), CURLMOPT_MAXCONNECTS, 2L);
 }
 
 CurlLane::~CurlLane() {
-  kept_connection_.reset();  // its handle is the lane's
   if (!belongs_to_this_process()) {
     // Closing would say good-bye on connections that the parent still uses.
     for (UniqueCurlEasy& easy : spare_) (void)easy.release();
@@ -134,10 +145,59 @@ void CurlLane::perform() {
 
 void CurlLane::wait(std::chrono::milliseconds timeout) {
   int ready = 0;
-  const unsigned watched = watched_.fd == CURL_SOCKET_BAD ? 0 : 1;
   const CURLMcode code =
-      curl_multi_poll(multi_.get(), &watched_, watched, static_cast<int>(timeout.count()), &ready);
+      curl_multi_poll(multi_.get(), nullptr, 0, static_cast<int>(timeout.count()), &ready);
   if (code != CURLM_OK) throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
+}
+
+CurlVerdict curl_verdict(CURLcode code, const std::string& text) {
+  CurlVerdict verdict{"curl error " + std::to_string(static_cast<int>(code))};
+  switch (code) {
+    case CURLE_OUT_OF_MEMORY:  // also what libcurl says of a header line beyond its bounds
+      verdict.hint = "the head of the response may be too large";
+      break;
+    case CURLE_COULDNT_RESOLVE_PROXY:
+    case CURLE_COULDNT_RESOLVE_HOST:
+      verdict.transient = true;
+      verdict.hint = "check the host name and the name server";
+      break;
+    case CURLE_COULDNT_CONNECT:
+      verdict.transient = true;
+      verdict.hint = "check that the server runs and can be reached";
+      break;
+    case CURLE_OPERATION_TIMEDOUT:
+      verdict.transient = true;
+      verdict.hint = "the server may be unreachable; the connect timeout can be raised";
+      break;
+    case CURLE_PARTIAL_FILE:
+    case CURLE_GOT_NOTHING:
+    case CURLE_SEND_ERROR:
+    case CURLE_RECV_ERROR:
+    case CURLE_HTTP2:
+    case CURLE_HTTP2_STREAM:
+      verdict.transient = true;
+      verdict.hint = "the connection broke";
+      break;
+    case CURLE_SSL_CONNECT_ERROR:
+      verdict.transient = handshake_broke_off(text);
+      verdict.hint = "check that the server speaks TLS on this port";
+      break;
+    case CURLE_PEER_FAILED_VERIFICATION:
+      verdict.name = "cURL exit code 60";
+      verdict.hint =
+          "the server's certificate is not trusted: pass CAInfo(cacert=...) or set CURL_CA_BUNDLE";
+      break;
+    case CURLE_SSL_CACERT_BADFILE:
+      verdict.hint = "the file or folder of trusted certificates cannot be read";
+      break;
+    case CURLE_UNSUPPORTED_PROTOCOL:
+    case CURLE_WEIRD_SERVER_REPLY:
+      verdict.hint = "the server does not speak HTTP";
+      break;
+    default:
+      break;
+  }
+  return verdict;
 }
 
 void drive(CurlLane& lane, const std::stop_token& stop, const std::function<bool()>& done) {

@@ -47,8 +47,6 @@ class SigpipeGuard {
   bool blocked_ = false;
 };
 
-class CurlConnection;
-
 // Confined to one thread at a time.
 class CurlLane {
  public:
@@ -70,22 +68,14 @@ class CurlLane {
   void perform();
   // Waits until there is something to move, `timeout` is over, or wake() was called.
   void wait(std::chrono::milliseconds timeout);
-  // From now on wait() also ends when `socket` is ready for `events` (POLLIN, POLLOUT);
-  // CURL_SOCKET_BAD for none.
-  void watch(curl_socket_t socket, short events) noexcept { watched_ = {socket, events, 0}; }
   // The one call that is allowed from another thread.
   void wake() noexcept { curl_multi_wakeup(multi_.get()); }
-
-  // A connection of this lane that nobody uses at the moment, for the next one who does.
-  std::unique_ptr<CurlConnection>& kept_connection() noexcept { return kept_connection_; }
 
   bool belongs_to_this_process() const noexcept;
 
  private:
   UniqueCurlMulti multi_;
   std::vector<UniqueCurlEasy> spare_;
-  std::unique_ptr<CurlConnection> kept_connection_;
-  curl_waitfd watched_{CURL_SOCKET_BAD, 0, 0};
   const pid_t process_;
 };
 
@@ -94,6 +84,14 @@ struct CurlCompletion {
   bool done = false;
   CURLcode code = CURLE_OK;
 };
+
+// What a libcurl error means: the one table. `text` is libcurl's own description of the error.
+struct CurlVerdict {
+  std::string name;        // "curl error 7"
+  bool transient = false;  // another try may do better
+  const char* hint = "";
+};
+CurlVerdict curl_verdict(CURLcode code, const std::string& text);
 
 // Runs `lane` until `done()` says so; throws Errc::cancelled on a stop. done() may throw.
 void drive(CurlLane& lane, const std::stop_token& stop, const std::function<bool()>& done);

@@ -9,31 +9,97 @@
 #include <optional>
 
 #include "core/stop.h"
-#include "io/curl/curl_verdict.h"
 
 namespace tensorizer::io {
 namespace {
 
 constexpr std::chrono::milliseconds kStopPollInterval{100};
 
+std::string url_of(const SocketOptions& options) {
+  const std::string scheme = options.tls ? "https://" : "http://";
+  if (!options.unix_path.empty()) return scheme + "localhost/";
+  const bool ipv6 = options.host.find(':') != std::string::npos;
+  return scheme + (ipv6 ? "[" + options.host + "]" : options.host) + ":" +
+         std::to_string(options.port) + "/";
+}
+
+int set_receive_buffer(void* nbytes, curl_socket_t socket, curlsocktype) noexcept {
+  if (*static_cast<const int*>(nbytes) > 0)
+    setsockopt(socket, SOL_SOCKET, SO_RCVBUF, nbytes, sizeof(int));
+  return CURL_SOCKOPT_OK;
+}
+
 }  // namespace
 
-CurlSocket::CurlSocket(const SocketOptions& options, std::string peer, const std::stop_token& stop)
+CurlSocket::CurlSocket(const SocketOptions& options, std::string peer, const std::stop_token& stop,
+                       const std::function<void()>& meanwhile)
     : peer_(std::move(peer)),
+      url_(url_of(options)),
       stall_timeout_(options.stall_timeout),
+      receive_buffer_nbytes_(options.receive_buffer_nbytes),
       tls_(options.tls),
-      connection_(lane_, options) {
-  drive(lane_, stop, [this] { return connection_.done(); });
-  if (connection_.code() != CURLE_OK) fail("connect to", connection_.code());
-  socket_ = connection_.socket();
+      easy_(lane_.take_easy()),
+      error_text_(CURL_ERROR_SIZE, '\0') {
+  configure(options);
+  lane_.add(easy_.get());
+  try {
+    drive(lane_, stop, [&] {
+      if (meanwhile) meanwhile();
+      return completion_.done;
+    });
+    if (const CURLcode code = connect_code(); code != CURLE_OK) fail("connect to", code);
+  } catch (...) {
+    lane_.remove(easy_.get());
+    throw;
+  }
+}
+
+CurlSocket::~CurlSocket() {
+  if (belongs_to_this_process()) {
+    lane_.remove(easy_.get());
+  } else {
+    (void)easy_.release();
+  }
+}
+
+void CurlSocket::configure(const SocketOptions& options) {
+  CURL* easy = easy_.get();
+  apply_common_options(easy, options.connect_timeout);
+  apply_trust(easy, options.tls ? options.trust : CurlTrust::in_clear());
+  curl_easy_setopt(easy, CURLOPT_URL, url_.c_str());
+  curl_easy_setopt(easy, CURLOPT_CONNECT_ONLY, 1L);
+  curl_easy_setopt(easy, CURLOPT_PROXY, "");  // those of the environment are for libcurl's HTTP
+  curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, static_cast<long>(CURL_HTTP_VERSION_1_1));
+  curl_easy_setopt(easy, CURLOPT_SSL_ENABLE_ALPN, 0L);
+  curl_easy_setopt(easy, CURLOPT_SSLVERSION, static_cast<long>(CURL_SSLVERSION_TLSv1_2));
+  if (!options.unix_path.empty())
+    curl_easy_setopt(easy, CURLOPT_UNIX_SOCKET_PATH, options.unix_path.c_str());
+  curl_easy_setopt(easy, CURLOPT_SOCKOPTFUNCTION, &set_receive_buffer);
+  curl_easy_setopt(easy, CURLOPT_SOCKOPTDATA, &receive_buffer_nbytes_);
+  curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, error_text_.data());
+  curl_easy_setopt(easy, CURLOPT_PRIVATE, reinterpret_cast<char*>(&completion_));
+}
+
+CURLcode CurlSocket::connect_code() noexcept {
+  if (completion_.code != CURLE_OK) return completion_.code;
+  curl_easy_getinfo(easy_.get(), CURLINFO_ACTIVESOCKET, &socket_);
+  return socket_ == CURL_SOCKET_BAD ? CURLE_COULDNT_CONNECT : CURLE_OK;
+}
+
+bool CurlSocket::is_quiet(const SocketOptions& options) const {
+  char byte = 0;
+  return url_ == url_of(options) && ::recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
+         (errno == EAGAIN || errno == EWOULDBLOCK);
 }
 
 void CurlSocket::fail(const char* operation, CURLcode code) const {
-  std::string text = connection_.error_text(code);
+  std::string text = error_text_.c_str();
+  if (text.empty()) text = curl_easy_strerror(code);
+  const std::string curl_text = text;
   const CurlVerdict verdict = curl_verdict(code, text);
   long system_errno = 0;
   if (code == CURLE_COULDNT_CONNECT || code == CURLE_SEND_ERROR || code == CURLE_RECV_ERROR)
-    curl_easy_getinfo(connection_.easy(), CURLINFO_OS_ERRNO, &system_errno);
+    curl_easy_getinfo(easy_.get(), CURLINFO_OS_ERRNO, &system_errno);
   if (code == CURLE_OPERATION_TIMEDOUT) system_errno = ETIMEDOUT;
   if (system_errno != 0) text += std::string(": ") + std::strerror(static_cast<int>(system_errno));
   // Hints of other errors speak of HTTP.
@@ -41,6 +107,8 @@ void CurlSocket::fail(const char* operation, CURLcode code) const {
     text += std::string("; ") + verdict.hint;
   SocketError error(std::string(operation) + " " + peer_ + ": " + text, peer_, verdict.transient);
   error.system_errno = static_cast<int>(system_errno);
+  error.code = code;
+  error.curl_text = curl_text;
   throw error;
 }
 
@@ -74,7 +142,7 @@ size_t CurlSocket::receive_some(Slice into, const std::stop_token& stop) {
     size_t received = 0;
     std::optional<SigpipeGuard> guard;
     if (tls_) guard.emplace();  // TLS may have to answer
-    const CURLcode code = curl_easy_recv(connection_.easy(), into.data(), into.size(), &received);
+    const CURLcode code = curl_easy_recv(easy_.get(), into.data(), into.size(), &received);
     guard.reset();
     if (code == CURLE_OK && received > 0) return received;
     if (code == CURLE_OK)
@@ -93,7 +161,7 @@ void CurlSocket::send_all(ConstSlice from, const std::stop_token& stop) {
     CURLcode code = CURLE_OK;
     {
       const SigpipeGuard guard;
-      code = curl_easy_send(connection_.easy(), from.data(), from.size(), &sent);
+      code = curl_easy_send(easy_.get(), from.data(), from.size(), &sent);
     }
     if (code == CURLE_AGAIN) {
       wait_ready(POLLOUT, deadline, "send to", stop);

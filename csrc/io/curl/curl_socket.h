@@ -1,25 +1,35 @@
 // A stream connection: TCP or a Unix socket, in clear or inside TLS. Confined to one thread at a
 // time.
 //
-// CurlConnection connects. Every wait looks at the stop token a few times per second and ends with
+// libcurl connects: it looks names up without blocking, divides the time among the addresses, and
+// trusts whom HTTPS trusts. Every wait looks at the stop token a few times per second and ends with
 // a SocketError when the peer stays silent for the stall timeout. A socket that threw is broken:
 // destroy it. In a child that was forked it is left to the parent.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
-#include <optional>
+#include <functional>
 #include <stop_token>
 #include <string>
 
 #include "core/error.h"
-#include "io/curl/curl_connection.h"
 #include "io/curl/curl_handle.h"
+#include "io/curl/curl_trust.h"
 #include "io/slices.h"
 
 namespace tensorizer::io {
 
-struct SocketOptions : ConnectOptions {
+struct SocketOptions {
+  std::string host;
+  uint16_t port = 0;
+  std::string unix_path = {};  // used in place of host and port unless empty
+  bool tls = false;
+  CurlTrust trust = {};
+  // For name look-up, all addresses and TLS; an address that does not answer leaves time for
+  // others.
+  std::chrono::milliseconds connect_timeout{10'000};
+  int receive_buffer_nbytes = 0;                    // SO_RCVBUF; 0 leaves it to the kernel
   std::chrono::milliseconds stall_timeout{30'000};  // no byte either way
 };
 
@@ -27,14 +37,19 @@ class SocketError : public Error {
  public:
   SocketError(const std::string& what, std::string peer, bool may_pass)
       : Error(Errc::io, what, std::move(peer)), passing(may_pass) {}
-  bool passing;  // another connection may do better
+  bool passing;              // another connection may do better
+  CURLcode code = CURLE_OK;  // libcurl's reason, where it had one, and its words
+  std::string curl_text;
 };
 
 class CurlSocket {
  public:
-  // Connects, and shakes hands where TLS is on. `peer` names the other side in messages.
+  // Connects, and shakes hands where TLS is on. `peer` names the other side in messages;
+  // `meanwhile` is called now and then and may throw.
   // Throws SocketError (with the errno where there is one), Errc::cancelled.
-  CurlSocket(const SocketOptions& options, std::string peer, const std::stop_token& stop);
+  CurlSocket(const SocketOptions& options, std::string peer, const std::stop_token& stop,
+             const std::function<void()>& meanwhile = {});
+  ~CurlSocket();
   CurlSocket(const CurlSocket&) = delete;
   CurlSocket& operator=(const CurlSocket&) = delete;
 
@@ -45,11 +60,18 @@ class CurlSocket {
   // All of `from`, or throws.
   void send_all(ConstSlice from, const std::stop_token& stop);
 
+  // For those who read and write by themselves.
+  curl_socket_t descriptor() const noexcept { return socket_; }
+  // Whether it leads to the server of `options`, and was neither closed by it nor holds bytes that
+  // nobody asked for. Not for TLS.
+  bool is_quiet(const SocketOptions& options) const;
   bool belongs_to_this_process() const noexcept { return lane_.belongs_to_this_process(); }
 
  private:
   using Deadline = std::chrono::steady_clock::time_point;
 
+  void configure(const SocketOptions& options);
+  CURLcode connect_code() noexcept;
   [[noreturn]] void fail(const char* operation, CURLcode code) const;
   [[noreturn]] void fail_silent(const char* operation) const;
   void wait_ready(short events, Deadline deadline, const char* operation,
@@ -57,10 +79,14 @@ class CurlSocket {
   Deadline stall_deadline() const { return std::chrono::steady_clock::now() + stall_timeout_; }
 
   const std::string peer_;
+  const std::string url_;
   const std::chrono::milliseconds stall_timeout_;
+  int receive_buffer_nbytes_;
   const bool tls_;
   CurlLane lane_;
-  CurlConnection connection_;
+  UniqueCurlEasy easy_;
+  CurlCompletion completion_;
+  std::string error_text_;
   curl_socket_t socket_ = CURL_SOCKET_BAD;
 };
 

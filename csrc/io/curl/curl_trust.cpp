@@ -49,33 +49,21 @@ bool libcurl_shares_openssl() {
   return same;
 }
 
-struct TrustPaths {
-  std::string file;
-  std::string folder;
-};
-
-// What libcurl would read; both empty where it does not tell.
-TrustPaths paths_of(const CurlTrust& trust) {
+// File and folder that libcurl would read; both empty where it does not tell.
+std::pair<std::string, std::string> paths_of(const CurlTrust& trust) {
   if (!trust.ca_file.empty() || !trust.ca_path.empty()) return {trust.ca_file, trust.ca_path};
-  TrustPaths paths;
-#if LIBCURL_VERSION_NUM >= 0x074600
-  const curl_version_info_data* info = curl_version_info(CURLVERSION_NOW);
-  if (info->age < CURLVERSION_SEVENTH) return paths;
-  if (info->cainfo != nullptr) paths.file = info->cainfo;
-  if (info->capath != nullptr) paths.folder = info->capath;
-#endif
-  return paths;
+  return built_in_anchors().value_or(std::pair<std::string, std::string>());
 }
 
 // nullptr where libcurl has to read the anchors by itself, and to report what is wrong with them.
 UniqueStore make_store(const CurlTrust& trust) {
   if (!trust.reads_anchors || !trust.verify_peer || !libcurl_shares_openssl()) return nullptr;
-  const TrustPaths paths = paths_of(trust);
-  if (paths.file.empty() && paths.folder.empty()) return nullptr;
+  const auto [ca_file, ca_path] = paths_of(trust);
+  if (ca_file.empty() && ca_path.empty()) return nullptr;
   UniqueStore store(X509_STORE_new());
   if (!store) throw std::bad_alloc();
-  const char* file = paths.file.empty() ? nullptr : paths.file.c_str();
-  const char* folder = paths.folder.empty() ? nullptr : paths.folder.c_str();
+  const char* file = ca_file.empty() ? nullptr : ca_file.c_str();
+  const char* folder = ca_path.empty() ? nullptr : ca_path.c_str();
   if (X509_STORE_load_locations(store.get(), file, folder) != 1) return nullptr;
   // Now, while no other thread looks: libcurl adds the folder before every handshake.
   X509_STORE_load_locations(store.get(), nullptr, kNoFolder);
@@ -145,10 +133,17 @@ CURLcode use_store(CURL*, void* context, void* store) noexcept {
 
 }  // namespace
 
+std::optional<std::pair<std::string, std::string>> built_in_anchors() {
+  const curl_version_info_data* info = curl_version_info(CURLVERSION_NOW);
+  if (info->age < CURLVERSION_SEVENTH) return std::nullopt;
+  return std::pair<std::string, std::string>(info->cainfo ? info->cainfo : "",
+                                             info->capath ? info->capath : "");
+}
+
 std::string CurlTrust::key() const {
   if (!reads_anchors) return "in clear";
-  const TrustPaths paths = paths_of(*this);
-  std::string text = state_of(paths.file) + '\n' + state_of(paths.folder) + '\n';
+  const auto [file, folder] = paths_of(*this);
+  std::string text = state_of(file) + '\n' + state_of(folder) + '\n';
   text += state_of(certificate_file) + '\n' + state_of(key_file) + '\n';
   text += verify_peer ? 'p' : '-';
   text += verify_host ? 'h' : '-';

@@ -8,7 +8,9 @@
 #include <curl/curl.h>
 
 #include <chrono>
+#include <optional>
 #include <string>
+#include <utility>
 
 namespace tensorizer::io {
 
@@ -29,6 +31,10 @@ struct CurlTrust {
   // Equal for equal trust, as the files are now.
   std::string key() const;
 };
+
+// File and folder of the trust anchors that this libcurl was built with, each empty for none;
+// nullopt where its release cannot say.
+std::optional<std::pair<std::string, std::string>> built_in_anchors();
 
 // What every connection has: no signals, http(s) alone, keep-alive, shuffled addresses.
 void apply_common_options(CURL* easy, std::chrono::milliseconds connect_timeout);

@@ -13,6 +13,7 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 constexpr std::chrono::seconds kHeadersLifetime{60};
+constexpr std::chrono::hours kLongest{1};  // what is added to a time point
 
 void add_hint(HttpFailure& failure, RetryEnd end) {
   if (end == RetryEnd::asked_to_wait)
@@ -50,27 +51,30 @@ bool HttpEndpoint::headers_are_due() const {
   return provider_ && (!headers_ || Clock::now() - headers_at_ >= kHeadersLifetime);
 }
 
-std::optional<HttpEndpoint::Target> HttpEndpoint::current() const {
-  if (url_is_due() || headers_are_due()) return std::nullopt;
-  if (!resolved_) return Target{*home_, headers_, true, generation_, false};
-  return Target{*resolved_, headers_, resolved_->origin() == home_->origin(), generation_, true};
+void HttpEndpoint::changed() {
+  ++generation_;
+  target_.reset();
 }
 
-std::optional<HttpEndpoint::Target> HttpEndpoint::target_now() const {
-  MutexLock lock(mutex_);
-  return renewing_ ? std::nullopt : current();
+HttpEndpoint::SharedTarget HttpEndpoint::current() {
+  if (target_) return target_;
+  const HttpUrl& url = resolved_ ? *resolved_ : *home_;
+  const bool is_home = url.origin() == home_->origin();
+  target_ = std::make_shared<const Target>(
+      Target{url, headers_, is_home, resolved_.has_value(), generation_});
+  return target_;
 }
 
-HttpEndpoint::Target HttpEndpoint::target(const std::stop_token& stop) {
+HttpEndpoint::SharedTarget HttpEndpoint::target(const std::stop_token& stop) {
   bool url_due = false;
   bool headers_due = false;
   {
     MutexLock lock(mutex_);
     if (!renewed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) { return !renewing_; }))
       throw Error(Errc::cancelled, "cancelled");
-    if (auto target = current()) return std::move(*target);
     url_due = url_is_due();
     headers_due = headers_are_due();
+    if (!url_due && !headers_due) return current();
     renewing_ = true;
   }
   // Outside the lock: both may need the interpreter.
@@ -97,17 +101,15 @@ HttpEndpoint::Target HttpEndpoint::target(const std::stop_token& stop) {
     home_ = std::move(fresh);
     resolved_.reset();
     renewed_at_ = Clock::now();
-    ++generation_;
     if (name_.empty()) name_ = home_->shown();
   }
   if (headers) {
     headers_ = std::move(headers);
     headers_at_ = Clock::now();
-    if (!url_due) ++generation_;
   }
+  changed();
   worked_ = true;
-  if (!resolved_) return Target{*home_, headers_, true, generation_, false};
-  return Target{*resolved_, headers_, resolved_->origin() == home_->origin(), generation_, true};
+  return current();
 }
 
 void HttpEndpoint::note_answered() {
@@ -122,7 +124,9 @@ bool HttpEndpoint::may_recover() const {
 
 void HttpEndpoint::found_at(const Target& from, const HttpUrl& to) {
   MutexLock lock(mutex_);
-  if (from.generation == generation_) resolved_ = to;
+  if (from.generation != generation_) return;
+  resolved_ = to;
+  target_.reset();
 }
 
 bool HttpEndpoint::refused(const Target& target, int status) {
@@ -144,47 +148,55 @@ bool HttpEndpoint::refused(const Target& target, int status) {
     home_.reset();
     may_do_better = true;
   }
-  if (!may_do_better) return false;
-  ++generation_;
+  if (may_do_better) changed();
+  return may_do_better;
+}
+
+HttpClient::Permit HttpClient::enter(const std::stop_token& stop) {
+  const std::string origin = endpoint.target(stop)->url.origin();
+  HttpConnections::Permit connection = connections.enter(origin, stop);
+  return {endpoint.target(stop), std::move(connection)};  // it may have changed meanwhile
+}
+
+bool HttpClient::refused(Permit& permit, const HttpFailure& failure, const std::stop_token& stop) {
+  if (failure.status == 429 || failure.status == 503) connections.note_overload(permit.connection);
+  if (!endpoint.refused(*permit.target, failure.status)) return false;
+  permit.target = endpoint.target(stop);
   return true;
 }
 
-std::unique_ptr<HttpExchange> HttpClient::start(CurlLane& lane, const std::string& range,
+std::unique_ptr<HttpExchange> HttpClient::start(Permit& permit, const std::string& range,
                                                 const std::vector<std::string>& header_lines,
                                                 const HttpExchange::Accept& accept,
                                                 const HttpDeadline& deadline,
-                                                const std::stop_token& stop,
-                                                const std::function<bool()>& meanwhile) {
+                                                const std::stop_token& stop, bool fresh) {
   constexpr int kMaxRefusals = 2;  // a stale redirect, then a stale URL
+  CurlLane& lane = permit.connection.lane().curl;
   for (int refusals = 0;; ++refusals) {
-    const HttpEndpoint::Target target = endpoint.target(stop);
-    HttpUrl url = target.url;
+    const HttpEndpoint::SharedTarget target = permit.target;
+    std::optional<HttpUrl> led_to;
     try {
       for (int hops = 0;; ++hops) {
-        const bool is_home = target.is_home && url.origin() == target.url.origin();
-        const HttpRequest request{&url, is_home, range, header_lines, target.headers.get()};
+        const HttpUrl& url = led_to ? *led_to : target->url;
+        const bool is_home = target->is_home && url.origin() == target->url.origin();
+        const HttpRequest request{&url, is_home, range, header_lines, target->headers.get(), fresh};
         auto exchange = std::make_unique<HttpExchange>(lane, options, request, accept, counters);
-        bool given_up = false;
         drive(lane, stop, [&] {
           deadline.check();
           // Accepted first: what goes wrong after that is the caller's, who counts the bytes that
           // came before.
-          if (exchange->accepted() || exchange->check()) return true;
-          given_up = meanwhile && meanwhile();
-          return given_up;
+          return exchange->accepted() || exchange->check();
         });
-        if (given_up) return nullptr;
         if (exchange->accepted()) {
           endpoint.note_answered();
-          if (hops > 0) endpoint.found_at(target, url);
+          if (led_to) endpoint.found_at(*target, *led_to);
           return exchange;
         }
-        url = next_hop(*exchange, url, hops);
+        led_to = next_hop(options, *exchange, url, hops);
       }
     } catch (const HttpFailure& failure) {
-      if (failure.status == 429 || failure.status == 503) gate.note_overload();
-      if (!endpoint.refused(target, failure.status)) throw;
-      if (refusals < kMaxRefusals) continue;
+      if (refusals < kMaxRefusals && refused(permit, failure, stop)) continue;
+      if (refusals < kMaxRefusals || !endpoint.refused(*target, failure.status)) throw;
       // Credentials that are being exchanged come late: renewed again within the time for retries.
       HttpFailure later = failure;
       later.transient = later.transient || endpoint.may_recover();
@@ -193,7 +205,8 @@ std::unique_ptr<HttpExchange> HttpClient::start(CurlLane& lane, const std::strin
   }
 }
 
-HttpUrl HttpClient::next_hop(const HttpExchange& exchange, const HttpUrl& url, int hops) const {
+HttpUrl next_hop(const HttpOptions& options, const HttpExchange& exchange, const HttpUrl& url,
+                 int hops) {
   const auto location = exchange.location();
   const ResponseHead& head = exchange.head();
   if (!location)
@@ -208,26 +221,6 @@ HttpUrl HttpClient::next_hop(const HttpExchange& exchange, const HttpUrl& url, i
     throw HttpFailure{Errc::io, "a redirect that is not followed (" + head.status_line + ")",
                       "it leads away from https, or is no http(s) URL", head.status};
   return std::move(*next);
-}
-
-std::unique_ptr<HttpExchange> HttpClient::start_second(CurlLane& lane, const std::string& range,
-                                                       const std::vector<std::string>& header_lines,
-                                                       const HttpExchange::Accept& accept) {
-  const auto target = endpoint.target_now();
-  if (!target || !gate.has_idle_place() || !connections.has_place(target->url.origin()))
-    return nullptr;
-  const HttpRequest request{&target->url, target->is_home, range, header_lines,
-                            target->headers.get()};
-  return std::make_unique<HttpExchange>(lane, options, request, accept, counters);
-}
-
-HttpClient::Permit HttpClient::enter(const std::stop_token& stop) {
-  const HttpEndpoint::Target target = endpoint.target(stop);
-  return {gate.enter(stop), connections.enter(target.url.origin(), stop)};
-}
-
-HttpConnections::Lease HttpClient::take_lane(const std::stop_token& stop) {
-  return connections.take(endpoint.target(stop).url.origin());
 }
 
 void with_retries(const HttpOptions& options, const HttpCounters& counters,
@@ -275,7 +268,19 @@ std::chrono::milliseconds HttpDeadline::bound(std::chrono::milliseconds delay) c
                     std::chrono::milliseconds(0), delay);
 }
 
+void HttpDeadline::begin_request(std::chrono::duration<double> usual, int lagged) noexcept {
+  constexpr int kMuchLonger = 4;
+  constexpr int kMostLagging = 6;  // far beyond the time after which a request has stalled
+  lags_at_.reset();
+  if (hedge_after_.count() == 0 || lagged > kMostLagging) return;
+  const auto patience = std::max<std::chrono::duration<double>>(hedge_after_, kMuchLonger * usual);
+  lags_at_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                std::min<std::chrono::duration<double>>(patience, kLongest)) *
+                                (1 << (2 * lagged));
+}
+
 void HttpDeadline::check() const {
+  if (lags_at_ && Clock::now() >= *lags_at_) throw HttpLag();
   if (limit_.count() == 0 || Clock::now() - start_ < limit_) return;
   throw HttpFailure{
       Errc::io, "not done within the total timeout of " + std::to_string(limit_.count()) + " ms",

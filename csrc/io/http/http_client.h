@@ -11,7 +11,6 @@
 #include <string>
 
 #include "core/sync.h"
-#include "io/http/connection_gate.h"
 #include "io/http/http_connections.h"
 #include "io/http/http_exchange.h"
 #include "io/http/http_options.h"
@@ -42,15 +41,14 @@ class HttpEndpoint {
     HttpUrl url;
     std::shared_ptr<const HttpHeaderList> headers;  // of the provider; nullptr where there is none
     bool is_home = true;                            // the origin that may see credentials
-    uint64_t generation = 0;
     bool is_redirect = false;
+    uint64_t generation = 0;
   };
+  using SharedTarget = std::shared_ptr<const Target>;
 
   // Where to send the next request. May call renew() and the provider; what they throw when they
   // have worked before is an HttpFailure that may be tried again.
-  Target target(const std::stop_token& stop);
-  // The same without waiting for anything; nullopt where a fresh URL is due.
-  std::optional<Target> target_now() const;
+  SharedTarget target(const std::stop_token& stop);
 
   // The object was found at `to`, so later requests go there at once.
   void found_at(const Target& from, const HttpUrl& to);
@@ -70,7 +68,8 @@ class HttpEndpoint {
  private:
   bool url_is_due() const REQUIRES_LOCK(mutex_);
   bool headers_are_due() const REQUIRES_LOCK(mutex_);
-  std::optional<Target> current() const REQUIRES_LOCK(mutex_);
+  SharedTarget current() REQUIRES_LOCK(mutex_);
+  void changed() REQUIRES_LOCK(mutex_);
 
   HttpAddress address_;
   HttpHeaderProvider provider_;
@@ -86,66 +85,77 @@ class HttpEndpoint {
   bool worked_ GUARDED_BY(mutex_) = false;    // renew() and the provider have given something
   bool answered_ GUARDED_BY(mutex_) = false;  // a server has accepted a request
   uint64_t generation_ GUARDED_BY(mutex_) = 0;
+  SharedTarget target_ GUARDED_BY(mutex_);  // of all that; nullptr when it has changed
 };
 
-// Ends an operation that takes longer than HttpOptions::total_timeout.
+// Thrown when a request takes much longer than it should: another one may do better.
+struct HttpLag {};
+
+// Ends an operation that takes longer than HttpOptions::total_timeout, and one request of it that
+// lags.
 class HttpDeadline {
  public:
+  using Clock = std::chrono::steady_clock;
   explicit HttpDeadline(const HttpOptions& options) noexcept
-      : limit_(options.total_timeout), start_(std::chrono::steady_clock::now()) {}
-  // Throws HttpFailure.
+      : limit_(options.total_timeout), hedge_after_(options.hedge_after), start_(Clock::now()) {}
+  // Throws HttpFailure, HttpLag.
   void check() const;
-  void restart() noexcept { start_ = std::chrono::steady_clock::now(); }
+  void restart() noexcept { start_ = Clock::now(); }
+  // A request begins that should take `usual` and is the successor of `lagged` that did not. Of
+  // such requests each gets more time than the one before it, so the last one is waited for.
+  void begin_request(std::chrono::duration<double> usual, int lagged) noexcept;
+  // Whatever runs now may take its time.
+  void end_request() noexcept { lags_at_.reset(); }
   // `delay`, or what is left if that is less.
   std::chrono::milliseconds bound(std::chrono::milliseconds delay) const;
 
  private:
   std::chrono::milliseconds limit_;
-  std::chrono::steady_clock::time_point start_;
+  std::chrono::milliseconds hedge_after_;
+  Clock::time_point start_;
+  std::optional<Clock::time_point> lags_at_;
 };
+
+inline constexpr int kIndirectReads = 32;
 
 // What the parts of one HttpSource share. Safe from many threads.
 struct HttpClient {
   HttpClient(HttpAddress address, HttpOptions http_options)
       : options(std::move(http_options)),
         endpoint(std::move(address), options.header_provider),
-        connections(options.max_connections, options.connection_key()),
-        gate(options.connections, options.max_connections, counters.bytes) {}
+        connections(options.connections, options.max_connections, options.connection_key()) {}
+
+  // Permission for one request: where to, and over what.
+  struct Permit {
+    HttpEndpoint::SharedTarget target;
+    HttpConnections::Permit connection;
+  };
+  Permit enter(const std::stop_token& stop);
 
   // Sends a GET and follows redirects until a head was accepted; the caller goes on driving the
-  // exchange. `meanwhile`, where there is one, is called at every step before that; as soon as it
-  // returns true the request is given up and nullptr returned. Throws HttpFailure, what `meanwhile`
-  // throws, or what renew() throws.
-  std::unique_ptr<HttpExchange> start(CurlLane& lane, const std::string& range,
+  // exchange. `fresh`: on a new connection. Throws HttpFailure, what the deadline throws, or what
+  // renew() throws.
+  std::unique_ptr<HttpExchange> start(Permit& permit, const std::string& range,
                                       const std::vector<std::string>& header_lines,
                                       const HttpExchange::Accept& accept,
                                       const HttpDeadline& deadline, const std::stop_token& stop,
-                                      const std::function<bool()>& meanwhile = {});
-  // One more request for the same bytes as one that lags, sent at once to where requests go now;
-  // nullptr where it would have to wait for anything.
-  std::unique_ptr<HttpExchange> start_second(CurlLane& lane, const std::string& range,
-                                             const std::vector<std::string>& header_lines,
-                                             const HttpExchange::Accept& accept);
-
-  // Permission for one request, by this source's gate and by the host.
-  struct Permit {
-    ConnectionGate::Ticket of_gate;
-    HttpConnections::Ticket of_host;
-  };
-  Permit enter(const std::stop_token& stop);
-  // Connections to where requests go now.
-  HttpConnections::Lease take_lane(const std::stop_token& stop);
-
-  HttpUrl next_hop(const HttpExchange& exchange, const HttpUrl& url, int hops) const;
+                                      bool fresh = false);
+  // The server refused a request to permit.target: true where the target is another one now.
+  bool refused(Permit& permit, const HttpFailure& failure, const std::stop_token& stop);
 
   const HttpOptions options;
   HttpCounters counters;
   HttpEndpoint endpoint;
   HttpConnections connections;
-  ConnectionGate gate;
-  // The server answers in a way that DirectRead leaves to libcurl.
-  std::atomic<bool> direct_is_unfit{false};
+  // Reads that are left to libcurl before direct_read, which did not know how the server answered,
+  // is tried again.
+  std::atomic<int> indirect_reads{0};
 };
+
+// Where a redirect leads: the response to a request to `url`, the `hops`th of its kind. Throws
+// HttpFailure.
+HttpUrl next_hop(const HttpOptions& options, const HttpExchange& exchange, const HttpUrl& url,
+                 int hops);
 
 // Repeats `attempt` until it returns, as the policy of `options` has it, and turns the last failure
 // into an Error. `attempt` returns nothing and throws HttpFailure; `progress` says how many bytes

@@ -1,137 +1,220 @@
 #include "io/http/http_connections.h"
 
-#include <unistd.h>
-
 #include <algorithm>
+#include <map>
 #include <new>
+#include <utility>
+#include <vector>
 
 #include "core/error.h"
 #include "core/per_process.h"
 
 namespace tensorizer::io {
-namespace {
 
-// Internally locked.
-class Hosts {
- public:
-  std::shared_ptr<HostConnections> of(const std::string& origin) {
-    MutexLock lock(mutex_);
-    std::weak_ptr<HostConnections>& known = hosts_[origin];
-    if (auto host = known.lock()) return host;
-    std::erase_if(hosts_, [](const auto& entry) { return entry.second.expired(); });
-    auto host = std::make_shared<HostConnections>();
-    hosts_[origin] = host;
-    return host;
-  }
-
- private:
-  Mutex mutex_;
-  std::map<std::string, std::weak_ptr<HostConnections>> hosts_ GUARDED_BY(mutex_);
+// One origin (scheme, host, port), for all who use it. The lock of its pool guards it.
+struct HttpHost {
+  struct Waiting {
+    std::string key;
+    std::unique_ptr<HttpLane> lane;
+  };
+  unsigned running = 0;
+  unsigned users = 0;
+  std::vector<Waiting> waiting;
 };
 
-PerProcess<Hosts> hosts_of_process;
+// Internally locked. A child that was forked has one of its own, in which nothing runs.
+class HttpPool {
+ public:
+  HttpConnections::Permit enter(HttpConnections& user, const std::string& origin,
+                                const std::stop_token& stop);
+  void leave(HttpConnections::Permit& permit) noexcept;
+  // Keeps the lane while anybody uses its origin, else leaves it to the caller.
+  void keep(HttpConnections::Permit& permit) noexcept;
+  // Ends the connections that nobody else uses.
+  void close(const HttpConnections& user, bool for_ever) noexcept;
+
+ private:
+  struct User {
+    unsigned running = 0;
+    std::map<std::string, std::shared_ptr<HttpHost>> hosts;
+  };
+  std::shared_ptr<HttpHost> host_of(User& user, const std::string& origin) REQUIRES_LOCK(mutex_);
+
+  Mutex mutex_;
+  CondVar left_;
+  std::map<const HttpConnections*, User> users_ GUARDED_BY(mutex_);
+  std::map<std::string, std::weak_ptr<HttpHost>> hosts_ GUARDED_BY(mutex_);
+};
+
+namespace {
+
+constexpr unsigned kNear = 16;
+// Object stores answer after 10 to 100 ms and bound the rate of a connection.
+constexpr unsigned kFar = 32;
+constexpr std::chrono::milliseconds kFarLatency{10};
+constexpr std::chrono::seconds kCalm{10};
+
+using Clock = std::chrono::steady_clock;
+
+PerProcess<HttpPool> pool_of_process;
 
 }  // namespace
 
-std::shared_ptr<HostConnections> HostConnections::of(const std::string& origin) {
-  return hosts_of_process.get().of(origin);
+ConnectionCount::ConnectionCount(unsigned fixed, unsigned most) noexcept
+    : most_(std::max(1u, most)), fixed_(std::min(fixed, most_)) {}
+
+unsigned ConnectionCount::most() const noexcept {
+  return fixed_ > 0 ? fixed_ : std::min(most_, far_ ? kFar : kNear);
 }
 
-HostConnections::HostConnections() : process_(getpid()) {}
-
-bool HostConnections::belongs_to_this_process() const noexcept { return getpid() == process_; }
-
-void HostConnections::enter(unsigned limit, const std::stop_token& stop) {
-  MutexLock lock(mutex_);
-  const auto has_place = [this, limit]() REQUIRES_LOCK(mutex_) { return running_ < limit; };
-  if (!left_.wait(mutex_, stop, has_place)) throw Error(Errc::cancelled, "cancelled");
-  ++running_;
+unsigned ConnectionCount::at(TimePoint now) noexcept {
+  for (; halvings_ > 0 && now - changed_ >= kCalm; changed_ += kCalm) --halvings_;
+  return std::max(1u, most() >> halvings_);
 }
 
-void HostConnections::leave() noexcept {
-  if (!belongs_to_this_process()) return;
+void ConnectionCount::fix(unsigned count) noexcept {
+  fixed_ = std::clamp(count, 1u, most_);
+  halvings_ = 0;
+}
+
+void ConnectionCount::note_latency(std::chrono::duration<double> latency) noexcept {
+  far_ = latency >= kFarLatency;
+}
+
+void ConnectionCount::note_overload(TimePoint begun, TimePoint now) noexcept {
+  // One overload makes many requests fail; those that began before the number changed say no more.
+  if (fixed_ > 0 || begun < changed_ || at(now) == 1) return;
+  ++halvings_;
+  changed_ = now;
+}
+
+std::shared_ptr<HttpHost> HttpPool::host_of(User& user, const std::string& origin) {
+  std::shared_ptr<HttpHost>& mine = user.hosts[origin];
+  if (mine) return mine;
+  std::erase_if(hosts_, [](const auto& entry) { return entry.second.expired(); });
+  mine = hosts_[origin].lock();
+  if (!mine) hosts_[origin] = mine = std::make_shared<HttpHost>();
+  ++mine->users;
+  return mine;
+}
+
+HttpConnections::Permit HttpPool::enter(HttpConnections& connections, const std::string& origin,
+                                        const std::stop_token& stop) {
+  HttpConnections::Permit permit;
+  std::unique_ptr<HttpLane> in_the_way;  // ends outside the lock
+  {
+    MutexLock lock(mutex_);
+    User& user = users_[&connections];
+    const std::shared_ptr<HttpHost> host = host_of(user, origin);
+    const auto has_place = [&]() REQUIRES_LOCK(mutex_) {
+      MutexLock of_count(connections.mutex_);
+      return host->running < connections.most_ &&
+             user.running < connections.count_.at(Clock::now());
+    };
+    if (!left_.wait(mutex_, stop, has_place)) throw Error(Errc::cancelled, "cancelled");
+    ++host->running;
+    ++user.running;
+    permit.pool_ = this;
+    permit.user_ = &connections;
+    permit.host_ = host;
+    permit.has_place_ = true;
+    permit.begun_ = Clock::now();
+    std::vector<HttpHost::Waiting>& waiting = host->waiting;
+    const auto found = std::find_if(waiting.rbegin(), waiting.rend(), [&](const auto& entry) {
+      return entry.key == connections.key_;
+    });
+    if (found != waiting.rend()) {
+      permit.lane_ = std::move(found->lane);
+      waiting.erase(std::next(found).base());
+    } else if (!waiting.empty() && waiting.size() + host->running > connections.most_) {
+      in_the_way = std::move(waiting.front().lane);
+      waiting.erase(waiting.begin());
+    }
+  }
+  if (!permit.lane_) permit.lane_ = std::make_unique<HttpLane>();
+  return permit;
+}
+
+void HttpPool::leave(HttpConnections::Permit& permit) noexcept {
   MutexLock lock(mutex_);
-  --running_;
+  --users_[permit.user_].running;
+  --permit.host_->running;
   left_.notify_all();  // limits differ: who is woken may have to wait on
 }
 
-bool HostConnections::has_place(unsigned limit) const {
+void HttpPool::keep(HttpConnections::Permit& permit) noexcept {
   MutexLock lock(mutex_);
-  return running_ < limit;
-}
-
-std::unique_ptr<CurlLane> HostConnections::take(const std::string& key, unsigned limit) {
-  std::unique_ptr<CurlLane> lane;
-  std::unique_ptr<CurlLane> in_the_way;  // ends outside the lock
-  {
-    MutexLock lock(mutex_);
-    const auto found = std::find_if(waiting_.rbegin(), waiting_.rend(),
-                                    [&](const Waiting& waiting) { return waiting.key == key; });
-    if (found != waiting_.rend()) {
-      lane = std::move(found->lane);
-      waiting_.erase(std::next(found).base());
-    } else if (!waiting_.empty() && waiting_.size() + running_ > limit) {
-      in_the_way = std::move(waiting_.front().lane);
-      waiting_.erase(waiting_.begin());
-    }
-  }
-  return lane ? std::move(lane) : std::make_unique<CurlLane>();
-}
-
-void HostConnections::give_back(const std::string& key, std::unique_ptr<CurlLane> lane) noexcept {
-  if (!lane->belongs_to_this_process()) return;
-  MutexLock lock(mutex_);
-  if (users_ == 0) return;
+  if (permit.host_->users == 0) return;
   try {
-    waiting_.push_back({key, std::move(lane)});
+    permit.host_->waiting.push_back({permit.user_->key_, nullptr});
+    permit.host_->waiting.back().lane = std::move(permit.lane_);
   } catch (const std::bad_alloc&) {
     // the lane ends its connections instead
   }
 }
 
-void HostConnections::add_user() {
+void HttpPool::close(const HttpConnections& connections, bool for_ever) noexcept {
+  std::map<std::string, std::shared_ptr<HttpHost>> hosts;
+  std::vector<std::vector<HttpHost::Waiting>> ended;  // outside the lock
   MutexLock lock(mutex_);
-  ++users_;
+  const auto user = users_.find(&connections);
+  if (user == users_.end()) return;
+  hosts.swap(user->second.hosts);
+  if (for_ever) users_.erase(user);
+  for (const auto& [origin, host] : hosts)
+    if (--host->users == 0) ended.push_back(std::exchange(host->waiting, {}));
 }
 
-void HostConnections::remove_user() noexcept {
-  if (!belongs_to_this_process()) return;
-  std::vector<Waiting> lanes;
-  MutexLock lock(mutex_);
-  if (--users_ == 0) lanes.swap(waiting_);
-}
+HttpConnections::~HttpConnections() { pool_of_process.get().close(*this, true); }
 
-std::shared_ptr<HostConnections> HttpConnections::host(const std::string& origin) {
-  MutexLock lock(mutex_);
-  std::shared_ptr<HostConnections>& known = hosts_[origin];
-  if (known && known->belongs_to_this_process()) return known;
-  known = HostConnections::of(origin);
-  known->add_user();
-  return known;
-}
+void HttpConnections::close() noexcept { pool_of_process.get().close(*this, false); }
 
-HttpConnections::Ticket HttpConnections::enter(const std::string& origin,
+HttpConnections::Permit HttpConnections::enter(const std::string& origin,
                                                const std::stop_token& stop) {
-  auto found = host(origin);
-  found->enter(limit_, stop);
-  return Ticket(std::move(found));
+  return pool_of_process.get().enter(*this, origin, stop);
 }
 
-HttpConnections::Lease HttpConnections::take(const std::string& origin) {
-  return {host(origin), key_, limit_};
+unsigned HttpConnections::most() const {
+  MutexLock lock(mutex_);
+  return count_.most();
 }
 
-bool HttpConnections::has_place(const std::string& origin) {
-  return host(origin)->has_place(limit_);
+void HttpConnections::fix(unsigned count) {
+  MutexLock lock(mutex_);
+  count_.fix(count);
 }
 
-void HttpConnections::close() noexcept {
-  std::map<std::string, std::shared_ptr<HostConnections>> hosts;
-  {
-    MutexLock lock(mutex_);
-    hosts.swap(hosts_);
-  }
-  for (const auto& [origin, host] : hosts) host->remove_user();
+void HttpConnections::note_latency(std::chrono::duration<double> latency) {
+  MutexLock lock(mutex_);
+  count_.note_latency(latency);
+}
+
+void HttpConnections::note_overload(const Permit& permit) {
+  MutexLock lock(mutex_);
+  count_.note_overload(permit.begun_, Clock::now());
+}
+
+HttpConnections::Permit& HttpConnections::Permit::operator=(Permit&& other) noexcept {
+  std::swap(pool_, other.pool_);
+  std::swap(user_, other.user_);
+  std::swap(host_, other.host_);
+  std::swap(lane_, other.lane_);
+  std::swap(has_place_, other.has_place_);
+  std::swap(begun_, other.begun_);
+  return *this;
+}
+
+bool HttpConnections::Permit::is_of_this_process() const noexcept {
+  return pool_ != nullptr && pool_ == &pool_of_process.get();
+}
+
+void HttpConnections::Permit::leave() noexcept {
+  if (std::exchange(has_place_, false) && is_of_this_process()) pool_->leave(*this);
+}
+
+HttpConnections::Permit::~Permit() {
+  if (lane_ && is_of_this_process()) pool_->keep(*this);
+  leave();
 }
 
 }  // namespace tensorizer::io

@@ -4,8 +4,6 @@
 #include <cstdio>
 #include <cstring>
 
-#include "io/curl/curl_verdict.h"
-
 namespace tensorizer::io {
 namespace {
 
@@ -124,6 +122,7 @@ void HttpExchange::configure(const HttpRequest& request) {
     curl_easy_setopt(easy, CURLOPT_PASSWORD, url.password().c_str());
     secrets_.push_back(url.password());
   }
+  if (request.fresh) curl_easy_setopt(easy, CURLOPT_FRESH_CONNECT, 1L);
   if (request.body) configure_upload(*request.body);
   curl_easy_setopt(easy, CURLOPT_HTTPHEADER, header_lines_.get());
   curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, error_text_.data());
@@ -134,19 +133,20 @@ void HttpExchange::configure(const HttpRequest& request) {
   curl_easy_setopt(easy, CURLOPT_WRITEDATA, this);
 }
 
-void HttpExchange::configure_headers(const HttpRequest& request) {
+HttpHeaderList fields_of(const HttpOptions& options, const HttpRequest& request) {
   HttpHeaderList fields;
-  if (request.send_credentials) {
-    const HttpHeaderList none;
-    const HttpHeaderList& further = request.further_headers ? *request.further_headers : none;
-    const auto is_named = [](const std::string& name) {
-      return [&name](const auto& field) { return equals_ignoring_case(field.first, name); };
-    };
-    for (const auto& field : options_.headers)
-      if (std::none_of(further.begin(), further.end(), is_named(field.first)))
-        fields.push_back(field);
-    fields.insert(fields.end(), further.begin(), further.end());
-  }
+  if (!request.send_credentials) return fields;
+  if (request.further_headers) fields = *request.further_headers;
+  for (const auto& field : options.headers)
+    if (std::none_of(fields.begin(), fields.end(), [&](const auto& each) {
+          return equals_ignoring_case(each.first, field.first);
+        }))
+      fields.push_back(field);
+  return fields;
+}
+
+void HttpExchange::configure_headers(const HttpRequest& request) {
+  const HttpHeaderList fields = fields_of(options_, request);
   if (std::none_of(fields.begin(), fields.end(), [](const auto& field) {
         return equals_ignoring_case(field.first, "accept-encoding");
       }))

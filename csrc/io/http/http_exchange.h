@@ -41,6 +41,7 @@ struct HttpRequest {
   std::vector<std::string> header_lines;
   // Sent like HttpOptions::headers, over those of the same name; borrowed for the constructor.
   const HttpHeaderList* further_headers = nullptr;
+  bool fresh = false;  // on a new connection
   // With it the request is a PUT; borrowed for the exchange.
   std::optional<std::span<const ConstSlice>> body = std::nullopt;
 };
@@ -156,6 +157,9 @@ class HttpExchange {
   bool counted_ = false;
   StallWatch watch_;
 };
+
+// The headers of the caller that go with a request; `further_headers` replace options of the name.
+HttpHeaderList fields_of(const HttpOptions& options, const HttpRequest& request);
 
 // What a libcurl error means. `text` is its own description, already without secrets.
 HttpFailure failure_of_curl(CURLcode code, const std::string& text);

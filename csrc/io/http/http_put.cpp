@@ -40,8 +40,8 @@ ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarge
                       const HttpDeadline& deadline, const std::stop_token& stop) {
   const HttpUrl& home = target.url;
   HttpUrl url = home;
-  const HttpConnections::Ticket ticket = uploader.connections.enter(home.origin(), stop);
-  const HttpConnections::Lease lane = uploader.connections.take(home.origin());
+  const HttpConnections::Permit permit = uploader.connections.enter(home.origin(), stop);
+  CurlLane& lane = permit.lane().curl;
   NullSink sink;
   const auto accept = [&](const ResponseHead& head) -> BodySink* {
     if (head.status == 416) throw failure_of_status(head, {});
@@ -49,10 +49,10 @@ ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarge
   };
   for (int hops = 0;; ++hops) {
     const bool is_home = url.origin() == home.origin();
-    HttpRequest request{&url, is_home, "", {}, &target.further_headers, put.body};
+    HttpRequest request{&url, is_home, "", {}, &target.further_headers, false, put.body};
     if (is_home) request.header_lines = target.header_lines;
-    HttpExchange exchange(*lane, uploader.options, request, accept, uploader.counters);
-    drive(*lane, stop, [&] {
+    HttpExchange exchange(lane, uploader.options, request, accept, uploader.counters);
+    drive(lane, stop, [&] {
       deadline.check();
       return exchange.check();
     });

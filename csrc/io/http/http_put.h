@@ -16,7 +16,7 @@ namespace tensorizer::io {
 struct HttpUploader {
   explicit HttpUploader(HttpOptions http_options)
       : options(std::move(http_options)),
-        connections(options.max_connections, options.connection_key()) {}
+        connections(options.max_connections, options.max_connections, options.connection_key()) {}
 
   const HttpOptions options;
   HttpCounters counters;  // bytes counts what was sent, repetitions included

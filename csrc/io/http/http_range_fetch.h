@@ -1,4 +1,4 @@
-// One range of an object, fetched into memory: resumed where it breaks, asked twice where it lags.
+// One range of an object, fetched into memory: resumed where it breaks, and where it lags.
 #pragma once
 
 #include <atomic>
@@ -16,10 +16,14 @@ namespace tensorizer::io {
 // unknown. Any thread may look and note.
 class TypicalSpeed {
  public:
-  double rate() const noexcept { return rate_.load(std::memory_order_relaxed); }
-  double first_byte() const noexcept { return first_byte_.load(std::memory_order_relaxed); }
   void note_rate(double rate) noexcept { note(rate_, rate); }
   void note_first_byte(double seconds) noexcept { note(first_byte_, seconds); }
+  // How long a request for so many bytes should take.
+  std::chrono::duration<double> seconds_for(uint64_t nbytes) const noexcept {
+    const double rate = rate_.load(std::memory_order_relaxed);
+    return std::chrono::duration<double>(first_byte_.load(std::memory_order_relaxed) +
+                                         (rate > 0 ? static_cast<double>(nbytes) / rate : 0));
+  }
 
  private:
   static void note(std::atomic<double>& average, double value) noexcept {
@@ -44,16 +48,22 @@ class RangeFetch {
         known_(known),
         offset_(offset),
         slices_(slices),
-        nbytes_(total_nbytes(slices)) {}
+        nbytes_(total_nbytes(slices)),
+        deadline_(client.options) {}
 
   // Returns the bytes that were read: all, or fewer where the object of unknown size has ended.
   // `earlier`, if not null, counts as the first try.
   uint64_t run(const std::stop_token& stop, const HttpFailure* earlier = nullptr);
 
  private:
-  class Part;
-  class Race;
-  void attempt(const HttpDeadline& deadline, const std::stop_token& stop);
+  class Landing;
+  // One request for what is missing, and whether it was made: one that lags is given up.
+  void attempt(HttpClient::Permit& permit, const std::stop_token& stop);
+  void receive(HttpClient::Permit& permit, const std::stop_token& stop);
+  // Both return the seconds to the first byte; the first one zero where libcurl has to do it.
+  double receive_directly(HttpClient::Permit& permit, Landing& landing,
+                          const std::stop_token& stop);
+  double receive_by_curl(HttpClient::Permit& permit, Landing& landing, const std::stop_token& stop);
 
   HttpClient& client_;
   TypicalSpeed& typical_;
@@ -61,7 +71,9 @@ class RangeFetch {
   const uint64_t offset_;
   const std::span<const Slice> slices_;
   const uint64_t nbytes_;
+  HttpDeadline deadline_;
   uint64_t done_ = 0;
+  int lagged_ = 0;
   bool at_end_ = false;
 };
 

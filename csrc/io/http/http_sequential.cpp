@@ -21,10 +21,11 @@ void StreamSink::put(std::span<const std::byte> bytes) {
   spare_.insert(spare_.end(), bytes.begin(), bytes.end());
 }
 
-void SequentialBody::adopt(HttpConnections::Lease lane, std::unique_ptr<StreamSink> sink,
+void SequentialBody::adopt(HttpConnections::Permit connection, std::unique_ptr<StreamSink> sink,
                            std::unique_ptr<HttpExchange> exchange, uint64_t position) {
   close();
-  lane_ = std::move(lane);
+  connection_ = std::move(connection);
+  connection_.leave();
   sink_ = std::move(sink);
   exchange_ = std::move(exchange);
   position_ = position;
@@ -34,7 +35,7 @@ void SequentialBody::adopt(HttpConnections::Lease lane, std::unique_ptr<StreamSi
 void SequentialBody::close() noexcept {
   exchange_.reset();
   sink_.reset();
-  lane_ = HttpConnections::Lease();
+  connection_ = HttpConnections::Permit();
 }
 
 uint64_t SequentialBody::read_at(const ResourceIdentity& known, uint64_t offset,
@@ -48,9 +49,9 @@ uint64_t SequentialBody::read_at(const ResourceIdentity& known, uint64_t offset,
     with_retries(
         client_.options, client_.counters, deadline,
         [&] {
-          const HttpClient::Permit permit = client_.enter(stop);
+          HttpClient::Permit permit = client_.enter(stop);
           done = 0;  // a new pass fills the slices from their beginning
-          done = advance(known, offset, slices, deadline, stop);
+          done = advance(permit, known, offset, slices, deadline, stop);
         },
         [&] {
           furthest = std::max(furthest, position_);
@@ -72,13 +73,13 @@ uint64_t SequentialBody::read_at(const ResourceIdentity& known, uint64_t offset,
   return done;
 }
 
-uint64_t SequentialBody::advance(const ResourceIdentity& known, uint64_t offset,
-                                 std::span<const Slice> slices, const HttpDeadline& deadline,
-                                 const std::stop_token& stop) {
+uint64_t SequentialBody::advance(HttpClient::Permit& permit, const ResourceIdentity& known,
+                                 uint64_t offset, std::span<const Slice> slices,
+                                 const HttpDeadline& deadline, const std::stop_token& stop) {
   const uint64_t nbytes = total_nbytes(slices);
   try {
-    if (lane_ && !lane_->belongs_to_this_process()) close();
-    if (!exchange_ || offset < position_) restart(known, deadline, stop);
+    if (connection_ && !connection_.is_of_this_process()) close();
+    if (!exchange_ || offset < position_) restart(permit, known, deadline, stop);
     sink_->aim(offset - position_, slices);
     const auto note_position = [&] {
       position_ = offset + nbytes - sink_->room() - sink_->skip_left();
@@ -86,7 +87,7 @@ uint64_t SequentialBody::advance(const ResourceIdentity& known, uint64_t offset,
     exchange_->resume();
     note_position();
     if (!sink_->satisfied() && !ended_) {
-      drive(*lane_, stop, [&] {
+      drive(connection_.lane().curl, stop, [&] {
         note_position();
         deadline.check();
         ended_ = exchange_->check();
@@ -96,6 +97,7 @@ uint64_t SequentialBody::advance(const ResourceIdentity& known, uint64_t offset,
     note_position();
     const uint64_t done = nbytes - sink_->room();
     sink_->aim(0, {});  // the caller's memory is not needed any more
+    connection_.leave();
     if (done < nbytes && known.size)
       throw HttpFailure{Errc::io,
                         "the body ended after " + std::to_string(position_) + " of " +
@@ -108,8 +110,8 @@ uint64_t SequentialBody::advance(const ResourceIdentity& known, uint64_t offset,
   }
 }
 
-void SequentialBody::restart(const ResourceIdentity& known, const HttpDeadline& deadline,
-                             const std::stop_token& stop) {
+void SequentialBody::restart(HttpClient::Permit& permit, const ResourceIdentity& known,
+                             const HttpDeadline& deadline, const std::stop_token& stop) {
   close();
   if (!known.proves_content())
     throw HttpFailure{
@@ -117,7 +119,6 @@ void SequentialBody::restart(const ResourceIdentity& known, const HttpDeadline& 
         "the server knows no ranges, so reading has to begin anew, and it gives neither ETag "
         "nor date and length to prove that the object is still the same",
         "read forward only, or use a server with ranges"};
-  lane_ = client_.take_lane(stop);
   sink_ = std::make_unique<StreamSink>();
   position_ = 0;
   ended_ = false;
@@ -128,7 +129,8 @@ void SequentialBody::restart(const ResourceIdentity& known, const HttpDeadline& 
     check_response(request, head);
     return sink_.get();
   };
-  exchange_ = client_.start(*lane_, "", lines, accept, deadline, stop);
+  exchange_ = client_.start(permit, "", lines, accept, deadline, stop);
+  connection_ = std::move(permit.connection);
 }
 
 }  // namespace tensorizer::io

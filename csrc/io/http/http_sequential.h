@@ -43,7 +43,7 @@ class SequentialBody {
 
   // Goes on with the body of the request that opened the object, `position` bytes of which were
   // taken.
-  void adopt(HttpConnections::Lease lane, std::unique_ptr<StreamSink> sink,
+  void adopt(HttpConnections::Permit connection, std::unique_ptr<StreamSink> sink,
              std::unique_ptr<HttpExchange> exchange, uint64_t position);
 
   // Fills `slices` with the bytes from `offset` on; returns how many there were: fewer only where
@@ -56,14 +56,15 @@ class SequentialBody {
   void close() noexcept;
 
  private:
-  uint64_t advance(const ResourceIdentity& known, uint64_t offset, std::span<const Slice> slices,
-                   const HttpDeadline& deadline, const std::stop_token& stop);
-  void restart(const ResourceIdentity& known, const HttpDeadline& deadline,
-               const std::stop_token& stop);
+  uint64_t advance(HttpClient::Permit& permit, const ResourceIdentity& known, uint64_t offset,
+                   std::span<const Slice> slices, const HttpDeadline& deadline,
+                   const std::stop_token& stop);
+  void restart(HttpClient::Permit& permit, const ResourceIdentity& known,
+               const HttpDeadline& deadline, const std::stop_token& stop);
 
   HttpClient& client_;
   // In this order: the exchange ends before the sink and the lane that it uses.
-  HttpConnections::Lease lane_;
+  HttpConnections::Permit connection_;  // without a place between reads
   std::unique_ptr<StreamSink> sink_;
   std::unique_ptr<HttpExchange> exchange_;
   uint64_t position_ = 0;  // bytes of the object that left the sink

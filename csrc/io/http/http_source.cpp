@@ -33,82 +33,17 @@ std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, HttpOptions op
   return source;
 }
 
-// The request that opens the object, and a second one where no answer comes for a while.
-class HttpSource::FirstRequest {
- public:
-  // Waits for permission.
-  FirstRequest(HttpSource& source, const RangeRequest& request, const std::stop_token& stop)
-      : source_(source),
-        request_(request),
-        permit_(source.client_.enter(stop)),
-        started_(std::chrono::steady_clock::now()) {}
-
-  // Returns when a head was accepted. Throws HttpFailure.
-  void run(const std::string& range, const HttpDeadline& deadline, const std::stop_token& stop) {
-    HttpClient& client = source_.client_;
-    lane = client.take_lane(stop);
-    try {
-      auto first = client.start(*lane, range, {}, acceptor(), deadline, stop,
-                                [&] { return second_is_accepted(range); });
-      if (first) exchange = std::move(first);
-      second_.reset();
-    } catch (const HttpFailure&) {
-      if (!second_) throw;
-      drive(*lane, stop, [&] {
-        deadline.check();
-        return second_->accepted() || second_->check();
-      });
-      if (!second_->accepted()) throw;  // a redirect, which a second request does not follow
-      exchange = std::move(second_);
-    }
-  }
-
-  // In this order: the exchange ends before the sink and the lane that it uses.
-  HttpConnections::Lease lane;
+// The request that opens the object. In this order: the exchange ends before the sink and the lane
+// that it uses.
+struct HttpSource::FirstRequest {
+  HttpClient::Permit permit;
   std::unique_ptr<StreamSink> sink = std::make_unique<StreamSink>();
   std::unique_ptr<HttpExchange> exchange;
-
- private:
-  HttpExchange::Accept acceptor() {
-    return [this](const ResponseHead& head) {
-      if (accepted_) throw HttpFailure{Errc::io, "another answer was faster", ""};
-      BodySink* into = source_.accept_first(request_, head, *sink);
-      accepted_ = true;
-      return into;
-    };
-  }
-
-  bool second_is_accepted(const std::string& range) {
-    HttpClient& client = source_.client_;
-    const auto wait = client.options.hedge_after;
-    if (!hedged_ && wait.count() > 0 && std::chrono::steady_clock::now() - started_ >= wait) {
-      hedged_ = true;
-      second_ = client.start_second(*lane, range, {}, acceptor());
-    }
-    if (!second_) return false;
-    try {
-      if (!second_->accepted() && second_->check()) second_.reset();
-    } catch (const HttpFailure&) {
-      second_.reset();  // the first goes on alone
-    }
-    if (!second_ || !second_->accepted()) return false;
-    exchange = std::move(second_);
-    return true;
-  }
-
-  HttpSource& source_;
-  const RangeRequest& request_;
-  const HttpClient::Permit permit_;
-  const std::chrono::steady_clock::time_point started_;
-  std::unique_ptr<HttpExchange> second_;
-  bool hedged_ = false;
-  bool accepted_ = false;
 };
 
 void HttpSource::open_first(const std::stop_token& stop) {
-  const HttpDeadline deadline(client_.options);
   std::optional<HttpFailure> broke;
-  uint64_t received = request_head(deadline, broke, stop);
+  uint64_t received = receive_head(request_head(stop), broke, stop);
   if (received == head_.size()) return;
   const Slice rest(head_.data() + received, head_.size() - received);
   received +=
@@ -116,35 +51,58 @@ void HttpSource::open_first(const std::stop_token& stop) {
   head_.resize(received);
 }
 
-uint64_t HttpSource::request_head(const HttpDeadline& deadline, std::optional<HttpFailure>& broke,
-                                  const std::stop_token& stop) {
+HttpSource::FirstRequest HttpSource::request_head(const std::stop_token& stop) {
   uint64_t nbytes = std::max<uint64_t>(1, client_.options.head_nbytes);
   if (end_) nbytes = std::min(nbytes, *end_ - begin_);
   const RangeRequest request{begin_, nbytes, nullptr, false};
   std::string range = std::to_string(begin_) + "-" + std::to_string(begin_ + nbytes - 1);
+  HttpDeadline deadline(client_.options);
   std::optional<FirstRequest> first;
   with_retries(
       client_.options, client_.counters, deadline,
       [&] {
-        first.reset();
         try {
-          first.emplace(*this, request, stop).run(range, deadline, stop);
+          ask_for_head(first.emplace(), request, range, deadline, stop);
         } catch (const HttpFailure& failure) {
           first.reset();  // who pauses leaves the place to others
+          deadline.end_request();
           // Some stores refuse every range of an empty object without saying that it is empty.
           if (failure.status != 416 || begin_ != 0 || range.empty()) throw;
           range.clear();
-          first.emplace(*this, request, stop).run(range, deadline, stop);
+          ask_for_head(first.emplace(), request, range, deadline, stop);
         }
       },
       [] { return uint64_t{0}; },
       [&](const HttpFailure& failure, int tries) { return open_error(failure, tries); }, stop);
-  HttpExchange& exchange = *first->exchange;
-  StreamSink& sink = *first->sink;
+  return std::move(*first);
+}
+
+void HttpSource::ask_for_head(FirstRequest& first, const RangeRequest& request,
+                              const std::string& range, HttpDeadline& deadline,
+                              const std::stop_token& stop) {
+  first.permit = client_.enter(stop);
+  const auto accept = [this, &request, sink = first.sink.get()](const ResponseHead& head) {
+    return accept_first(request, head, *sink);
+  };
+  for (int lagged = 0; !first.exchange; ++lagged) {
+    deadline.begin_request({}, lagged);
+    try {
+      first.exchange = client_.start(first.permit, range, {}, accept, deadline, stop, lagged > 0);
+    } catch (const HttpLag&) {
+    }
+  }
+  deadline.end_request();
+}
+
+uint64_t HttpSource::receive_head(FirstRequest first, std::optional<HttpFailure>& broke,
+                                  const std::stop_token& stop) {
+  const HttpDeadline deadline(client_.options);
+  HttpExchange& exchange = *first.exchange;
+  StreamSink& sink = *first.sink;
   note_first(exchange);
   bool ended = false;
   try {
-    drive(*first->lane, stop, [&] {
+    drive(first.permit.connection.lane().curl, stop, [&] {
       deadline.check();
       ended = exchange.check();
       // A ranged body is read to its end, so that the connection can be used again.
@@ -159,8 +117,8 @@ uint64_t HttpSource::request_head(const HttpDeadline& deadline, std::optional<Ht
   if (has_ranges_) return received;
   if (!ended) {
     MutexLock lock(sequential_mutex_);
-    sequential_.adopt(std::move(first->lane), std::move(first->sink), std::move(first->exchange),
-                      begin_ + received);
+    sequential_.adopt(std::move(first.permit.connection), std::move(first.sink),
+                      std::move(first.exchange), begin_ + received);
   } else if (!identity_.size) {
     note_end(begin_ + received);
     head_.resize(received);
@@ -174,8 +132,9 @@ void HttpSource::note_first(const HttpExchange& exchange) {
   seconds_to_connect_ = exchange.time_to_connect().count();
   seconds_to_response_ = exchange.time_to_first_byte().count();
   const auto latency = exchange.time_to_first_byte() - exchange.time_to_connect();
-  if (!DirectRead::knows(head_response_)) client_.direct_is_unfit.store(true);
-  client_.gate.note_latency(latency);
+  // One that it does not know now is likely to come again.
+  if (!is_direct_framing(head_response_)) client_.indirect_reads.store(kIndirectReads);
+  client_.connections.note_latency(latency);
   typical_.note_first_byte(latency.count());
 }
 
@@ -231,7 +190,7 @@ SourceTraits HttpSource::traits() const {
   traits.gap_nbytes = kGapNbytes;
   traits.sequential = !has_ranges_ && !is_in_memory();
   if (traits.sequential || is_in_memory()) return traits;
-  traits.concurrency = client_.gate.most();
+  traits.concurrency = client_.connections.most();
   if (const auto end = size()) {
     const uint64_t units = std::max<uint64_t>(1, ceil_div(*end, traits.unit_nbytes));
     traits.concurrency = static_cast<unsigned>(std::min<uint64_t>(traits.concurrency, units));

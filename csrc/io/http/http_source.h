@@ -40,7 +40,7 @@ class HttpSource final : public RangeSource {
   void close() noexcept override;
 
   // Connections at the same time from now on; bounded by HttpOptions::max_connections.
-  void fix_connections(unsigned connections) { client_.gate.fix(connections); }
+  void fix_connections(unsigned connections) { client_.connections.fix(connections); }
   // Ends idle connections now, unless other sources use them, and the others after their request;
   // later reads open new ones.
   void close_connections() noexcept;
@@ -57,10 +57,13 @@ class HttpSource final : public RangeSource {
   HttpSource(HttpAddress address, HttpOptions options, uint64_t begin, std::optional<uint64_t> end);
 
   void open_first(const std::stop_token& stop);
-  class FirstRequest;
-  // Returns how many bytes of head_ are in place.
-  // Sets `broke` where the body broke off before they were all.
-  uint64_t request_head(const HttpDeadline& deadline, std::optional<HttpFailure>& broke,
+  struct FirstRequest;
+  FirstRequest request_head(const std::stop_token& stop);
+  void ask_for_head(FirstRequest& first, const RangeRequest& request, const std::string& range,
+                    HttpDeadline& deadline, const std::stop_token& stop);
+  // Returns how many bytes of head_ are in place. Sets `broke` where the body broke off before they
+  // were all.
+  uint64_t receive_head(FirstRequest first, std::optional<HttpFailure>& broke,
                         const std::stop_token& stop);
   BodySink* accept_first(const RangeRequest& request, const ResponseHead& response,
                          StreamSink& sink);

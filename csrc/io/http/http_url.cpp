@@ -56,12 +56,17 @@ HttpUrl HttpUrl::parse(const std::string& text) {
   result.query_ = part(url.get(), CURLUPART_QUERY);
   const std::string scheme = part(url.get(), CURLUPART_SCHEME);
   const std::string host = part(url.get(), CURLUPART_HOST);
-  result.origin_ =
-      scheme + "://" + host + ":" + part(url.get(), CURLUPART_PORT, CURLU_DEFAULT_PORT);
-  const std::string port = part(url.get(), CURLUPART_PORT, CURLU_NO_DEFAULT_PORT);
+  const std::string path = part(url.get(), CURLUPART_PATH);
+  const std::string port = part(url.get(), CURLUPART_PORT, CURLU_DEFAULT_PORT);
+  const std::string unusual_port = part(url.get(), CURLUPART_PORT, CURLU_NO_DEFAULT_PORT);
+  result.origin_ = scheme + "://" + host + ":" + port;
   result.shown_ = printable(
-      scheme + "://" + host + (port.empty() ? "" : ":" + port) + part(url.get(), CURLUPART_PATH),
-      1000);
+      scheme + "://" + host + (unusual_port.empty() ? "" : ":" + unusual_port) + path, 1000);
+  const bool is_ipv6 = host.starts_with('[');
+  if (part(url.get(), CURLUPART_ZONEID).empty())
+    result.host_ = is_ipv6 ? host.substr(1, host.size() - 2) : host;
+  result.port_ = static_cast<uint16_t>(parse_decimal(port).value_or(0));
+  result.path_and_query_ = path + (result.query_.empty() ? "" : "?" + result.query_);
   return result;
 }
 

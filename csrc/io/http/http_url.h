@@ -2,6 +2,7 @@
 // values.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -26,6 +27,11 @@ class HttpUrl {
   // Scheme, host and port: credentials go nowhere else.
   const std::string& origin() const noexcept { return origin_; }
   const std::string& query() const noexcept { return query_; }
+  // Of an IPv6 address without brackets; empty where the address has a zone.
+  const std::string& host() const noexcept { return host_; }
+  uint16_t port() const noexcept { return port_; }
+  // As it stands in the first line of a request.
+  const std::string& path_and_query() const noexcept { return path_and_query_; }
   bool has_credentials() const noexcept { return has_credentials_; }
   const std::string& user() const noexcept { return user_; }
   const std::string& password() const noexcept { return password_; }
@@ -36,6 +42,9 @@ class HttpUrl {
   std::string shown_;
   std::string origin_;
   std::string query_;
+  std::string host_;
+  uint16_t port_ = 0;
+  std::string path_and_query_;
   std::string user_;
   std::string password_;
   bool has_credentials_ = false;
