@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <atomic>
 #include <set>
 #include <stop_token>
 
@@ -214,10 +213,8 @@ class LoadBatch {
  private:
   static void run_sessions(const std::vector<LoadBatch*>& batches, unsigned at_once,
                            const std::stop_token& stop) {
-    std::atomic<size_t> next{0};
-    const auto threads = std::min<size_t>(std::max(at_once, 1U), batches.size());
-    run_workers(static_cast<unsigned>(threads), stop, [&](const std::stop_token& token) {
-      for (size_t n = next++; n < batches.size(); n = next++) batches[n]->session_->run(token);
+    for_each_index(batches.size(), at_once, stop, [&](size_t i, const std::stop_token& token) {
+      batches[i]->session_->run(token);
     });
   }
 

@@ -2,9 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <atomic>
-
 #include "bind/bindings.h"
 #include "bind/gil.h"
 #include "bind/slice_index.h"
@@ -86,10 +83,8 @@ class SliceBatch {
   // Runs several loads, at most `at_once` of them at a time; the first failure stops the others.
   static void run_all(const std::vector<SliceBatch*>& batches, unsigned at_once) {
     run_interruptible([&](const std::stop_token& stop) {
-      std::atomic<size_t> next{0};
-      const auto threads = std::min<size_t>(std::max(at_once, 1U), batches.size());
-      run_workers(static_cast<unsigned>(threads), stop, [&](const std::stop_token& token) {
-        for (size_t n = next++; n < batches.size(); n = next++) batches[n]->session().run(token);
+      for_each_index(batches.size(), at_once, stop, [&](size_t i, const std::stop_token& token) {
+        batches[i]->session().run(token);
       });
     });
   }

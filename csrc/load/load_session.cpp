@@ -164,25 +164,22 @@ void LoadSession::wipe_destinations() noexcept {
     wipe_on_device();
     return;
   }
-  std::atomic<size_t> next{0};
-  const auto wipe_units = [&](const std::stop_token&) {
-    const size_t begun = std::min(job_.next_unit.load(), job_.plan.units.size());
-    for (size_t i = next++; i < begun; i = next++) {
-      for (const Piece& piece : job_.plan.pieces_of(job_.plan.units[i])) {
-        const device::DeviceRange range = filled_by(piece);
-        const std::span<std::byte> bytes(range.device_address, range.nbytes);
-        if (job_.targets[piece.target].destination.owner) {
-          clear_pages(bytes);
-        } else {
-          crypto::wipe(bytes);  // the caller's, which may be shared memory
-        }
+  const size_t begun = std::min(job_.next_unit.load(), job_.plan.units.size());
+  const auto wipe_unit = [&](size_t i, const std::stop_token&) {
+    for (const Piece& piece : job_.plan.pieces_of(job_.plan.units[i])) {
+      const device::DeviceRange range = filled_by(piece);
+      const std::span<std::byte> bytes(range.device_address, range.nbytes);
+      if (job_.targets[piece.target].destination.owner) {
+        clear_pages(bytes);
+      } else {
+        crypto::wipe(bytes);  // the caller's, which may be shared memory
       }
     }
   };
   try {
-    tensorizer::run_workers(workers_, {}, wipe_units);
+    for_each_index(begun, workers_, {}, wipe_unit);
   } catch (...) {  // no memory for threads: here, then
-    wipe_units({});
+    for (size_t i = 0; i < begun; ++i) wipe_unit(i, {});
   }
 }
 

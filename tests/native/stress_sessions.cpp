@@ -83,9 +83,8 @@ TEST(Stress, FailedEncryptedSavesOfLargeTensorsFreeNoBufferThatAnotherWorkerHash
 TEST(Stress, TheFirstFailureOfAGroupSurfacesAndTheOthersStop) {
   for (int round = 0; round < 50; ++round) {
     try {
-      run_workers(4, {}, [&](const std::stop_token& stop) {
-        static std::atomic<int> turn{0};
-        if (turn++ % 4 == 2) throw Error(Errc::io, "this one");
+      for_each_index(4, 4, {}, [&](size_t i, const std::stop_token& stop) {
+        if (i == 2) throw Error(Errc::io, "this one");
         Mutex mutex;
         CondVar never;
         MutexLock lock(mutex);
