@@ -1,9 +1,8 @@
-// Opening and loading: the index as columns, a batch of tensors per load.
+// Opening: the index as columns, keys.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <atomic>
 #include <set>
 #include <stop_token>
 
@@ -27,12 +26,9 @@
 namespace tensorizer::bind {
 namespace {
 
-using load::LoadedHeaders;
-using load::LoadTarget;
 using load::OpenedIndex;
 
 constexpr uint64_t kBriefIndexNbytes = uint64_t{1} << 20;  // parsed in a few milliseconds
-constexpr uint64_t kDeviceAlignment = 512;                 // as torch's own allocator gives
 
 // The entry of a name's own; of the target where a tie alone gives the name.
 const format::IndexEntry& entry_at(const OpenedIndex& opened, size_t i) {
@@ -110,12 +106,6 @@ py::tuple kinds(const OpenedIndex& opened) {
   return py::make_tuple(names, scalars);
 }
 
-py::tuple shape_tuple(std::span<const uint64_t> shape) {
-  py::tuple dims(shape.size());
-  for (size_t i = 0; i < shape.size(); ++i) dims[i] = py::int_(shape[i]);
-  return dims;
-}
-
 uint64_t total_loaded(const OpenedIndex& opened, const std::vector<uint32_t>& selection) {
   uint64_t total = 0;
   for (uint32_t i : selection) {
@@ -125,165 +115,6 @@ uint64_t total_loaded(const OpenedIndex& opened, const std::vector<uint32_t>& se
     total = *sum;
   }
   return total;
-}
-
-// One load of selected tensors into memory that belongs to the batch until tensors are made over
-// it.
-class LoadBatch {
- public:
-  LoadBatch(std::shared_ptr<io::RangeSource> source, std::shared_ptr<OpenedIndex> opened,
-            const std::vector<uint32_t>& selection, bool verify, unsigned max_workers,
-            std::shared_ptr<load::KeyRing> keys, std::shared_ptr<io::FileMapping> mapping,
-            const std::optional<py::function>& allocate,
-            const std::optional<std::vector<uint64_t>>& addresses,
-            std::shared_ptr<device::CopyEngine> engine, bool headers_only)
-      : source_(std::move(source)),
-        opened_(std::move(opened)),
-        keys_(std::move(keys)),
-        engine_(std::move(engine)),
-        place_(allocate ? TensorPlace((*allocate)(0, false)) : TensorPlace::cpu()) {
-    targets_.reserve(selection.size());
-    for (uint32_t i : selection) {
-      if (i >= opened_->index.size()) throw py::index_error("no such entry");
-      if (!targets_.empty() && i <= targets_.back().entry)
-        throw Error(Errc::invalid_argument, "entries must be given in file order");
-      targets_.push_back({.entry = i});
-    }
-    if (mapping) map_in_place(mapping);
-    if (headers_only) {
-      for (LoadTarget& target : targets_) target.in_place = true;
-    }
-    if (addresses) {
-      use_addresses(*addresses);
-    } else {
-      load::allocate(*opened_, source_->size().has_value(),
-                     allocate ? memory_of(*allocate) : load::host_memory(*opened_), targets_);
-    }
-    if (engine_) engine_->order_after_caller();
-    const load::LoadOptions options{
-        .verify = verify, .max_workers = max_workers, .keys = keys_.get(), .engine = engine_.get()};
-    session_ = std::make_unique<load::LoadSession>(*source_, opened_, targets_, options);
-  }
-
-  void run(const py::object& progress) {
-    run_interruptible(
-        session_->is_brief() ? Where::here : Where::helper_thread,
-        [this](const std::stop_token& stop) { session_->run(stop); },
-        [&] {
-          if (!progress.is_none()) progress(session_->nbytes_done());
-        });
-  }
-
-  // Runs several loads, at most `at_once` of them at a time; the first failure stops the others.
-  static void run_all(const std::vector<LoadBatch*>& batches, unsigned at_once,
-                      const py::object& progress) {
-    run_interruptible(
-        Where::helper_thread,
-        [&](const std::stop_token& stop) { run_sessions(batches, at_once, stop); },
-        [&] {
-          uint64_t done = 0;
-          for (const LoadBatch* batch : batches) done += batch->session_->nbytes_done();
-          if (!progress.is_none()) progress(done);
-        });
-  }
-
-  std::shared_ptr<const LoadedHeaders> headers() const { return session_->headers(); }
-
-  py::list parameters(TensorFactory& factory) {
-    py::list result(targets_.size());
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      const format::RecordHeader header = session_->headers()->header(i);
-      const TensorDtype& dtype = factory.dtype(header.dtype);
-      result[i] =
-          factory.parameter(factory.tensor(dtype, header.shape, targets_[i].destination, place_),
-                            dtype.differentiable);
-    }
-    return result;
-  }
-
-  py::list tensors(TensorFactory& factory) {
-    py::list result(targets_.size());
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      const format::RecordHeader header = session_->headers()->header(i);
-      result[i] = factory.tensor(factory.dtype(header.dtype), header.shape, targets_[i].destination,
-                                 place_);
-    }
-    return result;
-  }
-
- private:
-  static void run_sessions(const std::vector<LoadBatch*>& batches, unsigned at_once,
-                           const std::stop_token& stop) {
-    std::atomic<size_t> next{0};
-    const auto threads = std::min<size_t>(std::max(at_once, 1U), batches.size());
-    run_workers(static_cast<unsigned>(threads), stop, [&](const std::stop_token& token) {
-      for (size_t n = next++; n < batches.size(); n = next++) batches[n]->session_->run(token);
-    });
-  }
-
-  // allocate(nbytes, zeros) -> flat torch tensor
-  static load::MemoryMaker memory_of(const py::function& allocate) {
-    const auto make = [allocate](uint64_t nbytes, bool zeros) -> device::TensorMemory {
-      py::object tensor = allocate(nbytes, zeros);
-      const auto address = tensor.attr("data_ptr")().cast<uintptr_t>();
-      return {reinterpret_cast<std::byte*>(address), nbytes, keep_alive(std::move(tensor))};
-    };
-    return {make, kDeviceAlignment};
-  }
-
-  // Memory of the caller: of exactly the size that is stored for each tensor.
-  void use_addresses(const std::vector<uint64_t>& addresses) {
-    if (addresses.size() != targets_.size())
-      throw Error(Errc::invalid_argument, "one address per tensor is wanted");
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      const format::IndexEntry& entry = opened_->index[targets_[i].entry];
-      if (entry.data_nbytes != entry.loaded_nbytes)
-        throw Error(Errc::malformed, "tensor " + format::display_name(entry.name) + " stores " +
-                                         std::to_string(entry.data_nbytes) + " bytes, wanted " +
-                                         std::to_string(entry.loaded_nbytes));
-      targets_[i].destination = {reinterpret_cast<std::byte*>(addresses[i]), entry.data_nbytes,
-                                 nullptr};
-    }
-  }
-
-  // Tensors whose payload is aligned for their element become views of the mapping; the others are
-  // copied.
-  void map_in_place(const std::shared_ptr<io::FileMapping>& mapping) {
-    if (opened_->prologue.has_crypt_info())
-      throw Error(Errc::invalid_argument, "mmap=True: encrypted tensors cannot be mapped");
-    for (LoadTarget& target : targets_) {
-      const format::IndexEntry& entry = opened_->index[target.entry];
-      if (entry.data_nbytes == 0 || entry.data_offset % std::max(entry.itemsize, 1U) != 0) continue;
-      target.in_place = true;
-      target.destination = {mapping->bytes().data() + entry.data_offset, entry.data_nbytes,
-                            mapping};
-    }
-  }
-
-  std::shared_ptr<io::RangeSource> source_;
-  std::shared_ptr<OpenedIndex> opened_;
-  std::vector<LoadTarget> targets_;
-  std::shared_ptr<load::KeyRing> keys_;
-  std::shared_ptr<device::CopyEngine> engine_;
-  const TensorPlace place_;
-  std::unique_ptr<load::LoadSession> session_;
-};
-
-// (hash type, value) of one record, as stored.
-py::list stored_hashes(const LoadedHeaders& headers, size_t i) {
-  py::list result;
-  for (const format::StoredHash& hash : headers.header(i).hashes) {
-    result.append(py::make_tuple(
-        static_cast<int>(hash.type),
-        py::bytes(reinterpret_cast<const char*>(hash.value.data()), hash.value.size())));
-  }
-  return result;
-}
-
-// Whether bytes elsewhere are those the record was written with.
-bool matches(const LoadedHeaders& headers, size_t i, uint64_t address, uint64_t nbytes) {
-  const std::span<const std::byte> data(reinterpret_cast<const std::byte*>(address), nbytes);
-  return run_interruptible([&](const std::stop_token&) { return headers.matches(i, data); });
 }
 
 void register_index(py::module_& m) {
@@ -375,44 +206,6 @@ void register_index(py::module_& m) {
       py::arg("source"), py::arg("start"), py::arg("key_given"));
 }
 
-void register_batch(py::module_& m) {
-  py::class_<LoadedHeaders, std::shared_ptr<LoadedHeaders>>(m, "LoadedHeaders")
-      .def("dtype",
-           [](const LoadedHeaders& h, size_t i) {
-             const std::string_view dtype = h.header(i).dtype;  // borrows from h
-             return py::bytes(dtype.data(), dtype.size());
-           })
-      .def("shape",
-           [](const LoadedHeaders& h, size_t i) {
-             const format::RecordHeader header = h.header(i);
-             return shape_tuple(header.shape);
-           })
-      .def("module_idx", [](const LoadedHeaders& h, size_t i) { return h.header(i).module_idx; })
-      .def("hashes", &stored_hashes)
-      .def("matches", &matches, py::arg("i"), py::arg("address"), py::arg("nbytes"));
-  py::class_<LoadBatch>(m, "LoadBatch")
-      .def(py::init<std::shared_ptr<io::RangeSource>, std::shared_ptr<OpenedIndex>,
-                    const std::vector<uint32_t>&, bool, unsigned, std::shared_ptr<load::KeyRing>,
-                    std::shared_ptr<io::FileMapping>, const std::optional<py::function>&,
-                    const std::optional<std::vector<uint64_t>>&,
-                    std::shared_ptr<device::CopyEngine>, bool>(),
-           py::arg("source"), py::arg("index"), py::arg("selection"), py::kw_only(),
-           py::arg("verify") = false, py::arg("max_workers") = 0, py::arg("keys") = py::none(),
-           py::arg("mapping") = py::none(), py::arg("allocate") = py::none(),
-           py::arg("addresses") = py::none(), py::arg("engine") = py::none(),
-           py::arg("headers_only") = false)
-      .def("run", &LoadBatch::run, py::arg("progress") = py::none())
-      .def_property_readonly("headers",
-                             [](const LoadBatch& batch) {
-                               return std::const_pointer_cast<LoadedHeaders>(batch.headers());
-                             })
-      .def("parameters", &LoadBatch::parameters, py::arg("factory"))
-      .def("tensors", &LoadBatch::tensors, py::arg("factory"));
-  m.def("run_batches", &LoadBatch::run_all, py::arg("batches"), py::arg("at_once"),
-        py::arg("progress") = py::none());
-  py::class_<TensorFactory>(m, "TensorFactory").def(py::init<py::function>(), py::arg("resolve"));
-}
-
 void register_memory(py::module_& m) {
   using device::KeptMemory;
   m.def(
@@ -448,7 +241,6 @@ void register_load(py::module_& m) {
   register_index(m);
   register_memory(m);
   register_keys(m);
-  register_batch(m);
 }
 
 }  // namespace tensorizer::bind

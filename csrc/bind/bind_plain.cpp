@@ -10,31 +10,53 @@
 #include "bind/bindings.h"
 #include "bind/gil.h"
 #include "core/run_units.h"
-#include "core/stop.h"
 #include "core/threads.h"
 #include "format/digest.h"
 #include "save/copy_bytes.h"
-#include "save/plain_writer.h"
+#include "save/record_writer.h"
 
 namespace tensorizer::bind {
 namespace {
 
-using save::PlainPiece;
-using save::PlainWriter;
+// A sink that is filled piece by piece by who knows the content. Confined to one thread; workers
+// are its own.
+class PlainWriter {
+ public:
+  PlainWriter(std::shared_ptr<io::RangeSink> sink, unsigned max_workers)
+      : sink_(std::move(sink)), max_workers_(max_workers) {}
 
-std::span<const std::byte> memory_at(uint64_t address, uint64_t nbytes) {
-  return {reinterpret_cast<const std::byte*>(address), nbytes};
-}
+  io::RangeSink& sink() noexcept { return *sink_; }
+  uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }
+
+  void write(std::span<save::PlannedRecord> places, std::span<const device::TensorMemory> payloads,
+             const std::stop_token& stop) {
+    save::write_records({.records = places,
+                         .payloads = payloads,
+                         .max_workers = max_workers_,
+                         .nbytes_done = nbytes_done_},
+                        *sink_, stop);
+  }
+
+ private:
+  const std::shared_ptr<io::RangeSink> sink_;
+  const unsigned max_workers_;  // 0: as many as are useful
+  std::atomic<uint64_t> nbytes_done_{0};
+};
 
 // (offset, address, bytes) per piece.
 void write(PlainWriter& writer, const std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>& items,
            const py::object& progress) {
-  std::vector<PlainPiece> pieces;
-  pieces.reserve(items.size());
-  for (const auto& [offset, address, nbytes] : items)
-    pieces.push_back({offset, memory_at(address, nbytes)});
+  std::vector<save::PlannedRecord> places(items.size());
+  std::vector<device::TensorMemory> payloads(items.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    const auto& [offset, address, nbytes] = items[i];
+    places[i].offset = offset;
+    places[i].data_nbytes = nbytes;
+    payloads[i] = {reinterpret_cast<std::byte*>(address), nbytes, nullptr};
+  }
   run_interruptible(
-      Where::helper_thread, [&](const std::stop_token& stop) { writer.write(pieces, stop); },
+      Where::helper_thread,
+      [&](const std::stop_token& stop) { writer.write(places, payloads, stop); },
       [&] {
         if (!progress.is_none()) progress(writer.nbytes_done());
       },
@@ -51,13 +73,10 @@ void write_bytes(PlainWriter& writer, uint64_t offset, const py::bytes& bytes) {
 // CRC-32 of each (address, bytes), by as many threads as are useful.
 std::vector<uint32_t> crc32_of(const std::vector<std::pair<uint64_t, uint64_t>>& payloads) {
   std::vector<uint32_t> crcs(payloads.size());
-  std::atomic<size_t> next{0};
   run_interruptible([&](const std::stop_token& stop) {
-    run_workers(cpu_quota(), stop, [&](const std::stop_token& token) {
-      for (size_t i = next.fetch_add(1); i < payloads.size(); i = next.fetch_add(1)) {
-        throw_if_stopped(token);
-        crcs[i] = format::crc32(0, memory_at(payloads[i].first, payloads[i].second));
-      }
+    for_each_index(payloads.size(), cpu_quota(), stop, [&](size_t i, const std::stop_token&) {
+      const auto [address, nbytes] = payloads[i];
+      crcs[i] = format::crc32(0, {reinterpret_cast<const std::byte*>(address), nbytes});
     });
   });
   return crcs;
@@ -92,10 +111,8 @@ py::bytes sha256_of(io::RangeSource& source, const py::object& progress) {
 
 void register_plain(py::module_& m) {
   py::class_<PlainWriter>(m, "PlainWriter")
-      .def(py::init([](std::shared_ptr<io::RangeSink> sink, unsigned max_workers) {
-             return std::make_unique<PlainWriter>(std::move(sink), max_workers);
-           }),
-           py::arg("sink"), py::arg("max_workers") = 0)
+      .def(py::init<std::shared_ptr<io::RangeSink>, unsigned>(), py::arg("sink"),
+           py::arg("max_workers") = 0)
       .def("reserve",
            [](PlainWriter& w, uint64_t end) {
              py::gil_scoped_release unlocked;

@@ -11,7 +11,7 @@ void register_io(pybind11::module_& m);
 void register_file(pybind11::module_& m);
 void register_crypto(pybind11::module_& m);
 void register_load(pybind11::module_& m);
-void register_slices(pybind11::module_& m);
+void register_batch(pybind11::module_& m);
 void register_save(pybind11::module_& m);
 void register_http(pybind11::module_& m);
 void register_multipart(pybind11::module_& m);

@@ -26,7 +26,7 @@ PYBIND11_MODULE(_C, m) {
   tensorizer::bind::register_crypto(m);
   tensorizer::bind::register_cuda(m);  // copy engines, which loads and saves take
   tensorizer::bind::register_load(m);
-  tensorizer::bind::register_slices(m);
+  tensorizer::bind::register_batch(m);
   tensorizer::bind::register_save(m);
   tensorizer::bind::register_plain(m);
   tensorizer::bind::register_safetensors(m);

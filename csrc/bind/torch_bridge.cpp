@@ -115,4 +115,10 @@ py::object TensorFactory::parameter(const py::object& tensor, bool differentiabl
               {parameter_type_.ptr(), tensor.ptr(), differentiable ? Py_True : Py_False});
 }
 
+py::tuple shape_tuple(std::span<const uint64_t> shape) {
+  py::tuple dims(shape.size());
+  for (size_t i = 0; i < shape.size(); ++i) dims[i] = py::int_(shape[i]);
+  return dims;
+}
+
 }  // namespace tensorizer::bind

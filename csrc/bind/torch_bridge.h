@@ -39,6 +39,8 @@ struct TensorPlace {
   int32_t dlpack_id;
 };
 
+pybind11::tuple shape_tuple(std::span<const uint64_t> shape);
+
 // Makes tensors and parameters. Confined to the thread that holds the interpreter lock.
 class TensorFactory {
  public:

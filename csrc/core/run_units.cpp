@@ -1,5 +1,6 @@
 #include "core/run_units.h"
 
+#include <algorithm>
 #include <exception>
 #include <system_error>
 
@@ -18,8 +19,7 @@ void spawn_as_many_as_possible(TaskGroup& group, unsigned count,
   }
 }
 
-}  // namespace
-
+// Calls worker(token) on `count` threads at once, the calling one included.
 void run_workers(unsigned count, const std::stop_token& stop,
                  const std::function<void(const std::stop_token&)>& worker) {
   TaskGroup group;
@@ -46,6 +46,8 @@ void run_workers(unsigned count, const std::stop_token& stop,
   throw_if_stopped(stop);
 }
 
+}  // namespace
+
 void run_units(size_t count, std::atomic<size_t>& next, unsigned workers,
                const std::stop_token& stop, const MakeUnitWorker& make) {
   run_workers(workers, stop, [&](const std::stop_token& token) {
@@ -59,6 +61,20 @@ void run_units(size_t count, std::atomic<size_t>& next, unsigned workers,
       worker->process(unit);
     }
     worker->finish();
+  });
+}
+
+void for_each_index(size_t count, unsigned workers, const std::stop_token& stop,
+                    const std::function<void(size_t, const std::stop_token&)>& work) {
+  std::atomic<size_t> next{0};
+  const auto threads = static_cast<unsigned>(std::clamp<size_t>(count, 1, std::max(workers, 1U)));
+  run_workers(threads, stop, [&](const std::stop_token& token) {
+    for (;;) {
+      throw_if_stopped(token);
+      const size_t index = next.fetch_add(1, std::memory_order_relaxed);
+      if (index >= count) return;
+      work(index, token);
+    }
   });
 }
 

@@ -10,12 +10,6 @@
 
 namespace tensorizer {
 
-// Calls worker(token) on `count` threads at once, the calling one included; on fewer where the
-// system has no more threads to give. Returns when none of them runs any more. The first failure
-// stops the others and is rethrown; a stop that comes through `stop` ends in Error(cancelled).
-void run_workers(unsigned count, const std::stop_token& stop,
-                 const std::function<void(const std::stop_token&)>& worker);
-
 // What one thread does. Made, used and destroyed by that thread.
 class UnitWorker {
  public:
@@ -33,8 +27,15 @@ class UnitWorker {
 using MakeUnitWorker = std::function<std::unique_ptr<UnitWorker>(const std::stop_token&)>;
 
 // Gives the units [0, count) to `workers` workers, each to one. `next` is the first that nobody has
-// begun. Ends as run_workers does.
+// begun. The calling thread is one of the workers; there are fewer where the system has no more
+// threads to give. Returns when none of them runs any more. The first failure stops the others and
+// is rethrown; a stop that comes through `stop` ends in Error(cancelled).
 void run_units(size_t count, std::atomic<size_t>& next, unsigned workers,
                const std::stop_token& stop, const MakeUnitWorker& make);
+
+// The same for work that needs nothing of a thread's own: calls work(index, token) once for every
+// index below `count`, on at most `workers` threads.
+void for_each_index(size_t count, unsigned workers, const std::stop_token& stop,
+                    const std::function<void(size_t, const std::stop_token&)>& work);
 
 }  // namespace tensorizer

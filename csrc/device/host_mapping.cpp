@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <string>
 #include <utility>
 
@@ -44,11 +43,10 @@ void fault_in(std::byte* data, uint64_t nbytes) {
 }
 
 void fault_in_parallel(std::byte* data, uint64_t nbytes, unsigned threads) {
-  const uint64_t share = align_up(ceil_div(nbytes, std::max(threads, 1U)), kHugePage);
-  std::atomic<uint64_t> next{0};
-  run_workers(threads, {}, [&](const std::stop_token&) {
-    for (uint64_t at = next.fetch_add(share); at < nbytes; at = next.fetch_add(share))
-      fault_in(data + at, std::min(share, nbytes - at));
+  const uint64_t share =
+      align_up(std::max<uint64_t>(ceil_div(nbytes, std::max(threads, 1U)), 1), kHugePage);
+  for_each_index(ceil_div(nbytes, share), threads, {}, [&](size_t i, const std::stop_token&) {
+    fault_in(data + i * share, std::min(share, nbytes - i * share));
   });
 }
 

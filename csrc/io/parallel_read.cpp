@@ -1,7 +1,6 @@
 #include "io/parallel_read.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "core/checked_math.h"
 #include "core/run_units.h"
@@ -14,14 +13,12 @@ void read_parallel(RangeSource& source, uint64_t offset, Slice into, const std::
   const uint64_t units = ceil_div(into.size(), unit);
   const uint64_t workers = traits.sequential ? 1 : std::min<uint64_t>(traits.concurrency, units);
   if (workers <= 1) return source.read_at(offset, into, stop);
-  std::atomic<uint64_t> next{0};
-  run_workers(static_cast<unsigned>(workers), stop, [&](const std::stop_token& stop_all) {
-    for (uint64_t k = next++; k < units && !stop_all.stop_requested(); k = next++) {
-      const uint64_t begin = k * unit;
-      const size_t nbytes = static_cast<size_t>(std::min<uint64_t>(unit, into.size() - begin));
-      source.read_at(offset + begin, into.subspan(static_cast<size_t>(begin), nbytes), stop_all);
-    }
-  });
+  const auto read_unit = [&](size_t k, const std::stop_token& stop_all) {
+    const uint64_t begin = k * unit;
+    const uint64_t nbytes = std::min<uint64_t>(unit, into.size() - begin);
+    source.read_at(offset + begin, into.subspan(begin, nbytes), stop_all);
+  };
+  for_each_index(units, static_cast<unsigned>(workers), stop, read_unit);
 }
 
 }  // namespace tensorizer::io

@@ -22,9 +22,14 @@ constexpr uint64_t kHostAlignment = 64;
 // Serves the targets with data, or those without.
 class Allocator {
  public:
-  Allocator(const OpenedIndex& opened, bool sized, const MemoryMaker& memory, bool zeros,
-            std::span<LoadTarget> targets)
-      : opened_(opened), sized_(sized), memory_(memory), zeros_(zeros), targets_(targets) {}
+  Allocator(const OpenedIndex& opened, bool sized, bool parts, const MemoryMaker& memory,
+            bool zeros, std::span<LoadTarget> targets)
+      : opened_(opened),
+        sized_(sized),
+        parts_(parts),
+        memory_(memory),
+        zeros_(zeros),
+        targets_(targets) {}
 
   void run() {
     for (size_t i = 0; i < targets_.size();) {
@@ -42,7 +47,10 @@ class Allocator {
  private:
   const format::IndexEntry& entry(size_t i) const { return opened_.index[targets_[i].entry]; }
   // Surplus bytes of old files included.
-  uint64_t wanted(size_t i) const { return std::max(entry(i).data_nbytes, entry(i).loaded_nbytes); }
+  uint64_t wanted(size_t i) const {
+    if (parts_) return targets_[i].runs.nbytes();
+    return std::max(entry(i).data_nbytes, entry(i).loaded_nbytes);
+  }
   bool needs_memory(size_t i) const {
     return !targets_[i].in_place && wanted(i) > 0 && entry(i).zero_filled() == zeros_;
   }
@@ -79,7 +87,7 @@ class Allocator {
   }
 
   const OpenedIndex& opened_;
-  const bool sized_;
+  const bool sized_, parts_;
   const MemoryMaker& memory_;
   const bool zeros_;
   const std::span<LoadTarget> targets_;
@@ -96,30 +104,10 @@ MemoryMaker host_memory(const OpenedIndex& opened) {
   return {make, kHostAlignment};
 }
 
-void allocate(const OpenedIndex& opened, bool sized, const MemoryMaker& memory,
+void allocate(const OpenedIndex& opened, bool sized, bool parts, const MemoryMaker& memory,
               std::span<LoadTarget> targets) {
-  for (const bool zeros : {false, true}) Allocator(opened, sized, memory, zeros, targets).run();
-}
-
-std::vector<TensorMemory> allocate_parts(const OpenedIndex& opened,
-                                         std::span<const uint64_t> sizes) {
-  const MemoryMaker memory = host_memory(opened);
-  std::vector<TensorMemory> parts(sizes.size());
-  for (size_t first = 0, end = 0; first < sizes.size(); first = end) {
-    uint64_t used = sizes[first];  // of memory that parts first to end share
-    std::vector<uint64_t> places{0};
-    for (end = first + 1; end < sizes.size() && sizes[first] < kOwnMemoryNbytes; ++end) {
-      const uint64_t at = align_up(used, memory.alignment);
-      if (sizes[end] >= kOwnMemoryNbytes || at + sizes[end] > kSharedNbytes) break;
-      places.push_back(at);
-      used = at + sizes[end];
-    }
-    if (used == 0) continue;
-    const TensorMemory shared = memory.make(used, false);
-    for (size_t i = first; i < end; ++i)
-      if (sizes[i] > 0) parts[i] = {shared.data + places[i - first], sizes[i], shared.owner};
-  }
-  return parts;
+  for (const bool zeros : {false, true})
+    Allocator(opened, sized, parts, memory, zeros, targets).run();
 }
 
 }  // namespace tensorizer::load

@@ -23,19 +23,14 @@ struct MemoryMaker {
 // which wipes it, and does not lie in memory that others get.
 MemoryMaker host_memory(const OpenedIndex& opened);
 
-// Gives every target that has none (in_place) and takes some a destination, in file order. A tensor
-// of at least 8 MiB has memory of its own; smaller ones share at most 16 MiB, so a tensor that
-// stays alive keeps at most 16 MiB beyond its own bytes. Tensors without data share with each
-// other: theirs is zero.
+// Gives every target that has none (in_place) and takes some a destination, in their order. A
+// tensor, or part (`parts`: all are), of at least 8 MiB has memory of its own; smaller ones share
+// at most 16 MiB, so a tensor that stays alive keeps at most 16 MiB beyond its own bytes. Tensors
+// without data share with each other: theirs is zero.
 //
 // `sized`: the size of the source is known, and the index within it. Throws what `memory` throws,
 // Error(malformed) instead of out_of_memory for a tensor that only claims its size.
-void allocate(const OpenedIndex& opened, bool sized, const MemoryMaker& memory,
+void allocate(const OpenedIndex& opened, bool sized, bool parts, const MemoryMaker& memory,
               std::span<LoadTarget> targets);
-
-// Host memory for parts of tensors of this file, one of each size, in the same way; null for 0
-// bytes. Throws Error(out_of_memory).
-std::vector<device::TensorMemory> allocate_parts(const OpenedIndex& opened,
-                                                 std::span<const uint64_t> sizes);
 
 }  // namespace tensorizer::load

@@ -76,7 +76,7 @@ class Recheck {
 };
 
 bool is_harmless(const io::SourceChange& change, const LoadJob& job, const std::stop_token& stop) {
-  if (change.kind == io::SourceChange::Kind::written) return false;
+  if (change.kind == io::SourceChange::Kind::written || job.options.parts) return false;
   const Recheck again(job.source, *job.opened, stop);
   if (!again.index_is_the_same()) return false;
   for (size_t i = 0; i < job.targets.size(); ++i) {

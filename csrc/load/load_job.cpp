@@ -1,14 +1,19 @@
 #include "load/load_job.h"
 
+#include <algorithm>
+
 #include "format/tensor_path.h"
 
 namespace tensorizer::load {
 namespace {
 
-std::vector<uint32_t> entries_of(const std::vector<LoadTarget>& targets) {
+std::vector<uint32_t> entries_of(const std::vector<LoadTarget>& targets, bool parts) {
   std::vector<uint32_t> entries;
   entries.reserve(targets.size());
   for (const LoadTarget& target : targets) entries.push_back(target.entry);
+  if (!parts) return entries;
+  std::sort(entries.begin(), entries.end());
+  entries.erase(std::unique(entries.begin(), entries.end()), entries.end());
   return entries;
 }
 
@@ -20,11 +25,23 @@ LoadJob::LoadJob(io::RangeSource& from, std::shared_ptr<const OpenedIndex> index
       opened(std::move(index)),
       targets(std::move(to)),
       options(chosen),
-      headers(std::make_shared<LoadedHeaders>(opened, entries_of(targets))) {}
+      entries(entries_of(targets, options.parts)),
+      headers(std::make_shared<LoadedHeaders>(opened, entries)),
+      cipher(has_crypt_info() && options.keys != nullptr
+                 ? std::make_unique<PayloadCipher>(*options.keys, entries.size())
+                 : nullptr),
+      accepted_(entries.size()) {
+  if (!options.parts) return;
+  records.reserve(targets.size());
+  for (const LoadTarget& target : targets) {
+    const auto at = std::lower_bound(entries.begin(), entries.end(), target.entry);
+    records.push_back(static_cast<uint32_t>(at - entries.begin()));
+  }
+}
 
-void LoadJob::rethrow_named(uint32_t target, const Error& error) const {
+void LoadJob::rethrow_named(uint32_t record, const Error& error) const {
   if (error.code() == Errc::cancelled) throw;
-  const format::IndexEntry& entry = entry_of(target);
+  const format::IndexEntry& entry = entry_of(record);
   const std::string tensor = "tensor " + format::display_name(entry.name) + ": ";
   std::string text = error.what();
   if (text.find(tensor) == std::string::npos) text.insert(0, tensor);
@@ -34,15 +51,16 @@ void LoadJob::rethrow_named(uint32_t target, const Error& error) const {
   throw named;
 }
 
-std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t target,
-                                                          std::span<const std::byte> bytes,
-                                                          format::RecordHeader& header) {
-  const format::IndexEntry& entry = entry_of(target);
+std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t record,
+                                                          std::span<const std::byte> bytes) {
+  const format::IndexEntry& entry = entry_of(record);
+  const uint32_t steps = plan.hash_steps[record];
   std::optional<digest::RecordStart> start;
-  naming(target, [&] {
-    header = format::parse_record_header(bytes, entry, opened->prologue.has_crypt_info());
+  naming(record, [&] {
+    const format::RecordHeader header = format::parse_record_header(bytes, entry, has_crypt_info());
     format::check_against_index(header, entry);
-    headers->keep(target, header, bytes);
+    if (cipher) cipher->accept(record, header, steps);
+    headers->keep(record, header, bytes);
     // Tensors without data have nothing that a hash of data could prove (format.md 6.3).
     if (!digester || entry.zero_filled()) return;
     format::HashChoice stored{.crc32 = false, .sha256 = false};
@@ -50,15 +68,27 @@ std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t target,
       (hash.type == format::HashType::crc32 ? stored.crc32 : stored.sha256) = true;
     start = {format::digest_header(bytes, header, stored.crc32, stored.sha256), stored};
   });
-  if (!start || plan.hash_steps[target] == 0) return start;
-  digester->expect(target, *start);
+  if (steps == 0) return start;
+  if (start) digester->expect(record, *start);
+  {
+    const MutexLock lock(mutex_);
+    accepted_[record].store(true, std::memory_order_release);
+  }
+  changed_.notify_all();
   return std::nullopt;
 }
 
+void LoadJob::wait_for_header(uint32_t record, const std::stop_token& stop) {
+  const auto is_here = [&] { return accepted_[record].load(std::memory_order_acquire); };
+  if (is_here()) return;
+  const MutexLock lock(mutex_);
+  if (!changed_.wait(mutex_, stop, is_here)) throw Error(Errc::cancelled, "cancelled");
+}
+
 void start_digests(LoadJob& job, digest::RecordDigester::Use use) {
-  const auto check = [&job](uint32_t target, const digest::RecordDigests& digests) {
-    job.naming(target, [&] {
-      format::check_hashes(job.headers->header(target), &digests.crc32, &digests.sha256);
+  const auto check = [&job](uint32_t record, const digest::RecordDigests& digests) {
+    job.naming(record, [&] {
+      format::check_hashes(job.headers->header(record), &digests.crc32, &digests.sha256);
     });
   };
   job.digester = std::make_unique<digest::RecordDigester>(job.plan.hash_steps, use, check);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/sync.h"
 #include "core/turns.h"
 #include "device/copy_engine.h"
 #include "device/tensor_memory.h"
@@ -21,53 +22,75 @@
 #include "load/load_plan.h"
 #include "load/loaded_headers.h"
 #include "load/open_index.h"
+#include "load/payload_cipher.h"
+#include "load/slice_plan.h"
 
 namespace tensorizer::load {
 
-// Where one selected tensor goes.
+// A tensor, or a part of one, and where it goes.
 struct LoadTarget {
   uint32_t entry = 0;                // number in the index
-  device::TensorMemory destination;  // of entry.data_nbytes at least
+  SliceRuns runs{};                  // of a part: within the tensor's loaded_nbytes
+  device::TensorMemory destination;  // of entry.data_nbytes at least; of runs.nbytes() for a part
   bool in_place = false;             // the bytes are there already (a mapping): check, do not read
 };
 
 struct LoadOptions {
-  bool verify = false;                   // compare stored hashes, where there are any
+  bool verify = false;                   // compare stored hashes, where there are any; no parts
   unsigned max_workers = 0;              // 0: as many as are useful
   KeyRing* keys = nullptr;               // set iff the file has crypt_info
   device::CopyEngine* engine = nullptr;  // set iff destinations are on its device
+  // Targets are parts of tensors, in any order, overlapping or not. A part has no stored hash, so
+  // record headers are read of encrypted files alone, for their keys and MACs.
+  bool parts = false;
+  // Bytes between two ranges of parts that are read rather than skipped; nullopt: as the source
+  // likes it.
+  std::optional<uint64_t> gap_nbytes{};
 };
 
+// Records are numbered as the targets, or, of parts, in the order of the file, each once.
 struct LoadJob {
   LoadJob(io::RangeSource& from, std::shared_ptr<const OpenedIndex> index,
           std::vector<LoadTarget> to, const LoadOptions& chosen);
 
-  const format::IndexEntry& entry_of(uint32_t target) const noexcept {
-    return opened->index[targets[target].entry];
+  const format::IndexEntry& entry_of(uint32_t record) const noexcept {
+    return opened->index[entries[record]];
+  }
+  uint32_t record_of(uint32_t target) const noexcept {
+    return options.parts ? records[target] : target;
+  }
+  bool has_crypt_info() const noexcept { return opened->prologue.has_crypt_info(); }
+  bool reads_headers() const noexcept {
+    return opened->has_record_headers() && (!options.parts || has_crypt_info());
   }
 
-  // Parses the record header of a target, checks it against the index and keeps what is asked for
-  // later. What is to be hashed of the record is returned, or announced to the digester where it
-  // comes in steps; nullopt: no more to do. The result borrows `bytes`.
-  std::optional<digest::RecordStart> accept_header(uint32_t target,
-                                                   std::span<const std::byte> bytes,
-                                                   format::RecordHeader& header);
+  // A record header becomes fields: parsed, checked against the index, given to the cipher, and
+  // kept as far as it is asked for later. What is to be hashed of the record is returned, or
+  // announced to the digester where it comes in steps; nullopt: no more to do. The result borrows
+  // `bytes`.
+  std::optional<digest::RecordStart> accept_header(uint32_t record,
+                                                   std::span<const std::byte> bytes);
+
+  // Returns when the header of a record whose payload comes in steps was accepted: it may lie in an
+  // earlier unit, which somebody else is reading.
+  void wait_for_header(uint32_t record, const std::stop_token& stop);
 
   // Calls read(), which reads unit `number`: in the order of the units where the source wants it.
   template <class Read>
   auto in_order(size_t number, const std::stop_token& stop, Read&& read) {
     if (!source.traits().sequential) return read();
-    const Turns::Turn turn(reads, number, stop);
+    const Turns::Turn turn(*reads, number, stop);
+    const MutexLock lock(out_of_order);
     return read();
   }
 
   // Calls `fn`; an error gets the names of source and tensor.
   template <class Fn>
-  void naming(uint32_t target, Fn&& fn) const {
+  void naming(uint32_t record, Fn&& fn) const {
     try {
       fn();
     } catch (const Error& error) {
-      rethrow_named(target, error);
+      rethrow_named(record, error);
     }
   }
 
@@ -75,16 +98,24 @@ struct LoadJob {
   const std::shared_ptr<const OpenedIndex> opened;
   const std::vector<LoadTarget> targets;
   const LoadOptions options;
+  std::vector<uint32_t> records;  // per part
+  std::vector<uint32_t> entries;  // per record
   LoadPlan plan;
   const std::shared_ptr<LoadedHeaders> headers;
+  const std::unique_ptr<PayloadCipher> cipher;       // set iff the file has crypt_info
   std::unique_ptr<digest::RecordDigester> digester;  // set iff verifying
   std::atomic<size_t> next_unit{0};
-  Turns reads;  // of units, where the source is sequential
+  std::unique_ptr<Turns> reads;  // of the plan's units, where the source is sequential
+  Mutex out_of_order;            // held by reads of a sequential source, which may not overlap
   std::atomic<uint64_t> nbytes_done{0};
 
  private:
   // In a handler.
-  [[noreturn]] void rethrow_named(uint32_t target, const Error& error) const;
+  [[noreturn]] void rethrow_named(uint32_t record, const Error& error) const;
+
+  std::vector<std::atomic<bool>> accepted_;  // per record
+  Mutex mutex_;
+  CondVar changed_;
 };
 
 // Prepares job.digester for job.plan.

@@ -18,7 +18,8 @@ class Planner {
     if (entry.header_nbytes() == 0 && payload == 0) return;  // a container without record headers
     if (open_ && !joins(entry, payload)) close();
     if (entry.header_nbytes() > 0)
-      add(Piece::Kind::header, target, 0, entry.offset, 0, entry.header_nbytes());
+      add({.kind = Piece::Kind::header, .target = target, .nbytes = entry.header_nbytes()},
+          entry.offset);
     const bool in_one_unit = add_payload(target, entry.data_offset, payload);
     if (in_one_unit && payload <= options_.whole_nbytes) plan_.hash_steps[target] = 0;
     if (!in_one_unit && deals()) close();
@@ -51,7 +52,8 @@ class Planner {
         close();  // the header alone
         continue;
       }
-      add(Piece::Kind::payload, target, plan_.hash_steps[target]++, offset + done, done, step);
+      const uint32_t number = plan_.hash_steps[target]++;
+      add({.target = target, .step = number, .place = done, .nbytes = step}, offset + done);
       done += step;
       if (done < nbytes) close();
     }
@@ -73,23 +75,27 @@ class Planner {
                : 0;
   }
 
-  void add(Piece::Kind kind, uint32_t target, uint32_t step, uint64_t offset,
-           uint64_t target_offset, uint64_t nbytes) {
+  void add(Piece piece, uint64_t offset) {
     if (!open_) {
       open_ = true;
       begin_ = offset;
       first_ = static_cast<uint32_t>(plan_.pieces.size());
-      payload_nbytes_ = 0;
+      placed_nbytes_ = 0;
     }
-    if (kind == Piece::Kind::payload) payload_nbytes_ += nbytes;
-    plan_.pieces.push_back({kind, target, step, offset - begin_, target_offset, nbytes});
-    end_ = offset + nbytes;
+    if (piece.kind == Piece::Kind::payload) placed_nbytes_ += piece.nbytes;
+    piece.unit_offset = offset - begin_;
+    piece.span_nbytes = piece.nbytes;
+    plan_.pieces.push_back(piece);
+    end_ = offset + piece.nbytes;
   }
 
   void close() {
     if (!open_) return;
-    plan_.units.push_back({first_, static_cast<uint32_t>(plan_.pieces.size()) - first_, begin_,
-                           end_ - begin_, payload_nbytes_});
+    plan_.units.push_back({.first_piece = first_,
+                           .piece_count = static_cast<uint32_t>(plan_.pieces.size()) - first_,
+                           .offset = begin_,
+                           .nbytes = end_ - begin_,
+                           .placed_nbytes = placed_nbytes_});
     open_ = false;
   }
 
@@ -97,7 +103,7 @@ class Planner {
   LoadPlan& plan_;
   bool open_ = false;
   uint64_t begin_ = 0, end_ = 0;
-  uint64_t payload_nbytes_ = 0;
+  uint64_t placed_nbytes_ = 0;
   uint32_t first_ = 0;
 };
 

@@ -1,4 +1,5 @@
-// What to read in which order: a pure function of the index and the selection.
+// What to read in which order: a pure function of the index and the selection. Whole tensors are
+// planned here, parts of them in slice_plan.h; both plans have the same units and pieces.
 //
 // Selected records are joined to runs where the bytes between them are cheaper to read than to
 // skip; runs are cut to units along file offsets, so a large tensor is many units and many small
@@ -16,28 +17,38 @@
 
 namespace tensorizer::load {
 
+// A record header, or bytes of one destination: [place, place + nbytes) of it.
 struct Piece {
   enum class Kind : uint8_t { header, payload };
-  Kind kind;
-  uint32_t target;         // position in the selection
-  uint32_t step;           // payload: number of this piece within its tensor
-  uint64_t unit_offset;    // from the unit's first byte
-  uint64_t target_offset;  // payload: from the tensor's first byte
-  uint64_t nbytes;
+  Kind kind = Kind::payload;
+  uint32_t target = 0;       // position in the selection; of a header that of its record
+  uint32_t step = 0;         // number of this piece within a whole tensor
+  uint64_t unit_offset = 0;  // from the unit's first byte
+  uint64_t span_nbytes = 0;  // of the unit, in which all of it lies; more than nbytes: in runs
+  uint64_t place = 0;
+  uint64_t nbytes = 0;
+  bool is_one_run() const noexcept { return span_nbytes == nbytes; }
 };
 
 struct Unit {
-  uint32_t first_piece;
-  uint32_t piece_count;
-  uint64_t offset;  // absolute position in the source
-  uint64_t nbytes;
-  uint64_t payload_nbytes;
+  // How the bytes of a plain unit are best read to host memory.
+  enum class Read : uint8_t {
+    scattered,  // by one read, each run to its place
+    image,      // by one read to memory of ours, from where runs are copied
+    apart,      // run by run
+  };
+  Read read = Read::scattered;
+  uint32_t first_piece = 0;
+  uint32_t piece_count = 0;
+  uint64_t offset = 0;  // absolute position in the source
+  uint64_t nbytes = 0;
+  uint64_t placed_nbytes = 0;  // of destinations
 };
 
 struct LoadPlan {
   std::vector<Piece> pieces;  // in the order of the source
   std::vector<Unit> units;    // in the order in which to take them
-  // Per target: payload pieces; 0: header and payload are in one unit, and hashed there.
+  // Per whole tensor: payload pieces; 0: header and payload are in one unit, and hashed there.
   std::vector<uint32_t> hash_steps;
 
   std::span<const Piece> pieces_of(const Unit& unit) const noexcept {

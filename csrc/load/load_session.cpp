@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 
 #include "core/error.h"
 #include "core/pages.h"
@@ -11,20 +12,27 @@
 #include "digest/deal.h"
 #include "format/safetensors.h"
 #include "load/changed_source.h"
-#include "load/host_load.h"
+#include "load/load_worker.h"
 #include "load/request_costs.h"
-#include "load/staged_load.h"
+#include "load/slice_plan.h"
 
 namespace tensorizer::load {
 namespace {
 
 constexpr uint64_t kUnsizedHeaderLimit = uint64_t{256} << 20;
 constexpr uint64_t kUnsizedDataLimit = uint64_t{4} << 40;  // the plan of more would take memory
+// Of parts: a read of what is in memory costs as much as copying so many bytes; a request elsewhere
+// what its source says.
+constexpr uint64_t kCachedRunGapNbytes = 256;
+constexpr uint64_t kCachedPartGapNbytes = 4096;
+// Between two values of a store there may be a hole, so that its source asks for nothing in vain;
+// within a tensor is none.
+constexpr uint64_t kLeastRunGapNbytes = 4096;
 
 // A container without record headers has no digests to compare: its index says all there is to
-// know.
+// know. Nor has a part.
 LoadOptions possible(LoadOptions options, const OpenedIndex& opened) {
-  options.verify = options.verify && opened.has_record_headers();
+  options.verify = options.verify && opened.has_record_headers() && !options.parts;
   return options;
 }
 
@@ -33,13 +41,19 @@ LoadOptions possible(LoadOptions options, const OpenedIndex& opened) {
 LoadSession::LoadSession(io::RangeSource& source, const std::shared_ptr<const OpenedIndex>& opened,
                          std::vector<LoadTarget> targets, const LoadOptions& options)
     : job_(source, opened, std::move(targets), possible(options, *opened)) {
-  if (has_crypt_info() && options.keys == nullptr)
+  if (job_.has_crypt_info() && job_.options.keys == nullptr)
     throw Error(Errc::crypto, source.name() + " is encrypted, but no key was given", source.name());
-  check_sizes();
-  make_plan();
+  check_records();
+  if (job_.options.parts) {
+    // How parts of encrypted tensors are cut depends on the chunks that their headers state.
+    job_.plan = job_.has_crypt_info() ? plan_headers() : plan_parts();
+  } else {
+    job_.plan = plan_whole();
+  }
+  brief_ = is_brief_plan();
   if (job_.options.verify) {
     // On the host, hashes are made of the tensors' own memory.
-    start_digests(job_, {.workers = std::min(workers_, cpu_quota()),
+    start_digests(job_, {.workers = std::min(workers_of_plan(), cpu_quota()),
                          .bytes_stay = job_.options.engine == nullptr});
   }
 }
@@ -47,19 +61,21 @@ LoadSession::LoadSession(io::RangeSource& source, const std::shared_ptr<const Op
 LoadSession::~LoadSession() = default;
 
 // What the index claims, before it sizes anything. Records do not overlap: the sums are below 2^64.
-void LoadSession::check_sizes() const {
+void LoadSession::check_records() const {
   uint64_t header_nbytes = 0, data_nbytes = 0;
-  for (uint32_t target = 0; target < job_.targets.size(); ++target) {
-    const format::IndexEntry& entry = job_.entry_of(target);
-    const uint64_t most = format::max_record_header_nbytes(entry, has_crypt_info());
-    job_.naming(target, [&] {
-      if (!job_.opened->has_record_headers() && entry.dtype.empty())
+  for (uint32_t record = 0; record < job_.entries.size(); ++record) {
+    const format::IndexEntry& entry = job_.entry_of(record);
+    const uint64_t most = format::max_record_header_nbytes(entry, job_.has_crypt_info());
+    job_.naming(record, [&] {
+      const bool no_elements = job_.options.parts && entry.itemsize == 0;
+      if (no_elements || (!job_.reads_headers() && entry.dtype.empty()))
         throw Error(Errc::malformed, format::why_not_loadable(entry));
-      if (entry.header_nbytes() > most)
+      if (job_.reads_headers() && entry.header_nbytes() > most)
         throw Error(Errc::malformed, "the index leaves " + std::to_string(entry.header_nbytes()) +
                                          " bytes for its record header, at most " +
                                          std::to_string(most) + " are possible");
     });
+    if (job_.options.parts) continue;  // the caller has memory for them
     header_nbytes += entry.header_nbytes();
     data_nbytes += entry.data_nbytes;
   }
@@ -72,61 +88,103 @@ void LoadSession::check_sizes() const {
   if (header_nbytes > kUnsizedHeaderLimit) refuse("record headers", header_nbytes);
 }
 
-void LoadSession::make_plan() {
+unsigned LoadSession::useful_workers() const {
+  const io::SourceTraits traits = job_.source.traits();
+  unsigned workers = traits.sequential ? 1 : std::max(1U, traits.concurrency);
+  if (job_.options.verify || job_.has_crypt_info()) workers = std::max(workers, cpu_quota());
+  if (job_.options.max_workers > 0) workers = std::min(workers, job_.options.max_workers);
+  return brief_ ? 1 : workers;
+}
+
+unsigned LoadSession::workers_of_plan() const {
+  return static_cast<unsigned>(std::clamp<size_t>(job_.plan.units.size(), 1, useful_workers()));
+}
+
+uint64_t LoadSession::unit_nbytes() const {
+  const io::SourceTraits traits = job_.source.traits();
+  if (job_.has_crypt_info() && traits.gap_nbytes <= kCheapRequestNbytes)
+    return format::kCipherChunkNbytes;
+  const device::CopyEngine* const engine = job_.options.engine;
+  return engine ? std::min(traits.unit_nbytes, engine->buffer_nbytes()) : traits.unit_nbytes;
+}
+
+LoadPlan LoadSession::plan_headers() const {
+  const io::SourceTraits traits = job_.source.traits();
+  return plan_load(job_.opened->index, job_.entries,
+                   {.unit_nbytes = traits.unit_nbytes,
+                    .gap_nbytes = std::min(kHeaderGapNbytes, traits.gap_nbytes),
+                    .payloads = false});
+}
+
+LoadPlan LoadSession::plan_whole() const {
   const io::SourceTraits traits = job_.source.traits();
   const LoadOptions& options = job_.options;
-  const bool works_on_bytes = options.verify || has_crypt_info();
-  workers_ = traits.sequential ? 1 : std::max(1U, traits.concurrency);
-  if (works_on_bytes) workers_ = std::max(workers_, cpu_quota());
-  if (options.max_workers > 0) workers_ = std::min(workers_, options.max_workers);
+  const bool all_in_place = std::ranges::all_of(job_.targets, &LoadTarget::in_place);
+  if (all_in_place && !job_.targets.empty() && !options.verify) return plan_headers();
 
+  const unsigned workers = useful_workers();
   PlanOptions plan;
-  plan.unit_nbytes = traits.unit_nbytes;
+  plan.unit_nbytes = unit_nbytes();
   plan.gap_nbytes = traits.gap_nbytes;
+  if (job_.has_crypt_info()) plan.cut_nbytes = format::kCipherChunkNbytes;
   if (options.engine != nullptr) {
     plan.buffer_nbytes = options.engine->buffer_nbytes();
-    plan.unit_nbytes = std::min(plan.unit_nbytes, plan.buffer_nbytes);
     // Bytes leave their buffer once they are hashed: several chains must be under way.
-    if (options.verify && workers_ > 1 && !traits.sequential)
-      plan.large_at_once = digest::kDealtPerWorker * workers_;
+    if (options.verify && workers > 1 && !traits.sequential)
+      plan.large_at_once = digest::kDealtPerWorker * workers;
   } else if (options.verify && traits.prompt) {
     // Hashing takes longer than reading: as many chains as there are lanes, and soon, while the
     // bytes are in the cache. What would be hashed alone in its unit joins the others.
-    plan.large_at_once = format::Sha256::lanes() * workers_;
+    plan.large_at_once = format::Sha256::lanes() * workers;
     plan.whole_nbytes = plan.unit_nbytes / 8;
   }
-  if (has_crypt_info()) {
-    plan.cut_nbytes = format::kCipherChunkNbytes;
-    if (traits.gap_nbytes <= kCheapRequestNbytes) plan.unit_nbytes = format::kCipherChunkNbytes;
-  }
-  const bool all_in_place =
-      !job_.targets.empty() && std::all_of(job_.targets.begin(), job_.targets.end(),
-                                           [](const LoadTarget& t) { return t.in_place; });
-  if (all_in_place && !options.verify) {
-    plan.payloads = false;
-    plan.gap_nbytes = kHeaderGapNbytes;
-  }
-  std::vector<uint32_t> selection;
-  selection.reserve(job_.targets.size());
-  for (const LoadTarget& target : job_.targets) selection.push_back(target.entry);
-  job_.plan = plan_load(job_.opened->index, selection, plan);
+  return plan_load(job_.opened->index, job_.entries, plan);
+}
 
-  const std::vector<Unit>& units = job_.plan.units;
-  const bool waits = options.engine != nullptr && !options.engine->is_ready();
-  if (traits.prompt && !has_crypt_info() && !waits && units.size() <= kBriefUnits) {
-    uint64_t total = 0;
-    for (const Unit& unit : units) total += unit.nbytes;
-    brief_ = total <= kBriefNbytes;
+LoadPlan LoadSession::plan_parts() const {
+  const io::SourceTraits traits = job_.source.traits();
+  SlicePlanOptions plan;
+  plan.unit_nbytes = unit_nbytes();
+  const std::optional<uint64_t>& wanted = job_.options.gap_nbytes;
+  if (traits.prompt) {
+    plan.run_gap_nbytes = wanted.value_or(kCachedRunGapNbytes);
+    plan.part_gap_nbytes = wanted.value_or(kCachedPartGapNbytes);
+  } else {
+    plan.run_gap_nbytes = wanted.value_or(std::max(traits.gap_nbytes, kLeastRunGapNbytes));
+    plan.part_gap_nbytes = wanted.value_or(traits.gap_nbytes);
+    plan.runs_at_once = 1;
   }
-  if (brief_) workers_ = 1;
-  workers_ = static_cast<unsigned>(std::clamp<size_t>(units.size(), 1, workers_));
+  std::vector<SlicePart> parts;
+  parts.reserve(job_.targets.size());
+  for (uint32_t target = 0; target < job_.targets.size(); ++target) {
+    const uint32_t record = job_.record_of(target);
+    const format::IndexEntry& entry = job_.entry_of(record);
+    parts.push_back({.record = record,
+                     .payload = entry.data_offset,
+                     .payload_nbytes = entry.data_nbytes,
+                     .chunk_nbytes = job_.cipher ? job_.cipher->chunk_nbytes(record) : 0});
+    if (entry.data_nbytes > 0) parts.back().runs = job_.targets[target].runs;  // else: zeros
+  }
+  return plan_slices(parts, plan);
+}
+
+bool LoadSession::is_brief_plan() const {
+  const device::CopyEngine* const engine = job_.options.engine;
+  const bool waits = engine != nullptr && !engine->is_ready();
+  if (!job_.source.traits().prompt || job_.has_crypt_info() || waits ||
+      job_.plan.units.size() > kBriefUnits)
+    return false;
+  uint64_t total = 0;
+  for (const Unit& unit : job_.plan.units)
+    total += unit.read == Unit::Read::apart ? unit.placed_nbytes : unit.nbytes;
+  return total <= kBriefNbytes;
 }
 
 void LoadSession::run(const std::stop_token& stop) {
   try {
     run_and_compare(stop);
   } catch (...) {
-    if (has_crypt_info()) wipe_destinations();
+    if (job_.has_crypt_info()) wipe_destinations();
     throw;
   }
 }
@@ -135,7 +193,12 @@ void LoadSession::run(const std::stop_token& stop) {
 // be.
 void LoadSession::run_and_compare(const std::stop_token& stop) {
   try {
-    run_workers(stop);
+    if (job_.options.parts) fill_zeros();
+    run_plan(stop);
+    if (job_.options.parts && job_.has_crypt_info()) {
+      job_.plan = plan_parts();
+      run_plan(stop);
+    }
   } catch (const Error& error) {
     const bool of_bytes = error.code() == Errc::malformed || error.code() == Errc::truncated ||
                           error.code() == Errc::hash_mismatch || error.code() == Errc::crypto;
@@ -145,52 +208,50 @@ void LoadSession::run_and_compare(const std::stop_token& stop) {
   check_unchanged(job_, stop);
 }
 
-void LoadSession::run_workers(const std::stop_token& stop) {
-  const size_t units = job_.plan.units.size();
-  if (is_staged()) {
-    StagedLoad load(job_);
-    run_units(units, job_.next_unit, workers_, stop,
-              [&](const std::stop_token& token) { return load.make_worker(token); });
-  } else {
-    run_units(units, job_.next_unit, workers_, stop,
-              [&](const std::stop_token& token) { return make_host_load(job_, token); });
+void LoadSession::run_plan(const std::stop_token& stop) {
+  job_.reads = std::make_unique<Turns>();
+  job_.next_unit = 0;
+  run_units(job_.plan.units.size(), job_.next_unit, workers_of_plan(), stop,
+            [&](const std::stop_token& token) { return make_load_worker(job_, token); });
+}
+
+// Parts of tensors that were written without data.
+void LoadSession::fill_zeros() {
+  if (job_.options.engine != nullptr) return;  // whoever made the destinations has done that
+  for (const LoadTarget& target : job_.targets) {
+    if (job_.opened->index[target.entry].data_nbytes == 0 && target.runs.nbytes() > 0)
+      std::memset(target.destination.data, 0, target.runs.nbytes());
   }
 }
 
 // Only what a worker may have filled: touching the rest would cost its memory and its time. Nobody
 // can stop this, so it must be short: pages of ours are given back, not written.
 void LoadSession::wipe_destinations() noexcept {
-  if (job_.options.engine != nullptr) {
-    wipe_on_device();
-    return;
-  }
-  std::atomic<size_t> next{0};
-  const auto wipe_units = [&](const std::stop_token&) {
-    const size_t begun = std::min(job_.next_unit.load(), job_.plan.units.size());
-    for (size_t i = next++; i < begun; i = next++) {
-      for (const Piece& piece : job_.plan.pieces_of(job_.plan.units[i])) {
-        const device::DeviceRange range = filled_by(piece);
-        const std::span<std::byte> bytes(range.device_address, range.nbytes);
-        if (job_.targets[piece.target].destination.owner) {
-          clear_pages(bytes);
-        } else {
-          crypto::wipe(bytes);  // the caller's, which may be shared memory
-        }
+  const std::span<const Unit> begun =
+      std::span(job_.plan.units).first(std::min(job_.next_unit.load(), job_.plan.units.size()));
+  if (job_.options.engine != nullptr) return wipe_on_device(begun);
+  const auto wipe_unit = [&](size_t i, const std::stop_token&) {
+    for (const Piece& piece : job_.plan.pieces_of(begun[i])) {
+      const device::DeviceRange range = filled_by(piece);
+      const std::span<std::byte> bytes(range.device_address, range.nbytes);
+      if (!bytes.empty() && job_.targets[piece.target].destination.owner) {
+        clear_pages(bytes);
+      } else {
+        crypto::wipe(bytes);  // the caller's, which may be shared memory
       }
     }
   };
   try {
-    tensorizer::run_workers(workers_, {}, wipe_units);
+    for_each_index(begun.size(), workers_of_plan(), {}, wipe_unit);
   } catch (...) {  // no memory for threads: here, then
-    wipe_units({});
+    for (size_t i = 0; i < begun.size(); ++i) wipe_unit(i, {});
   }
 }
 
-void LoadSession::wipe_on_device() noexcept {
+void LoadSession::wipe_on_device(std::span<const Unit> begun) noexcept {
   std::array<device::DeviceRange, kWipedAtOnce> ranges;
   size_t count = 0;
-  const size_t begun = std::min(job_.next_unit.load(), job_.plan.units.size());
-  for (const Unit& unit : std::span(job_.plan.units).first(begun)) {
+  for (const Unit& unit : begun) {
     for (const Piece& piece : job_.plan.pieces_of(unit)) {
       const device::DeviceRange range = filled_by(piece);
       if (range.nbytes == 0) continue;
@@ -203,10 +264,13 @@ void LoadSession::wipe_on_device() noexcept {
   if (count > 0) job_.options.engine->wipe(std::span(ranges).first(count));
 }
 
-// What a piece puts into its destination.
+// What a piece puts into its destination; whoever has the header of a tensor whose chunks straddle
+// its pieces puts all of them there.
 device::DeviceRange LoadSession::filled_by(const Piece& piece) const noexcept {
-  if (piece.kind != Piece::Kind::payload) return {nullptr, 0};
-  return {job_.targets[piece.target].destination.data + piece.target_offset, piece.nbytes};
+  if (piece.kind == Piece::Kind::payload)
+    return {job_.targets[piece.target].destination.data + piece.place, piece.nbytes};
+  if (!job_.cipher || !job_.cipher->straddles(piece.target)) return {nullptr, 0};
+  return {job_.targets[piece.target].destination.data, job_.entry_of(piece.target).data_nbytes};
 }
 
 }  // namespace tensorizer::load

@@ -30,12 +30,28 @@ void LoadedHeaders::keep(size_t target, const format::RecordHeader& header,
   Kept kept;
   kept.zero_padding = all_zero(padding);
   kept.front_nbytes = static_cast<uint32_t>(front.size());
+  const auto* const text = reinterpret_cast<const char*>(bytes.data());
+  kept.dtype_at = static_cast<uint32_t>(header.dtype.data() - text);
+  kept.dtype_nbytes = static_cast<uint8_t>(header.dtype.size());
+  kept.is_scalar = header.shape.empty();
   kept.padding_nbytes = padding.size();
   const size_t stored = front.size() + (kept.zero_padding ? 0 : padding.size());
   kept.bytes.reset(new std::byte[stored]);
   std::ranges::copy(front, kept.bytes.get());
   if (!kept.zero_padding) std::ranges::copy(padding, kept.bytes.get() + front.size());
   kept_[target] = std::move(kept);
+}
+
+std::string_view LoadedHeaders::dtype(size_t target) const {
+  const Kept& kept = kept_.at(target);
+  if (!kept.bytes) return entry_of(target).dtype;
+  return {reinterpret_cast<const char*>(kept.bytes.get()) + kept.dtype_at, kept.dtype_nbytes};
+}
+
+// The index says (1,) of a scalar without data.
+std::span<const uint64_t> LoadedHeaders::shape(size_t target) const {
+  if (kept_.at(target).is_scalar) return {};
+  return entry_of(target).shape;
 }
 
 format::RecordHeader LoadedHeaders::header(size_t target) const {

@@ -24,7 +24,12 @@ class LoadedHeaders {
   // Keeps the header of a target, parsed from `bytes`.
   void keep(size_t target, const format::RecordHeader& header, std::span<const std::byte> bytes);
 
-  // The fields of a kept header, or what the index says where the container has none; they borrow
+  // Dtype and shape of a record, as its header says, or the index where the container has none.
+  // Throws std::out_of_range.
+  std::string_view dtype(size_t target) const;
+  std::span<const uint64_t> shape(size_t target) const;
+
+  // All fields of a kept header, or what the index says where the container has none; they borrow
   // from this object. Throws std::out_of_range.
   format::RecordHeader header(size_t target) const;
 
@@ -36,6 +41,9 @@ class LoadedHeaders {
   struct Kept {
     std::unique_ptr<std::byte[]> bytes;  // up to the hashes; then the padding, where it is not zero
     uint32_t front_nbytes = 0;
+    uint32_t dtype_at = 0;
+    uint8_t dtype_nbytes = 0;
+    bool is_scalar = false;
     bool zero_padding = true;
     uint64_t padding_nbytes = 0;
   };

@@ -14,8 +14,7 @@ struct PayloadCipher::Target {
   uint64_t chunk_nbytes = 0;
   format::Nonce nonce{};
   std::vector<std::byte> macs;
-  bool gathered = false;
-  std::atomic<uint32_t> missing{0};  // pieces of a gathered target
+  bool straddles = false;
 };
 
 PayloadCipher::PayloadCipher(KeyRing& keys, size_t targets) : targets_(targets), keys_(keys) {}
@@ -30,9 +29,8 @@ void PayloadCipher::accept(uint32_t target, const format::RecordHeader& header, 
   state->nonce = header.crypt->cipher->nonce;
   state->macs.assign(header.crypt->cipher->macs.begin(), header.crypt->cipher->macs.end());
   // Pieces are cut at multiples of the usual chunk.
-  state->gathered =
-      header.data_nbytes > chunk ? format::kCipherChunkNbytes % chunk != 0 : steps > 1;
-  state->missing = steps;
+  state->straddles =
+      steps > 1 && (header.data_nbytes <= chunk || format::kCipherChunkNbytes % chunk != 0);
   targets_[target] = std::move(state);
 }
 
@@ -40,12 +38,8 @@ uint64_t PayloadCipher::chunk_nbytes(uint32_t target) const noexcept {
   return targets_[target] ? targets_[target]->chunk_nbytes : 0;
 }
 
-bool PayloadCipher::is_gathered(uint32_t target) const noexcept {
-  return targets_[target] && targets_[target]->gathered;
-}
-
-bool PayloadCipher::is_last_piece(uint32_t target) noexcept {
-  return targets_[target]->missing.fetch_sub(1, std::memory_order_acq_rel) == 1;
+bool PayloadCipher::straddles(uint32_t target) const noexcept {
+  return targets_[target] && targets_[target]->straddles;
 }
 
 void PayloadCipher::open(uint32_t target, uint64_t offset, std::span<const std::byte> cipher,

@@ -2,7 +2,6 @@
 // record's cipher is set once, by the worker that reads its header; others wait for that.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -29,12 +28,9 @@ class PayloadCipher {
   // returned.
   uint64_t chunk_nbytes(uint32_t target) const noexcept;
 
-  // Whether chunks straddle pieces, so that the whole ciphertext is gathered before any of it is
-  // opened. Source: docs/format.md 7; no writer that was released makes such files.
-  bool is_gathered(uint32_t target) const noexcept;
-
-  // True for whoever brings the last piece of a gathered target.
-  bool is_last_piece(uint32_t target) noexcept;
+  // Whether chunks straddle the pieces that the payload comes in, so that none of these can be
+  // opened by itself. Source: docs/format.md 7; no writer that was released makes such files.
+  bool straddles(uint32_t target) const noexcept;
 
   // Decrypts chunks that begin at `offset` of the payload: out of place, or in place where both are
   // the same memory. Throws Error: crypto (then `plain` holds no plaintext), cancelled.

@@ -9,12 +9,22 @@ constexpr uint64_t kPageNbytes = 4096;
 // Two parts below this are worth a longer stretch of what nobody wants than a request of their own.
 constexpr uint64_t kSmallNbytes = uint64_t{64} << 10;
 constexpr uint64_t kWasteShare = 32;  // elsewhere at most 1/32 of what is wanted is read in vain
+// Runs below this are copied out of a buffer; longer ones are read straight to their destination.
+constexpr uint64_t kLongRunNbytes = 512;
+
+// Bytes of one part, all of which lie in [begin, end) of the source.
+struct Segment {
+  uint32_t part = 0;
+  bool apart = false;  // its runs are too far from each other to be read together
+  uint64_t begin = 0, end = 0;
+  uint64_t place = 0, nbytes = 0;
+};
 
 // Cuts one part to segments.
 class Cutter {
  public:
   Cutter(uint32_t number, const SlicePart& part, const SlicePlanOptions& options,
-         std::vector<SliceSegment>& segments)
+         std::vector<Segment>& segments)
       : part_(part), options_(options), segments_(segments) {
     segment_.part = number;
     // What lies between runs has to be opened where it belongs to a chunk that is wanted.
@@ -122,8 +132,8 @@ class Cutter {
 
   const SlicePart& part_;
   const SlicePlanOptions& options_;
-  std::vector<SliceSegment>& segments_;
-  SliceSegment segment_;
+  std::vector<Segment>& segments_;
+  Segment segment_;
   uint64_t gap_nbytes_ = 0;
   uint64_t cell_nbytes_ = 0;  // encrypted: no segment crosses a multiple of it; 0: not encrypted
   uint64_t limit_ = 0;        // of the open segment
@@ -134,12 +144,12 @@ class Cutter {
 // Joins segments, in the order of the source, to units.
 class Joiner {
  public:
-  Joiner(std::span<const SlicePart> parts, const SlicePlanOptions& options, SlicePlan& plan)
+  Joiner(std::span<const SlicePart> parts, const SlicePlanOptions& options, LoadPlan& plan)
       : parts_(parts), options_(options), plan_(plan) {}
 
-  void run() {
-    for (uint32_t i = 0; i < plan_.segments.size(); ++i) {
-      const SliceSegment& segment = plan_.segments[i];
+  void run(std::span<const Segment> segments) {
+    plan_.pieces.reserve(segments.size());
+    for (const Segment& segment : segments) {
       const SlicePart& part = parts_[segment.part];
       uint64_t begin = segment.begin, end = segment.end;
       if (part.chunk_nbytes > 0) {
@@ -147,17 +157,18 @@ class Joiner {
         end = part.payload +
               std::min(align_up(end - part.payload, part.chunk_nbytes), part.payload_nbytes);
       }
-      if (!joins(segment, part, begin, end)) start(i, segment, begin);
+      if (!joins(segment, part, begin, end)) start(segment, begin);
       add(segment, end);
     }
   }
 
  private:
-  bool joins(const SliceSegment& segment, const SlicePart& part, uint64_t begin,
-             uint64_t end) const {
+  bool joins(const Segment& segment, const SlicePart& part, uint64_t begin, uint64_t end) const {
     if (plan_.units.empty() || segment.apart) return false;
-    const SliceUnit& unit = plan_.units.back();
-    if (unit.apart || unit.placed_nbytes + segment.nbytes > options_.unit_nbytes) return false;
+    const Unit& unit = plan_.units.back();
+    if (unit.read == Unit::Read::apart ||
+        unit.placed_nbytes + segment.nbytes > options_.unit_nbytes)
+      return false;
     const uint64_t unit_end = unit.offset + unit.nbytes;
     if (part.chunk_nbytes > 0 && parts_[last_part_].record != part.record) return false;
     const uint64_t most = std::max(options_.unit_nbytes, part.chunk_nbytes);
@@ -171,24 +182,36 @@ class Joiner {
     return gap <= (before + after) / kWasteShare || (before < kSmallNbytes && after < kSmallNbytes);
   }
 
-  void start(uint32_t number, const SliceSegment& segment, uint64_t begin) {
-    plan_.units.push_back({.first_segment = number, .offset = begin, .apart = segment.apart});
+  void start(const Segment& segment, uint64_t begin) {
+    plan_.units.push_back({.read = segment.apart ? Unit::Read::apart : Unit::Read::scattered,
+                           .first_piece = static_cast<uint32_t>(plan_.pieces.size()),
+                           .offset = begin});
     last_end_ = begin;
   }
 
-  void add(const SliceSegment& segment, uint64_t end) {
-    SliceUnit& unit = plan_.units.back();
-    ++unit.segment_count;
+  void add(const Segment& segment, uint64_t end) {
+    Unit& unit = plan_.units.back();
+    const Piece piece{.target = segment.part,
+                      .unit_offset = segment.begin - unit.offset,
+                      .span_nbytes = segment.end - segment.begin,
+                      .place = segment.place,
+                      .nbytes = segment.nbytes};
+    const bool long_runs =
+        piece.is_one_run() || parts_[segment.part].runs.run_nbytes >= kLongRunNbytes;
+    // One read cannot give a byte to two places.
+    if (unit.read == Unit::Read::scattered && (segment.begin < last_end_ || !long_runs))
+      unit.read = Unit::Read::image;
+    ++unit.piece_count;
     unit.nbytes = std::max(unit.offset + unit.nbytes, end) - unit.offset;
     unit.placed_nbytes += segment.nbytes;
-    unit.in_order = unit.in_order && segment.begin >= last_end_;
     last_end_ = std::max(last_end_, segment.end);
     last_part_ = segment.part;
+    plan_.pieces.push_back(piece);
   }
 
   const std::span<const SlicePart> parts_;
   const SlicePlanOptions& options_;
-  SlicePlan& plan_;
+  LoadPlan& plan_;
   uint64_t last_end_ = 0;  // of the open unit's segments
   uint32_t last_part_ = 0;
 };
@@ -221,13 +244,14 @@ SliceRuns runs_of(std::span<const uint64_t> shape, uint32_t itemsize,
   return runs;
 }
 
-SlicePlan plan_slices(std::span<const SlicePart> parts, const SlicePlanOptions& options) {
-  SlicePlan plan;
-  plan.segments.reserve(parts.size());
-  for (uint32_t i = 0; i < parts.size(); ++i) Cutter(i, parts[i], options, plan.segments).run();
-  std::stable_sort(plan.segments.begin(), plan.segments.end(),
-                   [](const SliceSegment& a, const SliceSegment& b) { return a.begin < b.begin; });
-  Joiner(parts, options, plan).run();
+LoadPlan plan_slices(std::span<const SlicePart> parts, const SlicePlanOptions& options) {
+  std::vector<Segment> segments;
+  segments.reserve(parts.size());
+  for (uint32_t i = 0; i < parts.size(); ++i) Cutter(i, parts[i], options, segments).run();
+  std::stable_sort(segments.begin(), segments.end(),
+                   [](const Segment& a, const Segment& b) { return a.begin < b.begin; });
+  LoadPlan plan;
+  Joiner(parts, options, plan).run(segments);
   return plan;
 }
 

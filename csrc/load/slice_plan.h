@@ -11,6 +11,8 @@
 #include <span>
 #include <vector>
 
+#include "load/load_plan.h"
+
 namespace tensorizer::load {
 
 // What is taken of one dimension: `count` elements from `start` on, every `step`-th. `step` >= 1.
@@ -85,35 +87,6 @@ struct SlicePart {
   SliceRuns runs;
 };
 
-// What a unit gives to one part: [place, place + nbytes) of its destination, all of which lies in
-// [begin, end) of the source.
-struct SliceSegment {
-  uint32_t part = 0;
-  bool apart = false;  // its runs are too far from each other to be read together
-  uint64_t begin = 0, end = 0;
-  uint64_t place = 0, nbytes = 0;
-};
-
-// One stretch of the source, read at once; of a segment that is `apart`, run by run. Encrypted:
-// whole chunks of one record.
-struct SliceUnit {
-  uint32_t first_segment = 0;
-  uint32_t segment_count = 0;
-  uint64_t offset = 0, nbytes = 0;
-  uint64_t placed_nbytes = 0;  // of destinations
-  bool apart = false;
-  bool in_order = true;  // no segment begins before the end of the one in front of it
-};
-
-struct SlicePlan {
-  std::vector<SliceSegment> segments;
-  std::vector<SliceUnit> units;
-
-  std::span<const SliceSegment> segments_of(const SliceUnit& unit) const noexcept {
-    return std::span(segments).subspan(unit.first_segment, unit.segment_count);
-  }
-};
-
 struct SlicePlanOptions {
   uint64_t unit_nbytes = uint64_t{8} << 20;  // most bytes of a unit, read or placed
   uint64_t run_gap_nbytes = 256;             // runs of a part that are closer are read together
@@ -121,7 +94,8 @@ struct SlicePlanOptions {
   uint64_t runs_at_once = 256;      // runs that are read one by one: so many make a unit
 };
 
-// Parts may overlap and come in any order; units are in the order of the source.
-SlicePlan plan_slices(std::span<const SlicePart> parts, const SlicePlanOptions& options);
+// Parts may overlap and come in any order; units are in the order of the source. A unit with chunks
+// of a cipher holds whole ones, of one record.
+LoadPlan plan_slices(std::span<const SlicePart> parts, const SlicePlanOptions& options);
 
 }  // namespace tensorizer::load

@@ -13,7 +13,6 @@
 #include "crypto/secret_buffer.h"
 #include "digest/deal.h"
 #include "digest/record_digester.h"
-#include "save/unit_size.h"
 
 namespace tensorizer::save {
 namespace {
@@ -23,7 +22,7 @@ using digest::RecordDigester;
 constexpr size_t kUnitRecords = 512;
 constexpr size_t kHostBuffers = 2;  // so that a worker has steps of two tensors to hash
 
-// Whole small records, or one step of a large one.
+// Whole small records that are neighbours, or one step of a large one.
 struct Unit {
   uint32_t first;
   uint32_t count;   // 0: a step of record `first`
@@ -37,7 +36,8 @@ struct Plan {
   std::vector<uint32_t> steps;  // per record; 0: it is written whole
 };
 
-Plan cut(std::span<const device::TensorMemory> payloads, uint64_t unit_nbytes) {
+Plan cut(std::span<const PlannedRecord> records, std::span<const device::TensorMemory> payloads,
+         uint64_t unit_nbytes) {
   Plan plan;
   plan.steps.resize(payloads.size());
   Unit open{};
@@ -53,7 +53,10 @@ Plan cut(std::span<const device::TensorMemory> payloads, uint64_t unit_nbytes) {
         plan.units.push_back({i, 0, at, std::min(unit_nbytes, nbytes - at), plan.steps[i]++});
       continue;
     }
-    if (open.count == kUnitRecords || open.nbytes + nbytes > unit_nbytes) close();
+    const bool joins = open.count > 0 && open.count < kUnitRecords &&
+                       open.nbytes + nbytes <= unit_nbytes &&
+                       records[i].offset == records[i - 1].end();
+    if (!joins) close();
     if (open.count == 0) open.first = i;
     ++open.count;
     open.nbytes += nbytes;
@@ -104,7 +107,8 @@ struct Shared {
     if (header.crc32_at != 0) store_le(header.bytes.data() + header.crc32_at, digests.crc32);
     if (header.sha256_at != 0)
       std::ranges::copy(digests.sha256, header.bytes.data() + header.sha256_at);
-    if (plan.steps[record] > 0) sink.write_at(planned.offset, io::ConstSlice(header.bytes), stop);
+    if (plan.steps[record] > 0 && !header.bytes.empty())
+      sink.write_at(planned.offset, io::ConstSlice(header.bytes), stop);
   }
 
   const RecordsToWrite& job;
@@ -254,7 +258,7 @@ void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::st
   if (job.engine != nullptr)
     unit_nbytes =
         std::min(unit_nbytes, align_down(job.engine->buffer_nbytes(), format::kCipherChunkNbytes));
-  Plan plan = cut(job.payloads, unit_nbytes);
+  Plan plan = cut(job.records, job.payloads, unit_nbytes);
   const unsigned useful = std::max(sink.concurrency(), cpu_quota());
   const unsigned allowed = job.max_workers > 0 ? std::min(job.max_workers, useful) : useful;
   const auto workers = static_cast<unsigned>(std::clamp<size_t>(plan.units.size(), 1, allowed));

@@ -1,5 +1,5 @@
 // Writes the payloads of planned records and their headers: digested, and encrypted where there is
-// a key.
+// a key. A record without a header is a payload alone, as in a .safetensors file.
 //
 // Plain tensors in host memory are written from where they are and hashed there. What passes
 // through memory of ours on its way (encrypted, or on a device) is copied once; digest, ciphertext
@@ -20,13 +20,17 @@
 
 namespace tensorizer::save {
 
+// How much one worker takes at once when payloads are written or copied: a multiple of the cipher's
+// chunk.
+inline constexpr uint64_t kUnitNbytes = uint64_t{8} << 20;
+
 struct RecordsToWrite {
-  std::span<PlannedRecord> records;  // neighbours in the file; hashes and MACs are filled in
+  std::span<PlannedRecord> records;  // in the order of the file; hashes and MACs are filled in
   std::span<const device::TensorMemory> payloads;  // of the records, each of the planned size
-  device::CopyEngine* engine;                      // set iff they are on its device
-  format::HashChoice hashes;
-  const crypto::SecretKey* key;  // of encrypted records
-  unsigned max_workers;          // 0: as many as are useful
+  device::CopyEngine* engine = nullptr;            // set iff they are on its device
+  format::HashChoice hashes{.crc32 = false, .sha256 = false};
+  const crypto::SecretKey* key = nullptr;  // of encrypted records
+  unsigned max_workers = 0;                // 0: as many as are useful
   std::atomic<uint64_t>& nbytes_done;
 
   // Whether the payloads are copied to memory of ours on their way.

@@ -100,7 +100,7 @@ class PartReader:
             return None
         reader = container.reader
         with no_collections(), ordinary_tensors():
-            batch = _C.SliceBatch(reader.source, reader.index, entries, indices)
+            batch = _C.LoadBatch.of_parts(reader.source, reader.index, entries, indices)
             batch.plan(keys=reader.keys, max_workers=self._max_workers)
             batch.run()
             return batch.tensors(reader.factory)
@@ -230,7 +230,7 @@ class PartReader:
         for (number, to_places), members in groups.items():
             container = containers[number]
             reader = container.reader
-            batch = _C.SliceBatch(
+            batch = _C.LoadBatch.of_parts(
                 reader.source, reader.index, [local for _, local in members], [read.index for read, _ in members]
             )
             tensors = self._plan(container, batch, members, device, to_places)
@@ -238,7 +238,7 @@ class PartReader:
         if len(batches) == 1:
             batches[0][0].run()
         elif batches:
-            _C.run_slices([batch for batch, *_ in batches], _FILES_AT_ONCE)
+            _C.run_batches([batch for batch, *_ in batches], _FILES_AT_ONCE)
         found = []
         for batch, members, tensors, reader in batches:
             delivered = batch.tensors(reader.factory) if tensors is None else tensors
@@ -248,7 +248,7 @@ class PartReader:
     def _plan(
         self,
         container: Container,
-        batch: _C.SliceBatch,
+        batch: _C.LoadBatch,
         members: Sequence[tuple[_Read, int]],
         device: torch.device,
         to_places: bool,
@@ -264,12 +264,12 @@ class PartReader:
             into = read.into
             if into is None:
                 stored = self._container.stored_dtype(read.entry)
-                flat = empty(batch.nbytes(i), dtype=torch.uint8, device=device)
-                into = flat.view(stored).view(batch.shape(i)) if stored is not None else flat
-            elif tuple(into.shape) != batch.shape(i):
+                flat = empty(batch.part_nbytes(i), dtype=torch.uint8, device=device)
+                into = flat.view(stored).view(batch.part_shape(i)) if stored is not None else flat
+            elif tuple(into.shape) != batch.part_shape(i):
                 name = self._container.names[read.entry]
                 raise ValueError(
-                    f"tensor {name!r:.200}: out= wanted the shape {list(batch.shape(i))}, found {list(into.shape)}"
+                    f"tensor {name!r:.200}: out= wanted the shape {list(batch.part_shape(i))}, found {list(into.shape)}"
                 )
             tensors.append(into)
         addresses = [tensor.data_ptr() for tensor in tensors]

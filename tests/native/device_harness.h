@@ -58,7 +58,7 @@ inline std::vector<Unit> plan(std::byte* destination, uint64_t nbytes, uint64_t 
 inline void load(CopyEngine& engine, const Bytes& source, const std::vector<Unit>& units,
                  unsigned workers = 3) {
   std::atomic<size_t> next{0};
-  run_workers(workers, {}, [&](const std::stop_token& stop) {
+  for_each_index(workers, workers, {}, [&](size_t, const std::stop_token& stop) {
     const std::unique_ptr<Lane> lane = engine.make_lane(false);
     for (size_t n = next++; n < units.size(); n = next++) {
       const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
@@ -76,7 +76,7 @@ inline Bytes save(CopyEngine& engine, uint64_t nbytes, const std::vector<Unit>& 
                   unsigned workers = 3) {
   Bytes result(nbytes);
   std::atomic<size_t> next{0};
-  run_workers(workers, {}, [&](const std::stop_token& stop) {
+  for_each_index(workers, workers, {}, [&](size_t, const std::stop_token& stop) {
     const std::unique_ptr<Lane> lane = engine.make_lane(false);
     for (size_t n = next++; n < units.size(); n = next++) {
       const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});

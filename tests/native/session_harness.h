@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -260,6 +261,55 @@ inline bool load_all(io::RangeSource& source, const LoadSettings& settings,
                              .engine = settings.engine});
   session.run(stop);
   return session.is_brief();
+}
+
+// Loads random boxes of every entry, each to memory of its own, and compares them with the tensors,
+// which are bytes seen as rows of `width`.
+inline void load_parts(io::RangeSource& source, const std::vector<Tensor>& tensors,
+                       const LoadSettings& settings, uint32_t seed,
+                       const std::stop_token& stop = {}) {
+  constexpr size_t kPartsOfEach = 3;
+  std::mt19937 random(seed);
+  const auto below = [&](uint64_t n) {
+    return std::uniform_int_distribution<uint64_t>(0, n - 1)(random);
+  };
+  const auto key = settings.keys ? format::KeyGiven::yes : format::KeyGiven::no;
+  const auto opened = open_all(source, key, stop);
+  std::vector<load::LoadTarget> targets;
+  std::vector<Bytes> found, wanted;
+  for (uint32_t entry = 0; entry < tensors.size(); ++entry) {
+    const Bytes& data = tensors[entry].data;
+    for (size_t i = 0; i < kPartsOfEach && !data.empty(); ++i) {
+      const uint64_t width = below(3) == 0 ? 1 : 1 + below(5000);
+      const uint64_t height = std::max<uint64_t>(1, data.size() / width);
+      const std::array<uint64_t, 2> shape{height, std::min<uint64_t>(width, data.size())};
+      std::array<load::SliceDim, 2> box;
+      for (size_t d = 0; d < 2; ++d) {
+        const uint64_t start = below(shape[d]), step = d == 0 ? 1 + below(3) : 1;
+        box[d] = {start, below((shape[d] - start - 1) / step + 1) + 1, step};
+      }
+      targets.push_back({.entry = entry, .runs = load::runs_of(shape, 1, box)});
+      wanted.emplace_back();
+      for (uint64_t row = 0; row < box[0].count; ++row) {
+        const auto from =
+            data.begin() + (box[0].start + row * box[0].step) * shape[1] + box[1].start;
+        wanted.back().insert(wanted.back().end(), from, from + box[1].count);
+      }
+      found.emplace_back(wanted.back().size(), std::byte{0xAB});
+    }
+  }
+  std::shuffle(targets.begin(), targets.end(), std::mt19937(seed));
+  std::shuffle(wanted.begin(), wanted.end(), std::mt19937(seed));
+  std::shuffle(found.begin(), found.end(), std::mt19937(seed));
+  for (size_t i = 0; i < targets.size(); ++i)
+    targets[i].destination = {found[i].data(), found[i].size(), nullptr};
+  load::LoadSession session(source, opened, targets,
+                            {.max_workers = settings.workers,
+                             .keys = settings.keys.get(),
+                             .engine = settings.engine,
+                             .parts = true});
+  session.run(stop);
+  for (size_t i = 0; i < targets.size(); ++i) EXPECT_TRUE(testing::same(found[i], wanted[i])) << i;
 }
 
 inline void expect_loads(const Bytes& file, const std::vector<Tensor>& tensors,

@@ -38,6 +38,30 @@ TEST(Stress, LoadsOfRandomTensorsWithSmallUnitsAndRandomFailures) {
   }
 }
 
+TEST(Stress, PartsOfRandomTensorsWithRandomFailuresAndStops) {
+  std::mt19937 random(4);
+  for (int round = 0; round < 30; ++round) {
+    const auto tensors = make_tensors(random_sizes(random), static_cast<uint64_t>(round));
+    const bool encrypted = round % 3 == 0;
+    save::SaveOptions options;
+    if (encrypted) options = {.hashes = {false, true}, .key = test_key()};
+    const Bytes file = save_all(tensors, options);
+    PlainSource source(file);
+    source.settings = {.concurrency = 6, .unit_nbytes = 64 << 10, .gap_nbytes = 4096};
+    HostEngine engine(2 + round % 3, 1 << 20);
+    LoadSettings settings;
+    if (encrypted) settings.keys = std::make_shared<load::KeyRing>(test_key());
+    if (round % 4 == 1) settings.engine = &engine;
+    if (round % 5 == 4) source.fail_at = 2 + static_cast<int>(random() % 20);
+    try {
+      load_parts(source, tensors, settings, static_cast<uint32_t>(round));
+    } catch (const Error& error) {
+      ASSERT_EQ(error.code(), Errc::io) << error.what();
+    }
+    ASSERT_EQ(engine.free_buffers(), 2U + round % 3);
+  }
+}
+
 TEST(Stress, SavesThatFailSomewhereLeaveNothingPublished) {
   std::mt19937 random(2);
   for (int round = 0; round < 20; ++round) {
@@ -83,9 +107,8 @@ TEST(Stress, FailedEncryptedSavesOfLargeTensorsFreeNoBufferThatAnotherWorkerHash
 TEST(Stress, TheFirstFailureOfAGroupSurfacesAndTheOthersStop) {
   for (int round = 0; round < 50; ++round) {
     try {
-      run_workers(4, {}, [&](const std::stop_token& stop) {
-        static std::atomic<int> turn{0};
-        if (turn++ % 4 == 2) throw Error(Errc::io, "this one");
+      for_each_index(4, 4, {}, [&](size_t i, const std::stop_token& stop) {
+        if (i == 2) throw Error(Errc::io, "this one");
         Mutex mutex;
         CondVar never;
         MutexLock lock(mutex);

@@ -42,15 +42,15 @@ void expect_whole(const OpenedIndex& opened, const LoadPlan& plan, const PlanOpt
         continue;
       }
       EXPECT_EQ(headers[piece.target], 1U);  // the header comes before the payload
-      EXPECT_EQ(unit.offset + piece.unit_offset, entry.data_offset + piece.target_offset);
-      EXPECT_EQ(piece.target_offset, done[piece.target]);  // in order, nothing left out
-      EXPECT_EQ(piece.target_offset % options.cut_nbytes, 0U);
+      EXPECT_EQ(unit.offset + piece.unit_offset, entry.data_offset + piece.place);
+      EXPECT_EQ(piece.place, done[piece.target]);  // in order, nothing left out
+      EXPECT_EQ(piece.place % options.cut_nbytes, 0U);
       EXPECT_EQ(piece.step, steps[piece.target]++);
       done[piece.target] += piece.nbytes;
       payload += piece.nbytes;
     }
     EXPECT_EQ(unit.nbytes, end);
-    EXPECT_EQ(unit.payload_nbytes, payload);
+    EXPECT_EQ(unit.placed_nbytes, payload);
     if (payload > 0) {
       EXPECT_LE(unit.nbytes, options.buffer_nbytes);
     }
@@ -89,7 +89,7 @@ TEST(LoadPlan, AHeaderThatLeavesNoRoomInABufferIsAUnitOfItsOwn) {
   const LoadPlan plan = plan_load(opened->index, all_of(*opened), options);
   expect_whole(*opened, plan, options);
   ASSERT_EQ(plan.units.size(), 5U);
-  EXPECT_EQ(plan.units[0].payload_nbytes, 0U);
+  EXPECT_EQ(plan.units[0].placed_nbytes, 0U);
   EXPECT_EQ(plan.hash_steps, (std::vector<uint32_t>{1, 2}));
 }
 

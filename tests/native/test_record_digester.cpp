@@ -202,7 +202,7 @@ TEST(RecordDigester, ManyRecordsOfUnequalStepsAreDigestedByAnyNumberOfThreads) {
         Results results;
         RecordDigester digester(steps, {workers, bytes_stay}, results.note());
         std::atomic<size_t> next{0};
-        run_workers(workers, {}, [&](const std::stop_token& stop) {
+        for_each_index(workers, workers, {}, [&](size_t, const std::stop_token& stop) {
           for (size_t i = next++; i < order.size(); i = next++) {
             const auto [record, step] = order[i];
             if (step == 0) digester.expect(record, start_of(records[record].header));
@@ -237,7 +237,7 @@ TEST(RecordDigester, ABufferMayBeUsedAgainOnceItsStepWasWaitedFor) {
     Results results;
     RecordDigester digester(steps, {}, results.note());
     std::atomic<size_t> next{0};
-    run_workers(workers, {}, [&](const std::stop_token& stop) {
+    for_each_index(workers, workers, {}, [&](size_t, const std::stop_token& stop) {
       Bytes buffer(kStep);
       for (size_t i = next++; i < order.size(); i = next++) {
         const auto [record, step] = order[i];

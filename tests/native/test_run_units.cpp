@@ -53,6 +53,35 @@ TEST(RunUnits, WithoutThreadsTheCallerDoesAllOfIt) {
   EXPECT_EQ(made, 1U);
 }
 
+TEST(ForEachIndex, CallsTheWorkOnceForEveryIndex) {
+  for (const unsigned workers : {0U, 1U, 3U, 50U}) {
+    std::vector<std::atomic<int>> calls(40);
+    for_each_index(calls.size(), workers, {},
+                   [&](size_t i, const std::stop_token&) { ++calls[i]; });
+    for (const std::atomic<int>& one : calls) EXPECT_EQ(one, 1);
+  }
+  for_each_index(0, 3, {}, [&](size_t, const std::stop_token&) { FAIL(); });
+}
+
+TEST(ForEachIndex, TheFirstFailureStopsTheOthersAndIsRethrown) {
+  std::atomic<size_t> begun{0};
+  const auto work = [&](size_t i, const std::stop_token&) {
+    ++begun;
+    if (i == 5) throw Error(Errc::malformed, "five");
+  };
+  testing::expect_error(Errc::malformed, [&] { for_each_index(1U << 30, 3, {}, work); });
+  EXPECT_LT(begun, 1U << 30);
+}
+
+TEST(ForEachIndex, AStopEndsInCancelled) {
+  std::stop_source stop;
+  const auto work = [&](size_t i, const std::stop_token&) {
+    if (i == 5) stop.request_stop();
+  };
+  testing::expect_error(Errc::cancelled,
+                        [&] { for_each_index(1U << 30, 3, stop.get_token(), work); });
+}
+
 TEST(RunUnits, LoadsAndSavesWorkWithoutThreads) {
   const auto tensors = make_tensors({9 << 20, 100, 5 << 20, 0, 3 << 20}, 3);
   const NoThreads none;

@@ -377,5 +377,56 @@ TEST(Sessions, ASequentialSourceIsReadByOneWorkerAtGrowingOffsets) {
   for (size_t i = 0; i < tensors.size(); ++i) EXPECT_TRUE(testing::same(found[i], tensors[i].data));
 }
 
+TEST(Sessions, PartsAreTheBytesOfTheirTensorsOnEveryWay) {
+  const auto tensors = make_tensors(kMixedSizes, 90);
+  const Bytes plain = save_all(tensors), sealed = save_all(tensors, encrypted_options());
+  uint32_t seed = 0;
+  for (const bool encrypted : {false, true}) {
+    for (const bool device : {false, true}) {
+      for (const bool prompt : {false, true}) {
+        for (const bool sequential : {false, true}) {
+          HostEngine engine(3, kChunk);
+          PlainSource source(encrypted ? sealed : plain);
+          source.settings = {
+              .concurrency = sequential ? 1U : 4U, .sequential = sequential, .prompt = prompt};
+          load_parts(source, tensors,
+                     {.keys = encrypted ? ring() : nullptr, .engine = device ? &engine : nullptr},
+                     ++seed);
+          if (device) {
+            EXPECT_EQ(engine.free_buffers(), 3U);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Sessions, PartsOfEncryptedTensorsLeaveNothingBehindWhereAChunkIsForged) {
+  const auto tensors = make_tensors({4 * kChunk + 5}, 91);
+  Bytes file = save_all(tensors, encrypted_options());
+  file[file.size() - 8 - kChunk] ^= std::byte{1};  // in the fourth chunk
+  PlainSource source(file);
+  source.settings.concurrency = 1;
+  const auto opened = open_all(source, format::KeyGiven::yes);
+  const auto keys = ring();
+  const std::array<uint64_t, 1> shape{4 * kChunk + 5};
+  for (const bool device : {false, true}) {
+    HostEngine engine(2, kChunk / 2);  // chunks are longer than a buffer
+    Bytes found(4 * kChunk, std::byte{0xAB});
+    const std::array<load::SliceDim, 1> box{{{3, found.size(), 1}}};
+    load::LoadSession session(source, opened,
+                              {{.entry = 0,
+                                .runs = load::runs_of(shape, 1, box),
+                                .destination = {found.data(), found.size(), nullptr}}},
+                              {.max_workers = 1,
+                               .keys = keys.get(),
+                               .engine = device ? &engine : nullptr,
+                               .parts = true});
+    testing::expect_error(Errc::crypto, [&] { session.run({}); });
+    EXPECT_TRUE(testing::same(std::span(found).first(3 * kChunk), Bytes(3 * kChunk)));
+    EXPECT_EQ(engine.free_buffers(), 2U);
+  }
+}
+
 }  // namespace
 }  // namespace tensorizer::tests

@@ -36,39 +36,40 @@ std::vector<uint64_t> bytes_of(const SliceRuns& runs) {
 }
 
 void expect_whole(std::span<const SlicePart> parts, const SlicePlanOptions& options) {
-  const SlicePlan plan = plan_slices(parts, options);
+  const LoadPlan plan = plan_slices(parts, options);
   std::vector<std::vector<uint64_t>> done(parts.size());
   for (size_t i = 0; i < parts.size(); ++i) done[i].resize(parts[i].runs.nbytes());
   size_t next = 0;
-  for (const SliceUnit& unit : plan.units) {
-    EXPECT_EQ(unit.first_segment, next);
-    next += unit.segment_count;
+  for (const Unit& unit : plan.units) {
+    EXPECT_EQ(unit.first_piece, next);
+    next += unit.piece_count;
     uint64_t placed = 0, end = unit.offset;
-    for (const SliceSegment& segment : plan.segments_of(unit)) {
-      const SlicePart& part = parts[segment.part];
-      placed += segment.nbytes;
-      if (unit.in_order && part.chunk_nbytes == 0) {
-        EXPECT_GE(segment.begin, end);
+    for (const Piece& piece : plan.pieces_of(unit)) {
+      const SlicePart& part = parts[piece.target];
+      const uint64_t piece_begin = unit.offset + piece.unit_offset;
+      const uint64_t piece_end = piece_begin + piece.span_nbytes;
+      placed += piece.nbytes;
+      if (unit.read == Unit::Read::scattered && part.chunk_nbytes == 0) {
+        EXPECT_GE(piece_begin, end);
       }
-      end = std::max(end, segment.end);
-      for_each_run(part.runs, segment.place, segment.nbytes,
+      end = std::max(end, piece_end);
+      for_each_run(part.runs, piece.place, piece.nbytes,
                    [&](uint64_t offset, uint64_t place, uint64_t nbytes) {
-                     EXPECT_GE(part.payload + offset, segment.begin);
-                     EXPECT_LE(part.payload + offset + nbytes, segment.end);
-                     EXPECT_GE(part.payload + offset, unit.offset);
+                     EXPECT_GE(part.payload + offset, piece_begin);
+                     EXPECT_LE(part.payload + offset + nbytes, piece_end);
                      EXPECT_LE(part.payload + offset + nbytes, unit.offset + unit.nbytes);
-                     for (uint64_t i = 0; i < nbytes; ++i) ++done[segment.part][place + i];
+                     for (uint64_t i = 0; i < nbytes; ++i) ++done[piece.target][place + i];
                    });
     }
     EXPECT_EQ(placed, unit.placed_nbytes);
-    if (parts[plan.segments[unit.first_segment].part].chunk_nbytes == 0) {
+    if (parts[plan.pieces[unit.first_piece].target].chunk_nbytes == 0) {
       EXPECT_LE(placed, options.unit_nbytes);
-      if (!unit.apart) {
+      if (unit.read != Unit::Read::apart) {
         EXPECT_LE(unit.nbytes, options.unit_nbytes);
       }
     }
   }
-  EXPECT_EQ(next, plan.segments.size());
+  EXPECT_EQ(next, plan.pieces.size());
   for (const auto& counts : done) {
     for (const uint64_t count : counts) ASSERT_EQ(count, 1U);
   }
@@ -145,7 +146,7 @@ TEST(SlicePlan, WhatIsReadInVainIsBounded) {
   }
   const SlicePlanOptions remote{.run_gap_nbytes = kMiB, .part_gap_nbytes = kMiB, .runs_at_once = 1};
   uint64_t read = 0;
-  for (const SliceUnit& unit : plan_slices(large, remote).units) read += unit.nbytes;
+  for (const Unit& unit : plan_slices(large, remote).units) read += unit.nbytes;
   EXPECT_EQ(read, 8 * kMiB);
   EXPECT_EQ(plan_slices(small, remote).units.size(), 1U);
   EXPECT_EQ(plan_slices(small, {}).units.size(), 8U);
@@ -153,9 +154,9 @@ TEST(SlicePlan, WhatIsReadInVainIsBounded) {
 
 TEST(SlicePlan, ManyRunsMakeASmallPlan) {
   const SlicePart columns = part_of({1 << 20, 1024}, 4, box({{0, 1 << 20, 1}, {0, 512, 2}}));
-  const SlicePlan plan = plan_slices(std::span(&columns, 1), {});
+  const LoadPlan plan = plan_slices(std::span(&columns, 1), {});
   EXPECT_LE(plan.units.size(), 600U);
-  EXPECT_LE(plan.segments.size(), 600U);
+  EXPECT_LE(plan.pieces.size(), 600U);
 }
 
 }  // namespace

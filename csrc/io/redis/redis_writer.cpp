@@ -1,7 +1,6 @@
 #include "io/redis/redis_writer.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "core/run_units.h"
 #include "core/stop.h"
@@ -76,13 +75,10 @@ void RedisWriter::write(RangeSource& source, const std::vector<RedisRecord>& rec
   const std::vector<RedisWriteJob> jobs = plan_redis_jobs(records);
   const SourceTraits traits = source.traits();
   const unsigned useful = traits.sequential ? 1 : std::max(1u, traits.concurrency);
-  const size_t threads =
-      std::min<size_t>(jobs.size(), std::min(useful, std::max(1u, pool_.options().connections)));
-  std::atomic<size_t> next{0};
-  run_workers(static_cast<unsigned>(threads), stop, [&](const std::stop_token& group_stop) {
-    for (size_t j = next++; j < jobs.size(); j = next++)
-      run_job(source, std::span(records).subspan(jobs[j].first, jobs[j].last - jobs[j].first),
-              group_stop);
+  const unsigned workers = std::min(useful, std::max(1u, pool_.options().connections));
+  for_each_index(jobs.size(), workers, stop, [&](size_t j, const std::stop_token& group_stop) {
+    run_job(source, std::span(records).subspan(jobs[j].first, jobs[j].last - jobs[j].first),
+            group_stop);
   });
 }
 
