@@ -150,6 +150,21 @@ bench-gpu:  ## loads to and saves from the GPU against the link and others (SIZE
 	build/gpu-venv/bin/python -m benchmarks --size $(SIZE) --runs $(RUNS) --cases $(GPU_CASES) \
 	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)
 
+# ---- the kernels of the device: compiled by nvcc to text that is committed; a build needs no nvcc -------------------------
+
+.PHONY: gpu-kernels kernels-check kernels-report kernels-mutate
+gpu-kernels:  ## compile the device's kernels to csrc/device/cuda/kernels/kernels.ptx (wants nvcc)
+	@$(PYTHON) scripts/kernels.py build
+
+kernels-check:  ## is the committed text that of the sources? (compared to the byte where its nvcc is here)
+	@$(PYTHON) scripts/kernels.py check
+
+kernels-report:  ## registers and spills of the kernels for every architecture (wants ptxas)
+	@$(PYTHON) scripts/kernels.py report
+
+kernels-mutate: system-native  ## are wrong kernels caught by the native tests?
+	@$(PYTHON) scripts/kernels.py mutate
+
 # ---- style and static checks ----------------------------------------------------------------------------------------
 
 # In a recipe, so that a git that fails ends it.

@@ -1,0 +1,96 @@
+// What the kernels are written in: one source for the device and for the host, where tests compare
+// it with libsodium and torch.
+//
+// A kernel is a template over a Block. `block.each(f)` calls f(t) for each of the 256 threads, and
+// `block.sync()` must lie between two of them. A variable that lives across a sync is in shared
+// memory. On the device `each` is one call; tests/native/host_kernels.cpp has
+// the host's Block, a loop. Integer arithmetic only, so that both give the same bits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define TENSORIZER_KERNEL __device__ __forceinline__
+#else
+#define TENSORIZER_KERNEL static inline  // tests compile their own, with assertions
+#endif
+#if !defined(TENSORIZER_KERNEL_ASSERT)
+#define TENSORIZER_KERNEL_ASSERT(condition) static_cast<void>(0)  // tests assert the bounds
+#endif
+
+namespace tensorizer::device::cuda {
+
+inline constexpr uint32_t kThreads = 256;
+
+struct Words {
+  uint32_t word[4];
+};
+
+TENSORIZER_KERNEL unsigned char* pointer_to(uint64_t address) {
+  return reinterpret_cast<unsigned char*>(static_cast<uintptr_t>(address));
+}
+
+// REQUIRES: a multiple of 16.
+TENSORIZER_KERNEL Words load_words(const unsigned char* from) {
+#if defined(__CUDACC__)
+  const uint4 found = *reinterpret_cast<const uint4*>(from);
+  return {{found.x, found.y, found.z, found.w}};
+#else
+  TENSORIZER_KERNEL_ASSERT(reinterpret_cast<uintptr_t>(from) % 16 == 0);
+  Words found;
+  std::memcpy(&found, from, sizeof found);
+  return found;
+#endif
+}
+
+TENSORIZER_KERNEL void store_words(unsigned char* to, const Words& words) {
+#if defined(__CUDACC__)
+  *reinterpret_cast<uint4*>(to) =
+      make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]);
+#else
+  TENSORIZER_KERNEL_ASSERT(reinterpret_cast<uintptr_t>(to) % 16 == 0);
+  std::memcpy(to, &words, sizeof words);
+#endif
+}
+
+// One element, in one access where it is aligned: the device has no unaligned ones.
+template <class T>
+TENSORIZER_KERNEL T load_element(const unsigned char* from, bool aligned) {
+#if defined(__CUDACC__)
+  if (aligned) return *reinterpret_cast<const T*>(from);
+#else
+  TENSORIZER_KERNEL_ASSERT(!aligned || reinterpret_cast<uintptr_t>(from) % sizeof(T) == 0);
+#endif
+  T value = 0;
+  for (unsigned i = 0; i < sizeof(T); ++i)
+    value = static_cast<T>(value | static_cast<T>(static_cast<T>(from[i]) << (8 * i)));
+  return value;
+}
+
+template <class T>
+TENSORIZER_KERNEL void store_element(unsigned char* to, T value, bool aligned) {
+#if defined(__CUDACC__)
+  if (aligned) {
+    *reinterpret_cast<T*>(to) = value;
+    return;
+  }
+#else
+  TENSORIZER_KERNEL_ASSERT(!aligned || reinterpret_cast<uintptr_t>(to) % sizeof(T) == 0);
+#endif
+  for (unsigned i = 0; i < sizeof(T); ++i) to[i] = static_cast<unsigned char>(value >> (8 * i));
+}
+
+#if defined(__CUDACC__)
+class DeviceBlock {
+ public:
+  template <class F>
+  __device__ __forceinline__ void each(F f) const {
+    f(static_cast<uint32_t>(threadIdx.x));
+  }
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
+  __device__ __forceinline__ uint32_t index() const { return blockIdx.x; }
+};
+#endif
+
+}  // namespace tensorizer::device::cuda

@@ -1,0 +1,68 @@
+#include "load/device_cipher.h"
+
+#include <cstring>
+
+#include "crypto/kernels/salsa20.h"
+#include "device/cuda/kernels/secretbox.h"
+
+namespace tensorizer::load {
+namespace {
+
+namespace cuda = device::cuda;
+
+constexpr uint64_t kLeastNbytes = 64 * 1024;  // below it a descriptor costs as much as the cipher
+constexpr uint64_t kMostNbytes = uint64_t{device::kMaxSegments} * device::kSegmentNbytes;
+
+void store_power(device::ChunkToOpen& chunk, uint32_t k, const cuda::Limbs& power) noexcept {
+  for (int i = 0; i < 5; ++i) chunk.power[k][i] = power.limb[i];
+}
+
+// Squared again and again.
+void fill_powers(device::ChunkToOpen& chunk, const cuda::Words& r) noexcept {
+  cuda::Limbs power = cuda::block_value(r, 0);
+  store_power(chunk, 0, power);
+  for (uint32_t k = 1; k < device::kPowers; ++k) {
+    power = cuda::reduced(cuda::multiply(power, power));
+    store_power(chunk, k, power);
+  }
+  crypto::wipe(std::as_writable_bytes(std::span(&power, 1)));
+}
+
+}  // namespace
+
+bool device_opens(const std::byte* address, uint64_t nbytes) noexcept {
+  return nbytes >= kLeastNbytes && nbytes <= kMostNbytes &&
+         reinterpret_cast<uintptr_t>(address) % cuda::kPolyBlockNbytes == 0;
+}
+
+void describe_chunk(device::ChunkToOpen& chunk, const std::byte* address, uint64_t nbytes,
+                    std::span<const std::byte, crypto::kMacNbytes> mac, crypto::NonceView nonce,
+                    const crypto::SecretKey& key) noexcept {
+  const auto* const nonce_bytes = reinterpret_cast<const uint8_t*>(nonce.data());
+  uint8_t subkey[sizeof chunk.subkey];
+  crypto::hsalsa20(subkey, reinterpret_cast<const uint8_t*>(key.bytes().data()), nonce_bytes);
+  crypto::SalsaState state = crypto::salsa20_state(subkey, nonce_bytes + 16);
+  uint8_t block[crypto::kSalsaBlockNbytes];
+  crypto::salsa20_block(block, state, 0);
+  cuda::Words r;
+  std::memcpy(&r, block, sizeof r);
+  constexpr cuda::Words kClamp{{0x0fffffff, 0x0ffffffc, 0x0ffffffc, 0x0ffffffc}};
+  for (int i = 0; i < 4; ++i) r.word[i] &= kClamp.word[i];
+
+  chunk = {};
+  chunk.address = reinterpret_cast<uintptr_t>(address);
+  chunk.nbytes = nbytes;
+  chunk.segments =
+      static_cast<uint32_t>((nbytes + device::kSegmentNbytes - 1) / device::kSegmentNbytes);
+  std::memcpy(chunk.subkey, subkey, sizeof subkey);
+  std::memcpy(chunk.nonce, nonce_bytes + 16, sizeof chunk.nonce);
+  std::memcpy(chunk.pad, block + 16, sizeof chunk.pad);
+  std::memcpy(chunk.mac, mac.data(), sizeof chunk.mac);
+  fill_powers(chunk, r);
+  crypto::wipe(std::as_writable_bytes(std::span(subkey)));
+  crypto::wipe(std::as_writable_bytes(std::span(block)));
+  crypto::wipe(std::as_writable_bytes(std::span(state)));
+  crypto::wipe(std::as_writable_bytes(std::span(&r, 1)));
+}
+
+}  // namespace tensorizer::load
