@@ -53,18 +53,25 @@ void register_cache(py::module_& m) {
       .def("disk_nbytes", &CacheFolder::disk_nbytes)
       .def("versions", &versions, py::arg("location"))
       .def("scan", &CacheFolder::scan, unlocked)
-      .def("is_used", &CacheFolder::is_used, py::arg("version"))
-      .def("present_nbytes", &CacheFolder::present_nbytes, py::arg("version"))
-      .def("path_of",
-           [](const CacheFolder& f, const CachedVersion& v) { return shown(f.path_of(v)); })
+      .def(
+          "is_used",
+          [](const CacheFolder& folder, const std::string& location, const std::string& version) {
+            return folder.is_used({location, version});
+          },
+          py::arg("location"), py::arg("version"))
+      .def(
+          "present_nbytes",
+          [](const CacheFolder& folder, const std::string& location, const std::string& version,
+             uint64_t nbytes) { return folder.present_nbytes({location, version, nbytes}); },
+          py::arg("location"), py::arg("version"), py::arg("nbytes"))
       .def("remove", &CacheFolder::remove, py::arg("location"), py::arg("version"), py::kw_only(),
            py::arg("force") = false, unlocked)
       .def(
-          "make_room",
-          [](CacheFolder& folder, std::optional<uint64_t> max_nbytes, uint64_t min_free_nbytes) {
-            return folder.make_room(0, {max_nbytes, min_free_nbytes});
+          "path_of",
+          [](const CacheFolder& folder, const std::string& location, const std::string& version) {
+            return shown(folder.path_of({location, version}));
           },
-          py::arg("max_nbytes"), py::arg("min_free_nbytes"), unlocked)
+          py::arg("location"), py::arg("version"))
       .def("sweep", &CacheFolder::sweep, unlocked);
   py::class_<CacheSource, io::RangeSource, std::shared_ptr<CacheSource>>(m, "CacheSource")
       .def_static("open", &open_source, py::arg("folder"), py::arg("network"), py::kw_only(),
@@ -77,6 +84,10 @@ void register_cache(py::module_& m) {
       .def("rest", &CacheSource::rest, unlocked)
       .def("write_about", &CacheSource::write_about, py::arg("about"))
       .def("is_present", &CacheSource::is_present, py::arg("offset"), py::arg("nbytes"))
+      .def_property_readonly("key",
+                             [](const CacheSource& source) {
+                               return std::pair(source.key().location, source.key().version);
+                             })
       .def_property_readonly("was_complete", &CacheSource::was_complete)
       .def_property_readonly("present_nbytes", &CacheSource::present_nbytes)
       .def_property_readonly("cached_bytes_read", &CacheSource::cached_nbytes_read)

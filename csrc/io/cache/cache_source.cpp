@@ -84,7 +84,8 @@ CacheSource::CacheSource(std::shared_ptr<CacheFolder> folder, CacheKey key,
     : folder_(std::move(folder)),
       key_(std::move(key)),
       network_(std::move(network)),
-      name_(std::move(name)) {}
+      name_(std::move(name)),
+      fetched_(static_cast<size_t>(ceil_div(CacheEntry::blocks_of(key_.nbytes), 8))) {}
 
 std::shared_ptr<CacheSource> CacheSource::open(std::shared_ptr<CacheFolder> folder, CacheKey key,
                                                std::shared_ptr<RangeSource> network,
@@ -324,7 +325,12 @@ bool CacheSource::read_present(const Request& request, BlockRun run, const std::
     }
     return false;
   }
-  from_disk_ += total_nbytes(slices);
+  const uint64_t end = offset + total_nbytes(slices);
+  for (uint64_t block = run.begin; block < run.end; ++block) {
+    if (((fetched_[block / 8].load(std::memory_order_relaxed) >> (block % 8)) & 1) != 0) continue;
+    from_disk_ += std::min(end, (block + 1) * kCacheBlockNbytes) -
+                  std::max(offset, block * kCacheBlockNbytes);
+  }
   return true;
 }
 
@@ -411,7 +417,11 @@ void CacheSource::store(const std::shared_ptr<CacheEntry>& entry, BlockRun run,
     done += static_cast<uint64_t>(n);
   }
   const bool whole = done == nbytes;
-  entry->set_present({run.begin, whole ? run.end : run.begin + done / kCacheBlockNbytes});
+  const uint64_t end = whole ? run.end : run.begin + done / kCacheBlockNbytes;
+  for (uint64_t block = run.begin; block < end; ++block)
+    fetched_[block / 8].fetch_or(static_cast<uint8_t>(1U << (block % 8)),
+                                 std::memory_order_relaxed);
+  entry->set_present({run.begin, end});
   stored_ += done;
   disk.push(entry, begin, nbytes);
   if (!whole) stop_storing(std::generic_category().message(trouble));

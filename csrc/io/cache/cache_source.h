@@ -55,6 +55,7 @@ class CacheSource final : public RangeSource {
   void rest() noexcept;
   void write_about(const std::string& about);
 
+  const CacheKey& key() const noexcept { return key_; }
   // Whether everything was there at the opening.
   bool was_complete() const noexcept { return was_complete_; }
   uint64_t present_nbytes() const;
@@ -100,9 +101,10 @@ class CacheSource final : public RangeSource {
   bool patient_ = false;
 
   std::atomic<bool> storing_{true};
-  std::atomic<uint64_t> from_disk_{0};
+  std::atomic<uint64_t> from_disk_{0};  // what this object has fetched itself left out
   std::atomic<uint64_t> stored_{0};
   std::atomic<uint64_t> left_out_{0};
+  std::vector<std::atomic<uint8_t>> fetched_;  // one bit per block: by this object
   mutable Mutex mutex_;
   mutable std::shared_ptr<CacheEntry> entry_ GUARDED_BY(mutex_);
   std::shared_ptr<FileSource> disk_ GUARDED_BY(mutex_);
