@@ -23,11 +23,13 @@ from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults,
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
 from tensorizer._io.uri import scheme_of
+from tensorizer._system.config import env_text
 from tensorizer._system.os_errors import stream_errors
 from tensorizer._system.paths import expanded
-from tensorizer._system.redaction import hidden
+from tensorizer._system.redaction import hidden, shown_uri
 
 if TYPE_CHECKING:
+    from tensorizer._io.cache import Cache, CachedObject, CacheOptions
     from tensorizer._io.redis import RedisStreamFile
     from tensorizer._io.s3.prefix import S3Prefix
 
@@ -86,6 +88,10 @@ def __getattr__(name: str) -> Any:
         from tensorizer._io import redis
 
         return getattr(redis, name)
+    if name == "CacheOptions":
+        from tensorizer._io.cache import CacheOptions
+
+        return CacheOptions
     if name == "curl_path":  # the curl program, which nothing here needs any more
         return shutil.which("curl")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -115,6 +121,7 @@ def open_stream(
     http_options: Optional[HTTPOptions] = None,
     s3_extra_args: Optional[Mapping[str, Mapping[str, Any]]] = None,
     memory_budget: Optional[int] = None,
+    cache: Union[bool, str, os.PathLike[str], CacheOptions, None] = None,
 ) -> Union[CURLStreamFile, RedisStreamFile, BinaryIO]:
     """Opens a local path or a URI as a binary stream.
 
@@ -158,6 +165,8 @@ def open_stream(
         memory_budget: Bytes of parts in memory, at most, while a serializer writes to S3; ``None`` for as many parts as
             there are connections (8 unless ``http_options`` says otherwise), and two, of 16 MiB each for objects up to
             4 GiB, growing to 64 MiB.
+        cache: A folder of this machine that keeps what is read of remote objects, or :class:`CacheOptions`; ``None`` is
+            what the environment variable ``TENSORIZER_CACHE`` says, ``False`` is none (docs/node-cache.md).
 
     Returns:
         A binary stream and context manager.
@@ -176,8 +185,15 @@ def open_stream(
     uri = cast(str, path_uri)
     if scheme in LOCAL_SCHEMES:
         return _open_local(path_of_file_uri(uri), mode, buffer_size, begin)
+    chosen = _chosen_cache(cache) if "r" in mode else None
+    if chosen is not None and (begin is not None or end is not None):
+        _not_cached(uri, "only a part of it is read (begin, end)")
+        chosen = None
     if scheme in ("http", "https"):
         _require_mode(mode, {frozenset("rb")}, scheme)
+        cached = None if chosen is None else _cached_http(chosen, uri)
+        if cached is not None and cached.cache.offline:
+            return cast(BinaryIO, cached.open_offline())
         return CURLStreamFile(
             uri,
             begin=begin,
@@ -185,9 +201,12 @@ def open_stream(
             buffer_size=buffer_size,
             certificate_handling=certificate_handling,
             http_options=http_options,
+            cached=cached,
         )
     if scheme in ("redis", "rediss"):
         _require_mode(mode, {frozenset("rb")}, scheme)
+        if chosen is not None:
+            _not_cached(uri, "Redis tells no versions")
         from tensorizer._io.redis import RedisStreamFile
 
         return RedisStreamFile(
@@ -214,12 +233,33 @@ def open_stream(
             memory_budget=memory_budget,
         )
         if "r" in mode:
-            return objects.open_read(uri, options, _s3_defaults(), begin=begin, end=end, buffer_size=buffer_size)
+            return objects.open_read(
+                uri, options, _s3_defaults(), begin=begin, end=end, buffer_size=buffer_size, cache=chosen
+            )
         return objects.open_write(uri, options, _s3_defaults())
     from tensorizer._io import fsspec
 
     with stream_errors():
-        return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, end=end)
+        return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, end=end, cache=chosen)
+
+
+def _chosen_cache(cache: Any) -> Optional[Cache]:
+    """The cache that is set. Where none is, nothing of it is imported."""
+    if cache is False or (cache is None and env_text("TENSORIZER_CACHE") is None):
+        return None
+    from tensorizer._io.cache import Cache
+
+    return Cache.chosen(cache)
+
+
+def _cached_http(cache: Cache, uri: str) -> CachedObject:
+    from tensorizer._io.cache import http_location
+
+    return cache.object_at(http_location(uri))
+
+
+def _not_cached(uri: str, reason: str) -> None:
+    logging.getLogger("tensorizer.cache").info("%s is not cached: %s", shown_uri(uri), reason)
 
 
 def _s3_options(

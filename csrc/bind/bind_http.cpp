@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <cmath>
 #include <memory>
 
@@ -11,7 +10,6 @@
 #include "bind/gil.h"
 #include "io/http/http_put.h"
 #include "io/http/http_source.h"
-#include "io/parallel_read.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -126,37 +124,16 @@ void register_options(py::module_& m) {
 std::shared_ptr<HttpSource> open_http(const std::string& url, const HttpOptions& options,
                                       uint64_t begin, std::optional<uint64_t> end,
                                       const py::object& url_provider, double url_lifetime,
-                                      const std::string& display_name) {
+                                      const std::string& display_name,
+                                      const std::optional<std::string>& known_etag,
+                                      uint64_t known_nbytes) {
   io::HttpAddress address{url, text_function(url_provider),
                           std::chrono::seconds(std::llround(url_lifetime)), display_name};
   return run_interruptible([&](const std::stop_token& stop) {
-    return HttpSource::open(std::move(address), options, begin, end, stop);
+    std::optional<io::ResourceIdentity> known;
+    if (known_etag) known = {.etag = known_etag, .last_modified = {}, .size = known_nbytes};
+    return HttpSource::open(std::move(address), options, begin, end, stop, std::move(known));
   });
-}
-
-io::Slice writable_bytes(const py::buffer_info& info) {
-  return {static_cast<std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize)};
-}
-
-void read_into_parallel(HttpSource& source, uint64_t offset, const py::buffer& buffer) {
-  py::buffer_info info = buffer.request(true);
-  run_interruptible([&](const std::stop_token& stop) {
-    io::read_parallel(source, offset, writable_bytes(info), stop);
-  });
-}
-
-py::bytes read_parallel(HttpSource& source, uint64_t offset, size_t nbytes) {
-  PyObject* object = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes));
-  if (object == nullptr) throw py::error_already_set();
-  py::bytes result = py::reinterpret_steal<py::bytes>(object);
-  const io::Slice into(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(object)), nbytes);
-  if (const std::byte* at = source.view(offset, nbytes)) {
-    std::copy_n(at, nbytes, into.data());
-    return result;
-  }
-  run_interruptible(
-      [&](const std::stop_token& stop) { io::read_parallel(source, offset, into, stop); });
-  return result;
 }
 
 void register_source(py::module_& m) {
@@ -164,9 +141,9 @@ void register_source(py::module_& m) {
       .def_static("open", &open_http, py::arg("url"), py::arg("options"), py::kw_only(),
                   py::arg("begin") = 0, py::arg("end") = py::none(),
                   py::arg("url_provider") = py::none(), py::arg("url_lifetime") = 0.0,
-                  py::arg("display_name") = "")
-      .def("readinto_parallel", &read_into_parallel, py::arg("offset"), py::arg("buffer"))
-      .def("read_parallel", &read_parallel, py::arg("offset"), py::arg("nbytes"))
+                  py::arg("display_name") = "", py::arg("known_etag") = py::none(),
+                  py::arg("known_nbytes") = 0)
+      .def_property_readonly("is_known", &HttpSource::is_known)
       .def("fix_connections", &HttpSource::fix_connections, py::arg("connections"),
            py::call_guard<py::gil_scoped_release>())
       .def("close_connections", &HttpSource::close_connections,

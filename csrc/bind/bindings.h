@@ -5,6 +5,7 @@
 
 namespace tensorizer::bind {
 
+void register_cache(pybind11::module_& m);
 void register_cuda(pybind11::module_& m);
 void register_errors(pybind11::module_& m);
 void register_io(pybind11::module_& m);

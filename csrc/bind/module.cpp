@@ -31,6 +31,7 @@ PYBIND11_MODULE(_C, m) {
   tensorizer::bind::register_plain(m);
   tensorizer::bind::register_safetensors(m);
   tensorizer::bind::register_http(m);
+  tensorizer::bind::register_cache(m);
   tensorizer::bind::register_redis(m);
   tensorizer::bind::register_multipart(m);
   tensorizer::bind::register_versions(m);

@@ -80,6 +80,9 @@ class RangeSource {
     return nullptr;
   }
 
+  // What was read turned out to be damaged: true where some of it came from a copy, which is removed.
+  virtual bool drop_copy() noexcept { return false; }
+
   // Gives back descriptors and connections, once no read is running; later reads are
   // Errc::invalid_argument. Called again, or never, it does no harm: the destructor does the same.
   virtual void close() noexcept {}

@@ -121,4 +121,12 @@ void blame_change(const io::RangeSource& source) {
   if (change && change->kind != io::SourceChange::Kind::grown) throw_changed(source, *change);
 }
 
+void drop_damaged_copy(io::RangeSource& source, const Error& error) {
+  if (!source.drop_copy()) return;
+  Error longer(error.code(), std::string(error.what()) + "; the cached copy was removed; try again",
+               error.source, error.offset);
+  longer.version = error.version;
+  throw longer;
+}
+
 }  // namespace tensorizer::load

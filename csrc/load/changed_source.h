@@ -21,4 +21,8 @@ void check_unchanged(const LoadJob& job, const std::stop_token& stop);
 // written to or cut meanwhile, which explains more.
 void blame_change(const io::RangeSource& source);
 
+// Likewise: removes the copy that some of the bytes came from, and throws the error with a word
+// about that, if there was one.
+void drop_damaged_copy(io::RangeSource& source, const Error& error);
+
 }  // namespace tensorizer::load

@@ -202,7 +202,10 @@ void LoadSession::run_and_compare(const std::stop_token& stop) {
   } catch (const Error& error) {
     const bool of_bytes = error.code() == Errc::malformed || error.code() == Errc::truncated ||
                           error.code() == Errc::hash_mismatch || error.code() == Errc::crypto;
-    if (of_bytes) blame_change(job_.source);
+    if (of_bytes) {
+      blame_change(job_.source);
+      drop_damaged_copy(job_.source, error);
+    }
     throw;
   }
   check_unchanged(job_, stop);

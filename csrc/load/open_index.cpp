@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "load/changed_source.h"
 #include "load/request_costs.h"
 
 namespace tensorizer::load {
@@ -116,12 +117,14 @@ std::shared_ptr<const OpenedIndex> open_safetensors(const ContainerHead& head,
 
 // In a handler: what parsing found, with the source's name. What sources throw says it already, or
 // is Python's, and goes on as it is.
-[[noreturn]] void rethrow_with_source(const Error& error, const std::string& name) {
+[[noreturn]] void rethrow_with_source(const Error& error, io::RangeSource& source) {
+  const std::string& name = source.name();
   const bool complete = !error.source.empty() || error.code() == Errc::io;
   if (complete || error.code() == Errc::cancelled) throw;
   Error named(error.code(), name + ": " + error.what(), name, error.offset);
   named.system_errno = error.system_errno;
   named.version = error.version;
+  if (error.code() == Errc::malformed) drop_damaged_copy(source, named);
   throw named;
 }
 
@@ -164,7 +167,7 @@ ContainerHead open_head(io::RangeSource& source, uint64_t start, format::KeyGive
     format::check_safetensors_length(head.prologue.metadata_nbytes, start, source_nbytes);
     return head;
   } catch (const Error& error) {
-    rethrow_with_source(error, source.name());
+    rethrow_with_source(error, source);
   }
 }
 
@@ -178,7 +181,7 @@ std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, const Con
       return open_tensors(head, std::move(block), source_nbytes);
     return open_safetensors(head, std::move(block), source_nbytes);
   } catch (const Error& error) {
-    rethrow_with_source(error, source.name());
+    rethrow_with_source(error, source);
   }
 }
 

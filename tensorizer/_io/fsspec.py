@@ -27,6 +27,7 @@ from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
 
 if TYPE_CHECKING:
     from tensorizer import _C
+    from tensorizer._io.cache import Cache, CachedObject
 
 __all__ = ["FsspecReader", "FsspecWriter", "open"]
 
@@ -43,6 +44,7 @@ def open(
     buffer_size: Optional[int] = None,
     begin: Optional[int] = None,
     end: Optional[int] = None,
+    cache: Optional[Cache] = None,
 ) -> BinaryIO:
     """Opens a file of any file system that ``fsspec`` knows.
 
@@ -53,6 +55,7 @@ def open(
         buffer_size: Bytes that small reads fetch ahead; ``None`` for the file system's own choice.
         begin: First position of a reader.
         end: Ignored: a reader ends where the file ends.
+        cache: Where a reader keeps what it reads, if the file system tells versions.
 
     Raises:
         ValueError: fsspec or the scheme's driver is not installed, nobody knows the scheme, or another mode.
@@ -63,7 +66,13 @@ def open(
         raise ValueError(f"mode for {scheme_of(uri)}:// must be one of {', '.join(_MODES)}, found {mode!r}")
     fs, path = _file_system(uri)
     if wanted == "rb":
-        return cast(BinaryIO, FsspecReader(fs, path, uri, buffer_size, begin or 0))
+        cached = None
+        if cache is not None:
+            protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+            cached = cache.object_at(f"{protocol}://{path}")
+            if cache.offline:
+                return cast(BinaryIO, cached.open_offline())
+        return cast(BinaryIO, FsspecReader(fs, path, uri, buffer_size, begin or 0, cached))
     if wanted == "wb+":
         return cast(BinaryIO, UploadOnClose(lambda local, _threads: _store(local, fs, path, uri), shown_uri(uri)))
     if wanted == "xb" and fs.exists(path):
@@ -147,10 +156,28 @@ def _rename(fs: Any, source: str, target: str) -> None:
 class FsspecReader(WindowedReader):
     """A file of an fsspec file system, for reading. Loads go around it, by ranges and in parallel."""
 
-    def __init__(self, fs: Any, path: str, uri: str, buffer_size: Optional[int], begin: int) -> None:
+    def __init__(
+        self,
+        fs: Any,
+        path: str,
+        uri: str,
+        buffer_size: Optional[int],
+        begin: int,
+        cached: Optional[CachedObject] = None,
+    ) -> None:
         super().__init__()
         self._fs, self._path, self.name = fs, path, shown_uri(uri)
         self._name = self.name
+        self._source: Optional[_C.RangeSource] = None
+        self._size: Optional[int] = None
+        self._cached = cached
+        self._over: Optional[_C.CacheSource] = None
+        if cached is not None:
+            self._over = self._source_over(cached)
+        if self._over is not None:
+            self._size = self._over.size()
+            self._start_at(begin, _UNIT_NBYTES if buffer_size is None else max(1, buffer_size))
+            return
         options = {} if buffer_size is None else {"block_size": max(1, buffer_size)}
         try:
             with _network_errors(self.name):
@@ -160,8 +187,6 @@ class FsspecReader(WindowedReader):
             if isinstance(error, FileNotFoundError):  # of which drivers show the path, with what stood in the query
                 raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
             raise
-        self._source: Optional[_C.RangeSource] = None
-        self._size: Optional[int] = None
         try:
             with contextlib.suppress(TypeError, io.UnsupportedOperation):  # drivers that know no size
                 self._size = int(self._file.seek(0, io.SEEK_END))
@@ -172,24 +197,47 @@ class FsspecReader(WindowedReader):
             raise
         self._start_at(begin, _UNIT_NBYTES if buffer_size is None else max(1, buffer_size))
 
+    def _source_over(self, cached: CachedObject) -> Optional[_C.CacheSource]:
+        """The cache before the file, as its one ``info()`` says; ``None`` where it is not to be cached."""
+        from tensorizer._io.cache import version_of_info
+
+        try:
+            with _network_errors(self.name):
+                info = self._fs.info(self._path)
+        except FileNotFoundError:
+            super().close()
+            raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
+        except BaseException:
+            super().close()
+            raise
+        size = info.get("size")
+        return cached.over(self._ranges(size or 0), version_of_info(info), size, self.name)
+
+    def _ranges(self, size: int) -> _C.RangeSource:
+        from tensorizer import _C
+
+        return _C.PyRangeSource(
+            self._read_range,
+            size,
+            self.name,
+            concurrency=min(_CONNECTIONS, env_int("TENSORIZER_MAX_CONNECTIONS", 1) or _CONNECTIONS),
+            unit_nbytes=_UNIT_NBYTES,
+            gap_nbytes=_GAP_NBYTES,
+        )
+
     def _tensorizer_source(self) -> _C.RangeSource:
         """Reads of ranges, safe from many threads."""
         from tensorizer import _C
 
+        if self._over is not None:
+            return self._over
         if self._source is None:
             with _network_errors(self.name):
                 size = self._fs.size(self._path)
             if size is None:  # read to its end, in order
                 self._source = _C.PyFileSource(self._file, self.name)
                 return self._source
-            self._source = _C.PyRangeSource(
-                self._read_range,
-                int(size),
-                self.name,
-                concurrency=min(_CONNECTIONS, env_int("TENSORIZER_MAX_CONNECTIONS", 1) or _CONNECTIONS),
-                unit_nbytes=_UNIT_NBYTES,
-                gap_nbytes=_GAP_NBYTES,
-            )
+            self._source = self._ranges(int(size))
         return self._source
 
     def _read_range(self, offset: int, nbytes: int) -> bytes:
@@ -211,6 +259,8 @@ class FsspecReader(WindowedReader):
         return self._size is not None
 
     def _fetch_some(self, offset: int, into: memoryview) -> int:
+        if self._over is not None:
+            return self._over.read_up_to(offset, into)
         with _network_errors(self.name):
             self._file.seek(offset)
             data = self._file.read(len(into))
@@ -226,7 +276,10 @@ class FsspecReader(WindowedReader):
 
     def close(self) -> None:
         if not self.closed:
-            self._file.close()
+            if self._over is not None and self._cached is not None:
+                self._cached.closed(self._over)
+            else:
+                self._file.close()
             self._drop_window()
         super().close()
 

@@ -17,6 +17,7 @@ from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
     from tensorizer import _C
+    from tensorizer._io.cache import CachedObject
 
 __all__ = ["CURLStreamFile"]
 
@@ -25,11 +26,22 @@ _DEFAULT_BUFFER_NBYTES = 16 << 20
 
 
 class _SharedSource:
-    """A source and the number of open streams on it: a stream and its forks."""
+    """A source and the number of open streams on it: a stream and its forks. Perhaps with a cache before it."""
 
-    def __init__(self, source: _C.HttpSource) -> None:
-        self.source = source
+    def __init__(self, http: _C.HttpSource, cached: Optional[CachedObject] = None) -> None:
+        self.http = http
+        self._cached = cached
+        self._over = None if cached is None else cached.over_http(http)
+        self.source: _C.RangeSource = http if self._over is None else self._over
         self.users = 0
+        if self._over is not None and self._over.was_complete:
+            http.close_connections()  # a body without ranges would rest there
+
+    def close(self) -> None:
+        if self._cached is not None and self._over is not None:
+            self._cached.closed(self._over)
+        # Others may hold the source still, a traceback for example; no connection has to wait for them.
+        self.http.close_connections()
 
 
 class CURLStreamFile(WindowedReader):
@@ -53,6 +65,7 @@ class CURLStreamFile(WindowedReader):
             one in use, and when it is older than ``url_lifetime``. May be called from another thread.
         url_lifetime: Seconds for which a URL is used, at least one; ``None`` until it is refused.
         display_name: What messages call the object; ``None`` for its URL without query and credentials.
+        cached: For the package: the object in a cache of the node; `begin` and `end` are not given then.
 
     Raises:
         ValueError: The range is empty or negative, or a header is malformed; no request was sent.
@@ -82,6 +95,7 @@ class CURLStreamFile(WindowedReader):
         url_provider: Optional[Callable[[], str]] = None,
         url_lifetime: Optional[float] = None,
         display_name: Optional[str] = None,
+        cached: Optional[CachedObject] = None,
     ) -> None:
         self._closed = True  # until the source is there: __del__ calls close() also after a failure below
         begin, end = _checked_range(begin, end)
@@ -102,25 +116,28 @@ class CURLStreamFile(WindowedReader):
         url = hidden(_quoted(uri))
         assert url is not None
 
-        def open_source(first: int) -> _C.HttpSource:
+        def open_source(first: int) -> _SharedSource:
             from tensorizer import _C
 
-            return _C.HttpSource.open(
+            http = _C.HttpSource.open(
                 url,
                 native,
-                begin=first,
+                begin=first if cached is None else 0,
                 end=end,
                 url_provider=fresh_url,
                 url_lifetime=lifetime,
                 display_name=shown_as,
+                **({} if cached is None else cached.condition()),
             )
+            return _SharedSource(http, cached)
 
         self._open_source = open_source
         self._buffer_nbytes = _buffer_nbytes(buffer_size)
         self._error_context: Optional[str] = None
-        self._attach(_SharedSource(open_source(begin)), begin, end)
-        self.http_response_latencies = [self._source_in_use().seconds_to_response]
-        self.popen_latencies = [self._source_in_use().seconds_to_connect]
+        shared = open_source(begin)
+        self._attach(shared, begin, end)
+        self.http_response_latencies = [shared.http.seconds_to_response]
+        self.popen_latencies = [shared.http.seconds_to_connect]
 
     def _attach(self, shared: _SharedSource, begin: int, end: Optional[int]) -> None:
         """Starts at ``begin`` of a source, with empty window and counters."""
@@ -128,7 +145,7 @@ class CURLStreamFile(WindowedReader):
         self._shared: Optional[_SharedSource] = shared
         source = shared.source
         self._name = source.name
-        self._headers = _http_message(source.response_headers)
+        self._headers = _http_message(shared.http.response_headers)
         self._end = end
         self._start_at(begin, self._buffer_nbytes)
         self._went_back = False
@@ -161,11 +178,11 @@ class CURLStreamFile(WindowedReader):
     def _move(self, target: int) -> None:
         # Backwards a closed stream is opened again.
         if target < self._position and self._closed:
-            source = self._open_source(target)
+            shared = self._open_source(target)
             counters = self.bytes_skipped, self.read_operations, self._bytes_read
-            self._attach(_SharedSource(source), target, self._end)
+            self._attach(shared, target, self._end)
             self.bytes_skipped, self.read_operations, self._bytes_read = counters
-            self._note_latency(source.seconds_to_response, source.seconds_to_connect)
+            self._note_latency(shared.http.seconds_to_response, shared.http.seconds_to_connect)
             return
         self._source_in_use()
         if target < self._position:
@@ -190,8 +207,7 @@ class CURLStreamFile(WindowedReader):
         if shared is not None:
             shared.users -= 1
             if shared.users == 0:
-                # Others may hold the source still, a traceback for example; no connection has to wait for them.
-                shared.source.close_connections()
+                shared.close()
         self._drop_window()
 
     # -- for the package ---------------------------------------------------------------------------------------------
@@ -221,7 +237,7 @@ class CURLStreamFile(WindowedReader):
 
     # -- fetching ----------------------------------------------------------------------------------------------------
 
-    def _source_in_use(self) -> _C.HttpSource:
+    def _source_in_use(self) -> _C.RangeSource:
         if self._shared is None:
             raise StreamError(f"{self!r} is closed")
         return self._shared.source
@@ -263,8 +279,10 @@ class CURLStreamFile(WindowedReader):
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         """Runs ``request``; a failure closes this stream and carries the registered context."""
-        source = self._source_in_use()
-        requests_before = source.requests
+        self._source_in_use()
+        assert self._shared is not None
+        http = self._shared.http
+        requests_before = http.requests
         started = time.monotonic()
         try:
             result = request()
@@ -275,7 +293,7 @@ class CURLStreamFile(WindowedReader):
             raise _with_context(error, self._error_context) from error
         if self._went_back:
             self._went_back = False
-            if source.requests != requests_before:
+            if http.requests != requests_before:
                 self._note_latency(time.monotonic() - started, 0.0)
         return result
 

@@ -74,18 +74,20 @@ class Container:
         self.converts = options.dtype is not None  # loaded tensors may differ from the stored ones
         self._dtype = options.dtype
         self._device = options.device
-        self.network = isinstance(opened.source, _NETWORK_SOURCES)
+        self.network = _is_network(opened.source)
         self._opened: Optional[OpenedSource] = opened
         self._reader: Optional[TensorReader] = reader
         self._headers: dict[int, _BatchHeaders] = {}
         self._metadata: Optional[dict[str, str]] = None
         self._metadata_is_known = False
+        self._cached_bytes_read = 0
         self._lock = threading.Lock()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Closes the file and forgets keys; facts and headers stay."""
+        self._cached_bytes_read = self.cached_bytes_read
         opened, self._opened, self._reader = self._opened, None, None
         if opened is not None:
             opened.close()
@@ -103,6 +105,12 @@ class Container:
     def bytes_read(self) -> Optional[int]:
         """Bytes that came from the source so far; ``None`` once it is closed."""
         return None if self._opened is None else int(self._opened.source.bytes_read)
+
+    @property
+    def cached_bytes_read(self) -> int:
+        """Bytes that came from the cache of the node so far, also when the file is closed."""
+        source = self.source
+        return source.cached_bytes_read if isinstance(source, _C.CacheSource) else self._cached_bytes_read
 
     @property
     def reader(self) -> TensorReader:
@@ -328,6 +336,13 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
         allow_missing_hashes=options.allow_missing_hashes,
     )
     return Container(opened, index, names, selection, reader, options)
+
+
+def _is_network(source: _C.RangeSource) -> bool:
+    """Whether every request costs a round trip."""
+    if isinstance(source, _C.CacheSource):
+        return not source.was_complete
+    return isinstance(source, _NETWORK_SOURCES)
 
 
 def _open_index(opened: OpenedSource, options: ReadOptions) -> _C.Index:

@@ -34,6 +34,11 @@ class FileFacts:
         return nbytes + mapped
 
     @property
+    def cached_bytes_read(self) -> int:
+        """Those of them that came from the cache of the node (docs/node-cache.md); 0 without one."""
+        return self._container.cached_bytes_read
+
+    @property
     def format(self) -> str:
         """What the source holds: ``"tensors"`` or ``"safetensors"``, told by its content."""
         return self._container.format

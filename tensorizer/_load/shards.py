@@ -179,6 +179,10 @@ class ShardedContainer(Container):
         return None if self.closed else sum(shard.bytes_read or 0 for shard in self._shards)
 
     @property
+    def cached_bytes_read(self) -> int:
+        return sum(shard.cached_bytes_read for shard in self._shards)
+
+    @property
     def shards(self) -> list[Container]:
         """The files, in the order of their entries."""
         return self._shards

@@ -20,7 +20,7 @@ from tensorizer.cli.output import Output, escaped
 __all__ = ["COMMANDS", "main", "make_parser"]
 
 #: Modules of this package, each with ``add_parsers(commands)``.
-COMMANDS = ("inspect", "verify", "convert", "cp", "encrypt", "diff", "bench")
+COMMANDS = ("inspect", "verify", "convert", "cp", "encrypt", "diff", "bench", "cache")
 
 _EPILOG = "Exit status: 0 done, 1 differs or does not verify, 2 usage, 3 not found or no access, 4 not a valid file, \
 5 key, 6 the target exists or cannot hold the content, 130 interrupted."

@@ -235,8 +235,9 @@ void HttpExchange::head_is_complete() {
   counters_.answered.store(true, std::memory_order_relaxed);
   const int status = head_.status;
   if (is_redirect(status)) return;
-  // A 416 may be the answer of an empty object; check_response knows.
-  if ((status >= 200 && status < 300) || status == 416) sink_ = accept_(head_);
+  // A 416 may be the answer of an empty object; check_response knows. A 304 answers a condition.
+  const bool is_answer = status == 416 || (status == 304 && !upload_);
+  if ((status >= 200 && status < 300) || is_answer) sink_ = accept_(head_);
 }
 
 size_t HttpExchange::take_body(std::span<const std::byte> bytes) {

@@ -23,12 +23,14 @@ HttpSource::HttpSource(HttpAddress address, HttpOptions options, uint64_t begin,
 
 std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, HttpOptions options,
                                              uint64_t begin, std::optional<uint64_t> end,
-                                             const std::stop_token& stop) {
+                                             const std::stop_token& stop,
+                                             std::optional<ResourceIdentity> known) {
   if (end && *end <= begin)
     throw Error(Errc::invalid_argument, "the range ends at " + std::to_string(*end) +
                                             ", not after its begin " + std::to_string(begin));
   std::shared_ptr<HttpSource> source(
       new HttpSource(std::move(address), std::move(options), begin, end));
+  source->known_ = std::move(known);
   source->open_first(stop);
   return source;
 }
@@ -66,6 +68,12 @@ HttpSource::FirstRequest HttpSource::request_head(const std::stop_token& stop) {
         } catch (const HttpFailure& failure) {
           first.reset();  // who pauses leaves the place to others
           deadline.end_request();
+          // Some servers compare nothing where a range is asked for.
+          if (failure.status == 412 && known_) {
+            known_.reset();
+            ask_for_head(first.emplace(), request, range, deadline, stop);
+            return;
+          }
           // Some stores refuse every range of an empty object without saying that it is empty.
           if (failure.status != 416 || begin_ != 0 || range.empty()) throw;
           range.clear();
@@ -87,7 +95,8 @@ void HttpSource::ask_for_head(FirstRequest& first, const RangeRequest& request,
   for (int lagged = 0; !first.exchange; ++lagged) {
     deadline.begin_request({}, lagged);
     try {
-      first.exchange = client_.start(first.permit, range, {}, accept, deadline, stop, lagged > 0);
+      first.exchange = client_.start(first.permit, range, first_conditions(), accept, deadline,
+                                     stop, lagged > 0);
     } catch (const HttpLag&) {
     }
   }
@@ -126,6 +135,10 @@ uint64_t HttpSource::receive_head(FirstRequest first, std::optional<HttpFailure>
   return received;
 }
 
+std::vector<std::string> HttpSource::first_conditions() const {
+  return known_ ? std::vector{"If-None-Match: " + *known_->etag} : std::vector<std::string>{};
+}
+
 void HttpSource::note_first(const HttpExchange& exchange) {
   name_ = client_.endpoint.name();
   head_response_ = exchange.head();
@@ -140,6 +153,12 @@ void HttpSource::note_first(const HttpExchange& exchange) {
 
 BodySink* HttpSource::accept_first(const RangeRequest& request, const ResponseHead& response,
                                    StreamSink& sink) {
+  if (response.status == 304 && known_) {
+    has_ranges_ = true;
+    identity_ = *known_;
+    head_.clear();
+    return &sink;
+  }
   const CheckedResponse checked = check_response(request, response);
   has_ranges_ = checked.partial;
   identity_ = checked.identity;

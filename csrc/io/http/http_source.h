@@ -25,8 +25,12 @@ class HttpSource final : public RangeSource {
   // Sends the first request, for the bytes from `begin` on, and returns when they are in. With
   // `end`, the object is treated as if it ended there. Throws Error: io, not_found,
   // invalid_argument, cancelled.
+  //
+  // With `known`, which has a strong ETag and a size, no bytes come where the object is still that
+  // one: is_known() is true then.
   static std::shared_ptr<HttpSource> open(HttpAddress address, HttpOptions options, uint64_t begin,
-                                          std::optional<uint64_t> end, const std::stop_token& stop);
+                                          std::optional<uint64_t> end, const std::stop_token& stop,
+                                          std::optional<ResourceIdentity> known = std::nullopt);
 
   const std::string& name() const noexcept override { return name_; }
   std::optional<uint64_t> size() const override;
@@ -45,6 +49,7 @@ class HttpSource final : public RangeSource {
   // later reads open new ones.
   void close_connections() noexcept;
 
+  bool is_known() const noexcept { return head_response_.status == 304; }
   // Of the response that opened the object.
   const ResponseHead& response_head() const noexcept { return head_response_; }
   double seconds_to_connect() const noexcept { return seconds_to_connect_; }
@@ -57,6 +62,8 @@ class HttpSource final : public RangeSource {
   HttpSource(HttpAddress address, HttpOptions options, uint64_t begin, std::optional<uint64_t> end);
 
   void open_first(const std::stop_token& stop);
+  // Header lines of the first request.
+  std::vector<std::string> first_conditions() const;
   struct FirstRequest;
   FirstRequest request_head(const std::stop_token& stop);
   void ask_for_head(FirstRequest& first, const RangeRequest& request, const std::string& range,
@@ -84,8 +91,9 @@ class HttpSource final : public RangeSource {
   const std::optional<uint64_t> end_;
 
   // Written while opening, read-only afterwards.
-  std::vector<std::byte> head_;  // the bytes [begin_, begin_ + head_.size())
-  Slice head_slice_;             // borrowed by the sink of the first request
+  std::vector<std::byte> head_;            // the bytes [begin_, begin_ + head_.size())
+  Slice head_slice_;                       // borrowed by the sink of the first request
+  std::optional<ResourceIdentity> known_;  // to whoever opens it; until a server refuses to compare
   ResourceIdentity identity_;
   ResponseHead head_response_;
   bool has_ranges_ = true;

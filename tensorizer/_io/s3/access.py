@@ -15,7 +15,7 @@ from tensorizer._io.s3.options import S3Defaults, S3Location, S3Options
 from tensorizer._io.uri import split_uri
 from tensorizer._system.redaction import hidden
 
-__all__ = ["S3Access", "access_at", "resolve"]
+__all__ = ["S3Access", "access_at", "named_endpoint", "resolve"]
 
 logger = logging.getLogger("tensorizer.s3")
 
@@ -131,6 +131,14 @@ def resolve(location: S3Location, options: S3Options, defaults: S3Defaults, *, w
     if is_default and identity.has_keys:
         _warn_of_default(access)
     return access
+
+
+def named_endpoint(options: S3Options, defaults: S3Defaults) -> Optional[str]:
+    """URL of the store that reads go to; ``None`` where nobody named one. Asks for no credentials."""
+    if options.client_factory is not None:
+        url: str = options.client_factory().meta.endpoint_url
+        return url
+    return _endpoint(make_session(options.profile), options, _file_or_arguments(options, defaults), defaults)
 
 
 def access_at(location: S3Location, options: S3Options, endpoint: Optional[str], *, write: bool) -> S3Access:

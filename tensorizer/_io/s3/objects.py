@@ -9,18 +9,20 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union, cast
 
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
-from tensorizer._io.s3.access import S3Access, access_at, resolve
+from tensorizer._io.s3.access import S3Access, access_at, named_endpoint, resolve
 from tensorizer._io.s3.extra_args import check_names
 from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults, S3Location, S3Options, parse_s3_uri
 from tensorizer._io.s3.signing import SignedRequest, presign
 from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.uri import split_uri
 
 if TYPE_CHECKING:
     from tensorizer import _C
+    from tensorizer._io.cache import Cache, CachedObject
 
 __all__ = ["open_read", "open_write", "s3_download", "s3_download_url", "s3_upload"]
 
@@ -115,6 +117,7 @@ def _open_presigned(
     end: Optional[int],
     buffer_size: Optional[int],
     make_url: Optional[Callable[[], str]] = None,
+    cached: Optional[CachedObject] = None,
 ) -> CURLStreamFile:
     lifetime = _CHANGING_SECONDS if access.refreshes else max(60.0, _url_seconds() - _RENEW_SECONDS)
     if location.is_express:
@@ -133,6 +136,7 @@ def _open_presigned(
         url_provider=make_url or (lambda: _signed(access, location, extra).url),
         url_lifetime=lifetime,
         display_name=access.describe(location),
+        cached=cached,
     )
 
 
@@ -144,7 +148,8 @@ def open_read(
     begin: Optional[int] = None,
     end: Optional[int] = None,
     buffer_size: Optional[int] = None,
-) -> CURLStreamFile:
+    cache: Optional[Cache] = None,
+) -> Union[CURLStreamFile, BinaryIO]:
     """Opens an object for reading; arguments as for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
@@ -153,6 +158,9 @@ def open_read(
         OSError: It cannot be opened.
     """
     location = parse_s3_uri(uri)
+    cached = None if cache is None else _cached(cache, location, options, defaults)
+    if cached is not None and cached.cache.offline:
+        return cast(BinaryIO, cached.open_offline())
     access = resolve(location, options, defaults, write=False)
     make_url = None
     if options.extra("get"):
@@ -163,7 +171,25 @@ def open_read(
     if defaults.download is not None:
         stream = defaults.download(uri, *access.arguments, buffer_size, begin, end, options.certificate_handling)
         return cast(CURLStreamFile, stream)
-    return _open_presigned(access, location, options, begin, end, buffer_size, make_url)
+    return _open_presigned(access, location, options, begin, end, buffer_size, make_url, cached)
+
+
+def _cached(cache: Cache, location: S3Location, options: S3Options, defaults: S3Defaults) -> Optional[CachedObject]:
+    """The object in the cache; ``None`` where it is not to be kept."""
+    from tensorizer._io.cache import CachedObject
+
+    # Without credentials: offline nobody is asked for them.
+    endpoint = named_endpoint(options, defaults)
+    host = "default" if endpoint is None else split_uri(endpoint).authority.rpartition("@")[2].lower()
+    version = f"?versionId={location.version}" if location.version else ""
+    found = CachedObject(cache, f"s3://{host}/{location.bucket}/{location.key}{version}", location.version)
+    if any(name.startswith("SSECustomer") for name in options.extra("get")):
+        found.leave("the store keeps it encrypted with a key of the caller")
+        return None
+    if options.extra("get").get("VersionId") not in (None, location.version):
+        found.leave("s3_extra_args name a version; name it in the URI")
+        return None
+    return found
 
 
 def _refuse_extra_args(kind: str, replaced: Optional[Callable[..., Any]]) -> None:

@@ -1,0 +1,100 @@
+// The cache of remote objects: its folder, and sources over it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "bind/bindings.h"
+#include "bind/gil.h"
+#include "bind/names.h"
+#include "io/cache/cache_source.h"
+
+namespace tensorizer::bind {
+namespace {
+
+using io::CachedVersion;
+using io::CacheFolder;
+using io::CacheLimits;
+using io::CacheSource;
+
+// The names of folders and what is in about.json are whatever somebody put there.
+py::list versions(const CacheFolder& folder, const std::string& location) {
+  py::list result;
+  for (const auto& [version, about] : folder.versions(location))
+    result.append(py::make_tuple(version, py::bytes(about)));
+  return result;
+}
+
+std::shared_ptr<CacheSource> open_source(std::shared_ptr<CacheFolder> folder,
+                                         std::shared_ptr<io::RangeSource> network,
+                                         const std::string& location, const std::string& version,
+                                         uint64_t nbytes, const std::string& about,
+                                         std::optional<uint64_t> max_nbytes,
+                                         uint64_t min_free_nbytes, std::string name) {
+  const py::gil_scoped_release unlocked;
+  return CacheSource::open(std::move(folder),
+                           {location, version, nbytes, about, {max_nbytes, min_free_nbytes}},
+                           std::move(network), std::move(name));
+}
+
+}  // namespace
+
+void register_cache(py::module_& m) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  py::class_<CachedVersion>(m, "CachedVersion")
+      .def_readonly("location", &CachedVersion::location)
+      .def_readonly("version", &CachedVersion::version)
+      .def_readonly("nbytes", &CachedVersion::nbytes)
+      .def_readonly("disk_nbytes", &CachedVersion::disk_nbytes)
+      .def_readonly("used", &CachedVersion::used)
+      .def_readonly("newest", &CachedVersion::newest);
+  py::class_<CacheFolder, std::shared_ptr<CacheFolder>>(m, "CacheFolder")
+      .def(py::init(&CacheFolder::open), py::arg("path"), py::arg("create"), unlocked)
+      .def("disk_nbytes", &CacheFolder::disk_nbytes)
+      .def("versions", &versions, py::arg("location"))
+      .def("scan", &CacheFolder::scan, unlocked)
+      .def(
+          "is_used",
+          [](const CacheFolder& folder, const std::string& location, const std::string& version) {
+            return folder.is_used({location, version});
+          },
+          py::arg("location"), py::arg("version"))
+      .def(
+          "present_nbytes",
+          [](const CacheFolder& folder, const std::string& location, const std::string& version,
+             uint64_t nbytes) { return folder.present_nbytes({location, version, nbytes}); },
+          py::arg("location"), py::arg("version"), py::arg("nbytes"))
+      .def("remove", &CacheFolder::remove, py::arg("location"), py::arg("version"), py::kw_only(),
+           py::arg("force") = false, unlocked)
+      .def(
+          "path_of",
+          [](const CacheFolder& folder, const std::string& location, const std::string& version) {
+            return shown(folder.path_of({location, version}));
+          },
+          py::arg("location"), py::arg("version"))
+      .def("sweep", &CacheFolder::sweep, unlocked);
+  py::class_<CacheSource, io::RangeSource, std::shared_ptr<CacheSource>>(m, "CacheSource")
+      .def_static("open", &open_source, py::arg("folder"), py::arg("network"), py::kw_only(),
+                  py::arg("location"), py::arg("version"), py::arg("nbytes"), py::arg("about"),
+                  py::arg("max_nbytes"), py::arg("min_free_nbytes"), py::arg("name"))
+      .def("fill",
+           [](CacheSource& source) {
+             run_interruptible([&](const std::stop_token& stop) { source.fill(stop); });
+           })
+      .def("rest", &CacheSource::rest, unlocked)
+      .def("write_about", &CacheSource::write_about, py::arg("about"))
+      .def("is_present", &CacheSource::is_present, py::arg("offset"), py::arg("nbytes"))
+      .def_property_readonly("key",
+                             [](const CacheSource& source) {
+                               return std::pair(source.key().location, source.key().version);
+                             })
+      .def_property_readonly("was_complete", &CacheSource::was_complete)
+      .def_property_readonly("present_nbytes", &CacheSource::present_nbytes)
+      .def_property_readonly("cached_bytes_read", &CacheSource::cached_nbytes_read)
+      .def_property_readonly("stored_nbytes", &CacheSource::stored_nbytes)
+      .def_property_readonly("left_out_nbytes", &CacheSource::left_out_nbytes)
+      .def_property_readonly("trouble",
+                             [](const CacheSource& source) { return shown(source.trouble()); });
+}
+
+}  // namespace tensorizer::bind

@@ -1,0 +1,83 @@
+#include "io/cache/cache_disk.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+
+#include "core/per_process.h"
+
+namespace tensorizer::io {
+
+CacheDisk& CacheDisk::instance() {
+  static constinit PerProcess<CacheDisk> disk;
+  return disk.get();
+}
+
+bool CacheDisk::reserve(uint64_t nbytes, bool patient, const std::stop_token& stop) {
+  MutexLock lock(mutex_);
+  const auto fits = [&]() REQUIRES_LOCK(mutex_) {
+    return nbytes_ == 0 || nbytes_ + nbytes <= kLimitNbytes;
+  };
+  if (patient ? !changed_.wait(mutex_, stop, fits) : !fits()) return false;
+  nbytes_ += nbytes;
+  return true;
+}
+
+void CacheDisk::push(std::shared_ptr<CacheEntry> entry, uint64_t offset, uint64_t nbytes) {
+  add({std::move(entry), offset, nbytes});
+}
+
+void CacheDisk::give_back(uint64_t nbytes) {
+  {
+    MutexLock lock(mutex_);
+    nbytes_ -= std::min(nbytes_, nbytes);
+  }
+  changed_.notify_all();
+}
+
+void CacheDisk::settle(std::shared_ptr<CacheEntry> entry) { add({std::move(entry), 0, 0}); }
+
+// Without a thread nothing is pushed: the kernel writes when it likes.
+void CacheDisk::add(Job job) noexcept {
+  try {
+    MutexLock lock(mutex_);
+    jobs_.push_back(std::move(job));
+    if (working_) return;
+    if (worker_.joinable()) worker_.join();  // it has nothing left to do
+    worker_ = std::thread([this] { work(); });
+    working_ = true;
+  } catch (const std::exception&) {
+    MutexLock lock(mutex_);
+    jobs_.clear();
+    nbytes_ = 0;
+  }
+}
+
+void CacheDisk::work() noexcept {
+  for (;;) {
+    Job job;
+    {
+      MutexLock lock(mutex_);
+      if (jobs_.empty()) {
+        working_ = false;
+        return;
+      }
+      job = std::move(jobs_.front());
+      jobs_.pop_front();
+    }
+    if (job.nbytes == 0) {
+      job.entry->make_durable();
+      continue;
+    }
+#if defined(SYNC_FILE_RANGE_WRITE)
+    // Until it is there: what waits is bounded by this, and the kernel has no reason to hold a
+    // writer up.
+    sync_file_range(
+        job.entry->data(), static_cast<off_t>(job.offset), static_cast<off_t>(job.nbytes),
+        SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+#endif
+    give_back(job.nbytes);
+  }
+}
+
+}  // namespace tensorizer::io

@@ -1,0 +1,528 @@
+#include "io/cache/cache_source.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "core/checked_math.h"
+#include "core/error.h"
+#include "core/run_units.h"
+#include "core/stop.h"
+#include "io/cache/cache_disk.h"
+#include "io/local/file_calls.h"
+#include "io/scatter_cursor.h"
+
+namespace tensorizer::io {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr uint64_t kStepNbytes = uint64_t{256} << 20;  // stored between two looks at the limits
+constexpr milliseconds kFirstLook{5};
+constexpr milliseconds kLastLook{50};
+// Others that bring nothing for so long are not waited for.
+constexpr milliseconds kPatience{2000};
+
+uint64_t begin_of(BlockRun run) noexcept { return run.begin * kCacheBlockNbytes; }
+
+// The part of a scatter list that begins at `skip`.
+std::vector<Slice> part_of(std::span<const Slice> slices, uint64_t skip, uint64_t nbytes) {
+  std::vector<Slice> part;
+  for (const Slice& slice : slices) {
+    const uint64_t dropped = std::min<uint64_t>(skip, slice.size());
+    skip -= dropped;
+    const uint64_t taken = std::min<uint64_t>(slice.size() - dropped, nbytes);
+    if (taken > 0)
+      part.push_back(slice.subspan(static_cast<size_t>(dropped), static_cast<size_t>(taken)));
+    nbytes -= taken;
+    if (nbytes == 0) break;
+  }
+  return part;
+}
+
+}  // namespace
+
+// What a reader wants.
+struct CacheSource::Request {
+  uint64_t offset;
+  uint64_t nbytes;
+  std::span<const Slice> slices;
+
+  BlockRun blocks() const noexcept {
+    return {offset / kCacheBlockNbytes, ceil_div(offset + nbytes, kCacheBlockNbytes)};
+  }
+  // The bytes of `run` that are wanted: where they begin, and where they go.
+  std::pair<uint64_t, std::vector<Slice>> within(BlockRun run) const {
+    const uint64_t begin = std::max(offset, begin_of(run));
+    const uint64_t end = std::min(offset + nbytes, run.end * kCacheBlockNbytes);
+    return {begin, part_of(slices, begin - offset, end - begin)};
+  }
+};
+
+// Blocks that nobody else fetches meanwhile.
+class CacheSource::Claimed {
+ public:
+  Claimed(CacheEntry& entry, BlockRun run) noexcept : entry_(entry), run_(run) {}
+  ~Claimed() { entry_.release(run_); }
+  Claimed(const Claimed&) = delete;
+  Claimed& operator=(const Claimed&) = delete;
+
+ private:
+  CacheEntry& entry_;
+  const BlockRun run_;
+};
+
+CacheSource::CacheSource(std::shared_ptr<CacheFolder> folder, CacheKey key,
+                         std::shared_ptr<RangeSource> network, std::string name)
+    : folder_(std::move(folder)),
+      key_(std::move(key)),
+      network_(std::move(network)),
+      name_(std::move(name)),
+      fetched_(static_cast<size_t>(ceil_div(CacheEntry::blocks_of(key_.nbytes), 8))) {}
+
+std::shared_ptr<CacheSource> CacheSource::open(std::shared_ptr<CacheFolder> folder, CacheKey key,
+                                               std::shared_ptr<RangeSource> network,
+                                               std::string name) {
+  std::shared_ptr<CacheSource> source(
+      new CacheSource(std::move(folder), std::move(key), std::move(network), std::move(name)));
+  const CacheKey& k = source->key_;
+  auto entry = source->folder_->open_entry(k.location, k.version, k.nbytes);
+  if (!entry && source->network_) {
+    const uint64_t step = std::min(kStepNbytes, k.nbytes);
+    const bool too_large = k.limits.max_nbytes && k.nbytes > *k.limits.max_nbytes;
+    if (too_large || !source->folder_->make_room(step, k.limits)) return nullptr;
+    {
+      MutexLock lock(source->room_mutex_);
+      source->room_nbytes_ = step;
+    }
+    entry = source->folder_->make_entry(k.location, k.version, k.nbytes, k.about);
+  }
+  if (!entry) return nullptr;
+  source->use(std::move(entry));
+  if (source->network_) source->store_head();
+  return source;
+}
+
+void CacheSource::use(std::shared_ptr<CacheEntry> entry) {
+  UniqueFd data(fcntl(entry->data(), F_DUPFD_CLOEXEC, 0));
+  if (!data) throw_errno("cannot use", name_, errno);
+  entry->touch();
+  was_complete_ = entry->is_complete();
+  MutexLock lock(mutex_);
+  disk_ = std::make_shared<FileSource>(std::move(data), name_);
+  entry_ = std::move(entry);
+}
+
+CacheSource::~CacheSource() { rest(); }
+
+std::shared_ptr<CacheEntry> CacheSource::entry() const {
+  MutexLock lock(mutex_);
+  if (entry_ && !entry_->belongs_to_this_process()) {
+    // The locks of its descriptions are the parent's, too.
+    try {
+      entry_ = folder_->open_entry(key_.location, key_.version, key_.nbytes);
+    } catch (const Error&) {
+      entry_ = nullptr;
+    }
+  }
+  return entry_;
+}
+
+void CacheSource::rest() noexcept {
+  try {
+    const auto entry = this->entry();
+    if (!entry) return;
+    entry->leave();
+    if (!entry->is_durable()) CacheDisk::instance().settle(entry);
+  } catch (const std::exception&) {
+  }
+}
+
+void CacheSource::close() noexcept {
+  rest();
+  std::shared_ptr<CacheEntry> last;
+  std::shared_ptr<FileSource> file;
+  {
+    MutexLock lock(mutex_);
+    last.swap(entry_);
+    file.swap(disk_);
+  }
+  if (network_) network_->close();
+}
+
+SourceTraits CacheSource::traits() const {
+  std::shared_ptr<FileSource> disk;
+  {
+    MutexLock lock(mutex_);
+    disk = disk_;
+  }
+  // As it was at the opening: readers rely on an answer that does not change.
+  if (disk && (was_complete_ || !network_)) return disk->traits();
+  return network_ ? network_->traits() : SourceTraits{};
+}
+
+const std::byte* CacheSource::view(uint64_t offset, uint64_t nbytes) noexcept {
+  return network_ ? network_->view(offset, nbytes) : nullptr;
+}
+
+uint64_t CacheSource::bytes_read() const noexcept {
+  return from_disk_.load() + (network_ ? network_->bytes_read() : 0);
+}
+
+uint64_t CacheSource::present_nbytes() const {
+  const auto entry = this->entry();
+  return entry ? entry->present_nbytes() : 0;
+}
+
+bool CacheSource::is_present(uint64_t offset, uint64_t nbytes) const {
+  const auto entry = this->entry();
+  if (!entry || nbytes == 0) return entry != nullptr;
+  if (offset > key_.nbytes || nbytes > key_.nbytes - offset) return false;
+  const BlockRun run = Request{offset, nbytes, {}}.blocks();
+  return entry->is_present(run.begin) && entry->end_of_same(run.begin, run.end) == run.end;
+}
+
+std::string CacheSource::trouble() const {
+  MutexLock lock(mutex_);
+  return trouble_;
+}
+
+void CacheSource::write_about(const std::string& about) {
+  if (const auto entry = this->entry()) entry->write_about(about);
+}
+
+bool CacheSource::drop_copy() noexcept {
+  if (from_disk_.load() == 0) return false;
+  stop_storing("the copy was damaged");
+  try {
+    folder_->remove(key_.location, key_.version, true);
+  } catch (const std::exception&) {
+    return false;
+  }
+  return true;
+}
+
+void CacheSource::stop_storing(const std::string& why) noexcept {
+  if (!storing_.exchange(false)) return;
+  MutexLock lock(mutex_);
+  try {
+    trouble_ = why;
+  } catch (const std::bad_alloc&) {
+  }
+}
+
+// -- reading -------------------------------------------------------------------------------------
+
+void CacheSource::read_at(uint64_t offset, std::span<const Slice> slices,
+                          const std::stop_token& stop) {
+  const Request request{offset, total_nbytes(slices), slices};
+  if (offset > key_.nbytes || request.nbytes > key_.nbytes - offset)
+    throw_truncated(name_, offset, request.nbytes, key_.nbytes);
+  if (request.nbytes == 0) return;
+  if (network_ && network_->traits().sequential && !was_complete_)
+    return read_in_order(request, stop);
+
+  std::vector<BlockRun> left{request.blocks()};
+  uint64_t known = 0;
+  bool is_late = false;
+  Clock::time_point until = Clock::now() + kPatience;
+  milliseconds pause = kFirstLook;
+  for (;;) {
+    const std::shared_ptr<CacheEntry> entry = this->entry();
+    std::vector<BlockRun> again;
+    bool of_threads = false;
+    for (const BlockRun run : left)
+      of_threads = read_run(entry, request, run, is_late, again, stop) || of_threads;
+    left.swap(again);
+    if (left.empty()) return;
+    throw_if_stopped(stop);
+    // Threads end their work in any case; of other processes, some progress is wanted.
+    const uint64_t present = entry ? entry->present_nbytes() : 0;
+    if (of_threads || present != known) {
+      known = present;
+      until = Clock::now() + kPatience;
+      pause = kFirstLook;
+    }
+    is_late = Clock::now() >= until;
+    if (entry && !is_late) entry->wait(pause, stop);
+    pause = std::min(pause * 2, kLastLook);
+  }
+}
+
+bool CacheSource::read_run(const std::shared_ptr<CacheEntry>& entry, const Request& request,
+                           BlockRun run, bool is_late, std::vector<BlockRun>& left,
+                           const std::stop_token& stop) {
+  bool of_threads = false;
+  while (run.begin < run.end) {
+    if (!entry) {
+      read_network(request, run, stop);
+      return false;
+    }
+    BlockRun next{run.begin, entry->end_of_same(run.begin, run.end)};
+    run.begin = next.end;
+    if (entry->is_present(next.begin)) {
+      if (!read_present(request, next, stop)) read_network(request, next, stop);
+    } else if (!network_ || !is_storing()) {
+      read_network(request, next, stop);
+    } else if (is_late) {
+      fetch(*entry, request, next, stop);  // the bytes are the same, whoever writes them
+    } else {
+      CacheEntry::Claimed claim;
+      try {
+        claim = entry->claim(next);
+      } catch (const Error& error) {  // a file system without locks
+        stop_storing(error.what());
+        read_network(request, next, stop);
+        continue;
+      }
+      run.begin = claim.end;
+      const BlockRun claimed{next.begin, claim.end};
+      if (claim.whose != CacheEntry::Claim::mine) {
+        left.push_back(claimed);
+        of_threads = of_threads || claim.whose == CacheEntry::Claim::threads;
+        continue;
+      }
+      const Claimed held(*entry, claimed);
+      // The one who had them before may have brought some.
+      const bool some = entry->is_present(claimed.begin) ||
+                        entry->end_of_same(claimed.begin, claimed.end) != claimed.end;
+      if (some)
+        run.begin = claimed.begin;
+      else
+        fetch(*entry, request, claimed, stop);
+    }
+  }
+  return of_threads;
+}
+
+bool CacheSource::read_present(const Request& request, BlockRun run, const std::stop_token& stop) {
+  std::shared_ptr<FileSource> disk;
+  {
+    MutexLock lock(mutex_);
+    disk = disk_;
+  }
+  const auto [offset, slices] = request.within(run);
+  try {
+    if (!disk) throw Error(Errc::io, name_ + " is closed", name_);
+    disk->read_at(offset, slices, stop);
+  } catch (const Error& error) {
+    if (error.code() == Errc::cancelled) throw;
+    stop_storing(error.what());
+    try {
+      folder_->remove(key_.location, key_.version, true);
+    } catch (const Error&) {  // it cannot be used, and that is all that was wanted
+    }
+    {
+      MutexLock lock(mutex_);
+      entry_ = nullptr;
+    }
+    return false;
+  }
+  const uint64_t end = offset + total_nbytes(slices);
+  for (uint64_t block = run.begin; block < run.end; ++block) {
+    if (((fetched_[block / 8].load(std::memory_order_relaxed) >> (block % 8)) & 1) != 0) continue;
+    from_disk_ += std::min(end, (block + 1) * kCacheBlockNbytes) -
+                  std::max(offset, block * kCacheBlockNbytes);
+  }
+  return true;
+}
+
+void CacheSource::read_network(const Request& request, BlockRun run, const std::stop_token& stop) {
+  const auto [offset, slices] = request.within(run);
+  if (!network_) {
+    const uint64_t nbytes = total_nbytes(slices);
+    throw Error(Errc::io,
+                name_ + ": bytes " + std::to_string(offset) + " to " +
+                    std::to_string(offset + nbytes) + " are not in the cache (" +
+                    std::to_string(present_nbytes()) + " of " + std::to_string(key_.nbytes) +
+                    " bytes are), and offline is set",
+                name_, offset);
+  }
+  network_->read_at(offset, slices, stop);
+}
+
+// All of the blocks come, also what nobody wants of the first and the last one.
+void CacheSource::fetch(CacheEntry& entry, const Request& request, BlockRun run,
+                        const std::stop_token& stop) {
+  const auto [wanted, slices] = request.within(run);
+  const uint64_t begin = begin_of(run);
+  const uint64_t end = std::min(run.end * kCacheBlockNbytes, key_.nbytes);
+  const uint64_t wanted_end = wanted + total_nbytes(slices);
+  std::vector<std::byte> before(static_cast<size_t>(wanted - begin));
+  std::vector<std::byte> behind(static_cast<size_t>(end - wanted_end));
+  std::vector<Slice> all;
+  all.reserve(slices.size() + 2);
+  if (!before.empty()) all.emplace_back(before);
+  all.insert(all.end(), slices.begin(), slices.end());
+  if (!behind.empty()) all.emplace_back(behind);
+  network_->read_at(begin, all, stop);
+  if (const auto own = this->entry(); own.get() == &entry) store(own, run, all, stop);
+}
+
+// -- storing -------------------------------------------------------------------------------------
+
+bool CacheSource::may_store(uint64_t nbytes) {
+  MutexLock lock(room_mutex_);
+  if (room_nbytes_ >= nbytes) {
+    room_nbytes_ -= nbytes;
+    return true;
+  }
+  const uint64_t missing = key_.nbytes - std::min(key_.nbytes, present_nbytes());
+  const uint64_t step = std::max(nbytes, std::min(kStepNbytes, missing));
+  if (!folder_->make_room(step, key_.limits)) {
+    stop_storing("the cache has no room within its limits");
+    return false;
+  }
+  room_nbytes_ = step - nbytes;
+  return true;
+}
+
+void CacheSource::store(const std::shared_ptr<CacheEntry>& entry, BlockRun run,
+                        std::span<const Slice> slices, const std::stop_token& stop) {
+  const uint64_t begin = begin_of(run);
+  const uint64_t nbytes = total_nbytes(slices);
+  if (!is_storing()) return;
+  CacheDisk& disk = CacheDisk::instance();
+  try {
+    if (!may_store(nbytes)) return;
+    if (!disk.reserve(nbytes, patient_, stop)) {
+      left_out_ += nbytes;
+      return;
+    }
+  } catch (const Error& error) {
+    stop_storing(error.what());
+    return;
+  }
+  ScatterCursor cursor(slices);
+  uint64_t done = 0;
+  int trouble = 0;
+  while (done < nbytes && trouble == 0) {
+    std::array<iovec, kMaxVectors> vectors;
+    const auto count = static_cast<int>(cursor.places(vectors, nbytes - done));
+    const ssize_t n =
+        pwritev(entry->data(), vectors.data(), count, static_cast<off_t>(begin + done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) {
+      trouble = n == 0 ? ENOSPC : errno;
+      continue;
+    }
+    cursor.skip(static_cast<uint64_t>(n));
+    done += static_cast<uint64_t>(n);
+  }
+  const bool whole = done == nbytes;
+  const uint64_t end = whole ? run.end : run.begin + done / kCacheBlockNbytes;
+  for (uint64_t block = run.begin; block < end; ++block)
+    fetched_[block / 8].fetch_or(static_cast<uint8_t>(1U << (block % 8)),
+                                 std::memory_order_relaxed);
+  entry->set_present({run.begin, end});
+  stored_ += done;
+  disk.push(entry, begin, nbytes);
+  if (!whole) stop_storing(std::generic_category().message(trouble));
+}
+
+// The bytes that came with the opening.
+void CacheSource::store_head() {
+  const auto entry = this->entry();
+  if (!entry || was_complete_) return;
+  uint64_t blocks = 0;
+  uint64_t nbytes = 0;
+  while (blocks < entry->blocks()) {
+    const uint64_t end = std::min((blocks + 1) * kCacheBlockNbytes, key_.nbytes);
+    if (network_->view(0, end) == nullptr) break;
+    nbytes = end;
+    ++blocks;
+  }
+  if (blocks == 0 || (entry->is_present(0) && entry->end_of_same(0, blocks) == blocks)) return;
+  // A sink for bytes is not const; nobody writes here.
+  const Slice head(const_cast<std::byte*>(network_->view(0, nbytes)), static_cast<size_t>(nbytes));
+  store(entry, {0, blocks}, std::span<const Slice>(&head, 1), {});
+}
+
+// A pass that cannot go back is not asked for more than is wanted: blocks are put together from the
+// reads, which come one after another. Only the end of the object comes with what is before it.
+void CacheSource::read_in_order(const Request& request, const std::stop_token& stop) {
+  const auto entry = this->entry();
+  const BlockRun blocks = request.blocks();
+  if (entry && entry->is_present(blocks.begin) &&
+      entry->end_of_same(blocks.begin, blocks.end) == blocks.end) {
+    if (read_present(request, blocks, stop)) return;
+  }
+  std::vector<Slice> all(request.slices.begin(), request.slices.end());
+  std::vector<std::byte> behind;
+  if (entry && is_storing() && blocks.end == entry->blocks()) {
+    behind.resize(static_cast<size_t>(key_.nbytes - request.offset - request.nbytes));
+    if (!behind.empty()) all.emplace_back(behind);
+  }
+  network_->read_at(request.offset, all, stop);
+  if (entry && is_storing()) absorb(request.offset, all, stop);
+}
+
+void CacheSource::absorb(uint64_t offset, std::span<const Slice> slices,
+                         const std::stop_token& stop) {
+  const auto entry = this->entry();
+  if (!entry) return;
+  const uint64_t end = offset + total_nbytes(slices);
+  MutexLock lock(carry_mutex_);
+  if (carry_at_ + carry_.size() != offset) {
+    carry_at_ = align_down(offset, kCacheBlockNbytes);
+    const std::byte* const before = network_->view(carry_at_, offset - carry_at_);
+    carry_.clear();
+    if (before != nullptr) carry_.assign(before, before + (offset - carry_at_));
+    if (before == nullptr && offset != carry_at_) carry_at_ = align_up(offset, kCacheBlockNbytes);
+  }
+  if (carry_at_ >= end) return;
+  const uint64_t skipped = carry_at_ > offset ? carry_at_ - offset : 0;
+  const uint64_t whole_end = end == key_.nbytes ? end : align_down(end, kCacheBlockNbytes);
+  std::vector<Slice> all;
+  if (whole_end > carry_at_) {
+    if (!carry_.empty()) all.emplace_back(carry_);
+    const uint64_t from = offset + skipped;
+    const auto part = part_of(slices, skipped, whole_end - from);
+    all.insert(all.end(), part.begin(), part.end());
+    store(entry, {carry_at_ / kCacheBlockNbytes, ceil_div(whole_end, kCacheBlockNbytes)}, all,
+          stop);
+    carry_.clear();
+    carry_at_ = whole_end;
+  }
+  const uint64_t from = std::max(offset, carry_at_ + carry_.size());
+  for (const Slice& slice : part_of(slices, from - offset, end - from))
+    carry_.insert(carry_.end(), slice.begin(), slice.end());
+}
+
+void CacheSource::fill(const std::stop_token& stop) {
+  patient_ = true;
+  if (!network_) throw Error(Errc::invalid_argument, name_ + ": nothing can be fetched offline");
+  const SourceTraits traits = network_->traits();
+  const uint64_t unit = align_up(std::max<uint64_t>(traits.unit_nbytes, 1), kCacheBlockNbytes);
+  const uint64_t units = ceil_div(key_.nbytes, unit);
+  std::atomic<uint64_t> next{0};
+  const unsigned workers = traits.sequential ? 1 : std::max(1U, traits.concurrency);
+  run_workers(workers, stop, [&](const std::stop_token& stop_all) {
+    std::vector<std::byte> buffer(static_cast<size_t>(std::min(unit, key_.nbytes)));
+    for (uint64_t i = next++; i < units && is_storing(); i = next++) {
+      const uint64_t begin = i * unit;
+      const uint64_t nbytes = std::min(unit, key_.nbytes - begin);
+      throw_if_stopped(stop_all);
+      if (!is_present(begin, nbytes))
+        read_at(begin, Slice(buffer).first(static_cast<size_t>(nbytes)), stop_all);
+    }
+  });
+  const auto entry = this->entry();
+  if (!entry || !entry->is_complete() || !entry->make_durable()) {
+    const std::string why = trouble();
+    throw Error(Errc::io,
+                name_ + ": only " + std::to_string(present_nbytes()) + " of " +
+                    std::to_string(key_.nbytes) +
+                    " bytes could be stored: " + (why.empty() ? "the disk refused" : why),
+                name_);
+  }
+}
+
+}  // namespace tensorizer::io

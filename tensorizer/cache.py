@@ -1,0 +1,293 @@
+"""The cache of remote objects on the disk of the node: what is in it, filling, checking and emptying it.
+
+Reading goes through it where ``TENSORIZER_CACHE`` or ``cache=`` name a folder (docs/node-cache.md). The command line
+``tensorizer cache`` prints what these functions return.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
+
+from tensorizer import _C
+from tensorizer._io.cache import Cache, CachedFile, CacheOptions, parse_about, parse_size
+from tensorizer.errors import FormatError, StreamError
+
+__all__ = ["CacheOptions", "Entry", "Pruned", "Verified", "add", "entries", "prune", "verify"]
+
+_DAY = 86400
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One version of one object in the cache."""
+
+    location: str
+    """Without user, password and query."""
+    version: str
+    size: int
+    """Bytes of the object."""
+    cached: int
+    """Bytes of it that are here."""
+    disk: int
+    """Bytes that they take on the disk."""
+    used: float
+    """When it was last used, in seconds since 1970."""
+    in_use: bool
+    newest: bool
+    """Whether no other version of the location was used later."""
+    path: Path
+    """Its folder."""
+
+    @property
+    def complete(self) -> bool:
+        return self.cached == self.size
+
+    @property
+    def state(self) -> str:
+        """``"in use"``, ``"old"``, ``"complete"`` or ``"partial"``."""
+        if self.in_use:
+            return "in use"
+        return "old" if not self.newest else "complete" if self.complete else "partial"
+
+
+class Pruned(NamedTuple):
+    """What :func:`prune` removed, or would remove, and what it left because somebody has it open."""
+
+    removed: list[Entry]
+    skipped: list[Entry]
+
+
+class Verified(NamedTuple):
+    """What :func:`verify` found of one entry."""
+
+    entry: Entry
+    problem: Optional[str]
+    """What is wrong, after which the entry was removed; ``None`` where nothing is."""
+    checked: int
+    """Tensors that were compared with a digest, or lie within a right structure."""
+
+
+Folder = Union[None, str, os.PathLike[str], CacheOptions]
+
+
+def entries(cache: Folder = None) -> list[Entry]:
+    """What is in the cache, those first that would go first.
+
+    Args:
+        cache: As for :func:`tensorizer.stream_io.open_stream`.
+
+    Raises:
+        ValueError: No cache is named.
+        OSError: The folder cannot be used.
+    """
+    folder, path = _open(cache)
+    return [] if folder is None else _entries(folder, path)
+
+
+def prune(
+    cache: Folder = None,
+    *,
+    max_size: Union[int, str, None] = None,
+    older_than: Optional[float] = None,
+    location: Optional[str] = None,
+    all: bool = False,
+    dry_run: bool = False,
+) -> Pruned:
+    """Removes entries, the least recently used first; those that are open stay.
+
+    Without any of the arguments that choose: what is over the limits of the settings, old versions, and left-overs of
+    what was interrupted.
+
+    Args:
+        cache: As for :func:`tensorizer.stream_io.open_stream`.
+        max_size: Until all take at most so many bytes, or a text as ``"500GB"``.
+        older_than: Those that were not used for so many days.
+        location: Those whose location matches the pattern (``* ? []``).
+        all: All of them.
+        dry_run: Says what would be removed.
+
+    Raises:
+        ValueError: No cache is named, or a size is none.
+        OSError: The folder cannot be used.
+    """
+    folder, path = _open(cache)
+    if folder is None:
+        return Pruned([], [])
+    limit = None if max_size is None else parse_size("max_size", max_size)
+    by_default = max_size is None and older_than is None and location is None and not all
+    least_free = 0
+    if by_default:
+        chosen = _chosen(cache)
+        least_free, limit = chosen.limits(folder)["min_free_nbytes"], chosen.max_nbytes
+        if not dry_run:
+            folder.sweep()
+    found = _entries(folder, path)
+    used = sum(entry.disk for entry in found)
+    free = folder.disk_nbytes()[1]
+    now = time.time()
+    pruned = Pruned([], [])
+    for entry in found:
+        matches = location is None or fnmatch.fnmatchcase(entry.location, location)
+        wanted = all or (by_default and not entry.newest) or free < least_free
+        wanted = wanted or (older_than is not None and now - entry.used > older_than * _DAY)
+        wanted = wanted or (limit is not None and used > limit)
+        only_location = location is not None and older_than is None and max_size is None
+        if not matches or not (wanted or only_location):
+            continue
+        name = entry.path.parent.name, entry.path.name
+        if entry.in_use or not (dry_run or folder.remove(*name)):
+            pruned.skipped.append(entry)
+            continue
+        used -= entry.disk
+        free += entry.disk
+        pruned.removed.append(entry)
+    return pruned
+
+
+def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Verified]:
+    """Reads what is in the cache and compares every tensor that is wholly there with its digests.
+
+    Of encrypted files only the index is read; of ``.safetensors`` files, which hold no digests, the structure is
+    checked; other objects count as right. A damaged entry is removed.
+
+    Args:
+        cache: As for :func:`tensorizer.stream_io.open_stream`.
+        location: Only entries whose location matches the pattern.
+
+    Raises:
+        ValueError: No cache is named.
+        OSError: The folder cannot be used.
+    """
+    folder, path = _open(cache)
+    result = []
+    for entry in [] if folder is None else _entries(folder, path):
+        if location is not None and not fnmatch.fnmatchcase(entry.location, location):
+            continue
+        assert folder is not None
+        problem, checked = _problem_of(folder, entry)
+        if problem is not None:
+            folder.remove(entry.path.parent.name, entry.path.name, force=True)
+        result.append(Verified(entry, problem, checked))
+    return result
+
+
+def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, Any]] = None) -> list[Entry]:
+    """Fetches what is missing of whole objects, and returns when they would survive a power cut.
+
+    Args:
+        uris: Of objects; a folder of shards is given by the URIs of its files.
+        cache: As for :func:`tensorizer.stream_io.open_stream`.
+        stream_options: Further keywords for it.
+
+    Raises:
+        ValueError: No cache is named, or a URI is that of a local file.
+        OSError: An object cannot be read, must not be cached, or finds no room.
+    """
+    from tensorizer import stream_io
+
+    chosen = _chosen(cache)
+    added = []
+    for uri in uris:
+        stream: Any = stream_io.open_stream(uri, "rb", **{**(stream_options or {}), "cache": cache})
+        with stream:
+            offer = getattr(stream, "_tensorizer_source", None)
+            source = None if offer is None else offer()
+            if not isinstance(source, _C.CacheSource):
+                raise StreamError(f"{getattr(stream, 'name', uri)} is not cached: the log of tensorizer.cache says why")
+            source.fill()
+            key = source.key
+        folder = _C.CacheFolder(chosen.path, False)
+        added += [e for e in _entries(folder, chosen.path) if (e.path.parent.name, e.path.name) == key]
+    return added
+
+
+# -- how ---------------------------------------------------------------------------------------------------------------
+
+
+def _chosen(cache: Folder) -> Cache:
+    chosen = Cache.chosen(cache)
+    if chosen is None:
+        raise ValueError("no cache is named: pass a folder, or set TENSORIZER_CACHE")
+    return chosen
+
+
+def _open(cache: Folder) -> tuple[Optional[_C.CacheFolder], str]:
+    """The folder; ``None`` where nothing was ever cached."""
+    chosen = _chosen(cache)
+    try:
+        return _C.CacheFolder(chosen.path, False), chosen.path
+    except FileNotFoundError:
+        return None, chosen.path
+
+
+def _entries(folder: _C.CacheFolder, path: str) -> list[Entry]:
+    found = []
+    abouts: dict[str, dict[str, Any]] = {}
+    for version in folder.scan():
+        if version.location not in abouts:
+            abouts[version.location] = dict(folder.versions(version.location))
+        about = parse_about(abouts[version.location].get(version.version, b"")) or {}
+        found.append(
+            Entry(
+                location=str(about.get("location", "?")),
+                version=str(about.get("version", "?")),
+                size=version.nbytes,
+                cached=folder.present_nbytes(version.location, version.version, version.nbytes),
+                disk=version.disk_nbytes,
+                used=version.used / 1e9,
+                in_use=folder.is_used(version.location, version.version),
+                newest=version.newest,
+                path=Path(folder.path_of(version.location, version.version)),
+            )
+        )
+    return found
+
+
+def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], int]:
+    """What is wrong with an entry, and how many tensors were checked."""
+    from tensorizer._files.opened import OpenedFile
+    from tensorizer._files.verify import verify as verify_file
+
+    try:
+        source = _C.CacheSource.open(
+            folder, None, location=entry.path.parent.name, version=entry.path.name, nbytes=entry.size, about="",
+            max_nbytes=None, min_free_nbytes=0, name=entry.location,
+        )  # fmt: skip
+        if source is None:
+            return "its files are damaged", 0
+    except OSError as error:
+        return str(error), 0
+    try:
+        if not source.is_present(0, min(entry.size, 8)) or not _holds_tensors(source):
+            return None, 0
+        with OpenedFile(CachedFile(source)) as file:
+            if file.index.encrypted:
+                return None, 0
+            index = file.index
+            present = {
+                file.name(i)
+                for i in file.entries
+                if source.is_present(index.offset(i), index.data_offset(i) - index.offset(i) + index.data_nbytes(i))
+            }
+        report = verify_file(CachedFile(source), filter_func=present.__contains__)
+        wrong = "; ".join(mismatch.reason for mismatch in report.mismatched[:3])
+        if report.index_matches is False:
+            wrong = "the index does not match its digest"
+        return wrong or None, len(present)
+    except FormatError as error:
+        return str(error), 0
+    except StreamError as error:  # the index is not wholly here
+        return (None if not entry.complete else str(error)), 0
+    finally:
+        source.rest()
+
+
+def _holds_tensors(source: _C.RangeSource) -> bool:
+    head = source.read(0, min(source.size() or 0, 9))
+    return head.startswith(b"|TZR|") or (len(head) == 9 and head[8:] == b"{")

@@ -1,0 +1,170 @@
+"""``tensorizer cache``: what the cache of the node holds."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
+from tensorizer.cli.options import add_common, stream_options
+from tensorizer.cli.output import Output, escaped, table
+
+if TYPE_CHECKING:
+    from tensorizer.cache import Entry
+
+
+def add_parsers(commands: Any) -> None:
+    parser = commands.add_parser(
+        "cache",
+        help="list, fill, empty and check the cache of remote objects",
+        description="The folder of --cache, or of TENSORIZER_CACHE, keeps what is read of remote objects.",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _add_action(actions, "ls", "list the entries")
+    add = _add_action(actions, "add", "fetch whole objects, and wait until they are on the disk")
+    add.add_argument("uris", nargs="+", metavar="URI", help="what to fetch")
+    prune = _add_action(
+        actions, "prune", "remove entries, the least recently used first; without options what is over the limits"
+    )
+    prune.add_argument("--max-size", metavar="SIZE", help="until all take at most so much, as 500GB or 200GiB")
+    prune.add_argument("--older-than", type=float, metavar="DAYS", help="those that were not used for so long")
+    prune.add_argument("--location", metavar="GLOB", help="those whose location matches the pattern (* ? [])")
+    prune.add_argument("--all", action="store_true", help="all of them")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    verify = _add_action(actions, "verify", "compare what is there with its digests; damaged entries are removed")
+    verify.add_argument("--location", metavar="GLOB", help="those whose location matches the pattern (* ? [])")
+
+
+def _add_action(actions: Any, name: str, text: str) -> Any:
+    parser = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--cache", metavar="DIR", help="the folder; default: TENSORIZER_CACHE")
+    add_common(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    from tensorizer._system.config import env_text
+
+    if not arguments.cache and env_text("TENSORIZER_CACHE") is None:
+        raise UsageError("no cache is named: pass --cache DIR, or set TENSORIZER_CACHE")
+    action = {"ls": _list, "add": _add, "prune": _prune, "verify": _verify}[arguments.action]
+    return action(arguments, output)
+
+
+def _list(arguments: argparse.Namespace, output: Output) -> int:
+    from tensorizer import cache
+
+    found = cache.entries(arguments.cache)
+    if output.json:
+        output.document({**_totals(found), "entries": [_document(entry) for entry in found]})
+        return OK
+    _print(found, output)
+    return OK
+
+
+def _add(arguments: argparse.Namespace, output: Output) -> int:
+    from tensorizer import cache
+
+    added = []
+    for uri in arguments.uris:
+        added += cache.add(uri, cache=arguments.cache, stream_options=stream_options(arguments, uri))
+    if output.json:
+        output.document({"entries": [_document(entry) for entry in added]})
+    else:
+        for entry in added:
+            output.note(f"{escaped(entry.location)}: {entry.cached:,} bytes")
+    return OK
+
+
+def _prune(arguments: argparse.Namespace, output: Output) -> int:
+    from tensorizer import cache
+
+    pruned = cache.prune(
+        arguments.cache,
+        max_size=arguments.max_size,
+        older_than=arguments.older_than,
+        location=arguments.location,
+        all=arguments.all,
+        dry_run=arguments.dry_run,
+    )
+    if output.json:
+        output.document({"dry_run": arguments.dry_run, **{
+            name: [_document(entry) for entry in found] for name, found in pruned._asdict().items()
+        }})  # fmt: skip
+        return OK
+    for entry in pruned.removed:
+        output.line(
+            f"{'would remove' if arguments.dry_run else 'removed'} {escaped(entry.location)} ({_size(entry.disk)})"
+        )
+    for entry in pruned.skipped:
+        output.note(f"in use, not removed: {escaped(entry.location)} ({_size(entry.disk)})")
+    return OK
+
+
+def _verify(arguments: argparse.Namespace, output: Output) -> int:
+    from tensorizer import cache
+
+    results = cache.verify(arguments.cache, location=arguments.location)
+    damaged = [result for result in results if result.problem is not None]
+    if output.json:
+        rows = [{**_document(r.entry), "problem": r.problem, "checked": r.checked} for r in results]
+        output.document({"ok": not damaged, "entries": rows})
+        return DIFFERS if damaged else OK
+    for result in results:
+        if result.problem is not None:
+            output.line(f"{escaped(result.entry.location)}: FAILED, removed: {escaped(result.problem)}")
+        elif not output.quiet:
+            output.line(f"{escaped(result.entry.location)}: ok: {result.checked:,} tensors")
+    return DIFFERS if damaged else OK
+
+
+def _print(found: list[Entry], output: Output) -> None:
+    rows = [
+        (
+            escaped(entry.location),
+            escaped(entry.version)[:24],
+            _size(entry.size),
+            _size(entry.cached),
+            f"{100 * entry.cached // max(entry.size, 1)}%",
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)),
+            entry.state,
+        )
+        for entry in found
+    ]
+    header = ("LOCATION", "VERSION", "SIZE", "CACHED", "", "LAST USED", "STATE")
+    for line in table(header, rows, frozenset({2, 3, 4}), output.width()):
+        output.line(line)
+    totals = _totals(found)
+    output.line(f"{totals['count']:,} entries, {_size(totals['cached'])} cached, {_size(totals['disk'])} on the disk")
+
+
+def _totals(found: list[Entry]) -> dict[str, Any]:
+    return {
+        "count": len(found),
+        "cached": sum(entry.cached for entry in found),
+        "disk": sum(entry.disk for entry in found),
+    }
+
+
+def _document(entry: Entry) -> dict[str, Any]:
+    return {
+        "location": entry.location,
+        "version": entry.version,
+        "size": entry.size,
+        "cached": entry.cached,
+        "disk": entry.disk,
+        "last_used": entry.used,
+        "state": entry.state,
+        "complete": entry.complete,
+        "in_use": entry.in_use,
+        "newest": entry.newest,
+        "path": str(entry.path),
+    }
+
+
+def _size(nbytes: int) -> str:
+    from tensorizer._system.sizes import convert_bytes
+
+    return convert_bytes(nbytes)

@@ -1,0 +1,273 @@
+// The cache of remote objects over a network in memory: what is fetched, what is kept, and what is
+// believed of it later.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <thread>
+
+#include "core/error.h"
+#include "io/byte_ranges.h"
+#include "io/cache/cache_source.h"
+
+namespace tensorizer::io {
+namespace {
+
+constexpr uint64_t kB = kCacheBlockNbytes;
+
+std::vector<std::byte> random_object(uint64_t nbytes) {
+  std::mt19937_64 random(nbytes);
+  std::vector<std::byte> bytes(nbytes);
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+  return bytes;
+}
+
+// An object of the network that counts what is asked of it.
+class Network final : public RangeSource {
+ public:
+  Network(std::vector<std::byte> bytes, SourceTraits traits)
+      : bytes_(std::move(bytes)), traits_(traits) {}
+  const std::string& name() const noexcept override { return name_; }
+  std::optional<uint64_t> size() const override { return bytes_.size(); }
+  SourceTraits traits() const override { return traits_; }
+  using RangeSource::read_at;
+  void read_at(uint64_t offset, std::span<const Slice> slices, const std::stop_token&) override {
+    const uint64_t begin = offset;
+    std::this_thread::sleep_for(delay);
+    for (const Slice& slice : slices) {
+      std::copy_n(bytes_.begin() + static_cast<ptrdiff_t>(offset), slice.size(), slice.begin());
+      offset += slice.size();
+    }
+    MutexLock lock(mutex_);
+    ++reads;
+    nbytes += offset - begin;
+    if (seen_.first_missing(begin, offset) != begin) ++repeated;
+    seen_.add(begin, offset);
+    if (traits_.sequential && begin < last_) went_back = true;
+    last_ = offset;
+  }
+  uint64_t bytes_read() const noexcept override { return nbytes; }
+
+  std::chrono::milliseconds delay{0};
+  std::atomic<uint64_t> reads{0}, nbytes{0}, repeated{0};
+  bool went_back = false;
+
+ private:
+  const std::vector<std::byte> bytes_;
+  const SourceTraits traits_;
+  const std::string name_ = "object";
+  Mutex mutex_;
+  ByteRanges seen_ GUARDED_BY(mutex_);
+  uint64_t last_ GUARDED_BY(mutex_) = 0;
+};
+
+class CacheSourceTest : public testing::Test {
+ protected:
+  CacheSourceTest() {
+    char name[] = "/tmp/tzr-cache-XXXXXX";
+    root = mkdtemp(name);
+    folder = CacheFolder::open(root, true);
+  }
+  ~CacheSourceTest() override { std::filesystem::remove_all(root); }
+
+  std::shared_ptr<Network> network(bool sequential = false) {
+    return std::make_shared<Network>(object,
+                                     SourceTraits{.concurrency = 8, .sequential = sequential});
+  }
+  std::shared_ptr<CacheSource> open(std::shared_ptr<RangeSource> from, CacheLimits limits = {},
+                                    char location = '1') {
+    return CacheSource::open(
+        folder, {std::string(32, location), std::string(32, '2'), object.size(), "{}", limits},
+        std::move(from), "object");
+  }
+  void expect_right(CacheSource& source, uint64_t offset, uint64_t nbytes) {
+    std::vector<std::byte> found(nbytes);
+    const Slice parts[] = {Slice(found).first(nbytes / 3), Slice(found).subspan(nbytes / 3)};
+    source.read_at(offset, parts, {});
+    EXPECT_TRUE(
+        std::equal(found.begin(), found.end(), object.begin() + static_cast<ptrdiff_t>(offset)));
+  }
+  std::string path(const char* file) const {
+    return folder->path_of({std::string(32, '1'), std::string(32, '2')}) + "/" + file;
+  }
+  void overwrite(const char* file, off_t offset, const std::string& bytes) {
+    const UniqueFd fd(::open(path(file).c_str(), O_WRONLY));
+    ASSERT_EQ(pwrite(fd.get(), bytes.data(), bytes.size(), offset),
+              static_cast<ssize_t>(bytes.size()));
+  }
+
+  std::string root;
+  std::shared_ptr<CacheFolder> folder;
+  std::vector<std::byte> object = random_object(10 * kB + 1234);
+};
+
+TEST_F(CacheSourceTest, what_was_read_once_is_not_fetched_again_the_short_last_block_included) {
+  const auto first = network();
+  {
+    const auto source = open(first);
+    expect_right(*source, 100, object.size() - 200);
+    EXPECT_EQ(source->present_nbytes(), object.size());
+    EXPECT_FALSE(source->was_complete());
+  }
+  EXPECT_EQ(first->nbytes, object.size());
+  EXPECT_EQ(first->reads, 1U);
+  const auto second = network();
+  const auto source = open(second);
+  EXPECT_TRUE(source->was_complete());
+  expect_right(*source, 0, object.size());
+  EXPECT_EQ(second->reads, 0U);
+  EXPECT_EQ(source->cached_nbytes_read(), object.size());
+}
+
+TEST_F(CacheSourceTest, a_part_is_rounded_out_to_blocks_and_the_rest_comes_later_without_it) {
+  const auto from = network();
+  const auto source = open(from);
+  expect_right(*source, 3 * kB + 10, 20);
+  EXPECT_EQ(from->nbytes, kB);
+  struct stat found{};
+  ASSERT_EQ(stat(path("data").c_str(), &found), 0);
+  EXPECT_LE(static_cast<uint64_t>(found.st_blocks) * 512, kB + 65536);
+  expect_right(*source, 0, object.size());
+  EXPECT_EQ(from->nbytes, object.size());
+  EXPECT_EQ(from->repeated, 0U);
+}
+
+TEST_F(CacheSourceTest, readers_at_the_same_time_fetch_each_byte_once) {
+  const auto from = network(), other = network();
+  from->delay = other->delay = std::chrono::milliseconds(2);
+  const auto one = open(from), two = open(other);  // as if of two processes
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < 8; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937_64 random(t);
+      for (int i = 0; i < 40; ++i) {
+        const uint64_t offset = random() % object.size();
+        expect_right(t % 2 == 0 ? *one : *two, offset, random() % (object.size() - offset));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  expect_right(*one, 0, object.size());
+  EXPECT_EQ(from->repeated + other->repeated, 0U);
+  EXPECT_EQ(from->nbytes + other->nbytes, object.size());
+}
+
+TEST_F(CacheSourceTest, one_pass_is_kept_without_going_back) {
+  const auto from = network(true);
+  const auto source = open(from);
+  std::mt19937_64 random(5);
+  for (uint64_t at = 0; at < object.size() - 7;) {
+    const uint64_t step = std::min(1 + random() % (3 * kB), object.size() - 7 - at);
+    expect_right(*source, at, step);
+    at += step;
+  }
+  EXPECT_FALSE(from->went_back);
+  EXPECT_EQ(source->present_nbytes(), object.size());
+  const auto again = network(true);
+  const auto second = open(again);
+  EXPECT_FALSE(second->traits().sequential);
+  expect_right(*second, 0, object.size());
+  EXPECT_EQ(again->reads, 0U);
+}
+
+TEST_F(CacheSourceTest, bits_of_an_earlier_boot_count_only_where_they_are_durable) {
+  open(network())->fill({});
+  overwrite("map", 24, "another boot of this machine");
+  {
+    const auto from = network();
+    const auto source = open(from);
+    EXPECT_TRUE(source->was_complete()) << "filling ends with durable blocks";
+  }
+  overwrite("map", 24, "another boot of this machine");
+  overwrite("map", 64 + 2, std::string(2, '\0'));  // durable
+  const auto from = network();
+  const auto source = open(from);
+  EXPECT_EQ(source->present_nbytes(), 0U);
+  expect_right(*source, 0, object.size());
+  EXPECT_EQ(from->nbytes, object.size());
+}
+
+TEST_F(CacheSourceTest, damaged_files_are_a_miss_and_go) {
+  const std::function<void()> damages[] = {
+      [&] { std::filesystem::resize_file(path("map"), 40); },
+      [&] { std::filesystem::resize_file(path("data"), 40); },
+      [&] { overwrite("map", 0, "TZRCMAP2"); },
+      [&] { std::filesystem::remove(path("map")); },
+      [&] { std::filesystem::remove(path("data")); },
+  };
+  for (const auto& damage : damages) {
+    open(network())->fill({});
+    damage();
+    const auto from = network();
+    const auto source = open(from);
+    ASSERT_TRUE(source);
+    expect_right(*source, 0, object.size());
+    EXPECT_EQ(from->nbytes, object.size());
+  }
+}
+
+TEST_F(CacheSourceTest, data_that_is_cut_while_it_is_open_is_a_miss_and_goes) {
+  const auto from = network();
+  const auto source = open(from);
+  source->fill({});
+  std::filesystem::resize_file(path("data"), 5 * kB);
+  expect_right(*source, 0, object.size());
+  EXPECT_FALSE(std::filesystem::exists(path("data")));
+}
+
+TEST_F(CacheSourceTest, nothing_that_is_open_is_removed_for_room) {
+  const CacheLimits limits{object.size() * 3 / 2, 0};
+  auto first = open(network(), limits, '1');
+  first->fill({});
+  EXPECT_EQ(open(network(), limits, '3'), nullptr);
+  first->close();
+  const auto second = open(network(), limits, '3');
+  ASSERT_TRUE(second);
+  EXPECT_FALSE(std::filesystem::exists(path("data")));
+  second->fill({});
+  EXPECT_EQ(open(network(), {object.size() - 1, 0}, '4'), nullptr);
+}
+
+TEST_F(CacheSourceTest, offline_only_what_is_there_is_read) {
+  EXPECT_EQ(open(nullptr), nullptr);
+  expect_right(*open(network()), 3 * kB, kB);
+  const auto source = open(nullptr);
+  expect_right(*source, 3 * kB + 5, 100);
+  std::byte one[1];
+  EXPECT_THROW(source->read_at(0, Slice(one), {}), Error);
+}
+
+TEST_F(CacheSourceTest, a_forked_child_goes_on_with_locks_of_its_own) {
+  const auto from = network();
+  const auto source = open(from);
+  expect_right(*source, 0, kB);
+  const pid_t child = fork();
+  if (child == 0) {
+    std::vector<std::byte> found(object.size());
+    source->read_at(0, Slice(found), {});
+    source->close();
+    _exit(found == object ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(source->present_nbytes(), object.size());
+  EXPECT_FALSE(folder->remove(std::string(32, '1'), std::string(32, '2'), false)) << "still in use";
+}
+
+TEST_F(CacheSourceTest, folders_that_others_can_write_to_are_refused) {
+  open(network())->fill({});
+  const std::string user = root + "/tensorizer-1/" + std::to_string(geteuid());
+  chmod((user + "/" + std::string(32, '1')).c_str(), 0777);
+  EXPECT_THROW(open(network()), Error);
+  chmod(user.c_str(), 0770);
+  EXPECT_THROW(CacheFolder::open(root, true), Error);
+}
+
+}  // namespace
+}  // namespace tensorizer::io
