@@ -187,6 +187,7 @@ FOLDERS = {
         "deserializer",
         "errors",
         "progress",
+        "signing",
     },
     "_save": {"_C", "_system", "_crypto", "_format", "_io", "errors", "progress"},
 }

@@ -10,6 +10,7 @@ void register_errors(pybind11::module_& m);
 void register_io(pybind11::module_& m);
 void register_file(pybind11::module_& m);
 void register_crypto(pybind11::module_& m);
+void register_authenticity(pybind11::module_& m);
 void register_load(pybind11::module_& m);
 void register_slices(pybind11::module_& m);
 void register_save(pybind11::module_& m);

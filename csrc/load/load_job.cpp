@@ -1,6 +1,7 @@
 #include "load/load_job.h"
 
 #include "format/tensor_path.h"
+#include "load/authenticity.h"
 
 namespace tensorizer::load {
 namespace {
@@ -40,8 +41,7 @@ std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t target,
   const format::IndexEntry& entry = entry_of(target);
   std::optional<digest::RecordStart> start;
   naming(target, [&] {
-    header = format::parse_record_header(bytes, entry, opened->prologue.has_crypt_info());
-    format::check_against_index(header, entry);
+    header = accept_record(*opened, targets[target].entry, bytes);
     headers->keep(target, header, bytes);
     // Tensors without data have nothing that a hash of data could prove (format.md 6.3).
     if (!digester || entry.zero_filled()) return;

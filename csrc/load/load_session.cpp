@@ -22,9 +22,13 @@ constexpr uint64_t kUnsizedHeaderLimit = uint64_t{256} << 20;
 constexpr uint64_t kUnsizedDataLimit = uint64_t{4} << 40;  // the plan of more would take memory
 
 // A container without record headers has no digests to compare: its index says all there is to
-// know.
-LoadOptions possible(LoadOptions options, const OpenedIndex& opened) {
-  options.verify = options.verify && opened.has_record_headers();
+// know. Data of a signed file in clear are compared whether or not somebody asks for it.
+LoadOptions possible(LoadOptions options, const OpenedIndex& opened,
+                     const std::vector<LoadTarget>& targets) {
+  const bool data = std::ranges::any_of(
+      targets, [](const LoadTarget& t) { return !t.in_place || t.destination.data != nullptr; });
+  options.verify =
+      (options.verify && opened.has_record_headers()) || (data && opened.binds_data_by_digests());
   return options;
 }
 
@@ -32,7 +36,7 @@ LoadOptions possible(LoadOptions options, const OpenedIndex& opened) {
 
 LoadSession::LoadSession(io::RangeSource& source, const std::shared_ptr<const OpenedIndex>& opened,
                          std::vector<LoadTarget> targets, const LoadOptions& options)
-    : job_(source, opened, std::move(targets), possible(options, *opened)) {
+    : job_(source, opened, targets, possible(options, *opened, targets)) {
   if (has_crypt_info() && options.keys == nullptr)
     throw Error(Errc::crypto, source.name() + " is encrypted, but no key was given", source.name());
   check_sizes();
@@ -138,7 +142,8 @@ void LoadSession::run_and_compare(const std::stop_token& stop) {
     run_workers(stop);
   } catch (const Error& error) {
     const bool of_bytes = error.code() == Errc::malformed || error.code() == Errc::truncated ||
-                          error.code() == Errc::hash_mismatch || error.code() == Errc::crypto;
+                          error.code() == Errc::hash_mismatch || error.code() == Errc::crypto ||
+                          error.code() == Errc::authentication;
     if (of_bytes) blame_change(job_.source);
     throw;
   }

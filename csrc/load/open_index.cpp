@@ -89,10 +89,9 @@ std::shared_ptr<const OpenedIndex> open_tensors(const ContainerHead& head,
   auto opened = std::make_shared<OpenedIndex>(
       head, format::Index(head.prologue, std::move(block), head.index_at(), source_nbytes));
   const format::Index& index = opened->index;
-  const auto prologue = std::span(head.bytes).first(format::kPrologueNbytes);
-  opened->annex =
-      format::parse_annex(index.slack(), head.index_at() + index.entry_bytes().size(),
-                          [&] { return format::digest_index(prologue, index.entry_bytes()); });
+  opened->annex = format::parse_annex(
+      index.slack(), head.index_at() + index.entry_bytes().size(), index.size(),
+      [&] { return format::digest_index(opened->prologue_bytes, index.entry_bytes()); });
   if (opened->annex) {
     opened->metadata = opened->annex->metadata;
     take_ties(*opened, format::resolve_ties(index, opened->annex->ties));

@@ -71,6 +71,10 @@ SliceSession::SliceSession(io::RangeSource& source,
       job_(source, opened, records_of(targets_), options.load) {
   if (has_crypt_info() && job_.options.keys == nullptr)
     throw Error(Errc::crypto, source.name() + " is encrypted, but no key was given", source.name());
+  if (opened->binds_data_by_digests())
+    throw Error(Errc::invalid_argument,
+                source.name() + " is signed and in clear: only whole tensors can be checked",
+                source.name());
   for (uint32_t record = 0; record < job_.targets.size(); ++record) {
     const format::IndexEntry& entry = job_.entry_of(record);
     job_.naming(record, [&] {
@@ -163,7 +167,7 @@ void SliceSession::run_and_compare(const std::stop_token& stop) {
               [&](const std::stop_token& token) { return make_slice_worker(work, token); });
   } catch (const Error& error) {
     const bool of_bytes = error.code() == Errc::malformed || error.code() == Errc::truncated ||
-                          error.code() == Errc::crypto;
+                          error.code() == Errc::crypto || error.code() == Errc::authentication;
     if (of_bytes) blame_change(job_.source);
     throw;
   }
@@ -171,7 +175,7 @@ void SliceSession::run_and_compare(const std::stop_token& stop) {
 }
 
 void SliceSession::read_headers(const std::stop_token& stop) {
-  cipher_ = std::make_unique<PayloadCipher>(*job_.options.keys, job_.targets.size());
+  cipher_ = std::make_unique<PayloadCipher>(*job_.opened, *job_.options.keys, job_.targets.size());
   const io::SourceTraits traits = job_.source.traits();
   std::vector<uint32_t> entries;
   entries.reserve(job_.targets.size());

@@ -14,7 +14,7 @@ namespace tensorizer::load {
 struct StagedLoad::Shared {
   explicit Shared(LoadJob& load) : job(load), accepted(load.targets.size()) {
     if (job.opened->prologue.has_crypt_info())
-      cipher = std::make_unique<PayloadCipher>(*job.options.keys, job.targets.size());
+      cipher = std::make_unique<PayloadCipher>(*job.opened, *job.options.keys, job.targets.size());
   }
 
   void note_accepted(uint32_t target) {
