@@ -40,7 +40,8 @@ std::vector<TextPair> read_texts(std::span<const std::byte> body, uint64_t origi
 class SectionReader {
  public:
   enum class Place { index, sealed, detached };
-  SectionReader(std::span<const std::byte> sections, uint64_t origin, Place place, uint64_t entries)
+  SectionReader(std::span<const std::byte> sections, uint64_t origin, Place place,
+                std::optional<uint64_t> entries)
       : sections_(sections), cursor_(sections, "annex", origin), place_(place), entries_(entries) {}
 
   Annex read(const std::function<Sha256()>& index_digest) {
@@ -119,10 +120,13 @@ class SectionReader {
 
   void accept_records(std::span<const std::byte> body) {
     // Divided, not multiplied: the count is the prologue's.
-    if (body.size() % sizeof(Sha256Digest) != 0 || body.size() / sizeof(Sha256Digest) != entries_)
-      cursor_.fail("records", std::to_string(body.size()) + " bytes of digests for " +
-                                  std::to_string(entries_) + " tensors");
-    annex_.records.resize(entries_);
+    const uint64_t count = body.size() / sizeof(Sha256Digest);
+    if (body.empty() || body.size() % sizeof(Sha256Digest) != 0 ||
+        count != entries_.value_or(count))
+      cursor_.fail("records", std::to_string(body.size()) + " bytes of digests" +
+                                  (entries_ ? " for " + std::to_string(*entries_) + " tensors"
+                                            : std::string()));
+    annex_.records.resize(count);
     std::memcpy(annex_.records.data(), body.data(), body.size());
   }
 
@@ -178,8 +182,8 @@ class SectionReader {
   std::span<const std::byte> sections_;
   ByteCursor cursor_;
   Place place_;
-  uint64_t entries_;
-  bool uncovered_ = false;  // something follows the digest that it should cover
+  std::optional<uint64_t> entries_;  // nullopt: any number of them
+  bool uncovered_ = false;           // something follows the digest that it should cover
   std::bitset<256> seen_;
   Annex annex_;
 };
@@ -253,7 +257,7 @@ std::optional<uint64_t> annex_nbytes_at(std::span<const std::byte> begin) {
 namespace {
 
 std::optional<Annex> read_frame(std::span<const std::byte> slack, uint64_t origin,
-                                SectionReader::Place place, uint64_t entries,
+                                SectionReader::Place place, std::optional<uint64_t> entries,
                                 const std::function<Sha256()>& index_digest) {
   const auto magic = std::as_bytes(std::span(kAnnexMagic));
   if (slack.size() < magic.size() || !std::ranges::equal(slack.first(magic.size()), magic))
@@ -277,10 +281,9 @@ std::optional<Annex> parse_annex(std::span<const std::byte> slack, uint64_t orig
   return read_frame(slack, origin, SectionReader::Place::index, entries, index_digest);
 }
 
-Annex parse_detached(std::span<const std::byte> file, uint64_t entries,
-                     const Sha256& signed_bytes) {
-  auto annex =
-      read_frame(file, 0, SectionReader::Place::detached, entries, [&] { return signed_bytes; });
+Annex parse_detached(std::span<const std::byte> file, const Sha256& signed_bytes) {
+  auto annex = read_frame(file, 0, SectionReader::Place::detached, std::nullopt,
+                          [&] { return signed_bytes; });
   if (!annex || annex->signatures.empty())
     throw Error(Errc::malformed, "a detached signature that holds none");
   if (annex_nbytes_at(file) != file.size())

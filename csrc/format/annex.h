@@ -84,10 +84,11 @@ std::optional<uint64_t> annex_nbytes_at(std::span<const std::byte> begin);
 std::optional<Annex> parse_annex(std::span<const std::byte> slack, uint64_t origin,
                                  uint64_t entries, const std::function<Sha256()>& index_digest);
 
-// Reads a detached signature: a file that holds nothing but an annex of the sections 5, 4 and 7.
-// `signed_bytes` is what comes before the sections in the digest: digest_index(), then the annex of
-// the signed file, from magic to checksum, if it has one. Throws Error(malformed).
-Annex parse_detached(std::span<const std::byte> file, uint64_t entries, const Sha256& signed_bytes);
+// Reads a detached signature: a file that holds nothing but an annex of the sections 5, 4 and 7, of
+// a file of any number of entries. `signed_bytes` is what comes before the sections in the digest:
+// digest_index(), then the annex of the signed file, from magic to checksum, if it has one. Throws
+// Error(malformed).
+Annex parse_detached(std::span<const std::byte> file, const Sha256& signed_bytes);
 
 // Reads the sections that were sealed: metadata, and what may be skipped. Throws Error(malformed).
 Annex parse_sealed(std::span<const std::byte> sections);

@@ -63,7 +63,8 @@ Signed check_signatures(OpenedIndex& opened, const Annex& annex,
       right.push_back(one.public_key);
   }
   if (!by_wanted) return Signed::by_other_keys;
-  if (right.empty()) refuse("the signature does not match: the file was altered, or the signature");
+  if (right.empty() || annex.records.size() != opened.index.size())
+    refuse("the signature does not match: the file was altered, or the signature");
   check_digest(annex);
   vouch(opened, annex);
   auto& signers = opened.vouched.signers;
@@ -100,12 +101,12 @@ Signed check_embedded_signatures(OpenedIndex& opened,
 
 Signed check_detached_signatures(OpenedIndex& opened, std::span<const std::byte> file,
                                  std::span<const crypto::PublicKeyBytes> wanted) {
-  const Annex annex = format::parse_detached(file, opened.index.size(), detached_begin(opened));
+  const Annex annex = format::parse_detached(file, detached_begin(opened));
   return check_signatures(opened, annex, wanted);
 }
 
 std::vector<Signature> signatures_of(const OpenedIndex& opened, std::span<const std::byte> file) {
-  Annex annex = format::parse_detached(file, opened.index.size(), detached_begin(opened));
+  Annex annex = format::parse_detached(file, detached_begin(opened));
   if (annex.digest != annex.computed) return {};
   return std::move(annex.signatures);
 }

@@ -83,9 +83,8 @@ void take_ties(OpenedIndex& opened, std::vector<format::Tie> ties) {
   }
 }
 
-std::shared_ptr<const OpenedIndex> open_tensors(const ContainerHead& head,
-                                                std::vector<std::byte> block,
-                                                uint64_t source_nbytes) {
+std::shared_ptr<OpenedIndex> open_tensors(const ContainerHead& head, std::vector<std::byte> block,
+                                          uint64_t source_nbytes) {
   auto opened = std::make_shared<OpenedIndex>(
       head, format::Index(head.prologue, std::move(block), head.index_at(), source_nbytes));
   const format::Index& index = opened->index;
@@ -99,9 +98,9 @@ std::shared_ptr<const OpenedIndex> open_tensors(const ContainerHead& head,
   return opened;
 }
 
-std::shared_ptr<const OpenedIndex> open_safetensors(const ContainerHead& head,
-                                                    std::vector<std::byte> block,
-                                                    uint64_t source_nbytes) {
+std::shared_ptr<OpenedIndex> open_safetensors(const ContainerHead& head,
+                                              std::vector<std::byte> block,
+                                              uint64_t source_nbytes) {
   format::SafetensorsHeader header =
       format::parse_safetensors(std::move(block), head.start, source_nbytes);
   auto opened = std::make_shared<OpenedIndex>(head, std::move(header.index));
@@ -167,8 +166,8 @@ ContainerHead open_head(io::RangeSource& source, uint64_t start, format::KeyGive
   }
 }
 
-std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, const ContainerHead& head,
-                                              const std::stop_token& stop) {
+std::shared_ptr<OpenedIndex> open_index(io::RangeSource& source, const ContainerHead& head,
+                                        const std::stop_token& stop) {
   try {
     const uint64_t source_nbytes = size_or_unlimited(source);
     std::vector<std::byte> block =

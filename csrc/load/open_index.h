@@ -88,8 +88,9 @@ ContainerHead open_head(io::RangeSource& source, uint64_t start, format::KeyGive
                         const std::stop_token& stop);
 
 // Reads the index behind the head. Every length is compared with the source's size before it sizes
-// memory. Throws as open_head.
-std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, const ContainerHead& head,
-                                              const std::stop_token& stop);
+// memory. Whoever calls this checks what vouches for the file (load/authenticity). Throws as
+// open_head.
+std::shared_ptr<OpenedIndex> open_index(io::RangeSource& source, const ContainerHead& head,
+                                        const std::stop_token& stop);
 
 }  // namespace tensorizer::load

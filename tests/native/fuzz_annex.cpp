@@ -64,8 +64,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   try {
     const Annex detached = parse_detached(
-        frame ? framed(input) : std::vector<std::byte>(input.begin(), input.end()), kEntries, {});
-    FUZZ_CHECK(!detached.signatures.empty() && detached.records.size() == kEntries);
+        frame ? framed(input) : std::vector<std::byte>(input.begin(), input.end()), {});
+    FUZZ_CHECK(!detached.signatures.empty() && !detached.records.empty());
     FUZZ_CHECK(!detached.tag && !detached.metadata && detached.ties.empty());
   } catch (const Error& error) {
     FUZZ_CHECK(error.code() == Errc::malformed);

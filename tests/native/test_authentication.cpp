@@ -271,7 +271,7 @@ TEST(Authentication, OneToSixteenSignaturesAreLegal) {
 }
 
 TEST(Authentication, DetachedSignaturesHoldNothingElse) {
-  const auto detached = [](const Bytes& file) { return parse_detached(file, 2, Sha256()); };
+  const auto detached = [](const Bytes& file) { return parse_detached(file, Sha256()); };
   Bytes good = framed({kRecords, kDigest, signatures(96)});
   EXPECT_EQ(detached(good).signatures.size(), 1U);
   const auto refused = [&](const Bytes& file) {
