@@ -128,6 +128,9 @@ class SigningKey:
     """
 
     __slots__ = ("_public_key", "_seed", "_signer")
+    _public_key: PublicKey
+    _seed: Optional[_C.SecretKey]
+    _signer: _C.Signer
 
     def __init__(self) -> None:
         raise TypeError("SigningKey objects come from generate(), from_file(), from_bytes() or from_provider()")

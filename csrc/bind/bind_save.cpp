@@ -141,6 +141,13 @@ void register_save(py::module_& m) {
              session.abandon();
            })
       .def_property_readonly("tensor_nbytes", &SaveSession::tensor_nbytes)
+      .def_property_readonly("index_digest",
+                             [](const SaveSession& session) -> std::optional<py::bytes> {
+                               const auto& digest = session.index_digest();
+                               if (!digest) return std::nullopt;
+                               return py::bytes(reinterpret_cast<const char*>(digest->data()),
+                                                digest->size());
+                             })
       .def_property_readonly("published_nbytes", &SaveSession::published_nbytes)
       .def_property_readonly("nbytes_done", &SaveSession::nbytes_done);
 }

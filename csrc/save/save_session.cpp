@@ -395,8 +395,9 @@ bool SaveSession::has_annex() const noexcept {
   return options_.is_vouched_for() || !metadata_.empty() || !ties_.empty();
 }
 
-format::Vouchers SaveSession::vouch_for(const format::Sha256Digest& digest) const {
+format::Vouchers SaveSession::vouch_for(const format::Sha256Digest& digest) {
   format::Vouchers vouchers;
+  if (options_.is_vouched_for()) digest_ = digest;
   if (tag_key_)
     vouchers.tag = {.derivation = options_.derivation, .tag = crypto::make_tag(digest, *tag_key_)};
   if (const auto& signer = options_.signer)

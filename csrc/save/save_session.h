@@ -99,6 +99,8 @@ class SaveSession {
   // Closes without completing, but publishes what waits; no call follows.
   void abandon() noexcept;
 
+  // Of the content that was published last, where somebody vouches for the file.
+  const std::optional<format::Sha256Digest>& index_digest() const noexcept { return digest_; }
   uint64_t tensor_nbytes() const noexcept { return head_.prologue.tensor_size; }
   uint64_t published_nbytes() const noexcept;  // the whole container; 0: nothing is published
   uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }
@@ -124,7 +126,7 @@ class SaveSession {
   uint64_t annex_nbytes_with(size_t more_entries,
                              std::span<const format::OwnedPair> more_ties) const;
   bool has_annex() const noexcept;
-  format::Vouchers vouch_for(const format::Sha256Digest& digest) const;
+  format::Vouchers vouch_for(const format::Sha256Digest& digest);
   void digest_headers(const Call& call);
   std::vector<std::byte> seal_metadata();
   uint64_t index_nbytes_with(std::span<const TensorToWrite> tensors, bool tagged) const;
@@ -162,6 +164,7 @@ class SaveSession {
   bool prologue_touched_ = false;
   bool index_touched_ = false;
   bool published_annex_ = false;
+  std::optional<format::Sha256Digest> digest_;  // of the index that was written last
   bool aside_ = false;  // the sink writes a new file, and the published one is as it was
   std::unique_ptr<Call> call_;
   std::atomic<uint64_t> nbytes_done_{0};
