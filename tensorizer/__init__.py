@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tensorizer import s3 as s3
     from tensorizer import serialization as serialization
     from tensorizer import serializer as serializer
+    from tensorizer import signing as signing
     from tensorizer import stream_io as stream_io
     from tensorizer import tensors_pb2 as tensors_pb2
     from tensorizer import torch as torch
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from tensorizer._files.inspect import FileInfo as FileInfo
     from tensorizer._files.inspect import TensorInfo as TensorInfo
     from tensorizer._files.inspect import inspect as inspect
+    from tensorizer._files.sign import sign as sign
     from tensorizer._files.verify import VerifyReport as VerifyReport
     from tensorizer._files.verify import verify as verify
     from tensorizer._format.entries import FilterFuncType as FilterFuncType
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from tensorizer.legacy import load_model as load_model
     from tensorizer.legacy import serialize_model as serialize_model
     from tensorizer.serializer import TensorSerializer as TensorSerializer
+    from tensorizer.signing import PublicKey as PublicKey
+    from tensorizer.signing import SigningKey as SigningKey
     from tensorizer.torch import load as load
     from tensorizer.torch import load_file as load_file
     from tensorizer.torch import safe_open as safe_open
@@ -71,6 +75,7 @@ __all__ = [
     "utils",
     "protobuf",
     "tensors_pb2",
+    "AuthenticationError",
     "DeviceError",
     "FieldRangeError",
     "FormatError",
@@ -89,6 +94,8 @@ __all__ = [
     "TruncatedError",
     "UnsupportedContentError",
     "VerificationError",
+    "PublicKey",
+    "SigningKey",
 ]
 
 # Names that are resolved on demand, and where they are defined. Type checkers read the imports above instead.
@@ -108,7 +115,10 @@ _DEFINED_IN = {
     "convert": "_files.convert",
     "diff": "_files.diff",
     "inspect": "_files.inspect",
+    "sign": "_files.sign",
     "verify": "_files.verify",
+    "PublicKey": "signing",
+    "SigningKey": "signing",
     "load": "torch",  # this one and the next five: functions of safetensors.torch
     "load_file": "torch",
     "safe_open": "torch",
@@ -123,7 +133,7 @@ _DEFINED_IN = {
 _SUBMODULES = frozenset(
     {
         "cli", "cuda", "deserializer", "distributed", "encryption", "errors", "integrations", "legacy", "module_tree",
-        "progress", "protobuf", "s3", "serialization", "serializer", "stream_io", "tensors_pb2",
+        "progress", "protobuf", "s3", "serialization", "serializer", "signing", "stream_io", "tensors_pb2",
         "torch", "torch_compat", "utils",
     }
 )  # fmt: skip

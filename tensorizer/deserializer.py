@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn, Optional, Union
 
 import torch
 
@@ -18,6 +19,7 @@ from tensorizer._io.file_types import SourceArgument
 from tensorizer._io.reopen import SameFile
 from tensorizer._io.shards import OpenedFiles, open_files
 from tensorizer._load.arguments import check_dtype, check_filter
+from tensorizer._load.authenticity import Trust
 from tensorizer._load.container import Container, ReadOptions
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
@@ -32,6 +34,7 @@ from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
 from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
+from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["TensorDeserializer"]
 
@@ -66,8 +69,8 @@ class TensorDeserializer(
         plaid_mode: Accepted, without effect.
         plaid_mode_buffers: Accepted, without effect.
         num_readers: Upper bound for reading threads; ``None`` uses as many as are useful.
-        verify_hash: Compares the stored hashes with the data; ``None`` means ``False``. A tensor with data and without
-            a stored hash is an error then.
+        verify_hash: Compares the stored hashes with the data; ``None`` means ``False``, and ``True`` for files in clear
+            whose signature is checked. A tensor with data and without a stored hash is an error then.
         encryption: The key of an encrypted file.
         mmap: Makes tensors copy-on-write views of a local file instead of reading it. They keep the mapping alive.
             Tensors of older files that are not aligned are copied. ``None`` maps where all tensors go to the CPU as
@@ -75,6 +78,12 @@ class TensorDeserializer(
         progress: ``True`` shows a bar; a callable is told about bytes done (docs/quickstart.md).
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream` where it opens a URI.
         allow_missing_hashes: With ``verify_hash``, takes tensors that have no stored hash, unverified.
+        public_key: Loads only what one of these keys has signed: a :class:`PublicKey`, a path, or a sequence of either.
+            A part of a tensor of a file in clear is read and hashed with the whole tensor then (docs/signing.md).
+        signature: Where the signature is: a path, a URI or its bytes; ``None``: in the file, else beside it, in the
+            file of that name with ``.sig`` behind it.
+        require_authenticated: Refuses files that neither their key nor a signature vouches for; ``None`` is what
+            ``TENSORIZER_REQUIRE_AUTHENTICATED`` says (``1`` or ``0``), else ``False``.
 
     Attributes:
         total_tensor_bytes: Bytes of the (selected) tensors once they are loaded.
@@ -88,7 +97,9 @@ class TensorDeserializer(
             a text file; ``num_readers`` below 1; ``mmap`` with a source that cannot be mapped.
         TypeError: An argument of the wrong type.
         OSError: The source cannot be opened or read (:class:`StreamError`).
-        CryptographyError: The file is encrypted and there is no key, or the other way round, or the key is wrong.
+        CryptographyError: The file is encrypted and there is no key, or the other way round.
+        AuthenticationError: The key is wrong, the file is not what its key or a signature vouches for, or nothing
+            vouches for it and something has to.
         HashMismatchError: Data disagree with their stored hash.
         MissingHashError: Verification was asked for, and a tensor with data has no stored hash.
         RuntimeError: CUDA was asked for and is not available.
@@ -110,16 +121,20 @@ class TensorDeserializer(
         plaid_mode: Optional[bool] = None,
         plaid_mode_buffers: Optional[int] = None,
         num_readers: Optional[int] = None,
-        verify_hash: Optional[bool] = False,
+        verify_hash: Optional[bool] = None,
         encryption: Optional[DecryptionParams] = None,
         mmap: Optional[bool] = False,
         progress: ProgressArgument = False,
         stream_options: Optional[Mapping[str, Any]] = None,
         allow_missing_hashes: bool = False,
+        public_key: PublicKeyArgument = None,
+        signature: Optional[Union[str, bytes, os.PathLike[str]]] = None,
+        require_authenticated: Optional[bool] = None,
     ) -> None:
         self.total_tensor_bytes = 0
         self._device = target_device(device)
         check_decryption(encryption)
+        trust = Trust.of(public_key, signature, require_authenticated)
 
         opened = open_files(file_obj, stream_options)
         self._stream = opened.stream
@@ -129,8 +144,8 @@ class TensorDeserializer(
             check_filter(filter_func)
             check_dtype(dtype)
             limit = thread_limit("num_readers", num_readers)
-            options = ReadOptions(self._device, dtype, limit, encryption, mmap, allow_missing_hashes)
-            self._open(opened, filter_func, options, bool(verify_hash), progress)
+            options = ReadOptions(self._device, dtype, limit, encryption, mmap, allow_missing_hashes, trust=trust)
+            self._open(opened, filter_func, options, verify_hash, progress)
             if not lazy_load:
                 self._loaded.load(self._container.selection)
                 if self._container.index.metadata_is_sealed:  # its key is known by now, and about to be forgotten
@@ -148,10 +163,13 @@ class TensorDeserializer(
         opened: OpenedFiles,
         filter_func: Optional[FilterFuncType],
         options: ReadOptions,
-        verify: bool,
+        verify_hash: Optional[bool],
         progress: ProgressArgument,
     ) -> None:
         container = self._container = open_files_as_one(opened, filter_func, options)
+        if container.checks_whole and verify_hash is not None and not verify_hash:
+            raise ValueError("verify_hash=False: in a file in clear, hashes are what binds the data to its signature")
+        verify = container.checks_whole if verify_hash is None else bool(verify_hash)
         if verify:
             container.verify_index()
         self._loaded = LoadedTensors(container, verify, progress)

@@ -10,6 +10,7 @@ import struct
 from typing import Any, Optional
 
 __all__ = [
+    "AuthenticationError",
     "CryptographyError",
     "DeviceError",
     "FieldRangeError",
@@ -89,6 +90,10 @@ class LoadError(TensorizerError, RuntimeError):
 
 class CryptographyError(TensorizerError):
     """Anything wrong with encryption or decryption: no key, a wrong key, altered ciphertext."""
+
+
+class AuthenticationError(CryptographyError):
+    """A file is not what its key or a signature vouches for, or nothing vouches for it and something has to."""
 
 
 class StreamError(TensorizerError, OSError):

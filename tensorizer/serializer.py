@@ -23,7 +23,7 @@ from tensorizer._format.tree import flatten
 from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.unclosed import tell_if_unclosed
-from tensorizer._save.hashes import HASH_NAMES, check_hashes
+from tensorizer._save.hashes import HASH_NAMES, check_hashes, check_signer
 from tensorizer._save.items import Item, batches, check_name
 from tensorizer._save.modules import extra_states, modules_with_extra_state, walk_module
 from tensorizer._save.ties import check_metadata, check_ties, without_aliases
@@ -32,6 +32,7 @@ from tensorizer._system.threads import thread_limit
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
+from tensorizer.signing import SigningKey
 
 __all__ = ["TensorSerializer"]
 
@@ -58,9 +59,9 @@ class TensorSerializer:
     on the disk when :meth:`close` returns. That needs a sync per call. Tensors of :meth:`write_tensor` therefore wait
     for each other: what has been written since the last sync becomes part of the content with the next call that
     writes many tensors, when 64 MiB have come together, with the first call a second later, and at the latest when
-    the serializer is closed or dropped. On paths with metadata or ties they wait for the end alone, since the file is
-    laid out anew for them. With ``fsync=False``, and in descriptors and file objects, each call is visible when it
-    returns.
+    the serializer is closed or dropped. On paths with metadata or ties, and where the file is encrypted or signed, they
+    wait for the end alone, since the file is laid out anew for them. With ``fsync=False``, and in descriptors and file
+    objects, each call is visible when it returns.
 
     Tensors must not change while a call that writes them runs. Contiguous tensors in host memory are read where they
     are, once to be written and once for the digests, so a change in between gives a file that fails its own
@@ -74,7 +75,7 @@ class TensorSerializer:
             descriptor (which stays the caller's), an ``s3://`` URI, or an open, readable, writable and seekable binary
             file object, which is written from its current position on and closed by :meth:`close`.
         compress_tensors: Accepted, without effect.
-        encryption: Encrypts every tensor with this key.
+        encryption: Encrypts every tensor with this key, and authenticates the file as a whole.
         limit_cpu_concurrency: Upper bound for threads; ``None`` uses as many as are useful.
         hashes: Digests to store per tensor: ``"crc32"``, ``"sha256"``, a collection of these; ``None`` or an empty
             collection stores none. The default is both, as readers expect. Encrypted tensors never get a CRC32, whose
@@ -91,10 +92,13 @@ class TensorSerializer:
             stores their data under each name, as every release expects; ``"once"`` under the first one, and earlier
             releases do not see the others. Either way the file says that they are one, they are one tensor again after
             loading, and a module that they are loaded into is tied.
+        signing_key: A :class:`SigningKey` that signs the file each time that its content is complete: at the end of a
+            call that writes many tensors, and when it is closed. Files in clear need SHA-256 among `hashes` then.
 
     Raises:
         ValueError: An object in the wrong mode (text, append, not readable, not seekable); a read-only scheme; a
-            ``limit_cpu_concurrency`` below 1; unknown `hashes` or `ties`.
+            ``limit_cpu_concurrency`` below 1; unknown `hashes` or `ties`; a `signing_key` without
+            SHA-256.
         TypeError: An argument of the wrong type.
         OSError: The target cannot be written.
     """
@@ -114,11 +118,13 @@ class TensorSerializer:
         stream_options: Optional[Mapping[str, Any]] = None,
         metadata: Optional[Mapping[str, str]] = None,
         ties: str = "twice",
+        signing_key: Optional[SigningKey] = None,
     ) -> None:
         max_workers = thread_limit("limit_cpu_concurrency", limit_cpu_concurrency)
         self.cpu_limit = int(_C.cpu_quota()) if limit_cpu_concurrency is None else limit_cpu_concurrency
         check_encryption(encryption)
         chosen = check_hashes(hashes, encrypted=encryption is not None)
+        signer = check_signer(signing_key, chosen, encrypted=encryption is not None)
         self._once = check_ties(ties)
         pairs = check_metadata(metadata)
         key, derivation = encryption_key(encryption)
@@ -139,6 +145,7 @@ class TensorSerializer:
             key=key,
             derivation=derivation,
             metadata=pairs,
+            signer=signer,
         )
         self._unclosed = tell_if_unclosed(self, opened.sink.name) if opened.appears_on_close else None
         self._closed = False

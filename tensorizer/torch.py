@@ -27,6 +27,7 @@ from tensorizer.deserializer import TensorDeserializer
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.progress import ProgressArgument
 from tensorizer.serializer import TensorSerializer
+from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
 
@@ -44,6 +45,9 @@ def load_file(
     num_readers: Optional[int] = None,
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
+    public_key: PublicKeyArgument = None,
+    signature: Any = None,
+    require_authenticated: Optional[bool] = None,
 ) -> dict[str, Any]:
     """Loads all tensors of a ``.tensors`` or ``.safetensors`` file; its content tells which.
 
@@ -61,6 +65,9 @@ def load_file(
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
+        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        signature: Where the signature is, likewise.
+        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
 
     Returns:
         Plain tensors by name, in the order of the file; aliases of one tensor are the same object. Names of tensors of
@@ -72,6 +79,7 @@ def load_file(
         MissingHashError: `verify`, and a tensor has no digest.
         HashMismatchError: `verify`, and data disagree with their digest.
         CryptographyError: A key is missing, wrong or not wanted.
+        AuthenticationError: The file is not what its key or a signature vouches for.
 
     Source: the semantics of ``safetensors.torch.load_file``; docs/safetensors.md says what differs.
     """
@@ -80,7 +88,10 @@ def load_file(
         "cpu" if device is None else device,
         filter_func,
         dtype,
-        verify_hash=verify,
+        verify_hash=verify or None,
+        public_key=public_key,
+        signature=signature,
+        require_authenticated=require_authenticated,
         encryption=encryption,
         mmap=maps(backend, filename, device, dtype, encryption) or mmap,
         num_readers=num_readers,
@@ -175,6 +186,9 @@ def load_model(
     encryption: Any = None,
     num_readers: Optional[int] = None,
     stream_options: Optional[Mapping[str, Any]] = None,
+    public_key: PublicKeyArgument = None,
+    signature: Any = None,
+    require_authenticated: Optional[bool] = None,
 ) -> LoadReport:
     """Fills a model from a file, by the names of its state dict.
 
@@ -198,6 +212,9 @@ def load_model(
         encryption: The key of an encrypted file.
         num_readers: Upper bound for reading threads.
         stream_options: Keywords for opening a URI.
+        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        signature: Where the signature is, likewise.
+        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
 
     Returns:
         The report; ``missing, unexpected = load_model(…)`` works as with ``safetensors``.
@@ -216,7 +233,10 @@ def load_model(
         dtype=dtype,
         lazy_load=True,
         num_readers=num_readers,
-        verify_hash=verify,
+        verify_hash=verify or None,
+        public_key=public_key,
+        signature=signature,
+        require_authenticated=require_authenticated,
         encryption=encryption,
         stream_options=stream_options,
     ) as file:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -29,7 +31,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import tensorizer.distributed as td
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
-from tensorizer.errors import CryptographyError
+from tensorizer.errors import AuthenticationError, CryptographyError
 
 assert td.TensorizerReader, td.TensorizerWriter  # imported now, once for all ranks
 
@@ -108,6 +110,75 @@ def ctrl_c_in_any_phase(folder: Path) -> None:
 # ---- keys ----
 
 
+def is_of_keys(failure: BaseException) -> bool:
+    """Whether it is an error of ours, or one in which torch quotes what a marker's reader raised."""
+    return isinstance(failure, CryptographyError) or "does not match its authentication code" in str(failure)
+
+
+def altered(folder: Path) -> None:
+    """A marker that was altered, a marker without its tag, a file of another step: all ranks refuse them."""
+
+    def work(rank):
+        checkpoints = [folder / "one", folder / "two"]
+        for step, checkpoint in enumerate(checkpoints):
+            save(checkpoint, step, rank, encryption=KEY)
+        dist.barrier()
+        first, second = checkpoints
+        if rank == 0:
+            before = {path: path.read_bytes() for path in first.iterdir()}
+        marker = first / ".metadata"
+        for attack in (in_the_body, without_tag, foreign_file):
+            if rank == 0:
+                attack(marker, second)
+            dist.barrier()
+            target = {f"w{rank}": torch.zeros(500), "both": torch.zeros(3), "number": 0}
+            try:
+                dcp.load(target, storage_reader=td.TensorizerReader(first, encryption=UNLOCK))
+            except CheckpointException as error:
+                failures = {of: failure[0] for of, failure in error.failures.items()}
+                assert failures, attack
+                assert all(is_of_authenticity(failure) for failure in failures.values()), failures
+                assert attack is foreign_file or set(failures) == {0, 1}, failures
+            else:
+                raise AssertionError(f"no error after {attack.__name__}")
+            dist.barrier()
+            if rank == 0:
+                for path, content in before.items():
+                    path.write_bytes(content)
+            dist.barrier()
+        dcp.load(target, storage_reader=td.TensorizerReader(first, encryption=UNLOCK, require_authenticated=True))
+        assert float(target[f"w{rank}"][-1]) == 0
+
+    run_ranks(2, work)
+
+
+def is_of_authenticity(failure: BaseException) -> bool:
+    return isinstance(failure, AuthenticationError) or "authentica" in str(failure)
+
+
+def in_the_body(marker: Path, other: Path) -> None:
+    """The body says something else, and the digest of the head fits it."""
+    head, _, body = marker.read_bytes().partition(b"\n")
+    body = body.replace(b'"world_size":2', b'"world_size":3')
+    fitting = {**json.loads(head), "sha256": hashlib.sha256(body).hexdigest()}
+    marker.write_bytes(json.dumps(fitting).encode() + b"\n" + body)
+
+
+def without_tag(marker: Path, other: Path) -> None:
+    head, _, body = marker.read_bytes().partition(b"\n")
+    known = json.loads(head)
+    assert len(known.pop("tag")) == 64
+    marker.write_bytes(json.dumps(known).encode() + b"\n" + body)
+
+
+def foreign_file(marker: Path, other: Path) -> None:
+    """The files of both ranks are those of another step, under the same key and of the same size."""
+    mine, theirs = (sorted(folder.glob("*.tensors")) for folder in (marker.parent, other))
+    for to, source in zip(mine, theirs):
+        assert to.stat().st_size == source.stat().st_size
+        to.write_bytes(source.read_bytes())
+
+
 def keys(folder: Path) -> None:
     """Of the wrong key all ranks learn."""
 
@@ -121,7 +192,7 @@ def keys(folder: Path) -> None:
             except CheckpointException as error:
                 failures = {of: failure[0] for of, failure in error.failures.items()}
                 assert set(failures) == {0, 1}
-                assert all(isinstance(failure, CryptographyError) for failure in failures.values()), failures
+                assert all(map(is_of_keys, failures.values())), failures
             else:
                 raise AssertionError("no error")
             assert not target["both"].any()

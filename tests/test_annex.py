@@ -7,6 +7,7 @@ import json
 import os
 
 import pytest
+import reference_auth as auth
 import reference_format as fmt
 import samples
 import torch
@@ -218,7 +219,7 @@ def test_metadata_of_encrypted_files_is_sealed_and_ties_are_not():
     encryption = EncryptionParams.random()
     data = module_bytes(samples.net(), metadata={"secret": "words"}, encryption=encryption)
     file = fmt.read_file(data)
-    assert [kind for kind, _, _ in file.annex] == [TIES, SEALED, DIGEST]
+    assert [kind for kind, _, _ in file.annex] == [TIES, SEALED, auth.RECORDS, DIGEST, auth.TAG]
     assert b"words" not in data
     key = DecryptionParams.from_key(encryption.key)
     for lazy in (True, False):
@@ -232,6 +233,7 @@ def test_metadata_of_encrypted_files_is_sealed_and_ties_are_not():
     with pytest.raises(RuntimeError, match="closed"):
         closed.metadata  # noqa: B018
     wrong = DecryptionParams.from_key(os.urandom(32))
+    data = auth.as_before(data, encryption.key)
     with opened(data, encryption=wrong, lazy_load=True) as found, pytest.raises(CryptographyError, match="metadata"):
         found.metadata  # noqa: B018
 

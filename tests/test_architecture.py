@@ -188,6 +188,7 @@ FOLDERS = {
         "deserializer",
         "errors",
         "progress",
+        "signing",
     },
     "_save": {"_C", "_system", "_crypto", "_format", "_io", "errors", "progress"},
 }

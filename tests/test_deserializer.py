@@ -93,7 +93,7 @@ def test_the_signature_keeps_the_positional_order_keywords_and_defaults():
         "plaid_mode": None,
         "plaid_mode_buffers": None,
         "num_readers": None,
-        "verify_hash": False,
+        "verify_hash": None,
         "encryption": None,
         "mmap": False,
     }

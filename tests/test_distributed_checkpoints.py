@@ -25,7 +25,14 @@ from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tensorizer.distributed as td
-from tensorizer import DecryptionParams, EncryptionParams, FormatError, HashMismatchError, TensorDeserializer
+from tensorizer import (
+    AuthenticationError,
+    DecryptionParams,
+    EncryptionParams,
+    FormatError,
+    HashMismatchError,
+    TensorDeserializer,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized"),
@@ -319,6 +326,42 @@ def test_a_marker_unpacks_to_what_it_says_and_no_further(tmp_path):
         tracemalloc.stop()
 
 
+def test_the_marker_of_an_encrypted_checkpoint_vouches_for_its_body_and_its_files(tmp_path):
+    import reference_auth as auth
+    from tensorizer.distributed._checkpoint.marker import unpack_marker
+
+    key = EncryptionParams.from_string("open sesame", 1, 8192)
+    unlock = DecryptionParams.from_string("open sesame")
+    save({"w": torch.arange(1000.0)}, tmp_path, encryption=key)
+    head, _, body = (tmp_path / ".metadata").read_bytes().partition(b"\n")
+    known, content = json.loads(head), json.loads(body)
+    tag = hashlib.blake2b(body, digest_size=32, key=auth.subkey(key.key, 3)).hexdigest()
+    assert known["tag"] == tag
+    (file,) = tmp_path.glob("*.tensors")
+    assert content["index_digests"] == [auth.digest_of(file.read_bytes()).hex()]
+    for params in (unlock, DecryptionParams.from_key(key.key)):
+        target = {"w": torch.zeros(1000)}
+        load(target, tmp_path, encryption=params, require_authenticated=True)
+        assert torch.equal(target["w"], torch.arange(1000.0))
+        assert td.verify(tmp_path, encryption=params).ok
+    # An earlier release's marker and file are read as before, and refused where they have to be authenticated.
+    old = {name: value for name, value in known.items() if name not in ("tag", "derivation")}
+    (tmp_path / ".metadata").write_bytes(json.dumps(old).encode() + b"\n" + body)
+    with pytest.raises((AuthenticationError, CheckpointException), match="marker is not"):
+        load({"w": torch.zeros(1000)}, tmp_path, encryption=unlock)
+    assert not td.verify(tmp_path, encryption=unlock).ok
+    with pytest.raises(AuthenticationError):
+        td.consolidate(tmp_path, tmp_path / "one.tensors", decryption=unlock)
+    file.write_bytes(auth.as_before(file.read_bytes(), key.key))
+    load({"w": torch.zeros(1000)}, tmp_path, encryption=unlock)
+    with pytest.raises(AuthenticationError, match="not authenticated"):
+        td.TensorizerReader(tmp_path, encryption=unlock, require_authenticated=True).read_metadata()
+    for wrong in ({"tag": 7}, {"tag": "zz"}, {"tag": "00"}, {"tag": tag, "derivation": "00"}):
+        data = json.dumps({**known, "derivation": known["derivation"], **wrong}).encode() + b"\n" + body
+        with pytest.raises((AuthenticationError, FormatError)):
+            unpack_marker(data, "marker", unlock)
+
+
 def test_an_encrypted_checkpoint_shows_no_value_and_needs_its_key(tmp_path):
     key = EncryptionParams.random()
     state = {"w": torch.arange(100_000.0), "secret": "open sesame", "step": 3}
@@ -399,7 +442,16 @@ def test_with_ranks_of_their_own(fresh_process, tmp_path, scenario):
 
 @pytest.mark.parametrize(
     "scenario",
-    ["ctrl_c_in_any_phase", "keys", "in_a_process", "two_in_the_background", "boxes", "blocks", "memory_of_a_save"],
+    [
+        "ctrl_c_in_any_phase",
+        "keys",
+        "altered",
+        "in_a_process",
+        "two_in_the_background",
+        "boxes",
+        "blocks",
+        "memory_of_a_save",
+    ],
 )
 def test_conduct(fresh_process, tmp_path, scenario):
     """Ctrl-C leaves no thread and no temporary file; a wrong key is an error on all ranks; memory is bounded."""

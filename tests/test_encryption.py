@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_auth as auth
 import reference_crypto as crypto
 import reference_format as fmt
 import torch
@@ -212,10 +213,18 @@ def refused(data: bytes, decryption: DecryptionParams | None, match: str, **opti
 
 
 @pytest.mark.parametrize("options", [{}, {"lazy_load": True}, {"num_readers": 2}], ids=repr)
-def test_a_wrong_key_names_tensor_and_chunk(options):
-    data = state_dict_bytes({"weight": tensor((10,))}, encryption=exact()[0])
+def test_a_wrong_key_is_found_when_the_file_is_opened(options):
+    for secret, wrong in ((exact(), exact(bytes(32))), (passphrase(), passphrase("open barley"))):
+        data = state_dict_bytes({"weight": tensor((10,))}, encryption=secret[0])
+        refused(data, wrong[1], "the index does not match its authentication code: wrong key", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"lazy_load": True}, {"num_readers": 2}], ids=repr)
+def test_a_wrong_key_of_an_earlier_file_names_tensor_and_chunk(options):
+    data = auth.as_before(state_dict_bytes({"weight": tensor((10,))}, encryption=exact()[0]), KEY)
     refused(data, exact(bytes(32))[1], "(?s)weight.*chunk 1|chunk 1.*weight", **options)
-    data = state_dict_bytes({"weight": tensor((10,))}, encryption=passphrase()[0])
+    secret = passphrase()
+    data = auth.as_before(state_dict_bytes({"weight": tensor((10,))}, encryption=secret[0]), secret[0].key)
     refused(data, passphrase("open barley")[1], "weight", **options)
 
 
@@ -278,7 +287,7 @@ def test_chunks_exchanged_within_a_tensor_between_tensors_or_between_files_are_r
 
 
 def test_a_crypt_block_from_another_tensor_is_refused():
-    data = bytearray(state_dict_bytes(big_values(), encryption=exact()[0]))
+    data = bytearray(auth.as_before(state_dict_bytes(big_values(), encryption=exact()[0]), KEY))
     x, y = (record.header.crypt_info for record in fmt.read_file(bytes(data)).records[:2])
     assert len(x) == len(y)
     at = data.index(x)
@@ -312,9 +321,10 @@ def test_a_failed_load_leaves_the_module_as_it_was():
 
 
 def hostile(opslimit: int, memlimit: int, tensors: int = 1, one_salt: bool = True) -> bytes:
-    """A passphrase file whose records ask for these parameters."""
+    """A passphrase file, as of earlier releases, whose records ask for these parameters."""
     encryption = EncryptionParams.from_string("open sesame", 1, 8192, bytes(16))
-    data = bytearray(state_dict_bytes({f"t{i}": tensor((4,), seed=i) for i in range(tensors)}, encryption=encryption))
+    values = {f"t{i}": tensor((4,), seed=i) for i in range(tensors)}
+    data = bytearray(auth.as_before(state_dict_bytes(values, encryption=encryption), encryption.key))
     for i, record in enumerate(fmt.read_file(bytes(data)).records):
         # Inside the block: count 2, chunk length 8, type 2, method 2, then the limits, the algorithm, the salt.
         at = data.index(record.header.crypt_info) + 14

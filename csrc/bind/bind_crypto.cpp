@@ -64,10 +64,6 @@ std::span<std::byte> contents(const py::bytes& bytes) {
           static_cast<size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
 }
 
-py::bytes to_bytes(std::span<const std::byte> bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
-
 SharedKey make_key(const py::object& bytes) {
   const BytesView view(bytes);
   return std::make_shared<SecretKey>(view.bytes());

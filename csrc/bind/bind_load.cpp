@@ -199,9 +199,8 @@ void register_index(py::module_& m) {
             prompt ? Where::here : Where::helper_thread,
             [&](auto& stop) { return load::open_head(source, start, key, stop); });
         const bool brief = prompt && head.index_nbytes() <= kBriefIndexNbytes;
-        return std::const_pointer_cast<OpenedIndex>(
-            run_interruptible(brief ? Where::here : Where::helper_thread,
-                              [&](auto& stop) { return load::open_index(source, head, stop); }));
+        return run_interruptible(brief ? Where::here : Where::helper_thread,
+                                 [&](auto& stop) { return load::open_index(source, head, stop); });
       },
       py::arg("source"), py::arg("start"), py::arg("key_given"));
 }

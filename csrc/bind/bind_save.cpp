@@ -89,12 +89,13 @@ std::unique_ptr<SaveSession> make_session(
     std::shared_ptr<io::RangeSink> sink, uint64_t start, bool crc32, bool sha256,
     unsigned max_workers, std::shared_ptr<crypto::SecretKey> key,
     const std::optional<std::tuple<uint64_t, uint64_t, py::bytes>>& derivation,
-    std::vector<format::OwnedPair> metadata) {
+    std::vector<format::OwnedPair> metadata, std::shared_ptr<crypto::Signer> signer) {
   save::SaveOptions options{.hashes = {crc32, sha256},
                             .max_workers = max_workers,
                             .key = std::move(key),
                             .derivation = std::nullopt,
-                            .metadata = std::move(metadata)};
+                            .metadata = std::move(metadata),
+                            .signer = std::move(signer)};
   if (derivation) {
     const auto& [opslimit, memlimit, salt] = *derivation;
     const std::string_view text = salt;
@@ -112,7 +113,7 @@ void register_save(py::module_& m) {
       .def(py::init(&make_session), py::arg("sink"), py::arg("start"), py::kw_only(),
            py::arg("crc32"), py::arg("sha256"), py::arg("max_workers") = 0,
            py::arg("key") = py::none(), py::arg("derivation") = py::none(),
-           py::arg("metadata") = std::vector<format::OwnedPair>{})
+           py::arg("metadata") = std::vector<format::OwnedPair>{}, py::arg("signer") = py::none())
       .def("begin_call", &begin_call, py::arg("tensors"), py::arg("growing"),
            py::arg("ties") = py::list())
       .def("set_metadata", &SaveSession::set_metadata, py::arg("key"), py::arg("value"))
@@ -140,6 +141,13 @@ void register_save(py::module_& m) {
              session.abandon();
            })
       .def_property_readonly("tensor_nbytes", &SaveSession::tensor_nbytes)
+      .def_property_readonly("index_digest",
+                             [](const SaveSession& session) -> std::optional<py::bytes> {
+                               const auto& digest = session.index_digest();
+                               if (!digest) return std::nullopt;
+                               return py::bytes(reinterpret_cast<const char*>(digest->data()),
+                                                digest->size());
+                             })
       .def_property_readonly("published_nbytes", &SaveSession::published_nbytes)
       .def_property_readonly("nbytes_done", &SaveSession::nbytes_done);
 }

@@ -1,9 +1,16 @@
-// One register function per binding file; module.cpp calls them all.
+// One register function per binding file, which module.cpp calls, and what several of them need.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
+#include <span>
+
 namespace tensorizer::bind {
+
+inline pybind11::bytes to_bytes(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
 
 void register_cache(pybind11::module_& m);
 void register_cuda(pybind11::module_& m);
@@ -11,6 +18,7 @@ void register_errors(pybind11::module_& m);
 void register_io(pybind11::module_& m);
 void register_file(pybind11::module_& m);
 void register_crypto(pybind11::module_& m);
+void register_authenticity(pybind11::module_& m);
 void register_load(pybind11::module_& m);
 void register_batch(pybind11::module_& m);
 void register_save(pybind11::module_& m);

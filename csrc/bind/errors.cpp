@@ -25,6 +25,8 @@ const char* class_name(const Error& error) {
       return "HashMismatchError";
     case Errc::crypto:
       return "CryptographyError";
+    case Errc::authentication:
+      return "AuthenticationError";
     case Errc::not_found:
       return "StreamNotFoundError";
     case Errc::io:

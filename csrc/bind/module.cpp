@@ -24,6 +24,7 @@ PYBIND11_MODULE(_C, m) {
   tensorizer::bind::register_io(m);
   tensorizer::bind::register_file(m);
   tensorizer::bind::register_crypto(m);
+  tensorizer::bind::register_authenticity(m);
   tensorizer::bind::register_cuda(m);  // copy engines, which loads and saves take
   tensorizer::bind::register_load(m);
   tensorizer::bind::register_batch(m);

@@ -8,6 +8,7 @@
 #include "core/byte_writer.h"
 #include "core/endian.h"
 #include "core/error.h"
+#include "format/crypt_info.h"
 #include "format/prologue.h"
 
 namespace tensorizer::format {
@@ -16,6 +17,9 @@ namespace {
 constexpr std::string_view kAnnexMagic = "TZRANNX1";
 constexpr uint64_t kFrameNbytes = 8 + 4 + 4;  // magic, length, checksum
 constexpr uint8_t kMustKnow = 1;
+constexpr uint8_t kTagAlgorithm = 1;
+constexpr uint64_t kTagNbytes = 2 + sizeof(FileTag::tag);
+constexpr uint64_t kSignatureNbytes = sizeof(Signature::public_key) + sizeof(Signature::signature);
 // The prologue's bytes that a digest covers: version and flags; tensor count and metadata length.
 constexpr size_t kVersionAt = 5, kTensorSizeAt = 41, kCountAt = 57;
 
@@ -35,8 +39,10 @@ std::vector<TextPair> read_texts(std::span<const std::byte> body, uint64_t origi
 
 class SectionReader {
  public:
-  SectionReader(std::span<const std::byte> sections, uint64_t origin, bool sealed)
-      : sections_(sections), cursor_(sections, "annex", origin), sealed_(sealed) {}
+  enum class Place { index, sealed, detached };
+  SectionReader(std::span<const std::byte> sections, uint64_t origin, Place place,
+                std::optional<uint64_t> entries)
+      : sections_(sections), cursor_(sections, "annex", origin), place_(place), entries_(entries) {}
 
   Annex read(const std::function<Sha256()>& index_digest) {
     while (cursor_.remaining() > 0) {
@@ -55,26 +61,35 @@ class SectionReader {
       if (seen_[type])
         cursor_.fail("section type", "type " + std::to_string(type) + " occurs twice");
       seen_[type] = true;
-      if (static_cast<SectionType>(type) == SectionType::index_digest) {
+      const auto section = static_cast<SectionType>(type);
+      if (section == SectionType::index_digest) {
         accept_digest(body, sections_.first(begin), index_digest());
       } else {
-        accept(static_cast<SectionType>(type), body, at);
+        accept(section, body, at);
+        uncovered_ = uncovered_ || (annex_.digest && section < SectionType::authentication);
       }
     }
     if (annex_.metadata && !annex_.sealed.empty())
       cursor_.fail("section", "metadata both in clear and sealed");
+    // Else whoever cannot make a tag could add to what it seems to cover.
+    if (uncovered_ && (annex_.tag || !annex_.signatures.empty()))
+      cursor_.fail("section", "content behind the index digest, in an authenticated file");
     return std::move(annex_);
   }
 
  private:
-  // Sealed sections hold metadata; the others have their place in the open.
-  bool is_known(uint8_t type) const {
-    if (type == static_cast<uint8_t>(SectionType::metadata)) return true;
-    const bool known = type >= static_cast<uint8_t>(SectionType::ties) &&
-                       type <= static_cast<uint8_t>(SectionType::index_digest);
-    if (known && sealed_)
-      cursor_.fail("section type", "type " + std::to_string(type) + " cannot be sealed");
-    return known;
+  // Sealed sections hold metadata; a detached signature what vouches for a file.
+  bool is_known(uint8_t number) const {
+    const auto type = static_cast<SectionType>(number);
+    if (type < SectionType::metadata || type > SectionType::signatures) return false;
+    const bool metadata = type == SectionType::metadata;
+    const bool detached = type == SectionType::records || type == SectionType::index_digest ||
+                          type == SectionType::signatures;
+    if (place_ == Place::sealed && !metadata)
+      cursor_.fail("section type", "type " + std::to_string(number) + " cannot be sealed");
+    if (place_ == Place::detached && !detached)
+      cursor_.fail("section type", "type " + std::to_string(number) + " in a detached signature");
+    return true;
   }
 
   void accept(SectionType type, std::span<const std::byte> body, uint64_t at) {
@@ -85,9 +100,71 @@ class SectionReader {
       case SectionType::ties:
         annex_.ties = read_texts(body, at, "ties", annex_);
         return;
-      default:
+      case SectionType::records:
+        accept_records(body);
+        return;
+      case SectionType::authentication:
+        need_digests();
+        annex_.tag = read_tag(body, at);
+        return;
+      case SectionType::signatures:
+        need_digests();
+        accept_signatures(body, at);
+        return;
+      case SectionType::sealed:
+      case SectionType::index_digest:
         if (body.empty()) cursor_.fail("section", "a sealed section without content");
         annex_.sealed.assign(body.begin(), body.end());
+    }
+  }
+
+  void accept_records(std::span<const std::byte> body) {
+    // Divided, not multiplied: the count is the prologue's.
+    const uint64_t count = body.size() / sizeof(Sha256Digest);
+    if (body.empty() || body.size() % sizeof(Sha256Digest) != 0 ||
+        count != entries_.value_or(count))
+      cursor_.fail("records", std::to_string(body.size()) + " bytes of digests" +
+                                  (entries_ ? " for " + std::to_string(*entries_) + " tensors"
+                                            : std::string()));
+    annex_.records.resize(count);
+    std::memcpy(annex_.records.data(), body.data(), body.size());
+  }
+
+  void need_digests() const {
+    if (annex_.records.empty() || !annex_.digest)
+      cursor_.fail("section", "without the digests that it is about in front of it");
+  }
+
+  FileTag read_tag(std::span<const std::byte> body, uint64_t at) const {
+    ByteCursor cursor(body, "authentication", at);
+    const auto algorithm = cursor.read_le<uint8_t>("algorithm");
+    if (algorithm != kTagAlgorithm)
+      throw Error(Errc::crypto,
+                  "authentication: algorithm " + std::to_string(algorithm) + " is not known", {},
+                  at);
+    const auto kind = cursor.read_le<uint8_t>("kind");
+    if (kind > 1) cursor.fail("kind", "kind " + std::to_string(kind) + " is not known");
+    FileTag tag;
+    if (kind == 1) tag.derivation = read_derivation(cursor);
+    std::ranges::copy(cursor.take(tag.tag.size(), "tag"), tag.tag.begin());
+    if (cursor.remaining() > 0)
+      cursor.fail("tag", std::to_string(cursor.remaining()) + " bytes too many");
+    return tag;
+  }
+
+  void accept_signatures(std::span<const std::byte> body, uint64_t at) {
+    const size_t count = body.size() / kSignatureNbytes;
+    if (body.size() % kSignatureNbytes != 0 || count == 0 || count > kMaxSignatures)
+      cursor_.fail("signatures", std::to_string(body.size()) + " bytes, wanted 1 to " +
+                                     std::to_string(kMaxSignatures) + " times " +
+                                     std::to_string(kSignatureNbytes));
+    ByteCursor cursor(body, "signatures", at);
+    for (size_t i = 0; i < count; ++i) {
+      Signature& signature = annex_.signatures.emplace_back();
+      std::ranges::copy(cursor.take(signature.public_key.size(), "public key"),
+                        signature.public_key.begin());
+      std::ranges::copy(cursor.take(signature.signature.size(), "signature"),
+                        signature.signature.begin());
     }
   }
 
@@ -104,7 +181,9 @@ class SectionReader {
 
   std::span<const std::byte> sections_;
   ByteCursor cursor_;
-  bool sealed_;
+  Place place_;
+  std::optional<uint64_t> entries_;  // nullopt: any number of them
+  bool uncovered_ = false;           // something follows the digest that it should cover
   std::bitset<256> seen_;
   Annex annex_;
 };
@@ -117,12 +196,31 @@ void check_section(SectionType type, uint64_t nbytes) {
 }
 
 void put_section(std::vector<std::byte>& out, SectionType type, std::span<const std::byte> body) {
-  check_section(type, body.size());
   ByteWriter section(out);
   section.put(static_cast<uint8_t>(type));
   section.put(uint8_t{0});
   section.put(static_cast<uint32_t>(body.size()));
   section.put_bytes(body);
+}
+
+void put_tag(std::vector<std::byte>& out, const FileTag& tag) {
+  std::vector<std::byte> body;
+  ByteWriter writer(body);
+  writer.put(kTagAlgorithm);
+  writer.put(static_cast<uint8_t>(tag.derivation.has_value()));
+  if (tag.derivation) put_derivation(writer, *tag.derivation);
+  writer.put_bytes(tag.tag);
+  put_section(out, SectionType::authentication, body);
+}
+
+void put_signatures(std::vector<std::byte>& out, std::span<const Signature> signatures) {
+  std::vector<std::byte> body;
+  ByteWriter writer(body);
+  for (const Signature& signature : signatures) {
+    writer.put_bytes(signature.public_key);
+    writer.put_bytes(signature.signature);
+  }
+  put_section(out, SectionType::signatures, body);
 }
 
 std::string text_of(SectionType type, std::span<const TextPair> pairs) {
@@ -156,8 +254,11 @@ std::optional<uint64_t> annex_nbytes_at(std::span<const std::byte> begin) {
   return magic.size() + sizeof nbytes + nbytes + sizeof(uint32_t);
 }
 
-std::optional<Annex> parse_annex(std::span<const std::byte> slack, uint64_t origin,
-                                 const std::function<Sha256()>& index_digest) {
+namespace {
+
+std::optional<Annex> read_frame(std::span<const std::byte> slack, uint64_t origin,
+                                SectionReader::Place place, std::optional<uint64_t> entries,
+                                const std::function<Sha256()>& index_digest) {
   const auto magic = std::as_bytes(std::span(kAnnexMagic));
   if (slack.size() < magic.size() || !std::ranges::equal(slack.first(magic.size()), magic))
     return std::nullopt;
@@ -169,11 +270,29 @@ std::optional<Annex> parse_annex(std::span<const std::byte> slack, uint64_t orig
   const auto stored = cursor.read_le<uint32_t>("checksum");
   if (crc32(0, covered) != stored)
     cursor.fail("checksum", "its checksum does not fit: it is damaged");
-  return SectionReader(sections, origin + magic.size() + sizeof nbytes, false).read(index_digest);
+  return SectionReader(sections, origin + magic.size() + sizeof nbytes, place, entries)
+      .read(index_digest);
+}
+
+}  // namespace
+
+std::optional<Annex> parse_annex(std::span<const std::byte> slack, uint64_t origin,
+                                 uint64_t entries, const std::function<Sha256()>& index_digest) {
+  return read_frame(slack, origin, SectionReader::Place::index, entries, index_digest);
+}
+
+Annex parse_detached(std::span<const std::byte> file, const Sha256& signed_bytes) {
+  auto annex = read_frame(file, 0, SectionReader::Place::detached, std::nullopt,
+                          [&] { return signed_bytes; });
+  if (!annex || annex->signatures.empty())
+    throw Error(Errc::malformed, "a detached signature that holds none");
+  if (annex_nbytes_at(file) != file.size())
+    throw Error(Errc::malformed, "a detached signature with more bytes than it says");
+  return std::move(*annex);
 }
 
 Annex parse_sealed(std::span<const std::byte> sections) {
-  return SectionReader(sections, 0, true).read({});
+  return SectionReader(sections, 0, SectionReader::Place::sealed, 0).read({});
 }
 
 std::vector<std::byte> serialize_metadata(std::span<const TextPair> metadata) {
@@ -183,15 +302,23 @@ std::vector<std::byte> serialize_metadata(std::span<const TextPair> metadata) {
 }
 
 std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<const std::byte> sealed,
-                                       const Sha256& index_digest) {
+                                       const Sha256& index_digest, const VouchFor& vouch_for) {
   std::vector<std::byte> sections;
   if (!annex.metadata.empty() && sealed.empty())
     put_texts(sections, SectionType::metadata, annex.metadata);
   if (!annex.ties.empty()) put_texts(sections, SectionType::ties, annex.ties);
   if (!sealed.empty()) put_section(sections, SectionType::sealed, sealed);
-  Sha256 digest = index_digest;
-  digest.update(sections);
-  put_section(sections, SectionType::index_digest, digest.finish());
+  if (!annex.records.empty())
+    put_section(sections, SectionType::records, std::as_bytes(annex.records));
+  Sha256 stream = index_digest;
+  stream.update(sections);
+  const Sha256Digest digest = stream.finish();
+  put_section(sections, SectionType::index_digest, digest);
+  if (vouch_for) {
+    const Vouchers vouchers = vouch_for(digest);
+    if (vouchers.tag) put_tag(sections, *vouchers.tag);
+    if (!vouchers.signatures.empty()) put_signatures(sections, vouchers.signatures);
+  }
 
   std::vector<std::byte> out;
   out.reserve(sections.size() + kFrameNbytes);
@@ -203,15 +330,25 @@ std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<cons
   return out;
 }
 
-uint64_t annex_nbytes(const AnnexToWrite& annex, uint64_t sealed_overhead) {
-  if (annex.metadata.empty() && annex.ties.empty()) return 0;
+uint64_t annex_nbytes(const AnnexToWrite& annex, uint64_t sealed_overhead, uint64_t entries,
+                      const VouchersToCome& vouchers) {
+  const bool vouched = vouchers.tag || vouchers.signatures > 0;
+  if (annex.metadata.empty() && annex.ties.empty() && !vouched) return 0;
   uint64_t nbytes = kFrameNbytes + kSectionHeadNbytes + Sha256Digest{}.size();
   const auto add = [&nbytes](SectionType type, std::span<const TextPair> pairs) {
     if (!pairs.empty()) nbytes += kSectionHeadNbytes + text_of(type, pairs).size();
   };
   add(SectionType::metadata, annex.metadata);
   add(SectionType::ties, annex.ties);
-  return annex.metadata.empty() ? nbytes : nbytes + sealed_overhead;
+  if (vouched) nbytes += kSectionHeadNbytes + sizeof(Sha256Digest) * entries;
+  if (vouchers.tag)
+    nbytes += kSectionHeadNbytes + kTagNbytes + (vouchers.derivation ? kDerivationNbytes : 0);
+  if (vouchers.signatures > 0)
+    nbytes += kSectionHeadNbytes + kSignatureNbytes * vouchers.signatures;
+  if (!annex.metadata.empty()) nbytes += sealed_overhead;
+  if (nbytes > UINT32_MAX)
+    throw Error(Errc::out_of_range, "more tensors than an authenticated file can hold");
+  return nbytes;
 }
 
 }  // namespace tensorizer::format

@@ -1,5 +1,7 @@
-// What a file says beyond its tensors: metadata and ties, in sections behind the last index entry,
-// where every earlier reader finds slack. Pure; bytes <-> values. Source: docs/format.md, "Annex".
+// What a file says beyond its tensors: metadata and ties, and what vouches for the file, in
+// sections behind the last index entry, where every earlier reader finds slack. A detached
+// signature is an annex too, in a file of its own. Pure; bytes <-> values. Source: docs/format.md,
+// "Annex".
 #pragma once
 
 #include <array>
@@ -20,10 +22,32 @@
 
 namespace tensorizer::format {
 
-enum class SectionType : uint8_t { metadata = 1, ties = 2, sealed = 3, index_digest = 4 };
+enum class SectionType : uint8_t {
+  metadata = 1,
+  ties = 2,
+  sealed = 3,
+  index_digest = 4,
+  records = 5,         // SHA-256 of each record header
+  authentication = 6,  // of the index digest, under the file's key
+  signatures = 7,      // of the index digest
+};
 
 inline constexpr uint64_t kSectionHeadNbytes = 6;  // type, flags, length
 inline constexpr uint64_t kMaxMetadataNbytes = 100'000'000;
+inline constexpr size_t kMaxSignatures = 16;
+
+// Section 6.
+struct FileTag {
+  std::optional<KeyDerivation> derivation;  // how the key comes from a passphrase
+  std::array<std::byte, 32> tag{};
+};
+
+// Of section 7: an Ed25519 public key, and what it has to fit.
+struct Signature {
+  std::array<std::byte, 32> public_key{};
+  std::array<std::byte, 64> signature{};
+  bool operator==(const Signature&) const = default;
+};
 
 // The sections of an annex, or of what was sealed in one. Movable only: texts borrow from the
 // bytes.
@@ -33,6 +57,9 @@ struct Annex {
   std::vector<std::byte> sealed;         // crypt_info block with its prefix, then ciphertext
   std::optional<Sha256Digest> digest;    // as stored, of the index and the sections before it
   std::optional<Sha256Digest> computed;  // what it should be
+  std::vector<Sha256Digest> records;     // of each entry's record header, where they are stored
+  std::optional<FileTag> tag;            // only with `records` and `digest`
+  std::vector<Signature> signatures;     // likewise
 
   Annex() = default;
   Annex(Annex&&) noexcept = default;
@@ -51,10 +78,17 @@ std::optional<uint64_t> annex_nbytes_at(std::span<const std::byte> begin);
 
 // Reads the annex that `slack`, what follows the last entry, begins with; nullopt where it begins
 // with something else. `origin` is its position in the source; `index_digest` gives digest_index()
-// where it is needed. Throws Error(malformed): a wrong length or checksum, a section twice, one
-// that says that its reader must know it and is not known, a body that is not of its type.
+// where it is needed, of `entries` entries. Throws Error: malformed (a wrong length or checksum, a
+// section twice, one that says that its reader must know it and is not known, a body that is not of
+// its type, content that a tag or signature does not cover), crypto (another kind of tag).
 std::optional<Annex> parse_annex(std::span<const std::byte> slack, uint64_t origin,
-                                 const std::function<Sha256()>& index_digest);
+                                 uint64_t entries, const std::function<Sha256()>& index_digest);
+
+// Reads a detached signature: a file that holds nothing but an annex of the sections 5, 4 and 7, of
+// a file of any number of entries. `signed_bytes` is what comes before the sections in the digest:
+// digest_index(), then the annex of the signed file, from magic to checksum, if it has one. Throws
+// Error(malformed).
+Annex parse_detached(std::span<const std::byte> file, const Sha256& signed_bytes);
 
 // Reads the sections that were sealed: metadata, and what may be skipped. Throws Error(malformed).
 Annex parse_sealed(std::span<const std::byte> sections);
@@ -63,15 +97,29 @@ Annex parse_sealed(std::span<const std::byte> sections);
 struct AnnexToWrite {
   std::vector<TextPair> metadata;
   std::vector<TextPair> ties;
+  std::span<const Sha256Digest> records{};  // of each entry's record header
+};
+// What vouches for a digest, made when it is known.
+struct Vouchers {
+  std::optional<FileTag> tag;
+  std::vector<Signature> signatures;
+};
+// Their number, known before.
+struct VouchersToCome {
+  bool tag = false;
+  bool derivation = false;  // of the tag's key
+  size_t signatures = 0;
 };
 // Sections of metadata alone: what is sealed.
 std::vector<std::byte> serialize_metadata(std::span<const TextPair> metadata);
 // `sealed`, if not empty, is written in place of the metadata.
+using VouchFor = std::function<Vouchers(const Sha256Digest&)>;
 std::vector<std::byte> serialize_annex(const AnnexToWrite& annex, std::span<const std::byte> sealed,
-                                       const Sha256& index_digest);
-// Bytes of serialize_annex; `sealed_overhead` is what sealing adds to the metadata section, 0 where
-// it is in clear.
+                                       const Sha256& index_digest, const VouchFor& vouch_for = {});
+// Bytes of serialize_annex for a file of `entries` entries; `sealed_overhead` is what sealing adds
+// to the metadata section, 0 where it is in clear. 0: the file has no annex.
 // Throws Error(out_of_range) beyond kMaxMetadataNbytes.
-uint64_t annex_nbytes(const AnnexToWrite& annex, uint64_t sealed_overhead);
+uint64_t annex_nbytes(const AnnexToWrite& annex, uint64_t sealed_overhead, uint64_t entries = 0,
+                      const VouchersToCome& vouchers = {});
 
 }  // namespace tensorizer::format

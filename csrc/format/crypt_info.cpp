@@ -19,7 +19,7 @@ constexpr uint64_t kMinChunkNbytes = 1024;
 constexpr uint64_t kChunkNbytesStep = 64;
 
 // Bytes of a chunk behind its length, salt or MACs included.
-constexpr uint64_t kDerivationChunkNbytes = 2 + 2 + 8 + 8 + 4 + 2 + kSaltNbytes;
+constexpr uint64_t kDerivationChunkNbytes = kDerivationNbytes - 8;
 constexpr uint64_t kCipherChunkFixedNbytes = 2 + 8 + kNonceNbytes + 8;
 constexpr uint64_t kMessageChunkNbytes = 2 + kNonceNbytes + kMacNbytes;
 
@@ -83,25 +83,40 @@ void parse_chunk(ByteCursor& cursor, CryptInfo& info) {
 
 // Length, number of chunks, and the derivation, of a block of `nbytes` with its prefix.
 void put_block_head(ByteWriter& out, uint64_t nbytes, const KeyDerivation* derivation) {
-  if (derivation != nullptr && derivation->salt.size() != kSaltNbytes) {
-    throw Error(Errc::invalid_argument, "a salt has " + std::to_string(kSaltNbytes) +
-                                            " bytes, not " +
-                                            std::to_string(derivation->salt.size()));
-  }
   out.put(uint64_t{nbytes - 8});
   out.put(static_cast<uint16_t>(derivation != nullptr ? 2 : 1));
-  if (derivation == nullptr) return;
-  out.put(uint64_t{kDerivationChunkNbytes});
-  out.put(kKeyDerivationChunk);
-  out.put(derivation->method);
-  out.put(derivation->opslimit);
-  out.put(derivation->memlimit);
-  out.put(derivation->algorithm);
-  out.put(static_cast<uint16_t>(derivation->salt.size()));
-  out.put_bytes(derivation->salt);
+  if (derivation != nullptr) put_derivation(out, *derivation);
 }
 
 }  // namespace
+
+void put_derivation(ByteWriter& out, const KeyDerivation& derivation) {
+  if (derivation.salt.size() != kSaltNbytes) {
+    throw Error(Errc::invalid_argument, "a salt has " + std::to_string(kSaltNbytes) +
+                                            " bytes, not " +
+                                            std::to_string(derivation.salt.size()));
+  }
+  out.put(uint64_t{kDerivationChunkNbytes});
+  out.put(kKeyDerivationChunk);
+  out.put(derivation.method);
+  out.put(derivation.opslimit);
+  out.put(derivation.memlimit);
+  out.put(derivation.algorithm);
+  out.put(static_cast<uint16_t>(derivation.salt.size()));
+  out.put_bytes(derivation.salt);
+}
+
+KeyDerivation read_derivation(ByteCursor& cursor) {
+  const uint64_t at = cursor.offset();
+  const auto nbytes = cursor.read_le<uint64_t>("chunk length");
+  ByteCursor chunk(cursor.take(nbytes, "key derivation"), "key derivation", at + sizeof nbytes);
+  if (chunk.read_le<uint16_t>("chunk type") != kKeyDerivationChunk)
+    cursor.fail("chunk type", "no key derivation");
+  KeyDerivation derivation = parse_derivation(chunk);
+  if (chunk.remaining() > 0 || derivation.salt.size() != kSaltNbytes)
+    cursor.fail("key derivation", "its length is not that of a salt of 16 bytes");
+  return derivation;
+}
 
 CryptInfo parse_crypt_info(std::span<const std::byte> block, uint64_t origin) {
   ByteCursor cursor(block, "crypt_info", origin);
@@ -140,7 +155,7 @@ uint64_t check_crypt_info(const CryptInfo& info, uint64_t data_nbytes) {
 }
 
 uint64_t mac_offset(bool derivation) noexcept {
-  return 8 + 2 + (derivation ? 8 + kDerivationChunkNbytes : 0) + 8 + kCipherChunkFixedNbytes;
+  return 8 + 2 + (derivation ? kDerivationNbytes : 0) + 8 + kCipherChunkFixedNbytes;
 }
 
 uint64_t crypt_info_nbytes(bool encrypted, uint64_t macs, bool derivation) noexcept {
@@ -164,7 +179,7 @@ std::vector<std::byte> serialize_crypt_info(const KeyDerivation* derivation, con
 }
 
 uint64_t message_crypt_info_nbytes(bool derivation) noexcept {
-  return 8 + 2 + (derivation ? 8 + kDerivationChunkNbytes : 0) + 8 + kMessageChunkNbytes;
+  return 8 + 2 + (derivation ? kDerivationNbytes : 0) + 8 + kMessageChunkNbytes;
 }
 
 std::vector<std::byte> serialize_message_crypt_info(const KeyDerivation* derivation,

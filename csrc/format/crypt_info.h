@@ -10,6 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "core/byte_cursor.h"
+#include "core/byte_writer.h"
+
 namespace tensorizer::format {
 
 inline constexpr uint64_t kCipherChunkNbytes = uint64_t{2} << 20;
@@ -42,6 +45,13 @@ struct CryptInfo {
   std::optional<CipherChunks> cipher;  // nullopt: payload is not encrypted (zero chunks)
   bool has_chunks = false;             // any chunk at all
 };
+
+// A derivation chunk with its length prefix, as writers make it: of exactly this size.
+inline constexpr uint64_t kDerivationNbytes = 8 + 2 + 2 + 8 + 8 + 4 + 2 + kSaltNbytes;
+// Throws Error(invalid_argument) for a salt of another length.
+void put_derivation(ByteWriter& out, const KeyDerivation& derivation);
+// Throws Error(malformed): another chunk type or method, other lengths.
+KeyDerivation read_derivation(ByteCursor& cursor);
 
 // Parses the block behind its u64 length prefix. Throws Error: malformed (lengths, unknown chunk or
 // method, chunk size not a multiple of 64 or below 1024), crypto (chunks but no cipher, or several

@@ -6,7 +6,7 @@
 
 #include "core/error.h"
 #include "core/stop.h"
-#include "format/record_header.h"
+#include "load/authenticity.h"
 
 namespace tensorizer::load {
 namespace {
@@ -37,7 +37,7 @@ class Recheck {
   bool has_digests_of(const LoadTarget& target, const format::RecordHeader& loaded) const {
     const format::IndexEntry& entry = opened_.index[target.entry];
     const std::vector<std::byte> bytes = header_bytes(entry);
-    const format::RecordHeader header = parse(bytes, entry);
+    const format::RecordHeader header = accept_record(opened_, target.entry, bytes);
     return !header.hashes.empty() &&
            std::ranges::equal(header.hashes, loaded.hashes, [](const auto& now, const auto& then) {
              return now.type == then.type && std::ranges::equal(now.value, then.value);
@@ -48,7 +48,7 @@ class Recheck {
   bool matches(const LoadTarget& target) const {
     const format::IndexEntry& entry = opened_.index[target.entry];
     const std::vector<std::byte> bytes = header_bytes(entry);
-    const format::RecordHeader header = parse(bytes, entry);
+    const format::RecordHeader header = accept_record(opened_, target.entry, bytes);
     if (header.hashes.empty()) return false;
     format::HeaderDigest digest = format::digest_header(bytes, header, true, true);
     const std::span<const std::byte> data(target.destination.data, entry.data_nbytes);
@@ -64,10 +64,6 @@ class Recheck {
     std::vector<std::byte> bytes(entry.header_nbytes());
     source_.read_at(entry.offset, io::Slice(bytes), stop_);
     return bytes;
-  }
-  format::RecordHeader parse(std::span<const std::byte> bytes,
-                             const format::IndexEntry& entry) const {
-    return format::parse_record_header(bytes, entry, opened_.prologue.has_crypt_info());
   }
 
   io::RangeSource& source_;

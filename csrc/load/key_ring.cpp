@@ -1,6 +1,7 @@
 #include "load/key_ring.h"
 
 #include "core/error.h"
+#include "crypto/authentication.h"
 #include "crypto/chunked_box.h"
 
 namespace tensorizer::load {
@@ -12,14 +13,15 @@ KeyRing::KeyRing(std::span<const std::byte> passphrase, const crypto::Derivation
 
 KeyRing::~KeyRing() { crypto::wipe(passphrase_); }
 
-std::shared_ptr<const crypto::SecretKey> KeyRing::key_for(const format::CryptInfo& info) {
+std::shared_ptr<const crypto::SecretKey> KeyRing::key_for(
+    std::span<const format::KeyDerivation> derivations) {
   if (exact_) return exact_;
-  if (info.derivations.size() != 1)
-    throw Error(Errc::crypto, info.derivations.empty()
+  if (derivations.size() != 1)
+    throw Error(Errc::crypto, derivations.empty()
                                   ? "was encrypted with an exact key, but a passphrase was given"
-                                  : "names " + std::to_string(info.derivations.size()) +
+                                  : "names " + std::to_string(derivations.size()) +
                                         " key derivations where exactly one is legal");
-  const format::KeyDerivation& wanted = info.derivations.front();
+  const format::KeyDerivation& wanted = derivations.front();
   MutexLock lock(mutex_);
   for (const Derived& known : derived_) {
     if (known.params == wanted) return known.key;
@@ -42,6 +44,18 @@ std::shared_ptr<const crypto::SecretKey> KeyRing::key_for(const format::CryptInf
   }
   derived_.push_back({wanted, key});
   return key;
+}
+
+bool KeyRing::has_marked(const format::Nonce& nonce, const crypto::SecretKey& key) {
+  const crypto::SecretKey* mark_key = nullptr;
+  {
+    MutexLock lock(mutex_);
+    auto known = mark_keys_.find(&key);
+    if (known == mark_keys_.end())
+      known = mark_keys_.emplace(&key, crypto::derive_subkey(key, crypto::KeyUse::mark)).first;
+    mark_key = &known->second;  // nodes of a map stay where they are
+  }
+  return crypto::is_marked(crypto::NonceView(nonce), *mark_key);
 }
 
 }  // namespace tensorizer::load

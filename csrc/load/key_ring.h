@@ -2,6 +2,7 @@
 // parameters. Internally locked; secrets are wiped with it.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -22,10 +23,15 @@ class KeyRing {
   KeyRing(const KeyRing&) = delete;
   KeyRing& operator=(const KeyRing&) = delete;
 
-  // The key for a record. With an exact key the record's derivations are ignored; with a passphrase
+  // The key for a record, or for all of a file, by the derivations that it names. With an exact key
+  // they are ignored; with a passphrase
   // exactly one is needed. Derives at most once per distinct parameters (others wait meanwhile).
   // Throws Error: crypto, out_of_memory.
-  std::shared_ptr<const crypto::SecretKey> key_for(const format::CryptInfo& info);
+  std::shared_ptr<const crypto::SecretKey> key_for(
+      std::span<const format::KeyDerivation> derivations);
+
+  // Whether a nonce has the mark of `key`, which key_for() has returned.
+  bool has_marked(const format::Nonce& nonce, const crypto::SecretKey& key);
 
  private:
   struct Derived {
@@ -38,6 +44,7 @@ class KeyRing {
   crypto::DerivationLimits limits_;
   Mutex mutex_;
   std::vector<Derived> derived_ GUARDED_BY(mutex_);
+  std::map<const crypto::SecretKey*, crypto::SecretKey> mark_keys_ GUARDED_BY(mutex_);
 };
 
 }  // namespace tensorizer::load

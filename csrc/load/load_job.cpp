@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "format/tensor_path.h"
+#include "load/authenticity.h"
 
 namespace tensorizer::load {
 namespace {
@@ -28,7 +29,7 @@ LoadJob::LoadJob(io::RangeSource& from, std::shared_ptr<const OpenedIndex> index
       entries(entries_of(targets, options.parts)),
       headers(std::make_shared<LoadedHeaders>(opened, entries)),
       cipher(has_crypt_info() && options.keys != nullptr
-                 ? std::make_unique<PayloadCipher>(*options.keys, entries.size())
+                 ? std::make_unique<PayloadCipher>(*opened, *options.keys, entries.size())
                  : nullptr),
       accepted_(entries.size()) {
   if (!options.parts) return;
@@ -57,8 +58,7 @@ std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t record,
   const uint32_t steps = plan.hash_steps[record];
   std::optional<digest::RecordStart> start;
   naming(record, [&] {
-    const format::RecordHeader header = format::parse_record_header(bytes, entry, has_crypt_info());
-    format::check_against_index(header, entry);
+    const format::RecordHeader header = accept_record(*opened, entries[record], bytes);
     if (cipher) cipher->accept(record, header, steps);
     headers->keep(record, header, bytes);
     // Tensors without data have nothing that a hash of data could prove (format.md 6.3).

@@ -97,7 +97,7 @@ struct LoadJob {
   io::RangeSource& source;
   const std::shared_ptr<const OpenedIndex> opened;
   const std::vector<LoadTarget> targets;
-  const LoadOptions options;
+  LoadOptions options;
   std::vector<uint32_t> records;  // per part
   std::vector<uint32_t> entries;  // per record
   LoadPlan plan;

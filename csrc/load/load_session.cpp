@@ -30,17 +30,27 @@ constexpr uint64_t kCachedPartGapNbytes = 4096;
 constexpr uint64_t kLeastRunGapNbytes = 4096;
 
 // A container without record headers has no digests to compare: its index says all there is to
-// know. Nor has a part.
-LoadOptions possible(LoadOptions options, const OpenedIndex& opened) {
-  options.verify = options.verify && opened.has_record_headers() && !options.parts;
-  return options;
+// know. Nor has a part. Data of a signed file in clear are compared whether or not somebody asks
+// for it.
+bool compares(const LoadOptions& options, const OpenedIndex& opened,
+              const std::vector<LoadTarget>& targets) {
+  if (options.parts) return false;
+  const bool data = std::ranges::any_of(
+      targets, [](const LoadTarget& t) { return !t.in_place || t.destination.data != nullptr; });
+  return (options.verify && opened.has_record_headers()) ||
+         (data && opened.binds_data_by_digests());
 }
 
 }  // namespace
 
 LoadSession::LoadSession(io::RangeSource& source, const std::shared_ptr<const OpenedIndex>& opened,
                          std::vector<LoadTarget> targets, const LoadOptions& options)
-    : job_(source, opened, std::move(targets), possible(options, *opened)) {
+    : job_(source, opened, std::move(targets), options) {
+  job_.options.verify = compares(options, *opened, job_.targets);
+  if (options.parts && opened->binds_data_by_digests())
+    throw Error(Errc::invalid_argument,
+                source.name() + " is signed and in clear: only whole tensors can be checked",
+                source.name());
   if (job_.has_crypt_info() && job_.options.keys == nullptr)
     throw Error(Errc::crypto, source.name() + " is encrypted, but no key was given", source.name());
   check_records();
@@ -201,7 +211,8 @@ void LoadSession::run_and_compare(const std::stop_token& stop) {
     }
   } catch (const Error& error) {
     const bool of_bytes = error.code() == Errc::malformed || error.code() == Errc::truncated ||
-                          error.code() == Errc::hash_mismatch || error.code() == Errc::crypto;
+                          error.code() == Errc::hash_mismatch || error.code() == Errc::crypto ||
+                          error.code() == Errc::authentication;
     if (of_bytes) {
       blame_change(job_.source);
       drop_damaged_copy(job_.source, error);

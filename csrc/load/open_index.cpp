@@ -84,16 +84,14 @@ void take_ties(OpenedIndex& opened, std::vector<format::Tie> ties) {
   }
 }
 
-std::shared_ptr<const OpenedIndex> open_tensors(const ContainerHead& head,
-                                                std::vector<std::byte> block,
-                                                uint64_t source_nbytes) {
+std::shared_ptr<OpenedIndex> open_tensors(const ContainerHead& head, std::vector<std::byte> block,
+                                          uint64_t source_nbytes) {
   auto opened = std::make_shared<OpenedIndex>(
       head, format::Index(head.prologue, std::move(block), head.index_at(), source_nbytes));
   const format::Index& index = opened->index;
-  const auto prologue = std::span(head.bytes).first(format::kPrologueNbytes);
-  opened->annex =
-      format::parse_annex(index.slack(), head.index_at() + index.entry_bytes().size(),
-                          [&] { return format::digest_index(prologue, index.entry_bytes()); });
+  opened->annex = format::parse_annex(
+      index.slack(), head.index_at() + index.entry_bytes().size(), index.size(),
+      [&] { return format::digest_index(opened->prologue_bytes, index.entry_bytes()); });
   if (opened->annex) {
     opened->metadata = opened->annex->metadata;
     take_ties(*opened, format::resolve_ties(index, opened->annex->ties));
@@ -101,9 +99,9 @@ std::shared_ptr<const OpenedIndex> open_tensors(const ContainerHead& head,
   return opened;
 }
 
-std::shared_ptr<const OpenedIndex> open_safetensors(const ContainerHead& head,
-                                                    std::vector<std::byte> block,
-                                                    uint64_t source_nbytes) {
+std::shared_ptr<OpenedIndex> open_safetensors(const ContainerHead& head,
+                                              std::vector<std::byte> block,
+                                              uint64_t source_nbytes) {
   format::SafetensorsHeader header =
       format::parse_safetensors(std::move(block), head.start, source_nbytes);
   auto opened = std::make_shared<OpenedIndex>(head, std::move(header.index));
@@ -171,8 +169,8 @@ ContainerHead open_head(io::RangeSource& source, uint64_t start, format::KeyGive
   }
 }
 
-std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, const ContainerHead& head,
-                                              const std::stop_token& stop) {
+std::shared_ptr<OpenedIndex> open_index(io::RangeSource& source, const ContainerHead& head,
+                                        const std::stop_token& stop) {
   try {
     const uint64_t source_nbytes = size_or_unlimited(source);
     std::vector<std::byte> block =

@@ -1,6 +1,8 @@
 // Opening a container: its head and index. Pure apart from one read each.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -34,16 +36,31 @@ struct ContainerHead {
   uint64_t index_nbytes() const noexcept { return prologue.metadata_nbytes; }
 };
 
-// What a container says about itself. Immutable, shared by everything that loads from it.
+// What vouches for a file, as far as it was checked (load/authenticity).
+struct Vouched {
+  bool by_key = false;                               // the tag fits
+  std::vector<std::array<std::byte, 32>> signers{};  // public keys of signatures that do
+  // Of each entry's record header; empty: nobody vouches for them.
+  std::vector<format::Sha256Digest> records{};
+};
+
+// What a container says about itself. Immutable once whoever opens it has checked what vouches for
+// it; shared by everything that loads from it.
 struct OpenedIndex {
   OpenedIndex(const ContainerHead& head, format::Index i)
-      : start(head.start),
-        container(head.container),
-        prologue(head.prologue),
-        index(std::move(i)) {}
+      : start(head.start), container(head.container), prologue(head.prologue), index(std::move(i)) {
+    std::copy_n(head.bytes.begin(), std::min(head.bytes.size(), prologue_bytes.size()),
+                prologue_bytes.begin());
+  }
 
   // Whether records have a header in front of their payload, with digests and the rest.
   bool has_record_headers() const noexcept { return container == format::Container::tensors; }
+
+  // Whether nothing but stored hashes binds the data to what was signed: a part of a tensor cannot
+  // be checked then.
+  bool binds_data_by_digests() const noexcept {
+    return !vouched.signers.empty() && !prologue.has_crypt_info();
+  }
 
   // Names: those of the entries, then those that only ties give.
   size_t name_count() const noexcept { return index.size() + unlisted.size(); }
@@ -56,11 +73,13 @@ struct OpenedIndex {
   uint64_t start = 0;
   format::Container container;
   format::Prologue prologue;
+  std::array<std::byte, format::kPrologueNbytes> prologue_bytes{};  // of a .tensors file
   format::Index index;
   std::optional<format::Annex> annex;  // of a .tensors file that has one
   format::Metadata metadata;           // in clear; borrows the index or the annex
   std::vector<format::Tie> ties;       // likewise
   std::vector<uint32_t> unlisted;      // ties whose alias is no entry
+  Vouched vouched;
 };
 
 // Reads the first bytes of the container that starts at `start`. Throws Error: malformed,
@@ -69,8 +88,9 @@ ContainerHead open_head(io::RangeSource& source, uint64_t start, format::KeyGive
                         const std::stop_token& stop);
 
 // Reads the index behind the head. Every length is compared with the source's size before it sizes
-// memory. Throws as open_head.
-std::shared_ptr<const OpenedIndex> open_index(io::RangeSource& source, const ContainerHead& head,
-                                              const std::stop_token& stop);
+// memory. Whoever calls this checks what vouches for the file (load/authenticity). Throws as
+// open_head.
+std::shared_ptr<OpenedIndex> open_index(io::RangeSource& source, const ContainerHead& head,
+                                        const std::stop_token& stop);
 
 }  // namespace tensorizer::load

@@ -6,6 +6,7 @@
 #include "core/error.h"
 #include "core/stop.h"
 #include "crypto/chunked_box.h"
+#include "load/authenticity.h"
 
 namespace tensorizer::load {
 
@@ -17,7 +18,8 @@ struct PayloadCipher::Target {
   bool straddles = false;
 };
 
-PayloadCipher::PayloadCipher(KeyRing& keys, size_t targets) : targets_(targets), keys_(keys) {}
+PayloadCipher::PayloadCipher(const OpenedIndex& opened, KeyRing& keys, size_t targets)
+    : targets_(targets), opened_(opened), keys_(keys) {}
 PayloadCipher::~PayloadCipher() = default;
 
 void PayloadCipher::accept(uint32_t target, const format::RecordHeader& header, uint32_t steps) {
@@ -25,7 +27,7 @@ void PayloadCipher::accept(uint32_t target, const format::RecordHeader& header, 
   if (header.data_nbytes == 0) return;
   auto state = std::make_unique<Target>();
   state->chunk_nbytes = chunk;
-  state->key = keys_.key_for(*header.crypt);
+  state->key = key_of(opened_, keys_, *header.crypt);
   state->nonce = header.crypt->cipher->nonce;
   state->macs.assign(header.crypt->cipher->macs.begin(), header.crypt->cipher->macs.end());
   // Pieces are cut at multiples of the usual chunk.

@@ -12,16 +12,17 @@
 #include "core/sync.h"
 #include "format/record_header.h"
 #include "load/key_ring.h"
+#include "load/open_index.h"
 
 namespace tensorizer::load {
 
 class PayloadCipher {
  public:
-  PayloadCipher(KeyRing& keys, size_t targets);
+  PayloadCipher(const OpenedIndex& opened, KeyRing& keys, size_t targets);
   ~PayloadCipher();
 
   // From the header of a target. `steps`: pieces that its payload comes in. Throws Error: crypto,
-  // malformed, out_of_memory.
+  // authentication, malformed, out_of_memory.
   void accept(uint32_t target, const format::RecordHeader& header, uint32_t steps);
 
   // Bytes of its chunks, all but the last; 0 for tensors without data. REQUIRES: accept() has
@@ -40,6 +41,7 @@ class PayloadCipher {
  private:
   struct Target;
   std::vector<std::unique_ptr<Target>> targets_;  // null for tensors without data
+  const OpenedIndex& opened_;
   KeyRing& keys_;
 };
 

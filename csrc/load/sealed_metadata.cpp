@@ -4,6 +4,7 @@
 #include "core/error.h"
 #include "crypto/chunked_box.h"
 #include "format/crypt_info.h"
+#include "load/authenticity.h"
 
 namespace tensorizer::load {
 
@@ -16,7 +17,8 @@ format::Annex open_sealed(const OpenedIndex& opened, KeyRing& keys) {
     throw Error(Errc::crypto, "sealed metadata: wanted one message with one authentication code");
   std::vector<std::byte> plain(cipher.size());
   const auto mac = info.cipher->macs.first<crypto::kMacNbytes>();
-  if (!crypto::open(plain, cipher, mac, crypto::NonceView(info.cipher->nonce), *keys.key_for(info)))
+  if (!crypto::open(plain, cipher, mac, crypto::NonceView(info.cipher->nonce),
+                    *key_of(opened, keys, info)))
     throw Error(
         Errc::crypto,
         "sealed metadata does not match its authentication code: wrong key, or the file was "

@@ -43,6 +43,8 @@ struct SavedEntry {
   TensorToWrite tensor;  // dtype here is what the index shows
   uint64_t offset;
   uint64_t data_offset;
+  format::Sha256Digest
+      header_digest;  // of the record header; only in files that somebody vouches for
   format::EntryToWrite view() const noexcept {
     return {tensor.name, tensor.dtype, tensor.shape,      tensor.type,
             offset,      data_offset,  tensor.data_nbytes};

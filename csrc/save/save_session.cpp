@@ -16,6 +16,8 @@ namespace {
 constexpr uint64_t kEndMarkNbytes = 8;
 constexpr uint64_t kBriefNbytes = uint64_t{1} << 20;  // hashed and written in a few milliseconds
 constexpr size_t kBriefRecords = 64;
+constexpr int kNonceDraws = 8;  // 64 random bits may repeat in a file of many records
+constexpr size_t kHashedAtOnce = 32;
 
 }  // namespace
 
@@ -46,6 +48,10 @@ SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
       process_(getpid()),
       crypt_{options.derivation} {
   paths_.set_error_is_caller(true);
+  if (options_.key) {
+    tag_key_ = crypto::derive_subkey(*options_.key, crypto::KeyUse::tag);
+    mark_key_ = crypto::derive_subkey(*options_.key, crypto::KeyUse::mark);
+  }
   head_.prologue.version = options_.key ? format::kVersionEncrypted : format::kVersionPlain;
   head_.end = start;
 }
@@ -54,17 +60,21 @@ SaveSession::~SaveSession() = default;
 
 bool SaveSession::is_copy_of_fork() const noexcept { return process_ != getpid(); }
 
-// A fresh random nonce whose chunk nonces cannot meet those of another record of this file: the
-// upper 16 bytes differ, and the lower 8 are far from overflowing.
+// A fresh random nonce whose chunk nonces cannot meet those of another record of this file: bytes 8
+// to 15 differ, and the lower 8 are far from overflowing. Its end is the mark of an authenticated
+// file.
 format::Nonce SaveSession::draw_nonce() {
-  format::Nonce nonce;
-  crypto::random_bytes(nonce);
-  nonce[7] &= std::byte{0x7F};
-  NoncePrefix upper;
-  std::copy(nonce.begin() + 8, nonce.end(), upper.begin());
-  if (!nonces_.insert(upper).second)
-    throw Error(Errc::crypto, "the random generator repeated itself: refusing to reuse a nonce");
-  return nonce;
+  for (int draw = 0; draw < kNonceDraws; ++draw) {
+    format::Nonce nonce;
+    crypto::random_bytes(nonce);
+    nonce[7] &= std::byte{0x7F};
+    std::array<std::byte, 8> middle;
+    std::copy_n(nonce.begin() + 8, middle.size(), middle.begin());
+    if (!nonces_.insert(middle).second) continue;
+    crypto::mark_nonce(nonce, *mark_key_);
+    return nonce;
+  }
+  throw Error(Errc::crypto, "the random generator repeats itself: refusing to reuse a nonce");
 }
 
 bool SaveSession::is_brief(std::span<const TensorToWrite> tensors, bool growing) const {
@@ -78,8 +88,9 @@ bool SaveSession::is_brief(std::span<const TensorToWrite> tensors, bool growing)
   }
   const bool tagged = prologue.tagged_entries();
   const bool fits =
-      head_.room == 0 || (tagged == head_.prologue.tagged_entries() &&
-                          index_nbytes_with(tensors, tagged) + annex_nbytes_with({}) <= head_.room);
+      head_.room == 0 ||
+      (tagged == head_.prologue.tagged_entries() &&
+       index_nbytes_with(tensors, tagged) + annex_nbytes_with(tensors.size(), {}) <= head_.room);
   return nbytes <= kBriefNbytes && fits &&
          (sink_->prompt() || (growing && sink_->may_wait(waiting_nbytes() + nbytes)));
 }
@@ -145,7 +156,7 @@ uint64_t SaveSession::index_nbytes_with(std::span<const TensorToWrite> tensors, 
 void SaveSession::make_room(Call& call, bool growing, const std::stop_token& stop) {
   const bool tagged = call.prologue.tagged_entries();
   call.index_nbytes = index_nbytes_with(call.tensors, tagged);
-  const uint64_t needed = call.index_nbytes + annex_nbytes_with(call.ties);
+  const uint64_t needed = call.index_nbytes + annex_nbytes_with(call.tensors.size(), call.ties);
   if (head_.room == 0) {
     head_.room = index_room(needed, growing);
     head_.end = start_ + format::kPrologueNbytes + head_.room;
@@ -254,8 +265,9 @@ void SaveSession::finish_call(const std::stop_token& stop) {
     TensorToWrite& tensor = call_->tensors[i];
     tensor.dtype = index_dtype(tensor);
     entries_.push_back(
-        {std::move(tensor), call_->records[i].offset, call_->records[i].data_offset()});
+        {std::move(tensor), call_->records[i].offset, call_->records[i].data_offset(), {}});
   }
+  if (options_.is_vouched_for()) digest_headers(*call_);
   ties_.insert(ties_.end(), call_->ties.begin(), call_->ties.end());
   if (call_->prologue.tagged_entries() != head_.prologue.tagged_entries()) head_.indexed = false;
   head_.prologue = call_->prologue;
@@ -265,10 +277,25 @@ void SaveSession::finish_call(const std::stop_token& stop) {
   call_.reset();
 }
 
+// Of the records whose entries came last. Their headers are complete.
+void SaveSession::digest_headers(const Call& call) {
+  SavedEntry* entry = entries_.data() + call.entry_mark;
+  std::vector<format::Sha256> streams;
+  std::vector<format::Sha256::Update> updates;
+  for (size_t begin = 0; begin < call.records.size(); begin += kHashedAtOnce) {
+    const size_t n = std::min(kHashedAtOnce, call.records.size() - begin);
+    streams.assign(n, {});
+    updates.clear();
+    for (size_t i = 0; i < n; ++i)
+      updates.push_back({&streams[i], call.records[begin + i].header.bytes});
+    format::Sha256::update_all(updates);
+    for (format::Sha256& stream : streams) (entry++)->header_digest = stream.finish();
+  }
+}
+
 void SaveSession::publish(const std::stop_token& stop) {
   // An annex lies where further entries would go, and has a digest of all of them.
-  const bool whole =
-      !head_.indexed || index_touched_ || published_annex_ || annex_nbytes_with({}) > 0;
+  const bool whole = !head_.indexed || index_touched_ || published_annex_ || has_annex();
   if (whole && published_end_ > 0 && !aside_ && sink_->relocates_aside()) {
     publish_aside(stop);
     return;
@@ -283,7 +310,7 @@ void SaveSession::publish(const std::stop_token& stop) {
   sink_->publish(head_.end + kEndMarkNbytes, stop);
   published_end_ = head_.end;
   published_prologue_ = stored_prologue();
-  published_annex_ = annex_nbytes_with({}) > 0;
+  published_annex_ = has_annex();
   prologue_touched_ = index_touched_ = aside_ = false;
 }
 
@@ -328,9 +355,17 @@ void SaveSession::write_head(const std::stop_token& stop) {
     format::append_index_entry(index, entry.view(), head_.prologue.tagged_entries());
   const uint64_t nbytes = index.size();
   const auto prologue = stored_prologue();
-  if (annex_nbytes_with({}) > 0) {
+  if (has_annex()) {
+    std::vector<format::Sha256Digest> records;
+    if (options_.is_vouched_for()) {
+      records.reserve(entries_.size());
+      for (const SavedEntry& entry : entries_) records.push_back(entry.header_digest);
+    }
+    format::AnnexToWrite content = annex_with({});
+    content.records = records;
     const std::vector<std::byte> annex = format::serialize_annex(
-        annex_with({}), seal_metadata(), format::digest_index(prologue, index));
+        content, seal_metadata(), format::digest_index(prologue, index),
+        [this](const format::Sha256Digest& digest) { return vouch_for(digest); });
     index.insert(index.end(), annex.begin(), annex.end());
   }
   index.resize(head_.room);
@@ -356,13 +391,33 @@ format::AnnexToWrite SaveSession::annex_with(std::span<const format::OwnedPair> 
   return annex;
 }
 
-uint64_t SaveSession::annex_nbytes_with(std::span<const format::OwnedPair> more_ties) const {
-  if (metadata_.empty() && ties_.empty() && more_ties.empty()) return 0;
+bool SaveSession::has_annex() const noexcept {
+  return options_.is_vouched_for() || !metadata_.empty() || !ties_.empty();
+}
+
+format::Vouchers SaveSession::vouch_for(const format::Sha256Digest& digest) {
+  format::Vouchers vouchers;
+  if (options_.is_vouched_for()) digest_ = digest;
+  if (tag_key_)
+    vouchers.tag = {.derivation = options_.derivation, .tag = crypto::make_tag(digest, *tag_key_)};
+  if (const auto& signer = options_.signer)
+    vouchers.signatures.push_back(
+        {signer->public_key(), signer->sign(crypto::signed_message(digest))});
+  return vouchers;
+}
+
+uint64_t SaveSession::annex_nbytes_with(size_t more_entries,
+                                        std::span<const format::OwnedPair> more_ties) const {
+  if (!has_annex() && more_ties.empty()) return 0;
   const uint64_t sealed_overhead =
       options_.key ? format::kSectionHeadNbytes +
                          format::message_crypt_info_nbytes(options_.derivation.has_value())
                    : 0;
-  return format::annex_nbytes(annex_with(more_ties), sealed_overhead);
+  return format::annex_nbytes(annex_with(more_ties), sealed_overhead,
+                              entries_.size() + more_entries,
+                              {.tag = options_.key != nullptr,
+                               .derivation = options_.derivation.has_value(),
+                               .signatures = options_.signer ? 1U : 0U});
 }
 
 // One message under a nonce of its own, drawn like those of records.

@@ -15,6 +15,7 @@
 #include <stop_token>
 #include <vector>
 
+#include "crypto/authentication.h"
 #include "crypto/secret_key.h"
 #include "device/copy_engine.h"
 #include "device/tensor_memory.h"
@@ -32,6 +33,10 @@ struct SaveOptions {
   std::shared_ptr<const crypto::SecretKey> key;     // set: encrypt
   std::optional<format::KeyDerivation> derivation;  // how the key came from a passphrase
   std::vector<format::OwnedPair> metadata{};        // sealed where there is a key
+  std::shared_ptr<const crypto::Signer> signer{};   // signs the file, each time it is published
+
+  // Whether the file says what its record headers have to be.
+  bool is_vouched_for() const noexcept { return key || signer; }
 };
 
 // A tensor of the call that has a second name.
@@ -94,6 +99,8 @@ class SaveSession {
   // Closes without completing, but publishes what waits; no call follows.
   void abandon() noexcept;
 
+  // Of the content that was published last, where somebody vouches for the file.
+  const std::optional<format::Sha256Digest>& index_digest() const noexcept { return digest_; }
   uint64_t tensor_nbytes() const noexcept { return head_.prologue.tensor_size; }
   uint64_t published_nbytes() const noexcept;  // the whole container; 0: nothing is published
   uint64_t nbytes_done() const noexcept { return nbytes_done_.load(std::memory_order_relaxed); }
@@ -115,7 +122,12 @@ class SaveSession {
 
   format::Nonce draw_nonce();
   format::AnnexToWrite annex_with(std::span<const format::OwnedPair> more_ties) const;
-  uint64_t annex_nbytes_with(std::span<const format::OwnedPair> more_ties) const;
+  // Of the annex with so many more entries and ties; 0: there is none.
+  uint64_t annex_nbytes_with(size_t more_entries,
+                             std::span<const format::OwnedPair> more_ties) const;
+  bool has_annex() const noexcept;
+  format::Vouchers vouch_for(const format::Sha256Digest& digest);
+  void digest_headers(const Call& call);
   std::vector<std::byte> seal_metadata();
   uint64_t index_nbytes_with(std::span<const TensorToWrite> tensors, bool tagged) const;
   void make_room(Call& call, bool growing, const std::stop_token& stop);
@@ -137,11 +149,13 @@ class SaveSession {
   std::vector<format::OwnedPair> metadata_;
   const int process_;  // that writes the file; a child that copied it does not
   CryptChoice crypt_;
+  std::optional<crypto::SecretKey> tag_key_;   // derived from the key of encrypted files
+  std::optional<crypto::SecretKey> mark_key_;  // likewise
   format::PathRegistry paths_;
   std::vector<SavedEntry> entries_;
   std::vector<format::OwnedPair> ties_;  // stored names of aliases and targets
-  using NoncePrefix = std::array<std::byte, 16>;
-  std::set<NoncePrefix> nonces_;  // upper parts of all first nonces: no two records share one
+  // Bytes 8 to 15 of all first nonces: no two records share them, so no two chunks meet.
+  std::set<std::array<std::byte, 8>> nonces_;
   Head head_;
   // Of the published content; 0: nothing is published.
   uint64_t published_end_ = 0;
@@ -150,6 +164,7 @@ class SaveSession {
   bool prologue_touched_ = false;
   bool index_touched_ = false;
   bool published_annex_ = false;
+  std::optional<format::Sha256Digest> digest_;  // of the index that was written last
   bool aside_ = false;  // the sink writes a new file, and the published one is as it was
   std::unique_ptr<Call> call_;
   std::atomic<uint64_t> nbytes_done_{0};

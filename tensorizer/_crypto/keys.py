@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional, cast
+import os
+from typing import TYPE_CHECKING, Any, Optional, cast
 
 from tensorizer import _C
 
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams, EncryptionParams
 
-__all__ = ["check_decryption", "check_encryption", "encryption_key", "key_ring"]
+__all__ = ["check_decryption", "check_encryption", "encryption_key", "key_ring", "public_key_bytes", "signer_of"]
 
 
 def check_decryption(params: object) -> None:
@@ -61,3 +62,43 @@ def encryption_key(
     if params is None:
         return None, None
     return params._secret(), params.derivation
+
+
+def public_key_bytes(public_key: Any) -> tuple[bytes, ...]:
+    """The keys that a caller means: a ``PublicKey``, the path of one, or a sequence of either; none for ``None``.
+
+    Raises:
+        TypeError: Something else.
+        ValueError: An empty sequence; a file that holds no public key.
+        OSError: A file that cannot be read.
+    """
+    if public_key is None:
+        return ()
+    from tensorizer.signing import PublicKey
+
+    if isinstance(public_key, PublicKey):
+        return (bytes(public_key),)
+    if isinstance(public_key, (str, os.PathLike)):
+        return (bytes(PublicKey.from_file(public_key)),)
+    if not isinstance(public_key, (list, tuple, set, frozenset)):
+        raise TypeError(
+            f"public_key: wanted a PublicKey, a path or a sequence of them, found {type(public_key).__name__}"
+        )
+    if not public_key:
+        raise ValueError("public_key: an empty sequence, which no signature could satisfy")
+    return tuple(key for one in public_key for key in public_key_bytes(one))
+
+
+def signer_of(signing_key: Any) -> Optional[_C.Signer]:
+    """What the extension signs with.
+
+    Raises:
+        TypeError: Neither a ``SigningKey`` nor ``None``.
+    """
+    if signing_key is None:
+        return None
+    from tensorizer.signing import SigningKey
+
+    if not isinstance(signing_key, SigningKey):
+        raise TypeError(f"signing_key: wanted a SigningKey, found {type(signing_key).__name__}")
+    return signing_key._signer

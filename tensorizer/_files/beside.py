@@ -43,4 +43,5 @@ def copies_beside(source: Any, target: Any, options: WriteOptions) -> list[tuple
 
 
 def _is_left_out(name: str) -> bool:
-    return name.startswith(".") or name.endswith(_MODELS) or any(index in name for index in _INDEXES)
+    signed = name.removesuffix(".sig")  # a signature is of that one file
+    return name.startswith(".") or signed.endswith(_MODELS) or any(index in name for index in _INDEXES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -11,16 +12,24 @@ from typing import Any, Optional, Union
 
 import torch
 
+from tensorizer import _C
 from tensorizer._files.beside import copies_beside
 from tensorizer._files.contents import Contents, FileContents, StateDictContents
 from tensorizer._files.copy import copy_file
 from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._files.pickled import pickled_files, read_pickled
 from tensorizer._files.write import WriteOptions, file_in_folder, write_contents
+from tensorizer._io.sources import is_path
+from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
+from tensorizer._load.authenticity import Trust, signature_place
 from tensorizer._system.redaction import shown_location
+from tensorizer.errors import AuthenticationError
 from tensorizer.progress import ProgressArgument
+from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["ConversionReport", "convert"]
+
+logger = logging.getLogger("tensorizer.serialization")
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ def convert(
     dry_run: bool = False,
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
+    public_key: PublicKeyArgument = None,
 ) -> ConversionReport:
     """Writes the tensors of one file to another, in another format, dtype or encryption.
 
@@ -113,15 +123,17 @@ def convert(
         dry_run: Writes nothing, and reports what would be written.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.
+        public_key: Who has to have signed the source, as for :class:`tensorizer.TensorDeserializer`.
 
     Returns:
-        What was done.
+        What was done. Signatures of the source do not hold for the target, and are not there; a warning says so.
 
     Raises:
         UnsupportedContentError: The target's format cannot hold something; nothing was written.
         StreamExistsError: The target, or a file that would be copied, exists, without `force`.
         HashMismatchError: The source does not agree with its digests, or the target with what was written.
         CryptographyError: A key is missing, wrong or not wanted.
+        AuthenticationError: The source is not what its key or a signature vouches for.
         FormatError: The source is no file of tensors.
         ImportError: The source is pickled, and this torch is one that cannot read such files safely.
         OSError: It cannot be read or written.
@@ -143,7 +155,10 @@ def convert(
         stream_options=stream_options,
     )
     with contextlib.ExitStack() as stack:
-        contents, skipped, files_read = _open_contents(stack, source, decryption, key, skip_non_tensors, stream_options)
+        trust = Trust.of(public_key, None, False)
+        contents, skipped, files_read = _open_contents(
+            stack, source, decryption, key, skip_non_tensors, stream_options, trust
+        )
         options = options._replace(reads={path if "://" in path else os.path.abspath(path) for path in files_read})
         target = file_in_folder(target, format)
         beside = copies_beside(source, target, options) if all_files else []
@@ -174,11 +189,23 @@ def _open_contents(
     key: Optional[str],
     skip_non_tensors: bool,
     stream_options: Optional[Mapping[str, Any]],
+    trust: Trust,
 ) -> tuple[Contents, list[str], list[str]]:
     """The tensors of a source, what of a pickle is none, and the files that they come from."""
     files = pickled_files(source)
     if files:
+        if trust.public_keys:
+            raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle, for which nothing vouches")
         tensors, skipped = read_pickled(files, key, skip_non_tensors)
         return StateDictContents(os.fspath(source), tensors), skipped, [os.fspath(file) for file in files]
-    file = stack.enter_context(OpenedFile(source, encryption=decryption, stream_options=stream_options))
+    file = stack.enter_context(OpenedFile(source, encryption=decryption, stream_options=stream_options, trust=trust))
+    _warn_of_signatures(file, source)
     return FileContents(file, verify=file.index.stores_hashes), [], file.files
+
+
+def _warn_of_signatures(file: OpenedFile, source: Any) -> None:
+    """Says what is lost: what is written is another file, which nobody has signed."""
+    beside = signature_place(source) if is_path(source) and scheme_of(source) in (None, *LOCAL_SCHEMES) else None
+    signed = file.index.format == "tensors" and file.source is not None and bool(_C.embedded_signers(file.index))
+    if signed or (isinstance(beside, (str, bytes)) and scheme_of(beside) is None and os.path.exists(beside)):
+        logger.warning("%s: its signatures do not hold for what is written from it: sign that anew", file.label)

@@ -10,12 +10,14 @@ from typing import Any, BinaryIO, Optional
 
 from tensorizer import _C
 from tensorizer._io.sources import open_source
+from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
 from tensorizer._io.whole_file import WholeFile
+from tensorizer._load.authenticity import signature_place
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
-__all__ = ["check_target", "copy_file", "exists", "sha256_of_file"]
+__all__ = ["check_target", "copy_file", "exists", "sha256_of_file", "signature_beside"]
 
 _PIECE_NBYTES = 1 << 20
 
@@ -84,6 +86,16 @@ def sha256_of_file(source: Any, stream_options: Optional[Mapping[str, Any]] = No
         return _C.sha256_of(opened.source)
     finally:
         opened.close()
+
+
+def signature_beside(source: Any, target: Any) -> Optional[tuple[Any, Any]]:
+    """The detached signature of a local file, and where it goes with a copy of that; ``None`` where there is none."""
+    scheme = scheme_of(source)
+    if "-" in (source, target) or scheme not in (None, *LOCAL_SCHEMES):
+        return None
+    place = signature_place(source)
+    there = os.path.isfile(place if scheme is None else path_of_file_uri(place))
+    return (place, signature_place(target)) if there else None
 
 
 def _has_no_length(source: Any) -> bool:

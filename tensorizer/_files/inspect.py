@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from tensorizer import _C
 from tensorizer._files.opened import OpenedFile, dtype_text, name_text
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name
@@ -58,6 +59,12 @@ class FileInfo:
     """Names of the shards, in the order of their index; none for a single file."""
     metadata_encrypted: bool = False
     """Whether there are metadata that cannot be shown without the key."""
+    has_tag: bool = False
+    """Whether it claims to be authenticated by its key. Not checked."""
+    signers: tuple[str, ...] = ()
+    """Public keys of the signatures in it, as hexadecimal digits. Not checked."""
+    index_digest: Optional[str] = None
+    """SHA-256 of the index, as computed; ``None`` for ``.safetensors`` files and for shards."""
 
     @property
     def tensor_nbytes(self) -> int:
@@ -111,4 +118,7 @@ def info_of(file: OpenedFile) -> FileInfo:
         ties={name_text(alias): name_text(kept) for alias, kept, _ in file.ties},
         files=tuple(container.file_names),
         metadata_encrypted=bool(index.metadata_is_sealed),
+        has_tag=not container.file_names and _C.has_tag(index),
+        signers=() if container.file_names else tuple(key.hex() for key in _C.embedded_signers(index)),
+        index_digest=container.index_digest,
     )

@@ -15,6 +15,7 @@ from tensorizer._format.entries import HashType
 from tensorizer._format.names import Name
 from tensorizer._io.shards import open_files
 from tensorizer._io.sources import OpenedSource
+from tensorizer._load.authenticity import NOBODY, Trust
 from tensorizer._load.container import ReadOptions
 from tensorizer._load.reader import known_dtype
 from tensorizer._load.shards import open_files_as_one
@@ -38,9 +39,11 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         encryption: The key of an encrypted file; without it the index can be read all the same.
         num_readers: Upper bound for reading threads.
         stream_options: Keywords for opening a URI.
+        trust: Who may vouch for the file, and whether somebody has to.
 
     Raises:
         CryptographyError: A key for a file that is not encrypted.
+        AuthenticationError: It is not what its key or a signature vouches for.
         FormatError: Not a file of tensors, or shards that are not those of their index.
         OSError: It cannot be opened.
     """
@@ -52,6 +55,7 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         encryption: Any = None,
         num_readers: Optional[int] = None,
         stream_options: Optional[Mapping[str, Any]] = None,
+        trust: Trust = NOBODY,
     ) -> None:
         check_decryption(encryption)
         options = ReadOptions(
@@ -62,6 +66,7 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
             mmap=False,
             allow_missing_hashes=True,
             without_key=True,
+            trust=trust,
         )
         opened = open_files(source, stream_options)
         #: Paths or URIs of what is open: the file, or the index and its shards.

@@ -14,6 +14,7 @@ from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
 from tensorizer._load.device_choice import DeviceArgument, as_device
 from tensorizer._load.slices import TensorSlice
 from tensorizer.deserializer import TensorDeserializer
+from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["safe_open"]
 
@@ -61,9 +62,13 @@ class safe_open(AbstractContextManager["safe_open"]):
         backend: As for :func:`tensorizer.torch.load_file`.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
+        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        signature: Where the signature is, likewise.
+        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
 
     Raises:
         ValueError: Another framework.
+        AuthenticationError: As for :class:`tensorizer.TensorDeserializer`.
         FormatError: Not a file of tensors, or two of them would have one name.
         OSError: It cannot be opened.
     """
@@ -77,6 +82,9 @@ class safe_open(AbstractContextManager["safe_open"]):
         backend: Optional[str] = None,
         encryption: Any = None,
         stream_options: Optional[Mapping[str, Any]] = None,
+        public_key: PublicKeyArgument = None,
+        signature: Any = None,
+        require_authenticated: Optional[bool] = None,
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise ValueError(f"framework: wanted 'pt', found {framework!r}")
@@ -87,6 +95,9 @@ class safe_open(AbstractContextManager["safe_open"]):
             mmap=maps(backend, filename, device, None, encryption),
             encryption=encryption,
             stream_options=stream_options,
+            public_key=public_key,
+            signature=signature,
+            require_authenticated=require_authenticated,
         )
         try:
             self._metadata = self._file._container.metadata()

@@ -11,10 +11,12 @@ from tensorizer import _C
 from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
+from tensorizer._load.authenticity import Trust
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError
 from tensorizer.progress import ProgressArgument, progress_reporter
+from tensorizer.signing import PublicKeyArgument
 
-__all__ = ["Mismatch", "VerifyReport", "verify"]
+__all__ = ["Mismatch", "VerifyReport", "check_all", "verify"]
 
 
 class Mismatch(NamedTuple):
@@ -45,6 +47,10 @@ class VerifyReport:
     seconds: float
     sharded: bool = False
     """Whether it is a model of several files."""
+    authenticated: Optional[str] = None
+    """What was found to vouch for the file: ``"key"``, ``"signature"``, ``"both"``, or ``None`` for nothing."""
+    signers: tuple[str, ...] = ()
+    """Public keys of the signatures that were checked and are right, as hexadecimal digits."""
 
     @property
     def may_be_right(self) -> bool:
@@ -72,6 +78,9 @@ def verify(
     num_readers: Optional[int] = None,
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
+    public_key: PublicKeyArgument = None,
+    signature: Any = None,
+    require_authenticated: Optional[bool] = None,
 ) -> VerifyReport:
     """Reads every tensor and compares it with the digests and authentication codes in the file.
 
@@ -84,6 +93,9 @@ def verify(
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
+        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        signature: Where the signature is, likewise.
+        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
 
     Returns:
         The report. Tensors without data count as verified: there is nothing that could be wrong. A ``.safetensors``
@@ -91,14 +103,18 @@ def verify(
         ``unverified``.
 
     Raises:
-        CryptographyError: The file is encrypted and there is no key, or a wrong one.
+        CryptographyError: The file is encrypted and there is no key.
+        AuthenticationError: The key is wrong, or the index is not what the key or a signature vouches for.
         FormatError: Not a file of tensors, or one whose structure is damaged.
         OSError: It cannot be opened or read.
         ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file.
     """
     wanted = None if sha256 is None else _digest(sha256)
+    trust = Trust.of(public_key, signature, require_authenticated)
     begin = time.monotonic()
-    with OpenedFile(source, encryption=encryption, num_readers=num_readers, stream_options=stream_options) as file:
+    with OpenedFile(
+        source, encryption=encryption, num_readers=num_readers, stream_options=stream_options, trust=trust
+    ) as file:
         chosen = [i for i in file.entries if filter_func is None or filter_func(file.name(i))]
         source = file.source
         if wanted is not None and source is None:
@@ -122,7 +138,25 @@ def verify(
             nbytes=run.nbytes,
             seconds=time.monotonic() - begin,
             sharded=source is None,
+            authenticated=file.container.authenticated,
+            signers=tuple(signer.hex() for signer in file.container.signers),
         )
+
+
+def check_all(file: OpenedFile, progress: ProgressArgument) -> None:
+    """Reads every tensor of an open file.
+
+    Raises:
+        HashMismatchError, CryptographyError, FormatError: One of them, or the index, is not what was written.
+    """
+    file.container.verify_index()
+    with progress_reporter(progress, sum(map(file.index.data_nbytes, file.entries)), "verifying") as report:
+        done = 0
+        for batch in file.batches(file.entries):
+            file.read(batch, verify=True)
+            done += sum(map(file.index.data_nbytes, batch))
+            if report is not None:
+                report(done)
 
 
 class _Run:

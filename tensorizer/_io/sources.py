@@ -39,6 +39,8 @@ class OpenedSource(NamedTuple):
     start: int  # position of the container in it
     stream: Any  # the caller's object, or the stream opened for a URI; None for local paths
     close: Callable[[], None]
+    location: Any = None  # the path or URI it was opened by, and the options for that
+    stream_options: Optional[Mapping[str, Any]] = None
 
     @property
     def name(self) -> str:
@@ -93,9 +95,11 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         from tensorizer import stream_io
 
         stream: Any = stream_io.open_stream(file_obj, "rb", **(stream_options or {}))
-        return _open_object(stream)
+        return _open_object(stream)._replace(location=file_obj, stream_options=stream_options)
     with stream_errors():
-        return _open_descriptor(file_obj) if isinstance(file_obj, int) else _open_path(expanded(os.fsdecode(file_obj)))
+        if isinstance(file_obj, int):
+            return _open_descriptor(file_obj)
+        return _open_path(expanded(os.fsdecode(file_obj)))._replace(location=file_obj)
 
 
 def _open_descriptor(descriptor: int) -> OpenedSource:

@@ -20,6 +20,7 @@ from tensorizer._format import extra_state
 from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from tensorizer._format.names import Name
 from tensorizer._io.sources import OpenedSource
+from tensorizer._load.authenticity import NOBODY, Trust, authenticate
 from tensorizer._load.device_choice import DeviceChooser
 from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader, converts, known_dtype, stored_dtype
 from tensorizer._system.devices import ordinary_tensors
@@ -28,7 +29,9 @@ from tensorizer.errors import CryptographyError, HashMismatchError
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams
 
-__all__ = ["Container", "ReadOptions", "open_container"]
+__all__ = ["AUTHENTICATED", "Container", "ReadOptions", "open_container"]
+
+AUTHENTICATED = {(False, False): None, (True, False): "key", (False, True): "signature", (True, True): "both"}
 
 # Magic to metadata length (docs/format.md, "Prologue").
 _PROLOGUE_NBYTES = 73
@@ -50,6 +53,7 @@ class ReadOptions(NamedTuple):
     mmap: Optional[bool]  # None: where nothing speaks against it, see _may_map
     allow_missing_hashes: bool = False
     without_key: bool = False  # opens the index of an encrypted file without one; its tensors are out of reach then
+    trust: Trust = NOBODY
 
 
 class Container:
@@ -203,6 +207,27 @@ class Container:
         if self.index_matches is False:
             raise HashMismatchError("the index does not match its digest: entries or metadata were changed")
 
+    @property
+    def authenticated(self) -> Optional[str]:
+        """What vouches for the file: ``"key"``, ``"signature"``, ``"both"``, or ``None``."""
+        by_key, signers = _C.vouched(self.index)
+        return AUTHENTICATED[by_key, bool(signers)]
+
+    @property
+    def signers(self) -> list[bytes]:
+        """The public keys of the signatures that were found right."""
+        return _C.vouched(self.index)[1]
+
+    @property
+    def index_digest(self) -> Optional[str]:
+        """Hexadecimal SHA-256 of the index, as computed; ``None`` where the format has none."""
+        return _C.index_digest(self.index).hex() if self.index.format == "tensors" else None
+
+    @property
+    def checks_whole(self) -> bool:
+        """Whether only whole tensors can be read: their data are bound to a signature by nothing but hashes."""
+        return bool(self.signers) and not self.index.encrypted
+
     def extra_states(self) -> dict[str, Any]:
         """Extra states of modules by module path, their new tensors on the device of the load."""
         text = (self.metadata() or {}).get(extra_state.KEY, "") if self.index.has_annex else ""
@@ -316,6 +341,7 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
     Raises:
         FormatError: Not a ``.tensors`` file, an unknown version, a damaged index.
         CryptographyError: The file is encrypted and there is no key, or the other way round.
+        AuthenticationError: Its index is not what its key or a signature vouches for.
         ValueError: A mapping is wanted of what cannot be mapped.
     """
     index = _open_index(opened, options)
@@ -323,6 +349,8 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
     selection: Sequence[int] = range(len(names))
     if filter_func is not None:
         selection = [i for i, name in enumerate(names) if filter_func(name)]
+    keys = key_ring(options.encryption) if index.encrypted and options.encryption is not None else None
+    authenticate(opened, index, keys, options.trust)
     if options.mmap is None:
         options = options._replace(mmap=_may_map(opened.source, index, names, selection, options))
     reader = TensorReader(
@@ -331,7 +359,7 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
         device=_device_of_entries(options.device, names),
         dtype=options.dtype,
         max_workers=options.max_workers,
-        keys=key_ring(options.encryption) if index.encrypted and options.encryption is not None else None,
+        keys=keys,
         mapping=_map_source(opened.source) if options.mmap else None,
         allow_missing_hashes=options.allow_missing_hashes,
     )

@@ -59,6 +59,17 @@ class FileFacts:
         return self._container.ties()
 
     @property
+    def authenticated(self) -> Optional[str]:
+        """What was found to vouch for the file: ``"key"``, ``"signature"``, ``"both"``, or ``None`` for nothing."""
+        return self._container.authenticated
+
+    @property
+    def index_digest(self) -> Optional[str]:
+        """The SHA-256 of the index as hexadecimal digits, computed from what was read; ``None`` for ``.safetensors``
+        files and for shards. In files that are authenticated it stands for all of their content."""
+        return self._container.index_digest
+
+    @property
     def cache_status(self) -> Optional[str]:
         """The ``x-cache-status`` response header of an HTTP source, else ``None``."""
         headers = getattr(self._stream, "response_headers", None)

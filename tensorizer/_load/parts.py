@@ -95,6 +95,8 @@ class PartReader:
         ``None`` where it takes more than that.
         """
         container = self._container
+        if container.checks_whole:
+            return None
         simple = device.type == "cpu" and self._dtype is None and container.source is not None
         if not simple or container.targets or not container.shows_all or not all(map(is_basic, indices)):
             return None
@@ -113,11 +115,13 @@ class PartReader:
             ValueError: A part is to be verified; a place of another shape.
         """
         container = self._container
+        whole = container.closed or container.checks_whole  # a signed tensor is read and hashed as a whole
+        verify = verify and not container.checks_whole
         results: list[Optional[torch.Tensor]] = [None] * len(wanted)
         plain: dict[torch.device, list[int]] = {}
         for position, want in enumerate(wanted):
             entry = container.targets.get(want.entry, want.entry)
-            if verify or container.closed or not self._is_plain(entry):
+            if verify or whole or not self._is_plain(entry):
                 results[position] = self._from_whole(entry, want, verify)
             else:
                 plain.setdefault(resolve_cuda_device(want.device), []).append(position)

@@ -16,7 +16,7 @@ from tensorizer import _C
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, path_of
 from tensorizer._io.shards import OpenedFiles, OpenedShards
-from tensorizer._load.container import Container, ReadOptions, open_container
+from tensorizer._load.container import AUTHENTICATED, Container, ReadOptions, open_container
 from tensorizer._load.reader import LoadedBatch, Progress
 from tensorizer.errors import FormatError
 
@@ -290,6 +290,26 @@ class ShardedContainer(Container):
         return {self.names[alias]: self.names[target] for alias, target in self.targets.items()}
 
     @property
+    def authenticated(self) -> Optional[str]:
+        vouched = [_C.vouched(shard.index) for shard in self._shards]
+        return AUTHENTICATED[all(key for key, _ in vouched), all(bool(signers) for _, signers in vouched)]
+
+    @property
+    def signers(self) -> list[bytes]:
+        """Those that every shard has."""
+        first, *others = (shard.signers for shard in self._shards)
+        return [signer for signer in first if all(signer in found for found in others)]
+
+    @property
+    def index_digest(self) -> Optional[str]:
+        """None: each shard has its own."""
+        return None
+
+    @property
+    def checks_whole(self) -> bool:
+        return any(shard.checks_whole for shard in self._shards)
+
+    @property
     def index_matches(self) -> Optional[bool]:
         found = {shard.index_matches for shard in self._shards}
         return False if False in found else True if True in found else None
@@ -310,6 +330,8 @@ def open_shards(opened: OpenedShards, filter_func: Optional[FilterFuncType], opt
         CryptographyError, ValueError: As for a single file.
     """
     files = list(opened.files)
+    if options.trust.signature is not None:
+        raise ValueError(f"signature: wanted one file, found the shards of {opened.name}, each with its own beside it")
     if options.max_workers:
         options = options._replace(max_workers=max(1, options.max_workers // min(len(files), _LOCAL_SHARDS_AT_ONCE)))
     with contextlib.ExitStack() as undo:

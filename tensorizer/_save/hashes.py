@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Union
+from typing import Any, Optional, Union
 
-__all__ = ["HASH_NAMES", "check_hashes"]
+from tensorizer import _C
+from tensorizer._crypto.keys import signer_of
+
+__all__ = ["HASH_NAMES", "check_hashes", "check_signer"]
 
 HASH_NAMES = ("crc32", "sha256")
 
@@ -21,3 +24,18 @@ def check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> 
     if unknown:
         raise ValueError(f"hashes: wanted names out of {', '.join(HASH_NAMES)}, found {', '.join(unknown)}")
     return chosen - {"crc32"} if encrypted else chosen
+
+
+def check_signer(signing_key: Any, hashes: Collection[str], encrypted: bool) -> Optional[_C.Signer]:
+    """What signs a file whose tensors get these digests.
+
+    Raises:
+        TypeError: Neither a ``SigningKey`` nor ``None``.
+        ValueError: Nothing would bind the data of the file to the signature.
+    """
+    signer = signer_of(signing_key)
+    if signer is not None and "sha256" not in hashes and not encrypted:
+        raise ValueError(
+            "signing_key: wanted 'sha256' among hashes, which is what a signature of a file in clear covers"
+        )
+    return signer

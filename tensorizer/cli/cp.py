@@ -19,7 +19,8 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "cp",
         help="copy a file between any two places",
-        description="Copies a file as it is between paths and URIs; - is standard input or output.",
+        description="Copies a file as it is between paths and URIs; - is standard input or output. The signature "
+        "beside a local file (.sig) is copied with it.",
     )
     parser.add_argument("source", metavar="SRC", help="a path, URI or -")
     parser.add_argument("target", metavar="DST", help="a path, URI or -")
@@ -37,7 +38,7 @@ def add_parsers(commands: Any) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     import sys
 
-    from tensorizer._files.copy import check_target, copy_file, sha256_of_file
+    from tensorizer._files.copy import check_target, copy_file, sha256_of_file, signature_beside
     from tensorizer._files.verify import describe
 
     source, target = arguments.source, arguments.target
@@ -66,12 +67,18 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
                 f"{escaped(shown_uri(source))} holds tensors without a digest, and --verify cannot read "
                 "standard output again to compare bytes: copy it to a name"
             )
+    signature = signature_beside(source, target)
+    if signature:
+        check_target(signature[1], arguments.force, options)
     nbytes = copy_file(source, target, progress=output.progress(), stream_options=options)
+    if signature:
+        copy_file(*signature, stream_options=options)
     if compares_bytes and sha256_of_file(source, options) != sha256_of_file(target, options):
         output.error(f"{escaped(shown_uri(target))}: its bytes differ from those of {escaped(shown_uri(source))}")
         return DIFFERS
     if output.json:
-        output.document({"source": shown_uri(source), "target": shown_uri(target), "nbytes": nbytes})
+        document = {"source": shown_uri(source), "target": shown_uri(target), "nbytes": nbytes}
+        output.document({**document, "signature": shown_uri(signature[1]) if signature else None})
     else:
         how = ", compared byte by byte with the source" if compares_bytes else ""
         output.detail(f"{escaped(shown_uri(target))}: {nbytes:,} bytes{how}")

@@ -22,7 +22,7 @@ DIFFERS = 1  # the answer is no: a digest that does not match, files that differ
 USAGE = 2
 UNREACHABLE = 3  # not found, no access, network, disk full
 INVALID = 4  # not a valid file
-KEY = 5  # missing, wrong or not wanted; authentication failed
+KEY = 5  # missing, wrong or not wanted; authentication failed, a signature too
 TARGET = 6  # it exists, or its format cannot hold the content
 INTERRUPTED = 130
 

@@ -87,6 +87,9 @@ def _document(info: FileInfo, arguments: argparse.Namespace) -> dict[str, Any]:
         "metadata": dict(info.metadata),
         "metadata_encrypted": info.metadata_encrypted,
         "ties": dict(info.ties),
+        "authentication": info.has_tag,
+        "signers": list(info.signers),
+        "index_digest": info.index_digest,
     }
     if not arguments.no_tensors:
         content["tensors"] = [
@@ -119,6 +122,10 @@ def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> Non
         where = f"{len(info.files):,} shards" if info.files else "the file"
         facts.append(f"{info.file_nbytes:,} bytes in {where}")
     output.line(f"{output.coloured(escaped(info.source), 'bold')}: {', '.join(facts)}")
+    for signer in info.signers:
+        output.line(f"signed by {signer} (not checked)")
+    if info.has_tag:
+        output.line("authenticated by its key (not checked)")
     for alias, kept in list(info.ties.items())[:_MOST_TIES]:
         output.line(f"tie: {escaped(alias)} = {escaped(kept)}")
     if len(info.ties) > _MOST_TIES:

@@ -20,10 +20,10 @@ from tensorizer.cli.output import Output, escaped
 __all__ = ["COMMANDS", "main", "make_parser"]
 
 #: Modules of this package, each with ``add_parsers(commands)``.
-COMMANDS = ("inspect", "verify", "convert", "cp", "encrypt", "diff", "bench", "cache")
+COMMANDS = ("inspect", "verify", "convert", "cp", "encrypt", "sign", "diff", "bench", "cache")
 
 _EPILOG = "Exit status: 0 done, 1 differs or does not verify, 2 usage, 3 not found or no access, 4 not a valid file, \
-5 key, 6 the target exists or cannot hold the content, 130 interrupted."
+5 key or signature, 6 the target exists or cannot hold the content, 130 interrupted."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,7 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = _Parser(
         prog="tensorizer",
-        description="Look into, check, convert, copy, encrypt and compare files of tensors (.tensors, .safetensors).",
+        description="Look into, check, convert, copy, encrypt, sign and compare files of tensors (.tensors, "
+        ".safetensors).",
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions, those of the libraries too")
@@ -143,4 +144,5 @@ _OPTIONS_OF_KEYWORDS = {
     "(force replaces it)": "(--force replaces it)",
     "(force removes it)": "(--force removes it)",
     "sha256: wanted": "--sha256: wanted",
+    "signature: say where it goes": "--output: say where the signature goes",
 }

@@ -10,7 +10,14 @@ from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of, split_uri
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.exit_codes import UsageError
 
-__all__ = ["add_common", "add_force", "add_source_options", "check_names_object", "stream_options"]
+__all__ = [
+    "add_common",
+    "add_force",
+    "add_signature_options",
+    "add_source_options",
+    "check_names_object",
+    "stream_options",
+]
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +51,14 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace the target where it exists")
+
+
+def add_signature_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("signature")
+    group.add_argument(
+        "--public-key", metavar="PATH", action="append", help="who has to have signed it; any one of several suffices"
+    )
+    group.add_argument("--signature", metavar="PATH", help="where the signature is; default: in the file, or beside it")
 
 
 def stream_options(arguments: argparse.Namespace, *uris: str) -> Optional[dict[str, Any]]:

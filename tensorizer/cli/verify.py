@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
 from tensorizer.cli.keys import add_key_options, decryption
-from tensorizer.cli.options import add_common, stream_options
+from tensorizer.cli.options import add_common, add_signature_options, stream_options
 from tensorizer.cli.output import Output, escaped
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--sha256", metavar="HEX", help="SHA-256 that the whole file must have")
     parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest that the hub states")
     parser.add_argument("--fail-fast", action="store_true", help="end at the first tensor that does not match")
+    add_signature_options(parser)
     add_key_options(parser, "the file")
     add_common(parser)
     parser.set_defaults(run=run)
@@ -40,6 +41,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
     if arguments.sha256 and len(arguments.files) > 1:
         raise UsageError("--sha256 takes one file")
+    if arguments.signature and (len(arguments.files) > 1 or not arguments.public_key):
+        raise UsageError("--signature takes one file, and --public-key to check it with")
     reports = []
     for file in arguments.files:
         options = stream_options(arguments, file)
@@ -54,6 +57,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             num_readers=arguments.num_readers,
             progress=output.progress(),
             stream_options=options,
+            public_key=arguments.public_key,
+            signature=arguments.signature,
         )
         reports.append(report)
         if not output.json:
@@ -89,6 +94,10 @@ def _print(report: VerifyReport, output: Output) -> None:
         verdict = output.coloured("FAILED", "red")
     rate = f"{convert_bytes(report.nbytes)} in {report.seconds:.1f} s"
     output.line(f"{escaped(report.source)}: {verdict}: {describe(report)} ({rate})")
+    for signer in report.signers:
+        output.line(f"  signed by {signer}")
+    if report.authenticated in ("key", "both"):
+        output.line("  authenticated by its key")
     for mismatch in report.mismatched:
         output.line(f"  {escaped(mismatch.reason)}")
     if report.sha256_matches is not None:
@@ -111,6 +120,8 @@ def _document(report: VerifyReport) -> dict[str, Any]:
         "sha256_matches": report.sha256_matches,
         "nbytes": report.nbytes,
         "seconds": report.seconds,
+        "authenticated": report.authenticated,
+        "signers": list(report.signers),
     }
 
 

@@ -21,6 +21,7 @@ from tensorizer.distributed._report import LoadReport
 from tensorizer.distributed._targets import Target
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import HashMismatchError
+from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["LoadedDict", "load", "load_sharded"]
 
@@ -43,6 +44,9 @@ def load(
     verify_hash: bool = False,
     encryption: Optional[DecryptionParams] = None,
     stream_options: Optional[Mapping[str, Any]] = None,
+    public_key: PublicKeyArgument = None,
+    signature: Any = None,
+    require_authenticated: Optional[bool] = None,
 ) -> LoadedDict:
     """Loads all tensors of a file on every rank of a group. Collective.
 
@@ -57,6 +61,10 @@ def load(
         verify_hash: Compares the stored hashes with what has arrived; the ranks share this work.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
+        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`. Every rank reads
+            whole tensors of a file in clear then.
+        signature: Where the signature is, likewise.
+        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
 
     Returns:
         A dict of plain tensors; its attribute ``report`` is a :class:`LoadReport`.
@@ -69,7 +77,8 @@ def load(
     begin = time.perf_counter()
     _check_exchange(exchange)
     ranks = Ranks(group)
-    with open_for_all(ranks, file, device, dtype, encryption, stream_options) as opened:
+    trust = {"public_key": public_key, "signature": signature, "require_authenticated": require_authenticated}
+    with open_for_all(ranks, file, device, dtype, encryption, stream_options, trust) as opened:
         chosen = opened.choose(exchange, 0, None, shared=True)
         result = LoadedDict()
         firsts: dict[int, Name] = {}  # entries, and the first name of each
@@ -111,6 +120,9 @@ def load_sharded(
     verify_hash: bool = False,
     encryption: Optional[DecryptionParams] = None,
     stream_options: Optional[Mapping[str, Any]] = None,
+    public_key: PublicKeyArgument = None,
+    signature: Any = None,
+    require_authenticated: Optional[bool] = None,
 ) -> LoadReport:
     """Fills a module or state dict with this rank's part of a file. Collective.
 
@@ -141,6 +153,10 @@ def load_sharded(
             file holds apart from its tensors has no hash.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
+        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`. Every rank reads
+            whole tensors of a file in clear then.
+        signature: Where the signature is, likewise.
+        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
 
     Raises:
         LoadError: Shapes differ; with `strict`, names are missing or unexpected, or the file holds different contents
@@ -156,7 +172,8 @@ def load_sharded(
         device = mesh.device_type if device is None else device
         group = mesh.get_group() if group is None and mesh.ndim == 1 else group
     ranks = Ranks(group)
-    with open_for_all(ranks, file, device, None, encryption, stream_options) as opened:
+    trust = {"public_key": public_key, "signature": signature, "require_authenticated": require_authenticated}
+    with open_for_all(ranks, file, device, None, encryption, stream_options, trust) as opened:
         failure: Optional[BaseException] = None
         filled, wanted = None, 0
         try:

@@ -55,9 +55,10 @@ class Opened:
             everything = sum(part.shape.numel() for part in self.file.slices().values())
         except BaseException as error:
             failure = failure or error
-        asked = self.ranks.agree(failure, (exchange, in_memory and self.device.type == "cpu", wanted))
-        first, cached, _ = asked[0]
-        if self.ranks.size == 1:
+        cached_here = in_memory and self.device.type == "cpu"
+        asked = self.ranks.agree(failure, (exchange, cached_here, container.checks_whole, wanted))
+        first, cached, checks_whole, _ = asked[0]
+        if self.ranks.size == 1 or checks_whole:  # the hash of a tensor is one of all of it
             return "none"
         if first != "auto":
             return str(first)
@@ -92,8 +93,12 @@ def open_for_all(
     dtype: Optional[torch.dtype],
     encryption: Optional[DecryptionParams],
     stream_options: Optional[Mapping[str, Any]],
+    trust: Optional[Mapping[str, Any]] = None,
 ) -> Iterator[Opened]:
-    """Collective: opens the file on every rank, and holds what they see against what rank 0 sees."""
+    """Collective: opens the file on every rank, and holds what they see against what rank 0 sees.
+
+    `trust` has the arguments of ``TensorDeserializer`` that say who has to vouch for the file.
+    """
     failure: Optional[BaseException] = None
     opened: Optional[Opened] = None
     seen: Any = None
@@ -109,6 +114,7 @@ def open_for_all(
                 encryption=encryption,
                 stream_options=stream_options,
                 num_readers=_readers(file),
+                **(trust or {}),
             )
             stack.enter_context(deserializer)
             opened = Opened(ranks, deserializer, chosen)

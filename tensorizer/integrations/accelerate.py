@@ -14,6 +14,7 @@ import torch
 from tensorizer._save.hashes import HASH_NAMES
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import StreamNotFoundError
+from tensorizer.signing import PublicKeyArgument
 from tensorizer.torch import load_model, save_file
 
 __all__ = ["StateHooks", "install_hooks"]
@@ -29,6 +30,7 @@ def install_hooks(
     decryption: Optional[DecryptionParams] = None,
     hashes: Union[str, Collection[str], None] = HASH_NAMES,
     verify_hash: bool = False,
+    public_key: PublicKeyArgument = None,
 ) -> StateHooks:
     """Lets ``accelerator.save_state`` write weights as ``model.tensors``, and ``load_state`` read them.
 
@@ -50,11 +52,13 @@ def install_hooks(
         decryption: The key that belongs to it.
         hashes: Digests to store: ``"crc32"``, ``"sha256"``, both (default) or ``None``.
         verify_hash: Compares the weights with their digests when they are loaded.
+        public_key: Who has to have signed weights that are loaded, as for :class:`tensorizer.TensorDeserializer`;
+            checkpoints without ``model.tensors`` are refused then.
 
     Returns:
         The hooks, to take them off again.
     """
-    hooks = StateHooks(accelerator, encryption, decryption, hashes, verify_hash)
+    hooks = StateHooks(accelerator, encryption, decryption, hashes, verify_hash, public_key)
     hooks._handles = (
         accelerator.register_save_state_pre_hook(hooks._save),
         accelerator.register_load_state_pre_hook(hooks._load),
@@ -72,10 +76,12 @@ class StateHooks:
         decryption: Optional[DecryptionParams],
         hashes: Union[str, Collection[str], None],
         verify_hash: bool,
+        public_key: PublicKeyArgument = None,
     ) -> None:
         self._accelerator = accelerator
         self._encryption, self._decryption = encryption, decryption
         self._hashes, self._verify = hashes, verify_hash
+        self._public_key = public_key
         self._handles: tuple[Any, ...] = ()
 
     def remove(self) -> None:
@@ -103,14 +109,21 @@ class StateHooks:
     def _load(self, models: list[torch.nn.Module], input_dir: Any) -> None:
         paths = [_path(input_dir, number) for number in range(len(models))]
         there = [path for path in paths if os.path.exists(path)]
-        if not there:
+        if not there and self._public_key is None:
             return
         missing = sorted({*paths} - {*there})
         if missing:
             raise StreamNotFoundError(2, "accelerate has more models than this checkpoint", missing[0])
         for model, path in zip(models, paths):
             inside, _ = self._inside(model)
-            load_model(inside, path, assign=False, verify=self._verify, encryption=self._decryption)
+            load_model(
+                inside,
+                path,
+                assign=False,
+                verify=self._verify,
+                encryption=self._decryption,
+                public_key=self._public_key,
+            )
         models.clear()
 
     def _writes(self) -> bool:

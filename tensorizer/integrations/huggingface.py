@@ -24,6 +24,7 @@ import torch
 from tensorizer import TensorDeserializer, TensorSerializer, stream_io
 from tensorizer._load.device_choice import as_device
 from tensorizer._system.redaction import shown_location
+from tensorizer.signing import PublicKeyArgument
 from tensorizer.utils import get_device, no_init_or_tensor
 
 __all__ = [
@@ -110,6 +111,8 @@ def from_pretrained(
     strict: bool = True,
     verify: bool = False,
     encryption: Any = None,
+    public_key: PublicKeyArgument = None,
+    require_authenticated: Optional[bool] = None,
     cache: bool = True,
     local_files_only: bool = False,
     token: Any = None,
@@ -144,6 +147,9 @@ def from_pretrained(
             what is missing: from a base model to one with a head and back.
         verify: Compares the data with the stored digests; ``.safetensors`` files hold none and are refused.
         encryption: The key of encrypted weights (:class:`tensorizer.DecryptionParams`).
+        public_key: Who has to have signed the weights, as for :class:`tensorizer.TensorDeserializer`; configurations
+            are not covered.
+        require_authenticated: Whether the key or a signature has to vouch for the weights, likewise.
         cache: ``False`` reads a hub repository over HTTPS instead of through the cache.
         local_files_only: Asks nothing of the hub; so does ``HF_HUB_OFFLINE``.
         token: For the hub, as ``huggingface_hub`` takes it; it goes to the hub's host alone.
@@ -189,6 +195,8 @@ def from_pretrained(
         strict=strict,
         verify=verify,
         encryption=encryption,
+        public_key=public_key,
+        require_authenticated=require_authenticated,
         variant=variant,
         allow_pickle=allow_pickle,
         allow_plaintext_temp=allow_plaintext_temp,
@@ -228,6 +236,8 @@ def load_adapter(
     strict: bool = True,
     verify: bool = False,
     encryption: Any = None,
+    public_key: PublicKeyArgument = None,
+    require_authenticated: Optional[bool] = None,
     cache: bool = True,
     local_files_only: bool = False,
     token: Any = None,
@@ -256,7 +266,14 @@ def load_adapter(
     from tensorizer.integrations._hf.opening import open_place
     from tensorizer.integrations._hf.options import LoadOptions
 
-    options = LoadOptions(strict=strict, verify=verify, encryption=encryption, allow_pickle=allow_pickle)
+    options = LoadOptions(
+        strict=strict,
+        verify=verify,
+        encryption=encryption,
+        public_key=public_key,
+        require_authenticated=require_authenticated,
+        allow_pickle=allow_pickle,
+    )
     with open_place(
         source,
         revision=revision,

@@ -25,8 +25,9 @@ from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.values import NotSimple, decoded, encoded, load_vetted, saved
 from tensorizer.encryption import DecryptionParams, EncryptionParams
-from tensorizer.errors import FormatError
+from tensorizer.errors import AuthenticationError, FormatError
 from tensorizer.serializer import TensorSerializer
+from tensorizer.signing import PublicKeyArgument
 from tensorizer.stream_io import open_stream
 
 try:
@@ -70,6 +71,8 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         encryption: Encrypts the files.
         decryption: The key of encrypted files.
         verify_hash: Compares the tensors of a checkpoint with their digests when it is loaded.
+        public_key: Who has to have signed a checkpoint that is loaded, as for :class:`tensorizer.TensorDeserializer`;
+            checkpoints of torch are refused then.
         stream_options: Keywords for opening ``s3://`` URIs; ``storage_options`` of a save are put over them.
     """
 
@@ -81,8 +84,10 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         decryption: Optional[DecryptionParams] = None,
         verify_hash: bool = False,
         stream_options: Optional[Mapping[str, Any]] = None,
+        public_key: PublicKeyArgument = None,
     ) -> None:
         super().__init__()
+        self._public_key = public_key
         self._encryption, self._decryption = encryption, decryption
         self._verify = verify_hash
         self._stream_options = dict(stream_options or {})
@@ -163,6 +168,8 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         where: Any = map_location
         with open_stream(os.fspath(path), "rb", **(options or {})) as stream:
             if stream.read(len(_ZIP)) == _ZIP:
+                if self._public_key is not None:
+                    raise AuthenticationError(f"{shown_location(path)}: not signed: a checkpoint of torch")
                 stream.seek(0)
                 found: dict[str, Any] = torch.load(cast(IO[bytes], stream), where, weights_only=weights_only)
                 return found
@@ -170,8 +177,9 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             os.fspath(path),
             device="cpu",
             encryption=self._decryption,
-            verify_hash=self._verify,
+            verify_hash=self._verify or None,
             stream_options=options,
+            public_key=self._public_key,
         ) as file:
             text = file.metadata.get(_KEY)
             if text is None:

@@ -1,5 +1,5 @@
 // Input: u8 "frame it", then the sections of an annex, or, unframed, what follows the last index
-// entry. What parses serializes to an annex of the same metadata and ties.
+// entry; or a detached signature. What parses serializes to an annex of the same content.
 #include "core/error.h"
 #include "format/annex.h"
 #include "fuzz_check.h"
@@ -8,6 +8,8 @@ using namespace tensorizer;
 using namespace tensorizer::format;
 
 namespace {
+
+constexpr uint64_t kEntries = 2;
 
 std::vector<std::byte> framed(std::span<const std::byte> sections) {
   constexpr std::string_view kMagic = "TZRANNX1";
@@ -23,11 +25,25 @@ void check(const Annex& annex) {
   AnnexToWrite again;
   if (annex.metadata) again.metadata = *annex.metadata;
   again.ties = annex.ties;
-  if (again.metadata.empty() && again.ties.empty()) return;
-  const std::vector<std::byte> bytes = serialize_annex(again, {}, Sha256());
-  FUZZ_CHECK(bytes.size() == annex_nbytes(again, 0));
-  const auto parsed = parse_annex(bytes, 0, [] { return Sha256(); });
+  const bool vouched = annex.tag || !annex.signatures.empty();
+  FUZZ_CHECK(!vouched || (annex.records.size() == kEntries && annex.digest));
+  if (again.metadata.empty() && again.ties.empty() && !vouched) return;
+  if (vouched) again.records = annex.records;
+  const VouchersToCome to_come{.tag = annex.tag.has_value(),
+                               .derivation = annex.tag && annex.tag->derivation,
+                               .signatures = annex.signatures.size()};
+  const std::vector<std::byte> bytes =
+      serialize_annex(again, {}, Sha256(),
+                      [&](const Sha256Digest&) { return Vouchers{annex.tag, annex.signatures}; });
+  FUZZ_CHECK(bytes.size() == annex_nbytes(again, 0, kEntries, to_come));
+  const auto parsed = parse_annex(bytes, 0, kEntries, [] { return Sha256(); });
   FUZZ_CHECK(parsed && parsed->ties == annex.ties && parsed->digest == parsed->computed);
+  FUZZ_CHECK(!vouched || parsed->records == annex.records);
+  FUZZ_CHECK(parsed->signatures == annex.signatures);
+  FUZZ_CHECK(parsed->tag.has_value() == annex.tag.has_value());
+  if (annex.tag)
+    FUZZ_CHECK(parsed->tag->tag == annex.tag->tag &&
+               parsed->tag->derivation == annex.tag->derivation);
   FUZZ_CHECK(parsed->metadata.value_or(std::vector<TextPair>{}) == again.metadata);
 }
 
@@ -39,12 +55,20 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   try {
     const std::vector<std::byte> slack =
         frame ? framed(input) : std::vector<std::byte>(input.begin(), input.end());
-    const auto annex = parse_annex(slack, 0, [] { return Sha256(); });
+    const auto annex = parse_annex(slack, 0, kEntries, [] { return Sha256(); });
     FUZZ_CHECK(annex || !frame);
     if (annex) check(*annex);
   } catch (const Error& error) {
-    FUZZ_CHECK(error.code() == Errc::malformed);
+    FUZZ_CHECK(error.code() == Errc::malformed || error.code() == Errc::crypto);
     FUZZ_CHECK(std::string_view(error.what()).size() < 1000);
+  }
+  try {
+    const Annex detached = parse_detached(
+        frame ? framed(input) : std::vector<std::byte>(input.begin(), input.end()), {});
+    FUZZ_CHECK(!detached.signatures.empty() && !detached.records.empty());
+    FUZZ_CHECK(!detached.tag && !detached.metadata && detached.ties.empty());
+  } catch (const Error& error) {
+    FUZZ_CHECK(error.code() == Errc::malformed);
   }
   try {
     const Annex sealed = parse_sealed(input);

@@ -22,6 +22,7 @@
 #include "device/copy_engine.h"
 #include "format/tensor_path.h"
 #include "io/local/memory_source.h"
+#include "load/authenticity.h"
 #include "load/load_session.h"
 #include "save/save_session.h"
 
@@ -233,20 +234,25 @@ struct LoadSettings {
   unsigned workers = 0;
   std::shared_ptr<load::KeyRing> keys;
   device::CopyEngine* engine = nullptr;
+  std::shared_ptr<load::KeyRing> opening_keys{};  // set: others than those of the tensors
 };
 
+// Without keys: a file in clear.
 inline std::shared_ptr<const load::OpenedIndex> open_all(io::RangeSource& source,
-                                                         format::KeyGiven key,
+                                                         load::KeyRing* keys = nullptr,
                                                          const std::stop_token& stop = {}) {
-  return load::open_index(source, load::open_head(source, 0, key, stop), stop);
+  const auto key = keys != nullptr ? format::KeyGiven::yes : format::KeyGiven::no;
+  const auto opened = load::open_index(source, load::open_head(source, 0, key, stop), stop);
+  if (keys != nullptr) load::check_tag(*opened, *keys);
+  return opened;
 }
 
 // Loads every entry to memory of its own; the buffers are returned even when the load throws
 // (through `into`). True when the session promised to be brief.
 inline bool load_all(io::RangeSource& source, const LoadSettings& settings,
                      std::vector<Bytes>& into, const std::stop_token& stop = {}) {
-  const auto key = settings.keys ? format::KeyGiven::yes : format::KeyGiven::no;
-  const auto opened = open_all(source, key, stop);
+  const auto opened =
+      open_all(source, (settings.opening_keys ? settings.opening_keys : settings.keys).get(), stop);
   std::vector<load::LoadTarget> targets;
   into.clear();
   for (const format::IndexEntry& entry : opened->index.entries())

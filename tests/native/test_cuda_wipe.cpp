@@ -40,8 +40,9 @@ class CudaWipe : public FakeDriverTest {
     options.pinned = {3, kChunk, 60'000ms};
     CudaCopyEngine engine(options);
     PlainSource source(file_);
-    load::KeyRing keys(test_key(key));
-    const auto opened = open_all(source, format::KeyGiven::yes);
+    // A wrong key shows when a file is opened, unless another one was taken for that.
+    load::KeyRing right(test_key()), keys(test_key(key));
+    const auto opened = open_all(source, &right);
     std::vector<load::LoadTarget> targets;
     for (uint32_t i = 0; i < memory_.size(); ++i)
       targets.push_back(
@@ -172,7 +173,7 @@ TEST_F(CudaWipe, ALoadThatSucceedsIsNotWiped) {
   CudaCopyEngine engine(options);
   PlainSource source(file_);
   load::KeyRing keys(test_key());
-  const auto opened = open_all(source, format::KeyGiven::yes);
+  const auto opened = open_all(source, &keys);
   std::vector<load::LoadTarget> targets;
   for (uint32_t i = 0; i < memory_.size(); ++i)
     targets.push_back(

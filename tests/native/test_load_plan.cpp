@@ -16,7 +16,7 @@ constexpr uint64_t kKiB = 1024, kMiB = 1024 * kKiB;
 std::shared_ptr<const OpenedIndex> index_of(const std::vector<size_t>& sizes) {
   const tests::Bytes file = tests::save_all(tests::make_tensors(sizes, 1));
   tests::PlainSource source(file);
-  return tests::open_all(source, format::KeyGiven::no);
+  return tests::open_all(source);
 }
 
 std::vector<uint32_t> all_of(const OpenedIndex& opened) {

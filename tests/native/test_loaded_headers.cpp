@@ -26,7 +26,7 @@ Saved saved(const std::vector<size_t>& sizes) {
   made.tensors = tests::make_tensors(sizes, 4);
   made.file = tests::save_all(made.tensors);
   tests::PlainSource source(made.file);
-  made.opened = tests::open_all(source, format::KeyGiven::no);
+  made.opened = tests::open_all(source);
   return made;
 }
 

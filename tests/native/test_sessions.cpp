@@ -119,13 +119,32 @@ TEST(Sessions, OneBitOfAPayloadAnywhereIsFoundByEitherHash) {
   }
 }
 
+TEST(Sessions, AWrongKeyIsFoundWhenTheFileIsOpened) {
+  PlainSource source(save_all(make_tensors({100}, 6), encrypted_options()));
+  std::vector<Bytes> found;
+  testing::expect_error(Errc::authentication, [&] { load_all(source, {.keys = ring(8)}, found); });
+}
+
+TEST(Sessions, WhoForgetsToCheckTheTagGetsNoTensorOfAnAuthenticatedFile) {
+  PlainSource source(save_all(make_tensors({100}, 6), encrypted_options()));
+  const auto opened =
+      load::open_index(source, load::open_head(source, 0, format::KeyGiven::yes, {}), {});
+  Bytes into(100);
+  const auto keys = ring();
+  load::LoadSession session(source, opened, {{.destination = {into.data(), 100, nullptr}}},
+                            {.keys = keys.get()});
+  const std::string text = testing::expect_error(Errc::authentication, [&] { session.run({}); });
+  EXPECT_NE(text.find("tensor "), std::string::npos) << text;
+  EXPECT_TRUE(testing::same(into, Bytes(100)));
+}
+
 TEST(Sessions, AWrongKeyIsACryptoErrorAndEveryDestinationIsWiped) {
   const auto tensors = make_tensors({kChunk + 3, 100}, 6);
   const Bytes file = save_all(tensors, encrypted_options());
   PlainSource source(file);
   std::vector<Bytes> found;
   try {
-    load_all(source, {.verify = false, .keys = ring(8)}, found);
+    load_all(source, {.verify = false, .keys = ring(8), .opening_keys = ring()}, found);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Errc::crypto);

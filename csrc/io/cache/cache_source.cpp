@@ -502,17 +502,13 @@ void CacheSource::fill(const std::stop_token& stop) {
   const SourceTraits traits = network_->traits();
   const uint64_t unit = align_up(std::max<uint64_t>(traits.unit_nbytes, 1), kCacheBlockNbytes);
   const uint64_t units = ceil_div(key_.nbytes, unit);
-  std::atomic<uint64_t> next{0};
   const unsigned workers = traits.sequential ? 1 : std::max(1U, traits.concurrency);
-  run_workers(workers, stop, [&](const std::stop_token& stop_all) {
-    std::vector<std::byte> buffer(static_cast<size_t>(std::min(unit, key_.nbytes)));
-    for (uint64_t i = next++; i < units && is_storing(); i = next++) {
-      const uint64_t begin = i * unit;
-      const uint64_t nbytes = std::min(unit, key_.nbytes - begin);
-      throw_if_stopped(stop_all);
-      if (!is_present(begin, nbytes))
-        read_at(begin, Slice(buffer).first(static_cast<size_t>(nbytes)), stop_all);
-    }
+  for_each_index(units, workers, stop, [&](size_t i, const std::stop_token& stop_all) {
+    const uint64_t begin = i * unit;
+    const uint64_t nbytes = std::min(unit, key_.nbytes - begin);
+    if (!is_storing() || is_present(begin, nbytes)) return;
+    std::vector<std::byte> buffer(static_cast<size_t>(nbytes));
+    read_at(begin, Slice(buffer), stop_all);
   });
   const auto entry = this->entry();
   if (!entry || !entry->is_complete() || !entry->make_durable()) {

@@ -13,6 +13,7 @@ from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import HashType
 from tensorizer._io.sources import OpenedSource
+from tensorizer._load.authenticity import Trust
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.digests import missing_hashes
 from tensorizer._load.loaded_tensors import LoadedTensors
@@ -23,7 +24,7 @@ from tensorizer._system.runs import runs
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
 from tensorizer.encryption import DecryptionParams
-from tensorizer.errors import FormatError, HashMismatchError, StreamNotFoundError, TruncatedError
+from tensorizer.errors import AuthenticationError, FormatError, HashMismatchError, StreamNotFoundError, TruncatedError
 
 __all__ = ["CheckpointFiles", "Saved", "Wanted"]
 
@@ -78,10 +79,13 @@ class CheckpointFiles:
         verify: bool = False,
         encryption: Optional[DecryptionParams] = None,
         max_workers: int = 0,
+        require_authenticated: bool = False,
     ) -> None:
         self._folder = folder
         self._verify = verify
-        self._options = ReadOptions(torch.device("cpu"), None, max_workers, encryption, False)
+        self._options = ReadOptions(
+            torch.device("cpu"), None, max_workers, encryption, False, trust=Trust(required=require_authenticated)
+        )
         self._max_workers = max_workers
         self._open: dict[SavedFile, Container] = {}
         self._closing = contextlib.ExitStack()
@@ -101,14 +105,17 @@ class CheckpointFiles:
         Raises:
             StreamNotFoundError: It is not there.
             FormatError: It is not the file that was written: :class:`TruncatedError` where it is shorter.
+            AuthenticationError: It is not the file that the marker is about.
         """
         if file not in self._open:
             opened = self._opened(file)
             try:
-                self._open[file] = open_container(opened, None, self._options)
+                container = open_container(opened, None, self._options)
+                _check_belongs(container, file)
             except BaseException:
                 opened.close()
                 raise
+            self._open[file] = container
             self._closing.callback(self._open[file].close)
             if self._verify:
                 self._open[file].verify_index()
@@ -270,3 +277,17 @@ class CheckpointFiles:
                 raise HashMismatchError(
                     f"{source}: tensor {name!r}: the digests of the file are not those of the checkpoint's marker"
                 )
+
+
+def _check_belongs(container: Container, file: SavedFile) -> None:
+    """Whether an authenticated file is the one that an authenticated marker names."""
+    by_key = container.authenticated in ("key", "both")
+    if file.index_digest is not None and (not by_key or container.index_digest != file.index_digest):
+        raise AuthenticationError(
+            f"{container.source_name}: not the file that the checkpoint's marker was authenticated with"
+        )
+    if file.index_digest is None and by_key:
+        raise AuthenticationError(
+            f"{container.source_name}: the file is authenticated and the checkpoint's marker is not: altered, or it "
+            "belongs to another checkpoint"
+        )

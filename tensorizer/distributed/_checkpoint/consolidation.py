@@ -87,7 +87,7 @@ def consolidate(
     check_decryption(decryption)
     check_encryption(encryption)
     max_workers = thread_limit("threads", threads)
-    markers = read_markers(folder)
+    markers = read_markers(folder, decryption)
     tensors = _tensors(markers)
     if not tensors:
         raise UnsupportedContentError(f"{folder.where}: wanted a checkpoint with tensors, found one without")

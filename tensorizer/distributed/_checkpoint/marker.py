@@ -24,11 +24,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tensorizer import _C
+from tensorizer._crypto.keys import encryption_key, key_ring
 from tensorizer._load.reader import no_collections
 from tensorizer._version import __version__
 from tensorizer.distributed._checkpoint.folder import is_data_file
 from tensorizer.distributed._checkpoint.values import NotSimple, decoded, encoded
-from tensorizer.errors import FormatError, HashMismatchError, InvalidVersionError
+from tensorizer.encryption import DecryptionParams, EncryptionParams
+from tensorizer.errors import (
+    AuthenticationError,
+    CryptographyError,
+    FormatError,
+    HashMismatchError,
+    InvalidVersionError,
+)
 
 __all__ = ["Marker", "SavedFile", "Stored", "pack_marker", "unpack_marker"]
 
@@ -50,6 +59,7 @@ class SavedFile(NamedTuple):
 
     name: str
     nbytes: int
+    index_digest: Optional[str] = None  # of an authenticated file; from a marker only where its tag was checked
 
 
 class Stored(NamedTuple):
@@ -80,9 +90,13 @@ class Marker(NamedTuple):
 
 
 def pack_marker(
-    metadata: Metadata, stored: Mapping[MetadataIndex, Stored], rank: Optional[int], world_size: int
+    metadata: Metadata,
+    stored: Mapping[MetadataIndex, Stored],
+    rank: Optional[int],
+    world_size: int,
+    encryption: Optional[EncryptionParams] = None,
 ) -> bytes:
-    """The content of a marker.
+    """The content of a marker; with a key it vouches for all of the checkpoint.
 
     Raises:
         ValueError: Data of a planner that JSON cannot hold.
@@ -94,7 +108,7 @@ def pack_marker(
         "tensorizer": __version__,
         "rank": rank,
         "world_size": world_size,
-        "files": [list(file) for file in files],
+        "files": [[file.name, file.nbytes] for file in files],
         "planner": _planner_node(metadata.planner_data),
         **_tensor_columns(metadata, stored, numbers),
         "leaves": [
@@ -103,6 +117,8 @@ def pack_marker(
             if not isinstance(item, TensorStorageMetadata)
         ],
     }
+    if encryption is not None:
+        body["index_digests"] = [file.index_digest for file in files]
     content = json.dumps(body, separators=(",", ":")).encode()
     compressed = len(content) >= _COMPRESSED_FROM
     stored_content = zlib.compress(content, 1) if compressed else content
@@ -114,6 +130,12 @@ def pack_marker(
         "content_nbytes": len(content),
         "sha256": hashlib.sha256(stored_content).hexdigest(),
     }
+    if encryption is not None:
+        key, derivation = encryption_key(encryption)
+        assert key is not None
+        head["tag"] = _C.marker_tag(key, stored_content).hex()
+        if derivation is not None:
+            head["derivation"] = _C.derivation_chunk(derivation).hex()
     return json.dumps(head).encode() + b"\n" + stored_content
 
 
@@ -182,14 +204,19 @@ def _last_word(value: Any) -> str:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def unpack_marker(data: bytes, name: str) -> Marker:
+def unpack_marker(
+    data: bytes, name: str, encryption: Optional[DecryptionParams] = None, require_authenticated: bool = False
+) -> Marker:
     """What the content of a marker says.
 
     Args:
         data: All of the file.
         name: Of the file, for messages.
+        encryption: The key of an encrypted checkpoint, which the marker is held against.
+        require_authenticated: Refuses a marker that the key does not vouch for.
 
     Raises:
+        AuthenticationError: The marker is not what the key vouches for, or the key vouches for none and has to.
         FormatError: Not a marker, or a damaged one; :class:`InvalidVersionError` for one of a later version.
         HashMismatchError: Its content is not what was written.
     """
@@ -197,16 +224,21 @@ def unpack_marker(data: bytes, name: str) -> Marker:
         pickled = data[:1] == b"\x80"
         found = "one written by torch.distributed.checkpoint; load it with FileSystemReader" if pickled else "none"
         raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found {found}")
-    body = _body(data, name)
+    body, tagged = _body(data, name, encryption)
+    if require_authenticated and not tagged:
+        raise AuthenticationError(
+            f"{name}: not authenticated: written by an earlier release, or without encryption; save the checkpoint anew"
+        )
     try:
-        return _marker(body)
+        return _marker(body, tagged)
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"{name}: a damaged marker ({type(error).__name__}: {error})") from None
 
 
-def _body(data: bytes, name: str) -> dict[str, Any]:
+def _body(data: bytes, name: str, encryption: Optional[DecryptionParams]) -> tuple[dict[str, Any], bool]:
+    """The body, and whether the key vouches for it."""
     first, _, rest = data.partition(b"\n")
     try:
         head = json.loads(first)
@@ -222,6 +254,7 @@ def _body(data: bytes, name: str) -> dict[str, Any]:
         raise error
     if len(rest) != nbytes or content_nbytes > _MAX_CONTENT_NBYTES:
         raise FormatError(f"{name}: wanted {nbytes} bytes behind the first line, found {len(rest)}")
+    tagged = encryption is not None and _check_tag(head, rest, name, encryption)
     if hashlib.sha256(rest).hexdigest() != digest:
         raise HashMismatchError(f"{name}: the marker does not match its digest")
     try:
@@ -231,7 +264,29 @@ def _body(data: bytes, name: str) -> dict[str, Any]:
         raise FormatError(f"{name}: a damaged marker ({cause})") from None
     if not isinstance(body, dict):
         raise FormatError(f"{name}: a damaged marker (no object)")
-    return body
+    return body, tagged
+
+
+def _check_tag(head: Mapping[str, Any], body: bytes, name: str, encryption: DecryptionParams) -> bool:
+    """Whether the marker has a tag, which fits then."""
+    if "tag" not in head:
+        return False
+    try:
+        tag = bytes.fromhex(head["tag"])
+        derivation = bytes.fromhex(head["derivation"]) if "derivation" in head else None
+    except (TypeError, ValueError):
+        raise FormatError(f"{name}: a damaged marker (its tag is no hexadecimal number)") from None
+    keys = key_ring(encryption)
+    assert keys is not None
+    try:
+        computed = _C.marker_tag_of(keys, body, derivation)
+    except (CryptographyError, FormatError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    if not _C.same_secret(computed, tag):
+        raise AuthenticationError(
+            f"{name}: the marker does not match its authentication code: wrong key, or it was altered"
+        )
+    return True
 
 
 def _unpacked(data: bytes, nbytes: int) -> bytes:
@@ -249,8 +304,11 @@ def _unpacked(data: bytes, nbytes: int) -> bytes:
     return content
 
 
-def _marker(body: Mapping[str, Any]) -> Marker:
-    files = [SavedFile(str(name), int(nbytes)) for name, nbytes in body["files"]]
+def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
+    digests = body["index_digests"] if tagged else [None] * len(body["files"])
+    if len(digests) != len(body["files"]):
+        raise ValueError("digests of other files")
+    files = [SavedFile(str(name), int(nbytes), digest) for (name, nbytes), digest in zip(body["files"], digests)]
     for file in files:
         if not is_data_file(file.name):
             raise FormatError(f"wanted the name of a file of a checkpoint, found {file.name!r:.200}")

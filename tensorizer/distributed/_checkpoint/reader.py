@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorizer._crypto.keys import check_decryption
+from tensorizer._load.authenticity import Trust
 from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._boxes import check_cover
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
@@ -45,9 +46,12 @@ class TensorizerReader(Located, StorageReader):
         verify_hash: Compares every box that is read with its digest, and that with the marker. Boxes are read whole
             for that, also where a part is wanted.
         allow_pickle: Lets torch unpickle leaves that hold more than simple values: for trusted checkpoints alone.
-        encryption: The key of an encrypted checkpoint, or a function without arguments that returns it.
+        encryption: The key of an encrypted checkpoint, or a function without arguments that returns it. Marker and
+            files are held against it.
         threads: Upper bound for reading threads; ``None`` uses as many as are useful.
         stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
+        require_authenticated: Refuses checkpoints that the key does not vouch for; ``None`` is what
+            ``TENSORIZER_REQUIRE_AUTHENTICATED`` says.
 
     Attributes:
         total_bytes_read: Bytes that came from storage since the reader was made.
@@ -68,11 +72,13 @@ class TensorizerReader(Located, StorageReader):
         encryption: DecryptionArgument = None,
         threads: Optional[int] = None,
         stream_options: Optional[Mapping[str, Any]] = None,
+        require_authenticated: Optional[bool] = None,
     ) -> None:
         Located.__init__(self, path, stream_options)
         if not callable(encryption):
             check_decryption(encryption)
         self._encryption = encryption
+        self._required = Trust.of(None, None, require_authenticated).required
         self._max_workers = thread_limit("threads", threads)
         self._verify = verify_hash
         self._allow_pickle = allow_pickle
@@ -94,12 +100,13 @@ class TensorizerReader(Located, StorageReader):
         Raises:
             FileNotFoundError: There is no complete checkpoint.
             FormatError: The marker is damaged, or another program's.
+            AuthenticationError: It is not what the key vouches for.
         """
         folder = self._folder()
         name = marker_name(kwargs.get("rank"))
         content = folder.read(name)
         self.total_bytes_read += len(content)
-        found = unpack_marker(content, folder.join(name)).metadata
+        found = unpack_marker(content, folder.join(name), self._params(), self._required).metadata
         if kwargs.get("rank") is None:  # the marker of one rank alone names its own boxes
             _check_boxes(found)
         _note_load(found, self._path, self._load_id)
@@ -124,12 +131,17 @@ class TensorizerReader(Located, StorageReader):
             FormatError: A file is not the one that was written, or is damaged.
             HashMismatchError: A box is not what was written, with ``verify_hash``.
             pickle.UnpicklingError: A leaf holds more than simple values, without ``allow_pickle``.
-            CryptographyError: The key is missing or wrong.
+            CryptographyError: The key is missing.
+            AuthenticationError: A file is not what the key and the marker vouch for.
             OSError: A file cannot be read.
         """
-        params = self._encryption() if callable(self._encryption) else self._encryption
-        check_decryption(params)
-        files = CheckpointFiles(self._folder(), verify=self._verify, encryption=params, max_workers=self._max_workers)
+        files = CheckpointFiles(
+            self._folder(),
+            verify=self._verify,
+            encryption=self._params(),
+            max_workers=self._max_workers,
+            require_authenticated=self._required,
+        )
         try:
             with files:
                 self._read(plan, planner, files)
@@ -138,6 +150,11 @@ class TensorizerReader(Located, StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _params(self) -> Optional[DecryptionParams]:
+        params = self._encryption() if callable(self._encryption) else self._encryption
+        check_decryption(params)
+        return params
 
     # ---- the items of a rank ----------------------------------------------------------------------------------------
 

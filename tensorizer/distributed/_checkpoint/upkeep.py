@@ -22,7 +22,7 @@ from tensorizer.distributed._checkpoint.folder import (
 )
 from tensorizer.distributed._checkpoint.marker import TENSOR, Marker, SavedFile, unpack_marker
 from tensorizer.encryption import DecryptionParams
-from tensorizer.errors import FormatError, TensorizerError, VerificationError
+from tensorizer.errors import AuthenticationError, FormatError, TensorizerError, VerificationError
 
 # Bytes that are read and compared at a time.
 _RUN_NBYTES = 128 << 20
@@ -30,17 +30,18 @@ _RUN_NBYTES = 128 << 20
 __all__ = ["VerifyReport", "is_complete", "prune", "read_markers", "remove_stale", "verify"]
 
 
-def read_markers(folder: Folder) -> list[Marker]:
+def read_markers(folder: Folder, encryption: Optional[DecryptionParams] = None) -> list[Marker]:
     """The marker of all ranks, or one of each rank that saved without collectives.
 
     Raises:
         StreamNotFoundError: There is none, or one of a rank is missing.
         FormatError: A marker is damaged, or another program's.
+        AuthenticationError: One is not what the key vouches for.
     """
 
     def read(rank: Optional[int]) -> Marker:
         name = marker_name(rank)
-        return unpack_marker(folder.read(name), folder.join(name))
+        return unpack_marker(folder.read(name), folder.join(name), encryption)
 
     try:
         return [read(None)]
@@ -177,8 +178,8 @@ def _verify_share(
     folder: Folder, rank: int, ranks: int, encryption: Optional[DecryptionParams], max_workers: int
 ) -> VerifyReport:
     try:
-        markers = read_markers(folder)
-    except (FormatError, VerificationError) as error:
+        markers = read_markers(folder, encryption)
+    except (FormatError, VerificationError, AuthenticationError) as error:
         return VerifyReport(0, 0, (str(error),))
     share = _share(list(_records(markers)), rank, ranks)
     with CheckpointFiles(folder, verify=True, encryption=encryption, max_workers=max_workers) as files:

@@ -73,8 +73,8 @@ class TensorizerWriter(Located, StorageWriter):
             SHA-256 instead of a CRC-32, whose four bytes would say too much about short ones.
         fsync: Syncs files and folder, so that a crash of the machine does no harm either.
         overwrite: ``False``: a checkpoint that is there already is an error on every rank, before anything is written.
-        encryption: Encrypts tensors and leaves; names, shapes and placements stay readable in the marker. Parameters,
-            or a function without arguments that returns them.
+        encryption: Encrypts tensors and leaves, and authenticates files and marker; names, shapes and placements stay
+            readable in the marker. Parameters, or a function without arguments that returns them.
         threads: Upper bound for threads; ``None`` uses as many as are useful.
         allow_pickle: Stores leaves that are more than tensors and simple values as pickles. ``False``, the default,
             refuses them, as the reader does.
@@ -178,7 +178,8 @@ class TensorizerWriter(Located, StorageWriter):
         if self._rank is not None and torch.distributed.is_initialized():
             world_size = torch.distributed.get_world_size()
         folder = self._folder()
-        content = pack_marker(metadata, stored, self._rank, world_size)
+        params = self._encryption() if callable(self._encryption) else self._encryption
+        content = pack_marker(metadata, stored, self._rank, world_size, params)
         if self._fsync and not folder.remote:
             os.makedirs(folder.where, exist_ok=True)
             folder.sync()
@@ -257,7 +258,8 @@ class TensorizerWriter(Located, StorageWriter):
         ) as session:
             _write_batches(session, records, planner)
             facts = session.records()
-        file = SavedFile(name, session.published_nbytes)
+        digest = session.index_digest
+        file = SavedFile(name, session.published_nbytes, None if digest is None else digest.hex())
         return [
             WriteResult(
                 record.item.index,

@@ -26,6 +26,8 @@ class LoadOptions:
     strict: bool = True
     verify: bool = False
     encryption: Any = None
+    public_key: Any = None
+    require_authenticated: Optional[bool] = None
     variant: Optional[str] = None
     allow_pickle: bool = False
     allow_plaintext_temp: bool = False

@@ -64,6 +64,7 @@ def write_safetensors(weights: Weights, target: Path, allow_plaintext_temp: bool
         target,
         format="safetensors",
         decryption=weights.options.encryption,
+        public_key=weights.options.public_key,
         check=False,
         flatten=True,
         stream_options=weights.place.stream_options,

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from tensorizer._files.pickled import read_pickled
+from tensorizer._load.authenticity import Trust
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
+from tensorizer.errors import AuthenticationError
 from tensorizer.integrations._hf.options import LoadOptions
 from tensorizer.integrations._hf.place import LocalPlace, Place
 from tensorizer.torch import load_file
@@ -41,8 +43,9 @@ class Weights(NamedTuple):
 
     @property
     def _mmap(self) -> Optional[bool]:
-        """What was asked for. A model whose data are to be verified is read: a mapping may change afterwards."""
-        return False if self.options.mmap is None and self.options.verify else self.options.mmap
+        """What was asked for. A model whose data are to be checked is read: a mapping may change afterwards."""
+        checked = self.options.verify or self.options.public_key is not None
+        return False if self.options.mmap is None and checked else self.options.mmap
 
     def open(
         self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None
@@ -54,10 +57,12 @@ class Weights(NamedTuple):
             filter_func,
             dtype,
             lazy_load=True,
-            verify_hash=self.options.verify,
+            verify_hash=self.options.verify or None,
             mmap=self._mmap,
             encryption=self.options.encryption,
             stream_options=self.place.stream_options,
+            public_key=self.options.public_key,
+            require_authenticated=self.options.require_authenticated,
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -70,6 +75,8 @@ class Weights(NamedTuple):
             encryption=self.options.encryption,
             mmap=self._mmap,
             stream_options=self.place.stream_options,
+            public_key=self.options.public_key,
+            require_authenticated=self.options.require_authenticated,
         )
 
     @property
@@ -91,6 +98,7 @@ def find_weights(place: Place, stem: str, options: LoadOptions) -> Weights:
     Raises:
         FileNotFoundError: There are none; the message says what was looked for.
         ValueError: Only pickled ones, and they are not allowed.
+        AuthenticationError: Only pickled ones, and somebody has to vouch for them.
     """
     if place.file is not None:
         if not place.has(place.file):
@@ -101,6 +109,8 @@ def find_weights(place: Place, stem: str, options: LoadOptions) -> Weights:
         for name in _names(stem, extension, options.variant):
             if place.has(name):
                 _refuse_two_forms(place, name, extension)
+                if options.public_key is not None and place.has(f"{name}.sig"):
+                    place.weight(f"{name}.sig")  # beside the weights, where a cache holds what was asked for alone
                 return Weights(place.weight(name), False, place, options)
             tried.append(name)
     for name in _names(_PICKLED_STEMS.get(stem, stem), "bin", options.variant):
@@ -110,6 +120,10 @@ def find_weights(place: Place, stem: str, options: LoadOptions) -> Weights:
             raise ValueError(
                 f"{place.label}: only {name} holds the weights, a pickle; allow_pickle=True reads it (weights only, "
                 "nothing in it is run)"
+            )
+        if options.public_key is not None or Trust.of(None, None, options.require_authenticated).required:
+            raise AuthenticationError(
+                f"{place.label}: not authenticated: {name} is a pickle, for which nothing vouches"
             )
         if options.mmap:
             raise ValueError(f"{place.label}: mmap: {name} is a pickle, which cannot be mapped")

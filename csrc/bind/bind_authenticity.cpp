@@ -1,0 +1,221 @@
+// What vouches for files: signing keys, signatures, the checks of an opened index.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "bind/bindings.h"
+#include "bind/calling_thread.h"
+#include "bind/gil.h"
+#include "core/byte_cursor.h"
+#include "core/byte_writer.h"
+#include "core/error.h"
+#include "crypto/authentication.h"
+#include "crypto/key_file.h"
+#include "load/authenticity.h"
+
+namespace tensorizer::bind {
+namespace {
+
+using crypto::PublicKeyBytes;
+using crypto::SecretKey;
+using crypto::Signer;
+using load::OpenedIndex;
+
+std::span<const std::byte> view(const py::bytes& bytes) {
+  const std::string_view text = bytes;
+  return std::as_bytes(std::span(text));
+}
+
+template <size_t N>
+std::array<std::byte, N> exactly(const py::bytes& bytes, const char* what) {
+  const auto from = view(bytes);
+  if (from.size() != N)
+    throw Error(Errc::invalid_argument, std::string(what) + ": wanted " + std::to_string(N) +
+                                            " bytes, found " + std::to_string(from.size()));
+  std::array<std::byte, N> result;
+  std::copy(from.begin(), from.end(), result.begin());
+  return result;
+}
+
+std::vector<PublicKeyBytes> public_keys(const py::list& keys) {
+  std::vector<PublicKeyBytes> result;
+  for (const py::handle key : keys)
+    result.push_back(exactly<32>(py::cast<py::bytes>(key), "public key"));
+  return result;
+}
+
+// A key that somebody else has, who signs for us.
+class PythonSigner final : public Signer {
+ public:
+  PythonSigner(py::object sign, const py::bytes& public_key)
+      : public_key_(exactly<32>(public_key, "public key")), sign_(keep_alive(std::move(sign))) {}
+
+  PublicKeyBytes public_key() const override { return public_key_; }
+
+  crypto::SignatureBytes sign(std::span<const std::byte> message) const override {
+    crypto::SignatureBytes signature{};
+    on_calling_thread([&] {
+      const py::bytes asked = to_bytes(message);
+      const py::object answer = call(static_cast<PyObject*>(sign_.get()), {asked.ptr()});
+      if (!py::isinstance<py::bytes>(answer))
+        throw py::type_error("sign(message) returned no bytes, but " +
+                             py::str(py::type::handle_of(answer)).cast<std::string>());
+      signature = exactly<64>(answer.cast<py::bytes>(), "the signature that sign() returned");
+    });
+    if (!crypto::verify(signature, message, public_key_))
+      throw Error(Errc::crypto, "the signature that sign() returned does not fit its public key");
+    return signature;
+  }
+
+ private:
+  const PublicKeyBytes public_key_;
+  const std::shared_ptr<void> sign_;
+};
+
+py::list as_list(const std::vector<PublicKeyBytes>& keys) {
+  py::list result;
+  for (const PublicKeyBytes& key : keys) result.append(to_bytes(key));
+  return result;
+}
+
+// Public keys of the signatures in the file, right or wrong.
+py::list embedded_signers(const OpenedIndex& opened) {
+  py::list result;
+  if (!opened.annex) return result;
+  for (const format::Signature& one : opened.annex->signatures)
+    result.append(to_bytes(one.public_key));
+  return result;
+}
+
+py::list signers_of_detached(const OpenedIndex& opened, const py::bytes& file) {
+  py::list result;
+  for (const format::Signature& one : load::signatures_of(opened, view(file)))
+    result.append(to_bytes(one.public_key));
+  return result;
+}
+
+// Whether signatures by a wanted key were found and are right; None: there are none at all.
+std::optional<bool> check_signatures(OpenedIndex& opened, const py::list& wanted,
+                                     const std::optional<py::bytes>& detached) {
+  const std::vector<PublicKeyBytes> keys = public_keys(wanted);
+  const load::Signed found = detached
+                                 ? load::check_detached_signatures(opened, view(*detached), keys)
+                                 : load::check_embedded_signatures(opened, keys);
+  if (found == load::Signed::not_at_all) return std::nullopt;
+  return found == load::Signed::by_wanted_key;
+}
+
+// The bytes of a detached signature, and numbers of entries that it cannot cover; with any of those
+// there are no bytes.
+std::pair<py::bytes, std::vector<uint32_t>> sign(io::RangeSource& source, const OpenedIndex& opened,
+                                                 const Signer& signer,
+                                                 const std::optional<py::bytes>& existing) {
+  std::vector<format::Signature> more;
+  if (existing) more = load::signatures_of(opened, view(*existing));
+  std::vector<uint32_t> unbound;
+  const std::vector<std::byte> file = run_interruptible([&](const std::stop_token& stop) {
+    load::RecordDigests records = load::digest_records(source, opened, stop);
+    unbound = std::move(records.unbound);
+    return unbound.empty() ? load::sign_detached(opened, records.headers, signer, more)
+                           : std::vector<std::byte>();
+  });
+  return {to_bytes(file), unbound};
+}
+
+using Derivation = std::tuple<uint64_t, uint64_t, py::bytes>;
+
+py::bytes derivation_chunk(const Derivation& derivation) {
+  const auto& [opslimit, memlimit, salt] = derivation;
+  const auto bytes = view(salt);
+  std::vector<std::byte> out;
+  ByteWriter writer(out);
+  format::put_derivation(
+      writer, {.opslimit = opslimit, .memlimit = memlimit, .salt = {bytes.begin(), bytes.end()}});
+  return to_bytes(out);
+}
+
+py::bytes marker_tag(const SecretKey& key, const py::bytes& body) {
+  return to_bytes(
+      crypto::keyed_hash(view(body), crypto::derive_subkey(key, crypto::KeyUse::marker)));
+}
+
+// The same with the key of a load; `derivation`: the chunk that says how it comes from a
+// passphrase.
+py::bytes marker_tag_of_ring(load::KeyRing& keys, const py::bytes& body,
+                             const std::optional<py::bytes>& derivation) {
+  std::vector<format::KeyDerivation> derivations;
+  if (derivation) {
+    ByteCursor cursor(view(*derivation), "key derivation");
+    derivations.push_back(format::read_derivation(cursor));
+    if (cursor.remaining() > 0) cursor.fail("key derivation", "too long");
+  }
+  const auto key =
+      run_interruptible([&](const std::stop_token&) { return keys.key_for(derivations); });
+  return marker_tag(*key, body);
+}
+
+}  // namespace
+
+void register_authenticity(py::module_& m) {
+  py::class_<Signer, std::shared_ptr<Signer>>(m, "Signer", "An Ed25519 key that signs.")
+      .def(py::init([](const SecretKey& seed) {
+             return std::make_shared<crypto::SeedSigner>(SecretKey(seed.bytes()));
+           }),
+           py::arg("seed"))
+      .def(py::init([](py::function sign, const py::bytes& public_key) {
+             return std::make_shared<PythonSigner>(std::move(sign), public_key);
+           }),
+           py::arg("sign"), py::arg("public_key"))
+      .def_property_readonly("public_key", [](const Signer& s) { return to_bytes(s.public_key()); })
+      .def("sign", [](const Signer& s,
+                      const py::bytes& message) { return to_bytes(s.sign(view(message))); })
+      .def("__repr__", [](const Signer&) { return "<Signer>"; });
+  m.def(
+      "read_seed",
+      [](const py::buffer& text) {
+        const py::buffer_info info = text.request();
+        const std::span bytes(static_cast<const std::byte*>(info.ptr),
+                              static_cast<size_t>(info.size * info.itemsize));
+        return std::make_shared<SecretKey>(crypto::read_seed(bytes));
+      },
+      py::arg("text"));
+  m.def("is_public_key",
+        [](const py::bytes& key) { return crypto::is_public_key(exactly<32>(key, "public key")); });
+  m.def("derivation_chunk", &derivation_chunk, py::arg("derivation"));
+  m.def("marker_tag", &marker_tag, py::arg("key"), py::arg("body"));
+  m.def("marker_tag_of", &marker_tag_of_ring, py::arg("keys"), py::arg("body"),
+        py::arg("derivation"));
+  m.def(
+      "check_tag",
+      [](OpenedIndex& opened, load::KeyRing& keys) {
+        if (!opened.annex || !opened.annex->tag) return;
+        const Where where = opened.annex->tag->derivation ? Where::helper_thread : Where::here;
+        run_interruptible(where, [&](const std::stop_token&) { load::check_tag(opened, keys); });
+      },
+      py::arg("index"), py::arg("keys"));
+  m.def("check_signatures", &check_signatures, py::arg("index"), py::arg("wanted"),
+        py::arg("detached") = py::none());
+  m.def("signers_of_detached", &signers_of_detached, py::arg("index"), py::arg("file"));
+  m.def("sign_detached", &sign, py::arg("source"), py::arg("index"), py::arg("signer"),
+        py::arg("existing") = py::none());
+  m.def(
+      "index_digest",
+      [](const OpenedIndex& opened) { return to_bytes(load::index_digest(opened)); },
+      py::arg("index"));
+  m.def("embedded_signers", &embedded_signers, py::arg("index"));
+  m.def(
+      "has_tag", [](const OpenedIndex& opened) { return opened.annex && opened.annex->tag; },
+      py::arg("index"));
+  m.def(
+      "vouched",
+      [](const OpenedIndex& opened) {
+        return py::make_tuple(opened.vouched.by_key, as_list(opened.vouched.signers));
+      },
+      py::arg("index"));
+}
+
+}  // namespace tensorizer::bind

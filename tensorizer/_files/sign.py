@@ -1,0 +1,133 @@
+"""Detached signatures of files that are there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from tensorizer import _C
+from tensorizer._crypto.keys import signer_of
+from tensorizer._files.opened import OpenedFile
+from tensorizer._files.verify import check_all
+from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
+from tensorizer._io.whole_file import WholeFile
+from tensorizer._load.authenticity import named, read_signature, signature_place
+from tensorizer._load.digests import listed
+from tensorizer._system.redaction import shown_location
+from tensorizer.errors import StreamExistsError, StreamNotFoundError
+from tensorizer.progress import ProgressArgument
+
+__all__ = ["SignReport", "sign"]
+
+
+@dataclass(frozen=True)
+class SignReport:
+    """What was signed, and what was looked at before."""
+
+    source: str
+    signature: str
+    """Where the signature was written."""
+    public_key: str
+    """Of the key that signed, as hexadecimal digits."""
+    signers: tuple[str, ...]
+    """Of all signatures in that file."""
+    checked: bool
+    """Whether every tensor was read and agrees with its digests. Never for encrypted files without their key."""
+
+
+def sign(
+    source: Any,
+    key: Any,
+    *,
+    signature: Any = None,
+    check: bool = True,
+    force: bool = False,
+    encryption: Any = None,
+    num_readers: Optional[int] = None,
+    progress: ProgressArgument = False,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> SignReport:
+    """Signs a ``.tensors`` file that is there, by a file beside it; it stays as it is.
+
+    Args:
+        source: A path, URI, descriptor or open binary file object.
+        key: A :class:`SigningKey`, or the path of one.
+        signature: Where the signature goes, a path or URI; ``None``: beside a local file, under its name with ``.sig``
+            behind it. Signatures of the same content that are there already are kept.
+        check: Reads every tensor first and compares it with its digests.
+        force: Replaces a signature of another content.
+        encryption: The key of an encrypted file; without it `check` looks at its structure alone.
+        num_readers: Upper bound for reading threads.
+        progress: ``True`` shows a bar; a callable is told about bytes done.
+        stream_options: Keywords for opening URIs.
+
+    Raises:
+        ValueError: Tensors with data and without a SHA-256, which no signature would cover; a ``.safetensors`` file;
+            shards; the source is remote or an open file and `signature` is missing.
+        StreamExistsError: There is a signature of another content, or something that is none, without `force`.
+        HashMismatchError, CryptographyError: `check`, and the file is not what it says itself.
+        OSError: It cannot be read or written.
+    """
+    signer = signer_of(_key_of(key))
+    assert signer is not None
+    target = _target(source, signature)
+    with OpenedFile(source, encryption=encryption, num_readers=num_readers, stream_options=stream_options) as file:
+        if file.index.format == "safetensors":
+            raise ValueError(f"{file.label}: .safetensors files have no signatures of ours (docs/signing.md)")
+        if file.source is None:
+            raise ValueError(f"{file.label}: wanted one file, found shards: sign each of them")
+        existing = _existing(file, target, force, stream_options)
+        checked = check and file.readable
+        if checked:
+            check_all(file, progress)
+        content, unbound = named(file.label, _C.sign_detached, file.source, file.index, signer, existing)
+        if unbound:
+            names = listed([file.name(i) for i in unbound])
+            raise ValueError(
+                f"{file.label}: {len(unbound)} tensors have no SHA-256, so nothing could be signed: {names}"
+            )
+        signers = _C.signers_of_detached(file.index, content)
+        label = file.label
+    with WholeFile(target, stream_options) as out:
+        out.append(content)
+    return SignReport(
+        label,
+        str(shown_location(target)),
+        signer.public_key.hex(),
+        tuple(one.hex() for one in signers),
+        checked,
+    )
+
+
+def _key_of(key: Any) -> Any:
+    from tensorizer.signing import SigningKey
+
+    return SigningKey.from_file(key) if isinstance(key, (str, os.PathLike)) else key
+
+
+def _target(source: Any, signature: Any) -> Any:
+    if signature is not None:
+        return signature
+    is_local = isinstance(source, (str, bytes, os.PathLike)) and scheme_of(source) in (None, *LOCAL_SCHEMES)
+    if not is_local:
+        raise ValueError("signature: say where it goes, since the source is no local path")
+    return os.fsdecode(signature_place(source))
+
+
+def _existing(
+    file: OpenedFile, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]
+) -> Optional[bytes]:
+    """Signatures of the same content that are at the target, to be kept."""
+    try:
+        content = read_signature(target, stream_options)
+        if _C.signers_of_detached(file.index, content):
+            return content
+    except StreamNotFoundError:
+        return None
+    except ValueError:
+        pass  # no signature, but something
+    if not force:
+        raise StreamExistsError(f"{shown_location(target)} exists and is no signature of this file (force replaces it)")
+    return None

@@ -1,0 +1,175 @@
+"""What vouches for a file when it is opened: the tag under its key, signatures in it or beside it, and the policy."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Optional, Union
+
+from tensorizer import _C
+from tensorizer._crypto.keys import public_key_bytes
+from tensorizer._io.sources import OpenedSource, is_path, open_source, read_whole
+from tensorizer._io.uri import scheme_of
+from tensorizer._system.config import env_int
+from tensorizer._system.redaction import shown_location
+from tensorizer.errors import AuthenticationError, FormatError, StreamNotFoundError, TensorizerError
+
+__all__ = ["NOBODY", "Trust", "authenticate", "named", "read_signature", "signature_place"]
+
+logger = logging.getLogger("tensorizer.serialization")
+
+MAX_SIGNATURE_NBYTES = 100_000_000
+
+
+class Trust(NamedTuple):
+    """Who may vouch for a file, and whether somebody has to."""
+
+    public_keys: tuple[bytes, ...] = ()
+    signature: Any = None  # a path, URI or bytes; None: in the file, or beside it
+    required: bool = False
+
+    @classmethod
+    def of(cls, public_key: Any, signature: Any, require_authenticated: Optional[bool]) -> Trust:
+        """From the arguments of ``TensorDeserializer`` and what the environment says.
+
+        Raises:
+            ValueError: `signature` without `public_key`; a key file that holds none; a variable that is not 0 or 1.
+            TypeError: Arguments of other types.
+        """
+        if require_authenticated is None:
+            require_authenticated = env_int("TENSORIZER_REQUIRE_AUTHENTICATED", 0, 1) == 1
+        keys = public_key_bytes(public_key)
+        if signature is not None and not keys:
+            raise ValueError("signature: it says nothing without the public_key that it has to fit")
+        if signature is not None and (isinstance(signature, int) or not is_path(signature)):
+            raise TypeError(f"signature: wanted a path, URI or bytes, found {type(signature).__name__}")
+        return cls(keys, signature, bool(require_authenticated))
+
+
+NOBODY = Trust()
+
+
+def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRing], trust: Trust) -> None:
+    """Checks the index of an opened file; its record headers are held against it from then on, as they are read.
+
+    Raises:
+        AuthenticationError: The tag or signature does not fit, none by a wanted key is there, or nothing was given that
+            vouches for the file and something has to.
+        CryptographyError: No key can be had for the tag.
+        FormatError: A damaged detached signature.
+        ValueError: A public key for a ``.safetensors`` file.
+        OSError: The detached signature cannot be read.
+    """
+    if keys is not None:
+        named(opened.name, _C.check_tag, index, keys)
+    if trust.public_keys:
+        if index.format == "safetensors":
+            raise ValueError(
+                f"public_key: {opened.name} is a .safetensors file, which holds no signatures: sign its folder instead "
+                "(docs/signing.md)"
+            )
+        _check_signatures(opened, index, trust)
+    by_key, signers = _C.vouched(index)
+    if by_key or signers:
+        return
+    if trust.required:
+        raise AuthenticationError(f"{opened.name}: {_why_not(index, keys is not None)}")
+    if index.encrypted and keys is not None:
+        logger.info("%s: encrypted by an earlier release: its tensors are authentic, its index is not", opened.name)
+
+
+def _why_not(index: _C.Index, has_key: bool) -> str:
+    if index.encrypted and has_key:
+        return (
+            "not authenticated: written by an earlier release, or its annex was removed; write it anew with "
+            "`tensorizer rekey`"
+        )
+    if index.format == "safetensors":
+        return "not authenticated: .safetensors files hold nothing that a key could be held against"
+    return "not authenticated: nothing was given that authenticates it (public_key=, or the key of an encrypted file)"
+
+
+def _check_signatures(opened: OpenedSource, index: _C.Index, trust: Trust) -> None:
+    wanted = list(trust.public_keys)
+    embedded: Optional[bool] = None
+    if trust.signature is None:
+        embedded = named(opened.name, _C.check_signatures, index, wanted)
+        if embedded:
+            return
+    place, content = _detached(opened, trust.signature)
+    if content is not None:
+        found = named(f"{opened.name}: {place}", _C.check_signatures, index, wanted, content)
+        if found:
+            return
+        signers = _C.signers_of_detached(index, content)
+        if not signers:  # of another file, or of another content
+            raise AuthenticationError(f"{opened.name}: {place}: the signature does not match: it is of another content")
+    elif embedded is False:
+        signers = _C.embedded_signers(index)
+    else:
+        raise AuthenticationError(f"{opened.name}: not signed: no signature in it, and {_nothing_at(place)}")
+    raise AuthenticationError(f"{opened.name}: signed by other keys: {', '.join(signer.hex() for signer in signers)}")
+
+
+def _nothing_at(place: str) -> str:
+    return f"none at {place}" if place else "no place beside it to look (signature= names one)"
+
+
+def _detached(opened: OpenedSource, signature: Any) -> tuple[str, Optional[bytes]]:
+    """Where a detached signature is looked for, for messages, and what is there; ``None``: nothing."""
+    if isinstance(signature, bytes):
+        return "the signature given", signature
+    place = signature_place(opened.location) if signature is None else signature
+    if place is None:
+        return "", None
+    shown = str(shown_location(place))
+    try:
+        return shown, read_signature(place, opened.stream_options)
+    except StreamNotFoundError:
+        if signature is not None:
+            raise
+        return shown, None
+
+
+def read_signature(place: Any, stream_options: Optional[Mapping[str, Any]]) -> bytes:
+    """The bytes of a detached signature.
+
+    Raises:
+        FormatError: It is longer than any.
+        OSError: It cannot be read; :class:`StreamNotFoundError` where there is none.
+    """
+    opened = open_source(place, stream_options)
+    try:
+        nbytes = opened.source.size()
+        if nbytes is None or nbytes > MAX_SIGNATURE_NBYTES:
+            raise FormatError(f"{opened.name}: a signature of {nbytes} bytes, at most {MAX_SIGNATURE_NBYTES} are read")
+        return read_whole(opened.source)
+    finally:
+        opened.close()
+
+
+def signature_place(location: Any) -> Any:
+    """The name of a file with ``.sig`` behind it; ``None`` for what has no name."""
+    if location is None or isinstance(location, int):
+        return None
+    scheme = scheme_of(location)
+    if scheme in ("http", "https"):
+        bare, rest = re.fullmatch(r"([^?#]*)(.*)", location, re.DOTALL).groups()  # type: ignore[union-attr]
+        return f"{bare}.sig{rest}"
+    if hasattr(location, "__fspath__"):
+        location = location.__fspath__()
+    ending: Union[str, bytes] = b".sig" if isinstance(location, bytes) else ".sig"
+    return location + ending
+
+
+def named(name: str, function: Any, *arguments: Any) -> Any:
+    """function(*arguments), with the file's name in errors about its content."""
+    try:
+        return function(*arguments)
+    except TensorizerError as error:
+        if error.source is not None:
+            raise
+        told = type(error)(f"{name}: {error}")
+        told.source, told.offset = name, error.offset
+        raise told from None

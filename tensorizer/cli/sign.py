@@ -1,0 +1,94 @@
+"""``tensorizer sign``: signatures beside files, and the keys for them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tensorizer.cli.exit_codes import OK, UsageError
+from tensorizer.cli.keys import add_key_options, decryption
+from tensorizer.cli.options import add_common, add_force, stream_options
+from tensorizer.cli.output import Output, escaped
+
+
+def add_parsers(commands: Any) -> None:
+    parser = commands.add_parser(
+        "sign",
+        help="sign files, or make a key for that",
+        description="Writes the signature of a .tensors file to a file beside it, with .sig behind its name. "
+        "Signatures of the same content that are there already are kept. The file itself stays as it is.",
+    )
+    parser.add_argument("files", nargs="*", metavar="FILE", help="a path or URI")
+    parser.add_argument("--key", metavar="PATH", help="the private key: a PEM file or 64 hexadecimal digits")
+    parser.add_argument("--generate-key", metavar="PATH", help="make a key: PATH, and PATH.pub for whoever verifies")
+    parser.add_argument("--output", metavar="PATH", help="where the signature goes; default: beside a local file")
+    parser.add_argument("--no-check", action="store_true", help="do not compare the tensors with their digests first")
+    add_force(parser)
+    add_key_options(parser, "an encrypted file, for the check", prefix="file-")
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    if arguments.generate_key:
+        if arguments.files or arguments.key:
+            raise UsageError("--generate-key makes a key and signs nothing")
+        return _generate(arguments.generate_key, output)
+    if not arguments.files or not arguments.key:
+        raise UsageError("wanted FILE and --key, or --generate-key")
+    if arguments.output and len(arguments.files) > 1:
+        raise UsageError("--output takes one file")
+    from tensorizer._files.sign import sign
+    from tensorizer.signing import SigningKey
+
+    key = SigningKey.from_file(arguments.key)
+    documents = []
+    for file in arguments.files:
+        options = stream_options(arguments, file)
+        report = sign(
+            file,
+            key,
+            signature=arguments.output,
+            check=not arguments.no_check,
+            force=arguments.force,
+            encryption=decryption(arguments, output, False, prefix="file-", what=escaped(file)),
+            num_readers=arguments.num_readers,
+            progress=output.progress(),
+            stream_options=options,
+        )
+        documents.append(
+            {
+                "source": report.source,
+                "signature": report.signature,
+                "public_key": report.public_key,
+                "signers": list(report.signers),
+                "checked": report.checked,
+            }
+        )
+        if not output.json and not output.quiet:
+            output.line(f"{escaped(report.signature)}: signed by {report.public_key}")
+            if not report.checked and not arguments.no_check:
+                output.note("  encrypted, and no key: its structure alone was checked")
+    if output.json:
+        output.document({"files": documents})
+    return OK
+
+
+def _generate(path: str, output: Output) -> int:
+    import os
+
+    from tensorizer.errors import StreamExistsError
+    from tensorizer.signing import SigningKey
+
+    public = f"{path}.pub"
+    for place in (path, public):
+        if os.path.lexists(place):
+            raise StreamExistsError(f"{place} exists: a key is never replaced")
+    key = SigningKey.generate()
+    key.save(path)
+    key.public_key.save(public)
+    if output.json:
+        output.document({"key": path, "public_key_file": public, "public_key": str(key.public_key)})
+    elif not output.quiet:
+        output.line(f"{escaped(path)}: a new private key; {escaped(public)}: {key.public_key}")
+    return OK

@@ -1,0 +1,241 @@
+"""Ed25519 keys: what files are signed with, and what their signatures are checked with.
+
+``docs/signing.md`` shows how a release job signs models and how programs check them.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Optional, Union
+
+from tensorizer import _C
+from tensorizer._crypto import kernels, key_material
+from tensorizer._system.os_errors import stream_errors
+
+__all__ = ["PublicKey", "PublicKeyArgument", "SigningKey"]
+
+_MAX_KEY_FILE_NBYTES = 65_536
+_SEED_PREFIX = bytes.fromhex("302e020100300506032b657004220420")  # RFC 8410
+_PUBLIC_PREFIX = bytes.fromhex("302a300506032b6570032100")
+_PUBLIC_PEM = re.compile(r"-----BEGIN PUBLIC KEY-----([A-Za-z0-9+/=\s]*)-----END PUBLIC KEY-----")
+
+
+class PublicKey:
+    """The public half of a :class:`SigningKey`: 32 bytes that anybody may know.
+
+    Instances are immutable, hashable and compare by value; ``bytes(key)`` are the 32 bytes, ``str(key)`` is 64
+    hexadecimal digits.
+    """
+
+    __slots__ = ("_bytes",)
+    _bytes: bytes
+
+    def __init__(self) -> None:
+        raise TypeError("PublicKey objects come from from_file(), from_bytes() or SigningKey.public_key")
+
+    @classmethod
+    def from_bytes(cls, key: bytes) -> PublicKey:
+        """A key from its 32 bytes.
+
+        Raises:
+            TypeError: Not bytes-like.
+            ValueError: Another length, or no key: bytes that are no point, or one of small order.
+        """
+        if not isinstance(key, (bytes, bytearray, memoryview)):
+            raise TypeError(f"public key: wanted 32 bytes, found {type(key).__name__}")
+        stored = bytes(key)
+        if len(stored) != 32:
+            raise ValueError(f"public key: wanted 32 bytes, found {len(stored)}")
+        if not _C.is_public_key(stored):
+            raise ValueError("public key: these 32 bytes are no Ed25519 public key")
+        made = cls.__new__(cls)
+        object.__setattr__(made, "_bytes", stored)
+        return made
+
+    @classmethod
+    def from_file(cls, path: Union[str, os.PathLike[str]]) -> PublicKey:
+        """The key in a PEM file (``PUBLIC KEY``, as ``openssl pkey -pubout`` writes it) or in 64 hexadecimal digits.
+
+        Raises:
+            ValueError: The file holds no Ed25519 public key.
+            OSError: It cannot be read.
+        """
+        with stream_errors(), open(path, "rb") as file:
+            text = file.read(_MAX_KEY_FILE_NBYTES + 1).decode("latin-1")
+        what = f"public key file {os.fspath(path)!r}"
+        found = _PUBLIC_PEM.search(text)
+        if found is not None:
+            try:
+                der = base64.b64decode("".join(found.group(1).split()), validate=True)
+            except ValueError:
+                raise ValueError(f"{what}: its PEM is damaged") from None
+            if len(der) != len(_PUBLIC_PREFIX) + 32 or not der.startswith(_PUBLIC_PREFIX):
+                raise ValueError(f"{what}: wanted an Ed25519 key, found one of another algorithm")
+            return cls._named(der[len(_PUBLIC_PREFIX) :], what)
+        if "PRIVATE KEY" in text:
+            raise ValueError(f"{what}: wanted a public key, found a private one")
+        if re.fullmatch(r"\s*[0-9A-Fa-f]{64}\s*", text):
+            return cls._named(bytes.fromhex(text.strip()), what)
+        raise ValueError(f"{what}: wanted a PEM file with PUBLIC KEY, or 64 hexadecimal digits")
+
+    @classmethod
+    def _named(cls, key: bytes, what: str) -> PublicKey:
+        try:
+            return cls.from_bytes(key)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
+
+    def save(self, path: Union[str, os.PathLike[str]]) -> None:
+        """Writes a PEM file, as ``openssl`` reads it.
+
+        Raises:
+            FileExistsError: There is a file.
+            OSError: It cannot be written.
+        """
+        _write_new(path, _pem("PUBLIC KEY", _PUBLIC_PREFIX + self._bytes), 0o644)
+
+    def __bytes__(self) -> bytes:
+        return self._bytes
+
+    def __str__(self) -> str:
+        return self._bytes.hex()
+
+    def __repr__(self) -> str:
+        return f"PublicKey({self._bytes.hex()})"
+
+    def __eq__(self, other: object) -> bool:
+        return self._bytes == other._bytes if isinstance(other, PublicKey) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._bytes)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"PublicKey objects are immutable: cannot set {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (PublicKey.from_bytes, (self._bytes,))
+
+
+class SigningKey:
+    """A private Ed25519 key, which signs ``.tensors`` files: ``TensorSerializer(..., signing_key=...)``.
+
+    Made by :meth:`generate`, :meth:`from_file`, :meth:`from_bytes` or :meth:`from_provider`. The key is kept in memory
+    that is locked, where the system allows it, and left out of core dumps; objects show only their public key, and
+    cannot be pickled.
+    """
+
+    __slots__ = ("_public_key", "_seed", "_signer")
+    _public_key: PublicKey
+    _seed: Optional[_C.SecretKey]
+    _signer: _C.Signer
+
+    def __init__(self) -> None:
+        raise TypeError("SigningKey objects come from generate(), from_file(), from_bytes() or from_provider()")
+
+    @classmethod
+    def generate(cls) -> SigningKey:
+        """A new random key. :meth:`save` it: nobody can sign as you without it, nor can you."""
+        kernels.require_crypto()
+        return cls._of(_C.random_key())
+
+    @classmethod
+    def from_bytes(cls, seed: bytes) -> SigningKey:
+        """The key of 32 secret bytes, the seed of RFC 8032.
+
+        Raises:
+            TypeError: Not bytes-like.
+            ValueError: Another length.
+        """
+        kernels.require_crypto()
+        return cls._of(key_material.secret_from_bytes(seed, "signing key"))
+
+    @classmethod
+    def from_file(cls, path: Union[str, os.PathLike[str]]) -> SigningKey:
+        """The key in a PEM file (``PRIVATE KEY``, as ``openssl genpkey -algorithm ed25519`` writes it) or in 64
+        hexadecimal digits.
+
+        Raises:
+            ValueError: The file holds no Ed25519 private key, or an encrypted one.
+            OSError: It cannot be read.
+        """
+        kernels.require_crypto()
+        text = bytearray(_MAX_KEY_FILE_NBYTES)
+        with stream_errors(), open(path, "rb", buffering=0) as file:  # unbuffered: no other copy stays behind
+            nbytes = file.readinto(text) or 0
+        try:
+            with memoryview(text) as view:
+                return cls._of(_C.read_seed(view[:nbytes]))
+        except ValueError as error:
+            raise ValueError(f"key file {os.fspath(path)!r}: {error}") from None
+        finally:
+            text[:] = bytes(len(text))
+
+    @classmethod
+    def from_provider(cls, sign: Callable[[bytes], bytes], public_key: PublicKey) -> SigningKey:
+        """A key that stays with somebody else, such as a key management service.
+
+        Args:
+            sign: Called with a message of 40 bytes each time a file is signed; returns the 64 bytes of its Ed25519
+                signature (pure Ed25519, not Ed25519ph). What it raises reaches whoever signs.
+            public_key: The public half; signatures that do not fit it are refused.
+
+        Raises:
+            TypeError: Arguments of other types.
+        """
+        kernels.require_crypto()
+        if not callable(sign):
+            raise TypeError(f"sign: wanted a callable with one argument, found {type(sign).__name__}")
+        if not isinstance(public_key, PublicKey):
+            raise TypeError(f"public_key: wanted a PublicKey, found {type(public_key).__name__}")
+        key = cls.__new__(cls)
+        key._seed, key._signer, key._public_key = None, _C.Signer(sign, bytes(public_key)), public_key
+        return key
+
+    @property
+    def public_key(self) -> PublicKey:
+        """The public half, which checks signatures of this key."""
+        return self._public_key
+
+    def save(self, path: Union[str, os.PathLike[str]]) -> None:
+        """Writes the private key to a PEM file that only its owner may read (mode 0600).
+
+        Raises:
+            FileExistsError: There is a file; it stays as it is.
+            OSError: It cannot be written.
+            ValueError: The key is somebody else's: :meth:`from_provider`.
+        """
+        if self._seed is None:
+            raise ValueError("this key stays with its provider, so it cannot be saved")
+        _write_new(path, _pem("PRIVATE KEY", _SEED_PREFIX + self._seed.export()), 0o600)
+
+    @classmethod
+    def _of(cls, seed: _C.SecretKey) -> SigningKey:
+        key = cls.__new__(cls)
+        key._seed, key._signer = seed, _C.Signer(seed)
+        key._public_key = PublicKey.from_bytes(key._signer.public_key)
+        return key
+
+    def __repr__(self) -> str:
+        return f"SigningKey(<hidden>, public_key={self._public_key})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a SigningKey cannot be pickled: save() it, and let only whoever signs read the file")
+
+
+_OneKey = Union[PublicKey, str, "os.PathLike[str]"]
+#: Keys that signatures are checked with; any one of several suffices.
+PublicKeyArgument = Optional[Union[_OneKey, Sequence[_OneKey]]]
+
+
+def _pem(label: str, der: bytes) -> bytes:
+    return f"-----BEGIN {label}-----\n{base64.b64encode(der).decode('ascii')}\n-----END {label}-----\n".encode("ascii")
+
+
+def _write_new(path: Union[str, os.PathLike[str]], content: bytes, mode: int) -> None:
+    with stream_errors():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), mode)
+        with open(descriptor, "wb") as file:
+            file.write(content)
