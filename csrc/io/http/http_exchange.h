@@ -96,8 +96,6 @@ class HttpExchange {
   const ResponseHead& head() const noexcept { return head_; }
   // Where a redirect points to.
   std::optional<std::string> location() const;
-  // The first bytes of the body of an error, or of an accepted PUT.
-  const std::string& kept_body() const noexcept { return error_body_; }
   // Body bytes that went to the sink.
   uint64_t received() const noexcept { return received_; }
   // Goes on after the sink was not ready.
