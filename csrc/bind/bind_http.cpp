@@ -179,7 +179,7 @@ py::dict put_bytes(io::HttpUploader& uploader, const py::object& url, const py::
   }
   put.target = [&] { return io::HttpPut::Target{give_url(), header_lines}; };
   put.display_name = display_name;
-  put.body = std::span<const io::ConstSlice>(&bytes, 1);
+  put.body = bytes;
   const io::ResponseHead head = run_interruptible(
       [&](const std::stop_token& stop) { return io::http_put(uploader, put, stop); });
   py::dict result;

@@ -86,7 +86,7 @@ class PythonTransport final : public io::MultipartTransport {
       });
     };
     request.display_name = name_;
-    request.body = std::span<const io::ConstSlice>(&bytes, 1);
+    request.body = bytes;
     return io::http_put(uploader_, request, stop);
   }
 

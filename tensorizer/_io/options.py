@@ -63,8 +63,8 @@ class HTTPOptions:
         max_retry_delay: Upper bound of that pause.
         max_redirects: Redirects followed per request. ``headers`` and the credentials of the URL do not go to another
             host, and https is not left for http.
-        connections: Requests at the same time; ``None`` starts with 8, or with 32 where the server takes 10 ms or more
-            to answer, and doubles while that brings more bytes per second.
+        connections: Requests at the same time; ``None`` for 16, or 32 where the server takes 10 ms or more to answer,
+            and half as many for a while each time it says that it is overloaded (429, 503).
         max_connections: Upper bound of ``connections``, and of the requests that all streams and loads of this process
             together have at one host: 64, or this rank's share of them, 4 at least, where ``LOCAL_WORLD_SIZE`` says
             that the machine has several (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values are lowered to
@@ -74,9 +74,9 @@ class HTTPOptions:
         direct_nbytes: Over HTTP/1.1 in clear, a read of at least this many bytes goes from the socket into its tensor;
             smaller ones, TLS and proxies pass through a buffer of libcurl. 256 KiB: below that the copy that is saved
             costs less than the connection of its own that such reads use. 1 for all.
-        hedge_after: A request that has run for this long without an answer (and for four times as long as answers
-            usually take), or at less than a quarter of the usual speed, is sent again on another connection if one is
-            idle; 0 for never.
+        hedge_after: A request that has waited for its answer for this long, and for four times as long as answers
+            usually take, is given up; likewise one whose body takes so much longer than others. What it has not brought
+            is asked for on a new connection; that request has four times as long. 0 for never.
         http_version: ``"auto"`` (HTTP/2 where a TLS server offers it, else 1.1), ``"1.1"`` or ``"2"``.
         headers: Extra request headers; values go through ``str``, except ``None`` and bytes, which are refused. Or a
             callable without arguments that returns them, for tokens that expire: it is called before the first request,
@@ -110,7 +110,7 @@ class HTTPOptions:
     head_nbytes: int = 1 << 20
     unit_nbytes: int = 8 << 20
     direct_nbytes: int = 256 << 10
-    hedge_after: float = 2.0
+    hedge_after: float = 1.0
     http_version: str = "auto"
     headers: Headers = dataclasses.field(default_factory=dict, repr=False)
     certificate_handling: Optional[CAInfo] = None

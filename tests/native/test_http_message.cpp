@@ -221,20 +221,6 @@ TEST(ScatterCursor, bytes_land_across_slices_and_never_beyond_them) {
   for (size_t i = 0; i < 10; ++i) EXPECT_EQ(static_cast<int>(memory[i]), expected[i]) << i;
 }
 
-TEST(GatherCursor, bytes_are_read_again_after_a_seek) {
-  const std::vector<std::byte> a{std::byte{1}, std::byte{2}};
-  const std::vector<std::byte> b{std::byte{3}};
-  const std::vector<ConstSlice> slices{a, {}, b};
-  std::vector<std::byte> out(5);
-  GatherCursor cursor(slices);
-  EXPECT_EQ(cursor.take(out), 3u);
-  EXPECT_EQ(cursor.take(out), 0u);
-  for (const uint64_t position : {0u, 1u, 2u, 3u}) {
-    cursor.seek(position);
-    EXPECT_EQ(cursor.take(out), 3 - position);
-  }
-}
-
 TEST(CurlErrors, broken_connections_are_tried_again_and_distrust_is_not) {
   EXPECT_TRUE(failure_of_curl(CURLE_RECV_ERROR, "x").transient);
   EXPECT_TRUE(failure_of_curl(CURLE_COULDNT_CONNECT, "x").transient);

@@ -98,20 +98,17 @@ std::optional<ResponseHead> parse_head(std::string_view text) {
 // One request on one connection.
 class Exchange {
  public:
-  Exchange(const DirectRead& read, int socket, const std::stop_token& stop)
+  Exchange(const DirectRead& read, CurlSocket& socket, const std::stop_token& stop)
       : read_(read), socket_(socket), stop_(stop), watch_(read.options) {}
 
   // False where the connection broke.
   bool send(const std::string& text) {
-    for (size_t sent = 0; sent < text.size();) {
-      const ssize_t n =
-          ::send(socket_, text.data() + sent, text.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-      if (n >= 0)
-        sent += static_cast<size_t>(n);
-      else if (!wait(POLLOUT))
-        return false;
+    try {
+      socket_.send_all(std::as_bytes(std::span(text)), stop_);
+      return true;
+    } catch (const SocketError&) {
+      return false;
     }
-    return true;
   }
 
   // All up to the end of a head that is not interim, and what came with it, is in `text` then; the
@@ -150,12 +147,12 @@ class Exchange {
       msghdr message{};
       message.msg_iov = places;
       message.msg_iovlen = count;
-      const ssize_t n = ::recvmsg(socket_, &message, MSG_DONTWAIT);
+      const ssize_t n = ::recvmsg(socket_.descriptor(), &message, MSG_DONTWAIT);
       if (n >= 0) {
         heard_ += static_cast<uint64_t>(n);
         return static_cast<size_t>(n);
       }
-      if (!wait(POLLIN)) return 0;
+      if (!wait()) return 0;
     }
   }
 
@@ -164,20 +161,19 @@ class Exchange {
 
  private:
   // Behind a call that would have had to wait; false where it failed.
-  bool wait(short events) {
+  bool wait() {
     if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
       broke = std::strerror(errno);
       return false;
     }
-    read_.meanwhile();
     watch_.check(heard_, 0);
-    pollfd entry{socket_, events, 0};
+    pollfd entry{socket_.descriptor(), POLLIN, 0};
     ::poll(&entry, 1, kPollMs);
     return true;
   }
 
   const DirectRead& read_;
-  const int socket_;
+  CurlSocket& socket_;
   const std::stop_token& stop_;
   StallWatch watch_;
   uint64_t heard_ = 0;
@@ -247,12 +243,13 @@ DirectOutcome direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& r
   target.host = read.request.url->host();
   target.port = read.request.url->port();
   target.connect_timeout = read.options.connect_timeout;
+  target.stall_timeout = read.options.stall_timeout;
   read.counters.requests.fetch_add(1, std::memory_order_relaxed);
   std::unique_ptr<CurlSocket> socket = std::move(kept);
   bool reused = !read.request.fresh && socket && socket->is_quiet(target);
   for (;; reused = false) {
     if (!reused) socket = connect(read, target, stop);
-    Exchange exchange(read, socket->descriptor(), stop);
+    Exchange exchange(read, *socket, stop);
     const auto sent_at = HttpExchange::Clock::now();
     std::optional<ResponseHead> head;
     if (!exchange.send(text) || !exchange.receive_head(head)) {

@@ -154,12 +154,13 @@ bool HttpEndpoint::refused(const Target& target, int status) {
 
 HttpClient::Permit HttpClient::enter(const std::stop_token& stop) {
   const std::string origin = endpoint.target(stop)->url.origin();
-  HttpConnections::Permit connection = connections.enter(origin, stop);
+  UniqueHttpPermit connection = connections.enter(origin, stop);
   return {endpoint.target(stop), std::move(connection)};  // it may have changed meanwhile
 }
 
 bool HttpClient::refused(Permit& permit, const HttpFailure& failure, const std::stop_token& stop) {
-  if (failure.status == 429 || failure.status == 503) connections.note_overload(permit.connection);
+  if (failure.status == 429 || failure.status == 503)
+    connections.count.note_overload(permit.connection->begun(), Clock::now());
   if (!endpoint.refused(*permit.target, failure.status)) return false;
   permit.target = endpoint.target(stop);
   return true;
@@ -171,7 +172,7 @@ std::unique_ptr<HttpExchange> HttpClient::start(Permit& permit, const std::strin
                                                 const HttpDeadline& deadline,
                                                 const std::stop_token& stop, bool fresh) {
   constexpr int kMaxRefusals = 2;  // a stale redirect, then a stale URL
-  CurlLane& lane = permit.connection.lane().curl;
+  CurlLane& lane = permit.connection->lane().curl;
   for (int refusals = 0;; ++refusals) {
     const HttpEndpoint::SharedTarget target = permit.target;
     std::optional<HttpUrl> led_to;

@@ -101,8 +101,8 @@ class HttpDeadline {
   // Throws HttpFailure, HttpLag.
   void check() const;
   void restart() noexcept { start_ = Clock::now(); }
-  // A request begins that should take `usual` and is the successor of `lagged` that did not. Of
-  // such requests each gets more time than the one before it, so the last one is waited for.
+  // What runs now, of a request that follows `lagged` ones that were given up, should take `usual`
+  // from here. Each of them gets more time than the one before it, so the last one is waited for.
   void begin_request(std::chrono::duration<double> usual, int lagged) noexcept;
   // Whatever runs now may take its time.
   void end_request() noexcept { lags_at_.reset(); }
@@ -128,7 +128,7 @@ struct HttpClient {
   // Permission for one request: where to, and over what.
   struct Permit {
     HttpEndpoint::SharedTarget target;
-    HttpConnections::Permit connection;
+    UniqueHttpPermit connection;
   };
   Permit enter(const std::stop_token& stop);
 

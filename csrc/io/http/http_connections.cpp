@@ -25,11 +25,11 @@ struct HttpHost {
 // Internally locked. A child that was forked has one of its own, in which nothing runs.
 class HttpPool {
  public:
-  HttpConnections::Permit enter(HttpConnections& user, const std::string& origin,
-                                const std::stop_token& stop);
-  void leave(HttpConnections::Permit& permit) noexcept;
+  UniqueHttpPermit enter(HttpConnections& user, const std::string& origin,
+                         const std::stop_token& stop);
+  void leave(HttpPermit& permit) noexcept;
   // Keeps the lane while anybody uses its origin, else leaves it to the caller.
-  void keep(HttpConnections::Permit& permit) noexcept;
+  void keep(HttpPermit& permit) noexcept;
   // Ends the connections that nobody else uses.
   void close(const HttpConnections& user, bool for_ever) noexcept;
 
@@ -63,27 +63,40 @@ PerProcess<HttpPool> pool_of_process;
 ConnectionCount::ConnectionCount(unsigned fixed, unsigned most) noexcept
     : most_(std::max(1u, most)), fixed_(std::min(fixed, most_)) {}
 
-unsigned ConnectionCount::most() const noexcept {
+unsigned ConnectionCount::calm() const {
   return fixed_ > 0 ? fixed_ : std::min(most_, far_ ? kFar : kNear);
 }
 
-unsigned ConnectionCount::at(TimePoint now) noexcept {
+unsigned ConnectionCount::count(TimePoint now) {
   for (; halvings_ > 0 && now - changed_ >= kCalm; changed_ += kCalm) --halvings_;
-  return std::max(1u, most() >> halvings_);
+  return std::max(1u, calm() >> halvings_);
 }
 
-void ConnectionCount::fix(unsigned count) noexcept {
+unsigned ConnectionCount::most() const {
+  MutexLock lock(mutex_);
+  return calm();
+}
+
+unsigned ConnectionCount::at(TimePoint now) {
+  MutexLock lock(mutex_);
+  return count(now);
+}
+
+void ConnectionCount::fix(unsigned count) {
+  MutexLock lock(mutex_);
   fixed_ = std::clamp(count, 1u, most_);
   halvings_ = 0;
 }
 
-void ConnectionCount::note_latency(std::chrono::duration<double> latency) noexcept {
+void ConnectionCount::note_latency(std::chrono::duration<double> latency) {
+  MutexLock lock(mutex_);
   far_ = latency >= kFarLatency;
 }
 
-void ConnectionCount::note_overload(TimePoint begun, TimePoint now) noexcept {
+void ConnectionCount::note_overload(TimePoint begun, TimePoint now) {
+  MutexLock lock(mutex_);
   // One overload makes many requests fail; those that began before the number changed say no more.
-  if (fixed_ > 0 || begun < changed_ || at(now) == 1) return;
+  if (fixed_ > 0 || begun < changed_ || count(now) == 1) return;
   ++halvings_;
   changed_ = now;
 }
@@ -98,55 +111,51 @@ std::shared_ptr<HttpHost> HttpPool::host_of(User& user, const std::string& origi
   return mine;
 }
 
-HttpConnections::Permit HttpPool::enter(HttpConnections& connections, const std::string& origin,
-                                        const std::stop_token& stop) {
-  HttpConnections::Permit permit;
+UniqueHttpPermit HttpPool::enter(HttpConnections& connections, const std::string& origin,
+                                 const std::stop_token& stop) {
+  UniqueHttpPermit permit;
   std::unique_ptr<HttpLane> in_the_way;  // ends outside the lock
   {
     MutexLock lock(mutex_);
     User& user = users_[&connections];
     const std::shared_ptr<HttpHost> host = host_of(user, origin);
     const auto has_place = [&]() REQUIRES_LOCK(mutex_) {
-      MutexLock of_count(connections.mutex_);
-      return host->running < connections.most_ &&
-             user.running < connections.count_.at(Clock::now());
+      return host->running < connections.most && user.running < connections.count.at(Clock::now());
     };
     if (!left_.wait(mutex_, stop, has_place)) throw Error(Errc::cancelled, "cancelled");
+    permit = std::make_unique<HttpPermit>(*this, connections, host);
     ++host->running;
     ++user.running;
-    permit.pool_ = this;
-    permit.user_ = &connections;
-    permit.host_ = host;
-    permit.has_place_ = true;
-    permit.begun_ = Clock::now();
+    permit->has_place_ = true;
+    permit->begun_ = Clock::now();
     std::vector<HttpHost::Waiting>& waiting = host->waiting;
     const auto found = std::find_if(waiting.rbegin(), waiting.rend(), [&](const auto& entry) {
-      return entry.key == connections.key_;
+      return entry.key == connections.key;
     });
     if (found != waiting.rend()) {
-      permit.lane_ = std::move(found->lane);
+      permit->lane_ = std::move(found->lane);
       waiting.erase(std::next(found).base());
-    } else if (!waiting.empty() && waiting.size() + host->running > connections.most_) {
+    } else if (!waiting.empty() && waiting.size() + host->running > connections.most) {
       in_the_way = std::move(waiting.front().lane);
       waiting.erase(waiting.begin());
     }
   }
-  if (!permit.lane_) permit.lane_ = std::make_unique<HttpLane>();
+  if (!permit->lane_) permit->lane_ = std::make_unique<HttpLane>();
   return permit;
 }
 
-void HttpPool::leave(HttpConnections::Permit& permit) noexcept {
+void HttpPool::leave(HttpPermit& permit) noexcept {
   MutexLock lock(mutex_);
-  --users_[permit.user_].running;
+  --users_[&permit.user_].running;
   --permit.host_->running;
   left_.notify_all();  // limits differ: who is woken may have to wait on
 }
 
-void HttpPool::keep(HttpConnections::Permit& permit) noexcept {
+void HttpPool::keep(HttpPermit& permit) noexcept {
   MutexLock lock(mutex_);
   if (permit.host_->users == 0) return;
   try {
-    permit.host_->waiting.push_back({permit.user_->key_, nullptr});
+    permit.host_->waiting.push_back({permit.user_.key, nullptr});
     permit.host_->waiting.back().lane = std::move(permit.lane_);
   } catch (const std::bad_alloc&) {
     // the lane ends its connections instead
@@ -169,51 +178,18 @@ HttpConnections::~HttpConnections() { pool_of_process.get().close(*this, true); 
 
 void HttpConnections::close() noexcept { pool_of_process.get().close(*this, false); }
 
-HttpConnections::Permit HttpConnections::enter(const std::string& origin,
-                                               const std::stop_token& stop) {
+UniqueHttpPermit HttpConnections::enter(const std::string& origin, const std::stop_token& stop) {
   return pool_of_process.get().enter(*this, origin, stop);
 }
 
-unsigned HttpConnections::most() const {
-  MutexLock lock(mutex_);
-  return count_.most();
+bool HttpPermit::is_of_this_process() const noexcept { return &pool_ == &pool_of_process.get(); }
+
+void HttpPermit::leave() noexcept {
+  if (std::exchange(has_place_, false) && is_of_this_process()) pool_.leave(*this);
 }
 
-void HttpConnections::fix(unsigned count) {
-  MutexLock lock(mutex_);
-  count_.fix(count);
-}
-
-void HttpConnections::note_latency(std::chrono::duration<double> latency) {
-  MutexLock lock(mutex_);
-  count_.note_latency(latency);
-}
-
-void HttpConnections::note_overload(const Permit& permit) {
-  MutexLock lock(mutex_);
-  count_.note_overload(permit.begun_, Clock::now());
-}
-
-HttpConnections::Permit& HttpConnections::Permit::operator=(Permit&& other) noexcept {
-  std::swap(pool_, other.pool_);
-  std::swap(user_, other.user_);
-  std::swap(host_, other.host_);
-  std::swap(lane_, other.lane_);
-  std::swap(has_place_, other.has_place_);
-  std::swap(begun_, other.begun_);
-  return *this;
-}
-
-bool HttpConnections::Permit::is_of_this_process() const noexcept {
-  return pool_ != nullptr && pool_ == &pool_of_process.get();
-}
-
-void HttpConnections::Permit::leave() noexcept {
-  if (std::exchange(has_place_, false) && is_of_this_process()) pool_->leave(*this);
-}
-
-HttpConnections::Permit::~Permit() {
-  if (lane_ && is_of_this_process()) pool_->keep(*this);
+HttpPermit::~HttpPermit() {
+  if (lane_ && is_of_this_process()) pool_.keep(*this);
   leave();
 }
 

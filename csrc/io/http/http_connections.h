@@ -14,7 +14,7 @@ namespace tensorizer::io {
 
 // How many requests of one source run at the same time: a fixed number, or 16, or 32 for a server
 // that takes long to answer. Each time a server says that it is overloaded there are half as many,
-// and after a while twice as many again. Pure: time is an argument. Confined to its owner's lock.
+// and after a while twice as many again. Time is an argument. Internally locked.
 class ConnectionCount {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
@@ -22,20 +22,24 @@ class ConnectionCount {
   // `fixed` if not zero; never more than `most`.
   ConnectionCount(unsigned fixed, unsigned most) noexcept;
 
-  unsigned at(TimePoint now) noexcept;
+  unsigned at(TimePoint now);
   // The same where no server is overloaded.
-  unsigned most() const noexcept;
-  void fix(unsigned count) noexcept;
-  void note_latency(std::chrono::duration<double> latency) noexcept;
+  unsigned most() const;
+  void fix(unsigned count);
+  void note_latency(std::chrono::duration<double> latency);
   // A request that began at `begun` was refused at `now`.
-  void note_overload(TimePoint begun, TimePoint now) noexcept;
+  void note_overload(TimePoint begun, TimePoint now);
 
  private:
-  unsigned most_;
-  unsigned fixed_;
-  bool far_ = false;
-  unsigned halvings_ = 0;
-  TimePoint changed_{};
+  unsigned calm() const REQUIRES_LOCK(mutex_);
+  unsigned count(TimePoint now) REQUIRES_LOCK(mutex_);
+
+  const unsigned most_;
+  mutable Mutex mutex_;
+  unsigned fixed_ GUARDED_BY(mutex_);
+  bool far_ GUARDED_BY(mutex_) = false;
+  unsigned halvings_ GUARDED_BY(mutex_) = 0;
+  TimePoint changed_ GUARDED_BY(mutex_){};
 };
 
 // What one request uses: a lane for libcurl, and a socket for direct_read.
@@ -44,67 +48,59 @@ struct HttpLane {
   std::unique_ptr<CurlSocket> socket;  // of the last direct read, if it can be used again
 };
 
-// What one source or uploader has of them. Safe from many threads.
+class HttpConnections;
+class HttpPool;
+struct HttpHost;
+
+// Permission for one request, and the lane that it goes over. Gives both back.
+class HttpPermit {
+ public:
+  HttpPermit(HttpPool& pool, const HttpConnections& user, std::shared_ptr<HttpHost> host) noexcept
+      : pool_(pool), user_(user), host_(std::move(host)) {}
+  ~HttpPermit();
+  HttpPermit(const HttpPermit&) = delete;
+  HttpPermit& operator=(const HttpPermit&) = delete;
+
+  HttpLane& lane() const noexcept { return *lane_; }
+  ConnectionCount::TimePoint begun() const noexcept { return begun_; }
+  // Others may send a request; the lane stays.
+  void leave() noexcept;
+  // False in a child that was forked.
+  bool is_of_this_process() const noexcept;
+
+ private:
+  friend class HttpPool;
+
+  HttpPool& pool_;
+  const HttpConnections& user_;
+  const std::shared_ptr<HttpHost> host_;
+  std::unique_ptr<HttpLane> lane_;
+  bool has_place_ = false;
+  ConnectionCount::TimePoint begun_{};
+};
+using UniqueHttpPermit = std::unique_ptr<HttpPermit>;
+
+// What one source or uploader has of them. Outlives its permits. Safe from many threads.
 class HttpConnections {
  public:
-  // `fixed`: see ConnectionCount. `most`: requests at the same time to one host, those of everybody
-  // else included. `key`: what connections may be shared with, beyond what libcurl compares itself.
-  HttpConnections(unsigned fixed, unsigned most, std::string key)
-      : most_(most), key_(std::move(key)), count_(fixed, most) {}
+  // `fixed`: see ConnectionCount. `most_at_host`: requests at the same time to one host, those of
+  // everybody else included. `shared_key`: what connections may be shared with, beyond what libcurl
+  // compares itself.
+  HttpConnections(unsigned fixed, unsigned most_at_host, std::string shared_key)
+      : most(most_at_host), key(std::move(shared_key)), count(fixed, most_at_host) {}
   ~HttpConnections();
   HttpConnections(const HttpConnections&) = delete;
   HttpConnections& operator=(const HttpConnections&) = delete;
 
-  // Permission for one request, and the lane that it goes over. Gives both back.
-  class Permit;
   // Waits for a place; throws Errc::cancelled on a stop.
-  Permit enter(const std::string& origin, const std::stop_token& stop);
-
-  unsigned most() const;
-  void fix(unsigned count);
-  void note_latency(std::chrono::duration<double> latency);
-  void note_overload(const Permit& permit);
-
+  UniqueHttpPermit enter(const std::string& origin, const std::stop_token& stop);
   // Ends connections that wait, unless others use them, and those that are busy when they come
   // back. Later requests open new ones.
   void close() noexcept;
 
- private:
-  friend class HttpPool;
-
-  const unsigned most_;
-  const std::string key_;
-  mutable Mutex mutex_;
-  ConnectionCount count_ GUARDED_BY(mutex_);
-};
-
-class HttpPool;
-struct HttpHost;
-
-class HttpConnections::Permit {
- public:
-  Permit() = default;
-  Permit(Permit&& other) noexcept { *this = std::move(other); }
-  Permit& operator=(Permit&& other) noexcept;
-  ~Permit();
-
-  HttpLane& lane() const noexcept { return *lane_; }
-  explicit operator bool() const noexcept { return lane_ != nullptr; }
-  // False in a child that was forked.
-  bool is_of_this_process() const noexcept;
-  // Others may send a request; the lane stays.
-  void leave() noexcept;
-
- private:
-  friend class HttpPool;
-  friend class HttpConnections;
-
-  HttpPool* pool_ = nullptr;
-  const HttpConnections* user_ = nullptr;
-  std::shared_ptr<HttpHost> host_;
-  std::unique_ptr<HttpLane> lane_;
-  bool has_place_ = false;
-  ConnectionCount::TimePoint begun_{};
+  const unsigned most;
+  const std::string key;
+  ConnectionCount count;
 };
 
 }  // namespace tensorizer::io

@@ -37,29 +37,6 @@ void StallWatch::check(uint64_t nbytes, int status) {
   throw failure;
 }
 
-size_t GatherCursor::take(std::span<std::byte> into) noexcept {
-  size_t done = 0;
-  while (done < into.size() && slice_ < slices_.size()) {
-    const ConstSlice& slice = slices_[slice_];
-    const size_t step = std::min(into.size() - done, slice.size() - used_);
-    if (step > 0) std::memcpy(into.data() + done, slice.data() + used_, step);
-    done += step;
-    used_ += step;
-    if (used_ == slice.size()) {
-      ++slice_;
-      used_ = 0;
-    }
-  }
-  return done;
-}
-
-void GatherCursor::seek(uint64_t position) noexcept {
-  slice_ = 0;
-  while (slice_ < slices_.size() && position >= slices_[slice_].size())
-    position -= slices_[slice_++].size();
-  used_ = static_cast<size_t>(position);
-}
-
 void apply_connection_options(CURL* easy, const HttpOptions& options, const HttpUrl& url) {
   apply_common_options(easy, options.connect_timeout);
   apply_trust(easy, options.trust_to(url.is_https()));
@@ -162,13 +139,13 @@ void HttpExchange::configure_headers(const HttpRequest& request) {
   }
 }
 
-void HttpExchange::configure_upload(std::span<const ConstSlice> body) {
+void HttpExchange::configure_upload(ConstSlice body) {
   CURL* easy = easy_.get();
-  upload_.emplace(body);
+  upload_ = body;
   append_line(header_lines_, "Expect:");  // its answer would cost one round trip per part
   curl_easy_setopt(easy, CURLOPT_UPLOAD, 1L);
   curl_easy_setopt(easy, CURLOPT_UPLOAD_BUFFERSIZE, kSendBufferNbytes);
-  curl_easy_setopt(easy, CURLOPT_INFILESIZE_LARGE, static_cast<curl_off_t>(total_nbytes(body)));
+  curl_easy_setopt(easy, CURLOPT_INFILESIZE_LARGE, static_cast<curl_off_t>(body.size()));
   curl_easy_setopt(easy, CURLOPT_READFUNCTION, &HttpExchange::on_send);
   curl_easy_setopt(easy, CURLOPT_READDATA, this);
   curl_easy_setopt(easy, CURLOPT_SEEKFUNCTION, &HttpExchange::on_seek);
@@ -177,15 +154,22 @@ void HttpExchange::configure_upload(std::span<const ConstSlice> body) {
 
 size_t HttpExchange::on_send(char* data, size_t size, size_t count, void* self) noexcept {
   auto& exchange = *static_cast<HttpExchange*>(self);
-  const size_t nbytes = exchange.upload_->take({reinterpret_cast<std::byte*>(data), size * count});
+  const size_t nbytes = std::min(size * count, exchange.upload_.size() - exchange.upload_at_);
+  std::copy_n(exchange.upload_.data() + exchange.upload_at_, nbytes,
+              reinterpret_cast<std::byte*>(data));
+  exchange.upload_at_ += nbytes;
   exchange.sent_ += nbytes;
   exchange.counters_.bytes.fetch_add(nbytes, std::memory_order_relaxed);
   return nbytes;
 }
 
+// libcurl goes back where it has to send again.
 int HttpExchange::on_seek(void* self, curl_off_t offset, int origin) noexcept {
-  if (origin != SEEK_SET || offset < 0) return CURL_SEEKFUNC_CANTSEEK;
-  static_cast<HttpExchange*>(self)->upload_->seek(static_cast<uint64_t>(offset));
+  auto& exchange = *static_cast<HttpExchange*>(self);
+  const uint64_t at = static_cast<uint64_t>(offset);
+  if (origin != SEEK_SET || offset < 0 || at > exchange.upload_.size())
+    return CURL_SEEKFUNC_CANTSEEK;
+  exchange.upload_at_ = static_cast<size_t>(at);
   return CURL_SEEKFUNC_OK;
 }
 

@@ -43,21 +43,7 @@ struct HttpRequest {
   const HttpHeaderList* further_headers = nullptr;
   bool fresh = false;  // on a new connection
   // With it the request is a PUT; borrowed for the exchange.
-  std::optional<std::span<const ConstSlice>> body = std::nullopt;
-};
-
-// Reads a gather list once, or again from a position that libcurl goes back to. Borrows.
-class GatherCursor {
- public:
-  explicit GatherCursor(std::span<const ConstSlice> slices) noexcept : slices_(slices) {}
-  // Copies up to `into.size()` bytes; fewer only at the end.
-  size_t take(std::span<std::byte> into) noexcept;
-  void seek(uint64_t position) noexcept;
-
- private:
-  const std::span<const ConstSlice> slices_;
-  size_t slice_ = 0;
-  size_t used_ = 0;  // of that slice
+  std::optional<ConstSlice> body = std::nullopt;
 };
 
 // Counters of a source, for its Python side and for tests.
@@ -110,8 +96,6 @@ class HttpExchange {
   const ResponseHead& head() const noexcept { return head_; }
   // Where a redirect points to.
   std::optional<std::string> location() const;
-  // The first bytes of the body of an error, or of an accepted PUT.
-  const std::string& kept_body() const noexcept { return error_body_; }
   // Body bytes that went to the sink.
   uint64_t received() const noexcept { return received_; }
   // Goes on after the sink was not ready.
@@ -130,7 +114,7 @@ class HttpExchange {
   size_t take_body(std::span<const std::byte> bytes);
   void configure(const HttpRequest& request);
   void configure_headers(const HttpRequest& request);
-  void configure_upload(std::span<const ConstSlice> body);
+  void configure_upload(ConstSlice body);
   void check_progress();
   [[noreturn]] void fail(CURLcode code) const;
 
@@ -151,7 +135,8 @@ class HttpExchange {
   uint64_t error_body_nbytes_ = 0;
   std::exception_ptr failure_;
   uint64_t received_ = 0;
-  std::optional<GatherCursor> upload_;
+  ConstSlice upload_;
+  size_t upload_at_ = 0;
   uint64_t sent_ = 0;
   bool resting_ = false;
   bool counted_ = false;

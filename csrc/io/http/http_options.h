@@ -64,8 +64,7 @@ struct HttpOptions {
   RetryPolicy retry;
   int max_redirects = 10;
 
-  // Connections at the same time: `connections` if not zero, else as many as help, never above
-  // max_connections.
+  // Requests at the same time: see ConnectionCount; to one host, all of the process together.
   unsigned connections = 0;
   unsigned max_connections = 64;
   // Bytes of the first request, kept in memory, and of each later one.
@@ -75,9 +74,9 @@ struct HttpOptions {
   // destination; smaller ones gain less than the further connection costs. Whoever sets this knows
   // whether the environment names a proxy, which only libcurl speaks to.
   uint64_t direct_nbytes = uint64_t{256} << 10;
-  // A read that is much slower than its predecessors is asked again on another connection after
-  // this time, when connections are idle; zero for never.
-  std::chrono::milliseconds hedge_after{2'000};
+  // A request that takes four times as long as others do, and this time at least, is given up; what
+  // it has not brought is asked for on a new connection. Zero for never.
+  std::chrono::milliseconds hedge_after{1'000};
 
   HttpVersion version = HttpVersion::automatic;
   CurlTrust trust;

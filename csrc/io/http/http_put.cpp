@@ -40,8 +40,8 @@ ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarge
                       const HttpDeadline& deadline, const std::stop_token& stop) {
   const HttpUrl& home = target.url;
   HttpUrl url = home;
-  const HttpConnections::Permit permit = uploader.connections.enter(home.origin(), stop);
-  CurlLane& lane = permit.lane().curl;
+  const UniqueHttpPermit permit = uploader.connections.enter(home.origin(), stop);
+  CurlLane& lane = permit->lane().curl;
   NullSink sink;
   const auto accept = [&](const ResponseHead& head) -> BodySink* {
     if (head.status == 416) throw failure_of_status(head, {});

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <functional>
-#include <span>
 #include <stop_token>
 #include <string>
 #include <vector>
@@ -37,7 +36,7 @@ struct HttpPut {
   std::function<bool(const HttpFailure&)> adapt;
   // For messages, without credentials: "s3://bucket/key". Empty: the URL without its query.
   std::string display_name;
-  std::span<const ConstSlice> body;
+  ConstSlice body;
 };
 
 // Returns the head of the 2xx response (its ETag, for a part of a multipart upload). Throws Error:

@@ -23,13 +23,14 @@ class RangeFetch::Landing final : public BodySink {
   explicit Landing(RangeFetch& fetch)
       : into(fetch.slices_, fetch.done_),
         range(range_text(fetch.offset_ + fetch.done_, fetch.nbytes_ - fetch.done_)),
-        done_(fetch.done_),
+        fetch_(fetch),
         request_{fetch.offset_ + fetch.done_, fetch.nbytes_ - fetch.done_, &fetch.known_, false} {
     if (auto line = condition_header(fetch.known_)) conditions.push_back(std::move(*line));
   }
 
   BodySink* accept(const ResponseHead& head) {
     expected_ = check_response(request_, head).body_nbytes.value_or(0);
+    fetch_.deadline_.begin_request(fetch_.typical_.seconds_for(expected_), fetch_.lagged_);
     return this;
   }
   void put(std::span<const std::byte> bytes) override {
@@ -39,7 +40,7 @@ class RangeFetch::Landing final : public BodySink {
       throw HttpFailure{Errc::io, "the body is longer than the range that was asked for", ""};
   }
   void note(uint64_t nbytes) noexcept {
-    done_ += nbytes;
+    fetch_.done_ += nbytes;
     received_ += nbytes;
   }
   void check_complete() const {
@@ -57,7 +58,7 @@ class RangeFetch::Landing final : public BodySink {
   std::vector<std::string> conditions;
 
  private:
-  uint64_t& done_;
+  RangeFetch& fetch_;
   const RangeRequest request_;
   uint64_t expected_ = 0;
   uint64_t received_ = 0;
@@ -85,7 +86,7 @@ uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier
 }
 
 void RangeFetch::attempt(HttpClient::Permit& permit, const std::stop_token& stop) {
-  deadline_.begin_request(typical_.seconds_for(nbytes_ - done_), lagged_);
+  deadline_.begin_request(typical_.first_byte(), lagged_);
   try {
     receive(permit, stop);
   } catch (const HttpLag&) {
@@ -124,7 +125,7 @@ double RangeFetch::receive_directly(HttpClient::Permit& permit, Landing& landing
                             landing.conditions, target.headers.get(), lagged_ > 0};
   try {
     const DirectOutcome outcome = direct_read(
-        permit.connection.lane().socket,
+        permit.connection->lane().socket,
         {client_.options, request, [&](const ResponseHead& head) { landing.accept(head); },
          landing.into, [&](uint64_t nbytes) { landing.note(nbytes); }, [&] { deadline_.check(); },
          client_.counters},
@@ -143,7 +144,7 @@ double RangeFetch::receive_by_curl(HttpClient::Permit& permit, Landing& landing,
   const auto exchange = client_.start(
       permit, landing.range, landing.conditions,
       [&](const ResponseHead& head) { return landing.accept(head); }, deadline_, stop, lagged_ > 0);
-  drive(permit.connection.lane().curl, stop, [&] {
+  drive(permit.connection->lane().curl, stop, [&] {
     deadline_.check();
     return exchange->check();
   });

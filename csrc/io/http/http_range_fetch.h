@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <stop_token>
@@ -18,11 +19,14 @@ class TypicalSpeed {
  public:
   void note_rate(double rate) noexcept { note(rate_, rate); }
   void note_first_byte(double seconds) noexcept { note(first_byte_, seconds); }
-  // How long a request for so many bytes should take.
+  std::chrono::duration<double> first_byte() const noexcept {
+    return std::chrono::duration<double>(first_byte_.load(std::memory_order_relaxed));
+  }
+  // How long a request for so many bytes takes; without end while nobody knows.
   std::chrono::duration<double> seconds_for(uint64_t nbytes) const noexcept {
     const double rate = rate_.load(std::memory_order_relaxed);
-    return std::chrono::duration<double>(first_byte_.load(std::memory_order_relaxed) +
-                                         (rate > 0 ? static_cast<double>(nbytes) / rate : 0));
+    return std::chrono::duration<double>(rate > 0 ? static_cast<double>(nbytes) / rate
+                                                  : std::numeric_limits<double>::infinity());
   }
 
  private:

@@ -21,11 +21,11 @@ void StreamSink::put(std::span<const std::byte> bytes) {
   spare_.insert(spare_.end(), bytes.begin(), bytes.end());
 }
 
-void SequentialBody::adopt(HttpConnections::Permit connection, std::unique_ptr<StreamSink> sink,
+void SequentialBody::adopt(UniqueHttpPermit connection, std::unique_ptr<StreamSink> sink,
                            std::unique_ptr<HttpExchange> exchange, uint64_t position) {
   close();
   connection_ = std::move(connection);
-  connection_.leave();
+  connection_->leave();
   sink_ = std::move(sink);
   exchange_ = std::move(exchange);
   position_ = position;
@@ -35,7 +35,7 @@ void SequentialBody::adopt(HttpConnections::Permit connection, std::unique_ptr<S
 void SequentialBody::close() noexcept {
   exchange_.reset();
   sink_.reset();
-  connection_ = HttpConnections::Permit();
+  connection_.reset();
 }
 
 uint64_t SequentialBody::read_at(const ResourceIdentity& known, uint64_t offset,
@@ -78,7 +78,7 @@ uint64_t SequentialBody::advance(HttpClient::Permit& permit, const ResourceIdent
                                  const HttpDeadline& deadline, const std::stop_token& stop) {
   const uint64_t nbytes = total_nbytes(slices);
   try {
-    if (connection_ && !connection_.is_of_this_process()) close();
+    if (connection_ && !connection_->is_of_this_process()) close();
     if (!exchange_ || offset < position_) restart(permit, known, deadline, stop);
     sink_->aim(offset - position_, slices);
     const auto note_position = [&] {
@@ -87,7 +87,7 @@ uint64_t SequentialBody::advance(HttpClient::Permit& permit, const ResourceIdent
     exchange_->resume();
     note_position();
     if (!sink_->satisfied() && !ended_) {
-      drive(connection_.lane().curl, stop, [&] {
+      drive(connection_->lane().curl, stop, [&] {
         note_position();
         deadline.check();
         ended_ = exchange_->check();
@@ -97,7 +97,7 @@ uint64_t SequentialBody::advance(HttpClient::Permit& permit, const ResourceIdent
     note_position();
     const uint64_t done = nbytes - sink_->room();
     sink_->aim(0, {});  // the caller's memory is not needed any more
-    connection_.leave();
+    connection_->leave();
     if (done < nbytes && known.size)
       throw HttpFailure{Errc::io,
                         "the body ended after " + std::to_string(position_) + " of " +

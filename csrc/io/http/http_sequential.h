@@ -43,7 +43,7 @@ class SequentialBody {
 
   // Goes on with the body of the request that opened the object, `position` bytes of which were
   // taken.
-  void adopt(HttpConnections::Permit connection, std::unique_ptr<StreamSink> sink,
+  void adopt(UniqueHttpPermit connection, std::unique_ptr<StreamSink> sink,
              std::unique_ptr<HttpExchange> exchange, uint64_t position);
 
   // Fills `slices` with the bytes from `offset` on; returns how many there were: fewer only where
@@ -64,7 +64,7 @@ class SequentialBody {
 
   HttpClient& client_;
   // In this order: the exchange ends before the sink and the lane that it uses.
-  HttpConnections::Permit connection_;  // without a place between reads
+  UniqueHttpPermit connection_;  // without a place between reads
   std::unique_ptr<StreamSink> sink_;
   std::unique_ptr<HttpExchange> exchange_;
   uint64_t position_ = 0;  // bytes of the object that left the sink

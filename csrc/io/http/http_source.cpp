@@ -111,7 +111,7 @@ uint64_t HttpSource::receive_head(FirstRequest first, std::optional<HttpFailure>
   note_first(exchange);
   bool ended = false;
   try {
-    drive(first.permit.connection.lane().curl, stop, [&] {
+    drive(first.permit.connection->lane().curl, stop, [&] {
       deadline.check();
       ended = exchange.check();
       // A ranged body is read to its end, so that the connection can be used again.
@@ -147,7 +147,7 @@ void HttpSource::note_first(const HttpExchange& exchange) {
   const auto latency = exchange.time_to_first_byte() - exchange.time_to_connect();
   // One that it does not know now is likely to come again.
   if (!is_direct_framing(head_response_)) client_.indirect_reads.store(kIndirectReads);
-  client_.connections.note_latency(latency);
+  client_.connections.count.note_latency(latency);
   typical_.note_first_byte(latency.count());
 }
 
@@ -209,7 +209,7 @@ SourceTraits HttpSource::traits() const {
   traits.gap_nbytes = kGapNbytes;
   traits.sequential = !has_ranges_ && !is_in_memory();
   if (traits.sequential || is_in_memory()) return traits;
-  traits.concurrency = client_.connections.most();
+  traits.concurrency = client_.connections.count.most();
   if (const auto end = size()) {
     const uint64_t units = std::max<uint64_t>(1, ceil_div(*end, traits.unit_nbytes));
     traits.concurrency = static_cast<unsigned>(std::min<uint64_t>(traits.concurrency, units));

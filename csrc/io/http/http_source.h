@@ -44,7 +44,7 @@ class HttpSource final : public RangeSource {
   void close() noexcept override;
 
   // Connections at the same time from now on; bounded by HttpOptions::max_connections.
-  void fix_connections(unsigned connections) { client_.connections.fix(connections); }
+  void fix_connections(unsigned connections) { client_.connections.count.fix(connections); }
   // Ends idle connections now, unless other sources use them, and the others after their request;
   // later reads open new ones.
   void close_connections() noexcept;
