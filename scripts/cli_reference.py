@@ -65,16 +65,23 @@ def reference() -> str:
     sys.path.insert(0, str(ROOT))
     from tensorizer.cli.main import make_parser
 
-    parser = make_parser()
-    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    parts = [HEAD + "## Commands\n"]
+    return "".join([HEAD + "## Commands\n", *sections(make_parser(), "")])
+
+
+def sections(parser: argparse.ArgumentParser, above: str) -> list[str]:
+    """One for each command below a parser, and for each action of a command."""
+    parts: list[str] = []
     seen: set[int] = set()
-    for name, command in commands.choices.items():
-        if id(command) in seen:  # an alias
+    for commands in parser._actions:
+        if not isinstance(commands, argparse._SubParsersAction):
             continue
-        seen.add(id(command))
-        parts.append(f"\n### {name}\n\n```text\n{command.format_help().rstrip()}\n```\n")
-    return "".join(parts)
+        for name, command in commands.choices.items():
+            if id(command) in seen:  # an alias
+                continue
+            seen.add(id(command))
+            parts.append(f"\n### {above}{name}\n\n```text\n{command.format_help().rstrip()}\n```\n")
+            parts += sections(command, f"{above}{name} ")
+    return parts
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from tensorizer._version import __version__ as __version__
 from tensorizer.errors import *  # noqa: F403 - every exception of the package
 
 if TYPE_CHECKING:
+    from tensorizer import cache as cache
     from tensorizer import cli as cli
     from tensorizer import cuda as cuda
     from tensorizer import deserializer as deserializer
@@ -132,8 +133,8 @@ _DEFINED_IN = {
 # Submodules that are attributes without being imported first.
 _SUBMODULES = frozenset(
     {
-        "cli", "cuda", "deserializer", "distributed", "encryption", "errors", "integrations", "legacy", "module_tree",
-        "progress", "protobuf", "s3", "serialization", "serializer", "signing", "stream_io", "tensors_pb2",
+        "cache", "cli", "cuda", "deserializer", "distributed", "encryption", "errors", "integrations", "legacy",
+        "module_tree", "progress", "protobuf", "s3", "serialization", "serializer", "signing", "stream_io", "tensors_pb2",
         "torch", "torch_compat", "utils",
     }
 )  # fmt: skip

@@ -31,6 +31,7 @@ class _SharedSource:
     def __init__(self, http: _C.HttpSource, cached: Optional[CachedObject] = None) -> None:
         self.http = http
         self._cached = cached
+        self.known_etag = cached.known.version if cached is not None and cached.known is not None else ""
         self._over = None if cached is None else cached.over_http(http)
         self.source: _C.RangeSource = http if self._over is None else self._over
         self.users = 0
@@ -146,6 +147,8 @@ class CURLStreamFile(WindowedReader):
         source = shared.source
         self._name = source.name
         self._headers = _http_message(shared.http.response_headers)
+        if shared.http.is_known and "etag" not in self._headers:  # a 304 need not repeat it
+            self._headers["ETag"] = shared.known_etag
         self._end = end
         self._start_at(begin, self._buffer_nbytes)
         self._went_back = False

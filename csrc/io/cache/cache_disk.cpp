@@ -43,7 +43,6 @@ void CacheDisk::add(Job job) noexcept {
     MutexLock lock(mutex_);
     jobs_.push_back(std::move(job));
     if (working_) return;
-    if (worker_.joinable()) worker_.join();  // it has nothing left to do
     worker_ = std::thread([this] { work(); });
     working_ = true;
   } catch (const std::exception&) {
@@ -60,6 +59,7 @@ void CacheDisk::work() noexcept {
       MutexLock lock(mutex_);
       if (jobs_.empty()) {
         working_ = false;
+        worker_.detach();  // it ends here, and nobody may be left to join it
         return;
       }
       job = std::move(jobs_.front());
