@@ -260,6 +260,41 @@ def test_any_changed_byte_of_ciphertext_or_crypt_block_is_an_error_and_never_a_t
             assert same(found["t"], values["t"]), at
 
 
+def file_with_chunks_of(chunk_nbytes: int, values: dict[str, torch.Tensor], damage: bool = False) -> bytes:
+    """As no released writer makes it: chunks that end where no unit of a load does."""
+    at, index, records = fmt.PROLOGUE_NBYTES + fmt.RESERVED_INDEX_NBYTES, b"", b""
+    for number, (name, value) in enumerate(values.items()):
+        plain = fmt.Tensor((name,), "|u1", tuple(value.shape), raw(value), hashes=("sha256",))
+        sealed, block = crypto.encrypt(plain.payload, KEY, bytes([number]) * 24, chunk_nbytes=chunk_nbytes)
+        header = fmt.encode_header(plain, crypt_info=block)
+        index += fmt.encode_entry(plain, at + len(records), at + len(records) + len(header))
+        records += header + sealed
+    if damage:
+        records = records[:-40] + bytes([records[-40] ^ 1]) + records[-39:]
+    nbytes = sum(len(raw(value)) for value in values.values())
+    prologue = fmt.encode_prologue(3, 0, nbytes, len(values), fmt.RESERVED_INDEX_NBYTES)
+    return prologue + index.ljust(fmt.RESERVED_INDEX_NBYTES, b"\0") + records + bytes(8)
+
+
+@pytest.mark.parametrize("chunk_nbytes", [192_000, CHUNK - 64, 3 * CHUNK, 16 * CHUNK])
+def test_chunks_that_straddle_what_is_read_at_once_are_opened(chunk_nbytes, tmp_path):
+    values = {
+        name: tensor((size,), torch.uint8, seed=size)
+        for name, size in {"a": 5 * CHUNK + 7, "b": 100, "c": CHUNK + 5, "d": 4 * CHUNK, "e": 500_000}.items()
+    }
+    path = tmp_path / "odd.tensors"
+    path.write_bytes(file_with_chunks_of(chunk_nbytes, values))
+    for verify_hash in (False, True):
+        assert_same(load(path, encryption=exact()[1], verify_hash=verify_hash), values)
+        stream = io.BytesIO(path.read_bytes())
+        assert_same(load(stream, encryption=exact()[1], verify_hash=verify_hash), values)
+    with TensorDeserializer(path, device="cpu", encryption=exact()[1], lazy_load=True) as found:
+        part = found.get_slice("a")[CHUNK - 10 : 4 * CHUNK + 3]
+        assert torch.equal(part, values["a"][CHUNK - 10 : 4 * CHUNK + 3])
+    with pytest.raises(CryptographyError, match="tensor 'e'"):
+        load(io.BytesIO(file_with_chunks_of(chunk_nbytes, values, damage=True)), encryption=exact()[1])
+
+
 @pytest.mark.parametrize("chunk", range(4))
 @pytest.mark.parametrize("options", [{}, {"lazy_load": True}, {"num_readers": 3}], ids=repr)
 def test_a_changed_byte_in_any_chunk_is_found(chunk, options, tmp_path):

@@ -8,10 +8,12 @@
 namespace tensorizer::device {
 
 struct TensorMemory {
-  // Of the host, private and anonymous where it is to be filled with what may have to be wiped; or
-  // of a device, which only its CopyEngine touches.
+  // An address of the host, or of a device, where only the device's CopyEngine touches it. Host
+  // memory that has an owner and is to hold plaintext of an encrypted file is private and
+  // anonymous: a load that fails gives its pages back to the system instead of writing zeros to
+  // them.
   std::byte* data = nullptr;
-  uint64_t nbytes = 0;          // that may be filled, or are to be read
+  uint64_t nbytes = 0;          // how many bytes a load may fill, or a save reads
   std::shared_ptr<void> owner;  // keeps the memory alive; null: the caller does
 };
 

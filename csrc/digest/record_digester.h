@@ -4,13 +4,13 @@
 //
 // A record's payload comes in steps, numbered from 0, in any order and from any thread. Its CRC32
 // is made of parts, each by the thread that brings it. Its SHA-256 runs over the steps in order: a
-// step is hashed, by whichever thread looks for work next, once those before it are done. The steps
-// of a record can come long before anybody hashes them, so their bytes have to stay:
-//   - bytes that outlive the session (a tensor's own memory) are added and forgotten;
-//   - bytes in a buffer that goes on are added, and wait() is called before the buffer is used
-//   again.
-//     It helps meanwhile. It cannot lock up as long as steps are taken in one common order, and
-//     whoever has taken one never waits for anything but steps before it.
+// step is hashed, by whichever thread looks for work next, once those before it are done.
+//
+// A step may be added long before it is hashed, so its bytes have to stay where they are:
+//   - bytes that outlive the session (a tensor's own memory) need nothing more;
+//   - before a thread fills a buffer again it calls wait() for each step in it. wait() hashes other
+//     steps meanwhile. Threads cannot lock each other up as long as all of them take steps in one
+//     order, and none that has taken a step waits for anything but steps before it.
 // A record that comes whole needs no state here: add_whole() ends it at once.
 #pragma once
 

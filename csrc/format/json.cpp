@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bitset>
+#include <charconv>
 #include <cstring>
 
 #include "format/tensor_path.h"
@@ -19,14 +20,22 @@ std::string shown(char c) {
   return {'0', 'x', kDigits[byte >> 4], kDigits[byte & 15]};
 }
 
+void append_hex_escape(std::string& out, uint32_t code_unit) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  out += "\\u";
+  for (int shift = 12; shift >= 0; shift -= 4) out.push_back(kDigits[code_unit >> shift & 0xF]);
+}
+
 }  // namespace
 
-JsonReader::JsonReader(std::span<char> text, std::string_view what, uint64_t origin)
+JsonReader::JsonReader(std::span<char> text, std::string_view what, uint64_t origin,
+                       LoneSurrogates lone)
     : begin_(text.data()),
       at_(text.data()),
       end_(text.data() + text.size()),
       what_(what),
-      origin_(origin) {
+      origin_(origin),
+      lone_(lone) {
   if (!is_utf8({text.data(), text.size()})) fail("is not UTF-8");
 }
 
@@ -100,15 +109,17 @@ char* JsonReader::unescape(char* out) {
   }
   if (c != 'u') fail("an unknown escape, \\" + std::string(1, c));
   uint32_t code_point = hex4();
-  if (is_high_surrogate(code_point)) {
-    if (end_ - at_ < 2 || at_[0] != '\\' || at_[1] != 'u') fail("a lone surrogate");
+  if (is_high_surrogate(code_point) && end_ - at_ >= 6 && at_[0] == '\\' && at_[1] == 'u') {
+    char* const second = at_;
     at_ += 2;
     const uint32_t low = hex4();
-    if (!is_low_surrogate(low)) fail("a lone surrogate");
-    code_point = 0x10000 + ((code_point - 0xD800) << 10) + (low - 0xDC00);
-  } else if (is_low_surrogate(code_point)) {
-    fail("a lone surrogate");
+    if (is_low_surrogate(low)) {
+      code_point = 0x10000 + ((code_point - 0xD800) << 10) + (low - 0xDC00);
+    } else {
+      at_ = second;
+    }
   }
+  if (is_surrogate(code_point) && lone_ == LoneSurrogates::refused) fail("a lone surrogate");
   std::string utf8;
   append_utf8(utf8, code_point);
   return std::ranges::copy(utf8, out).out;
@@ -135,20 +146,26 @@ uint32_t JsonReader::hex4() {
 }
 
 uint64_t JsonReader::integer(std::string_view where) {
-  skip_blanks();
-  char* const first = at_;
+  if (next_is('-')) fail(std::string(where) + ": wanted a plain integer, 0 or more");
+  const std::string_view text = digits(where);
   uint64_t value = 0;
-  for (; at_ != end_ && is_digit(*at_); ++at_) {
-    const auto digit = static_cast<uint64_t>(*at_ - '0');
-    if (__builtin_mul_overflow(value, uint64_t{10}, &value) ||
-        __builtin_add_overflow(value, digit, &value))
-      fail(std::string(where) + ": a number of 2^64 or more");
-  }
-  const bool none = at_ == first;
-  const bool padded = at_ - first > 1 && *first == '0';
-  const bool other = at_ != end_ && (*at_ == '.' || *at_ == 'e' || *at_ == 'E');
-  if (none || padded || other) fail(std::string(where) + ": wanted a plain integer, 0 or more");
+  if (std::from_chars(text.data(), text.data() + text.size(), value).ec != std::errc{})
+    fail(std::string(where) + ": a number of 2^64 or more");
   return value;
+}
+
+std::string_view JsonReader::digits(std::string_view where) {
+  skip_blanks();
+  const bool negative = at_ != end_ && *at_ == '-';
+  if (negative) ++at_;
+  const char* const first = at_;
+  while (at_ != end_ && is_digit(*at_)) ++at_;
+  const std::string_view found(first, static_cast<size_t>(at_ - first));
+  const bool padded = found.size() > 1 && found.front() == '0';
+  const bool other = at_ != end_ && (*at_ == '.' || *at_ == 'e' || *at_ == 'E');
+  if (found.empty() || padded || other || (negative && found != "0"))
+    fail(std::string(where) + ": wanted a plain integer, 0 or more");
+  return found;
 }
 
 void JsonReader::skip_literal(std::string_view literal) {
@@ -262,22 +279,28 @@ std::optional<std::string_view> find_duplicate(std::span<const std::string_view>
   return *twice->name;
 }
 
-void append_json_string(std::string& out, std::string_view text) {
+void append_json_string(std::string& out, std::string_view text, bool ascii) {
   constexpr std::string_view kSpecial = "\"\\\b\t\n\f\r";
   constexpr std::string_view kLetters = "\"\\btnfr";
-  constexpr char kDigits[] = "0123456789abcdef";
   out.push_back('"');
-  for (const char c : text) {
-    if (const size_t found = kSpecial.find(c); found != std::string_view::npos) {
+  while (!text.empty()) {
+    const Utf8Step step = ascii ? decode_utf8(text, /*allow_surrogates=*/true)
+                                : Utf8Step{static_cast<uint8_t>(text.front()), 1};
+    const uint32_t c = step.code_point;
+    if (step.nbytes == 0) throw Error(Errc::invalid_argument, "a tensor name is not valid UTF-8");
+    const size_t found = c < 0x80 ? kSpecial.find(static_cast<char>(c)) : std::string_view::npos;
+    if (found != std::string_view::npos) {
       out.push_back('\\');
       out.push_back(kLetters[found]);
-    } else if (static_cast<uint8_t>(c) < 0x20) {
-      out += "\\u00";
-      out.push_back(kDigits[static_cast<uint8_t>(c) >> 4]);
-      out.push_back(kDigits[c & 15]);
+    } else if (ascii && c >= 0x10000) {
+      append_hex_escape(out, 0xD800 + ((c - 0x10000) >> 10));
+      append_hex_escape(out, 0xDC00 + ((c - 0x10000) & 0x3FF));
+    } else if (c < 0x20 || (ascii && c >= 0x7F)) {
+      append_hex_escape(out, c);
     } else {
-      out.push_back(c);
+      out += text.substr(0, step.nbytes);
     }
+    text.remove_prefix(step.nbytes);
   }
   out.push_back('"');
 }

@@ -1,7 +1,7 @@
-// JSON as the header of a safetensors file and the bodies of an annex use it. One pass over text
-// that the caller owns: strings are unescaped where they stand, which never makes them longer.
-// Strict: RFC 8259 without exceptions, UTF-8 only, no lone surrogates; nothing recurses. Confined
-// to one thread.
+// JSON as the header of a safetensors file, the bodies of an annex and structured names use it. One
+// pass over text that the caller owns: strings are unescaped where they stand, which never makes
+// them longer. Strict: RFC 8259 without exceptions, UTF-8 only; nothing recurses. Confined to one
+// thread.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +28,14 @@ using OwnedPair = std::pair<std::string, std::string>;
 
 class JsonReader {
  public:
+  // An escaped surrogate that is no half of a pair is an error, or stays one, as JSON readers of
+  // Python keep it.
+  enum class LoneSurrogates : uint8_t { refused, kept };
+
   // `what` names the text in messages; `origin` is the position of its first byte in the source.
   // Throws Error(malformed) if the text is not UTF-8.
-  JsonReader(std::span<char> text, std::string_view what, uint64_t origin);
+  JsonReader(std::span<char> text, std::string_view what, uint64_t origin,
+             LoneSurrogates lone = LoneSurrogates::refused);
 
   // Takes `c` behind blanks, if it is next.
   bool take(char c) noexcept;
@@ -41,6 +46,8 @@ class JsonReader {
   std::string_view string(std::string_view where);
   // A number of 0 to 2^64 - 1 in its only spelling: no sign, point, exponent or leading zero.
   uint64_t integer(std::string_view where);
+  // The same of any size, as its digits; -0 is 0. The view borrows the text.
+  std::string_view digits(std::string_view where);
   // Any value, checked and forgotten; at most 127 containers deep, as the reference reads them.
   void skip_value();
   // Nothing but blanks may follow.
@@ -86,6 +93,7 @@ class JsonReader {
   char* end_;
   std::string_view what_;
   uint64_t origin_;
+  LoneSurrogates lone_;
 };
 
 // An object of texts, in the order of its members: {"key":"text", ...}. A key that occurs twice is
@@ -95,8 +103,10 @@ std::vector<TextPair> read_text_object(JsonReader& json, std::string_view where)
 // The first name that occurs twice, if any. In time O(n log n) whatever the names are.
 std::optional<std::string_view> find_duplicate(std::span<const std::string_view> names);
 
-// Appends `text` in quotes: raw UTF-8, with \" \\ \b \t \n \f \r and \u00xx below U+0020.
-void append_json_string(std::string& out, std::string_view text);
+// Appends `text` in quotes, with \" \\ \b \t \n \f \r and \u00xx below U+0020; the rest raw, or, in
+// `ascii`, as \uxxxx from U+007F on. Throws Error(invalid_argument) for ASCII of what is not UTF-8
+// (lone surrogates are let pass).
+void append_json_string(std::string& out, std::string_view text, bool ascii = false);
 // Appends a compact object of texts.
 void append_text_object(std::string& out, std::span<const TextPair> pairs);
 

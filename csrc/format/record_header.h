@@ -31,9 +31,10 @@ struct RecordHeader {
   std::vector<uint64_t> shape;
   std::vector<StoredHash> hashes;  // in stored order, duplicates kept
   std::optional<CryptInfo> crypt;  // set iff the file has crypt_info
-  uint64_t crypt_begin =
-      0;  // [crypt_begin, crypt_end) of the header: the block with its prefix; equal
-  uint64_t crypt_end = 0;  //   where the file has none. Left out of the hashes.
+  // Bytes [crypt_begin, crypt_end) of the header are crypt_info with the length in front of it; the
+  // hashes leave them out. Both are the end of the hash block where the file has no crypt_info.
+  uint64_t crypt_begin = 0;
+  uint64_t crypt_end = 0;
   uint64_t data_nbytes = 0;
 };
 

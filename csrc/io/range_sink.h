@@ -57,9 +57,10 @@ class RangeSink {
   virtual bool relocates_aside() const noexcept { return false; }
   virtual void undo_relocate() noexcept {}
 
-  // What was written so far reaches the disk before anything that is written from now on. Records
-  // and index come before it, the prologue that makes them part of the content behind it. Only for
-  // content that a crash of the machine must not damage: a published file that is synced.
+  // Returns when everything that was written before the call is on the disk, so that a crash of the
+  // machine cannot keep a later write and lose an earlier one. A writer calls it between the
+  // records with their index and the prologue that counts them. Sinks do nothing where no crash can
+  // damage published content: nothing is published yet, or the file is never synced.
   virtual void barrier(const std::stop_token& /*stop*/) {}
 
   // True where publishing costs much more than writing: `nbytes` of complete records may then wait

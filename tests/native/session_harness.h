@@ -286,7 +286,7 @@ inline void load_parts(io::RangeSource& source, const std::vector<Tensor>& tenso
   for (uint32_t entry = 0; entry < tensors.size(); ++entry) {
     const Bytes& data = tensors[entry].data;
     for (size_t i = 0; i < kPartsOfEach && !data.empty(); ++i) {
-      const uint64_t width = below(3) == 0 ? 1 : 1 + below(5000);
+      const uint64_t width = 1 + data.size() / 20'000 + below(3) * below(2000);
       const uint64_t height = std::max<uint64_t>(1, data.size() / width);
       const std::array<uint64_t, 2> shape{height, std::min<uint64_t>(width, data.size())};
       std::array<load::SliceDim, 2> box;

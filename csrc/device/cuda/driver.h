@@ -1,5 +1,5 @@
 // The CUDA driver, looked up at run time: one build serves hosts with and without a GPU, and every
-// driver since 11.8.
+// driver since 11.3, the first that hands out its functions by version.
 //
 // Nothing here links against CUDA or needs its headers: the few types and functions are declared
 // below as the driver API documents them (tests/native/test_cuda_abi.cpp compares them with cuda.h
@@ -104,7 +104,7 @@ struct Driver {
 };
 
 // The driver, opened and initialised by the first call. Safe from any thread.
-// Throws Error(device): no driver, one older than 11.3, no usable device, or a child forked after
+// Throws Error(device): no driver, one that is too old, no usable device, or a child forked after
 // CUDA was in use.
 const Driver& driver();
 

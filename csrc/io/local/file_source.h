@@ -5,8 +5,9 @@
 // there. Where a file is not cached yet, each read is announced to the kernel as a whole and
 // several are in flight.
 //
-// A file that is replaced goes on to exist for who has it open. One that is written to, cut or
-// extended is noticed by its size and time of modification, see change().
+// A program that replaces the file by another of the same name does no harm: the descriptor goes on
+// to show the old one. A program that writes to this file, cuts it or extends it changes its size
+// or its time of modification, which change() reports.
 #pragma once
 
 #include <atomic>
