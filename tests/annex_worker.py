@@ -4,7 +4,8 @@
     python annex_worker.py modules FOLDER       module-*.tensors into a module whose weights are tied, or not
     python annex_worker.py redis FOLDER PORT    stores every *.tensors in Redis and reads it from there
 
-Prints JSON. A file whose name ends with ``.sealed.tensors`` is encrypted with ``KEY``.
+Prints JSON. A file whose name ends with ``.sealed.tensors`` is encrypted with ``KEY``, with
+``.phrase.tensors`` with ``PASSPHRASE``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import reference_worker as worker
 import torch
 
 KEY = bytes(range(32))
+PASSPHRASE = "open sesame"
 
 
 def options(path: Path) -> dict:
-    if not path.name.endswith(".sealed.tensors"):
+    if not path.name.endswith((".sealed.tensors", ".phrase.tensors")):
         return {}
     from tensorizer import DecryptionParams
 
+    if path.name.endswith(".phrase.tensors"):
+        return {"encryption": DecryptionParams.from_string(PASSPHRASE)}
     return {"encryption": DecryptionParams.from_key(KEY)}
 
 

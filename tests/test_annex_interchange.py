@@ -18,7 +18,7 @@ from conftest import REFERENCE_RELEASES
 from servers import needs
 from servers.redis_server import RedisServer, redis_is_installed
 
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+from tensorizer import DecryptionParams, EncryptionParams, SigningKey, TensorDeserializer
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -61,16 +61,27 @@ def written(tmp_path_factory):
         samples.write_state_dict(
             folder / f"v4-{ties}.sealed.tensors", contents()["4"], ties=ties, metadata={"k": "v"}, encryption=key
         )
+        signed = {"ties": ties, "metadata": {"k": "v"}, "signing_key": SigningKey.from_bytes(annex_worker.KEY)}
+        samples.write_state_dict(folder / f"v1-{ties}-signed.tensors", contents()["1"], **signed)
+        samples.write_state_dict(folder / f"v3-{ties}-signed.sealed.tensors", contents()["1"], encryption=key, **signed)
+        phrase = EncryptionParams.from_string(annex_worker.PASSPHRASE, 1, 8192)
+        samples.write_state_dict(folder / f"v3-{ties}.phrase.tensors", contents()["1"], ties=ties, encryption=phrase)
     for path in folder.iterdir():
         assert fmt.read_file(path.read_bytes()).annex, path.name  # ties, metadata, or both
     return folder
+
+
+def key_of(path: Path):
+    if ".phrase." in path.name:
+        return DecryptionParams.from_string(annex_worker.PASSPHRASE)
+    return DecryptionParams.from_key(annex_worker.KEY) if ".sealed." in path.name else None
 
 
 @functools.cache  # every release has to find the same
 def listed(path: Path) -> list:
     """What each record of a file holds: what an earlier release has to find."""
     found = []
-    key = DecryptionParams.from_key(annex_worker.KEY) if ".sealed." in path.name else None
+    key = key_of(path)
     file = fmt.read_file(path.read_bytes())
     with TensorDeserializer(path, device="cpu", encryption=key) as ours:
         for record in file.records:
@@ -136,13 +147,19 @@ def test_a_release_stores_them_in_redis_and_the_annex_survives(release, referenc
         found = run(reference_python(release), "redis", str(readable_only(written, release)), str(server.port))
         for path in (path for path in readable(written, release) if path.name in found):
             assert found[path.name] == listed(path), path.name
-            key = DecryptionParams.from_key(annex_worker.KEY) if ".sealed." in path.name else None
+            key = key_of(path)
             source = f"redis://127.0.0.1:{server.port}/{path.name}"
             with (
                 TensorDeserializer(source, device="cpu", encryption=key) as ours,
                 TensorDeserializer(path, device="cpu", encryption=key) as direct,
             ):
                 assert (ours.ties, ours.metadata) == (direct.ties, direct.metadata)
+                assert (ours.authenticated, ours.index_digest) == (direct.authenticated, direct.index_digest)
+                assert (ours.authenticated is None) == (key is None)
+            if "signed" in path.name:  # it was copied with the head of the file
+                signer = SigningKey.from_bytes(annex_worker.KEY).public_key
+                with TensorDeserializer(source, device="cpu", encryption=key, public_key=signer) as ours:
+                    assert ours.authenticated == ("signature" if key is None else "both")
 
 
 def readable_only(written: Path, release: str) -> Path:
