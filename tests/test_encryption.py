@@ -411,7 +411,7 @@ RELEASES = ["2.10.1", "2.11.1", "2.12.1"]
 
 def run_release(python: Path, program: str, *args: str):
     result = subprocess.run(
-        [str(python), "-c", program, *args], capture_output=True, text=True, timeout=300, check=False
+        [str(python), "-I", "-c", program, *args], capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
