@@ -1,9 +1,9 @@
 """What it costs that files are authenticated: ``python -m benchmarks.authenticity [--tensors N…] [--json PATH]``.
 
 Each row is one file with and without: an encrypted file of this release beside the same one as earlier releases wrote
-it (made by the oracle of the tests), and a file in clear whose signature is checked beside the same one unchecked. Times
-are the least of several rounds, of wall clock and of processor time (which a busy machine disturbs less); the two of a
-row take turns.
+it (made by the oracle of the tests), and a file in clear with its signature checked beside the same one unchecked.
+Times are the least of several rounds, of wall clock and of processor time (which a busy machine disturbs less); the two
+of a row take turns.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 from conftest import REFERENCE_RELEASES
 from servers import needs
 from servers.redis_server import RedisServer, redis_is_installed
+from servers.s3_server import S3Server, s3_is_installed
 
 from tensorizer import DecryptionParams, EncryptionParams, SigningKey, TensorDeserializer
 
@@ -160,6 +161,34 @@ def test_a_release_stores_them_in_redis_and_the_annex_survives(release, referenc
                 signer = SigningKey.from_bytes(annex_worker.KEY).public_key
                 with TensorDeserializer(source, device="cpu", encryption=key, public_key=signer) as ours:
                     assert ours.authenticated == ("signature" if key is None else "both")
+
+
+@pytest.mark.skipif(not s3_is_installed(), reason=needs("OpenStack Swift"))
+def test_releases_read_authenticated_files_from_s3(reference_python, written, tmp_path):
+    with S3Server() as store:
+        client = store.client()
+        client.create_bucket(Bucket="annexes")
+        for path in written.glob("v[13]-*.tensors"):
+            if any(kind in path.name for kind in ("signed", ".sealed.", ".phrase.")):
+                (tmp_path / path.name).symlink_to(path)
+                client.put_object(Bucket="annexes", Key=path.name, Body=path.read_bytes())
+        paths = sorted(tmp_path.glob("*.tensors"))
+        assert len(paths) == 8
+        for release in REFERENCE_RELEASES:
+            found = run(reference_python(release), "s3", str(tmp_path), json.dumps(store.arguments))
+            for path in paths:
+                assert found[path.name] == listed(path), (release, path.name)
+        for path in paths:
+            signed = {"public_key": SigningKey.from_bytes(annex_worker.KEY).public_key} if "signed" in path.name else {}
+            with TensorDeserializer(
+                f"s3://annexes/{path.name}",
+                device="cpu",
+                encryption=key_of(path),
+                require_authenticated=True,
+                stream_options=store.arguments,
+                **signed,
+            ) as ours:
+                assert ours.authenticated is not None
 
 
 def readable_only(written: Path, release: str) -> Path:
