@@ -3,8 +3,10 @@
     python annex_worker.py read FOLDER          every *.tensors, in several ways
     python annex_worker.py modules FOLDER       module-*.tensors into a module whose weights are tied, or not
     python annex_worker.py redis FOLDER PORT    stores every *.tensors in Redis and reads it from there
+    python annex_worker.py s3 FOLDER OPTIONS    reads the objects of the same names from s3://annexes
 
-Prints JSON. A file whose name ends with ``.sealed.tensors`` is encrypted with ``KEY``.
+Prints JSON. A file whose name ends with ``.sealed.tensors`` is encrypted with ``KEY``, with
+``.phrase.tensors`` with ``PASSPHRASE``.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import reference_worker as worker
 import torch
 
 KEY = bytes(range(32))
+PASSPHRASE = "open sesame"
 
 
 def options(path: Path) -> dict:
-    if not path.name.endswith(".sealed.tensors"):
+    if not path.name.endswith((".sealed.tensors", ".phrase.tensors")):
         return {}
     from tensorizer import DecryptionParams
 
+    if path.name.endswith(".phrase.tensors"):
+        return {"encryption": DecryptionParams.from_string(PASSPHRASE)}
     return {"encryption": DecryptionParams.from_key(KEY)}
 
 
@@ -86,9 +91,21 @@ def through_redis(folder: Path, port: int) -> dict:
     return found
 
 
+def from_s3(folder: Path, arguments: dict) -> dict:
+    from tensorizer.stream_io import open_stream
+
+    found = {}
+    for path in sorted(folder.glob("*.tensors")):
+        stream = open_stream(f"s3://annexes/{path.name}", "rb", **arguments)
+        found[path.name] = rows(stream, lazy_load=True, verify_hash=True, **options(path))
+    return found
+
+
 if __name__ == "__main__":
     action, folder, *more = sys.argv[1:]
     if action == "redis":
         print(json.dumps(through_redis(Path(folder), int(more[0]))))
+    elif action == "s3":
+        print(json.dumps(from_s3(Path(folder), json.loads(more[0]))))
     else:
         print(json.dumps({"read": read, "modules": modules}[action](Path(folder))))

@@ -8,8 +8,8 @@ import torch
 accelerate = pytest.importorskip("accelerate")
 from accelerate import Accelerator  # noqa: E402
 
-from tensorizer import DecryptionParams, EncryptionParams  # noqa: E402
-from tensorizer.errors import CryptographyError, HashMismatchError, StreamNotFoundError  # noqa: E402
+from tensorizer import DecryptionParams, EncryptionParams, SigningKey, sign  # noqa: E402
+from tensorizer.errors import AuthenticationError, CryptographyError, HashMismatchError, StreamNotFoundError  # noqa: E402
 from tensorizer.integrations.accelerate import install_hooks  # noqa: E402
 from tensorizer.torch import load_file  # noqa: E402
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving  # noqa: E402
@@ -161,3 +161,21 @@ def test_with_ranks_of_their_own(fresh_process, tmp_path, scenario):
     """
     result = fresh_process(program, tmp_path, timeout=200)
     assert result.returncode == 0, result.stderr[-4000:]
+
+
+def test_weights_that_nobody_signed_are_refused_where_a_key_is_given(accelerator, tmp_path):
+    key = SigningKey.generate()
+    install_hooks(accelerator, public_key=key.public_key)
+    model = torch.nn.Linear(4, 4)
+    accelerator.prepare(model)
+    accelerator.save_state(tmp_path)
+    before = model.weight.clone()
+    with pytest.raises(AuthenticationError, match="not signed"):
+        accelerator.load_state(tmp_path)
+    sign(tmp_path / "model.tensors", key)
+    torch.nn.init.zeros_(model.weight)
+    accelerator.load_state(tmp_path)
+    assert torch.equal(model.weight, before)
+    (tmp_path / "model.tensors").unlink()
+    with pytest.raises(StreamNotFoundError):
+        accelerator.load_state(tmp_path)

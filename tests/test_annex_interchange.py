@@ -17,8 +17,9 @@ import torch
 from conftest import REFERENCE_RELEASES
 from servers import needs
 from servers.redis_server import RedisServer, redis_is_installed
+from servers.s3_server import S3Server, s3_is_installed
 
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+from tensorizer import DecryptionParams, EncryptionParams, SigningKey, TensorDeserializer
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -61,16 +62,27 @@ def written(tmp_path_factory):
         samples.write_state_dict(
             folder / f"v4-{ties}.sealed.tensors", contents()["4"], ties=ties, metadata={"k": "v"}, encryption=key
         )
+        signed = {"ties": ties, "metadata": {"k": "v"}, "signing_key": SigningKey.from_bytes(annex_worker.KEY)}
+        samples.write_state_dict(folder / f"v1-{ties}-signed.tensors", contents()["1"], **signed)
+        samples.write_state_dict(folder / f"v3-{ties}-signed.sealed.tensors", contents()["1"], encryption=key, **signed)
+        phrase = EncryptionParams.from_string(annex_worker.PASSPHRASE, 1, 8192)
+        samples.write_state_dict(folder / f"v3-{ties}.phrase.tensors", contents()["1"], ties=ties, encryption=phrase)
     for path in folder.iterdir():
         assert fmt.read_file(path.read_bytes()).annex, path.name  # ties, metadata, or both
     return folder
+
+
+def key_of(path: Path):
+    if ".phrase." in path.name:
+        return DecryptionParams.from_string(annex_worker.PASSPHRASE)
+    return DecryptionParams.from_key(annex_worker.KEY) if ".sealed." in path.name else None
 
 
 @functools.cache  # every release has to find the same
 def listed(path: Path) -> list:
     """What each record of a file holds: what an earlier release has to find."""
     found = []
-    key = DecryptionParams.from_key(annex_worker.KEY) if ".sealed." in path.name else None
+    key = key_of(path)
     file = fmt.read_file(path.read_bytes())
     with TensorDeserializer(path, device="cpu", encryption=key) as ours:
         for record in file.records:
@@ -136,13 +148,47 @@ def test_a_release_stores_them_in_redis_and_the_annex_survives(release, referenc
         found = run(reference_python(release), "redis", str(readable_only(written, release)), str(server.port))
         for path in (path for path in readable(written, release) if path.name in found):
             assert found[path.name] == listed(path), path.name
-            key = DecryptionParams.from_key(annex_worker.KEY) if ".sealed." in path.name else None
+            key = key_of(path)
             source = f"redis://127.0.0.1:{server.port}/{path.name}"
             with (
                 TensorDeserializer(source, device="cpu", encryption=key) as ours,
                 TensorDeserializer(path, device="cpu", encryption=key) as direct,
             ):
                 assert (ours.ties, ours.metadata) == (direct.ties, direct.metadata)
+                assert (ours.authenticated, ours.index_digest) == (direct.authenticated, direct.index_digest)
+                assert (ours.authenticated is None) == (key is None)
+            if "signed" in path.name:  # it was copied with the head of the file
+                signer = SigningKey.from_bytes(annex_worker.KEY).public_key
+                with TensorDeserializer(source, device="cpu", encryption=key, public_key=signer) as ours:
+                    assert ours.authenticated == ("signature" if key is None else "both")
+
+
+@pytest.mark.skipif(not s3_is_installed(), reason=needs("OpenStack Swift"))
+def test_releases_read_authenticated_files_from_s3(reference_python, written, tmp_path):
+    with S3Server() as store:
+        client = store.client()
+        client.create_bucket(Bucket="annexes")
+        for path in written.glob("v[13]-*.tensors"):
+            if any(kind in path.name for kind in ("signed", ".sealed.", ".phrase.")):
+                (tmp_path / path.name).symlink_to(path)
+                client.put_object(Bucket="annexes", Key=path.name, Body=path.read_bytes())
+        paths = sorted(tmp_path.glob("*.tensors"))
+        assert len(paths) == 8
+        for release in REFERENCE_RELEASES:
+            found = run(reference_python(release), "s3", str(tmp_path), json.dumps(store.arguments))
+            for path in paths:
+                assert found[path.name] == listed(path), (release, path.name)
+        for path in paths:
+            signed = {"public_key": SigningKey.from_bytes(annex_worker.KEY).public_key} if "signed" in path.name else {}
+            with TensorDeserializer(
+                f"s3://annexes/{path.name}",
+                device="cpu",
+                encryption=key_of(path),
+                require_authenticated=True,
+                stream_options=store.arguments,
+                **signed,
+            ) as ours:
+                assert ours.authenticated is not None
 
 
 def readable_only(written: Path, release: str) -> Path:

@@ -975,6 +975,79 @@ def test_sidecars_of_torch_save_are_authenticated(tmp_path):
         torch.load(path)
 
 
+def test_what_writes_a_file_anew_warns_that_signatures_are_gone(tmp_path, caplog):
+    embedded, beside = tmp_path / "embedded.tensors", tmp_path / "beside.tensors"
+    embedded.write_bytes(signed())
+    beside.write_bytes(plain())
+    tensorizer.sign(beside, SIGNER)
+    for source in (embedded, beside):
+        for target in ("out.tensors", "out.safetensors"):
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "tensorizer.serialization"):
+                tensorizer.convert(source, tmp_path / target, public_key=SIGNER.public_key)
+            assert [record.levelname for record in caplog.records if "signatures" in record.message] == ["WARNING"]
+    assert not tensorizer.inspect(tmp_path / "out.tensors").signers
+    with pytest.raises(AuthenticationError, match="other keys"):
+        tensorizer.convert(embedded, tmp_path / "never", public_key=OTHER.public_key)
+    assert not (tmp_path / "never").exists()
+    encrypt = ("--generate-key", tmp_path / "key")
+    result = command("encrypt", embedded, tmp_path / "encrypted.tensors", *encrypt)
+    assert result.returncode == 0, result.stderr
+    assert "sign that anew" in result.stderr
+
+
+def test_cp_takes_the_signature_along(tmp_path):
+    source, target = tmp_path / "m.tensors", tmp_path / "copy.tensors"
+    source.write_bytes(plain())
+    tensorizer.sign(source, SIGNER)
+    result = command("cp", source, target)
+    assert result.returncode == 0, result.stderr
+    assert opened(target, public_key=SIGNER.public_key).authenticated == "signature"
+    target.unlink()
+    assert command("cp", source, target).returncode == 6  # a signature is there already
+    assert not target.exists()
+    assert command("cp", "--force", source, target).returncode == 0
+    (tmp_path / "m.tensors.sig").unlink()
+    assert command("cp", source, tmp_path / "bare.tensors").returncode == 0
+    assert not (tmp_path / "bare.tensors.sig").exists()
+
+
+def test_other_files_of_a_folder_are_copied_without_the_signatures_of_its_models(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "model.tensors").write_bytes(plain())
+    (folder / "config.json").write_text("{}")
+    tensorizer.sign(folder / "model.tensors", SIGNER)
+    report = tensorizer.convert(folder / "model.tensors", tmp_path / "b" / "model.tensors", all_files=True)
+    assert [Path(name).name for name in report.copied] == ["config.json"]
+
+
+def test_files_in_redis_are_authentic_too(tmp_path):
+    pytest.importorskip("redis")
+    from servers import needs
+    from servers.redis_server import RedisServer, redis_is_installed
+
+    if not redis_is_installed():
+        pytest.skip(needs("Redis"))
+    import redis
+
+    with RedisServer() as server:
+        client = redis.Redis(port=server.port)
+        for name, data in (("right", encrypted(signing_key=SIGNER)), ("wrong", records_exchanged(encrypted()))):
+            with opened(data, encryption=OPEN, lazy_load=True) as file:
+                file.to_redis(client, name)
+        source = f"redis://127.0.0.1:{server.port}"
+        key = SIGNER.public_key
+        with TensorDeserializer(f"{source}/right", device="cpu", encryption=OPEN, public_key=key) as file:
+            assert file.authenticated == "both"
+            assert same(file["a"], values()["a"])
+        with TensorDeserializer(f"{source}/wrong", device="cpu", encryption=OPEN, lazy_load=True) as file:
+            assert same(file["a"], values()["a"])
+            with pytest.raises(AuthenticationError, match="its record is not the one"):
+                file["b"]
+        client.close()
+
+
 def test_the_shards_of_a_model_are_each_checked(tmp_path):
     from tensorizer import save_file
 

@@ -328,6 +328,7 @@ def test_a_marker_unpacks_to_what_it_says_and_no_further(tmp_path):
 
 def test_the_marker_of_an_encrypted_checkpoint_vouches_for_its_body_and_its_files(tmp_path):
     import reference_auth as auth
+
     from tensorizer.distributed._checkpoint.marker import unpack_marker
 
     key = EncryptionParams.from_string("open sesame", 1, 8192)

@@ -19,6 +19,7 @@ from samples import ALL_DTYPES, KeptBytesIO, assert_same, load, net, raw, same, 
 
 from tensorizer import (
     _C,
+    AuthenticationError,
     CryptographyError,
     DecryptionParams,
     EncryptionParams,
@@ -445,7 +446,7 @@ RELEASES = ["2.10.1", "2.11.1", "2.12.1"]
 
 def run_release(python: Path, program: str, *args: str):
     result = subprocess.run(
-        [str(python), "-c", program, *args], capture_output=True, text=True, timeout=300, check=False
+        [str(python), "-I", "-c", program, *args], capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -479,5 +480,7 @@ def test_what_the_releases_encrypt_is_decrypted_here(release, reference_python, 
             ways.append(DecryptionParams.from_string(bytes.fromhex(secret)))
         for decryption in ways:
             assert_same(load(tmp_path / name, encryption=decryption, verify_hash=True), wanted)
+            with pytest.raises(AuthenticationError, match="tensorizer rekey"):
+                load(tmp_path / name, encryption=decryption, require_authenticated=True)
         with pytest.raises(CryptographyError):
             load(tmp_path / name, encryption=DecryptionParams.from_key(bytes(32)))

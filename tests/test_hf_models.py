@@ -379,6 +379,31 @@ def test_encrypted_and_verified_weights(tmp_path):
         from_pretrained(None, tmp_path / "library", verify=True)
 
 
+def test_weights_that_were_not_signed_by_the_key_are_refused_whatever_their_format(tmp_path):
+    key = tensorizer.SigningKey.generate()
+    model = tiny_models.llama()
+    save_pretrained(model, tmp_path)
+    with pytest.raises(tensorizer.AuthenticationError, match="not signed"):
+        from_pretrained(None, tmp_path, public_key=key.public_key)
+    tensorizer.sign(tmp_path / "model.tensors", key)
+    assert_as_the_library(from_pretrained(None, tmp_path, public_key=key.public_key), model)
+    base = from_pretrained(transformers.LlamaModel, tmp_path, public_key=key.public_key, strict=False)  # by the library
+    assert torch.equal(base.norm.weight, model.model.norm.weight)
+    with pytest.raises(tensorizer.AuthenticationError, match="other keys"):
+        from_pretrained(None, tmp_path, public_key=tensorizer.SigningKey.generate().public_key)
+    library = tmp_path / "library"
+    model.save_pretrained(library)
+    with pytest.raises(ValueError, match="safetensors"):
+        from_pretrained(None, library, public_key=key.public_key)
+    with pytest.raises(tensorizer.AuthenticationError, match="not authenticated"):
+        from_pretrained(None, library, require_authenticated=True)
+    (library / "model.safetensors").unlink()
+    torch.save(model.state_dict(), library / "pytorch_model.bin")
+    for wanted in ({"public_key": key.public_key}, {"require_authenticated": True}):
+        with pytest.raises(tensorizer.AuthenticationError, match="pickle"):
+            from_pretrained(None, library, allow_pickle=True, **wanted)
+
+
 def mapped_bytes(path):
     """The addresses at which a file is mapped."""
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]

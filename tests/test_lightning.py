@@ -16,7 +16,14 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  #
 from servers.file_server import serve_folder  # noqa: E402
 from servers.s3_recorder import S3Recorder  # noqa: E402
 
-from tensorizer import FormatError, TensorDeserializer, TensorSerializer  # noqa: E402
+from tensorizer import (  # noqa: E402
+    AuthenticationError,
+    FormatError,
+    SigningKey,
+    TensorDeserializer,
+    TensorSerializer,
+    sign,
+)
 from tensorizer.integrations.lightning import TensorizerCheckpointIO  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
@@ -271,3 +278,18 @@ def test_keys_may_be_whatever_values_may_be_and_the_first_save_names_the_path_of
         with pytest.raises(TypeError, match=r"checkpoint\['model'\]\['steps'\].*a Local cannot be stored"):
             plugin.save_checkpoint(bad, path)
     assert path.read_bytes() == before
+
+
+def test_checkpoints_that_nobody_signed_are_refused_where_a_key_is_given(tmp_path):
+    key = SigningKey.generate()
+    path, plugin = tmp_path / "a.ckpt", TensorizerCheckpointIO(public_key=key.public_key)
+    plugin.save_checkpoint({"state_dict": {"w": torch.ones(3)}, "epoch": 2}, path)
+    with pytest.raises(AuthenticationError, match="not signed"):
+        plugin.load_checkpoint(path)
+    sign(path, key)
+    found = plugin.load_checkpoint(path)
+    assert found["epoch"] == 2
+    assert torch.equal(found["state_dict"]["w"], torch.ones(3))
+    torch.save({"state_dict": {}}, path)
+    with pytest.raises(AuthenticationError, match="checkpoint of torch"):
+        plugin.load_checkpoint(path)

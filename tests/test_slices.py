@@ -161,10 +161,8 @@ def test_parts_of_encrypted_tensors_are_authenticated(tmp_path):
             d.get_slices({"a": slice((2 << 20) + 90, (2 << 20) + 100)}, out={"a": out})
         assert not same(out, tensor[(2 << 20) + 90 : (2 << 20) + 100])
     wrong = DecryptionParams.from_key(b"x" * 32)
-    with TensorDeserializer(path, device="cpu", lazy_load=True, encryption=wrong) as d:
-        part = d.get_slice("a")
-        with pytest.raises(CryptographyError):
-            part[0]
+    with pytest.raises(CryptographyError):  # found when the file is opened
+        TensorDeserializer(path, device="cpu", lazy_load=True, encryption=wrong)
 
 
 def test_a_part_is_never_called_verified(tmp_path):

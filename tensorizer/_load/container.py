@@ -223,7 +223,7 @@ class Container:
         """Hexadecimal SHA-256 of the index, as computed; ``None`` where the format has none."""
         return _C.index_digest(self.index).hex() if self.index.format == "tensors" else None
 
-    @property
+    @functools.cached_property
     def checks_whole(self) -> bool:
         """Whether only whole tensors can be read: their data are bound to a signature by nothing but hashes."""
         return bool(self.signers) and not self.index.encrypted

@@ -305,7 +305,7 @@ class ShardedContainer(Container):
         """None: each shard has its own."""
         return None
 
-    @property
+    @functools.cached_property
     def checks_whole(self) -> bool:
         return any(shard.checks_whole for shard in self._shards)
 

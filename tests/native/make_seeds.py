@@ -88,13 +88,17 @@ def made() -> dict[str, list[bytes]]:
         return struct.pack("<BBI", kind, flags, len(body)) + body
 
     both = section(1, 0, b'{"k":"v"}') + section(2, 0, b'{"b":"a"}')
-    digest = section(4, 0, bytes(32))
+    digest, records = section(4, 0, bytes(32)), section(5, 0, bytes(64))
+    derivation = struct.pack("<QHHQQiH", 42, 1, 1, 2, 8192, 2, 16) + bytes(16)
     framed = b"TZRANNX1" + struct.pack("<I", len(both)) + both
     annexes = [
         b"\1",
         b"\1" + both + digest,
         b"\1" + section(3, 0, bytes(100)) + section(9, 0, b"x"),
         b"\1" + section(9, 1, b""),
+        b"\1" + records + digest + section(6, 0, b"\1\0" + bytes(32)) + section(7, 0, bytes(192)),
+        b"\1" + both + records + digest + section(6, 0, b"\1\1" + derivation + bytes(32)),
+        b"\1" + records + digest + section(7, 0, bytes(96)),  # a detached signature, too
     ]
     annexes.append(b"\0" + framed + struct.pack("<I", zlib.crc32(framed)))
     return {"fuzz_safetensors": safetensors, "fuzz_annex": annexes}

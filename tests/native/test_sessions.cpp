@@ -120,13 +120,15 @@ TEST(Sessions, OneBitOfAPayloadAnywhereIsFoundByEitherHash) {
 }
 
 TEST(Sessions, AWrongKeyIsFoundWhenTheFileIsOpened) {
-  PlainSource source(save_all(make_tensors({100}, 6), encrypted_options()));
+  const Bytes file = save_all(make_tensors({100}, 6), encrypted_options());
+  PlainSource source(file);
   std::vector<Bytes> found;
   testing::expect_error(Errc::authentication, [&] { load_all(source, {.keys = ring(8)}, found); });
 }
 
 TEST(Sessions, WhoForgetsToCheckTheTagGetsNoTensorOfAnAuthenticatedFile) {
-  PlainSource source(save_all(make_tensors({100}, 6), encrypted_options()));
+  const Bytes file = save_all(make_tensors({100}, 6), encrypted_options());
+  PlainSource source(file);
   const auto opened =
       load::open_index(source, load::open_head(source, 0, format::KeyGiven::yes, {}), {});
   Bytes into(100);
