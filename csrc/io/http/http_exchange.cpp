@@ -220,7 +220,7 @@ void HttpExchange::head_is_complete() {
   const int status = head_.status;
   if (is_redirect(status)) return;
   // A 416 may be the answer of an empty object; check_response knows. A 304 answers a condition.
-  const bool is_answer = status == 416 || (status == 304 && !upload_);
+  const bool is_answer = status == 416 || (status == 304 && upload_.empty());
   if ((status >= 200 && status < 300) || is_answer) sink_ = accept_(head_);
 }
 
