@@ -382,6 +382,21 @@ def test_a_slow_first_byte_is_asked_for_again_on_another_connection(at_request):
         del source
 
 
+def test_what_usual_is_may_be_learnt_while_a_request_lags():
+    with nothing_left(), FaultyServer(CONTENT) as server, within(8):
+        source = open_source(server, hedge_after=0.3)
+        server.script.append(Reply(trickle=0.01))
+        slow = threading.Thread(target=source.read, args=(100_000, 50_000))
+        slow.start()
+        while server.script:
+            time.sleep(0.01)
+        for i in range(5):
+            source.read(10_000 + i * 10_000, 10_000)
+        slow.join()
+        assert len(server.requests) == 8  # the one that opened, six reads, and the rest of the slow one
+        del source
+
+
 def test_a_server_that_usually_takes_long_is_not_asked_twice():
     with FaultyServer(CONTENT, default=Reply(delay=0.5)) as server:
         source = open_source(server, hedge_after=1.0)

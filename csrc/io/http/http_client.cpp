@@ -13,7 +13,6 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 constexpr std::chrono::seconds kHeadersLifetime{60};
-constexpr std::chrono::hours kLongest{1};  // what is added to a time point
 
 void add_hint(HttpFailure& failure, RetryEnd end) {
   if (end == RetryEnd::asked_to_wait)
@@ -269,19 +268,16 @@ std::chrono::milliseconds HttpDeadline::bound(std::chrono::milliseconds delay) c
                     std::chrono::milliseconds(0), delay);
 }
 
-void HttpDeadline::begin_request(std::chrono::duration<double> usual, int lagged) noexcept {
+bool HttpDeadline::lags() const {
   constexpr int kMuchLonger = 4;
   constexpr int kMostLagging = 6;  // far beyond the time after which a request has stalled
-  lags_at_.reset();
-  if (hedge_after_.count() == 0 || lagged > kMostLagging) return;
-  const auto patience = std::max<std::chrono::duration<double>>(hedge_after_, kMuchLonger * usual);
-  lags_at_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                std::min<std::chrono::duration<double>>(patience, kLongest)) *
-                                (1 << (2 * lagged));
+  if (!usual_ || hedge_after_.count() == 0 || lagged_ > kMostLagging) return false;
+  const std::chrono::duration<double> spent = (Clock::now() - begun_) / (1 << (2 * lagged_));
+  return spent >= hedge_after_ && spent >= kMuchLonger * usual_();
 }
 
 void HttpDeadline::check() const {
-  if (lags_at_ && Clock::now() >= *lags_at_) throw HttpLag();
+  if (lags()) throw HttpLag();
   if (limit_.count() == 0 || Clock::now() - start_ < limit_) return;
   throw HttpFailure{
       Errc::io, "not done within the total timeout of " + std::to_string(limit_.count()) + " ms",

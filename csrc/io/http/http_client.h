@@ -101,19 +101,28 @@ class HttpDeadline {
   // Throws HttpFailure, HttpLag.
   void check() const;
   void restart() noexcept { start_ = Clock::now(); }
-  // What runs now, of a request that follows `lagged` ones that were given up, should take `usual`
-  // from here. Each of them gets more time than the one before it, so the last one is waited for.
-  void begin_request(std::chrono::duration<double> usual, int lagged) noexcept;
+  // What runs now, of a request that follows `lagged` ones that were given up, should take as long
+  // from here as `usual` says, which is asked again and again. Each of these requests gets more
+  // time than the one before it, so the last one is waited for.
+  void begin_request(std::function<std::chrono::duration<double>()> usual, int lagged) {
+    usual_ = std::move(usual);
+    lagged_ = lagged;
+    begun_ = Clock::now();
+  }
   // Whatever runs now may take its time.
-  void end_request() noexcept { lags_at_.reset(); }
+  void end_request() noexcept { usual_ = nullptr; }
   // `delay`, or what is left if that is less.
   std::chrono::milliseconds bound(std::chrono::milliseconds delay) const;
 
  private:
+  bool lags() const;
+
   std::chrono::milliseconds limit_;
   std::chrono::milliseconds hedge_after_;
   Clock::time_point start_;
-  std::optional<Clock::time_point> lags_at_;
+  std::function<std::chrono::duration<double>()> usual_;
+  int lagged_ = 0;
+  Clock::time_point begun_;
 };
 
 inline constexpr int kIndirectReads = 32;

@@ -30,7 +30,8 @@ class RangeFetch::Landing final : public BodySink {
 
   BodySink* accept(const ResponseHead& head) {
     expected_ = check_response(request_, head).body_nbytes.value_or(0);
-    fetch_.deadline_.begin_request(fetch_.typical_.seconds_for(expected_), fetch_.lagged_);
+    fetch_.deadline_.begin_request([this] { return fetch_.typical_.seconds_for(expected_); },
+                                   fetch_.lagged_);
     return this;
   }
   void put(std::span<const std::byte> bytes) override {
@@ -86,7 +87,7 @@ uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier
 }
 
 void RangeFetch::attempt(HttpClient::Permit& permit, const std::stop_token& stop) {
-  deadline_.begin_request(typical_.first_byte(), lagged_);
+  deadline_.begin_request([this] { return typical_.first_byte(); }, lagged_);
   try {
     receive(permit, stop);
   } catch (const HttpLag&) {

@@ -93,7 +93,7 @@ void HttpSource::ask_for_head(FirstRequest& first, const RangeRequest& request,
     return accept_first(request, head, *sink);
   };
   for (int lagged = 0; !first.exchange; ++lagged) {
-    deadline.begin_request({}, lagged);
+    deadline.begin_request([] { return std::chrono::duration<double>(0); }, lagged);
     try {
       first.exchange = client_.start(first.permit, range, first_conditions(), accept, deadline,
                                      stop, lagged > 0);
