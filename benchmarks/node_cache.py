@@ -99,6 +99,7 @@ class Bench:
     def hits(self, cold: bool) -> None:
         """From the cache, and the same file without one, in turns."""
         from_cache, local = [], []
+        self.clear()
         with self.server() as uri:
             subprocess.run(
                 [sys.executable, "-m", "tensorizer", "cache", "add", uri, "--cache", str(self.cache)],

@@ -1,12 +1,49 @@
 #include "io/cache/cache_disk.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 
 #include "core/per_process.h"
 
 namespace tensorizer::io {
+namespace {
+
+// Whoever writes for longer is held up.
+constexpr std::chrono::milliseconds kHeldUp{250};
+
+// How often this thread has given the processor up to wait for something.
+long voluntary_switches() noexcept {
+#if defined(RUSAGE_THREAD)
+  rusage usage{};
+  getrusage(RUSAGE_THREAD, &usage);
+  return usage.ru_nvcsw;
+#else
+  return 0;
+#endif
+}
+
+}  // namespace
+
+CacheDisk::Writing::Writing()
+    : begin_(std::chrono::steady_clock::now()), switches_(voluntary_switches()) {
+  CacheDisk& disk = instance();
+  MutexLock lock(disk.mutex_);
+  disk.writing_.insert(begin_);
+}
+
+CacheDisk::Writing::~Writing() {
+  CacheDisk& disk = instance();
+  MutexLock lock(disk.mutex_);
+  const auto found = disk.writing_.find(begin_);
+  if (found != disk.writing_.end()) disk.writing_.erase(found);
+}
+
+std::chrono::nanoseconds CacheDisk::Writing::waited() const noexcept {
+  if (voluntary_switches() == switches_) return {};
+  return std::chrono::steady_clock::now() - begin_;
+}
 
 CacheDisk& CacheDisk::instance() {
   static constinit PerProcess<CacheDisk> disk;
@@ -15,6 +52,8 @@ CacheDisk& CacheDisk::instance() {
 
 bool CacheDisk::reserve(uint64_t nbytes, bool patient, const std::stop_token& stop) {
   MutexLock lock(mutex_);
+  const auto now = std::chrono::steady_clock::now();
+  if (!patient && !writing_.empty() && now - *writing_.begin() > kHeldUp) return false;
   const auto fits = [&]() REQUIRES_LOCK(mutex_) {
     return nbytes_ == 0 || nbytes_ + nbytes <= kLimitNbytes;
   };

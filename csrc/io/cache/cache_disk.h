@@ -4,8 +4,10 @@
 // destroyed. A forked child starts with nothing.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <memory>
+#include <set>
 #include <stop_token>
 #include <thread>
 
@@ -20,9 +22,23 @@ class CacheDisk {
 
   static constexpr uint64_t kLimitNbytes = uint64_t{256} << 20;
 
-  // Permission to write so many bytes; false: too many wait for the disk already. `patient` waits
-  // for room.
+  // Permission to write so many bytes; false: too many wait for the disk already, or somebody who
+  // writes is held up. `patient` waits for room.
   bool reserve(uint64_t nbytes, bool patient, const std::stop_token& stop);
+  // Notes that a thread writes, and afterwards how long the disk has kept it waiting: no time while
+  // the processor worked, or others had it.
+  class Writing {
+   public:
+    Writing();
+    ~Writing();
+    std::chrono::nanoseconds waited() const noexcept;
+    Writing(const Writing&) = delete;
+    Writing& operator=(const Writing&) = delete;
+
+   private:
+    const std::chrono::steady_clock::time_point begin_;
+    const long switches_;
+  };
   // They were written there: they are pushed, and their room is free then.
   void push(std::shared_ptr<CacheEntry> entry, uint64_t offset, uint64_t nbytes);
   // They were not written.
@@ -43,6 +59,7 @@ class CacheDisk {
   CondVar changed_;
   std::deque<Job> jobs_ GUARDED_BY(mutex_);
   uint64_t nbytes_ GUARDED_BY(mutex_) = 0;
+  std::multiset<std::chrono::steady_clock::time_point> writing_ GUARDED_BY(mutex_);  // since when
   bool working_ GUARDED_BY(mutex_) = false;
   std::thread worker_ GUARDED_BY(mutex_);
 };

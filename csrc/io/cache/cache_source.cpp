@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <system_error>
 #include <utility>
@@ -29,6 +30,8 @@ constexpr milliseconds kFirstLook{5};
 constexpr milliseconds kLastLook{50};
 // Others that bring nothing for so long are not waited for.
 constexpr milliseconds kPatience{2000};
+// What all readers together may wait for the disk, beside a 32nd of what they wait for the network.
+constexpr int64_t kFreeNanoseconds = 500'000'000;
 
 uint64_t begin_of(BlockRun run) noexcept { return run.begin * kCacheBlockNbytes; }
 
@@ -362,11 +365,22 @@ void CacheSource::fetch(CacheEntry& entry, const Request& request, BlockRun run,
   if (!before.empty()) all.emplace_back(before);
   all.insert(all.end(), slices.begin(), slices.end());
   if (!behind.empty()) all.emplace_back(behind);
-  network_->read_at(begin, all, stop);
+  read_through(begin, all, stop);
   if (const auto own = this->entry(); own.get() == &entry) store(own, run, all, stop);
 }
 
 // -- storing -------------------------------------------------------------------------------------
+
+void CacheSource::read_through(uint64_t offset, std::span<const Slice> slices,
+                               const std::stop_token& stop) {
+  const auto begin = Clock::now();
+  network_->read_at(offset, slices, stop);
+  network_nanoseconds_ += std::chrono::nanoseconds(Clock::now() - begin).count();
+}
+
+bool CacheSource::disk_is_slow() const noexcept {
+  return disk_nanoseconds_.load() > kFreeNanoseconds + network_nanoseconds_.load() / 32;
+}
 
 bool CacheSource::may_store(uint64_t nbytes) {
   MutexLock lock(room_mutex_);
@@ -391,6 +405,10 @@ void CacheSource::store(const std::shared_ptr<CacheEntry>& entry, BlockRun run,
   if (!is_storing()) return;
   CacheDisk& disk = CacheDisk::instance();
   try {
+    if (!patient_ && disk_is_slow()) {
+      left_out_ += nbytes;
+      return;
+    }
     if (!may_store(nbytes)) return;
     if (!disk.reserve(nbytes, patient_, stop)) {
       left_out_ += nbytes;
@@ -403,6 +421,7 @@ void CacheSource::store(const std::shared_ptr<CacheEntry>& entry, BlockRun run,
   ScatterCursor cursor(slices);
   uint64_t done = 0;
   int trouble = 0;
+  const CacheDisk::Writing writing;
   while (done < nbytes && trouble == 0) {
     std::array<iovec, kMaxVectors> vectors;
     const auto count = static_cast<int>(cursor.places(vectors, nbytes - done));
@@ -416,6 +435,7 @@ void CacheSource::store(const std::shared_ptr<CacheEntry>& entry, BlockRun run,
     cursor.skip(static_cast<uint64_t>(n));
     done += static_cast<uint64_t>(n);
   }
+  disk_nanoseconds_ += writing.waited().count();
   const bool whole = done == nbytes;
   const uint64_t end = whole ? run.end : run.begin + done / kCacheBlockNbytes;
   for (uint64_t block = run.begin; block < end; ++block)
@@ -460,7 +480,7 @@ void CacheSource::read_in_order(const Request& request, const std::stop_token& s
     behind.resize(static_cast<size_t>(key_.nbytes - request.offset - request.nbytes));
     if (!behind.empty()) all.emplace_back(behind);
   }
-  network_->read_at(request.offset, all, stop);
+  read_through(request.offset, all, stop);
   if (entry && is_storing()) absorb(request.offset, all, stop);
 }
 

@@ -89,6 +89,9 @@ class CacheSource final : public RangeSource {
   void store(const std::shared_ptr<CacheEntry>& entry, BlockRun run, std::span<const Slice> slices,
              const std::stop_token& stop);
   bool may_store(uint64_t nbytes);
+  // Whether the disk has kept readers waiting for more than what nobody notices.
+  bool disk_is_slow() const noexcept;
+  void read_through(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop);
   void stop_storing(const std::string& why) noexcept;
   bool is_storing() const noexcept { return storing_.load(std::memory_order_relaxed); }
   void absorb(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop);
@@ -104,6 +107,9 @@ class CacheSource final : public RangeSource {
   std::atomic<uint64_t> from_disk_{0};  // what this object has fetched itself left out
   std::atomic<uint64_t> stored_{0};
   std::atomic<uint64_t> left_out_{0};
+  // Of all readers together: what the network took, and what the disk added to it.
+  std::atomic<int64_t> network_nanoseconds_{0};
+  std::atomic<int64_t> disk_nanoseconds_{0};
   std::vector<std::atomic<uint8_t>> fetched_;  // one bit per block: by this object
   mutable Mutex mutex_;
   mutable std::shared_ptr<CacheEntry> entry_ GUARDED_BY(mutex_);
