@@ -7,6 +7,7 @@
 #include "core/checked_math.h"
 #include "core/sync.h"
 #include "crypto/secret_buffer.h"
+#include "load/device_cipher.h"
 #include "load/payload_cipher.h"
 
 namespace tensorizer::load {
@@ -132,6 +133,7 @@ class StagedLoad::Worker final : public UnitWorker {
       gather(piece, stored);
       return;
     }
+    if (lane_ && opens_on_device(piece, stored)) return;
     std::byte* const plain =
         lane_ ? buffer_.data() + piece.unit_offset
               : job_.targets[piece.target].destination.data + piece.target_offset;
@@ -139,6 +141,17 @@ class StagedLoad::Worker final : public UnitWorker {
       shared_.cipher->open(piece.target, piece.target_offset, stored, plain, stop_);
     });
     deliver(piece, {plain, piece.nbytes});
+  }
+
+  // Ciphertext goes to the device where the kernels can open it and nobody hashes the plaintext.
+  bool opens_on_device(const Piece& piece, std::span<const std::byte> stored) {
+    const std::byte* const to = job_.targets[piece.target].destination.data + piece.target_offset;
+    if (job_.digester ||
+        !sealed_.add(*lane_, *shared_.cipher, piece.target, piece.target_offset, piece.nbytes, to))
+      return false;
+    std::memcpy(buffer_.data() + piece.unit_offset, stored.data(), stored.size());
+    deliver(piece, stored);
+    return true;
   }
 
   // Plaintext goes to the hashes, and to the device where that is where it goes.
@@ -160,7 +173,12 @@ class StagedLoad::Worker final : public UnitWorker {
   }
 
   void send() {
-    if (!copies_.empty()) lane_->send(copies_, stop_);
+    if (!copies_.empty()) {
+      const auto refuse = [this](uint32_t target, uint64_t chunk) {
+        job_.naming(target, [&] { shared_.cipher->refuse(target, chunk); });
+      };
+      sealed_.send(*lane_, copies_, refuse, stop_);
+    }
     copies_.clear();
   }
 
@@ -218,6 +236,7 @@ class StagedLoad::Worker final : public UnitWorker {
   std::vector<std::byte> image_;
   std::vector<digest::RecordDigester::Whole> whole_;
   std::vector<device::CopyPiece> copies_;
+  ChunksForDevice sealed_;                               // of copies_, what the device opens
   digest::StepsInBuffers hashing_{job_.digester.get()};  // behind the buffers
   std::vector<uint32_t> complete_;  // gathered device tensors that this unit completed
 };
