@@ -224,17 +224,27 @@ def groups_of_sources() -> dict[str, list[Path]]:
     return groups
 
 
+TOGETHER = ROOT / "build" / "together"
+KERNELS_TEXT = ROOT / "csrc" / "device" / "cuda" / "kernels" / "kernels.ptx"
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """An untouched file is not compiled again."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
 def source_files() -> list[str]:
     """What the compiler is given: files below build/ that include those of csrc."""
-    folder = ROOT / "build" / "together"
-    folder.mkdir(parents=True, exist_ok=True)
+    TOGETHER.mkdir(parents=True, exist_ok=True)
+    # The committed text of the kernels as a string: no build needs nvcc, and all have the same one.
+    write_if_changed(TOGETHER / "kernels_ptx.inc", f'R"PTX({KERNELS_TEXT.read_text()})PTX"\n')
     files = []
     for name, sources in groups_of_sources().items():
         first = [ROOT / "csrc" / "bind" / "private_pybind.h"] if name.startswith("bind_") else []
         text = "".join(f'#include "{path.relative_to(ROOT / "csrc").as_posix()}"\n' for path in [*first, *sources])
-        path = folder / f"{name}.cpp"
-        if not path.exists() or path.read_text() != text:  # an untouched file is not compiled again
-            path.write_text(text)
+        path = TOGETHER / f"{name}.cpp"
+        write_if_changed(path, text)
         files.append(str(path.relative_to(ROOT)))
     return files
 
@@ -247,7 +257,7 @@ def make_extension() -> Extension:
     return Extension(
         "tensorizer._C",
         sources=source_files(),
-        include_dirs=[str(ROOT / "csrc"), *include_paths()],
+        include_dirs=[str(ROOT / "csrc"), str(TOGETHER), *include_paths()],
         depends=[*sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")), *archives],
         extra_compile_args=[*COMPILE_FLAGS, *compile_flags, *sanitizer_flags()],
         extra_link_args=[*LINK_FLAGS, *link_flags, *sanitizer_flags()],

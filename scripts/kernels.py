@@ -187,11 +187,7 @@ MUTATIONS = [
         "t, sum_of_thread(chunk, segment, t)); });",
     ),
     (SECRETBOX, "    store_sum(shared, t, {{0, 0, 0, 0, 0}});\n", ""),  # what follows from the key stays
-    (
-        SECRETBOX,
-        "for (int i = 0; i < 4; ++i) {\n    carry += static",
-        "for (int i = 0; i < 3; ++i) {\n    carry += static",
-    ),
+    (SECRETBOX, "i < 4; ++i) difference |=", "i < 3; ++i) difference |="),  # 12 of the 16 bytes
     (SECRETBOX, "    carry >>= 32;\n", "    carry = 0;\n"),
     (SECRETBOX, "    if (!shared.genuine) return;\n", ""),  # decrypted whatever the MAC says
     (SECRETBOX, "if (segment == 0) verdict[index]", "if (segment == 1) verdict[index]"),
@@ -202,7 +198,7 @@ MUTATIONS = [
     (SECRETBOX, "(key[4 * quarter + i / 4] >> (8 * (i % 4)))", "(key[4 * quarter + i / 4] >> (8 * (i % 2)))"),
     (SECRETBOX, "round < 10; ++round", "round < 9; ++round"),
     (CONVERT, "(half - 1) + ((value >> bits) & 1)", "half"),  # ties away from zero
-    (CONVERT, "if (rest >= 0x47effffff0000000u)", "if (rest > 0x47effffff0000000u)"),
+    (CONVERT, "if (rest >= 0x47effffff0000000u)", "if (rest >= 0x7ff0000000000000u)"),
     (CONVERT, "if (rest < 0x3690000000000000u)", "if (rest < 0x36a0000000000000u)"),
     (CONVERT, "for (; rest < 0x800000u; rest <<= 1) --exponent;", "for (; rest < 0x400000u; rest <<= 1) --exponent;"),
     (CONVERT, "&& i < piece.count;", "&& i <= piece.count;"),

@@ -92,6 +92,7 @@ class CudaCopyEngine(CopyEngine):
         slots: int = 16,
         slot_nbytes: int = 8388608,
         keep_idle_seconds: float = 30.0,
+        open_on_device: bool = False,
     ) -> None: ...
 
 class Index:

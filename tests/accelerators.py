@@ -29,12 +29,13 @@ def build_fake_driver() -> Path:
     """Compiles the fake driver, once per change of its sources."""
     library = ROOT / "build" / "fake_cuda" / "libfake_cuda.so"
     library.parent.mkdir(parents=True, exist_ok=True)
-    made_of = [*FAKE.iterdir()]
+    kernels = ROOT / "csrc" / "device" / "cuda" / "kernels"
+    made_of = [*FAKE.iterdir(), *FAKE.parent.glob("host_kernels.*"), *kernels.iterdir()]
     with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists() or library.stat().st_mtime < max(f.stat().st_mtime for f in made_of):
             flags = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
-            sources = [str(f) for f in sorted(FAKE.glob("*.cpp"))]
+            sources = [str(f) for f in sorted([*FAKE.glob("*.cpp"), FAKE.parent / "host_kernels.cpp"])]
             compiler = os.environ.get("CXX", "c++").split()
             partial = library.with_suffix(".partial")
             command = [*compiler, *flags, f"-I{ROOT / 'csrc'}", *sources, "-o", str(partial)]

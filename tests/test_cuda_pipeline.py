@@ -125,11 +125,61 @@ def test_every_golden_file_arrives_as_on_the_cpu(gpu, golden, monkeypatch):
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_encrypted_tensors_are_decrypted_on_their_way(gpu, verify):
+@pytest.mark.parametrize("on_device", [False, True])
+def test_encrypted_tensors_are_decrypted_on_their_way(gpu, verify, on_device, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", "1" if on_device else "0")
     encryption = EncryptionParams.random()
     state = {"a": samples.tensor((5 * MIB + 3,), torch.uint8), "b": samples.tensor((7, 3)), "c": samples.tensor(())}
     decryption = DecryptionParams.from_key(encryption.key)
     assert_loads_as_on_cpu(gpu, written(state, encryption=encryption), encryption=decryption, verify_hash=verify)
+
+
+def load_encrypted(gpu, damage=None):
+    """What a load of two encrypted tensors gives, or the text of its error."""
+    encryption = EncryptionParams.random()
+    state = {"a": samples.tensor((5 * MIB + 3,), torch.uint8), "b": samples.tensor((3 * MIB,), torch.uint8, 2)}
+    file = bytearray(written(state, encryption=encryption).getvalue())
+    if damage is not None:
+        file[damage] ^= 1
+    decryption = DecryptionParams.from_key(encryption.key)
+    try:
+        found = dict(TensorDeserializer(io.BytesIO(file), device="cuda:0", encryption=decryption).items())
+    except (CryptographyError, DeviceError) as error:
+        return str(error)
+    return all(samples.same(gpu.fetch(found[name]), state[name]) for name in state)
+
+
+def test_the_device_decrypts_where_it_was_told_to(fake, gpu, monkeypatch):
+    for setting, launches in [("auto", 0), ("0", 0), ("1", 3 + 2)]:
+        monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", setting)
+        fake.reset()
+        assert load_encrypted(gpu) is True
+        assert fake.calls(b"cuLaunchKernel") >= launches
+        assert (fake.calls(b"cuLaunchKernel") > 0) == (launches > 0)
+
+
+def test_a_forged_chunk_is_refused_in_the_same_words_wherever_it_is_opened(gpu, monkeypatch):
+    said = []
+    for setting in ("0", "1"):
+        monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", setting)
+        said.append(load_encrypted(gpu, damage=-100_000))
+        assert load_encrypted(gpu) is True
+    assert said[0] == said[1]
+    assert "does not match its authentication code" in said[0]
+
+
+def test_a_load_says_so_where_the_device_was_told_to_decrypt_and_cannot(fake, gpu, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", "1")
+    fake.fail(b"cuModuleLoadData:1:222")
+    assert "cannot decrypt: loading the kernels" in load_encrypted(gpu)
+    assert _C.cuda_release_pinned(0)
+    assert load_encrypted(gpu) is True
+
+
+def test_a_wrong_word_for_who_decrypts_is_refused(gpu, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", "yes")
+    with pytest.raises(ValueError, match="TENSORIZER_CUDA_DECRYPT: wanted auto, 0 or 1, found 'yes'"):
+        load_encrypted(gpu)
 
 
 def test_small_tensors_share_allocations_of_which_each_keeps_at_most_16_mib(gpu, monkeypatch):

@@ -22,7 +22,8 @@ namespace cuda = device::cuda;
 constexpr uint64_t kMinSlotNbytes = 2 << 20;
 
 cuda::CudaCopyOptions make_options(int device, uintptr_t stream, unsigned slots,
-                                   uint64_t slot_nbytes, double keep_idle_seconds) {
+                                   uint64_t slot_nbytes, double keep_idle_seconds,
+                                   bool open_on_device) {
   if (slot_nbytes < kMinSlotNbytes)
     throw Error(Errc::invalid_argument, "bytes of a pinned slot: wanted " +
                                             std::to_string(kMinSlotNbytes) + " or more, found " +
@@ -30,6 +31,7 @@ cuda::CudaCopyOptions make_options(int device, uintptr_t stream, unsigned slots,
   cuda::CudaCopyOptions options;
   options.device = device;
   options.caller_stream = stream;
+  options.open_on_device = open_on_device ? cuda::OpenOnDevice::always : cuda::OpenOnDevice::never;
   options.pinned.slots = slots;
   options.pinned.slot_nbytes = slot_nbytes;
   options.pinned.keep_idle = std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -60,8 +62,10 @@ void warn_of_shortage(const std::string& shortage) {
 }
 
 std::shared_ptr<cuda::CudaCopyEngine> make_engine(int device, uintptr_t stream, unsigned slots,
-                                                  uint64_t slot_nbytes, double keep_idle_seconds) {
-  const auto options = make_options(device, stream, slots, slot_nbytes, keep_idle_seconds);
+                                                  uint64_t slot_nbytes, double keep_idle_seconds,
+                                                  bool open_on_device) {
+  const auto options =
+      make_options(device, stream, slots, slot_nbytes, keep_idle_seconds, open_on_device);
   shut_down_at_exit();
   std::shared_ptr<cuda::CudaCopyEngine> engine;
   {
@@ -94,7 +98,7 @@ void register_cuda(py::module_& m) {
   py::class_<CudaCopyEngine, CopyEngine, std::shared_ptr<CudaCopyEngine>>(m, "CudaCopyEngine")
       .def(py::init(&make_engine), py::arg("device"), py::arg("stream"), py::kw_only(),
            py::arg("slots") = defaults.slots, py::arg("slot_nbytes") = defaults.slot_nbytes,
-           py::arg("keep_idle_seconds") = 30.0);
+           py::arg("keep_idle_seconds") = 30.0, py::arg("open_on_device") = false);
   m.def("cuda_set_driver_library", &cuda::set_driver_library, py::arg("path"));
   m.def("cuda_driver_is_present", &cuda::driver_is_present, Unlocked());
   m.def("cuda_driver_version", [] { return cuda::driver().version; });

@@ -9,9 +9,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <stop_token>
+
+#include "device/chunk_to_open.h"
 
 namespace tensorizer::device {
 
@@ -48,6 +51,21 @@ class Lane {
   // call waits until the caller's earlier work on the device's memory is done, as fetch() does.
   // Throws Error: cancelled, device.
   virtual void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) = 0;
+
+  // Room for what the device is told about the encrypted chunks of the buffer, as many as it has
+  // room for; empty where it does not open chunks. It is wiped with the use of the buffer.
+  virtual std::span<ChunkToOpen> chunks_to_open() { return {}; }
+
+  // As send(); then the device opens the first `count` of chunks_to_open(), in place, those that
+  // are genuine. Where one is not, wait() and finish() call `refuse` with the number of the first
+  // such chunk, which throws. Fills in which segments are whose. REQUIRES: a piece covers each
+  // chunk.
+  virtual void send_sealed(std::span<const CopyPiece> pieces, size_t count,
+                           std::function<void(size_t)> refuse, const std::stop_token& stop) {
+    static_cast<void>(count);
+    static_cast<void>(refuse);
+    send(pieces, stop);
+  }
 
   // Copies pieces from the device into the buffer and waits for them.
   virtual void fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) = 0;

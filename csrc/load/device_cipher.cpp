@@ -1,9 +1,11 @@
 #include "load/device_cipher.h"
 
 #include <cstring>
+#include <utility>
 
 #include "crypto/kernels/salsa20.h"
 #include "device/cuda/kernels/secretbox.h"
+#include "load/payload_cipher.h"
 
 namespace tensorizer::load {
 namespace {
@@ -12,21 +14,6 @@ namespace cuda = device::cuda;
 
 constexpr uint64_t kLeastNbytes = 64 * 1024;  // below it a descriptor costs as much as the cipher
 constexpr uint64_t kMostNbytes = uint64_t{device::kMaxSegments} * device::kSegmentNbytes;
-
-void store_power(device::ChunkToOpen& chunk, uint32_t k, const cuda::Limbs& power) noexcept {
-  for (int i = 0; i < 5; ++i) chunk.power[k][i] = power.limb[i];
-}
-
-// Squared again and again.
-void fill_powers(device::ChunkToOpen& chunk, const cuda::Words& r) noexcept {
-  cuda::Limbs power = cuda::block_value(r, 0);
-  store_power(chunk, 0, power);
-  for (uint32_t k = 1; k < device::kPowers; ++k) {
-    power = cuda::reduced(cuda::multiply(power, power));
-    store_power(chunk, k, power);
-  }
-  crypto::wipe(std::as_writable_bytes(std::span(&power, 1)));
-}
 
 }  // namespace
 
@@ -58,11 +45,36 @@ void describe_chunk(device::ChunkToOpen& chunk, const std::byte* address, uint64
   std::memcpy(chunk.nonce, nonce_bytes + 16, sizeof chunk.nonce);
   std::memcpy(chunk.pad, block + 16, sizeof chunk.pad);
   std::memcpy(chunk.mac, mac.data(), sizeof chunk.mac);
-  fill_powers(chunk, r);
+  cuda::fill_powers(chunk, r);
   crypto::wipe(std::as_writable_bytes(std::span(subkey)));
   crypto::wipe(std::as_writable_bytes(std::span(block)));
   crypto::wipe(std::as_writable_bytes(std::span(state)));
   crypto::wipe(std::as_writable_bytes(std::span(&r, 1)));
+}
+
+bool ChunksForDevice::add(device::Lane& lane, const PayloadCipher& cipher, uint32_t target,
+                          uint64_t offset, uint64_t nbytes, const std::byte* address) {
+  const std::span<device::ChunkToOpen> table = lane.chunks_to_open();
+  if (table.empty()) return false;
+  const size_t count =
+      cipher.describe(target, offset, nbytes, address, table.subspan(origins_.size()));
+  const uint64_t first = count > 0 ? offset / cipher.chunk_nbytes(target) : 0;
+  for (size_t i = 0; i < count; ++i) origins_.push_back({target, first + i});
+  return count > 0;
+}
+
+void ChunksForDevice::send(device::Lane& lane, std::span<const device::CopyPiece> pieces,
+                           std::function<void(uint32_t target, uint64_t chunk)> refuse,
+                           const std::stop_token& stop) {
+  if (origins_.empty()) return lane.send(pieces, stop);
+  std::vector<Origin> origins = std::exchange(origins_, {});
+  const size_t count = origins.size();
+  lane.send_sealed(
+      pieces, count,
+      [origins = std::move(origins), refuse = std::move(refuse)](size_t i) {
+        refuse(origins[i].target, origins[i].chunk);
+      },
+      stop);
 }
 
 }  // namespace tensorizer::load

@@ -5,6 +5,7 @@
 
 #include "core/checked_math.h"
 #include "crypto/secret_buffer.h"
+#include "load/device_cipher.h"
 
 namespace tensorizer::load {
 namespace {
@@ -194,6 +195,7 @@ class Worker final : public UnitWorker {
     if (job_.cipher && !job_.options.parts) {
       if (job_.plan.hash_steps[piece.target] > 0) job_.wait_for_header(piece.target, stop_);
       if (job_.cipher->straddles(piece.target)) return false;
+      if (opens_on_device(piece, image + piece.unit_offset, place)) return true;
       job_.naming(piece.target, [&] {
         job_.cipher->open(piece.target, piece.place, {image + piece.unit_offset, piece.nbytes},
                           place, stop_);
@@ -201,6 +203,16 @@ class Worker final : public UnitWorker {
     } else if (image != nullptr && image + piece.unit_offset != place) {
       copy_runs(unit, piece, 0, piece.nbytes, image, place);
     }
+    return true;
+  }
+
+  // Ciphertext goes to the device where the kernels can open it and nobody hashes the plaintext.
+  bool opens_on_device(const Piece& piece, const std::byte* stored, std::byte* place) {
+    if (!lane_ || job_.digester ||
+        !sealed_.add(*lane_, *job_.cipher, piece.target, piece.place, piece.nbytes,
+                     destination_of(piece)))
+      return false;
+    std::memcpy(place, stored, piece.nbytes);
     return true;
   }
 
@@ -264,7 +276,12 @@ class Worker final : public UnitWorker {
   // --- place ---
 
   void send() {
-    if (!copies_.empty()) lane_->send(copies_, stop_);
+    if (!copies_.empty()) {
+      const auto refuse = [this](uint32_t target, uint64_t chunk) {
+        job_.naming(target, [&] { job_.cipher->refuse(target, chunk); });
+      };
+      sealed_.send(*lane_, copies_, refuse, stop_);
+    }
     copies_.clear();
   }
 
@@ -331,6 +348,7 @@ class Worker final : public UnitWorker {
   std::vector<digest::RecordDigester::Whole> whole_;
   std::vector<uint32_t> straddling_;  // records whose header is in the unit
   std::vector<device::CopyPiece> copies_;
+  ChunksForDevice sealed_;                               // of copies_, what the device opens
   digest::StepsInBuffers hashing_{job_.digester.get()};  // behind the buffers
 };
 

@@ -7,6 +7,7 @@
 #include "core/stop.h"
 #include "crypto/chunked_box.h"
 #include "load/authenticity.h"
+#include "load/device_cipher.h"
 
 namespace tensorizer::load {
 
@@ -48,20 +49,51 @@ void PayloadCipher::open(uint32_t target, uint64_t offset, std::span<const std::
                          std::byte* plain, const std::stop_token& stop) const {
   const Target& state = *targets_[target];
   const std::span<const std::byte> macs(state.macs);
-  const uint64_t total = std::max<uint64_t>(macs.size() / crypto::kMacNbytes, 1);
   uint64_t chunk = offset / state.chunk_nbytes;
   for (uint64_t done = 0; done < cipher.size(); ++chunk) {
     const uint64_t n = std::min<uint64_t>(state.chunk_nbytes, cipher.size() - done);
     const auto nonce = crypto::nonce_plus(crypto::NonceView(state.nonce), chunk);
     const auto mac = macs.subspan(chunk * crypto::kMacNbytes).first<crypto::kMacNbytes>();
     if (!crypto::open({plain + done, n}, cipher.subspan(done, n), mac, nonce, *state.key))
-      throw Error(Errc::crypto, "chunk " + std::to_string(chunk + 1) + " of " +
-                                    std::to_string(total) +
-                                    " does not match its authentication code: wrong key, or the "
-                                    "file was altered");
+      refuse(target, chunk);
     done += n;
     throw_if_stopped(stop);
   }
+}
+
+size_t PayloadCipher::describe(uint32_t target, uint64_t offset, uint64_t nbytes,
+                               const std::byte* address,
+                               std::span<device::ChunkToOpen> room) const noexcept {
+  const Target& state = *targets_[target];
+  const uint64_t first = offset / state.chunk_nbytes;
+  const auto each_chunk = [&](auto&& fn) {
+    for (uint64_t done = 0, i = 0; done < nbytes; done += state.chunk_nbytes, ++i) {
+      if (!fn(i, address + done, std::min<uint64_t>(state.chunk_nbytes, nbytes - done)))
+        return false;
+    }
+    return true;
+  };
+  if (!each_chunk([&](uint64_t i, const std::byte* at, uint64_t n) {
+        return i < room.size() && device_opens(at, n);
+      }))
+    return 0;
+  size_t count = 0;
+  each_chunk([&](uint64_t i, const std::byte* at, uint64_t n) {
+    const auto mac = std::span<const std::byte>(state.macs)
+                         .subspan((first + i) * crypto::kMacNbytes)
+                         .first<crypto::kMacNbytes>();
+    const auto nonce = crypto::nonce_plus(crypto::NonceView(state.nonce), first + i);
+    describe_chunk(room[count++], at, n, mac, nonce, *state.key);
+    return true;
+  });
+  return count;
+}
+
+void PayloadCipher::refuse(uint32_t target, uint64_t chunk) const {
+  const uint64_t total = std::max<uint64_t>(targets_[target]->macs.size() / crypto::kMacNbytes, 1);
+  throw Error(Errc::crypto, "chunk " + std::to_string(chunk + 1) + " of " + std::to_string(total) +
+                                " does not match its authentication code: wrong key, or the file "
+                                "was altered");
 }
 
 }  // namespace tensorizer::load

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/sync.h"
+#include "device/chunk_to_open.h"
 #include "format/record_header.h"
 #include "load/key_ring.h"
 #include "load/open_index.h"
@@ -37,6 +38,15 @@ class PayloadCipher {
   // the same memory. Throws Error: crypto (then `plain` holds no plaintext), cancelled.
   void open(uint32_t target, uint64_t offset, std::span<const std::byte> cipher, std::byte* plain,
             const std::stop_token& stop) const;
+
+  // Fills in what a device needs to open the chunks that begin at `offset`, `nbytes` together, with
+  // their ciphertext at `address` of the device; how many they are. 0 where the device does not
+  // open them, or `room` is not enough for all. REQUIRES: they do not straddle pieces.
+  size_t describe(uint32_t target, uint64_t offset, uint64_t nbytes, const std::byte* address,
+                  std::span<device::ChunkToOpen> room) const noexcept;
+
+  // Error(crypto) as open() throws it, for the chunk with that number.
+  [[noreturn]] void refuse(uint32_t target, uint64_t chunk) const;
 
  private:
   struct Target;

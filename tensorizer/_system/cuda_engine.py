@@ -64,7 +64,16 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
         slots=share_of_node(DEFAULT_RING_SLOTS, LEAST_RING_SLOTS) if slots is None else slots,
         slot_nbytes=DEFAULT_RING_SLOT_NBYTES if slot_nbytes is None else slot_nbytes,
         keep_idle_seconds=DEFAULT_IDLE_SECONDS if idle_seconds is None else idle_seconds,
+        open_on_device=_device_decrypts(),
     )
+
+
+def _device_decrypts() -> bool:
+    """What ``TENSORIZER_CUDA_DECRYPT`` says: 1, or 0, or ``auto``: 0 until the kernels have run on a GPU."""
+    text = env_text("TENSORIZER_CUDA_DECRYPT") or "auto"
+    if text not in ("auto", "0", "1"):
+        raise ValueError(f"environment variable TENSORIZER_CUDA_DECRYPT: wanted auto, 0 or 1, found {text!r}")
+    return text == "1"
 
 
 def allocate(device: torch.device, nbytes: int, zeros: bool) -> torch.Tensor:

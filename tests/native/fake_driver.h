@@ -44,6 +44,7 @@ struct FakeDriver {
   FAKE_CONTROL(hold);
   FAKE_CONTROL(let_go);
   FAKE_CONTROL(allow_pageable);
+  FAKE_CONTROL(break_kernels);
   FAKE_CONTROL(write);
   FAKE_CONTROL(read);
   FAKE_CONTROL(set_capturing);

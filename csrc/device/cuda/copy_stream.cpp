@@ -46,6 +46,10 @@ CopyStream::~CopyStream() { static_cast<void>(driver_.cuStreamDestroy(stream_));
 void CopyStream::issue(std::byte* buffer, Event event, std::span<const CopyPiece> pieces,
                        Direction direction) {
   copy_many(buffer, merge_adjacent(pieces), direction);
+  record(event);
+}
+
+void CopyStream::record(Event event) {
   check(driver_, driver_.cuEventRecord(event, stream_), "recording a CUDA event");
 }
 

@@ -33,6 +33,14 @@ class CopyStream {
   void issue(std::byte* buffer, Event event, std::span<const CopyPiece> pieces,
              Direction direction);
 
+  // The same, between them what `more` enqueues on the stream that it is given.
+  template <class More>
+  void issue(std::byte* buffer, Event event, std::span<const CopyPiece> pieces, More&& more) {
+    copy_many(buffer, merge_adjacent(pieces), Direction::to_device);
+    more(stream_);
+    record(event);
+  }
+
   // Overwrites the ranges with zeros and waits for that. Throws Error(device).
   void zero(std::span<const DeviceRange> ranges);
 
@@ -41,6 +49,7 @@ class CopyStream {
   Result settle() noexcept;
 
  private:
+  void record(Event event);
   void copy_one(std::byte* buffer, const CopyPiece& piece, Direction direction);
   bool copy_batched(std::byte* buffer, std::span<const CopyPiece> pieces, Direction direction);
   void copy_many(std::byte* buffer, std::span<const CopyPiece> pieces, Direction direction);

@@ -28,7 +28,8 @@ CudaCopyEngine::CudaCopyEngine(const CudaCopyOptions& options)
     : owner_(::getpid()), caller_(reinterpret_cast<Stream>(options.caller_stream)) {
   Device& device = Device::get(options.device);
   std::shared_ptr<PinnedBuffers> buffers = device.use_pinned(options.pinned);
-  state_ = std::make_unique<LaneState>(device, std::move(buffers), device.context());
+  state_ = std::make_unique<LaneState>(device, std::move(buffers), device.context(),
+                                       options.open_on_device);
   {
     const ContextGuard current(device.driver(), state_->context);
     state_->fence = state_->buffers->take_event();
@@ -41,6 +42,18 @@ CudaCopyEngine::CudaCopyEngine(const CudaCopyOptions& options)
   } catch (...) {
     state_->buffers->give_back_event(state_->fence);
     throw;
+  }
+}
+
+std::string CudaCopyEngine::why_not_opened() {
+  LaneState& state = this->state();
+  if (state.open_on_device == OpenOnDevice::never) return "it was not asked for";
+  const ContextGuard current(state.device.driver(), state.context);
+  try {
+    static_cast<void>(state.buffers->kernels());
+    return {};
+  } catch (const Error& error) {
+    return error.what();
   }
 }
 

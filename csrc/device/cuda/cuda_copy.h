@@ -27,6 +27,7 @@ struct CudaCopyOptions {
   Ordinal device = 0;
   uintptr_t caller_stream = 0;  // CUstream as a number, as torch gives it; 0 is the default stream
   PinnedSettings pinned;
+  OpenOnDevice open_on_device = OpenOnDevice::never;
 };
 
 struct LaneState;
@@ -50,6 +51,9 @@ class CudaCopyEngine final : public CopyEngine {
   void cancel() noexcept;
   // Waits until its lanes are gone, or `patience` is over.
   void wait_for_lanes(std::chrono::milliseconds patience) noexcept;
+
+  // Why the host opens chunks; empty where the device does. Makes the kernels if nobody has yet.
+  std::string why_not_opened();
 
   // Why there is less pinned memory than was asked for; empty where there is not.
   std::string shortage() const;

@@ -39,6 +39,10 @@ struct PinnedStatus {
   uint64_t slot_nbytes = 0;
 };
 
+// Whether encrypted chunks are opened by the device: never; where its kernels work, else by the
+// host; or such a load fails without them. They are made by the first load that has use for them.
+enum class OpenOnDevice : uint8_t { never, if_possible, always };
+
 class Device {
  public:
   // The device with that ordinal, counted as CUDA_VISIBLE_DEVICES leaves them. Throws

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "core/error.h"
 
@@ -46,7 +48,10 @@ CudaLane::~CudaLane() {
       std::any_of(in_use_.begin(), in_use_.end(), [](const Use& use) { return use.copies; });
   const Result end = copies ? stream_->settle() : kSuccess;
   if (end == kSuccess) {
-    for (const Use& use : in_use_) give_back(use.buffer);
+    for (const Use& use : in_use_) {
+      forget_chunks(use);
+      give_back(use.buffer);
+    }
     for (const unsigned buffer : spare_) give_back(buffer);
     buffers_.give_back(std::move(stream_));
   } else {
@@ -58,6 +63,10 @@ CudaLane::~CudaLane() {
     --shared_.lanes;
   }
   shared_.changed.notify_all();
+}
+
+void CudaLane::forget_chunks(const Use& use) noexcept {
+  if (use.described) (*kernels_)->wipe(use.buffer);
 }
 
 void CudaLane::give_back(unsigned buffer) noexcept {
@@ -85,19 +94,25 @@ std::span<std::byte> CudaLane::try_acquire() {
 }
 
 void CudaLane::wait(const std::stop_token& stop) {
+  Use oldest;
+  std::optional<Kernels::Refused> refused;
   naming(shared_.device, [&] {
     if (in_use_.empty()) return wait_for_line(stop);
-    const Use oldest = in_use_.front();
-    if (oldest.copies)
-      wait_for_event(shared_.device.driver(), buffers_.event(oldest.buffer), stop,
+    if (in_use_.front().copies)
+      wait_for_event(shared_.device.driver(), buffers_.event(in_use_.front().buffer), stop,
                      shared_.cancelled, "waiting for copies");
+    oldest = std::move(in_use_.front());
     in_use_.pop_front();
+    if (oldest.chunks > 0) refused = (*kernels_)->first_refused(oldest.buffer, oldest.chunks);
+    forget_chunks(oldest);
     if (buffers_.has_waiters()) {
       give_back(oldest.buffer);
     } else {
       spare_.push_back(oldest.buffer);
     }
+    if (refused && !refused->ran) throw Error(Errc::device, "its kernels did not run");
   });
+  if (refused) oldest.refuse(refused->chunk);
 }
 
 void CudaLane::wait_for_line(const std::stop_token& stop) {
@@ -122,11 +137,15 @@ void CudaLane::check_pieces(std::span<const CopyPiece> pieces) const {
   }
 }
 
-void CudaLane::issue(std::span<const CopyPiece> pieces, Direction direction) {
+CudaLane::Use& CudaLane::begin(std::span<const CopyPiece> pieces) {
   check_pieces(pieces);
   if (shared_.cancelled.load()) throw Error(Errc::cancelled, "cancelled");
-  Use& use = in_use_.back();
-  use.copies = true;
+  in_use_.back().copies = true;
+  return in_use_.back();
+}
+
+void CudaLane::issue(std::span<const CopyPiece> pieces, Direction direction) {
+  const Use& use = begin(pieces);
   stream_->issue(buffers_.bytes(use.buffer).data(), buffers_.event(use.buffer), pieces, direction);
 }
 
@@ -144,6 +163,37 @@ void CudaLane::send(std::span<const CopyPiece> pieces, const std::stop_token& st
     pass_fence(stop);
     shared_.copies_began.store(true);
     issue(pieces, Direction::to_device);
+  });
+}
+
+const Kernels* CudaLane::find_kernels() {
+  if (shared_.open_on_device == OpenOnDevice::never) return nullptr;
+  try {
+    return &buffers_.kernels();
+  } catch (const Error& error) {
+    if (shared_.open_on_device == OpenOnDevice::if_possible) return nullptr;
+    throw Error(error.code(), "it cannot decrypt: " + std::string(error.what()));
+  }
+}
+
+std::span<ChunkToOpen> CudaLane::chunks_to_open() {
+  if (!kernels_) kernels_ = naming(shared_.device, [&] { return find_kernels(); });
+  if (!*kernels_) return {};
+  in_use_.back().described = true;
+  return (*kernels_)->chunks(in_use_.back().buffer);
+}
+
+void CudaLane::send_sealed(std::span<const CopyPiece> pieces, size_t count,
+                           std::function<void(size_t)> refuse, const std::stop_token& stop) {
+  if (count == 0) return send(pieces, stop);
+  naming(shared_.device, [&] {
+    pass_fence(stop);
+    shared_.copies_began.store(true);
+    Use& use = begin(pieces);
+    use.chunks = count;
+    use.refuse = std::move(refuse);
+    stream_->issue(buffers_.bytes(use.buffer).data(), buffers_.event(use.buffer), pieces,
+                   [&](Stream stream) { (*kernels_)->enqueue_open(stream, use.buffer, count); });
   });
 }
 

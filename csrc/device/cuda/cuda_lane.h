@@ -4,7 +4,9 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "device/copy_engine.h"
@@ -14,12 +16,13 @@ namespace tensorizer::device::cuda {
 
 // What the lanes of one engine share with it.
 struct LaneState {
-  explicit LaneState(Device& on, std::shared_ptr<PinnedBuffers> from, Context in)
-      : device(on), buffers(std::move(from)), context(in) {}
+  LaneState(Device& on, std::shared_ptr<PinnedBuffers> from, Context in, OpenOnDevice open)
+      : device(on), buffers(std::move(from)), context(in), open_on_device(open) {}
 
   Device& device;
   const std::shared_ptr<PinnedBuffers> buffers;
   const Context context;
+  const OpenOnDevice open_on_device;
   Event fence = nullptr;  // copies wait for it
   std::atomic<bool> cancelled{false};
   std::atomic<bool> copies_began{false};  // to the device, since the fence was set up
@@ -36,13 +39,19 @@ class CudaLane final : public Lane {
   std::span<std::byte> try_acquire() override;
   void wait(const std::stop_token& stop) override;
   void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
+  std::span<ChunkToOpen> chunks_to_open() override;
+  void send_sealed(std::span<const CopyPiece> pieces, size_t count,
+                   std::function<void(size_t)> refuse, const std::stop_token& stop) override;
   void fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
   void finish(const std::stop_token& stop) override;
 
  private:
   struct Use {
-    unsigned buffer;
-    bool copies = false;  // some were enqueued; its event tells when they are done
+    unsigned buffer = 0;
+    bool copies = false;     // some were enqueued; its event tells when they are done
+    bool described = false;  // its chunks may have been
+    size_t chunks = 0;       // that the device was asked to open
+    std::function<void(size_t)> refuse;
   };
 
   void pass_fence(const std::stop_token& stop);
@@ -50,6 +59,9 @@ class CudaLane final : public Lane {
   void check_pieces(std::span<const CopyPiece> pieces) const;
   void wait_for_line(const std::stop_token& stop);
 
+  Use& begin(std::span<const CopyPiece> pieces);
+  const Kernels* find_kernels();
+  void forget_chunks(const Use& use) noexcept;
   void give_back(unsigned buffer) noexcept;
 
   LaneState& shared_;
@@ -60,6 +72,7 @@ class CudaLane final : public Lane {
   std::deque<Use> in_use_;  // oldest first
   std::vector<unsigned> spare_;
   bool fence_passed_ = false;
+  std::optional<const Kernels*> kernels_;  // null: the host opens chunks; nothing: nobody has asked
 };
 
 // Asks until the event has happened, or the stop comes. Throws Error: cancelled, device. `action`

@@ -22,6 +22,8 @@ using DevicePointer = unsigned long long;
 using Context = struct ContextTag*;
 using Stream = struct StreamTag*;
 using Event = struct EventTag*;
+using Module = struct ModuleTag*;
+using Function = struct FunctionTag*;
 
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;
@@ -93,7 +95,16 @@ inline constexpr int kSourceAccessInStreamOrder = 1;
   X(cuMemcpyBatchAsync, 12080,                                                           \
     (DevicePointer * destinations, DevicePointer * sources, size_t* sizes, size_t count, \
      CopyAttributes* attributes, size_t* attribute_starts, size_t attribute_count,       \
-     size_t* failed_index, Stream stream))
+     size_t* failed_index, Stream stream))                                               \
+  X(cuModuleLoadData, 2000, (Module * module, const void* image))                        \
+  X(cuModuleGetFunction, 2000, (Function * function, Module module, const char* name))   \
+  X(cuModuleUnload, 2000, (Module module))                                               \
+  X(cuLaunchKernel, 4000,                                                                \
+    (Function function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z,         \
+     unsigned threads_x, unsigned threads_y, unsigned threads_z, unsigned shared_nbytes, \
+     Stream stream, void** parameters, void** extra))                                    \
+  X(cuMemAlloc, 3020, (DevicePointer * address, size_t nbytes))                          \
+  X(cuMemFree, 3020, (DevicePointer address))
 
 struct Driver {
   int version = 0;  // 1000 * major + 10 * minor

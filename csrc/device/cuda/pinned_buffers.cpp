@@ -117,7 +117,25 @@ bool PinnedBuffers::pin(unsigned slots, uint64_t slot_nbytes) {
   return false;
 }
 
+const Kernels& PinnedBuffers::kernels() {
+  MutexLock lock(kernels_mutex_);
+  if (!kernels_ && kernels_refused_.empty()) {
+    try {
+      if (!pinned_) throw Error(Errc::device, "host memory cannot be pinned");
+      kernels_ = std::make_unique<Kernels>(driver_, count(), buffer_nbytes_);
+    } catch (const Error& error) {
+      kernels_refused_ = error.what();
+    }
+  }
+  if (!kernels_) throw Error(Errc::device, kernels_refused_);
+  return *kernels_;
+}
+
 void PinnedBuffers::release() noexcept {
+  {
+    MutexLock lock(kernels_mutex_);
+    kernels_.reset();
+  }
   {
     MutexLock lock(mutex_);
     idle_streams_.clear();

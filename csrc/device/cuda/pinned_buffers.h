@@ -19,6 +19,7 @@
 #include "core/sync.h"
 #include "device/cuda/copy_stream.h"
 #include "device/cuda/driver.h"
+#include "device/cuda/kernel_module.h"
 #include "device/host_mapping.h"
 
 namespace tensorizer::device::cuda {
@@ -77,6 +78,10 @@ class PinnedBuffers {
   std::unique_ptr<CopyStream> take_stream();
   void give_back(std::unique_ptr<CopyStream> stream) noexcept;
   Event take_event();
+
+  // Made by the first call and tested; a device on which that failed is not asked again while its
+  // memory lives. Throws Error(device). REQUIRES: the device's context is current.
+  const Kernels& kernels();
   void give_back_event(Event event) noexcept;
 
  private:
@@ -103,6 +108,10 @@ class PinnedBuffers {
   std::vector<unsigned> free_ GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<CopyStream>> idle_streams_ GUARDED_BY(mutex_);
   std::vector<Event> idle_events_ GUARDED_BY(mutex_);
+
+  Mutex kernels_mutex_;  // held while the driver compiles
+  std::unique_ptr<Kernels> kernels_ GUARDED_BY(kernels_mutex_);
+  std::string kernels_refused_ GUARDED_BY(kernels_mutex_);  // why, where they were
 };
 
 }  // namespace tensorizer::device::cuda

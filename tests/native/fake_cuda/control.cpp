@@ -81,6 +81,11 @@ CONTROL void fake_cuda_reset() {
   model().lost = 0;
 }
 
+CONTROL void fake_cuda_break_kernels(int broken) {
+  const Lock lock(model().mutex);
+  model().wrong_kernels = broken != 0;
+}
+
 CONTROL unsigned fake_cuda_calls(const char* name) {
   const Lock lock(model().mutex);
   return model().calls[name];
@@ -97,6 +102,10 @@ CONTROL const char* fake_cuda_leaks() {
   count(text, streams, "stream");
   count(text, model().events.size(), "event");
   count(text, model().host_blocks.size(), "stretch of pinned memory");
+  size_t allocations = 0;
+  for (const auto& [address, block] : model().device_blocks) allocations += block->allocated;
+  count(text, allocations, "allocation");
+  count(text, model().modules.size(), "module");
   count(text, contexts, "retained context");
   return text.c_str();
 }
@@ -104,6 +113,8 @@ CONTROL const char* fake_cuda_leaks() {
 CONTROL void fake_cuda_forget_leaks() {
   const Lock lock(model().mutex);
   model().events.clear();
+  model().modules.clear();
+  for (const auto& [address, block] : model().device_blocks) block->allocated = false;
   model().host_blocks.clear();
   for (const auto& [handle, stream] : model().streams) stream->of_caller = true;
   for (const auto& context : model().contexts) context->retained = 0;

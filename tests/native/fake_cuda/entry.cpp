@@ -5,6 +5,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "../host_kernels.h"
+#include "device/chunk_to_open.h"
 #include "host_memory.h"
 #include "model.h"
 
@@ -475,6 +477,150 @@ API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes,
   return 0;
 }
 
+API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t nbytes) {
+  const Call call("cuMemAlloc");
+  if (call.code) return call.code;
+  if (nbytes == 0) return kInvalidValue;
+  auto block = std::make_unique<Block>();
+  map_device(*block, nbytes);
+  block->device = current_context()->device;
+  block->allocated = true;
+  *address = reinterpret_cast<CUdeviceptr>(block->address);
+  model().device_blocks[block->address] = std::move(block);
+  return 0;
+}
+
+API CUresult cuMemFree_v2(CUdeviceptr address) {
+  const Call call("cuMemFree");
+  const auto found = model().device_blocks.find(reinterpret_cast<std::byte*>(address));
+  if (found == model().device_blocks.end() || !found->second->allocated) return kInvalidValue;
+  Block& block = *found->second;
+  if (model().lost == 0) {
+    model().require_rest(block, {}, "device memory was freed under a copy or a kernel");
+    // Every area that a kernel was told secrets in is zeroed behind it.
+    if (model().control.count(block.address) != 0 &&
+        std::any_of(block.bytes, block.bytes + block.nbytes,
+                    [](std::byte byte) { return byte != std::byte{0}; }))
+      violation("what kernels were told was left in device memory");
+    unmap(block.address, block.nbytes);
+    unmap(block.bytes, block.nbytes);
+  } else {
+    static_cast<void>(found->second.release());
+  }
+  model().control.erase(reinterpret_cast<std::byte*>(address));
+  model().device_blocks.erase(found);
+  return call.code;
+}
+
+API CUresult cuModuleLoadData(ModuleTag** module, const void* image) {
+  const Call call("cuModuleLoadData");
+  if (call.code) return call.code;
+  const std::string_view text(static_cast<const char*>(image));
+  constexpr CUresult kInvalidImage = 218;
+  if (text.substr(0, 11) != "// sources " || text.find(".target sm_70") == text.npos)
+    return kInvalidImage;
+  *module = new ModuleTag{current_context()->device};
+  model().modules.insert(*module);
+  return 0;
+}
+
+API CUresult cuModuleUnload(ModuleTag* module) {
+  const Call call("cuModuleUnload");
+  if (model().modules.erase(module) == 0 && model().lost == 0)
+    violation("a module was unloaded that does not exist any more");
+  delete module;
+  return call.code;
+}
+
+API CUresult cuModuleGetFunction(FunctionTag** function, ModuleTag* module, const char* name) {
+  const Call call("cuModuleGetFunction");
+  if (call.code) return call.code;
+  if (model().modules.count(module) == 0) return kInvalidHandle;
+  if (std::string_view(name).substr(0, 3) != "tz_") return kNotFound;
+  model().functions.push_back(std::make_unique<FunctionTag>(FunctionTag{module, name}));
+  *function = model().functions.back().get();
+  return 0;
+}
+
+namespace {
+
+// Where the bytes are that a kernel finds at an address of the device.
+uint64_t bytes_at(uint64_t address, uint64_t nbytes) {
+  const Lock lock(model().mutex);
+  auto* const seen = reinterpret_cast<std::byte*>(address);
+  const Block* const block = model().find(model().device_blocks, seen, nbytes);
+  if (!block) {
+    if (model().any_address) return address;
+    violation("a kernel touches device memory that is not allocated");
+  }
+  return reinterpret_cast<uint64_t>(block->bytes + (seen - block->address));
+}
+
+// One kernel that will run on a stream.
+struct PlannedKernel {
+  std::string name;
+  unsigned blocks;
+  std::vector<uint64_t> parameters;  // addresses as the host sees them
+  uint64_t seed;
+
+  void run() {
+    if (execution_fails()) return;
+    if (model().wrong_kernels) return;
+    const auto* const part_of = reinterpret_cast<const uint32_t*>(parameters[1]);
+    if (name == "tz_convert") {
+      run_with<tensorizer::device::PieceToConvert>(part_of, [](auto& piece) {
+        const auto nbytes = [&](uint32_t type) { return piece.count << (type / 2 + 1); };
+        piece.source = bytes_at(piece.source, nbytes(piece.from == 3 ? 4 : piece.from));
+        piece.destination = bytes_at(piece.destination, nbytes(piece.to == 3 ? 4 : piece.to));
+      });
+    } else {
+      run_with<tensorizer::device::ChunkToOpen>(
+          part_of, [](auto& chunk) { chunk.address = bytes_at(chunk.address, chunk.nbytes); });
+    }
+  }
+
+ private:
+  // With copies of the parts that the kernel is told of, whose addresses `locate` makes the host's.
+  template <class Part, class Locate>
+  void run_with(const uint32_t* part_of, Locate locate_part) {
+    const auto* const given = reinterpret_cast<const Part*>(parameters[0]);
+    const uint32_t count = *std::max_element(part_of, part_of + blocks) + 1;
+    std::vector<Part> parts(given, given + count);
+    for (Part& part : parts) locate_part(part);
+    uint64_t first = reinterpret_cast<uint64_t>(parts.data());
+    std::vector<void*> pointers = {&first};
+    for (size_t i = 1; i < parameters.size(); ++i) pointers.push_back(&parameters[i]);
+    if (host_kernel_run(name.c_str(), blocks, pointers.data(), HOST_SHUFFLED, seed) != 0)
+      violation("a kernel is unknown, or left secrets in shared memory");
+  }
+};
+
+}  // namespace
+
+API CUresult cuLaunchKernel(FunctionTag* function, unsigned x, unsigned y, unsigned z,
+                            unsigned threads, unsigned threads_y, unsigned threads_z,
+                            unsigned shared, CUstream stream, void** parameters, void** extra) {
+  const Call call("cuLaunchKernel");
+  if (call.code) return call.code;
+  if (model().modules.count(function->module) == 0)
+    violation("a kernel was started whose module is unloaded");
+  if (x == 0 || y != 1 || z != 1 || threads != 256 || threads_y != 1 || threads_z != 1 ||
+      shared != 0 || extra)
+    return kInvalidValue;
+  const auto kept = stream_of(stream, false);
+  const size_t count = function->name == "tz_convert" ? 2 : function->name == "tz_mac" ? 3 : 4;
+  PlannedKernel kernel{function->name, x, {}, model().random()};
+  for (size_t i = 0; i < count; ++i) {
+    auto* const address = *static_cast<std::byte**>(parameters[i]);
+    // What follows the first word is known to the kernel alone.
+    kernel.parameters.push_back(
+        reinterpret_cast<uint64_t>(locate(address, 4, *kept, true, i >= 2)));
+    if (count > 2) model().control.insert(model().find(model().device_blocks, address, 4)->address);
+  }
+  model().enqueue(kept, {[kernel]() mutable { kernel.run(); }, {}});
+  return 0;
+}
+
 namespace {
 
 // As the driver declares it: how a source is read, two hints, flags.
@@ -577,6 +723,14 @@ const Symbol kSymbols[] = {
     FAKE_SYMBOL(cuMemcpyBatchAsync, 12080, cuMemcpyBatchAsync_v12080),
     FAKE_SYMBOL(cuMemcpyBatchAsync, 13000, cuMemcpyBatchAsync_v13000),
     FAKE_SYMBOL(cuMemsetD8Async, 3020, cuMemsetD8Async),
+    FAKE_SYMBOL(cuModuleLoadData, 2000, cuModuleLoadData),
+    FAKE_SYMBOL(cuModuleGetFunction, 2000, cuModuleGetFunction),
+    FAKE_SYMBOL(cuModuleUnload, 2000, cuModuleUnload),
+    FAKE_SYMBOL(cuLaunchKernel, 4000, cuLaunchKernel),
+    FAKE_OLD(cuMemAlloc, 2000),
+    FAKE_SYMBOL(cuMemAlloc, 3020, cuMemAlloc_v2),
+    FAKE_OLD(cuMemFree, 2000),
+    FAKE_SYMBOL(cuMemFree, 3020, cuMemFree_v2),
 };
 
 // The newest function of that name which is no newer than the version asked for.

@@ -13,9 +13,13 @@
 //     ordered by events, stream order, or a wait of the host
 //   - device memory is not freed, host memory not unregistered, no stream destroyed while work on
 //   it may still run
+//   - kernels get device memory, and the memory of the chunks that they are told of is live when
+//   they run
 //   - handles are not used after their end; contexts are popped by the thread that pushed them; a
 //   forked child of a
 //     process that initialised the driver makes no call
+// The kernels are those of csrc/device/cuda/kernels, run by the host on the stream's thread, with
+// their thread blocks and threads in any order.
 // Device addresses are not accessible to the host: touching one ends in SIGSEGV.
 //
 // Environment, read by the first call: FAKE_CUDA_VERSION (13000), FAKE_CUDA_DEVICES (2),
@@ -73,6 +77,8 @@ void fake_cuda_allow_pageable(int allowed);
 // Copies that obey no stream order, for filling and checking; the ranges must be at rest.
 void fake_cuda_write(void* address, const void* from, size_t nbytes);
 void fake_cuda_read(const void* address, void* to, size_t nbytes);
+// Kernels that are started from now on do nothing.
+void fake_cuda_break_kernels(int broken);
 // The stream behaves as if it captured a graph.
 void fake_cuda_set_capturing(void* stream, int device, int capturing);
 

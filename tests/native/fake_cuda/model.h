@@ -2,6 +2,7 @@
 // whom.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -53,8 +54,8 @@ struct Block {
   std::byte* address = nullptr;  // what programs see; inaccessible for device memory
   std::byte* bytes = nullptr;    // where the bytes are
   uint64_t nbytes = 0;
-  int device = -1;  // -1: host memory
-  bool allocated = false;
+  int device = -1;         // -1: host memory
+  bool allocated = false;  // by the program under test, from the driver
   std::unordered_map<uint64_t, std::vector<Access>> recent;  // by 64 KiB page
 };
 
@@ -89,6 +90,15 @@ struct Record {
   Clock clock;
 };
 
+// The module that a program loaded, and its kernels.
+struct ModuleTag {
+  int device = 0;
+};
+struct FunctionTag {
+  ModuleTag* module;
+  std::string name;
+};
+
 struct EventTag {
   int device = 0;
   std::shared_ptr<Record> record;
@@ -112,6 +122,7 @@ struct Model {
   int devices = 2;
   bool can_register = true;
   bool any_address = false;
+  std::atomic<bool> wrong_kernels{false};
   bool pageable_allowed = false;  // copies may use host memory that is not pinned
   bool held = false;              // see fake_cuda_hold
   unsigned min_delay_us = 0;
@@ -128,8 +139,11 @@ struct Model {
   std::map<StreamTag*, std::shared_ptr<StreamTag>> streams;
   std::vector<std::shared_ptr<StreamTag>> default_streams;
   std::set<EventTag*> events;
+  std::set<ModuleTag*> modules;
+  std::vector<std::unique_ptr<FunctionTag>> functions;         // never forgotten
   std::map<std::byte*, std::unique_ptr<Block>> device_blocks;  // by address
   std::map<std::byte*, std::unique_ptr<Block>> host_blocks;
+  std::set<std::byte*> control;  // device blocks with what kernels are told
   int next_stream = 1;
   Clock host;  // what the host has waited for; every later operation is ordered after it
 

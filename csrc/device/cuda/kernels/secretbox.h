@@ -121,6 +121,15 @@ TENSORIZER_KERNEL Limbs block_value(const Words& words, uint32_t mark) {
            (w[3] >> 8) | (mark << 24)}};
 }
 
+// The powers of r that the kernels multiply with, squared again and again. For the host.
+TENSORIZER_KERNEL void fill_powers(ChunkToOpen& chunk, const Words& r) {
+  Limbs power = block_value(r, 0);
+  for (uint32_t (&stored)[5] : chunk.power) {
+    for (int i = 0; i < 5; ++i) stored[i] = power.limb[i];
+    power = reduced(multiply(power, power));
+  }
+}
+
 // The last block where it is short: its bytes and then a 1. Every index is a constant, since an
 // array that is indexed at run time is in memory on the device.
 TENSORIZER_KERNEL Limbs short_block_value(const unsigned char* from, uint32_t nbytes) {
@@ -213,8 +222,8 @@ TENSORIZER_KERNEL void mac_kernel(Block& block, MacShared& shared, const ChunkTo
   });
 }
 
-// Whether the chunk's shares add up to its MAC; looks at all 16 bytes.
-TENSORIZER_KERNEL bool is_genuine(const ChunkToOpen& chunk, const uint32_t* partial) {
+// The MAC that the chunk's shares add up to.
+TENSORIZER_KERNEL Words mac_of(const ChunkToOpen& chunk, const uint32_t* partial) {
   Limbs sum = {{0, 0, 0, 0, 0}};
   for (uint32_t s = 0; s < chunk.segments; ++s) {
     const uint32_t* const share = partial + kPartialWords * (chunk.first_segment + s);
@@ -224,13 +233,21 @@ TENSORIZER_KERNEL bool is_genuine(const ChunkToOpen& chunk, const uint32_t* part
   const uint32_t word[4] = {h.limb[0] | (h.limb[1] << 26), (h.limb[1] >> 6) | (h.limb[2] << 20),
                             (h.limb[2] >> 12) | (h.limb[3] << 14),
                             (h.limb[3] >> 18) | (h.limb[4] << 8)};
+  Words mac = {{0, 0, 0, 0}};
   uint64_t carry = 0;
-  uint32_t difference = 0;
   for (int i = 0; i < 4; ++i) {
     carry += static_cast<uint64_t>(word[i]) + chunk.pad[i];
-    difference |= static_cast<uint32_t>(carry) ^ chunk.mac[i];
+    mac.word[i] = static_cast<uint32_t>(carry);
     carry >>= 32;
   }
+  return mac;
+}
+
+// Looks at all 16 bytes.
+TENSORIZER_KERNEL bool is_genuine(const ChunkToOpen& chunk, const uint32_t* partial) {
+  const Words mac = mac_of(chunk, partial);
+  uint32_t difference = 0;
+  for (int i = 0; i < 4; ++i) difference |= mac.word[i] ^ chunk.mac[i];
   return difference == 0;
 }
 
