@@ -207,7 +207,7 @@ def test_a_failure_exits_with_1_and_leaves_the_target_as_it_was(work: Work, caps
     work.back.write_bytes(b"was here before")
     before = set(work.folder.iterdir())
     assert work.remove("exact", other, "-q") == 1
-    assert "CryptographyError" in capsys.readouterr().err
+    assert "AuthenticationError" in capsys.readouterr().err
     assert work.remove("pwhash", work.passphrase, "-q") == 1
     assert work.back.read_bytes() == b"was here before"
     assert set(work.folder.iterdir()) == before

@@ -7,6 +7,7 @@ import threading
 
 import numpy
 import pytest
+import reference_auth
 import samples
 import torch
 from samples import same
@@ -161,8 +162,16 @@ def test_parts_of_encrypted_tensors_are_authenticated(tmp_path):
             d.get_slices({"a": slice((2 << 20) + 90, (2 << 20) + 100)}, out={"a": out})
         assert not same(out, tensor[(2 << 20) + 90 : (2 << 20) + 100])
     wrong = DecryptionParams.from_key(b"x" * 32)
-    with pytest.raises(CryptographyError):  # found when the file is opened
+    with pytest.raises(CryptographyError, match="wrong key"):
         TensorDeserializer(path, device="cpu", lazy_load=True, encryption=wrong)
+    old = write(tmp_path / "old", {"a": tensor}, encryption=EncryptionParams(KEY))
+    old.write_bytes(reference_auth.as_before(old.read_bytes(), KEY))
+    with TensorDeserializer(old, device="cpu", lazy_load=True, encryption=key) as d:
+        assert same(d.get_slice("a")[100:5000], tensor[100:5000])
+    with TensorDeserializer(old, device="cpu", lazy_load=True, encryption=wrong) as d:
+        part = d.get_slice("a")
+        with pytest.raises(CryptographyError):
+            part[0]
 
 
 def test_a_part_is_never_called_verified(tmp_path):
