@@ -26,12 +26,12 @@ class CacheDisk {
   // writes is held up. `patient` waits for room.
   bool reserve(uint64_t nbytes, bool patient, const std::stop_token& stop);
   // Notes that a thread writes, and afterwards how long the disk has kept it waiting: no time while
-  // the processor worked, or others had it.
+  // the processor worked, or others had it, nor what a queue of writers takes.
   class Writing {
    public:
     Writing();
     ~Writing();
-    std::chrono::nanoseconds waited() const noexcept;
+    std::chrono::nanoseconds waited(uint64_t nbytes) const noexcept;
     Writing(const Writing&) = delete;
     Writing& operator=(const Writing&) = delete;
 

@@ -435,7 +435,7 @@ void CacheSource::store(const std::shared_ptr<CacheEntry>& entry, BlockRun run,
     cursor.skip(static_cast<uint64_t>(n));
     done += static_cast<uint64_t>(n);
   }
-  disk_nanoseconds_ += writing.waited().count();
+  disk_nanoseconds_ += writing.waited(done).count();
   const bool whole = done == nbytes;
   const uint64_t end = whole ? run.end : run.begin + done / kCacheBlockNbytes;
   for (uint64_t block = run.begin; block < end; ++block)
