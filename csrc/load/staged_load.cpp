@@ -7,7 +7,7 @@
 #include "core/checked_math.h"
 #include "core/sync.h"
 #include "crypto/secret_buffer.h"
-#include "load/device_cipher.h"
+#include "load/chunks_for_device.h"
 #include "load/payload_cipher.h"
 
 namespace tensorizer::load {
