@@ -5,7 +5,7 @@
 
 #include "core/checked_math.h"
 #include "crypto/secret_buffer.h"
-#include "load/device_cipher.h"
+#include "load/chunks_for_device.h"
 
 namespace tensorizer::load {
 namespace {
