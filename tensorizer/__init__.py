@@ -134,8 +134,8 @@ _DEFINED_IN = {
 _SUBMODULES = frozenset(
     {
         "cache", "cli", "cuda", "deserializer", "distributed", "encryption", "errors", "integrations", "legacy",
-        "module_tree", "progress", "protobuf", "s3", "serialization", "serializer", "signing", "stream_io", "tensors_pb2",
-        "torch", "torch_compat", "utils",
+        "module_tree", "progress", "protobuf", "s3", "serialization", "serializer", "signing", "stream_io",
+        "tensors_pb2", "torch", "torch_compat", "utils",
     }
 )  # fmt: skip
 

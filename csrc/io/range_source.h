@@ -80,7 +80,8 @@ class RangeSource {
     return nullptr;
   }
 
-  // What was read turned out to be damaged: true where some of it came from a copy, which is removed.
+  // What was read turned out to be damaged: true where some of it came from a copy, which is
+  // removed.
   virtual bool drop_copy() noexcept { return false; }
 
   // Gives back descriptors and connections, once no read is running; later reads are
