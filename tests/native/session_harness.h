@@ -279,8 +279,7 @@ inline void load_parts(io::RangeSource& source, const std::vector<Tensor>& tenso
   const auto below = [&](uint64_t n) {
     return std::uniform_int_distribution<uint64_t>(0, n - 1)(random);
   };
-  const auto key = settings.keys ? format::KeyGiven::yes : format::KeyGiven::no;
-  const auto opened = open_all(source, key, stop);
+  const auto opened = open_all(source, settings.keys.get(), stop);
   std::vector<load::LoadTarget> targets;
   std::vector<Bytes> found, wanted;
   for (uint32_t entry = 0; entry < tensors.size(); ++entry) {

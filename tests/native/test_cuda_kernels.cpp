@@ -32,29 +32,27 @@ class CudaKernels : public FakeDriverTest {
 
   // Three workers bring the messages, four in a buffer, to `memory_`.
   void load(CopyEngine& engine) {
-    std::atomic<size_t> next{0};
-    run_workers(3, {}, [&](const std::stop_token& stop) {
+    for_each_index(messages_.size() / 4, 3, {}, [&](size_t group, const std::stop_token& stop) {
+      const size_t first = 4 * group;
       const std::unique_ptr<Lane> lane = engine.make_lane(true);
-      for (size_t first = 4 * next++; first < messages_.size(); first = 4 * next++) {
-        const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
-        const std::span<ChunkToOpen> chunks = lane->chunks_to_open();
-        for (const ChunkToOpen& chunk : chunks.first(4))
-          if (chunk.nbytes != 0) left_behind_ = true;
-        size_t nbytes = 0;
-        for (size_t i = 0; i < 4; ++i) {
-          describe(chunks[i], first + i);
-          const Message& message = messages_[first + i];
-          std::memcpy(buffer.data() + i * kChunk, message.cipher.data(), message.cipher.size());
-          nbytes = i * kChunk + message.cipher.size();
-        }
-        const CopyPiece piece{0, memory_.data() + first * kChunk, nbytes};
-        lane->send_sealed(
-            {&piece, 1}, 4,
-            [first](size_t chunk) {
-              throw Error(Errc::crypto, "message " + std::to_string(first + chunk));
-            },
-            stop);
+      const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
+      const std::span<ChunkToOpen> chunks = lane->chunks_to_open();
+      for (const ChunkToOpen& chunk : chunks.first(4))
+        if (chunk.nbytes != 0) left_behind_ = true;
+      size_t nbytes = 0;
+      for (size_t i = 0; i < 4; ++i) {
+        describe(chunks[i], first + i);
+        const Message& message = messages_[first + i];
+        std::memcpy(buffer.data() + i * kChunk, message.cipher.data(), message.cipher.size());
+        nbytes = i * kChunk + message.cipher.size();
       }
+      const CopyPiece piece{0, memory_.data() + first * kChunk, nbytes};
+      lane->send_sealed(
+          {&piece, 1}, 4,
+          [first](size_t chunk) {
+            throw Error(Errc::crypto, "message " + std::to_string(first + chunk));
+          },
+          stop);
       lane->finish(stop);
     });
   }
@@ -195,7 +193,7 @@ class CudaKernelsLoad : public FakeDriverTest {
     CudaCopyEngine engine(options);
     tensorizer::tests::PlainSource source(file_);
     load::KeyRing keys(tensorizer::tests::test_key());
-    const auto opened = tensorizer::tests::open_all(source, format::KeyGiven::yes);
+    const auto opened = tensorizer::tests::open_all(source, &keys);
     std::vector<load::LoadTarget> targets;
     for (uint32_t i = 0; i < memory_.size(); ++i)
       targets.push_back(

@@ -428,8 +428,8 @@ TEST(Sessions, PartsOfEncryptedTensorsLeaveNothingBehindWhereAChunkIsForged) {
   file[file.size() - 8 - kChunk] ^= std::byte{1};  // in the fourth chunk
   PlainSource source(file);
   source.settings.concurrency = 1;
-  const auto opened = open_all(source, format::KeyGiven::yes);
   const auto keys = ring();
+  const auto opened = open_all(source, keys.get());
   const std::array<uint64_t, 1> shape{4 * kChunk + 5};
   for (const bool device : {false, true}) {
     HostEngine engine(2, kChunk / 2);  // chunks are longer than a buffer
