@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::string_view kBegin = "-----BEGIN PRIVATE KEY-----";
 constexpr std::string_view kEnd = "-----END PRIVATE KEY-----";
-constexpr std::string_view kSpaces = " \t\r\n";
+constexpr const char* kSpaces = " \t\r\n";
 // PKCS#8, version 1: the algorithm's identifier, then the seed in two octet strings.
 constexpr std::array<unsigned char, 16> kBeforeSeed{0x30, 0x2E, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06,
                                                     0x03, 0x2B, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20};
@@ -41,8 +41,8 @@ struct Wiped {
 SecretKey from_pem(std::string_view body) {
   Wiped<std::array<unsigned char, kMaxDerNbytes>> der;
   size_t nbytes = 0;
-  if (sodium_base642bin(der.bytes.data(), der.bytes.size(), body.data(), body.size(),
-                        kSpaces.data(), &nbytes, nullptr, sodium_base64_VARIANT_ORIGINAL) != 0)
+  if (sodium_base642bin(der.bytes.data(), der.bytes.size(), body.data(), body.size(), kSpaces,
+                        &nbytes, nullptr, sodium_base64_VARIANT_ORIGINAL) != 0)
     refuse("a PEM file that is damaged");
   if (nbytes != kBeforeSeed.size() + kKeyNbytes ||
       !std::equal(kBeforeSeed.begin(), kBeforeSeed.end(), der.bytes.begin()))

@@ -60,10 +60,9 @@ class Lane {
   // are genuine. Where one is not, wait() and finish() call `refuse` with the number of the first
   // such chunk, which throws. Fills in which segments are whose. REQUIRES: a piece covers each
   // chunk.
-  virtual void send_sealed(std::span<const CopyPiece> pieces, size_t count,
-                           std::function<void(size_t)> refuse, const std::stop_token& stop) {
-    static_cast<void>(count);
-    static_cast<void>(refuse);
+  virtual void send_sealed(std::span<const CopyPiece> pieces, size_t /*count*/,
+                           const std::function<void(size_t)>& /*refuse*/,
+                           const std::stop_token& stop) {
     send(pieces, stop);
   }
 

@@ -179,7 +179,7 @@ TEST(Index, names_follow_the_path_rules) {
   expect_error(Errc::malformed, [&] { two("a", "\x1e[0]"); });
   expect_malformed(changed([](Entry& e) { e.name = ""; }), "empty");
   expect_malformed(changed([](Entry& e) { e.name = "\xff"; }), "UTF-8");
-  expect_malformed(changed([](Entry& e) { e.name = "\x1e[true]"; }), "boolean");
+  expect_malformed(changed([](Entry& e) { e.name = "\x1e[true]"; }), "no string");
 }
 
 TEST(Index, tensor_types_beyond_2_are_malformed) {

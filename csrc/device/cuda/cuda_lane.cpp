@@ -184,14 +184,14 @@ std::span<ChunkToOpen> CudaLane::chunks_to_open() {
 }
 
 void CudaLane::send_sealed(std::span<const CopyPiece> pieces, size_t count,
-                           std::function<void(size_t)> refuse, const std::stop_token& stop) {
+                           const std::function<void(size_t)>& refuse, const std::stop_token& stop) {
   if (count == 0) return send(pieces, stop);
   naming(shared_.device, [&] {
     pass_fence(stop);
     shared_.copies_began.store(true);
     Use& use = begin(pieces);
     use.chunks = count;
-    use.refuse = std::move(refuse);
+    use.refuse = refuse;
     stream_->issue(buffers_.bytes(use.buffer).data(), buffers_.event(use.buffer), pieces,
                    [&](Stream stream) { (*kernels_)->enqueue_open(stream, use.buffer, count); });
   });

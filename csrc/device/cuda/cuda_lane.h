@@ -41,7 +41,7 @@ class CudaLane final : public Lane {
   void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
   std::span<ChunkToOpen> chunks_to_open() override;
   void send_sealed(std::span<const CopyPiece> pieces, size_t count,
-                   std::function<void(size_t)> refuse, const std::stop_token& stop) override;
+                   const std::function<void(size_t)>& refuse, const std::stop_token& stop) override;
   void fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
   void finish(const std::stop_token& stop) override;
 

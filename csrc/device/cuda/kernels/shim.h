@@ -16,7 +16,7 @@
 #define TENSORIZER_KERNEL static inline  // tests compile their own, with assertions
 #endif
 #if !defined(TENSORIZER_KERNEL_ASSERT)
-#define TENSORIZER_KERNEL_ASSERT(condition) static_cast<void>(sizeof(condition))  // tests do
+#define TENSORIZER_KERNEL_ASSERT(condition) static_cast<void>(false && (condition))  // tests do
 #endif
 
 namespace tensorizer::device::cuda {
