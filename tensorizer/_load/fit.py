@@ -34,7 +34,7 @@ class Fact(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: Optional[torch.dtype]  # None: only the record header tells, or torch does not know it
-    nbytes: int = -1  # of the payload; a scalar without one has the shape (1,) in the index
+    nbytes: int  # of the payload; a scalar without one has the shape (1,) in the index
 
 
 class Fit(NamedTuple):

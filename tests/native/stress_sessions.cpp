@@ -13,19 +13,31 @@ std::vector<size_t> random_sizes(std::mt19937& random) {
   return sizes;
 }
 
+// The file of one round; every third one is encrypted.
+struct RandomFile {
+  RandomFile(std::mt19937& random, int round)
+      : tensors(make_tensors(random_sizes(random), static_cast<uint64_t>(round))),
+        encrypted(round % 3 == 0) {
+    save::SaveOptions options;
+    if (encrypted) options = {.hashes = {false, true}, .key = test_key()};
+    bytes = save_all(tensors, options);
+  }
+
+  std::vector<Tensor> tensors;
+  bool encrypted;
+  Bytes bytes;
+};
+
 TEST(Stress, LoadsOfRandomTensorsWithSmallUnitsAndRandomFailures) {
   std::mt19937 random(1);
   for (int round = 0; round < 30; ++round) {
-    const auto tensors = make_tensors(random_sizes(random), static_cast<uint64_t>(round));
-    const bool encrypted = round % 3 == 0;
-    save::SaveOptions options;
-    if (encrypted) options = {.hashes = {false, true}, .key = test_key()};
-    const Bytes file = save_all(tensors, options);
-    PlainSource source(file);
+    const RandomFile made(random, round);
+    const auto& tensors = made.tensors;
+    PlainSource source(made.bytes);
     source.settings = {.concurrency = 6, .unit_nbytes = 64 << 10, .gap_nbytes = 4096};
     HostEngine engine(2 + round % 3, 2 << 20);
     LoadSettings settings{.verify = round % 2 == 0};
-    if (encrypted) settings.keys = std::make_shared<load::KeyRing>(test_key());
+    if (made.encrypted) settings.keys = std::make_shared<load::KeyRing>(test_key());
     if (round % 4 == 1) settings.engine = &engine;
     if (round % 5 == 4) source.fail_at = static_cast<int>(random() % 20);
     std::vector<Bytes> found;
@@ -38,19 +50,16 @@ TEST(Stress, LoadsOfRandomTensorsWithSmallUnitsAndRandomFailures) {
   }
 }
 
-TEST(Stress, PartsOfRandomTensorsWithRandomFailuresAndStops) {
+TEST(Stress, PartsOfRandomTensorsWithRandomFailures) {
   std::mt19937 random(4);
   for (int round = 0; round < 30; ++round) {
-    const auto tensors = make_tensors(random_sizes(random), static_cast<uint64_t>(round));
-    const bool encrypted = round % 3 == 0;
-    save::SaveOptions options;
-    if (encrypted) options = {.hashes = {false, true}, .key = test_key()};
-    const Bytes file = save_all(tensors, options);
-    PlainSource source(file);
+    const RandomFile made(random, round);
+    const auto& tensors = made.tensors;
+    PlainSource source(made.bytes);
     source.settings = {.concurrency = 6, .unit_nbytes = 64 << 10, .gap_nbytes = 4096};
     HostEngine engine(2 + round % 3, 1 << 20);
     LoadSettings settings;
-    if (encrypted) settings.keys = std::make_shared<load::KeyRing>(test_key());
+    if (made.encrypted) settings.keys = std::make_shared<load::KeyRing>(test_key());
     if (round % 4 == 1) settings.engine = &engine;
     if (round % 5 == 4) source.fail_at = 2 + static_cast<int>(random() % 20);
     try {

@@ -209,18 +209,22 @@ void MultipartSink::run_uploads() noexcept {
       index = queue_.front();
       queue_.pop_front();
     }
-    try {
-      create_once();
-      upload(index);
-    } catch (...) {
-      fail(std::current_exception());
-    }
+    upload_or_fail(index);
   }
   {
     MutexLock lock(mutex_);
     --running_;
   }
   abort_after_the_last();
+}
+
+void MultipartSink::upload_or_fail(size_t index) noexcept {
+  try {
+    create_once();
+    upload(index);
+  } catch (...) {
+    fail(std::current_exception());
+  }
 }
 
 // Where the system has no thread to give, the writing thread uploads what is due.
@@ -233,12 +237,7 @@ void MultipartSink::upload_here() noexcept {
       index = queue_.front();
       queue_.pop_front();
     }
-    try {
-      create_once();
-      upload(index);
-    } catch (...) {
-      fail(std::current_exception());
-    }
+    upload_or_fail(index);
   }
 }
 
