@@ -231,7 +231,7 @@ docs: $(VENV)/stamp-build $(VENV)/stamp-docs  ## the documentation site in site/
 .PHONY: site-check
 site-check: export TENSORIZER_SITE := site
 site-check: docs system-site $(VENV)/stamp-dev  ## build the site; links lead somewhere, and no page scrolls sideways in Chromium
-	$(BIN)/python -m pytest -q tests/test_site.py
+	$(BIN)/python -m pytest -q tests/repository/test_site.py
 endif
 
 .PHONY: clean distclean

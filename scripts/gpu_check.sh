@@ -89,6 +89,6 @@ MAX_JOBS=${JOBS:-$(nproc)} "$python" setup.py --quiet build_ext --inplace >build
 if [ -n "$build_only" ]; then exit; fi
 echo "== tests"
 if [ -n "$fake" ]; then
-  exec "$python" -m pytest -q -p no:cacheprovider tests/test_cuda_pipeline.py "$@"
+  exec "$python" -m pytest -q -p no:cacheprovider tests/load/test_cuda_pipeline.py "$@"
 fi
 TENSORIZER_REQUIRE_GPU=1 exec "$python" -m pytest -q -p no:cacheprovider -m gpu tests "$@"

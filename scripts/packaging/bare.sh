@@ -38,4 +38,4 @@ mkdir -p /tmp/bare-files
 # Up to here nothing was installed but Python. The tests bring servers along.
 "${install[@]}"
 "$bin/pip" install --quiet pytest pytest-timeout pytest-xdist hypothesis psutil
-"$bin/python" "$scripts/suite.py" /tmp/bare-suite -- -m '' tests/test_certificates.py
+"$bin/python" "$scripts/suite.py" /tmp/bare-suite -- -m '' tests/io/test_certificates.py

@@ -57,7 +57,7 @@ SMOKE = Path(__file__).with_name("smoke.py")
 BARE = ("python3", "python3-venv")
 THIS = f"{sys.version_info[0]}.{sys.version_info[1]}"
 # The tests of certificates, slow ones included, and what they need beside the wheel's own requirements.
-CERTIFICATES = ("-m", "slow or not slow", "-rs", "tests/test_certificates.py")
+CERTIFICATES = ("-m", "slow or not slow", "-rs", "tests/io/test_certificates.py")
 TEST_PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 
 

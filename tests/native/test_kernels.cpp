@@ -1,5 +1,5 @@
 // The device's kernels, run on the host: against libsodium, against published vectors, and their
-// arithmetic against one with big integers. tests/test_kernels.py compares the conversion with
+// arithmetic against one with big integers. tests/load/test_kernels.py compares the conversion with
 // torch.
 #include <gtest/gtest.h>
 #include <sodium.h>

@@ -18,6 +18,7 @@ import golden_files
 import pytest
 import samples
 import torch
+from places import TESTS
 
 import tensorizer.cuda
 from tensorizer import _C, CryptographyError, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
@@ -563,7 +564,7 @@ def run_script(text: str, path) -> subprocess.CompletedProcess:
     settings = {"TENSORIZER_RING_SLOT_MIB": "2", "TENSORIZER_CUDA_LIBRARY": str(library), "MODEL": str(path)}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(text)],
-        env=dict(os.environ, TESTS=os.path.dirname(__file__), **settings),
+        env=dict(os.environ, TESTS=str(TESTS), **settings),
         capture_output=True,
         text=True,
         timeout=120,

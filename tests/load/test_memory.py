@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 
 import memory
 import pytest
 import samples
 import torch
+from places import TESTS
 from samples import tensor
 
 pytestmark = [
@@ -42,7 +42,7 @@ def measure(folder, fresh_process):
     small = samples.write_state_dict(folder / "small", {"a": torch.ones(3)})
 
     def run(path, program):
-        result = fresh_process(PRELUDE + textwrap.dedent(program), Path(__file__).parent, path, small, timeout=120)
+        result = fresh_process(PRELUDE + textwrap.dedent(program), TESTS, path, small, timeout=120)
         assert result.returncode == 0, result.stderr
         return [float(word) for word in result.stdout.split()]
 

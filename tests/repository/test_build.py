@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import tensorizer._C
 
-ROOT = Path(__file__).resolve().parent.parent
 MODULE = Path(tensorizer._C.__file__)
 VERSION = "3.0.0.dev0"
 

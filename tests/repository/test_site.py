@@ -17,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "docs" / "assets"
 WIDTHS = (1280, 390)
 BUILT = os.environ.get("TENSORIZER_SITE")

@@ -6,12 +6,12 @@ import importlib.util
 import json
 import logging
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
 import transformers
+from places import EXAMPLES
 from servers import needs, s3_server
 from servers.file_server import serve_folder
 
@@ -22,7 +22,6 @@ from tensorizer.utils import no_init_or_tensor
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 PROMPT = torch.tensor([[3, 4, 5]])
 
 

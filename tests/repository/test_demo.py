@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "examples"))
 
-from crepe import CENTS_OF_BIN_0, CENTS_PER_BIN, SAMPLE_RATE, WINDOW, Crepe, pitch_of, tone, windows_of  # noqa: E402
+from crepe import CENTS_OF_BIN_0, CENTS_PER_BIN, SAMPLE_RATE, WINDOW, Crepe, pitch_of, tone, windows_of
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:

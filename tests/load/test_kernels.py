@@ -11,12 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "csrc" / "device" / "cuda" / "kernels"
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # as ElementType counts them
 CONVERTED_AT_ONCE = 4096

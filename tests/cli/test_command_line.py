@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import samples
 import torch
+from places import ROOT
 from servers.file_server import serve_folder
 
 import tensorizer._C
@@ -477,7 +478,7 @@ def test_bench_prints_medians(model):
 
 
 def test_the_reference_page_lists_every_command_and_option():
-    page = (Path(__file__).resolve().parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     commands = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in commands.choices.items():
         if name == "ls":

@@ -7,17 +7,17 @@ import dataclasses
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from places import ROOT
 from servers.s3_recorder import S3Recorder
 
 import tensorizer.distributed as td
 from tensorizer.stream_io import HTTPOptions
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(ROOT))
 
 from benchmarks import scale
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from tensorizer._io.redis import parse_redis_address
 from tensorizer.stream_io import HTTPOptions, RedisStreamFile, open_stream
 
-ROOT = Path(__file__).parents[1]
 REMOTE = (ROOT / "docs" / "remote.md").read_text()
 STORES = (ROOT / "docs" / "remote_stores.md").read_text()
 UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20}

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from http_tools import random_bytes
+from places import EXAMPLES
 from servers.http_faults import FaultyServer, Reply
 from servers.nginx import PROGRAM as NGINX
 from servers.nginx import nginx
@@ -932,7 +933,7 @@ def test_adding_completes_what_is_partial_and_says_what_cannot_be_stored(site, f
 
 def test_the_example_fills_a_cache_and_loads_offline(site, folder):
     write(site.root / "a.tensors", tensors())
-    example = Path(__file__).parents[1] / "examples" / "node_cache.py"
+    example = EXAMPLES / "node_cache.py"
     for step in ("fill", "load"):
         site.requests()
         command = [sys.executable, str(example), step, str(folder), f"{site.url}/a.tensors"]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from places import EXAMPLES
 
 from tensorizer import CryptographyError, DecryptionParams, TensorDeserializer, TensorSerializer, TensorType
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 SALT = "000102030405060708090a0b0c0d0e0f"
 LIMITS = ["--opslimit", "min", "--memlimit", "MIN"]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import EXAMPLES
 
 from tensorizer import TensorDeserializer, TensorSerializer
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 # examples/demo.py and encrypt_existing.py have tests of their own
 SCRIPTS = [
     "serialize.py",

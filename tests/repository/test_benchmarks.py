@@ -20,20 +20,20 @@ from typing import Any
 
 import pytest
 import torch
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks import memory, models, report  # noqa: E402
-from benchmarks.__main__ import size  # noqa: E402
-from benchmarks.case import Case, Goal, Stage, Unavailable  # noqa: E402
-from benchmarks.cases import CASES, cases, names  # noqa: E402
-from benchmarks.cases.encrypted import thread_counts  # noqa: E402
-from benchmarks.contender import S3Place  # noqa: E402
-from benchmarks.contenders import CONTENDERS, contender  # noqa: E402
-from benchmarks.markdown import document  # noqa: E402
-from benchmarks.runner import CaseResult, Result, Runner  # noqa: E402
-from benchmarks.servers import services  # noqa: E402
+from benchmarks import memory, models, report
+from benchmarks.__main__ import size
+from benchmarks.case import Case, Goal, Stage, Unavailable
+from benchmarks.cases import CASES, cases, names
+from benchmarks.cases.encrypted import thread_counts
+from benchmarks.contender import S3Place
+from benchmarks.contenders import CONTENDERS, contender
+from benchmarks.markdown import document
+from benchmarks.runner import CaseResult, Result, Runner
+from benchmarks.servers import services
 
 MIB = 1 << 20
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import samples
 import torch
+from places import EXAMPLES
 
 import tensorizer.distributed as td
 from tensorizer._system.threads import share_of_node
@@ -257,7 +257,7 @@ def test_models_of_transformers_come_from_slices_and_with_tensor_parallelism_eac
 
 
 def test_the_example_of_the_guide_runs_with_torchrun(tmp_path):
-    example = Path(__file__).parents[1] / "examples" / "many_ranks.py"
+    example = EXAMPLES / "many_ranks.py"
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example, tmp_path],
         capture_output=True,

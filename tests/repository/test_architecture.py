@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import tensorizer
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(tensorizer.__file__).resolve().parent
 CSRC = ROOT / "csrc"
 

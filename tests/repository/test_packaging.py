@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 import tensorizer._C
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts" / "packaging"
 PYTHONS = ["3.9", "3.10", "3.11", "3.12", "3.13", "3.14"]
 
@@ -245,7 +245,7 @@ def test_tests_of_a_wheel_run_without_the_package_beside_them_and_refuse_a_pytho
         suite.run_suite(Path(sys.executable), folder, [])  # that of the sources
     assert (folder / "tests" / "conftest.py").is_file()
     assert not (folder / "tensorizer").exists()
-    assert [name for name in suite.OF_THE_CHECKOUT if not (ROOT / "tests" / f"test_{name}.py").is_file()] == []
+    assert (folder / suite.OF_THE_CHECKOUT).is_dir()
 
 
 # -- Pythons and their torch -------------------------------------------------------------------------------------------

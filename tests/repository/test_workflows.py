@@ -12,12 +12,11 @@ import subprocess
 import sys
 import threading
 import zipfile
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts" / "packaging"
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="these commands are for Linux")

@@ -10,11 +10,11 @@ from typing import NamedTuple, Optional
 
 import pytest
 import torch
+from places import ROOT
 from servers.file_server import serve_folder
 
 from tensorizer import errors
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NEED_TRANSFORMERS = {"huggingface.md", "training-checkpoints.md"}
 
