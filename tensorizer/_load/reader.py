@@ -150,7 +150,8 @@ class TensorReader:
 
         def finish() -> LoadedBatch:
             self._check_hashes_are_there(entries, batch.headers, verify)
-            with no_collections(), ordinary_tensors():
+            # Function modes (torch.device contexts are some) would be asked about each tensor that gets a gradient.
+            with no_collections(), ordinary_tensors(), torch._C.DisableTorchFunction():
                 return LoadedBatch(entries, batch.parameters(self.factory), batch.headers)
 
         return PendingBatch(batch, finish)
