@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# usage: publish_docs.sh NAME: the site of a branch or tag, beside those of other versions, on the branch gh-pages.
+# usage: publish.sh NAME: the site of a branch or tag, beside those of other versions, on the branch gh-pages.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-name=${1:?usage: publish_docs.sh NAME}
+name=${1:?usage: publish.sh NAME}
 # shellcheck source=scripts/trusted.sh
 . scripts/trusted.sh
 make docs
