@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.stream_options import check_stream_options
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
 from tensorizer._system.os_errors import as_stream_error, stream_errors
@@ -94,6 +93,8 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         TypeError: Not something that can be read, text in a wrapper, or unknown `stream_options`.
     """
     if stream_options is not None:
+        from tensorizer._io.stream_options import check_stream_options  # knows HTTP and certificates
+
         check_stream_options(stream_options)
     if isinstance(file_obj, Lent):
         _check_object(file_obj.file)
