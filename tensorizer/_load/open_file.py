@@ -571,6 +571,8 @@ class OpenFile(AbstractContextManager["OpenFile"]):
     def load_one(self, i: int) -> torch.nn.Parameter:
         """One tensor; over a network, those that a loop will ask for next come along."""
         i = self.targets.get(i, i)
+        if self._ahead is None and i in self.kept and (i in self._verified or not self._verify):
+            return self.kept[i]
         together = [i] if self._ahead is None else self._ahead.together_with(i, self.kept)
         if len(together) > 1:
             try:
