@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tensorizer._system.on_demand import names_on_demand
+
 if TYPE_CHECKING:
     from tensorizer.distributed._checkpoint.consolidation import consolidate as consolidate
     from tensorizer.distributed._checkpoint.defaults import dcp_default as dcp_default
@@ -42,20 +44,13 @@ __all__ = [
 ]
 
 
+_get, __dir__ = names_on_demand(__name__, __name__, _MODULES)
+
+
 def __getattr__(name: str) -> Any:
-    module = _MODULES.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+    if name in _MODULES:
+        import torch.distributed
 
-    import torch.distributed
-
-    if not torch.distributed.is_available():
-        raise ImportError(f"{__name__}.{name}: this build of torch has no torch.distributed")
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+        if not torch.distributed.is_available():
+            raise ImportError(f"{__name__}.{name}: this build of torch has no torch.distributed")
+    return _get(name)
