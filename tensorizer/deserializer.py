@@ -24,9 +24,10 @@ from tensorizer._load.container import Container, ReadOptions
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
 from tensorizer._load.facts import FileFacts, kind_text
+from tensorizer._load.fit import ModuleView
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
-from tensorizer._load.modules import ModuleLoad
+from tensorizer._load.modules import Filling, ModuleFill, module_names
 from tensorizer._load.report import LoadedCount, LoadReport
 from tensorizer._load.shards import open_files_as_one
 from tensorizer._load.slices import TensorSlices
@@ -335,12 +336,14 @@ class TensorDeserializer(
         """
         try:
             module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
-            load = ModuleLoad(self._container, m, filter_func, strict)
-            self.report = load.report
-            load.check(strict)
-            load.run(self._loaded, verify_hash)
-            self.report = load.report
-            return LoadedCount(load.report)
+            container = self._container
+            stored = module_names(container, container.accepted_by(filter_func))
+            how = Filling(ties="stored", by_modules=True)
+            fill = ModuleFill(ModuleView(m), container, self._loaded, stored, how, strict, filter_func)
+            try:
+                return LoadedCount(fill.run(verify_hash))
+            finally:
+                self.report = fill.report
         finally:
             self.close()
 

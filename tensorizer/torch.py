@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer._files.fill_model import device_of_names, fill_model
+from tensorizer._files.names import flat_names
 from tensorizer._files.plain import plain_tensors
 from tensorizer._files.safe_open import maps, safe_open
 from tensorizer._files.state_dicts import check_state_dict, contents_of, is_of_modules, state_of
@@ -21,6 +21,8 @@ from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._io.sources import lent
 from tensorizer._load.device_choice import DeviceArgument
+from tensorizer._load.fit import ModuleView
+from tensorizer._load.modules import Filling, ModuleFill
 from tensorizer._load.report import LoadReport
 from tensorizer._save.hashes import HASH_NAMES
 from tensorizer.deserializer import TensorDeserializer
@@ -225,7 +227,8 @@ def load_model(
     """
     if assign not in (True, False, "auto"):
         raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
-    where = device_of_names(model, device)
+    view = ModuleView(model)
+    where = view.device_of if device is None else device
     with TensorDeserializer(
         lent(filename),
         where,
@@ -240,7 +243,8 @@ def load_model(
         encryption=encryption,
         stream_options=stream_options,
     ) as file:
-        return fill_model(model, file, strict, assign, ignore_mismatched_sizes)
+        stored, how = flat_names(file._container), Filling(assign, ignores_sizes=ignore_mismatched_sizes)
+        return ModuleFill(view, file._container, file._loaded, stored, how, strict).run()
 
 
 def save_model(

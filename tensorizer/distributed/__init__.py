@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tensorizer._load.report import LoadReport as LoadReport
+    from tensorizer._load.report import RankReport as RankReport
     from tensorizer.distributed._checkpoint.consolidation import consolidate as consolidate
     from tensorizer.distributed._checkpoint.defaults import dcp_default as dcp_default
     from tensorizer.distributed._checkpoint.reader import TensorizerReader as TensorizerReader
@@ -18,13 +20,11 @@ if TYPE_CHECKING:
     from tensorizer.distributed._checkpoint.writer import TensorizerWriter as TensorizerWriter
     from tensorizer.distributed._loading import load as load
     from tensorizer.distributed._loading import load_sharded as load_sharded
-    from tensorizer.distributed._report import LoadReport as LoadReport
-    from tensorizer.distributed._report import RankReport as RankReport
 
 # From the public names to the modules that define them.
 _MODULES = {
-    "LoadReport": "_report",
-    "RankReport": "_report",
+    "LoadReport": "tensorizer._load.report",
+    "RankReport": "tensorizer._load.report",
     "TensorizerReader": "_checkpoint.reader",
     "TensorizerWriter": "_checkpoint.writer",
     "VerifyReport": "_checkpoint.upkeep",
@@ -52,7 +52,8 @@ def __getattr__(name: str) -> Any:
 
     if not torch.distributed.is_available():
         raise ImportError(f"{__name__}.{name}: this build of torch has no torch.distributed")
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    where = module if module.startswith("tensorizer.") else f"{__name__}.{module}"
+    value = getattr(importlib.import_module(where), name)
     globals()[name] = value
     return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import socket
@@ -16,10 +17,10 @@ from tensorizer import _C
 from tensorizer._format.names import Name
 from tensorizer._io.file_types import SourceArgument
 from tensorizer._load.device_choice import target_device
+from tensorizer._load.report import LoadReport, RankReport
 from tensorizer._system.threads import share_of_node
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._ranks import Ranks
-from tensorizer.distributed._report import LoadReport, RankReport
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import StreamError
 
@@ -67,17 +68,16 @@ class Opened:
 
     def report(
         self,
+        report: LoadReport,
         exchange: str,
         received: int,
         begin: float,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
         failure: Optional[BaseException] = None,
     ) -> LoadReport:
-        """Collective: what all ranks did."""
+        """Collective: the report with what all ranks did."""
         mine = RankReport(self.file.total_bytes_read, received, time.perf_counter() - begin)
-        every = self.ranks.agree(failure, mine)
-        return LoadReport(self.ranks.rank, exchange, tuple(every), tuple(missing), tuple(unexpected))
+        every = tuple(self.ranks.agree(failure, mine))
+        return dataclasses.replace(report, seconds=mine.seconds, rank=self.ranks.rank, exchange=exchange, ranks=every)
 
 
 def _is_prompt(container: Any) -> bool:
