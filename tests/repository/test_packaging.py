@@ -627,7 +627,7 @@ def test_the_runtime_of_the_sanitizers_is_installed_for_the_clang_that_is_here(t
 def test_a_missing_server_is_one_line_and_an_error_where_all_are_required(tmp_path):
     """In a process that finds no program but Python."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "60"]
-    command += [str(ROOT / "tests" / "test_redis_export.py"), "-m", "not slow"]
+    command += [str(ROOT / "tests" / "io" / "test_redis_export.py"), "-m", "not slow"]
     environment = {**os.environ, "PATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("TENSORIZER_REQUIRE_SERVERS", None)
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -143,7 +143,7 @@ void CacheSource::rest() noexcept {
     const auto entry = this->entry();
     if (!entry) return;
     entry->leave();
-    if (!entry->is_durable()) CacheDisk::instance().settle(entry);
+    if (entry->take_unsynced()) CacheDisk::instance().settle(entry);
   } catch (const std::exception&) {
   }
 }
