@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 import warnings
@@ -69,6 +70,7 @@ class ModuleFill:
     ) -> None:
         self._view, self._container, self._loaded, self._stored = view, container, loaded, stored
         self._how, self._strict, self._assign = how, strict, how.assign
+        self._slots = view.slots  # and those that the module gets
         custom = None if how.by_modules else view.custom
         self._custom = custom
         states = {state_name(path): state for path, state in container.extra_states().items()}
@@ -133,7 +135,7 @@ class ModuleFill:
         return row.what == "shape" or not self._is_meta(row.name)
 
     def _is_meta(self, name: str) -> bool:
-        target = self._view.slots[name].tensor
+        target = self._slots[name].tensor
         return target is not None and target.is_meta
 
     # ---- what is done -----------------------------------------------------------------------------------------------
@@ -149,103 +151,84 @@ class ModuleFill:
             LoadError: Tensors have another shape or kind; with `strict`, all that load_state_dict refuses.
         """
         begin = time.perf_counter()
-        new = self.check()
+        self.check()
         loaded = self.report.loaded
         if self.hands_over:
             skipped = {row.name for row in self.report.mismatched}
             loaded = tuple(name for name in self._stored if name not in skipped)
         entries = [self._stored[name] for name in loaded]
-        tensors: dict[str, torch.Tensor] = dict(zip(loaded, self._loaded.load(entries, verify_hash)))
-        self._find_conflicts(tensors)
+        tensors = dict(zip(loaded, self._loaded.load(entries, verify_hash)))
+        self._note_conflicts(tensors)
         if self._how.by_modules:
             self._warn()
         if self.hands_over:
             self._hand_over(tensors)
         else:
-            self.put(tensors, new)
+            self.put(tensors)
         self.report = dataclasses.replace(self.report, seconds=time.perf_counter() - begin)
         return self.report
 
-    def check(self) -> dict[str, Slot]:
+    def check(self) -> None:
         """Refuses what does not fit, and finds the places of tensors that the module has no place for yet."""
         report, refused = self.report, [] if self._how.ignores_sizes else list(self.report.mismatched)
         if self._how.by_modules and not self._strict:
             refused = [row for row in refused if not self._is_meta(row.name)]
         if self._strict and (report.missing or report.unexpected or refused):
             raise report.error(refused, strict=True)
-        new = self._new_slots() if self._how.by_modules else {}
-        if refused:
-            raise report.error(refused, strict=False)
-        return new
-
-    def _new_slots(self) -> dict[str, Slot]:
-        found = {}
-        for name in self.report.loaded:
-            slot, type = self._view.slots.get(name), self._container.index.type(self._stored[name])
+        new: dict[str, Slot] = {}
+        for name in report.loaded if self._how.by_modules else ():
+            slot, type = self._slots.get(name), self._container.index.type(self._stored[name])
             is_buffer = type == TensorType.BUFFER
             if slot is None or (is_buffer is not slot.is_buffer and type != TensorType.STATE_DICT):
-                found[name] = _new_slot(self._view.modules, name, is_buffer)
-        return found
+                new[name] = _new_slot(self._view.modules, name, is_buffer)
+        if refused:
+            raise report.error(refused, strict=False)
+        self._slots = {**self._slots, **new} if new else self._slots
 
-    def _find_conflicts(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Drops tensors of a place that the file has a tensor of other contents for, under an earlier name.
+    @functools.cached_property
+    def _groups(self) -> list[list[str]]:
+        """Names that are to be one tensor; the first of them that the file has counts."""
+        if self._how.ties != "stored":
+            return self._view.groups
+        groups: dict[tuple[int, str], list[str]] = {}  # each name of its own, but a place can have one tensor alone
+        for name in self._slots:
+            slot = self._slots[self.report.tied.get(name, name)]
+            groups.setdefault((id(slot.module), slot.attribute), []).append(name)
+        return list(groups.values())
+
+    def _note_conflicts(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Finds names of one tensor that the file has other contents for than under the first of them.
 
         Raises:
             LoadError: There are some, and the load is strict.
         """
-        if self._how.ties == "equal":
-            return
-        slots, groups = self._view.slots, self._view.groups
-        if self._how.ties == "stored":  # each name gets what the file has for it, but a place can have one alone
-            places: dict[tuple[int, str], list[str]] = {}
-            for name in tensors:
-                if name in slots:
-                    places.setdefault((id(slots[name].module), slots[name].attribute), []).append(name)
-            groups = list(places.values())
+        groups = self._groups if self._how.ties != "equal" else []
         found = [name for group in groups if len(group) > 1 for name in _differing(group, tensors)]
         self.report = dataclasses.replace(self.report, conflicting=tuple(found))
         if self._strict and found:
             raise self.report.error((), strict=True)
-        if self._how.ties == "stored":
-            for name in found:
-                del tensors[name]
 
-    def put(self, tensors: Mapping[str, torch.Tensor], new: Optional[Mapping[str, Slot]] = None) -> None:
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Puts tensors in their places, and gives modules their extra states."""
-        places = self._shared_by_name(tensors) if self._how.ties == "stored" else self._shared_by_tensor(tensors)
-        slots = {**self._view.slots, **new} if new else self._view.slots
-        place(slots, places, self._replaces, keep_ties_of_file=self._how.ties == "stored")
+        self._place(tensors, self._groups)
         for name, state in self._states.items():
             if name in self._view.takers:
                 self._view.takers[name].set_extra_state(state)
 
-    def _shared_by_name(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor]]:
-        """Each tensor of the file and the names that get it: its own, and those that the file lacks and follow it."""
-        names: dict[str, list[str]] = {name: [name] for name in tensors}
-        for alias, name in self.report.tied.items():
-            if name in names:
-                names[name].append(alias)
-        return [(group, tensors[name]) for name, group in names.items()]
-
-    def _shared_by_tensor(
-        self, tensors: Mapping[str, torch.Tensor], groups: Optional[Iterable[list[str]]] = None
-    ) -> list[tuple[list[str], torch.Tensor]]:
-        """Each tensor of the module, as all of its names, and what the file has for it."""
-        found: list[tuple[list[str], torch.Tensor]] = []
-        for group in self._view.groups if groups is None else groups:
+    def _place(self, tensors: Mapping[str, torch.Tensor], groups: Iterable[list[str]]) -> None:
+        shared: list[tuple[list[str], torch.Tensor]] = []
+        for group in groups:
             sources = [tensors[name] for name in group if name in tensors]
             if len(sources) > 1 and self._how.ties == "equal":
-                found += self._parted(group, tensors, sources[0])
+                shared += self._parted(group, tensors, sources[0])
             elif sources:
-                found.append((group, sources[0]))
-            else:
-                slot = self._view.slots[group[0]]
-                target = slot.tensor
-                if target is not None and target.is_meta and slot.counts_batches and self._replaces(target):
-                    with ordinary_tensors():
-                        device = self._container.device_of(group[0])
-                        found.append((group, torch.zeros((), dtype=target.dtype, device=device)))
-        return found
+                shared.append((group, sources[0]))
+            elif self._custom is not None and self._is_meta(group[0]) and self._slots[group[0]].counts_batches:
+                with ordinary_tensors():
+                    shared.append(
+                        (group, torch.zeros((), dtype=torch.long, device=self._container.device_of(group[0])))
+                    )
+        place(self._slots, shared, self._replaces, keep_ties_of_file=self._how.ties == "stored")
 
     def _parted(
         self, group: list[str], tensors: Mapping[str, torch.Tensor], first: torch.Tensor
@@ -270,7 +253,7 @@ class ModuleFill:
 
     def _hand_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hands a state dict to the model, which decides what becomes of it."""
-        slots, takers, assign = self._view.slots, self._view.takers, self._assign is True
+        slots, takers, assign = self._slots, self._view.takers, self._assign is True
         # Buffers that state dicts leave out are no business of load_state_dict.
         hidden = {n: t for n, t in tensors.items() if n in slots and not slots[n].in_state_dict}
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if name not in hidden}
@@ -299,7 +282,7 @@ class ModuleFill:
             refusal.report, refusal.source = self.report, self.report.source
             raise refusal from None
         groups = [group for group in self._view.groups if not hidden.keys().isdisjoint(group)]
-        place(slots, self._shared_by_tensor(hidden, groups), self._replaces)
+        self._place(hidden, groups)
         unexpected = tuple(getattr(result, "unexpected_keys", ()))
         loaded = tuple(name for name in tensors if name not in unexpected)
         self.report = dataclasses.replace(

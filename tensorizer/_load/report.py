@@ -55,7 +55,7 @@ class LoadReport:
         module: Class of the module.
         source: The file, without secrets.
         loaded: Tensors of the file that are placed in the module.
-        nbytes: Their bytes.
+        nbytes: Their bytes; with several ranks, those of this rank's parts.
         seconds: What reading and placing them took; 0 where that did not happen.
         missing: Parameters, persistent buffers and extra states of the module that neither the file nor a tie supplies.
         unexpected: Tensors of the file that the module has no parameter or buffer for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Union
@@ -100,6 +101,9 @@ class ShardedFill:
         for name, state in self._states.items():
             if name in self._values:
                 self._add_state(name, state)
+        compared = {self._stored[name] for name in self._compared}
+        nbytes = sum(part.into.nbytes for name, part in self.parts.items() if name not in compared)
+        self.report = dataclasses.replace(self.report, nbytes=nbytes)
 
     def _is_filled(self, name: str) -> bool:
         """Whether the target keeps what it has under a name as one tensor, whose data alone are loaded."""
