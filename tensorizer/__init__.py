@@ -140,7 +140,7 @@ _SUBMODULES = frozenset(
 )  # fmt: skip
 
 
-__getattr__, __dir__ = names_on_demand(__name__, __name__, _DEFINED_IN, _SUBMODULES)
+__getattr__, __dir__ = names_on_demand(__name__, _DEFINED_IN, _SUBMODULES)
 
 
 def _require_build() -> None:

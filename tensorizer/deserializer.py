@@ -20,7 +20,8 @@ from tensorizer._io.file_types import SourceArgument
 from tensorizer._io.sources import SameFile
 from tensorizer._load.arguments import DeviceArgument, target_device
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
-from tensorizer._load.modules import ModuleLoad, live_tensors
+from tensorizer._load.fit import ModuleView
+from tensorizer._load.modules import Filling, ModuleFill, live_tensors, module_names
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.parts import PartReader, TensorSlice
 from tensorizer._load.reader import ReadOptions
@@ -460,12 +461,14 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         """
         try:
             module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
-            load = ModuleLoad(self._open_file, m, filter_func, strict)
-            self.report = load.report
-            load.check(strict)
-            load.run(self._open_file, verify_hash)
-            self.report = load.report
-            return LoadedCount(load.report)
+            file = self._open_file
+            stored = module_names(file, file.accepted_by(filter_func))
+            how = Filling(ties="stored", by_modules=True)
+            fill = ModuleFill(ModuleView(m), file, file, stored, how, strict, filter_func)
+            try:
+                return LoadedCount(fill.run(verify_hash))
+            finally:
+                self.report = fill.report
         finally:
             self.close()
 

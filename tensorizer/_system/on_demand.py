@@ -11,23 +11,22 @@ __all__ = ["names_on_demand"]
 
 
 def names_on_demand(
-    module: str, package: str, defined_in: Mapping[str, str], submodules: Collection[str] = ()
+    module: str, defined_in: Mapping[str, str], submodules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions ``__getattr__`` and ``__dir__`` of a module.
 
     Args:
         module: Its ``__name__``.
-        package: Its ``__package__``.
-        defined_in: From names to the modules of the package that define them.
-        submodules: Names of modules of the package.
+        defined_in: From names to the modules that define them, without ``tensorizer.`` in front.
+        submodules: Names of modules of ``tensorizer``.
     """
 
     def get(name: str) -> Any:
         if name in submodules:
-            return importlib.import_module(f"{package}.{name}")
+            return importlib.import_module(f"tensorizer.{name}")
         if name not in defined_in:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{defined_in[name]}"), name)
+        value = getattr(importlib.import_module(f"tensorizer.{defined_in[name]}"), name)
         setattr(sys.modules[module], name, value)
         return value
 

@@ -276,6 +276,4 @@ def _mapped(tensor: torch.Tensor, map_location: MapLocation) -> torch.Tensor:
     return tensor.to(map_location)
 
 
-__getattr__, __dir__ = names_on_demand(
-    __name__, "tensorizer.integrations", dict.fromkeys(_STRATEGIES, "lightning_strategies")
-)
+__getattr__, __dir__ = names_on_demand(__name__, dict.fromkeys(_STRATEGIES, "integrations.lightning_strategies"))

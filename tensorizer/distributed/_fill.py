@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import fnmatch
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Union
 
 import torch
 
-from tensorizer._format.extra_state import state_name
+from tensorizer._format.extra_state import gives_state, state_name, takes_state
 from tensorizer._format.names import Name
 from tensorizer._format.payloads import same_bits
 from tensorizer._load.digests import listed
-from tensorizer._load.fit import shown
+from tensorizer._load.fit import ModuleView, Slot, decide, shown
+from tensorizer._load.modules import as_trainable_as
+from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import empty, resolve_cuda_device
 from tensorizer.distributed._boxes import Box, box_of
-from tensorizer.distributed._exchange import Place, whole
-from tensorizer.distributed._extra_states import ModuleState, is_state_name, state_of
+from tensorizer.distributed._exchange import Part, whole
 from tensorizer.distributed._opened import Opened
 from tensorizer.distributed._ranks import Ranks
 from tensorizer.errors import LoadError
 
-__all__ = ["Target"]
+__all__ = ["ShardedFill"]
 
 
-class Target:
-    """What a load fills: where the parts of this rank go, and what becomes of them when they are there.
+class ShardedFill:
+    """One load into the parts that this rank has of a module or state dict: where they go, and what becomes of them.
 
     Attributes:
-        places: By the name in the file; of tensors that are one in the target, the first name only, and with `strict`
+        parts: By the name in the file; of tensors that are one in the target, the first name only, and with `strict`
             the others that the file has a tensor of their own for.
-        missing: Names that the file lacks, and no other name of their tensor supplies.
-        unexpected: Names of the file that the target lacks.
+        report: What the file has and lacks for the target.
     """
 
     def __init__(
@@ -44,35 +46,41 @@ class Target:
         strict: bool,
     ) -> None:
         self._target, self._opened, self._mesh, self._plan, self._ranks = target, opened, mesh, plan, ranks
-        self._hidden = _hidden_buffers(target) if isinstance(target, torch.nn.Module) else {}
-        self._state = state_of(target) if isinstance(target, torch.nn.Module) else ModuleState({}, {})
-        self._values = self._values_of(target)
+        container = opened.file._container
+        self._source = container.source_name
         in_file = dict.fromkeys(name for name in opened.file.slices() if isinstance(name, str))
-        self._stored = _stored_names(self._values, in_file)
-        states = {state_name(path): state for path, state in opened.file._container.extra_states().items()}
-        # What the target takes of the states that a .tensors file holds apart from its tensors.
-        takers = self._state.takers
-        self._states = {
-            name: state
-            for name, state in states.items()
-            if name in takers or (name in self._values and name not in self._stored)
-        }
-        self._takers = {name: module for name, module in takers.items() if name in in_file}
-        groups = _names_by_tensor({name: value for name, value in self._values.items() if name not in self._states})
-        lacking = {name for names in groups if not any(n in self._stored for n in names) for name in names}
-        self.missing = [name for name in self._values if name in lacking and name not in self._hidden]
-        self.missing += self._state.lacking({**self._takers, **self._states})
-        self.unexpected: list[str] = []
-        if isinstance(target, torch.nn.Module):
-            used = {*self._stored.values(), *self._takers}
-            self.unexpected = [shown(name) for name in in_file if name not in used]
-            self.unexpected += [name for name in states if name not in takers]
-        if strict and (self.missing or self.unexpected):
-            raise LoadError(
-                f"{opened.file._container.source_name}: missing in the file: {listed(self.missing) or 'nothing'}; "
-                f"unexpected: {listed(self.unexpected) or 'nothing'}"
+        states = {state_name(path): state for path, state in container.extra_states().items()}
+        self._view = _view_of(target) if isinstance(target, torch.nn.Module) else None
+        if self._view is None:
+            assert not isinstance(target, torch.nn.Module)
+            # Extra state is replaced, whatever was there: its next shape is for its module to say.
+            values = {n: None if _is_state_name(n) and not _is_dtensor(value) else value for n, value in target.items()}
+            self._stored = _stored_names(values, in_file)
+            self._states = {n: s for n, s in states.items() if n in values and n not in self._stored}
+            groups = _names_by_tensor({name: value for name, value in values.items() if name not in self._states})
+            lacking = {name for names in groups if not any(n in self._stored for n in names) for name in names}
+            self.report = LoadReport(
+                type(target).__name__,
+                self._source,
+                loaded=tuple(name for name in values if name in self._stored or name in self._states),
+                missing=tuple(name for name in values if name in lacking),
             )
-        self.places: dict[Name, Place] = {}
+        else:
+            slots, groups = self._view.slots, self._view.groups
+            values = {name: slot.tensor for name, slot in slots.items() if slot.tensor is not None}
+            self._stored = _stored_names({**values, **self._view.takers}, in_file)
+            self._states = {name: state for name, state in states.items() if name in self._view.takers}
+            entries = {name: opened.entry(stored) for name, stored in self._stored.items()}
+            # Shapes are compared where parts are cut: what a plan cuts may have another one.
+            self.report = decide(self._view, container, entries, states, refuses=lambda row: False)
+        self._values: dict[str, Any] = values
+        report = self.report
+        if strict and (report.missing or report.unexpected):
+            raise LoadError(
+                f"{self._source}: missing in the file: {listed(report.missing) or 'nothing'}; "
+                f"unexpected: {listed(report.unexpected) or 'nothing'}"
+            )
+        self.parts: dict[Name, Part] = {}
         self._whole: dict[Name, bool] = {}
         self._new: dict[str, Any] = {}
         self._same: dict[str, str] = {}  # names to the one that their tensor is loaded under
@@ -89,55 +97,47 @@ class Target:
                 self._same.update({name: supplied[0] for name in names if name != supplied[0]})
                 if strict and len(names) > 1:
                     self._expect_same(supplied[0], supplied[1:])
-        self._parts: dict[str, Place] = {}  # of states that are tensors, in mappings
+        self._state_parts: dict[str, Part] = {}  # of states that are tensors, in mappings
         for name, state in self._states.items():
             if name in self._values:
                 self._add_state(name, state)
-
-    def _values_of(self, target: Union[torch.nn.Module, MutableMapping[str, Any]]) -> dict[str, Any]:
-        """What a target has, by name; every name of a tensor."""
-        if isinstance(target, torch.nn.Module):
-            hidden = {name: module._buffers[attribute] for name, (module, attribute) in self._hidden.items()}
-            return {**self._state.tensors, **hidden}
-        # Extra state is replaced, whatever was there: its next shape is for its module to say.
-        return {n: None if is_state_name(n) and not _is_dtensor(value) else value for n, value in target.items()}
+        compared = {self._stored[name] for name in self._compared}
+        nbytes = sum(part.into.nbytes for name, part in self.parts.items() if name not in compared)
+        self.report = dataclasses.replace(self.report, nbytes=nbytes)
 
     def _is_filled(self, name: str) -> bool:
         """Whether the target keeps what it has under a name as one tensor, whose data alone are loaded."""
-        return isinstance(self._target, torch.nn.Module) or _is_dtensor(self._values[name])
+        return self._view is not None or _is_dtensor(self._values[name])
 
     def _add(self, name: str, names: Sequence[str]) -> None:
         """Finds the place of the tensor that `names` of the target are, which the file has under the first argument."""
         part = self._opened.file.get_slice(self._stored[name])
-        place = self._place(name, names, tuple(part.shape), part.dtype)
+        place = self._part(name, names, tuple(part.shape), part.dtype)
         self._whole[self._stored[name]] = place.box == whole(part.shape)
-        self.places[self._stored[name]] = place
+        self.parts[self._stored[name]] = place
 
     def _add_state(self, name: str, state: Any) -> None:
         """Finds the place of an extra state in a mapping."""
         if isinstance(state, torch.Tensor):
-            self._parts[name] = self._place(name, [name], tuple(state.shape), state.dtype)
+            self._state_parts[name] = self._part(name, [name], tuple(state.shape), state.dtype)
         elif self._values[name] is None:
             self._new[name] = state
         else:
             raise LoadError(
-                f"{self._opened.file._container.source_name}: {name!r:.200}: wanted a tensor for the DTensor that is "
+                f"{self._source}: {name!r:.200}: wanted a tensor for the DTensor that is "
                 f"there, found a {type(state).__name__}"
             )
 
-    def _place(self, name: str, names: Sequence[str], shape: tuple[int, ...], found: torch.dtype) -> Place:
+    def _part(self, name: str, names: Sequence[str], shape: tuple[int, ...], found: torch.dtype) -> Part:
         """Where this rank's part of a tensor of the file goes; notes what is new."""
         value = self._values[name]
         if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and not self._is_local(names, value):
             raise LoadError(
-                f"{self._opened.file._container.source_name}: tensor {name!r:.200}: wanted the shape "
-                f"{list(value.shape)}, found {list(shape)}"
+                f"{self._source}: tensor {name!r:.200}: wanted the shape {list(value.shape)}, found {list(shape)}"
             )
         dtype = value.dtype if isinstance(value, torch.Tensor) else found
         if dtype.is_floating_point != found.is_floating_point or dtype.is_complex != found.is_complex:
-            raise LoadError(
-                f"{self._opened.file._container.source_name}: tensor {name!r:.200}: wanted {dtype}, found {found}"
-            )
+            raise LoadError(f"{self._source}: tensor {name!r:.200}: wanted {dtype}, found {found}")
         in_place = isinstance(value, torch.Tensor) and not value.is_meta
         if _is_dtensor(value):
             mesh, placements = value.device_mesh, value.placements
@@ -152,44 +152,40 @@ class Target:
             self._new[name] = local if self._mesh is None else _dtensor(local, self._mesh, placements, shape)
         else:
             box = whole(shape)
-            local = (
-                value.detach() if in_place and isinstance(self._target, torch.nn.Module) else self._empty(box, dtype)
-            )
-            if not in_place or not isinstance(self._target, torch.nn.Module):
+            local = value.detach() if in_place and self._view is not None else self._empty(box, dtype)
+            if not in_place or self._view is None:
                 self._new[name] = local
         if tuple(local.shape) != tuple(end - begin for begin, end in box):
             raise LoadError(
                 f"tensor {name!r:.200}: this rank's part has the shape {[end - begin for begin, end in box]}, and its "
                 f"local tensor {list(local.shape)}"
             )
-        return Place(box, local)
+        return Part(box, local)
 
     def _expect_same(self, first: str, others: Sequence[str]) -> None:
         """Loads what the file has under other names of a tensor, to compare it with what it has under the first."""
-        place, shape = self.places[self._stored[first]], tuple(self._opened.file.get_slice(self._stored[first]).shape)
+        place, shape = self.parts[self._stored[first]], tuple(self._opened.file.get_slice(self._stored[first]).shape)
         own = {self._opened.entry(self._stored[first])}
         for name in others:
             stored = self._stored[name]
-            if stored in self.places or self._opened.entry(stored) in own:
+            if stored in self.parts or self._opened.entry(stored) in own:
                 continue
             own.add(self._opened.entry(stored))
             found = tuple(self._opened.file.get_slice(stored).shape)
             if found != shape:
                 raise LoadError(
-                    f"{self._opened.file._container.source_name}: tensor {name!r:.200}: wanted the shape "
-                    f"{list(shape)}, found {list(found)}"
+                    f"{self._source}: tensor {name!r:.200}: wanted the shape {list(shape)}, found {list(found)}"
                 )
-            self.places[stored] = Place(place.box, torch.empty_like(place.into))
+            self.parts[stored] = Part(place.box, torch.empty_like(place.into))
             self._whole[stored] = self._whole[self._stored[first]]
             self._compared[name] = first
 
     def _compare(self) -> None:
         for name, first in self._compared.items():
-            one, other = (self.places[self._stored[n]].into for n in (first, name))
+            one, other = (self.parts[self._stored[n]].into for n in (first, name))
             if not same_bits(one, other):
                 raise LoadError(
-                    f"{self._opened.file._container.source_name}: conflicting values for {name!r:.200}, which is one "
-                    f"tensor with {first!r:.200}"
+                    f"{self._source}: conflicting values for {name!r:.200}, which is one tensor with {first!r:.200}"
                 )
 
     def _is_local(self, names: Sequence[str], value: torch.Tensor) -> bool:
@@ -209,7 +205,7 @@ class Target:
                 if len(found) != dimensions:
                     raise ValueError(f"plan[{pattern!r}]: wanted {dimensions} placements, found {len(found)}")
                 return found
-        if self._mesh is None or (not self._plan and isinstance(self._target, torch.nn.Module)):
+        if self._mesh is None or (not self._plan and self._view is not None):
             return None
         return _replicated(dimensions)
 
@@ -227,20 +223,19 @@ class Target:
         Raises:
             ValueError: There is such a place.
         """
-        source = self._opened.file._container.source_name
         parts = [name for name, is_whole in self._whole.items() if not is_whole]
         if parts:
             raise ValueError(
-                f"{source}: verify_hash: a part cannot be verified, since the hashes of the file are of whole tensors: "
-                f"{listed(parts)}"
+                f"{self._source}: verify_hash: a part cannot be verified, since the hashes of the file are of whole "
+                f"tensors: {listed(parts)}"
             )
-        stored = {name: self._opened.file.get_slice(name).dtype for name in self.places}
-        converted = [name for name, place in self.places.items() if place.into.dtype != stored[name]]
+        stored = {name: self._opened.file.get_slice(name).dtype for name in self.parts}
+        converted = [name for name, place in self.parts.items() if place.into.dtype != stored[name]]
         if converted:
             first = converted[0]
             raise ValueError(
-                f"{source}: verify_hash: converted tensors have no stored hash: {listed(converted)} (of the first: "
-                f"wanted {self.places[first].into.dtype}, found {stored[first]})"
+                f"{self._source}: verify_hash: converted tensors have no stored hash: {listed(converted)} (of the "
+                f"first: wanted {self.parts[first].into.dtype}, found {stored[first]})"
             )
 
     def finish(self) -> None:
@@ -250,49 +245,90 @@ class Target:
             LoadError: The file has different contents for names of one tensor.
         """
         self._compare()
-        for name, place in self._parts.items():
+        for name, place in self._state_parts.items():
             part = tuple(slice(begin, end) for begin, end in place.box)
             place.into.copy_(self._states[name][part])
         new: dict[str, Any] = {}
         for name, value in self._new.items():
             old = self._values[name]
-            if isinstance(self._target, torch.nn.Module) and isinstance(old, torch.nn.Parameter):
-                value = torch.nn.Parameter(value, requires_grad=old.requires_grad)
-            new[name] = value
+            is_parameter = self._view is not None and isinstance(old, torch.nn.Parameter)
+            new[name] = as_trainable_as(old, value) if is_parameter else value
         new.update({alias: new[name] for alias, name in self._same.items() if name in new})
-        if not isinstance(self._target, torch.nn.Module):
+        if self._view is None:
+            assert not isinstance(self._target, torch.nn.Module)
             self._target.update(new)
-        elif new:
-            for name in self._hidden.keys() & new.keys():
-                module, attribute = self._hidden[name]
-                setattr(module, attribute, new.pop(name))
-            self._target.load_state_dict(new, strict=False, assign=True)
-        for name, module in self._state.takers.items():
+            return
+        for name in [name for name in new if not self._view.slots[name].in_state_dict]:
+            slot = self._view.slots[name]
+            setattr(slot.module, slot.attribute, new.pop(name))
+        if new:  # through load_state_dict, whose hooks tell FSDP2 of the new tensors
+            self._view.module.load_state_dict(new, strict=False, assign=True)
+        for name, taker in self._view.takers.items():
             if name in self._states:
-                module.set_extra_state(self._states[name])
-        for name, module in self._takers.items():
-            module.set_extra_state(self._opened.file.get_slice(name)[...])
+                taker.set_extra_state(self._states[name])
+            elif name in self._stored:
+                taker.set_extra_state(self._opened.file.get_slice(self._stored[name])[...])
 
 
-def _hidden_buffers(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
-    """The buffers of a module that its state dict leaves out; files that were written from modules may have them."""
-    return {
-        f"{path}.{attribute}" if path else attribute: (child, attribute)
-        for path, child in module.named_modules(remove_duplicate=False)
-        for attribute in child._non_persistent_buffers_set
-        if child._buffers.get(attribute) is not None
+def _view_of(module: torch.nn.Module) -> ModuleView:
+    """What a module has by the names of its state dict, which wrappers leave themselves out of."""
+    view = ModuleView(module)
+    with _unasked(view.modules.values()):
+        state = module.state_dict(keep_vars=True)
+    found = {name: value.module for name, value in state.items() if isinstance(value, _Unasked)}
+    known = {id(owner) for owner in found.values()}
+    paths = {state_name(path): m for path, m in view.modules.items() if gives_state(m) or takes_state(m)}
+    takers = {name: child for name, child in paths.items() if id(child) not in known} | found
+    hidden = {name: slot for name, slot in view.slots.items() if slot.is_buffer and not slot.in_state_dict}
+    view.takers = {name: child for name, child in takers.items() if takes_state(child)}
+    view.slots = {
+        name: Slot(module, name, False, value)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name not in paths
     }
+    view.slots.update((name, slot) for name, slot in hidden.items() if slot.tensor is not None)
+    return view
 
 
-def _stored_names(values: Mapping[str, Any], in_file: Collection[str]) -> dict[str, str]:
-    """What the file calls the names that it has: files that were written from modules have a dot before some."""
+class _Unasked:
+    """In place of the extra state of a module in a state dict."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+
+@contextlib.contextmanager
+def _unasked(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Keeps ``state_dict`` from calling ``get_extra_state``, which may be slow, or fail before there is a state."""
+    with contextlib.ExitStack() as restored:
+        for module in {id(m): m for m in modules if gives_state(m)}.values():
+            attributes = vars(module)
+            if "get_extra_state" in attributes:
+                restored.callback(attributes.__setitem__, "get_extra_state", attributes["get_extra_state"])
+            else:
+                restored.callback(attributes.pop, "get_extra_state", None)
+            attributes["get_extra_state"] = _answer(module)
+        yield
+
+
+def _answer(module: torch.nn.Module) -> Callable[[], _Unasked]:
+    return lambda: _Unasked(module)
+
+
+def _is_state_name(name: str) -> bool:
+    """Whether state dicts call extra state so."""
+    return name.rpartition(".")[2] == state_name("")
+
+
+def _stored_names(values: Container[str], in_file: Collection[str]) -> dict[str, str]:
+    """From what the target calls the tensors of a file, or would call them, to the names that the file has for them.
+
+    Files that were written from modules have a dot before some.
+    """
     found: dict[str, str] = {}
-    for name in values:
-        dotted = f".{name}"
-        if name in in_file:
-            found[name] = name
-        elif dotted in in_file and dotted not in values:
-            found[name] = dotted
+    for stored in in_file:
+        plain = shown(stored)
+        found[stored if stored in values or plain in in_file else plain] = stored
     return found
 
 
