@@ -11,7 +11,6 @@ from typing import Any, NoReturn, Optional, Union
 
 import torch
 
-from tensorizer import module_tree
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
 from tensorizer._format.names import Key, Name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
@@ -21,7 +20,7 @@ from tensorizer._io.sources import SameFile
 from tensorizer._load.arguments import DeviceArgument, target_device
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.fit import ModuleView
-from tensorizer._load.modules import Filling, ModuleFill, live_tensors, module_names
+from tensorizer._load.modules import Filling, ModuleFill, check_module, live_tensors, module_names
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.parts import PartReader, TensorSlice
 from tensorizer._load.reader import ReadOptions
@@ -461,7 +460,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             ValueError: As in :meth:`read_tensors`.
         """
         try:
-            module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
+            check_module(m, "for a state dict use module.load_state_dict(deserializer)")
             file = self._open_file
             stored = module_names(file, file.accepted_by(filter_func))
             how = Filling(ties="stored", by_modules=True)
@@ -485,7 +484,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             RuntimeError: A tensor of the file was not read yet, so that its hashes are unknown.
             NotImplementedError: A tensor of `m` is on the meta device.
         """
-        module_tree.check_module(m)
+        check_module(m)
         file = self._open_file
         unread = [file.names[i] for i in file.selection if not file.has_header(i)]
         if unread:

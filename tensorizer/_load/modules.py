@@ -26,6 +26,7 @@ __all__ = [
     "Filling",
     "ModuleFill",
     "as_trainable_as",
+    "check_module",
     "insert_into_module",
     "live_tensors",
     "module_names",
@@ -452,3 +453,23 @@ def _with_ties(listing: Callable[..., Iterator[tuple[str, torch.Tensor]]]) -> di
         return dict(listing(remove_duplicate=False))
     except TypeError:
         return dict(listing())
+
+
+def check_module(module: object, for_mappings: str = "") -> None:
+    """Refuses what is no module; an object that answers ``named_modules()`` with modules counts as one.
+
+    Args:
+        module: What was passed.
+        for_mappings: What to use for a state dict, as the end of a sentence.
+
+    Raises:
+        TypeError: Another type.
+    """
+    if isinstance(module, type) and issubclass(module, torch.nn.Module):
+        raise TypeError(f"wanted a torch.nn.Module, found the class {module.__name__} itself: pass an instance")
+    if isinstance(module, torch.nn.Module) or callable(getattr(module, "named_modules", None)):
+        return
+    hint = for_mappings if isinstance(module, Mapping) else ""
+    if isinstance(module, torch.Tensor):
+        hint = "write_tensor writes single tensors"
+    raise TypeError(f"wanted a torch.nn.Module, found {type(module).__name__}" + (hint and f"; {hint}"))
