@@ -161,7 +161,7 @@ def decide(
     """
     index, slots = container.index, view.slots
     dtypes = {name: known_dtype(index.dtype(i)) for name, i in stored.items()}
-    converted = {dtype for dtype in set(dtypes.values()) if container.converts_dtype(dtype)}
+    converted = {dtype for dtype in set(dtypes.values()) if container.casts(dtype)}
     supplied: dict[tuple[int, bool], str] = {}
     loaded, cast, unexpected, mismatched = [], [], [], []
     for name, i in stored.items():

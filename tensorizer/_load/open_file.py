@@ -21,7 +21,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format import dtypes, extra_state
-from tensorizer._format.dtypes import casts, known_dtype
+from tensorizer._format.dtypes import known_dtype
 from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from tensorizer._format.names import Name, listed
 from tensorizer._format.payloads import contiguous, same_bits
@@ -344,13 +344,9 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """Whether the index shows a scalar without data, whose shape it writes as ``(1,)``."""
         return bool(self.index.data_nbytes(i) == 0 and self.index.shape(i) == (1,))
 
-    def converts_dtype(self, stored: Optional[torch.dtype]) -> bool:
+    def casts(self, stored: Optional[torch.dtype]) -> bool:
         """Whether ``dtype=`` converts tensors of a stored dtype, or may where that is not known."""
-        return self.options.dtype is not None and casts(stored, self.options.dtype)
-
-    def may_cast(self, i: int) -> bool:
-        """Whether ``dtype=`` converts this tensor, as far as the index tells."""
-        return self.converts_dtype(self.stored_dtype(i))
+        return dtypes.casts(stored, self.options.dtype)
 
     # What other branches still call by its earlier names.
 
@@ -361,10 +357,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
     @property
     def _loaded(self) -> OpenFile:
         return self
-
-    @property
-    def converts(self) -> bool:
-        return self.options.dtype is not None
 
     # ---- facts of record headers ------------------------------------------------------------------------------------
 
