@@ -224,10 +224,9 @@ class ModuleFill:
             elif sources:
                 shared.append((group, sources[0]))
             elif self._custom is not None and self._is_meta(group[0]) and self._slots[group[0]].counts_batches:
+                device = self._container.device_of(group[0])
                 with ordinary_tensors():
-                    shared.append(
-                        (group, torch.zeros((), dtype=torch.long, device=self._container.device_of(group[0])))
-                    )
+                    shared.append((group, torch.zeros((), dtype=torch.long, device=device)))
         place(self._slots, shared, self._replaces, keep_ties_of_file=self._how.ties == "stored")
 
     def _parted(
