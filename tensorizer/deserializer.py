@@ -27,11 +27,10 @@ from tensorizer._load.facts import FileFacts, kind_text
 from tensorizer._load.fit import ModuleView
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
-from tensorizer._load.modules import Filling, ModuleFill, module_names
+from tensorizer._load.modules import Filling, ModuleFill, module_names, verify_module
 from tensorizer._load.report import LoadedCount, LoadReport
 from tensorizer._load.shards import open_files_as_one
 from tensorizer._load.slices import TensorSlices
-from tensorizer._load.verification import verify_module
 from tensorizer._system.threads import thread_limit
 from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument

@@ -1,4 +1,4 @@
-"""Filling a module from a file: what :mod:`.fit` decided is read and put in its place."""
+"""Filling a module from a file, as :mod:`.fit` decided; comparing one with the digests of a file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
+from tensorizer._format.names import Name
 from tensorizer._format.payloads import same_bits
 from tensorizer._load.container import Container
+from tensorizer._load.digests import holds
 from tensorizer._load.fit import ModuleView, Slot, decide
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.report import LoadReport, Misfit
@@ -30,6 +32,7 @@ __all__ = [
     "live_tensors",
     "module_names",
     "place",
+    "verify_module",
 ]
 
 logger = logging.getLogger("tensorizer.serialization")
@@ -451,3 +454,34 @@ def _with_ties(listing: Callable[..., Iterator[tuple[str, torch.Tensor]]]) -> di
         return dict(listing(remove_duplicate=False))
     except TypeError:
         return dict(listing())
+
+
+def verify_module(container: Container, module: torch.nn.Module) -> list[tuple[Name, bool]]:
+    """Whether each stored tensor is the one in the module, as ``TensorDeserializer.verify_module`` says.
+
+    Raises:
+        RuntimeError: A tensor of the file was not read yet, so that its digests are unknown.
+        NotImplementedError: A tensor of the module is on the meta device.
+    """
+    unread = [container.names[i] for i in container.selection if not container.has_header(i)]
+    if unread:
+        raise RuntimeError(
+            f"the hashes of {len(unread)} tensors (first: {unread[0]!r}) are known only after they were loaded; "
+            "load the file before verifying"
+        )
+    live = live_tensors(module)
+    return [(container.names[i], _matches(container, i, live)) for i in container.selection]
+
+
+def _matches(container: Container, i: int, live: Mapping[str, torch.Tensor]) -> bool:
+    name = container.names[i]
+    if not isinstance(name, str):
+        return False
+    tensor = live.get(name)
+    if tensor is None and name.startswith("."):
+        tensor = live.get(name[1:])
+    if tensor is None:
+        return False
+    if tensor.is_meta:
+        raise NotImplementedError(f"tensor {name!r} of the module is on the meta device: it has no data to compare")
+    return holds(container, i, tensor) is True
