@@ -225,7 +225,7 @@ def load_model(
     options = ReadOptions(chosen, dtype, maps(backend), verify or None)
     with open_file(lent(filename), access, options) as file:
         how = Filling(assign, ignores_sizes=ignore_mismatched_sizes)
-        return ModuleFill(view, file, file, flat_names(file), how, strict).run()
+        return ModuleFill(view, file, flat_names(file), how, strict).run()
 
 
 def save_model(

@@ -348,16 +348,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """Whether ``dtype=`` converts tensors of a stored dtype, or may where that is not known."""
         return dtypes.casts(stored, self.options.dtype)
 
-    # What other branches still call by its earlier names.
-
-    @property
-    def _container(self) -> OpenFile:
-        return self
-
-    @property
-    def _loaded(self) -> OpenFile:
-        return self
-
     # ---- facts of record headers ------------------------------------------------------------------------------------
 
     def has_header(self, i: int) -> bool:

@@ -136,10 +136,6 @@ class PartReader:
     def __init__(self, file: OpenFile) -> None:
         self.file = file
 
-    @property
-    def _container(self) -> OpenFile:  # as other branches still call it
-        return self.file
-
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     def whole(self, entry: int) -> _PartOf:

@@ -42,7 +42,6 @@ class Opened:
 
     def __init__(self, ranks: Ranks, reader: PartReader, device: torch.device) -> None:
         self.ranks, self.reader, self.device = ranks, reader, device
-        self.file = reader  # as another branch still calls it
 
     def entry(self, name: Name) -> int:
         """The entry that holds the data of a name."""

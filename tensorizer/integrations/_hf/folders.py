@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import glob
 import json
@@ -10,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -91,14 +92,15 @@ class ModelFolder:
     stream_options: Optional[Mapping[str, Any]] = None
     has_revision = False  # whether it is one revision of a repository
     file: Optional[str] = None  # the file of weights that the caller named
+    _below = ""  # the folder inside of what was opened, and a slash
 
     def has(self, name: str) -> bool:
         """Whether there is a file of that name (with ``/`` for folders inside)."""
-        raise NotImplementedError
+        return self._has(self._below + name)
 
     def fetch(self, *names: str) -> Path:
         """A local folder with those of the small files `names` that exist, under their names."""
-        raise NotImplementedError
+        return self._fetch([self._below + name for name in names]) / self._below
 
     def fetch_all(self) -> Path:
         """A local folder with every file that holds no weights.
@@ -106,14 +108,27 @@ class ModelFolder:
         Raises:
             FileNotFoundError: The files cannot be listed.
         """
-        raise NotImplementedError
+        names = [name for name in self._names() if name.startswith(self._below) and not is_weight(name)]
+        return self._fetch(names) / self._below
 
     def weight(self, name: str) -> Any:
         """What the engine opens: the path or URI of a file of weights, or of an index of some."""
+        return self._weight(self._below + name)
+
+    def _has(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def _fetch(self, names: Sequence[str]) -> Path:
+        raise NotImplementedError
+
+    def _names(self) -> Collection[str]:
+        raise NotImplementedError
+
+    def _weight(self, name: str) -> Any:
         raise NotImplementedError
 
     def below(self, subfolder: str) -> ModelFolder:
-        """The folder below.
+        """The folder of that name in this one; it is closed with this one.
 
         Raises:
             ValueError: It is not below this one.
@@ -123,7 +138,9 @@ class ModelFolder:
         subfolder = subfolder.strip("/")
         if not _is_plain(subfolder):
             raise ValueError(f"{self.label}: {subfolder!r:.200} is not a folder below it")
-        return _Below(self, subfolder)
+        folder = copy.copy(self)
+        folder._below, folder.file = f"{self._below}{subfolder}/", None
+        return folder
 
     def read_json(self, name: str, kind: type = dict) -> Any:
         """The content of a small file, a `kind`; ``None`` where there is none.
@@ -147,70 +164,57 @@ class ModelFolder:
         """Removes what was made for this load."""
 
 
-class _Below(ModelFolder):
-    def __init__(self, parent: ModelFolder, subfolder: str) -> None:
-        self._parent, self._subfolder = parent, subfolder
-        self.label, self.stream_options = parent.label, parent.stream_options
-        self.has_revision = parent.has_revision
-
-    def has(self, name: str) -> bool:
-        return self._parent.has(f"{self._subfolder}/{name}")
-
-    def fetch(self, *names: str) -> Path:
-        return self._parent.fetch(*(f"{self._subfolder}/{name}" for name in names)) / self._subfolder
-
-    def fetch_all(self) -> Path:
-        return self._parent.fetch_all() / self._subfolder
-
-    def weight(self, name: str) -> Any:
-        return self._parent.weight(f"{self._subfolder}/{name}")
-
-    def close(self) -> None:
-        self._parent.close()
-
-
 class LocalFolder(ModelFolder):
     """A folder of this machine."""
 
-    def __init__(self, folder: Path, label: Optional[str] = None) -> None:
-        self.folder = folder
-        self.label = str(folder) if label is None else label
+    def __init__(self, folder: Path) -> None:
+        self.label, self._folder = str(folder), folder
 
-    def has(self, name: str) -> bool:
-        return (self.folder / name).is_file()
+    def _has(self, name: str) -> bool:
+        return (self._folder / name).is_file()
 
-    def fetch(self, *names: str) -> Path:
-        return self.folder
+    def _fetch(self, names: Sequence[str]) -> Path:
+        return self._folder
 
-    def fetch_all(self) -> Path:
-        return self.folder
+    def _names(self) -> Collection[str]:
+        return ()  # they are all there
 
-    def weight(self, name: str) -> Any:
-        return str(self.folder / name)
+    def _weight(self, name: str) -> Any:
+        return str(self._folder / name)
 
 
 class RemoteFolder(ModelFolder):
-    """A prefix of a store, which cannot be listed: names are tried. Small files go to a private temporary folder."""
+    """A prefix of a store, which cannot be listed: names are tried. Small files go to a private temporary folder.
 
-    def __init__(self, prefix: str, stream_options: Optional[Mapping[str, Any]], label: Optional[str] = None) -> None:
+    Args:
+        prefix: URI of the folder.
+        stream_options: Keywords for opening its files.
+        label: For messages; ``None`` is the URI without secrets.
+        names: Its files, where they are known after all.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        stream_options: Optional[Mapping[str, Any]],
+        label: Optional[str] = None,
+        names: Optional[Collection[str]] = None,
+    ) -> None:
         self._prefix = prefix.rstrip("/")
         self.label = shown_uri(self._prefix) if label is None else label
-        self.stream_options = stream_options
-        self._folder: Optional[Path] = None
+        self.stream_options, self._listing, self.has_revision = stream_options, names, names is not None
         self._known: dict[str, bool] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="tensorizer-"))
 
-    def _mirror(self) -> Path:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="tensorizer-"))
-        return self._folder
-
-    def weight(self, name: str) -> Any:
-        return f"{self._prefix}/{name}"
-
-    def has(self, name: str) -> bool:
+    def _has(self, name: str) -> bool:
+        if self._listing is not None:
+            return name in self._listing
         if name not in self._known:
             self._known[name] = self._is_there(name) if is_weight(name) else self._copy(name)
         return self._known[name]
+
+    def _weight(self, name: str) -> Any:
+        return f"{self._prefix}/{name}"
 
     def _is_there(self, name: str) -> bool:
         with contextlib.suppress(FileNotFoundError), self._open(name) as stream:
@@ -218,7 +222,7 @@ class RemoteFolder(ModelFolder):
         return False
 
     def _open(self, name: str) -> Any:
-        return stream_io.open_stream(self.weight(name), "rb", **dict(self.stream_options or {}))
+        return stream_io.open_stream(self._weight(name), "rb", **dict(self.stream_options or {}))
 
     def _copy(self, name: str) -> bool:
         if not _is_plain(name):
@@ -228,31 +232,32 @@ class RemoteFolder(ModelFolder):
                 content = stream.read()
         except FileNotFoundError:
             return False
-        path = self._mirror() / name
+        path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         return True
 
-    def fetch(self, *names: str) -> Path:
+    def _fetch(self, names: Sequence[str]) -> Path:
         for name in names:
-            self.has(name)
-        return self._mirror()
+            if self._has(name) and not (self._folder / name).exists():
+                self._copy(name)
+        return self._folder
 
-    def fetch_all(self) -> Path:
-        names = self.read_json(MANIFEST, list)
-        if names is None:
+    def _names(self) -> Collection[str]:
+        if self._listing is not None:
+            return self._listing
+        listed = self.read_json(MANIFEST, list)
+        if listed is None:
             raise StreamNotFoundError(
                 f"{self.label}: wanted {MANIFEST}, which save_pretrained writes and which lists the files of the folder"
             )
-        for name in names:
+        for name in listed:
             if not _is_plain(name):
                 raise ValueError(f"{self.label}: {MANIFEST} names {name!r:.200}, which is not a file of the folder")
-        return self.fetch(*(name for name in names if not is_weight(name)))
+        return [self._below + name for name in listed]
 
     def close(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _is_plain(name: Any) -> bool:
@@ -292,6 +297,7 @@ def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> Mode
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined,unused-ignore]
 
     shown = repo if revision is None else f"{repo}@{revision}"
     if revision is not None and not _is_plain(revision):  # the cache has a file of that name
@@ -318,7 +324,9 @@ def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> Mode
     names = {sibling.rfilename for sibling in info.siblings or ()}
     if options.cache:
         return _CachedRepo(repo, folder, names, options.token)
-    return _StreamedRepo(repo, info.sha, names, options.token)
+    prefix = huggingface_hub.hf_hub_url(repo, "x", revision=info.sha)[: -len("/x")]
+    headers = build_hf_headers(token=options.token)  # they go to the host of the hub alone
+    return RemoteFolder(prefix, {"http_options": stream_io.HTTPOptions(headers=headers)}, repo, names)
 
 
 def _download(repo: str, revision: Optional[str], token: Any, names: Iterable[str], offline: bool = False) -> Path:
@@ -338,59 +346,30 @@ class _CachedRepo(ModelFolder):
 
     has_revision = True
 
-    def __init__(self, repo: str, folder: Path, names: set[str], token: Any) -> None:
+    def __init__(self, repo: str, folder: Path, names: Collection[str], token: Any) -> None:
         self.label = repo
-        self._folder, self._names, self._token = folder, names, token
+        self._folder, self._listing, self._token = folder, names, token
 
-    def has(self, name: str) -> bool:
-        return name in self._names
+    def _has(self, name: str) -> bool:
+        return name in self._listing
 
-    def fetch(self, *names: str) -> Path:
-        absent = [name for name in names if name in self._names and not (self._folder / name).exists()]
+    def _fetch(self, names: Sequence[str]) -> Path:
+        absent = [name for name in names if name in self._listing and not (self._folder / name).exists()]
         if absent:
             _download(self.label, self._folder.name, self._token, absent)
         return self._folder
 
-    def fetch_all(self) -> Path:
-        return self.fetch(*sorted(name for name in self._names if not is_weight(name)))
+    def _names(self) -> Collection[str]:
+        return self._listing
 
-    def weight(self, name: str) -> Any:
-        self.fetch(name)
+    def _weight(self, name: str) -> Any:
+        self._fetch([name])
         if name.endswith(".json"):  # an index, and all of its shards have to be there
-            shards = (self.read_json(name) or {}).get("weight_map")
+            shards = json.loads((self._folder / name).read_bytes()).get("weight_map")
             below = name.rpartition("/")[0]
             files = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
-            self.fetch(*(f"{below}/{file}" if below else file for file in files))
+            self._fetch([f"{below}/{file}" if below else file for file in files])
         return str(self._folder / name)
-
-
-class _StreamedRepo(RemoteFolder):
-    """Files of one commit, read over HTTPS with ranges; the token goes to the host of the hub alone."""
-
-    has_revision = True
-
-    def __init__(self, repo: str, commit: Optional[str], names: set[str], token: Any) -> None:
-        import huggingface_hub
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined,unused-ignore]
-
-        from tensorizer.stream_io import HTTPOptions
-
-        prefix = huggingface_hub.hf_hub_url(repo, "x", revision=commit)[: -len("/x")]
-        headers = build_hf_headers(token=token)
-        super().__init__(prefix, {"http_options": HTTPOptions(headers=headers)}, repo)
-        self._names = names
-
-    def has(self, name: str) -> bool:
-        return name in self._names
-
-    def fetch(self, *names: str) -> Path:
-        for name in names:
-            if name in self._names and not (self._mirror() / name).exists():
-                self._copy(name)
-        return self._mirror()
-
-    def fetch_all(self) -> Path:
-        return self.fetch(*(name for name in self._names if not is_weight(name)))
 
 
 def _names_weights(name: str) -> bool:
@@ -409,7 +388,7 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
         ValueError: A source of another kind; a revision for what is not on the hub.
     """
     folder: ModelFolder
-    revision = options.revision
+    revision, inside = options.revision, ""
     scheme = scheme_of(source)
     if scheme is None or scheme in LOCAL_SCHEMES:
         path = Path(os.path.expanduser(source if scheme is None else path_of_file_uri(source)))
@@ -429,17 +408,16 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
         if named and revision and named != revision:
             raise ValueError(f"{shown_location(source)}: the URI names revision {named!r}, the argument {revision!r}")
         below = "/".join(filter(None, (inside, options.subfolder.strip("/"))))
-        folder = _open_repo(repo, named or revision, dataclasses.replace(options, subfolder=below)).below(inside)
+        folder = _open_repo(repo, named or revision, dataclasses.replace(options, subfolder=below))
     elif _names_weights(source) and "?" not in source:
         prefix, _, name = source.rpartition("/")
         folder = RemoteFolder(prefix, options.stream_options)
         folder.file = name
     else:
         folder = RemoteFolder(source, options.stream_options)
-    if revision is not None and not folder.has_revision:
-        folder.close()
-        raise ValueError(f"revision: only repositories of the hub have one, found {revision!r} for {folder.label}")
     try:
-        yield folder
+        if revision is not None and not folder.has_revision:
+            raise ValueError(f"revision: only repositories of the hub have one, found {revision!r} for {folder.label}")
+        yield folder.below(inside)
     finally:
         folder.close()
