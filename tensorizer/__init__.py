@@ -6,10 +6,10 @@ torch nor numpy.
 
 from __future__ import annotations
 
-import importlib
 import importlib.machinery
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tensorizer._system.on_demand import names_on_demand
 from tensorizer._version import __version__ as __version__
 from tensorizer.errors import *  # noqa: F403 - every exception of the package
 
@@ -140,18 +140,7 @@ _SUBMODULES = frozenset(
 )  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in _DEFINED_IN:
-        value = getattr(importlib.import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_DEFINED_IN, *_SUBMODULES})
+__getattr__, __dir__ = names_on_demand(__name__, _DEFINED_IN, _SUBMODULES)
 
 
 def _require_build() -> None:

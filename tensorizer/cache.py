@@ -251,8 +251,9 @@ def _entries(folder: _C.CacheFolder, path: str) -> list[Entry]:
 
 def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], int]:
     """What is wrong with an entry, and how many tensors were checked."""
-    from tensorizer._files.opened import OpenedFile
     from tensorizer._files.verify import verify as verify_file
+    from tensorizer._io.access import Access
+    from tensorizer._load.open_file import open_whole
 
     try:
         source = _C.CacheSource.open(
@@ -266,13 +267,13 @@ def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], in
     try:
         if not source.is_present(0, min(entry.size, 8)) or not _holds_tensors(source):
             return None, 0
-        with OpenedFile(CachedFile(source)) as file:
+        with open_whole(CachedFile(source), Access()) as file:
             if file.index.encrypted:
                 return None, 0
             index = file.index
             present = {
-                file.name(i)
-                for i in file.entries
+                file.names[i]
+                for i in file.stored
                 if source.is_present(index.offset(i), index.data_offset(i) - index.offset(i) + index.data_nbytes(i))
             }
         report = verify_file(CachedFile(source), filter_func=present.__contains__)

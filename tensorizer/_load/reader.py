@@ -37,7 +37,6 @@ __all__ = [
     "PendingBatch",
     "Progress",
     "ReadOptions",
-    "known_dtype",
     "missing_hashes",
     "no_collections",
     "open_reader",

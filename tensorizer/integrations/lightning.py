@@ -20,6 +20,7 @@ import torch
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.uri import scheme_of
 from tensorizer._system.devices import empty
+from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
@@ -275,14 +276,4 @@ def _mapped(tensor: torch.Tensor, map_location: MapLocation) -> torch.Tensor:
     return tensor.to(map_location)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _STRATEGIES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tensorizer.integrations import lightning_strategies
-
-    value = globals()[name] = getattr(lightning_strategies, name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_STRATEGIES})
+__getattr__, __dir__ = names_on_demand(__name__, dict.fromkeys(_STRATEGIES, "integrations.lightning_strategies"))
