@@ -9,7 +9,7 @@ import torch
 from tensorizer._format.names import Path, display
 from tensorizer._format.tree import branch, flatten
 from tensorizer._load.modules import insert_into_module, live_tensors
-from tensorizer._save.modules import ModuleTensor, walk_module
+from tensorizer._save.records import ModuleTensor, walk_module
 
 __all__ = [
     "ModuleTensor",

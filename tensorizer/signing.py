@@ -95,7 +95,7 @@ class PublicKey:
             FileExistsError: There is a file.
             OSError: It cannot be written.
         """
-        _write_new(path, _pem("PUBLIC KEY", _PUBLIC_PREFIX + self._bytes), 0o644)
+        _write_new(path, _pem("PUBLIC KEY", _PUBLIC_PREFIX + self._bytes), None)
 
     def __bytes__(self) -> bytes:
         return self._bytes
@@ -234,8 +234,9 @@ def _pem(label: str, der: bytes) -> bytes:
     return f"-----BEGIN {label}-----\n{base64.b64encode(der).decode('ascii')}\n-----END {label}-----\n".encode("ascii")
 
 
-def _write_new(path: Union[str, os.PathLike[str]], content: bytes, mode: int) -> None:
-    with stream_errors():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), mode)
-        with open(descriptor, "wb") as file:
-            file.write(content)
+def _write_new(path: Union[str, os.PathLike[str]], content: bytes, mode: Optional[int]) -> None:
+    from tensorizer._io.whole_file import NewFile
+
+    with NewFile(os.path.abspath(path), mode) as file:
+        file.write(content)
+        file.publish(exclusive=True)

@@ -10,7 +10,7 @@ from typing import Any, Optional
 import torch
 
 from tensorizer import _C
-from tensorizer._files.state_dicts import not_storable
+from tensorizer._files.contents import not_storable
 from tensorizer._io.shards import MAX_INDEX_NBYTES
 from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError
 

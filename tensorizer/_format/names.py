@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Union
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Key", "Name", "Path", "display", "modules_of", "path_of"]
+__all__ = ["Key", "Name", "Path", "display", "modules_of", "name_of", "path_of"]
 
 #: One layer of a path: a mapping's key, or a position in a list.
 Key = Union[str, int]
@@ -19,6 +19,11 @@ Name = Union[str, Path]
 def path_of(name: Name) -> Path:
     """The path that a name stands for."""
     return (name,) if isinstance(name, str) else name
+
+
+def name_of(path: Path) -> Name:
+    """What users see of a path."""
+    return path[0] if len(path) == 1 and isinstance(path[0], str) else path
 
 
 def display(path: Path) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import io
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
@@ -41,6 +42,16 @@ class OpenedSink(NamedTuple):
     discard: Callable[[], None] = _nothing  # in place of close() after a failure
     appears_on_close: bool = False  # no complete call shows before close()
     is_lent: bool = False  # the stream ends the sink, if nobody else does
+
+    @contextlib.contextmanager
+    def discarded_by_errors(self) -> Iterator[None]:
+        """Discards the sink where the block raises."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the exception that is on its way tells more
+                self.discard()
+            raise
 
 
 def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSink:
