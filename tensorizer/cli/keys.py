@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from tensorizer._system.config import env_text
-from tensorizer.cli.exit_codes import UsageError
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import Output, UsageError, escaped
 
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams, EncryptionParams

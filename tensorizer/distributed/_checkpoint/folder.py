@@ -17,7 +17,7 @@ from tensorizer._system.paths import expanded
 from tensorizer.errors import StreamExistsError, StreamNotFoundError
 
 if TYPE_CHECKING:
-    from tensorizer._io.s3.prefix import S3Prefix
+    from tensorizer._io.s3.objects import S3Prefix
 
 __all__ = [
     "MARKER",
