@@ -24,14 +24,17 @@ from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, ConfigPath,
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
 from tensorizer._io.uri import scheme_of
+from tensorizer._lazy import resolver
 from tensorizer._system.config import env_text
 from tensorizer._system.os_errors import stream_errors
 from tensorizer._system.paths import expanded
 from tensorizer._system.redaction import hidden, shown_uri
 
 if TYPE_CHECKING:
-    from tensorizer._io.cache import Cache, CachedObject, CacheOptions
-    from tensorizer._io.redis import RedisStreamFile
+    from tensorizer._io.cache import Cache, CachedObject
+    from tensorizer._io.cache import CacheOptions as CacheOptions
+    from tensorizer._io.redis import RedisStreamFile as RedisStreamFile
+    from tensorizer._io.redis import _parse_redis_uri as _parse_redis_uri
 
 __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa: RUF022 - as callers know it
 
@@ -90,18 +93,12 @@ def _s3_options(**keywords: Any) -> S3Options:
     return S3Options.of(keywords, defaults)
 
 
+_resolve, __dir__ = resolver(__name__)
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("RedisStreamFile", "_parse_redis_uri"):
-        from tensorizer._io import redis
-
-        return getattr(redis, name)
-    if name == "CacheOptions":
-        from tensorizer._io.cache import CacheOptions
-
-        return CacheOptions
-    if name == "curl_path":  # the curl program, which nothing here needs any more
-        return shutil.which("curl")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # The curl program, which nothing here needs any more.
+    return shutil.which("curl") if name == "curl_path" else _resolve(name)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.uri import scheme_of
+from tensorizer._lazy import resolver
 from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
@@ -43,9 +44,7 @@ if TYPE_CHECKING:
         TensorizerModelParallelStrategy as TensorizerModelParallelStrategy,
     )
 
-_STRATEGIES = ("TensorizerFSDPStrategy", "TensorizerModelParallelStrategy")
-
-__all__ = ["TensorizerCheckpointIO", *_STRATEGIES]
+__all__ = ["TensorizerCheckpointIO", "TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]
 
 _KEY = "lightning.checkpoint"
 _ZIP = b"PK\x03\x04"  # what files of torch.save begin with
@@ -275,14 +274,4 @@ def _mapped(tensor: torch.Tensor, map_location: MapLocation) -> torch.Tensor:
     return tensor.to(map_location)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _STRATEGIES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tensorizer.integrations import lightning_strategies
-
-    value = globals()[name] = getattr(lightning_strategies, name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_STRATEGIES})
+__getattr__, __dir__ = resolver(__name__)
