@@ -16,8 +16,8 @@ from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
 from tensorizer._format.tree import build_tree
 from tensorizer._io.file_types import SourceArgument
-from tensorizer._io.reopen import SameFile
 from tensorizer._io.shards import OpenedFiles, open_files
+from tensorizer._io.sources import SameFile
 from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.authenticity import Trust
 from tensorizer._load.container import Container, ReadOptions
@@ -31,7 +31,7 @@ from tensorizer._load.report import LoadedCount, LoadReport
 from tensorizer._load.shards import open_files_as_one
 from tensorizer._load.slices import TensorSlices
 from tensorizer._load.verification import verify_module
-from tensorizer._system.threads import thread_limit
+from tensorizer._system.checks import thread_limit
 from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import PublicKeyArgument

@@ -11,8 +11,8 @@ from enum import IntEnum
 from typing import Any, Optional, Union
 
 from tensorizer import _C
-from tensorizer._crypto import kernels, key_material
-from tensorizer._crypto.key_material import BytesLike, Key, Provided
+from tensorizer._crypto import keys
+from tensorizer._crypto.keys import BytesLike, Key, Provided
 
 __all__ = ["DecryptionParams", "EncryptionParams"]
 
@@ -59,13 +59,13 @@ class EncryptionParams:
     _derivation: Optional[tuple[int, int, bytes]]
 
     def __init__(self, key: bytes) -> None:
-        kernels.require_crypto()
-        self._set(key_material.secret_from_bytes(key, "encryption key"), None)
+        keys.require_crypto()
+        self._set(keys.secret_from_bytes(key, "encryption key"), None)
 
     @classmethod
     def random(cls) -> EncryptionParams:
         """A new random key. Keep :attr:`key`: without it nothing that is encrypted with it can be read again."""
-        kernels.require_crypto()
+        keys.require_crypto()
         return cls._of(_C.random_key(), None)
 
     @classmethod
@@ -97,11 +97,11 @@ class EncryptionParams:
             CryptographyError: Not enough memory for ``memlimit``.
             RuntimeError: libsodium is unusable.
         """
-        kernels.require_crypto()
-        passphrase = key_material.passphrase_bytes(source, encoding)
+        keys.require_crypto()
+        passphrase = keys.passphrase_bytes(source, encoding)
         ops = _limit("opslimit", opslimit, cls.OpsLimit, cls.MemLimit, 1, _MAX_OPSLIMIT)
         mem = _limit("memlimit", memlimit, cls.MemLimit, cls.OpsLimit, 8_192, _MAX_MEMLIMIT)
-        salted = key_material.salt_bytes(salt, encoding)
+        salted = keys.salt_bytes(salt, encoding)
         return cls._of(_C.derive_key(passphrase, ops, mem, _ARGON2ID13, salted), (ops, mem, salted))
 
     @classmethod
@@ -112,8 +112,8 @@ class EncryptionParams:
             ValueError: The file has another size.
             OSError: The file cannot be read.
         """
-        kernels.require_crypto()
-        return cls._of(key_material.secret_from_file(path), None)
+        keys.require_crypto()
+        return cls._of(keys.secret_from_file(path), None)
 
     @classmethod
     def from_provider(cls, provider: Callable[[], BytesLike]) -> EncryptionParams:
@@ -127,7 +127,7 @@ class EncryptionParams:
         Raises:
             TypeError: ``provider`` is not callable.
         """
-        kernels.require_crypto()
+        keys.require_crypto()
         return cls._of(Provided(provider), None)
 
     @property
@@ -152,7 +152,7 @@ class EncryptionParams:
         return self._derivation
 
     def _secret(self) -> _C.SecretKey:
-        return key_material.secret_of(self._key)
+        return keys.secret_of(self._key)
 
     @classmethod
     def _of(cls, key: Key, derivation: Optional[tuple[int, int, bytes]]) -> EncryptionParams:
@@ -173,7 +173,7 @@ class EncryptionParams:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, EncryptionParams):
             return NotImplemented
-        return self._derivation == other._derivation and key_material.same_key(self._key, other._key)
+        return self._derivation == other._derivation and keys.same_key(self._key, other._key)
 
     __hash__ = None  # type: ignore[assignment]  # equal objects would hash alike, and a hash would tell about the key
 
@@ -245,11 +245,11 @@ class DecryptionParams:
             ValueError: ``source`` is empty; a limit is below 1.
             RuntimeError: libsodium is unusable.
         """
-        kernels.require_crypto()
+        keys.require_crypto()
         ops = _ceiling("max_opslimit", max_opslimit, _C.DEFAULT_MAX_OPSLIMIT)
         mem = _ceiling("max_memlimit", max_memlimit, _C.DEFAULT_MAX_MEMLIMIT)
-        keys = _ceiling("max_derivations", max_derivations, _C.DEFAULT_MAX_DERIVATIONS)
-        return cls._of(None, key_material.passphrase_bytes(source, encoding), ops, mem, keys)
+        most = _ceiling("max_derivations", max_derivations, _C.DEFAULT_MAX_DERIVATIONS)
+        return cls._of(None, keys.passphrase_bytes(source, encoding), ops, mem, most)
 
     @classmethod
     def from_key(cls, key: bytes) -> DecryptionParams:
@@ -260,27 +260,27 @@ class DecryptionParams:
             ValueError: ``key`` is empty or does not have 32 bytes.
             RuntimeError: libsodium is unusable.
         """
-        kernels.require_crypto()
+        keys.require_crypto()
         if not key:
             raise ValueError("decryption key: it is empty")
-        return cls._of(key_material.secret_from_bytes(key, "decryption key"), None)
+        return cls._of(keys.secret_from_bytes(key, "decryption key"), None)
 
     @classmethod
     def from_file(cls, path: Union[str, os.PathLike[str]]) -> DecryptionParams:
         """The key that a local file of exactly 32 bytes holds. Errors as :meth:`EncryptionParams.from_file`."""
-        kernels.require_crypto()
-        return cls._of(key_material.secret_from_file(path), None)
+        keys.require_crypto()
+        return cls._of(keys.secret_from_file(path), None)
 
     @classmethod
     def from_provider(cls, provider: Callable[[], BytesLike]) -> DecryptionParams:
         """A key that comes from elsewhere; rules as :meth:`EncryptionParams.from_provider`."""
-        kernels.require_crypto()
+        keys.require_crypto()
         return cls._of(Provided(provider), None)
 
     @property
     def key(self) -> Optional[bytes]:
         """The 32 bytes of the key (a copy in ordinary memory); ``None`` with a passphrase."""
-        return None if self._key is None else key_material.secret_of(self._key).export()
+        return None if self._key is None else keys.secret_of(self._key).export()
 
     @property
     def source(self) -> Optional[bytes]:
@@ -288,7 +288,7 @@ class DecryptionParams:
         return self._source
 
     def _secret(self) -> Optional[_C.SecretKey]:
-        return None if self._key is None else key_material.secret_of(self._key)
+        return None if self._key is None else keys.secret_of(self._key)
 
     def _limits(self) -> tuple[int, int, int]:
         return self.max_opslimit, self.max_memlimit, self.max_derivations
@@ -331,8 +331,8 @@ class DecryptionParams:
             return NotImplemented
         return (
             self._limits() == other._limits()
-            and key_material.same_bytes(self._source, other._source)
-            and key_material.same_key(self._key, other._key)
+            and keys.same_bytes(self._source, other._source)
+            and keys.same_key(self._key, other._key)
         )
 
     __hash__ = None  # type: ignore[assignment]  # as for EncryptionParams
@@ -355,14 +355,14 @@ class DecryptionParams:
 
 
 def _unpickle_encryption(key: bytes, derivation: Optional[tuple[int, int, bytes]]) -> EncryptionParams:
-    kernels.require_crypto()
+    keys.require_crypto()
     return EncryptionParams._of(_C.SecretKey(key), derivation)
 
 
 def _unpickle_decryption(
     key: Optional[bytes], source: Optional[bytes], max_opslimit: int, max_memlimit: int, max_derivations: int
 ) -> DecryptionParams:
-    kernels.require_crypto()
+    keys.require_crypto()
     secret = None if key is None else _C.SecretKey(key)
     return DecryptionParams._of(secret, source, max_opslimit, max_memlimit, max_derivations)
 

@@ -22,7 +22,7 @@ from tensorizer._format.payloads import adopt, stored_dtype
 from tensorizer._format.tree import flatten
 from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
-from tensorizer._io.unclosed import tell_if_unclosed
+from tensorizer._io.upload_on_close import tell_if_unclosed
 from tensorizer._save.records import (
     ModuleTensor,
     Record,
@@ -42,7 +42,7 @@ from tensorizer._save.session import (
     check_ties,
     write_tensors,
 )
-from tensorizer._system.threads import thread_limit
+from tensorizer._system.checks import thread_limit
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Optional, Union
 
 from tensorizer import _C
-from tensorizer._crypto import kernels, key_material
+from tensorizer._crypto import keys
 from tensorizer._system.os_errors import stream_errors
 
 __all__ = ["PublicKey", "PublicKeyArgument", "SigningKey"]
@@ -138,7 +138,7 @@ class SigningKey:
     @classmethod
     def generate(cls) -> SigningKey:
         """A new random key. :meth:`save` it: nobody can sign as you without it, nor can you."""
-        kernels.require_crypto()
+        keys.require_crypto()
         return cls._of(_C.random_key())
 
     @classmethod
@@ -149,8 +149,8 @@ class SigningKey:
             TypeError: Not bytes-like.
             ValueError: Another length.
         """
-        kernels.require_crypto()
-        return cls._of(key_material.secret_from_bytes(seed, "signing key"))
+        keys.require_crypto()
+        return cls._of(keys.secret_from_bytes(seed, "signing key"))
 
     @classmethod
     def from_file(cls, path: Union[str, os.PathLike[str]]) -> SigningKey:
@@ -161,7 +161,7 @@ class SigningKey:
             ValueError: The file holds no Ed25519 private key, or an encrypted one.
             OSError: It cannot be read.
         """
-        kernels.require_crypto()
+        keys.require_crypto()
         text = bytearray(_MAX_KEY_FILE_NBYTES)
         with stream_errors(), open(path, "rb", buffering=0) as file:  # unbuffered: no other copy stays behind
             nbytes = file.readinto(text) or 0
@@ -185,7 +185,7 @@ class SigningKey:
         Raises:
             TypeError: Arguments of other types.
         """
-        kernels.require_crypto()
+        keys.require_crypto()
         if not callable(sign):
             raise TypeError(f"sign: wanted a callable with one argument, found {type(sign).__name__}")
         if not isinstance(public_key, PublicKey):
@@ -235,7 +235,7 @@ def _pem(label: str, der: bytes) -> bytes:
 
 
 def _write_new(path: Union[str, os.PathLike[str]], content: bytes, mode: Optional[int]) -> None:
-    from tensorizer._io.whole_file import NewFile
+    from tensorizer._io.sinks import NewFile
 
     with NewFile(os.path.abspath(path), mode) as file:
         file.write(content)

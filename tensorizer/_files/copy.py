@@ -11,9 +11,9 @@ from typing import Any, BinaryIO, Optional
 
 from tensorizer import _C
 from tensorizer._format import shards
+from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import open_source
 from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
-from tensorizer._io.whole_file import WholeFile
 from tensorizer._load.authenticity import signature_place
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError

@@ -14,7 +14,7 @@ from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, dtype_text
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name
 from tensorizer._format.payloads import same_bits
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 
 __all__ = ["Change", "DiffReport", "diff"]
 

@@ -19,7 +19,7 @@ from tensorizer._load.authenticity import NOBODY, Trust
 from tensorizer._load.container import ReadOptions
 from tensorizer._load.reader import known_dtype
 from tensorizer._load.shards import open_files_as_one
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError
 
 __all__ = ["OpenedFile", "dtype_text", "name_text"]

@@ -22,15 +22,14 @@ from tensorizer._format.names import Path, name_of
 from tensorizer._format.payloads import contiguous, is_copied
 from tensorizer._format.safetensors import canonical_order, check_entries, header_bytes
 from tensorizer._io.access import Access
-from tensorizer._io.sinks import place_of_new_file
-from tensorizer._io.whole_file import NewFile, WholeFile
+from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
 from tensorizer._load.arguments import check_dtype
 from tensorizer._load.reader import CASTABLE
 from tensorizer._save.records import Record
 from tensorizer._save.session import HASH_NAMES, check_hashes, memory_of, tensors_file, write_tensors
 from tensorizer._system import cuda_engine
 from tensorizer._system.redaction import shown_location
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
 from tensorizer.progress import progress_reporter
 

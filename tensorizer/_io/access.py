@@ -8,13 +8,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from tensorizer._crypto.keys import check_decryption, check_encryption, public_key_bytes
+from tensorizer._system.checks import thread_limit
 from tensorizer._system.config import env_int
-from tensorizer._system.threads import thread_limit
 
 if TYPE_CHECKING:
     from tensorizer.progress import ProgressArgument
+import dataclasses
+import difflib
+import inspect
 
-__all__ = ["NOBODY", "Access", "Trust"]
+from tensorizer._io.options import HTTPOptions
+
+__all__ = ["NOBODY", "Access", "Trust", "check_stream_options"]
 
 
 class Trust(NamedTuple):
@@ -109,3 +114,36 @@ class Access:
             ValueError: It is below 1.
         """
         return thread_limit("num_readers", self.num_readers)
+
+
+# --- keywords for opening URIs --------------------------------------------------------------------------------------
+
+
+def check_stream_options(options: Optional[Mapping[str, Any]]) -> None:
+    """Refuses what is no keyword of :func:`tensorizer.stream_io.open_stream`.
+
+    Raises:
+        TypeError: Not a mapping, or an unknown name; the message has the name that was probably meant.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise TypeError(f"stream_options: wanted a mapping of keywords, found {type(options).__name__}")
+    if not options:
+        return
+    from tensorizer import stream_io
+
+    parameters = inspect.signature(stream_io.open_stream).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # a program has put a function of its own there
+    known = [name for name in parameters if name not in ("path_uri", "mode")]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"stream_options: unknown keyword {name!r}; {_instead_of(str(name), known)}")
+
+
+def _instead_of(name: str, known: list[str]) -> str:
+    if name in {field.name for field in dataclasses.fields(HTTPOptions)}:
+        return f"it is a field of HTTPOptions: write {{'http_options': HTTPOptions({name}=...)}}"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"wanted some of {', '.join(known)}"

@@ -12,13 +12,24 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.stream_options import check_stream_options
+from tensorizer._io.access import check_stream_options
 from tensorizer._io.upload_on_close import UploadOnClose
-from tensorizer._io.uri import scheme_of
+from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
 from tensorizer._system.os_errors import stream_errors
-from tensorizer._system.paths import expanded
+from tensorizer.errors import StreamError
 
-__all__ = ["Lent", "OpenedSource", "describe", "inside", "is_path", "lent", "open_source", "read_whole", "real_file"]
+__all__ = [
+    "Lent",
+    "OpenedSource",
+    "SameFile",
+    "describe",
+    "inside",
+    "is_path",
+    "lent",
+    "open_source",
+    "read_whole",
+    "real_file",
+]
 
 
 class Lent(NamedTuple):
@@ -225,3 +236,44 @@ def _seeks(file_obj: Any) -> bool:
     except (OSError, ValueError, AttributeError, NotImplementedError):
         return False
     return True
+
+
+# --- opening a file again -------------------------------------------------------------------------------------------
+
+
+class SameFile(NamedTuple):
+    """A path or URI, and what tells the version that was opened there."""
+
+    file_obj: Any
+    stream_options: Optional[Mapping[str, Any]]
+    version: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, file_obj: Any, opened: Any, stream_options: Optional[Mapping[str, Any]]) -> Optional[SameFile]:
+        """``None`` for what cannot be opened again: the caller's objects, descriptors, the shards of a model."""
+        if not is_path(file_obj) or isinstance(file_obj, int) or not isinstance(opened, OpenedSource):
+            return None
+        return cls(file_obj, stream_options, _version_of(file_obj, opened))
+
+    def open(self) -> OpenedSource:
+        """The file, open.
+
+        Raises:
+            StreamError: It is another version than the one that was read.
+            OSError: It cannot be opened.
+        """
+        opened = open_source(self.file_obj, self.stream_options)
+        if _version_of(self.file_obj, opened) != self.version:
+            opened.close()
+            raise StreamError(f"{opened.name}: it changed since it was loaded: load it again")
+        return opened
+
+
+def _version_of(file_obj: Any, opened: OpenedSource) -> tuple[Any, ...]:
+    scheme = scheme_of(file_obj)
+    if scheme is None or scheme in LOCAL_SCHEMES:
+        with stream_errors():
+            found = os.stat(expanded(os.fsdecode(file_obj)) if scheme is None else path_of_file_uri(file_obj))
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    headers = getattr(opened.stream, "response_headers", None) or {}
+    return opened.source.size(), headers.get("etag"), headers.get("last-modified")

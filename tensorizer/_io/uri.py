@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import NamedTuple, Optional
 
-__all__ = ["LOCAL_SCHEMES", "SplitURI", "path_of_file_uri", "scheme_of", "split_uri"]
+__all__ = ["LOCAL_SCHEMES", "SplitURI", "expanded", "path_of_file_uri", "scheme_of", "split_uri"]
 
 # URIs that name paths; the second is fsspec's word.
 LOCAL_SCHEMES = ("file", "local")
@@ -52,3 +53,14 @@ def path_of_file_uri(uri: str) -> str:
     import urllib.request  # not for every command line
 
     return urllib.request.url2pathname(slash + path)
+
+
+# --- local paths as callers write them ------------------------------------------------------------------------------
+
+
+def expanded(path: str) -> str:
+    """The path with ``~`` or ``~name`` in front replaced by that home folder, as a shell does.
+
+    A file that is really called so, in the current folder, is meant where there is one.
+    """
+    return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path

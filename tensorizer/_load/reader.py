@@ -18,7 +18,7 @@ from tensorizer._format import dtypes
 from tensorizer._load.digests import missing_hashes
 from tensorizer._system import cuda_engine, kept_memory, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 from tensorizer.errors import FormatError
 
 __all__ = [

@@ -14,7 +14,7 @@ from tensorizer._format.payloads import contiguous, is_copied
 from tensorizer._io.sinks import open_sink
 from tensorizer._save.records import Record, Tie
 from tensorizer._system import cuda_engine
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 
 __all__ = [
     "HASH_NAMES",

@@ -12,11 +12,11 @@ from tensorizer._lazy import resolver
 if TYPE_CHECKING:
     from tensorizer.distributed._checkpoint.consolidation import consolidate as consolidate
     from tensorizer.distributed._checkpoint.defaults import dcp_default as dcp_default
+    from tensorizer.distributed._checkpoint.existing import VerifyReport as VerifyReport
+    from tensorizer.distributed._checkpoint.existing import is_complete as is_complete
+    from tensorizer.distributed._checkpoint.existing import prune as prune
+    from tensorizer.distributed._checkpoint.existing import verify as verify
     from tensorizer.distributed._checkpoint.reader import TensorizerReader as TensorizerReader
-    from tensorizer.distributed._checkpoint.upkeep import VerifyReport as VerifyReport
-    from tensorizer.distributed._checkpoint.upkeep import is_complete as is_complete
-    from tensorizer.distributed._checkpoint.upkeep import prune as prune
-    from tensorizer.distributed._checkpoint.upkeep import verify as verify
     from tensorizer.distributed._checkpoint.writer import TensorizerWriter as TensorizerWriter
     from tensorizer.distributed._loading import load as load
     from tensorizer.distributed._loading import load_sharded as load_sharded

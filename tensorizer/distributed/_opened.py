@@ -16,7 +16,7 @@ from tensorizer import _C
 from tensorizer._format.names import Name
 from tensorizer._io.file_types import SourceArgument
 from tensorizer._load.device_choice import target_device
-from tensorizer._system.threads import share_of_node
+from tensorizer._system.checks import share_of_node
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._ranks import Ranks
 from tensorizer.distributed._report import LoadReport, RankReport

@@ -24,7 +24,7 @@ from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
-from tensorizer.distributed._checkpoint.values import NotSimple, decoded, encoded, load_vetted, saved
+from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, encoded, load_vetted, saved
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import AuthenticationError, FormatError
 from tensorizer.serializer import TensorSerializer

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tensorizer._system.devices import empty
 from tensorizer.distributed import TensorizerReader, TensorizerWriter, dcp_default
-from tensorizer.distributed._checkpoint.values import load_vetted, saved
+from tensorizer.distributed._checkpoint.json_values import load_vetted, saved
 from tensorizer.errors import FormatError
 
 __all__ = ["TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]

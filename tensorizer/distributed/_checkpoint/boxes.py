@@ -20,7 +20,7 @@ from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.parts import PartReader
 from tensorizer._load.parts import Wanted as PartWanted
 from tensorizer._system import cuda_engine
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
 from tensorizer.encryption import DecryptionParams

@@ -16,14 +16,14 @@ from tensorizer._io.access import Access
 from tensorizer._io.file_types import TargetArgument
 from tensorizer._save.records import Record
 from tensorizer._save.session import HASH_NAMES, check_hashes
+from tensorizer._system.checks import thread_limit
 from tensorizer._system.devices import empty
-from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._boxes import check_cover
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
+from tensorizer.distributed._checkpoint.existing import read_markers
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike
+from tensorizer.distributed._checkpoint.json_values import encoded, from_json
 from tensorizer.distributed._checkpoint.marker import JSON, Marker
-from tensorizer.distributed._checkpoint.upkeep import read_markers
-from tensorizer.distributed._checkpoint.values import encoded, from_json
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import UnsupportedContentError
 

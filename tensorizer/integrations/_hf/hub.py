@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Optional
 
-from tensorizer._io.whole_file import WholeFile
+from tensorizer._io.sinks import WholeFile
 from tensorizer._system.redaction import shown_uri
 from tensorizer.integrations._hf.place import Place, RemotePlace, is_weight
 

@@ -14,8 +14,8 @@ import torch
 
 from tensorizer._files.convert import convert
 from tensorizer._files.copy import other_forms, remove_files
+from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import scheme_of
-from tensorizer._io.whole_file import WholeFile
 from tensorizer._load.fit import shown
 from tensorizer._save.records import walk_module
 from tensorizer.errors import UnsupportedContentError

@@ -10,8 +10,8 @@ from torch import distributed
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tensorizer._crypto.keys import check_decryption
-from tensorizer._system.runs import runs
-from tensorizer._system.threads import thread_limit
+from tensorizer._system.checks import thread_limit
+from tensorizer._system.sizes import runs
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved
 from tensorizer.distributed._checkpoint.folder import (
     Folder,
