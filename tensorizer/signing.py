@@ -23,7 +23,7 @@ _PUBLIC_PREFIX = bytes.fromhex("302a300506032b6570032100")
 _PUBLIC_PEM = re.compile(r"-----BEGIN PUBLIC KEY-----([A-Za-z0-9+/=\s]*)-----END PUBLIC KEY-----")
 
 
-class PublicKey:
+class PublicKey(keys.Immutable):
     """The public half of a :class:`SigningKey`: 32 bytes that anybody may know.
 
     Instances are immutable, hashable and compare by value; ``bytes(key)`` are the 32 bytes, ``str(key)`` is 64
@@ -51,9 +51,7 @@ class PublicKey:
             raise ValueError(f"public key: wanted 32 bytes, found {len(stored)}")
         if not _C.is_public_key(stored):
             raise ValueError("public key: these 32 bytes are no Ed25519 public key")
-        made = cls.__new__(cls)
-        object.__setattr__(made, "_bytes", stored)
-        return made
+        return cls.__new__(cls)._set(_bytes=stored)
 
     @classmethod
     def from_file(cls, path: Union[str, os.PathLike[str]]) -> PublicKey:
@@ -111,9 +109,6 @@ class PublicKey:
 
     def __hash__(self) -> int:
         return hash(self._bytes)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"PublicKey objects are immutable: cannot set {name!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (PublicKey.from_bytes, (self._bytes,))

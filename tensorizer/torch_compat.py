@@ -12,7 +12,6 @@ import inspect
 import logging
 import os
 import pickle
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,6 +31,7 @@ from tensorizer._format.sidecar import (
     default_save,
 )
 from tensorizer._system.config import env_text
+from tensorizer._system.replacement import Replacement
 
 __all__ = ("tensorizer_saving", "tensorizer_loading")  # noqa: RUF022 - the order that callers know
 
@@ -211,33 +211,9 @@ _load_wrapper.__signature__ = _with_none_for_weights_only(  # type: ignore[attr-
 )
 
 
-class _Patch:
-    """Replaces an attribute while at least one block that needs it is active, anywhere in the process."""
-
-    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
-        self._owner, self._name, self._replacement = owner, name, replacement
-        self._lock = threading.Lock()
-        self._users = 0
-        self._original: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._original = getattr(self._owner, self._name)
-                setattr(self._owner, self._name, self._replacement)
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                setattr(self._owner, self._name, self._original)
-                self._original = None
-
-
-_patched_save = _Patch(torch, "save", _save_wrapper)
-_patched_load = _Patch(torch, "load", _load_wrapper)
-_patched_unpickler = _Patch(torch._weights_only_unpickler, "Unpickler", SafeUnpickler)
+_patched_save = Replacement(lambda: [(torch, "save", _save_wrapper)])
+_patched_load = Replacement(lambda: [(torch, "load", _load_wrapper)])
+_patched_unpickler = Replacement(lambda: [(torch._weights_only_unpickler, "Unpickler", SafeUnpickler)])
 
 
 # --- public --------------------------------------------------------------------------------------------------------

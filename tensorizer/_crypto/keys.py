@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Optional, cast
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
 
 from tensorizer import _C
 
@@ -19,6 +19,7 @@ from tensorizer.errors import CryptographyError
 __all__ = [
     "BytesLike",
     "CryptographyError",
+    "Immutable",
     "Key",
     "Provided",
     "available",
@@ -165,6 +166,8 @@ def _choose_kernel() -> None:
 
 # --- keys as callers pass them, and where they are kept -------------------------------------------------------------
 
+_Object = TypeVar("_Object", bound="Immutable")
+
 BytesLike = Union[bytes, bytearray, memoryview]
 
 _KEY_NBYTES = 32
@@ -279,3 +282,26 @@ def salt_bytes(salt: Any, encoding: str) -> bytes:
     if len(salted) != _SALT_NBYTES:
         raise ValueError(f"salt: wanted {_SALT_NBYTES} bytes, found {len(salted)}")
     return salted
+
+
+class Immutable:
+    """What is said once, when it is made, by :meth:`_set`. Copies are the object itself."""
+
+    __slots__ = ()
+
+    def _set(self: _Object, **values: Any) -> _Object:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} objects are immutable: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} objects are immutable: cannot delete {name!r}")
+
+    def __copy__(self: _Object) -> _Object:
+        return self
+
+    def __deepcopy__(self: _Object, memo: Any) -> _Object:
+        return self

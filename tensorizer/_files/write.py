@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,8 +27,14 @@ from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
 from tensorizer._load.arguments import check_dtype
 from tensorizer._load.reader import CASTABLE
 from tensorizer._save.records import Record
-from tensorizer._save.session import HASH_NAMES, check_hashes, memory_of, tensors_file, write_tensors
-from tensorizer._system import cuda_engine
+from tensorizer._save.session import (
+    HASH_NAMES,
+    check_hashes,
+    memory_of,
+    on_fast_device,
+    tensors_file,
+    write_tensors,
+)
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import runs
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
@@ -73,7 +80,8 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
     Returns:
         What was planned, and the files in the order in which they were written.
     """
-    check_dtype(options.dtype)
+    if options.dtype is not None:
+        check_dtype(options.dtype)
     hashes = check_hashes(options.hashes, encrypted=access.encryption is not None)
     plan = _plan(contents, format_of(target, options.format), options, access)
     names: list[Any] = [target]
@@ -194,12 +202,14 @@ def _cast(record: Record, dtype: Optional[torch.dtype]) -> Record:
     """The record as ``dtype=`` changes it: floating point of 16 bits and more only."""
     if dtype is None or record.dtype not in CASTABLE or dtype not in CASTABLE:
         return record
-    return record._replace(dtype=dtype, stored=None)
+    return dataclasses.replace(record, dtype=dtype, stored=None)
 
 
 def _stored_apart(aliases: Mapping[Path, Path], own: Mapping[Path, Record]) -> list[Record]:
     """The aliases as tensors of their own: as their source has them, or else as the tensor that they stand for."""
-    return [own[alias] if alias in own else own[kept]._replace(path=alias) for alias, kept in aliases.items()]
+    return [
+        own[alias] if alias in own else dataclasses.replace(own[kept], path=alias) for alias, kept in aliases.items()
+    ]
 
 
 def _cuts(records: Sequence[Record], limit: float) -> list[range]:
@@ -354,7 +364,7 @@ class _Writing:
             tensor = record.source
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != record.dtype or not to_file:
                 return record.nbytes
-            return record.nbytes if is_copied(tensor, cuda_engine.is_fast_device(tensor.device)) else 0
+            return record.nbytes if is_copied(tensor, on_fast_device(tensor)) else 0
 
         def device(record: Record) -> Optional[torch.device]:
             return record.source.device if isinstance(record.source, torch.Tensor) else None

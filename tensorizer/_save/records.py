@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -44,7 +47,8 @@ class ModuleTensor(NamedTuple):
     is_second_name: bool = False  # of what its module has already, or of a module that was there already
 
 
-class Record(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Record:
     """One tensor that is to be written, wherever its data are now."""
 
     path: Path
@@ -80,15 +84,12 @@ class Record(NamedTuple):
         """What users call it."""
         return name_of(self.path)
 
-    @property
+    @functools.cached_property
     def tensor_nbytes(self) -> int:
         """Of the tensor in memory."""
-        nbytes = self.dtype.itemsize
-        for length in self.shape:
-            nbytes *= length
-        return nbytes
+        return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Of its data."""
         return 0 if self.without_data else self.tensor_nbytes

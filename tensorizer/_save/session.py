@@ -23,6 +23,8 @@ __all__ = [
     "check_metadata",
     "check_signer",
     "check_ties",
+    "memory_of",
+    "on_fast_device",
     "tensors_file",
     "write_tensors",
 ]
@@ -104,18 +106,21 @@ def batches_to_copy(records: Sequence[Record], frees: bool = False) -> Iterator[
     the tensors, so that memory becomes free in steps."""
 
     def nbytes(record: Record) -> int:
-        fast = cuda_engine.is_fast_device(record.source.device)
-        return record.nbytes if frees or is_copied(record.source, on_device=fast) else 0
+        return record.nbytes if frees or is_copied(record.source, on_fast_device(record.source)) else 0
 
     return runs(records, nbytes, _COPY_BUDGET_NBYTES, lambda record: record.source.device)
 
 
+def on_fast_device(tensor: torch.Tensor) -> bool:
+    """Whether the extension takes the tensor's data from the device that it is on."""
+    return tensor.is_cuda and cuda_engine.is_fast_device(tensor.device)
+
+
 def write_tensors(session: _C.SaveSession, tensors: Sequence[torch.Tensor], progress: Any = None) -> None:
     """Writes the next tensors, which are on one device, from where they are; copies are made where they have to be."""
-    device = tensors[0].device
-    fast = not tensors[0].is_meta and cuda_engine.is_fast_device(device)
+    fast = on_fast_device(tensors[0])
     data = [contiguous(tensor, on_device=fast) for tensor in tensors]  # alive until the call returns
-    engine = cuda_engine.engine_for(device) if fast else None
+    engine = cuda_engine.engine_for(tensors[0].device) if fast else None
     session.write_payloads([memory_of(tensor) for tensor in data], engine=engine, progress=progress)
 
 

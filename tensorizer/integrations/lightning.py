@@ -24,7 +24,7 @@ from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
-from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, encoded, load_vetted, saved
+from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, encoded, load_vetted, torch_saved
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import AuthenticationError, FormatError
 from tensorizer.serializer import TensorSerializer
@@ -196,7 +196,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                 data = io.BytesIO(file[name].detach().numpy().tobytes())
                 if weights_only is False:
                     return torch.load(data, map_location=where, weights_only=False)
-                return torch.load(saved(load_vetted(name, data)), map_location=where, weights_only=True)
+                return torch.load(torch_saved(load_vetted(name, data)), map_location=where, weights_only=True)
 
             result: dict[str, Any] = decoded(json.loads(text), leaf)
         return result
@@ -235,7 +235,7 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             tensors[name] = value.detach()
             return {"tensor": name}
         try:
-            content = saved(value)
+            content = torch_saved(value)
         except Exception as error:  # whatever an object of somebody else's raises when it is pickled
             raise NotSimple(f"a {type(value).__name__} cannot be stored: {error}") from error
         tensors[name] = torch.frombuffer(bytearray(content.getbuffer()), dtype=torch.uint8)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import threading
 from collections.abc import Iterator
 from typing import Any, Optional
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils, format_utils
 
+from tensorizer._system.replacement import Replacement
 from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.reader import TensorizerReader
 from tensorizer.distributed._checkpoint.writer import TensorizerWriter
 
 __all__ = ["dcp_default"]
 
-_lock = threading.RLock()
-_depth = 0
-_undo: Optional[contextlib.ExitStack] = None
+# Of the blocks that are active, the innermost one last.
 _options: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
 
@@ -36,30 +34,20 @@ def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dic
         writer: Keywords of :class:`TensorizerWriter`.
         reader: Keywords of :class:`TensorizerReader`.
     """
-    global _depth, _undo
     # Wrong keywords fail here.
     TensorizerWriter(None, **(writer or {}))
     TensorizerReader(None, **(reader or {}))
-    with _lock:
-        _options.append((dict(writer or {}), dict(reader or {})))
-        own = _options[-1]
-        _depth += 1
-        if _depth == 1:
-            _undo = _replace_names()
-    try:
-        yield
-    finally:
-        with _lock:
+    own = (dict(writer or {}), dict(reader or {}))
+    with _instead_of_torchs:
+        _options.append(own)
+        try:
+            yield
+        finally:
             _options[:] = [kept for kept in _options if kept is not own]
-            _depth -= 1
-            if _depth == 0 and _undo is not None:
-                _undo.close()
-                _undo = None
 
 
-def _replace_names() -> contextlib.ExitStack:
-    """Puts our classes where torch looks its own up, until the stack is closed."""
-    undo = contextlib.ExitStack()
+def _replaced() -> Iterator[tuple[Any, str, Any]]:
+    """Where torch looks its own classes up, and what gives ours."""
     modules = (dcp, _storage_utils, format_utils)
     places: list[tuple[Any, str]] = [(module, prefix) for module in modules for prefix in ("FileSystem", "Fsspec")]
     with contextlib.suppress(ImportError):  # fsspec is not installed
@@ -68,9 +56,10 @@ def _replace_names() -> contextlib.ExitStack:
         for name, replace in ((f"{prefix}Writer", _writer_instead_of), (f"{prefix}Reader", _reader_instead_of)):
             original = getattr(module, name, None)
             if original is not None:
-                undo.callback(setattr, module, name, original)
-                setattr(module, name, replace(original))
-    return undo
+                yield module, name, replace(original)
+
+
+_instead_of_torchs = Replacement(_replaced)
 
 
 def _fsspec_module() -> Any:

@@ -22,7 +22,7 @@ from tensorizer import _C
 from tensorizer._crypto.keys import check_encryption
 from tensorizer._format.payloads import contiguous, is_copied, stored_dtype
 from tensorizer._save.records import Record
-from tensorizer._save.session import check_hashes, memory_of, tensors_file
+from tensorizer._save.session import check_hashes, memory_of, on_fast_device, tensors_file
 from tensorizer._system import cuda_engine
 from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._checkpoint import marker as markers
@@ -330,7 +330,7 @@ class _Batches:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Takes a tensor, or a copy of it where there has to be one and its memory fits."""
-        on_device = cuda_engine.is_fast_device(tensor.device)
+        on_device = on_fast_device(tensor)
         device = tensor.device if on_device else torch.device("cpu")
         size = tensor.nbytes if is_copied(tensor, on_device) else 0
         if self._batch and (self._copied + size > _BATCH_NBYTES or self._batch[0].device != device):
