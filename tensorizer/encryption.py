@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Optional, TypeVar, Union
 
 from tensorizer import _C
-from tensorizer._crypto import keys
-from tensorizer._crypto.keys import BytesLike, Key, Provided
+from tensorizer._crypto import key_material
+from tensorizer._crypto.key_material import BytesLike, Key, Provided
 
 __all__ = ["DecryptionParams", "EncryptionParams"]
 
@@ -22,7 +22,7 @@ _MAX_OPSLIMIT = 4_294_967_295
 _MAX_MEMLIMIT = 4_398_046_510_080
 
 
-class _Params(keys.Immutable):
+class _Params(key_material.Immutable):
     """What parameters for both directions have in common: a key, if any, that is here or with somebody else."""
 
     __slots__ = ("_key",)
@@ -36,8 +36,8 @@ class _Params(keys.Immutable):
             ValueError: The file has another size.
             OSError: The file cannot be read.
         """
-        keys.require_crypto()
-        return cls._of(keys.secret_from_file(path))
+        key_material.require_crypto()
+        return cls._of(key_material.secret_from_file(path))
 
     @classmethod
     def from_provider(cls: type[_Made], provider: Callable[[], BytesLike]) -> _Made:
@@ -51,7 +51,7 @@ class _Params(keys.Immutable):
         Raises:
             TypeError: ``provider`` is not callable.
         """
-        keys.require_crypto()
+        key_material.require_crypto()
         return cls._of(Provided(provider))
 
     @classmethod
@@ -105,13 +105,13 @@ class EncryptionParams(_Params):
     _DEFAULTS = MappingProxyType({"_derivation": None})
 
     def __init__(self, key: bytes) -> None:
-        keys.require_crypto()
-        self._set(_key=keys.secret_from_bytes(key, "encryption key"), _derivation=None)
+        key_material.require_crypto()
+        self._set(_key=key_material.secret_from_bytes(key, "encryption key"), _derivation=None)
 
     @classmethod
     def random(cls) -> EncryptionParams:
         """A new random key. Keep :attr:`key`: without it nothing that is encrypted with it can be read again."""
-        keys.require_crypto()
+        key_material.require_crypto()
         return cls._of(_C.random_key())
 
     @classmethod
@@ -143,11 +143,11 @@ class EncryptionParams(_Params):
             CryptographyError: Not enough memory for ``memlimit``.
             RuntimeError: libsodium is unusable.
         """
-        keys.require_crypto()
-        passphrase = keys.passphrase_bytes(source, encoding)
+        key_material.require_crypto()
+        passphrase = key_material.passphrase_bytes(source, encoding)
         ops = _limit("opslimit", opslimit, cls.OpsLimit, cls.MemLimit, 1, _MAX_OPSLIMIT)
         mem = _limit("memlimit", memlimit, cls.MemLimit, cls.OpsLimit, 8_192, _MAX_MEMLIMIT)
-        salted = keys.salt_bytes(salt, encoding)
+        salted = key_material.salt_bytes(salt, encoding)
         return cls._of(_C.derive_key(passphrase, ops, mem, _ARGON2ID13, salted), _derivation=(ops, mem, salted))
 
     @property
@@ -172,12 +172,12 @@ class EncryptionParams(_Params):
         return self._derivation
 
     def _secret(self) -> _C.SecretKey:
-        return keys.secret_of(self._key)
+        return key_material.secret_of(self._key)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, EncryptionParams):
             return NotImplemented
-        return self._derivation == other._derivation and keys.same_key(self._key, other._key)
+        return self._derivation == other._derivation and key_material.same_key(self._key, other._key)
 
     __hash__ = None  # a class with __eq__ has to say it again
 
@@ -251,11 +251,11 @@ class DecryptionParams(_Params):
             ValueError: ``source`` is empty; a limit is below 1.
             RuntimeError: libsodium is unusable.
         """
-        keys.require_crypto()
+        key_material.require_crypto()
         ops = _ceiling("max_opslimit", max_opslimit, _C.DEFAULT_MAX_OPSLIMIT)
         mem = _ceiling("max_memlimit", max_memlimit, _C.DEFAULT_MAX_MEMLIMIT)
         most = _ceiling("max_derivations", max_derivations, _C.DEFAULT_MAX_DERIVATIONS)
-        passphrase = keys.passphrase_bytes(source, encoding)
+        passphrase = key_material.passphrase_bytes(source, encoding)
         return cls._of(None, _source=passphrase, max_opslimit=ops, max_memlimit=mem, max_derivations=most)
 
     @classmethod
@@ -267,15 +267,15 @@ class DecryptionParams(_Params):
             ValueError: ``key`` is empty or does not have 32 bytes.
             RuntimeError: libsodium is unusable.
         """
-        keys.require_crypto()
+        key_material.require_crypto()
         if not key:
             raise ValueError("decryption key: it is empty")
-        return cls._of(keys.secret_from_bytes(key, "decryption key"))
+        return cls._of(key_material.secret_from_bytes(key, "decryption key"))
 
     @property
     def key(self) -> Optional[bytes]:
         """The 32 bytes of the key (a copy in ordinary memory); ``None`` with a passphrase."""
-        return None if self._key is None else keys.secret_of(self._key).export()
+        return None if self._key is None else key_material.secret_of(self._key).export()
 
     @property
     def source(self) -> Optional[bytes]:
@@ -283,7 +283,7 @@ class DecryptionParams(_Params):
         return self._source
 
     def _secret(self) -> Optional[_C.SecretKey]:
-        return None if self._key is None else keys.secret_of(self._key)
+        return None if self._key is None else key_material.secret_of(self._key)
 
     def _limits(self) -> tuple[int, int, int]:
         return self.max_opslimit, self.max_memlimit, self.max_derivations
@@ -293,8 +293,8 @@ class DecryptionParams(_Params):
             return NotImplemented
         return (
             self._limits() == other._limits()
-            and keys.same_bytes(self._source, other._source)
-            and keys.same_key(self._key, other._key)
+            and key_material.same_bytes(self._source, other._source)
+            and key_material.same_key(self._key, other._key)
         )
 
     __hash__ = None  # as for EncryptionParams
@@ -311,14 +311,14 @@ class DecryptionParams(_Params):
 
 
 def _unpickle_encryption(key: bytes, derivation: Optional[tuple[int, int, bytes]]) -> EncryptionParams:
-    keys.require_crypto()
+    key_material.require_crypto()
     return EncryptionParams._of(_C.SecretKey(key), _derivation=derivation)
 
 
 def _unpickle_decryption(
     key: Optional[bytes], source: Optional[bytes], max_opslimit: int, max_memlimit: int, max_derivations: int
 ) -> DecryptionParams:
-    keys.require_crypto()
+    key_material.require_crypto()
     secret = None if key is None else _C.SecretKey(key)
     return DecryptionParams._of(
         secret,

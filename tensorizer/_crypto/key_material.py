@@ -1,0 +1,207 @@
+"""Where keys are kept, the checks on what callers pass as keys, and whether encryption works here.
+
+``TENSORIZER_CRYPTO_KERNEL`` (unset: the fastest for this processor) is read when the first key of the process is made.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Optional, TypeVar, Union
+
+from tensorizer import _C
+from tensorizer._system.config import env_text
+from tensorizer.errors import CryptographyError
+
+__all__ = [
+    "BytesLike",
+    "CryptographyError",
+    "Immutable",
+    "Key",
+    "Provided",
+    "available",
+    "passphrase_bytes",
+    "require_crypto",
+    "salt_bytes",
+    "same_bytes",
+    "same_key",
+    "secret_from_bytes",
+    "secret_from_file",
+    "secret_of",
+]
+
+# --- whether encryption works here, and with which kernel -----------------------------------------------------------
+
+#: True where libsodium could be started. It is linked in, so False means a system without a source of randomness.
+available: bool = _C.sodium_available()
+
+_kernel_chosen = False
+
+
+def require_crypto() -> None:
+    """Prepares for encryption or decryption. Cheap after the first call.
+
+    Raises:
+        RuntimeError: libsodium cannot be used.
+        ValueError: ``TENSORIZER_CRYPTO_KERNEL`` names no kernel that this processor can run.
+    """
+    global _kernel_chosen
+    if not available:
+        raise RuntimeError(
+            "encryption is unavailable: libsodium could not be started on this system; "
+            "install a working libsodium (for example 'apt-get install libsodium23') and restart"
+        )
+    if not _kernel_chosen:
+        _choose_kernel()
+        _kernel_chosen = True
+
+
+def _choose_kernel() -> None:
+    name = env_text("TENSORIZER_CRYPTO_KERNEL")
+    if name is not None and not _C.select_kernel(name):
+        usable = ", ".join(_C.available_kernels())
+        raise ValueError(f"environment variable TENSORIZER_CRYPTO_KERNEL: found {name!r}, usable here: {usable}")
+
+
+# --- keys as callers pass them, and where they are kept -------------------------------------------------------------
+
+_Object = TypeVar("_Object", bound="Immutable")
+
+BytesLike = Union[bytes, bytearray, memoryview]
+
+_KEY_NBYTES = 32
+_SALT_NBYTES = 16
+
+
+class Provided:
+    """A key that somebody else hands out: asked for when first needed, once, whichever thread needs it first."""
+
+    __slots__ = ("_lock", "_secret", "provider")
+
+    def __init__(self, provider: Callable[[], BytesLike]) -> None:
+        if not callable(provider):
+            raise TypeError(f"provider: wanted a callable without arguments, found {type(provider).__name__}")
+        self.provider = provider
+        self._secret: Optional[_C.SecretKey] = None
+        self._lock = threading.Lock()
+
+    def secret(self) -> _C.SecretKey:
+        with self._lock:
+            if self._secret is None:
+                self._secret = secret_from_bytes(self.provider(), "the key that the provider returned")
+            return self._secret
+
+
+Key = Union[_C.SecretKey, Provided]
+
+
+def secret_of(key: Key) -> _C.SecretKey:
+    """The key itself; asks a provider that has not been asked yet."""
+    return key.secret() if isinstance(key, Provided) else key
+
+
+def same_key(a: Optional[Key], b: Optional[Key]) -> bool:
+    """Constant-time comparison; two providers are equal where they are the same object."""
+    if a is None or b is None:
+        return a is b
+    if isinstance(a, Provided) or isinstance(b, Provided):
+        # Comparing must not ask a key service for anything.
+        return isinstance(a, Provided) and isinstance(b, Provided) and a.provider is b.provider
+    return _C.same_secret(a, b)
+
+
+def same_bytes(a: Optional[bytes], b: Optional[bytes]) -> bool:
+    """Constant-time comparison."""
+    if a is None or b is None:
+        return a is b
+    return _C.same_secret(a, b)
+
+
+def secret_from_bytes(key: Any, what: str) -> _C.SecretKey:
+    """A key from 32 bytes; ``what`` names them in a ``TypeError`` or ``ValueError``."""
+    if not isinstance(key, (bytes, bytearray, memoryview)):
+        raise TypeError(
+            f"{what}: wanted {_KEY_NBYTES} bytes from a secure source of randomness, found {type(key).__name__} "
+            "(from_string() derives a key from a passphrase)"
+        )
+    nbytes = key.nbytes if isinstance(key, memoryview) else len(key)
+    if nbytes != _KEY_NBYTES:
+        raise ValueError(f"{what}: wanted {_KEY_NBYTES} bytes, found {nbytes}")
+    if isinstance(key, memoryview) and not key.contiguous:
+        key = key.tobytes()
+    return _C.SecretKey(key)
+
+
+def secret_from_file(path: Union[str, os.PathLike[str]]) -> _C.SecretKey:
+    """A key from a file of exactly 32 bytes; ``ValueError`` for another size."""
+    with open(path, "rb", buffering=0) as file:  # unbuffered, so that no other copy stays behind
+        key = bytearray(_KEY_NBYTES + 1)
+        nbytes = 0
+        while nbytes < len(key):
+            got = file.readinto(memoryview(key)[nbytes:])
+            if not got:
+                break
+            nbytes += got
+    try:
+        if nbytes != _KEY_NBYTES:
+            found = "more" if nbytes > _KEY_NBYTES else nbytes
+            raise ValueError(f"key file {path!r}: wanted {_KEY_NBYTES} bytes, found {found}")
+        with memoryview(key) as view:
+            return _C.SecretKey(view[:_KEY_NBYTES])
+    finally:
+        key[:] = bytes(len(key))
+
+
+def _encoded(what: str, text: str, encoding: str) -> bytes:
+    try:
+        return text.encode(encoding)
+    except UnicodeEncodeError:
+        pass  # raised below, outside, because this error quotes the text
+    raise ValueError(f"{what}: it cannot be encoded as {encoding}")
+
+
+def passphrase_bytes(source: Any, encoding: str) -> bytes:
+    """What Argon2id is given; ``ValueError`` for nothing, ``TypeError`` for what is neither text nor bytes."""
+    if not isinstance(source, (str, bytes)):
+        raise TypeError(f"passphrase: wanted str or bytes, found {type(source).__name__}")
+    if not source:
+        raise ValueError("passphrase: it is empty")
+    return _encoded("passphrase", source, encoding) if isinstance(source, str) else source
+
+
+def salt_bytes(salt: Any, encoding: str) -> bytes:
+    """The salt as 16 bytes, random ones for ``None``."""
+    if salt is None:
+        return _C.random_bytes(_SALT_NBYTES)
+    if isinstance(salt, str):
+        salt = _encoded("salt", salt, encoding)
+    if not isinstance(salt, (bytes, bytearray, memoryview)):
+        raise TypeError(f"salt: wanted bytes-like or None, found {type(salt).__name__}")
+    salted = bytes(salt)
+    if len(salted) != _SALT_NBYTES:
+        raise ValueError(f"salt: wanted {_SALT_NBYTES} bytes, found {len(salted)}")
+    return salted
+
+
+class Immutable:
+    """What is said once, when it is made, by :meth:`_set`. Copies are the object itself."""
+
+    __slots__ = ()
+
+    def _set(self: _Object, **values: Any) -> _Object:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} objects are immutable: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} objects are immutable: cannot delete {name!r}")
+
+    def __copy__(self: _Object) -> _Object:
+        return self
+
+    def __deepcopy__(self: _Object, memo: Any) -> _Object:
+        return self
