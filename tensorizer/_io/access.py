@@ -13,13 +13,8 @@ from tensorizer._system.config import env_int
 
 if TYPE_CHECKING:
     from tensorizer.progress import ProgressArgument
-import dataclasses
-import difflib
-import inspect
 
-from tensorizer._io.options import HTTPOptions
-
-__all__ = ["NOBODY", "Access", "Trust", "check_stream_options"]
+__all__ = ["NOBODY", "Access", "Trust"]
 
 
 class Trust(NamedTuple):
@@ -39,7 +34,7 @@ class Trust(NamedTuple):
         """
         if require_authenticated is None:
             require_authenticated = env_int("TENSORIZER_REQUIRE_AUTHENTICATED", 0, 1) == 1
-        keys = public_key_bytes(public_key)
+        keys = () if public_key is None else public_key_bytes(public_key)
         if signature is not None and not keys:
             raise ValueError("signature: it says nothing without the public_key that it has to fit")
         if signature is not None and not isinstance(signature, (str, bytes, os.PathLike)):
@@ -87,7 +82,8 @@ class Access:
             TypeError: `encryption` is neither ``DecryptionParams`` nor ``None``.
             ValueError: It holds no key.
         """
-        check_decryption(encryption)
+        if encryption is not None:
+            check_decryption(encryption)
         return cls(encryption, stream_options, num_readers, progress, trust)
 
     @classmethod
@@ -113,37 +109,4 @@ class Access:
             TypeError: ``num_readers`` is no number.
             ValueError: It is below 1.
         """
-        return thread_limit("num_readers", self.num_readers)
-
-
-# --- keywords for opening URIs --------------------------------------------------------------------------------------
-
-
-def check_stream_options(options: Optional[Mapping[str, Any]]) -> None:
-    """Refuses what is no keyword of :func:`tensorizer.stream_io.open_stream`.
-
-    Raises:
-        TypeError: Not a mapping, or an unknown name; the message has the name that was probably meant.
-    """
-    if options is None:
-        return
-    if not isinstance(options, Mapping):
-        raise TypeError(f"stream_options: wanted a mapping of keywords, found {type(options).__name__}")
-    if not options:
-        return
-    from tensorizer import stream_io
-
-    parameters = inspect.signature(stream_io.open_stream).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return  # a program has put a function of its own there
-    known = [name for name in parameters if name not in ("path_uri", "mode")]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"stream_options: unknown keyword {name!r}; {_instead_of(str(name), known)}")
-
-
-def _instead_of(name: str, known: list[str]) -> str:
-    if name in {field.name for field in dataclasses.fields(HTTPOptions)}:
-        return f"it is a field of HTTPOptions: write {{'http_options': HTTPOptions({name}=...)}}"
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"wanted some of {', '.join(known)}"
+        return 0 if self.num_readers is None else thread_limit("num_readers", self.num_readers)

@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Optional
 
 from tensorizer import _C
-from tensorizer._io.access import check_stream_options
-from tensorizer._io.sources import Lent, describe, inside, is_path, real_file
+from tensorizer._io.sources import Lent, check_stream_options, describe, inside, is_path, real_file
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
 from tensorizer._system.os_errors import stream_errors

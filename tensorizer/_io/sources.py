@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 import functools
+import inspect
 import io
 import os
 import stat
@@ -12,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.access import check_stream_options
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
 from tensorizer._system.os_errors import stream_errors
@@ -22,6 +24,7 @@ __all__ = [
     "Lent",
     "OpenedSource",
     "SameFile",
+    "check_stream_options",
     "describe",
     "inside",
     "is_path",
@@ -277,3 +280,38 @@ def _version_of(file_obj: Any, opened: OpenedSource) -> tuple[Any, ...]:
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
     headers = getattr(opened.stream, "response_headers", None) or {}
     return opened.source.size(), headers.get("etag"), headers.get("last-modified")
+
+
+# --- keywords for opening URIs --------------------------------------------------------------------------------------
+
+
+def check_stream_options(options: Optional[Mapping[str, Any]]) -> None:
+    """Refuses what is no keyword of :func:`tensorizer.stream_io.open_stream`.
+
+    Raises:
+        TypeError: Not a mapping, or an unknown name; the message has the name that was probably meant.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise TypeError(f"stream_options: wanted a mapping of keywords, found {type(options).__name__}")
+    if not options:
+        return
+    from tensorizer import stream_io
+
+    parameters = inspect.signature(stream_io.open_stream).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # a program has put a function of its own there
+    known = [name for name in parameters if name not in ("path_uri", "mode")]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"stream_options: unknown keyword {name!r}; {_instead_of(str(name), known)}")
+
+
+def _instead_of(name: str, known: list[str]) -> str:
+    from tensorizer._io.options import HTTPOptions
+
+    if name in {field.name for field in dataclasses.fields(HTTPOptions)}:
+        return f"it is a field of HTTPOptions: write {{'http_options': HTTPOptions({name}=...)}}"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"wanted some of {', '.join(known)}"
