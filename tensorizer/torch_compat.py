@@ -31,7 +31,7 @@ from tensorizer._sidecar import (
     default_save,
 )
 from tensorizer._system.config import env_text
-from tensorizer._system.replacement import Replacement
+from tensorizer._system.patches import CountedPatch
 
 __all__ = ("tensorizer_saving", "tensorizer_loading")  # noqa: RUF022 - the order that callers know
 
@@ -211,9 +211,10 @@ _load_wrapper.__signature__ = _with_none_for_weights_only(  # type: ignore[attr-
 )
 
 
-_patched_save = Replacement(lambda: [(torch, "save", _save_wrapper)])
-_patched_load = Replacement(lambda: [(torch, "load", _load_wrapper)])
-_patched_unpickler = Replacement(lambda: [(torch._weights_only_unpickler, "Unpickler", SafeUnpickler)])
+_patched_save = CountedPatch(lambda: [(torch, "save", _save_wrapper)])
+_patched_load = CountedPatch(
+    lambda: [(torch, "load", _load_wrapper), (torch._weights_only_unpickler, "Unpickler", SafeUnpickler)]
+)
 
 
 # --- public --------------------------------------------------------------------------------------------------------
@@ -292,7 +293,7 @@ def tensorizer_loading(
     """
     context = _Context(_Locations(file_obj), load_func, suppress_weights_only, kwargs)
     outer = _loading.get()
-    with _patched_load, _patched_unpickler:
+    with _patched_load:
         _loading.set(context)
         try:
             yield

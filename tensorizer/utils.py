@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, 
 
 import torch
 
-from tensorizer._system.replacement import Replacement
+from tensorizer._system.patches import CountedPatch
 from tensorizer._system.sizes import convert_bytes
 
 if TYPE_CHECKING:
@@ -219,6 +219,7 @@ def get_mem_usage() -> str:
 _skipping_init: ContextVar[bool] = ContextVar("tensorizer_skipping_init", default=False)
 
 _torch_empty: Callable[..., torch.Tensor] = torch.empty
+_QUIET_MODULES: tuple[Any, ...] = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
 
 
 @wraps(_torch_empty)
@@ -238,16 +239,6 @@ def _quiet(reset_parameters: Callable[..., None]) -> Callable[..., None]:
     return reset_unless_skipping
 
 
-def _replaced() -> Iterator[tuple[Any, str, Any]]:
-    _let_torch_note_its_functions()
-    yield torch, "empty", _empty_on_meta
-    for module_class in (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm):
-        yield module_class, "reset_parameters", _quiet(module_class.reset_parameters)
-
-
-_making_nothing = Replacement(_replaced)
-
-
 @cache
 def _let_torch_note_its_functions() -> None:
     """``torch.device(...)`` contexts keep from their first use on which functions make tensors: torch's own ones."""
@@ -255,12 +246,22 @@ def _let_torch_note_its_functions() -> None:
         _torch_empty(0)
 
 
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    _let_torch_note_its_functions()
+    yield torch, "empty", _empty_on_meta
+    for module in _QUIET_MODULES:
+        yield module, "reset_parameters", _quiet(module.reset_parameters)
+
+
+_without_values = CountedPatch(_replacements)
+
+
 @contextmanager
 def _without_init() -> Iterator[None]:
     if _skipping_init.get():
         yield
         return
-    with _making_nothing:
+    with _without_values:
         _skipping_init.set(True)
         try:
             yield

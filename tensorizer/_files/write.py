@@ -19,13 +19,13 @@ from tensorizer._files.copy import check_target, other_forms, remove_files
 from tensorizer._files.names import double_name, flat_name
 from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, name_text
 from tensorizer._format import shards
+from tensorizer._format.dtypes import CASTABLE
 from tensorizer._format.names import Path, name_of
 from tensorizer._format.payloads import contiguous, is_copied
 from tensorizer._format.safetensors import canonical_order, check_entries, header_bytes
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
 from tensorizer._load.arguments import check_dtype
-from tensorizer._load.reader import CASTABLE
 from tensorizer._save.records import Record
 from tensorizer._save.session import (
     HASH_NAMES,

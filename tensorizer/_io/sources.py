@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional, Union
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
-from tensorizer._system.os_errors import stream_errors
+from tensorizer._system.os_errors import as_stream_error, stream_errors
 from tensorizer.errors import StreamError
 
 __all__ = [
@@ -96,7 +96,10 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         ValueError: A text file, or one opened without reading.
         TypeError: Not something that can be read, text in a wrapper, or unknown `stream_options`.
     """
-    check_stream_options(stream_options)
+    if stream_options is not None:
+        from tensorizer._io.sources import check_stream_options  # knows HTTP and certificates
+
+        check_stream_options(stream_options)
     if isinstance(file_obj, Lent):
         _check_object(file_obj.file)
         opened = _source_of(file_obj.file)
@@ -110,10 +113,15 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
 
         stream: Any = stream_io.open_stream(file_obj, "rb", **(stream_options or {}))
         return _open_object(stream)._replace(location=file_obj, stream_options=stream_options)
-    with stream_errors():
+    try:
         if isinstance(file_obj, int):
             return _open_descriptor(file_obj)
         return _open_path(expanded(os.fsdecode(file_obj)))._replace(location=file_obj)
+    except OSError as error:
+        found = as_stream_error(error)
+        if found is error:
+            raise
+        raise found from None
 
 
 def _open_descriptor(descriptor: int) -> OpenedSource:
@@ -241,22 +249,19 @@ def _seeks(file_obj: Any) -> bool:
     return True
 
 
-# --- opening a file again -------------------------------------------------------------------------------------------
-
-
 class SameFile(NamedTuple):
-    """A path or URI, and what tells the version that was opened there."""
+    """A path or URI, and what tells the version that was opened there: to open that again, and no other."""
 
-    file_obj: Any
+    location: Any
     stream_options: Optional[Mapping[str, Any]]
     version: tuple[Any, ...]
 
     @classmethod
-    def of(cls, file_obj: Any, opened: Any, stream_options: Optional[Mapping[str, Any]]) -> Optional[SameFile]:
+    def of(cls, opened: Any) -> Optional[SameFile]:
         """``None`` for what cannot be opened again: the caller's objects, descriptors, the shards of a model."""
-        if not is_path(file_obj) or isinstance(file_obj, int) or not isinstance(opened, OpenedSource):
+        if not isinstance(opened, OpenedSource) or opened.location is None:
             return None
-        return cls(file_obj, stream_options, _version_of(file_obj, opened))
+        return cls(opened.location, opened.stream_options, _version_of(opened))
 
     def open(self) -> OpenedSource:
         """The file, open.
@@ -265,18 +270,19 @@ class SameFile(NamedTuple):
             StreamError: It is another version than the one that was read.
             OSError: It cannot be opened.
         """
-        opened = open_source(self.file_obj, self.stream_options)
-        if _version_of(self.file_obj, opened) != self.version:
+        opened = open_source(self.location, self.stream_options)
+        if _version_of(opened) != self.version:
             opened.close()
             raise StreamError(f"{opened.name}: it changed since it was loaded: load it again")
         return opened
 
 
-def _version_of(file_obj: Any, opened: OpenedSource) -> tuple[Any, ...]:
-    scheme = scheme_of(file_obj)
+def _version_of(opened: OpenedSource) -> tuple[Any, ...]:
+    scheme = scheme_of(opened.location)
     if scheme is None or scheme in LOCAL_SCHEMES:
+        path = expanded(os.fsdecode(opened.location)) if scheme is None else path_of_file_uri(opened.location)
         with stream_errors():
-            found = os.stat(expanded(os.fsdecode(file_obj)) if scheme is None else path_of_file_uri(file_obj))
+            found = os.stat(path)
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
     headers = getattr(opened.stream, "response_headers", None) or {}
     return opened.source.size(), headers.get("etag"), headers.get("last-modified")

@@ -1,4 +1,4 @@
-"""Which texts are URIs, and which of them name local paths."""
+"""Which texts are URIs, which of them name local paths, and how callers write those."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def scheme_of(location: object) -> Optional[str]:
         return None
     scheme, separator, _ = location.partition("://")
     return scheme.lower() if separator and _SCHEME.fullmatch(scheme) else None
+
+
+def expanded(path: str) -> str:
+    """The path with ``~`` or ``~name`` in front replaced by that home folder, as a shell does.
+
+    A file that is really called so, in the current folder, is meant where there is one.
+    """
+    return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path
 
 
 class SplitURI(NamedTuple):
@@ -53,14 +61,3 @@ def path_of_file_uri(uri: str) -> str:
     import urllib.request  # not for every command line
 
     return urllib.request.url2pathname(slash + path)
-
-
-# --- local paths as callers write them ------------------------------------------------------------------------------
-
-
-def expanded(path: str) -> str:
-    """The path with ``~`` or ``~name`` in front replaced by that home folder, as a shell does.
-
-    A file that is really called so, in the current folder, is meant where there is one.
-    """
-    return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path

@@ -77,7 +77,7 @@ def _filter(pattern: str | None) -> Any:
 
 
 def _hub_sha256(uri: str) -> str:
-    from tensorizer._files.hub import sha256_of_hub_file
+    from tensorizer._files.verify import sha256_of_hub_file
 
     return sha256_of_hub_file(uri)
 

@@ -10,15 +10,15 @@ from typing import Any, Optional
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils, format_utils
 
-from tensorizer._system.replacement import Replacement
+from tensorizer._system.patches import CountedPatch
 from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.reader import TensorizerReader
 from tensorizer.distributed._checkpoint.writer import TensorizerWriter
 
 __all__ = ["dcp_default"]
 
-# Of the blocks that are active, the innermost one last.
-_options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+# Of the blocks that are active, in their order: keywords of writers and readers.
+_options: dict[object, tuple[dict[str, Any], dict[str, Any]]] = {}
 
 
 @contextlib.contextmanager
@@ -37,17 +37,22 @@ def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dic
     # Wrong keywords fail here.
     TensorizerWriter(None, **(writer or {}))
     TensorizerReader(None, **(reader or {}))
-    own = (dict(writer or {}), dict(reader or {}))
-    with _instead_of_torchs:
-        _options.append(own)
+    block = object()
+    with _patched_classes:
+        _options[block] = (dict(writer or {}), dict(reader or {}))
         try:
             yield
         finally:
-            _options[:] = [kept for kept in _options if kept is not own]
+            del _options[block]
 
 
-def _replaced() -> Iterator[tuple[Any, str, Any]]:
-    """Where torch looks its own classes up, and what gives ours."""
+def _innermost() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of the last block that is active; none for a save that goes on after it."""
+    return ([({}, {}), *_options.values()])[-1]
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    """Our classes, for where torch looks its own up."""
     modules = (dcp, _storage_utils, format_utils)
     places: list[tuple[Any, str]] = [(module, prefix) for module in modules for prefix in ("FileSystem", "Fsspec")]
     with contextlib.suppress(ImportError):  # fsspec is not installed
@@ -59,7 +64,7 @@ def _replaced() -> Iterator[tuple[Any, str, Any]]:
                 yield module, name, replace(original)
 
 
-_instead_of_torchs = Replacement(_replaced)
+_patched_classes = CountedPatch(_replacements)
 
 
 def _fsspec_module() -> Any:
@@ -92,7 +97,7 @@ def _writer_instead_of(replaced: Any) -> type:
         def __new__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
             if not TensorizerWriter.validate_checkpoint_id(path):
                 return replaced(path, *args, **kwargs)
-            return TensorizerWriter(path, **{**_understood(kwargs), **(_options[-1][0] if _options else {})})
+            return TensorizerWriter(path, **{**_understood(kwargs), **_innermost()[0]})
 
     return Writer
 
@@ -108,7 +113,7 @@ def _reader_instead_of(replaced: Any) -> type:
         original = replaced
 
         def __new__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
-            options = _options[-1][1] if _options else {}
+            options = _innermost()[1]
             if not TensorizerReader.validate_checkpoint_id(path) or _is_foreign(path, options.get("stream_options")):
                 return replaced(path, *args, **kwargs)
             return TensorizerReader(path, **options)
