@@ -13,10 +13,9 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import _C
-from tensorizer._files.contents import Contents, FileContents, contents_of_tensors
+from tensorizer._files.contents import Contents, FileContents, contents_of_tensors, pickled_files, read_pickled
 from tensorizer._files.copy import copies_beside, copy_file
 from tensorizer._files.opened import OpenedFile, name_text
-from tensorizer._files.pickled import pickled_files, read_pickled
 from tensorizer._files.write import WriteOptions, file_in_folder, write_contents
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import is_path

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from tensorizer._files.pickled import read_pickled
+from tensorizer._files.contents import read_pickled
 from tensorizer._load.authenticity import Trust
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
