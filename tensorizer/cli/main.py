@@ -49,11 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = _Parser(
         prog="tensorizer",
-        description="Look into, check, convert, copy, encrypt, sign and compare files of tensors (.tensors, "
+        description="Inspects, verifies, converts, copies, encrypts, signs and compares files of tensors (.tensors, "
         ".safetensors).",
         epilog=_EPILOG,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show versions, those of the libraries too")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of tensorizer and its libraries")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     for name in COMMANDS:
         importlib.import_module(f"tensorizer.cli.{name}").add_parsers(commands)
