@@ -299,7 +299,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             raise TypeError(f"prefix: wanted a sequence of keys, found {type(prefix).__name__}; write ({prefix!r},)")
         wanted = () if prefix is None else tuple(prefix)
         file = self._open_file
-        chosen = [i for i in file.accepted_by(filter_func) if path_of(file.names[i])[: len(wanted)] == wanted]
+        below = [i for i in file.selection if path_of(file.names[i])[: len(wanted)] == wanted]
+        chosen = [i for i in below if filter_func is None or filter_func(file.names[i])]
         if not chosen:
             return default
         return branch((path_of(file.names[i])[len(wanted) :], t) for i, t in zip(chosen, file.load(chosen)))
