@@ -80,7 +80,7 @@ class EncryptionParams:
     ) -> EncryptionParams:
         """A key derived from a passphrase with Argon2id.
 
-        Everything but the passphrase is stored in the file, so reading needs only the passphrase. Takes about half a
+        Everything but the passphrase is stored in the file, so reading needs the passphrase alone. Takes about half a
         second and 256 MiB with the defaults, and cannot be interrupted meanwhile.
 
         Args:
@@ -121,7 +121,7 @@ class EncryptionParams:
 
         Args:
             provider: Called without arguments when the key is first needed, and once only for this object; its 32
-                bytes are kept from then on. If it raises, the load or save raises that, and it is called again the
+                bytes are kept from then on. What it raises reaches whoever needed the key, and it is asked again the
                 next time.
 
         Raises:
@@ -231,7 +231,7 @@ class DecryptionParams:
         """The passphrase with which a file was encrypted.
 
         The cost of deriving the key is written in the file, where somebody may have put gigabytes of memory or
-        billions of passes; a file that asks for more raises ``CryptographyError``.
+        billions of passes; a file that asks for more than these limits is refused.
 
         Args:
             source: The passphrase.
