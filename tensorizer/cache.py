@@ -83,7 +83,7 @@ def entries(cache: Folder = None) -> list[Entry]:
         cache: As for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
-        ValueError: No cache is named.
+        ValueError: There is no cache: pass a folder, or set ``TENSORIZER_CACHE``.
         OSError: The folder cannot be used.
     """
     folder, path = _open(cache)
@@ -113,7 +113,7 @@ def prune(
         dry_run: Says what would be removed.
 
     Raises:
-        ValueError: No cache is named, or a size is none.
+        ValueError: There is no cache, or a size is malformed.
         OSError: The folder cannot be used.
     """
     folder, path = _open(cache)
@@ -161,7 +161,7 @@ def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Veri
         location: Only entries whose location matches the pattern.
 
     Raises:
-        ValueError: No cache is named.
+        ValueError: There is no cache: pass a folder, or set ``TENSORIZER_CACHE``.
         OSError: The folder cannot be used.
     """
     folder, path = _open(cache)
@@ -186,7 +186,7 @@ def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, 
         stream_options: Further keywords for it.
 
     Raises:
-        ValueError: No cache is named, or a URI is that of a local file.
+        ValueError: There is no cache, or a URI is that of a local file.
         OSError: An object cannot be read, must not be cached, or finds no room.
     """
     from tensorizer import stream_io

@@ -178,7 +178,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         )
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows: a table of the tensors, from the index alone."""
+        """What Jupyter shows: a table of the tensors, from the index only."""
         from tensorizer._format.table import entries_table
 
         return entries_table(repr(self)[1:-1], self.entries())

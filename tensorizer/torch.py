@@ -59,7 +59,7 @@ def load_file(
             reads into memory of its own, as does the default ``None``.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype.
         filter_func: Loads only the tensors whose name it accepts.
-        verify: Compares the data with the stored digests. A ``.safetensors`` file holds none, and is refused.
+        verify: Compares the data with the stored digests. A ``.safetensors`` file holds none and raises.
         encryption: The key of an encrypted file.
         mmap: Makes tensors copy-on-write views of a local file instead of reading it. ``None`` does so where nothing
             speaks against it, as for :class:`tensorizer.TensorDeserializer`.
