@@ -5,7 +5,7 @@ from __future__ import annotations
 from tensorizer._format.names import Path, display
 from tensorizer._format.tree import branch, flatten
 from tensorizer._load.modules import check_module, insert_into_module, live_tensors
-from tensorizer._save.modules import ModuleTensor, walk_module
+from tensorizer._save.records import ModuleTensor, walk_module
 
 __all__ = [
     "ModuleTensor",

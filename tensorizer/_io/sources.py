@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 import functools
+import inspect
 import io
 import os
 import stat
@@ -21,6 +24,7 @@ __all__ = [
     "Lent",
     "OpenedSource",
     "SameFile",
+    "check_stream_options",
     "describe",
     "inside",
     "is_path",
@@ -93,7 +97,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         TypeError: Not something that can be read, text in a wrapper, or unknown `stream_options`.
     """
     if stream_options is not None:
-        from tensorizer._io.stream_options import check_stream_options  # knows HTTP and certificates
+        from tensorizer._io.sources import check_stream_options  # knows HTTP and certificates
 
         check_stream_options(stream_options)
     if isinstance(file_obj, Lent):
@@ -284,3 +288,38 @@ def _version_of(opened: OpenedSource) -> tuple[Any, ...]:
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
     headers = getattr(opened.stream, "response_headers", None) or {}
     return opened.source.size(), headers.get("etag"), headers.get("last-modified")
+
+
+# --- keywords for opening URIs --------------------------------------------------------------------------------------
+
+
+def check_stream_options(options: Optional[Mapping[str, Any]]) -> None:
+    """Refuses what is no keyword of :func:`tensorizer.stream_io.open_stream`.
+
+    Raises:
+        TypeError: Not a mapping, or an unknown name; the message has the name that was probably meant.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise TypeError(f"stream_options: wanted a mapping of keywords, found {type(options).__name__}")
+    if not options:
+        return
+    from tensorizer import stream_io
+
+    parameters = inspect.signature(stream_io.open_stream).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # a program has put a function of its own there
+    known = [name for name in parameters if name not in ("path_uri", "mode")]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"stream_options: unknown keyword {name!r}; {_instead_of(str(name), known)}")
+
+
+def _instead_of(name: str, known: list[str]) -> str:
+    from tensorizer._io.options import HTTPOptions
+
+    if name in {field.name for field in dataclasses.fields(HTTPOptions)}:
+        return f"it is a field of HTTPOptions: write {{'http_options': HTTPOptions({name}=...)}}"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"wanted some of {', '.join(known)}"

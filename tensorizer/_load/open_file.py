@@ -40,7 +40,7 @@ from tensorizer._load.reader import (
     open_reader,
 )
 from tensorizer._system.devices import ordinary_tensors
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
 from tensorizer.progress import progress_reporter
 

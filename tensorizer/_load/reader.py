@@ -26,7 +26,7 @@ from tensorizer._load.arguments import DeviceChooser
 from tensorizer._load.authenticity import authenticate
 from tensorizer._system import cuda_engine, kept_memory, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, MissingHashError
 
 __all__ = [

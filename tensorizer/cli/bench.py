@@ -8,10 +8,9 @@ import time
 from typing import Any, Optional
 
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
-from tensorizer.cli.exit_codes import OK, UsageError
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, stream_options
-from tensorizer.cli.output import Output, escaped, table
+from tensorizer.cli.output import OK, Output, UsageError, escaped, table
 
 
 def add_parsers(commands: Any) -> None:

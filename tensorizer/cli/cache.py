@@ -6,9 +6,8 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
 from tensorizer.cli.options import add_common, stream_options
-from tensorizer.cli.output import Output, escaped, table
+from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped, table
 
 if TYPE_CHECKING:
     from tensorizer.cache import Entry

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from tensorizer._system.redaction import shown_uri
-from tensorizer.cli.exit_codes import OK
 from tensorizer.cli.keys import add_key_options, decryption, encryption, removing_unused_key
 from tensorizer.cli.options import add_common, add_force, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import OK, Output, escaped
 
 _DTYPES = {
     "fp16": "float16",
@@ -96,22 +96,7 @@ def print_report(report: Any, output: Output) -> None:
     from tensorizer._system.sizes import convert_bytes
 
     if output.json:
-        output.document(
-            {
-                "source": report.source,
-                "target": report.target,
-                "format": report.format,
-                "tensors": report.tensors,
-                "nbytes": report.nbytes,
-                "files": list(report.files),
-                "ties": dict(report.ties),
-                "skipped": list(report.skipped),
-                "copied": list(report.copied),
-                "checked": report.checked,
-                "dry_run": report.dry_run,
-                "seconds": report.seconds,
-            }
-        )
+        output.document(dataclasses.asdict(report))
         return
     if output.quiet:
         return

@@ -6,10 +6,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from tensorizer._system.redaction import shown_uri
-from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, add_force, check_names_object, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped
 
 if TYPE_CHECKING:
     from tensorizer._files.verify import VerifyReport

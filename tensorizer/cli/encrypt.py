@@ -7,10 +7,9 @@ from typing import Any, Optional
 
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.convert import print_report
-from tensorizer.cli.exit_codes import OK
 from tensorizer.cli.keys import add_key_options, decryption, encryption, removing_unused_key
 from tensorizer.cli.options import add_common, add_force, check_names_object, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import OK, Output, escaped
 
 _PRESETS = ("min", "interactive", "moderate", "sensitive")
 
@@ -114,7 +113,7 @@ def _new_key(arguments: argparse.Namespace, output: Output, prefix: str) -> Any:
 
 
 def _limit(text: Optional[str], presets: Any, option: str) -> Any:
-    from tensorizer.cli.exit_codes import UsageError
+    from tensorizer.cli.output import UsageError
 
     if text is None:
         return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tensorizer.cli.exit_codes import OK
 from tensorizer.cli.options import add_common, stream_options
-from tensorizer.cli.output import Output, escaped, table
+from tensorizer.cli.output import OK, Output, escaped, table
 
 if TYPE_CHECKING:
     from tensorizer._files.inspect import FileInfo, TensorInfo
@@ -74,37 +74,12 @@ def _chosen(info: FileInfo, arguments: argparse.Namespace) -> list[TensorInfo]:
 
 
 def _document(info: FileInfo, arguments: argparse.Namespace) -> dict[str, Any]:
-    tensors = _chosen(info, arguments)
-    content: dict[str, Any] = {
-        "source": info.source,
-        "format": info.format,
-        "version": info.version,
-        "encrypted": info.encrypted,
-        "file_nbytes": info.file_nbytes,
-        "tensor_nbytes": info.tensor_nbytes,
-        "tensor_count": len(info.tensors),
-        "files": list(info.files),
-        "metadata": dict(info.metadata),
-        "metadata_encrypted": info.metadata_encrypted,
-        "ties": dict(info.ties),
-        "authentication": info.has_tag,
-        "signers": list(info.signers),
-        "index_digest": info.index_digest,
-    }
+    content = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+    content.update(tensor_nbytes=info.tensor_nbytes, tensor_count=len(info.tensors))
+    content["authentication"] = content.pop("has_tag")
+    del content["tensors"]
     if not arguments.no_tensors:
-        content["tensors"] = [
-            {
-                "name": tensor.name if isinstance(tensor.name, str) else list(tensor.name),
-                "kind": tensor.kind,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "nbytes": tensor.nbytes,
-                "offset": tensor.offset,
-                "stored_nbytes": tensor.stored_nbytes,
-                "file": tensor.file,
-            }
-            for tensor in tensors
-        ]
+        content["tensors"] = [dataclasses.asdict(tensor) for tensor in _chosen(info, arguments)]
     return content
 
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from tensorizer._system.config import env_text
-from tensorizer.cli.exit_codes import UsageError
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import Output, UsageError, escaped
 
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams, EncryptionParams
@@ -147,22 +146,15 @@ def _files_around(target: str) -> Optional[dict[str, tuple[int, int, int]]]:
 
 def write_new_key(path: str, key: bytes) -> None:
     """Writes a file that only its owner can read, whole before it has its name; an existing one is never replaced."""
+    from tensorizer._io.sinks import NewFile
     from tensorizer.errors import StreamExistsError
 
-    folder = os.path.dirname(os.path.abspath(path))
-    partial = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(key)
-            file.flush()
-            os.fsync(file.fileno())
+    with NewFile(os.path.abspath(path), 0o600) as file:
+        file.write(key)
         try:
-            os.link(partial, path)
+            file.publish(exclusive=True)
         except FileExistsError:
             raise StreamExistsError(f"{path} exists: a key is never replaced") from None
-    finally:
-        os.unlink(partial)
 
 
 def _option(arguments: argparse.Namespace, prefix: str, kind: str) -> Optional[str]:

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of, split_uri
 from tensorizer._system.redaction import shown_uri
-from tensorizer.cli.exit_codes import UsageError
+from tensorizer.cli.output import UsageError
 
 __all__ = [
     "add_common",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tensorizer.cli.exit_codes import OK, UsageError
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, add_force, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import OK, Output, UsageError, escaped
 
 
 def add_parsers(commands: Any) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, add_signature_options, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped
 
 if TYPE_CHECKING:
     from tensorizer._files.verify import VerifyReport
@@ -108,22 +108,7 @@ def _print(report: VerifyReport, output: Output) -> None:
 
 
 def _document(report: VerifyReport) -> dict[str, Any]:
-    return {
-        "source": report.source,
-        "format": report.format,
-        "ok": report.ok,
-        "verified": len(report.verified),
-        "mismatched": [{"name": _plain(name), "reason": reason} for name, reason in report.mismatched],
-        "unverified": [_plain(name) for name in report.unverified],
-        "index_matches": report.index_matches,
-        "sha256": report.sha256,
-        "sha256_matches": report.sha256_matches,
-        "nbytes": report.nbytes,
-        "seconds": report.seconds,
-        "authenticated": report.authenticated,
-        "signers": list(report.signers),
-    }
-
-
-def _plain(name: Any) -> Any:
-    return name if isinstance(name, str) else list(name)
+    content = dataclasses.asdict(report)
+    content.pop("sharded")
+    mismatched = [mismatch._asdict() for mismatch in report.mismatched]
+    return {"ok": report.ok, **content, "verified": len(report.verified), "mismatched": mismatched}

@@ -19,12 +19,12 @@ import torch
 
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.uri import scheme_of
+from tensorizer._lazy import resolver
 from tensorizer._system.devices import empty
-from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
-from tensorizer.distributed._checkpoint.values import NotSimple, decoded, encoded, load_vetted, saved
+from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, encoded, load_vetted, torch_saved
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import AuthenticationError, FormatError
 from tensorizer.serializer import TensorSerializer
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
         TensorizerModelParallelStrategy as TensorizerModelParallelStrategy,
     )
 
-_STRATEGIES = ("TensorizerFSDPStrategy", "TensorizerModelParallelStrategy")
-
-__all__ = ["TensorizerCheckpointIO", *_STRATEGIES]
+__all__ = ["TensorizerCheckpointIO", "TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]
 
 _KEY = "lightning.checkpoint"
 _ZIP = b"PK\x03\x04"  # what files of torch.save begin with
@@ -198,7 +196,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                 data = io.BytesIO(file[name].detach().numpy().tobytes())
                 if weights_only is False:
                     return torch.load(data, map_location=where, weights_only=False)
-                return torch.load(saved(load_vetted(name, data)), map_location=where, weights_only=True)
+                return torch.load(torch_saved(load_vetted(name, data)), map_location=where, weights_only=True)
 
             result: dict[str, Any] = decoded(json.loads(text), leaf)
         return result
@@ -237,7 +235,7 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             tensors[name] = value.detach()
             return {"tensor": name}
         try:
-            content = saved(value)
+            content = torch_saved(value)
         except Exception as error:  # whatever an object of somebody else's raises when it is pickled
             raise NotSimple(f"a {type(value).__name__} cannot be stored: {error}") from error
         tensors[name] = torch.frombuffer(bytearray(content.getbuffer()), dtype=torch.uint8)
@@ -276,4 +274,4 @@ def _mapped(tensor: torch.Tensor, map_location: MapLocation) -> torch.Tensor:
     return tensor.to(map_location)
 
 
-__getattr__, __dir__ = names_on_demand(__name__, dict.fromkeys(_STRATEGIES, "integrations.lightning_strategies"))
+__getattr__, __dir__ = resolver(__name__)

@@ -29,7 +29,7 @@ from tensorizer._crypto.keys import encryption_key, key_ring
 from tensorizer._load.reader import no_collections
 from tensorizer._version import __version__
 from tensorizer.distributed._checkpoint.folder import is_data_file
-from tensorizer.distributed._checkpoint.values import NotSimple, decoded, encoded
+from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, encoded
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
     AuthenticationError,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from tensorizer._files.contents import read_pickled
 from tensorizer._files.convert import convert
-from tensorizer._files.pickled import read_pickled
 from tensorizer._io.access import Access, Trust
 from tensorizer._load.arguments import target_device
 from tensorizer._load.open_file import OpenFile, open_file
