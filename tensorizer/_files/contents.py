@@ -11,12 +11,12 @@ from typing import Any, Optional, Protocol
 import torch
 
 from tensorizer import _C
-from tensorizer._files.opened import OpenedFile
 from tensorizer._format import extra_state
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.names import Path, modules_of, path_of
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.shards import MAX_INDEX_NBYTES
+from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import ModuleTensor, Record, extra_states, place_of, record_of, ties_of, walk_module
 from tensorizer._save.session import check_metadata
 from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError
@@ -65,20 +65,20 @@ class FileContents:
         CryptographyError: The file is encrypted and there is no key.
     """
 
-    def __init__(self, file: OpenedFile, verify: bool) -> None:
+    def __init__(self, file: OpenFile, verify: bool) -> None:
         self._file, self._verify = file, verify
-        self.label = file.label
+        self.label = file.source_name
         self.metadata: Optional[Mapping[str, str]] = file.metadata()
-        self.ties: Mapping[Path, Path] = {path_of(alias): path_of(kept) for alias, kept, _ in file.ties}
+        self.ties: Mapping[Path, Path] = {path_of(alias): path_of(kept) for alias, kept in file.ties().items()}
         if file.index.stores_hashes:
-            file.read_headers(file.entries)
-        self.records: Sequence[Record] = [self._record(i) for i in file.entries]
+            file.read_headers(file.stored)
+        self.records: Sequence[Record] = [self._record(i) for i in file.stored]
 
     def _record(self, i: int) -> Record:
-        container, index = self._file.container, self._file.index
-        without_data = index.data_nbytes(i) == 0 and index.loaded_nbytes(i) > 0
-        dtype, shape, module_idx = self._file.described(i)
-        return Record(path_of(container.names[i]), dtype, shape, container.type(i), module_idx, without_data, i)
+        file = self._file
+        without_data = file.index.data_nbytes(i) == 0 and file.index.loaded_nbytes(i) > 0
+        _, shape, module_idx = file.described(i)
+        return Record(path_of(file.names[i]), file.dtype_of(i), shape, file.type(i), module_idx, without_data, i)
 
     def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
         entries = sorted({record.source for record in records})  # names of one tensor that are stored apart have one

@@ -15,12 +15,13 @@ import torch
 from tensorizer import _C
 from tensorizer._files.contents import Contents, FileContents, contents_of_tensors, pickled_files, read_pickled
 from tensorizer._files.copy import copies_beside, copy_file
-from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._files.write import WriteOptions, file_in_folder, write_contents
+from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import is_path
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
 from tensorizer._load.authenticity import signature_place
+from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
 from tensorizer.progress import ProgressArgument
@@ -188,16 +189,14 @@ def _open_contents(
             raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle, for which nothing vouches")
         tensors, skipped = read_pickled(files, key, skip_non_tensors)
         return contents_of_tensors(os.fspath(source), tensors), skipped, [os.fspath(file) for file in files]
-    file = stack.enter_context(
-        OpenedFile(source, encryption=access.encryption, stream_options=access.stream_options, trust=access.trust)
-    )
+    file = stack.enter_context(open_whole(source, access))
     _warn_of_signatures(file, source)
     return FileContents(file, verify=file.index.stores_hashes), [], file.files
 
 
-def _warn_of_signatures(file: OpenedFile, source: Any) -> None:
+def _warn_of_signatures(file: OpenFile, source: Any) -> None:
     """Says what is lost: what is written is another file, which nobody has signed."""
     beside = signature_place(source) if is_path(source) and scheme_of(source) in (None, *LOCAL_SCHEMES) else None
     signed = file.index.format == "tensors" and file.source is not None and bool(_C.embedded_signers(file.index))
     if signed or (isinstance(beside, (str, bytes)) and scheme_of(beside) is None and os.path.exists(beside)):
-        logger.warning("%s: its signatures do not hold for what is written from it: sign that anew", file.label)
+        logger.warning("%s: its signatures do not hold for what is written from it: sign that anew", file.source_name)

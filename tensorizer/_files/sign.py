@@ -9,12 +9,13 @@ from typing import Any, Optional
 
 from tensorizer import _C
 from tensorizer._crypto.keys import signer_of
-from tensorizer._files.opened import OpenedFile
 from tensorizer._files.verify import check_all
 from tensorizer._format.names import listed
+from tensorizer._io.access import Access
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
 from tensorizer._load.authenticity import named, read_signature, signature_place
+from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError, StreamNotFoundError
 from tensorizer.progress import ProgressArgument
@@ -73,23 +74,23 @@ def sign(
     signer = signer_of(_key_of(key))
     assert signer is not None
     target = _target(source, signature)
-    with OpenedFile(source, encryption=encryption, num_readers=num_readers, stream_options=stream_options) as file:
+    with open_whole(source, Access.to_read(encryption, stream_options, num_readers)) as file:
         if file.index.format == "safetensors":
-            raise ValueError(f"{file.label}: .safetensors files have no signatures of ours (docs/signing.md)")
+            raise ValueError(f"{file.source_name}: .safetensors files have no signatures of ours (docs/signing.md)")
         if file.source is None:
-            raise ValueError(f"{file.label}: wanted one file, found shards: sign each of them")
+            raise ValueError(f"{file.source_name}: wanted one file, found shards: sign each of them")
         existing = _existing(file, target, force, stream_options)
         checked = check and file.readable
         if checked:
             check_all(file, progress)
-        content, unbound = named(file.label, _C.sign_detached, file.source, file.index, signer, existing)
+        content, unbound = named(file.source_name, _C.sign_detached, file.source, file.index, signer, existing)
         if unbound:
-            names = listed([file.name(i) for i in unbound])
+            names = listed([file.names[i] for i in unbound])
             raise ValueError(
-                f"{file.label}: {len(unbound)} tensors have no SHA-256, so nothing could be signed: {names}"
+                f"{file.source_name}: {len(unbound)} tensors have no SHA-256, so nothing could be signed: {names}"
             )
         signers = _C.signers_of_detached(file.index, content)
-        label = file.label
+        label = file.source_name
     with WholeFile(target, stream_options) as out:
         out.append(content)
     return SignReport(
@@ -116,9 +117,7 @@ def _target(source: Any, signature: Any) -> Any:
     return os.fsdecode(signature_place(source))
 
 
-def _existing(
-    file: OpenedFile, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]
-) -> Optional[bytes]:
+def _existing(file: OpenFile, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]) -> Optional[bytes]:
     """Signatures of the same content that are at the target, to be kept."""
     try:
         content = read_signature(target, stream_options)

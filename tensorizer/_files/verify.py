@@ -146,13 +146,12 @@ def verify(
         )
 
 
-def check_all(file: Any, progress: ProgressArgument) -> None:
+def check_all(file: OpenFile, progress: ProgressArgument) -> None:
     """Reads every tensor of an open file.
 
     Raises:
         HashMismatchError, CryptographyError, FormatError: One of them, or the index, is not what was written.
     """
-    file = getattr(file, "container", file)  # while writers have an OpenedFile
     file.verify_index()
     with progress_reporter(progress, sum(map(file.index.data_nbytes, file.stored)), "verifying") as report:
         done = 0

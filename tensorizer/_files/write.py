@@ -17,15 +17,15 @@ from tensorizer import _C
 from tensorizer._files.contents import Contents
 from tensorizer._files.copy import check_target, other_forms, remove_files
 from tensorizer._files.names import double_name, flat_name
-from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, name_text
 from tensorizer._format import shards
 from tensorizer._format.dtypes import CASTABLE
-from tensorizer._format.names import Path, name_of
+from tensorizer._format.names import Path, name_of, name_text
 from tensorizer._format.payloads import contiguous, is_copied
 from tensorizer._format.safetensors import canonical_order, check_entries, header_bytes
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
 from tensorizer._load.arguments import check_dtype
+from tensorizer._load.open_file import BATCH_NBYTES, open_whole
 from tensorizer._save.records import Record
 from tensorizer._save.session import (
     HASH_NAMES,
@@ -404,16 +404,16 @@ class _Writing:
         records = self._plan.records[run.start : run.stop]
         encryption = self._access.encryption
         decryption = None if encryption is None else _decryption_of(encryption)
-        with OpenedFile(target, encryption=decryption, stream_options=self._access.stream_options) as file:
-            if len(file.entries) != len(records):
-                raise HashMismatchError(f"{file.label}: wanted {len(records)} tensors, found {len(file.entries)}")
-            for entries in file.batches(range(len(records))):
+        with open_whole(target, Access.to_read(decryption, self._access.stream_options)) as file:
+            if len(file.stored) != len(records):
+                raise HashMismatchError(f"{file.source_name}: wanted {len(records)} tensors, found {len(file.stored)}")
+            for entries in file.runs(range(len(records))):
                 tensors = file.read(entries, verify=file.index.stores_hashes)
                 found = _C.crc32_of([memory_of(tensor) for tensor in tensors])
                 for i, crc in zip(entries, found):
                     if crc != crcs[i] and not records[i].without_data:
                         raise HashMismatchError(
-                            f"{file.label}: tensor {name_text(records[i].path)!r}: "
+                            f"{file.source_name}: tensor {name_text(records[i].path)!r}: "
                             f"wanted CRC-32 {crcs[i]:08x}, as read from the source, found {crc:08x}"
                         )
                 del tensors  # before the next ones are read

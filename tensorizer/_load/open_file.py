@@ -23,7 +23,7 @@ from tensorizer import _C
 from tensorizer._format import dtypes, extra_state
 from tensorizer._format.dtypes import known_dtype
 from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
-from tensorizer._format.names import Name, listed
+from tensorizer._format.names import Name, listed, name_text
 from tensorizer._format.payloads import contiguous, same_bits
 from tensorizer._format.tree import Node, build_tree
 from tensorizer._io.access import Access
@@ -370,6 +370,18 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             return self.index.dtype(i), self.index.shape(i), 0
         headers, position = self.header(i)
         return headers.dtype(position), headers.shape(position), headers.module_idx(position)
+
+    def dtype_of(self, i: int) -> torch.dtype:
+        """The stored dtype, of the record header where that was read.
+
+        Raises:
+            FormatError: This torch has no such dtype; the message names the tensor.
+        """
+        stored = self.described(i)[0]
+        try:
+            return dtypes.torch_dtype(stored.decode("utf-8", "replace") or str(self.index.container_dtype(i)))
+        except FormatError as error:
+            raise FormatError(f"{self.source_name}: tensor {name_text(self.names[i])!r}: {error}") from None
 
     def dtype_text(self, i: int) -> str:
         """The dtype as torch calls it, without ``torch.``; as the file has it where this torch lacks it."""

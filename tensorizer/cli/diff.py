@@ -38,7 +38,7 @@ def add_parsers(commands: Any) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer._files.diff import diff
     from tensorizer._files.inspect import is_encrypted
-    from tensorizer._files.opened import name_text
+    from tensorizer._format.names import name_text
 
     options = stream_options(arguments, arguments.a, arguments.b)
     encrypted = [is_encrypted(uri, options) for uri in (arguments.a, arguments.b)]
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _print(report: DiffReport, stat: bool, output: Output) -> None:
-    from tensorizer._files.opened import name_text
+    from tensorizer._format.names import name_text
 
     if not stat:
         for name in report.removed:

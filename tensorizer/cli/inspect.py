@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _chosen(info: FileInfo, arguments: argparse.Namespace) -> list[TensorInfo]:
-    from tensorizer._files.opened import name_text
+    from tensorizer._format.names import name_text
 
     tensors = [
         tensor
@@ -126,7 +126,7 @@ def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> Non
 
 
 def _single(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
-    from tensorizer._files.opened import name_text
+    from tensorizer._format.names import name_text
     from tensorizer._system.sizes import convert_bytes
 
     for tensor in tensors:
@@ -136,7 +136,7 @@ def _single(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]
 
 def _grouped(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
     """Names that differ in numbers alone share a row; the numbers are shown as a range where they have no gap."""
-    from tensorizer._files.opened import name_text
+    from tensorizer._format.names import name_text
     from tensorizer._system.sizes import convert_bytes
 
     groups: dict[tuple[str, str, tuple[int, ...], str], list[TensorInfo]] = {}

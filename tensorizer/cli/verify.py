@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _filter(pattern: str | None) -> Any:
-    from tensorizer._files.opened import name_text
+    from tensorizer._format.names import name_text
 
     return None if pattern is None else lambda name: fnmatch.fnmatchcase(name_text(name), pattern)
 
