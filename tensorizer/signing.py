@@ -174,7 +174,7 @@ class SigningKey:
 
         Args:
             sign: Called with a message of 40 bytes each time a file is signed; returns the 64 bytes of its Ed25519
-                signature (pure Ed25519, not Ed25519ph). What it raises reaches whoever signs.
+                signature (pure Ed25519, not Ed25519ph). If it raises, signing raises that.
             public_key: The public half; signatures that do not fit it are refused.
 
         Raises:

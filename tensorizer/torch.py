@@ -14,14 +14,15 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer._files.contents import check_state_dict, module_contents, state_dict_contents, state_of
-from tensorizer._files.fill_model import device_of_names, fill_model
-from tensorizer._files.names import state_dict_of
+from tensorizer._files.names import flat_names, state_dict_of
 from tensorizer._files.safe_open import safe_open
 from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import lent
 from tensorizer._load.arguments import DeviceArgument, maps, target_device
+from tensorizer._load.fit import ModuleView
+from tensorizer._load.modules import Filling, ModuleFill
 from tensorizer._load.open_file import open_file
 from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadReport
@@ -58,7 +59,7 @@ def load_file(
             reads into memory of its own, as does the default ``None``.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype.
         filter_func: Loads only the tensors whose name it accepts.
-        verify: Compares the data with the stored digests. A ``.safetensors`` file holds none, and is refused.
+        verify: Compares the data with the stored digests. A ``.safetensors`` file holds none and raises.
         encryption: The key of an encrypted file.
         mmap: Makes tensors copy-on-write views of a local file instead of reading it. ``None`` does so where nothing
             speaks against it, as for :class:`tensorizer.TensorDeserializer`.
@@ -212,13 +213,14 @@ def load_model(
     """
     if assign not in (True, False, "auto"):
         raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
-    where = device_of_names(model, device)
+    view = ModuleView(model)
+    chosen = target_device(view.device_of if device is None else device)
     trust = Trust.of(public_key, signature, require_authenticated)
     access = Access.to_read(encryption, stream_options, num_readers, trust=trust)
-    options = ReadOptions(target_device(where), dtype, maps(backend), verify or None)
+    options = ReadOptions(chosen, dtype, maps(backend), verify or None)
     with open_file(lent(filename), access, options) as file:
-        filled: Any = file
-        return fill_model(model, filled, strict, assign, ignore_mismatched_sizes)
+        how = Filling(assign, ignores_sizes=ignore_mismatched_sizes)
+        return ModuleFill(view, file, flat_names(file), how, strict).run()
 
 
 def save_model(

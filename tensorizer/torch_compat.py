@@ -2,7 +2,7 @@
 
 Inside :func:`tensorizer_saving` and :func:`tensorizer_loading` the pickled structure stays torch's own business, while
 every storage that has data goes to a second file, the *sidecar*. Arbitrary objects, shared storages, views, strides and
-``requires_grad`` survive as with plain torch. ``docs/training-checkpoints.md`` is the guide, ``docs/format.md``
+``requires_grad`` survive as with plain torch. ``docs/training.md`` is the guide, ``docs/format.md``
 ("Sidecars of torch.save") says what the two files hold.
 """
 
@@ -226,7 +226,7 @@ def tensorizer_saving(
 ) -> Iterator[None]:
     """While active, ``torch.save`` writes the tensors to a ``.tensors`` file of their own.
 
-    Works as a context manager and as a decorator, and applies to the current thread and task alone. Blocks nest; the
+    Works as a context manager and as a decorator, and applies only to the current thread and task. Blocks nest; the
     innermost one's arguments apply. References to ``torch.save`` taken before the block (``from torch import save``)
     are not affected: import the library that takes them inside a block.
 
@@ -268,8 +268,8 @@ def tensorizer_loading(
 ) -> Iterator[None]:
     """While active, ``torch.load`` reads files that were saved under :func:`tensorizer_saving`.
 
-    Files of plain ``torch.save`` load as ever: the ``.tensors`` file is opened at the first reference to it. All of it
-    is loaded. Works as a context manager and as a decorator; scope and nesting as for :func:`tensorizer_saving`.
+    Files of plain ``torch.save`` load as always: the ``.tensors`` file is opened at the first reference to it. All
+    of it is loaded. Works as a context manager and as a decorator; scope and nesting as for :func:`tensorizer_saving`.
 
     The device is ``device`` if given here, else what ``map_location`` asks of ``torch.load``, else CUDA where
     available. (The files do not record where a tensor came from: a dictionary or function given as ``map_location``

@@ -288,7 +288,7 @@ def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
         model = no_init_or_tensor(lambda: AutoModelForCausalLM.from_config(config))
 
     While it is active, ``torch.empty`` makes tensors on the meta device (an explicit ``device=`` is overridden) and
-    ``reset_parameters`` of ``Linear``, ``Embedding`` and ``LayerNorm`` does nothing. Everything else is as ever:
+    ``reset_parameters`` of ``Linear``, ``Embedding`` and ``LayerNorm`` does nothing. Everything else works as always:
     buffers made by ``torch.zeros``, ``torch.arange`` and the like are real and on the ambient device, so wrap the code
     in ``torch.device(device)`` as well to have them where the model will run.
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional, Union
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
-from tensorizer._system.os_errors import as_stream_error, stream_errors
+from tensorizer._system.os_errors import as_stream_error
 from tensorizer.errors import StreamError
 
 __all__ = [
@@ -261,7 +261,10 @@ class SameFile(NamedTuple):
         """``None`` for what cannot be opened again: the caller's objects, descriptors, the shards of a model."""
         if not isinstance(opened, OpenedSource) or opened.location is None:
             return None
-        return cls(opened.location, opened.stream_options, _version_of(opened))
+        try:
+            return cls(opened.location, opened.stream_options, _version_of(opened))
+        except OSError:  # it is gone already, and only who has it open has it still
+            return None
 
     def open(self) -> OpenedSource:
         """The file, open.
@@ -281,8 +284,7 @@ def _version_of(opened: OpenedSource) -> tuple[Any, ...]:
     scheme = scheme_of(opened.location)
     if scheme is None or scheme in LOCAL_SCHEMES:
         path = expanded(os.fsdecode(opened.location)) if scheme is None else path_of_file_uri(opened.location)
-        with stream_errors():
-            found = os.stat(path)
+        found = os.stat(path)
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
     headers = getattr(opened.stream, "response_headers", None) or {}
     return opened.source.size(), headers.get("etag"), headers.get("last-modified")

@@ -136,10 +136,6 @@ class PartReader:
     def __init__(self, file: OpenFile) -> None:
         self.file = file
 
-    @property
-    def _container(self) -> OpenFile:  # as other branches still call it
-        return self.file
-
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     def whole(self, entry: int) -> _PartOf:
@@ -159,7 +155,7 @@ class PartReader:
 
     def _given(self, stored: torch.dtype) -> torch.dtype:
         wanted = self.file.options.dtype
-        return wanted if wanted is not None and self.file.converts_dtype(stored) else stored
+        return wanted if wanted is not None and self.file.casts(stored) else stored
 
     def device_of(self, entry: int) -> torch.device:
         """Where the deserializer puts a tensor."""

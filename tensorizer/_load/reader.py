@@ -37,7 +37,6 @@ __all__ = [
     "PendingBatch",
     "Progress",
     "ReadOptions",
-    "known_dtype",
     "missing_hashes",
     "no_collections",
     "open_reader",
@@ -279,7 +278,8 @@ class FileReader:
 
         def finish() -> LoadedBatch:
             self._check_hashes_are_there(entries, batch.headers, verify)
-            with no_collections(), ordinary_tensors():
+            # Function modes (torch.device contexts are some) would be asked about each tensor that gets a gradient.
+            with no_collections(), ordinary_tensors(), torch._C.DisableTorchFunction():
                 tensors = batch.tensors(self.factory) if plain else batch.parameters(self.factory)
             return LoadedBatch(entries, tensors, batch.headers)
 

@@ -20,8 +20,8 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "diff",
         help="compare two files",
-        description="Compares names, dtypes, shapes and data of two files. Payloads are read only where stored digests "
-        "do not settle it. With -q nothing is printed; the exit status tells.",
+        description="Compares names, dtypes, shapes and data of two files. Data are read only if stored digests "
+        "do not decide. -q prints nothing; the exit status tells.",
     )
     parser.add_argument("a", metavar="A", help="a path or URI: a file, folder or index of shards")
     parser.add_argument("b", metavar="B", help="a path or URI: a file, folder or index of shards")

@@ -26,17 +26,15 @@ def add_parsers(commands: Any) -> None:
         "inspect",
         aliases=["ls"],
         help="list the tensors of a file",
-        description="Lists what is in files of tensors. Reads the index alone, and needs no key of an encrypted file.",
+        description="Lists the tensors of files. Reads only the index; encrypted files need no key.",
     )
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="a path or URI, of a file, a folder or the index of shards"
-    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI: a file, folder or index of shards")
     parser.add_argument("--no-tensors", action="store_true", help="totals only")
     parser.add_argument("--metadata", action="store_true", help="show the metadata")
-    parser.add_argument("--group", action="store_true", help="one row for names that differ in numbers alone")
+    parser.add_argument("--group", action="store_true", help="one row for names that differ only in numbers")
     parser.add_argument("--sort", choices=("name", "size", "offset"), default="offset", help="default: offset")
-    parser.add_argument("--filter", metavar="GLOB", help="names that match the pattern (* ? [])")
-    parser.add_argument("--long", action="store_true", help="offsets and kinds as well")
+    parser.add_argument("--filter", metavar="GLOB", help="only names that match the pattern (* ? [])")
+    parser.add_argument("--long", action="store_true", help="also show offsets and kinds")
     add_common(parser)
     parser.set_defaults(run=run)
 

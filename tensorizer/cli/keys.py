@@ -34,13 +34,13 @@ def add_key_options(parser: argparse.ArgumentParser, what: str, prefix: str = ""
     """``--key-file`` and its sisters; `prefix` stands in front of each name, `what` says which key in the help."""
     group = parser.add_argument_group(f"key of {what}").add_mutually_exclusive_group()
     group.add_argument(f"--{prefix}key-file", metavar="PATH", help="a file of 32 bytes or 64 hexadecimal digits")
-    group.add_argument(f"--{prefix}key-env", metavar="VAR", help="a variable of 64 hexadecimal digits")
+    group.add_argument(f"--{prefix}key-env", metavar="VAR", help="an environment variable with 64 hexadecimal digits")
     group.add_argument(
         f"--{prefix}passphrase-file", metavar="PATH", help="a file with a passphrase, - for standard input"
     )
-    group.add_argument(f"--{prefix}passphrase-env", metavar="VAR", help="a variable with a passphrase")
+    group.add_argument(f"--{prefix}passphrase-env", metavar="VAR", help="an environment variable with a passphrase")
     if generate:
-        group.add_argument(f"--{prefix}generate-key", metavar="PATH", help="draw a key and write it to a new file")
+        group.add_argument(f"--{prefix}generate-key", metavar="PATH", help="write a new random key to this new file")
 
 
 def given(arguments: argparse.Namespace, prefix: str = "") -> bool:

@@ -62,11 +62,11 @@ def make_parser(command: Optional[str] = None) -> argparse.ArgumentParser:
     """The parser of the whole command line; with the name of a command, of that alone, and no other is imported."""
     parser = _Parser(
         prog="tensorizer",
-        description="Look into, check, convert, copy, encrypt, sign and compare files of tensors (.tensors, "
+        description="Inspects, verifies, converts, copies, encrypts, signs and compares files of tensors (.tensors, "
         ".safetensors).",
         epilog=_EPILOG,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show versions, those of the libraries too")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of tensorizer and its libraries")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     modules = [COMMANDS[command]] if command in COMMANDS else dict.fromkeys(COMMANDS.values())
     for name in modules:

@@ -20,15 +20,13 @@ def add_parsers(commands: Any) -> None:
         "verify",
         help="compare the data of a file with its digests",
         description="Reads every tensor and compares it with the digests and authentication codes in the file. "
-        "A .safetensors file holds no digests: its structure is checked, and with --sha256 or --hub its bytes.",
+        "A .safetensors file has no digests: its structure is checked; --sha256 and --hub check its bytes.",
     )
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="a path or URI, of a file, a folder or the index of shards"
-    )
-    parser.add_argument("--filter", metavar="GLOB", help="names that match the pattern (* ? [])")
-    parser.add_argument("--sha256", metavar="HEX", help="SHA-256 that the whole file must have")
-    parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest that the hub states")
-    parser.add_argument("--fail-fast", action="store_true", help="end at the first tensor that does not match")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI: a file, folder or index of shards")
+    parser.add_argument("--filter", metavar="GLOB", help="only names that match the pattern (* ? [])")
+    parser.add_argument("--sha256", metavar="HEX", help="the expected SHA-256 of the whole file")
+    parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest of the hub")
+    parser.add_argument("--fail-fast", action="store_true", help="stop at the first tensor that does not match")
     add_signature_options(parser)
     add_key_options(parser, "the file")
     add_common(parser)

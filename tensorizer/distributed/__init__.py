@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tensorizer._system.on_demand import names_on_demand
 
 if TYPE_CHECKING:
+    from tensorizer._load.report import LoadReport as LoadReport
+    from tensorizer._load.report import RankReport as RankReport
     from tensorizer.distributed._checkpoint.consolidation import consolidate as consolidate
     from tensorizer.distributed._checkpoint.defaults import dcp_default as dcp_default
     from tensorizer.distributed._checkpoint.existing import VerifyReport as VerifyReport
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from tensorizer.distributed._checkpoint.writer import TensorizerWriter as TensorizerWriter
     from tensorizer.distributed._loading import load as load
     from tensorizer.distributed._loading import load_sharded as load_sharded
-    from tensorizer.distributed._report import LoadReport as LoadReport
-    from tensorizer.distributed._report import RankReport as RankReport
 
 # From the public names to the modules that define them.
 _MODULES = {

@@ -15,7 +15,7 @@ from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import Box
 from tensorizer.distributed._ranks import Ranks
 
-__all__ = ["Place", "gather_into", "whole"]
+__all__ = ["Part", "gather_into", "whole"]
 
 # What one rank reads of a window. With N ranks N + 2 times as much memory is used on the device of the exchange.
 _SLOT_NBYTES = 16 << 20
@@ -24,7 +24,7 @@ _FLAG_NBYTES = 64
 _ALIGNMENT = 64
 
 
-class Place(NamedTuple):
+class Part(NamedTuple):
     """Where a rank wants which part of a tensor."""
 
     box: Box
@@ -49,9 +49,9 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def gather_into(
-    ranks: Ranks, reader: PartReader, names: Sequence[Name], places: dict[Name, Place], device: torch.device
+    ranks: Ranks, reader: PartReader, names: Sequence[Name], wanted: dict[Name, Part], device: torch.device
 ) -> int:
-    """Collective: brings tensors from the file to the places of all ranks; every byte is read by one of them.
+    """Collective: brings tensors from the file to where all ranks want them; every byte is read by one of them.
 
     Reads the next window while the one before is gathered.
 
@@ -59,8 +59,8 @@ def gather_into(
         ranks: All of them call this with the same `names`, of tensors with data.
         reader: Of an open file, the same on every rank.
         names: What any rank wants, in the order of the file.
-        places: What this rank wants.
-        device: Of its places.
+        wanted: What this rank wants.
+        device: Where its parts go.
 
     Returns:
         Bytes of tensors that came from other ranks.
@@ -97,8 +97,8 @@ def gather_into(
         try:
             for rank, blocks in enumerate(window):
                 for block in blocks:
-                    _deliver(block, gathered[rank], places)
-                    received += block.nbytes if rank != ranks.rank and block.name in places else 0
+                    _deliver(block, gathered[rank], wanted)
+                    received += block.nbytes if rank != ranks.rank and block.name in wanted else 0
         except BaseException as error:  # told to the others with the next window
             late = late or error
             parts[(number + 1) % 2][-_FLAG_NBYTES] = 1
@@ -167,18 +167,18 @@ def _read(reader: PartReader, blocks: list[_Block], slot: torch.Tensor) -> Optio
     return None
 
 
-def _deliver(block: _Block, slot: torch.Tensor, places: dict[Name, Place]) -> None:
+def _deliver(block: _Block, slot: torch.Tensor, wanted: dict[Name, Part]) -> None:
     """Copies what this rank wants of a block."""
-    place = places.get(block.name)
-    if place is None:
+    part = wanted.get(block.name)
+    if part is None:
         return
     source = _view(block, slot)
     if not block.shape:
-        place.into.copy_(source)
+        part.into.copy_(source)
         return
-    (first, last), *inner = place.box
+    (first, last), *inner = part.box
     begin, end = max(first, block.begin), min(last, block.end)
     if begin >= end or math.prod(b - a for a, b in inner) == 0:
         return
     cut = source[(slice(begin - block.begin, end - block.begin), *(slice(a, b) for a, b in inner))]
-    place.into[begin - first : end - first].copy_(cut)
+    part.into[begin - first : end - first].copy_(cut)

@@ -21,9 +21,9 @@ from tensorizer._load.arguments import target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.parts import PartReader
 from tensorizer._load.reader import ReadOptions
+from tensorizer._load.report import LoadReport, RankReport
 from tensorizer._system.checks import share_of_node
 from tensorizer.distributed._ranks import Ranks
-from tensorizer.distributed._report import LoadReport, RankReport
 from tensorizer.errors import StreamError
 
 __all__ = ["Opened", "open_for_all"]
@@ -42,7 +42,6 @@ class Opened:
 
     def __init__(self, ranks: Ranks, reader: PartReader, device: torch.device) -> None:
         self.ranks, self.reader, self.device = ranks, reader, device
-        self.file = reader  # as another branch still calls it
 
     def entry(self, name: Name) -> int:
         """The entry that holds the data of a name."""
@@ -70,17 +69,16 @@ class Opened:
 
     def report(
         self,
+        report: LoadReport,
         exchange: str,
         received: int,
         begin: float,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
         failure: Optional[BaseException] = None,
     ) -> LoadReport:
-        """Collective: what all ranks did."""
+        """Collective: the report with what all ranks did."""
         mine = RankReport(self.reader.file.total_bytes_read, received, time.perf_counter() - begin)
-        every = self.ranks.agree(failure, mine)
-        return LoadReport(self.ranks.rank, exchange, tuple(every), tuple(missing), tuple(unexpected))
+        every = tuple(self.ranks.agree(failure, mine))
+        return dataclasses.replace(report, seconds=mine.seconds, rank=self.ranks.rank, exchange=exchange, ranks=every)
 
 
 @contextlib.contextmanager

@@ -157,7 +157,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             path: Where it is.
             map_location: As for ``torch.load``; tensors are saved as if they were on the CPU. ``None`` is the CPU, from
                 where Lightning's strategies move them.
-            weights_only: ``False`` unpickles objects that are more than simple values: for trusted files alone.
+            weights_only: ``False`` unpickles objects that are more than simple values: only for trusted files.
 
         Raises:
             FileNotFoundError: There is none.

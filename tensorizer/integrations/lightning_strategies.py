@@ -89,7 +89,7 @@ class _ShardedCheckpoints(abc.ABC):
 
         Args:
             checkpoint_path: Where it is.
-            weights_only: ``False`` unpickles objects that are more than simple values: for trusted files alone.
+            weights_only: ``False`` unpickles objects that are more than simple values: only for trusted files.
 
         Returns:
             Everything else.

@@ -45,7 +45,7 @@ class TensorizerReader(Located, StorageReader):
             says.
         verify_hash: Compares every box that is read with its digest, and that with the marker. Boxes are read whole
             for that, also where a part is wanted.
-        allow_pickle: Lets torch unpickle leaves that hold more than simple values: for trusted checkpoints alone.
+        allow_pickle: Lets torch unpickle leaves that hold more than simple values: only for trusted checkpoints.
         encryption: The key of an encrypted checkpoint, or a function without arguments that returns it. Marker and
             files are held against it.
         threads: Upper bound for reading threads; ``None`` uses as many as are useful.
@@ -60,7 +60,7 @@ class TensorizerReader(Located, StorageReader):
         ValueError: Another scheme than ``s3``; `threads` below 1.
         TypeError: An argument of the wrong type.
 
-    Source: docs/distributed_checkpoints.md.
+    Source: docs/training.md, "Distributed checkpoints".
     """
 
     def __init__(

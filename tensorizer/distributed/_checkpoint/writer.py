@@ -83,7 +83,7 @@ class TensorizerWriter(Located, StorageWriter):
         ValueError: Another scheme than ``s3``; unknown `hashes`; `threads` below 1.
         TypeError: An argument of the wrong type.
 
-    Source: docs/distributed_checkpoints.md.
+    Source: docs/training.md, "Distributed checkpoints".
     """
 
     def __init__(
