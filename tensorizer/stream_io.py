@@ -24,8 +24,8 @@ from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, ConfigPath,
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
 from tensorizer._io.uri import expanded, scheme_of
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
-from tensorizer._lazy import resolver
 from tensorizer._system.config import env_text
+from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.os_errors import stream_errors
 from tensorizer._system.redaction import hidden, shown_uri
 
@@ -92,12 +92,15 @@ def _s3_options(**keywords: Any) -> S3Options:
     return S3Options.of(keywords, defaults)
 
 
-_resolve, __dir__ = resolver(__name__)
+_get, __dir__ = names_on_demand(
+    __name__,
+    {"CacheOptions": "_io.cache", "RedisStreamFile": "_io.redis", "_parse_redis_uri": "_io.redis"},
+)
 
 
 def __getattr__(name: str) -> Any:
     # The curl program, which nothing here needs any more.
-    return shutil.which("curl") if name == "curl_path" else _resolve(name)
+    return shutil.which("curl") if name == "curl_path" else _get(name)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from tensorizer.errors import HashMismatchError, TensorizerError, TruncatedError
 assert td.TensorizerReader, td.TensorizerWriter  # imported now, once for all ranks
 
 
-STEPS_IN = tuple(os.path.join("_checkpoint", name) for name in ("writer.py", "folder.py", "upkeep.py"))
+STEPS_IN = tuple(os.path.join("_checkpoint", name) for name in ("writer.py", "folder.py", "existing.py"))
 
 
 def state_of(number: int, rank: int = 0, rows: int = 500):

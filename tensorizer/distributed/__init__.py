@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tensorizer._lazy import resolver
+from tensorizer._system.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from tensorizer._load.report import LoadReport as LoadReport
@@ -23,28 +23,34 @@ if TYPE_CHECKING:
     from tensorizer.distributed._loading import load as load
     from tensorizer.distributed._loading import load_sharded as load_sharded
 
+# From the public names to the modules that define them.
+_MODULES = {
+    "LoadReport": "distributed._report",
+    "RankReport": "distributed._report",
+    "TensorizerReader": "distributed._checkpoint.reader",
+    "TensorizerWriter": "distributed._checkpoint.writer",
+    "VerifyReport": "distributed._checkpoint.existing",
+    "consolidate": "distributed._checkpoint.consolidation",
+    "dcp_default": "distributed._checkpoint.defaults",
+    "is_complete": "distributed._checkpoint.existing",
+    "load": "distributed._loading",
+    "load_sharded": "distributed._loading",
+    "prune": "distributed._checkpoint.existing",
+    "verify": "distributed._checkpoint.existing",
+}
+
 __all__ = [
-    "LoadReport",
-    "RankReport",
-    "TensorizerReader",
-    "TensorizerWriter",
-    "VerifyReport",
-    "consolidate",
-    "dcp_default",
-    "is_complete",
-    "load",
-    "load_sharded",
-    "prune",
-    "verify",
+    *_MODULES,
 ]
 
-_resolve, __dir__ = resolver(__name__)
+
+_get, __dir__ = names_on_demand(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    if name in _MODULES:
         import torch.distributed
 
         if not torch.distributed.is_available():
             raise ImportError(f"{__name__}.{name}: this build of torch has no torch.distributed")
-    return _resolve(name)
+    return _get(name)

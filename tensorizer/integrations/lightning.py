@@ -19,8 +19,8 @@ import torch
 
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.uri import scheme_of
-from tensorizer._lazy import resolver
 from tensorizer._system.devices import empty
+from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
@@ -44,7 +44,9 @@ if TYPE_CHECKING:
         TensorizerModelParallelStrategy as TensorizerModelParallelStrategy,
     )
 
-__all__ = ["TensorizerCheckpointIO", "TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]
+_STRATEGIES = ("TensorizerFSDPStrategy", "TensorizerModelParallelStrategy")
+
+__all__ = ["TensorizerCheckpointIO", *_STRATEGIES]
 
 _KEY = "lightning.checkpoint"
 _ZIP = b"PK\x03\x04"  # what files of torch.save begin with
@@ -274,4 +276,4 @@ def _mapped(tensor: torch.Tensor, map_location: MapLocation) -> torch.Tensor:
     return tensor.to(map_location)
 
 
-__getattr__, __dir__ = resolver(__name__)
+__getattr__, __dir__ = names_on_demand(__name__, dict.fromkeys(_STRATEGIES, "integrations.lightning_strategies"))

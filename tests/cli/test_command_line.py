@@ -111,6 +111,33 @@ print(sorted(commands.choices))
         assert command in result.stdout
 
 
+def test_a_command_imports_its_own_module_and_no_other_ones():
+    program = """
+import sys
+from tensorizer.cli.main import make_parser
+make_parser("cp").parse_args(["cp", "a", "b"])
+print(*sorted(name for name in sys.modules if name.startswith("tensorizer.cli.")))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    found = {name.rpartition(".")[2] for name in result.stdout.split()}
+    assert "cp" in found
+    assert not found & {"inspect", "verify", "convert", "encrypt", "sign", "diff", "bench", "cache"}
+
+
+def test_the_bar_of_convert_is_there_when_it_is_asked_for_and_needs_tqdm(model, tmp_path, monkeypatch):
+    pytest.importorskip("tqdm")
+    shown = run("convert", model, tmp_path / "a.tensors", "--progress")
+    assert shown.returncode == 0, shown.stderr
+    assert b"100%" in shown.stderr
+    assert run("convert", model, tmp_path / "b.tensors").stderr == b""
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    refused = run("convert", model, tmp_path / "c.tensors", "--progress")
+    assert (refused.returncode, refused.stdout) == (2, b"")
+    assert b"pip install tqdm" in refused.stderr
+    assert not (tmp_path / "c.tensors").exists()
+
+
 def test_inspect_lists_names_dtypes_shapes_and_sizes(model):
     result = run("inspect", model)
     assert result.returncode == 0, result.stderr
