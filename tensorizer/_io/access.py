@@ -34,7 +34,7 @@ class Trust(NamedTuple):
         """
         if require_authenticated is None:
             require_authenticated = env_int("TENSORIZER_REQUIRE_AUTHENTICATED", 0, 1) == 1
-        keys = public_key_bytes(public_key)
+        keys = () if public_key is None else public_key_bytes(public_key)
         if signature is not None and not keys:
             raise ValueError("signature: it says nothing without the public_key that it has to fit")
         if signature is not None and not isinstance(signature, (str, bytes, os.PathLike)):
@@ -82,7 +82,8 @@ class Access:
             TypeError: `encryption` is neither ``DecryptionParams`` nor ``None``.
             ValueError: It holds no key.
         """
-        check_decryption(encryption)
+        if encryption is not None:
+            check_decryption(encryption)
         return cls(encryption, stream_options, num_readers, progress, trust)
 
     @classmethod
@@ -108,4 +109,4 @@ class Access:
             TypeError: ``num_readers`` is no number.
             ValueError: It is below 1.
         """
-        return thread_limit("num_readers", self.num_readers)
+        return 0 if self.num_readers is None else thread_limit("num_readers", self.num_readers)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from tensorizer._format.dtypes import known_dtype
 from tensorizer._format.entries import TensorType
 from tensorizer._format.extra_state import is_without_state, state_name, takes_state
 from tensorizer._format.names import modules_of
-from tensorizer._load.container import Container
-from tensorizer._load.reader import known_dtype
+from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport, Misfit, kind_of
 
 __all__ = ["CustomLoading", "ModuleView", "Slot", "decide", "shown", "slots_in"]
@@ -133,7 +133,7 @@ def shown(stored_name: str) -> str:
 
 def decide(
     view: ModuleView,
-    container: Container,
+    file: OpenFile,
     stored: Mapping[str, int],
     states: Mapping[str, Any],
     *,
@@ -147,7 +147,7 @@ def decide(
 
     Args:
         view: The module.
-        container: The file.
+        file: The file.
         stored: Entries of the file by the names that state dicts have for them.
         states: Extra states that the file holds apart from its tensors, by name.
         by_modules: The file lists what modules hold, and not a state dict: tensors that have no place in the module, or
@@ -159,9 +159,9 @@ def decide(
         refuses: Which differences of shape and kind count; ``None``: all.
         replaces: Whether a tensor of the module is replaced, and not copied into; ``None``: all are.
     """
-    index, slots = container.index, view.slots
+    index, slots = file.index, view.slots
     dtypes = {name: known_dtype(index.dtype(i)) for name, i in stored.items()}
-    converted = {dtype for dtype in set(dtypes.values()) if container.converts_dtype(dtype)}
+    converted = {dtype for dtype in set(dtypes.values()) if file.converts_dtype(dtype)}
     supplied: dict[tuple[int, bool], str] = {}
     loaded, cast, unexpected, mismatched = [], [], [], []
     for name, i in stored.items():
@@ -171,12 +171,12 @@ def decide(
             if name in view.takers and not by_modules:
                 continue
             unexpected.append(name)
-            if not by_modules or container.type(i) is TensorType.STATE_DICT:
+            if not by_modules or file.type(i) is TensorType.STATE_DICT:
                 continue
         else:
             supplied.setdefault((id(target), slot.is_buffer), name)
             if target.shape != index.shape(i) or dtype is not target.dtype:
-                row = _misfit(name, target, container, i, dtype)
+                row = _misfit(name, target, file, i, dtype)
                 if row is not None and (refuses is None or refuses(row)):
                     mismatched.append(row)
                     if not by_modules:
@@ -205,7 +205,7 @@ def decide(
     unexpected += [name for name in states if name not in view.takers]
     return LoadReport(
         module=type(view.module).__name__,
-        source=container.source_name,
+        source=file.source_name,
         loaded=tuple(loaded),
         nbytes=sum(map(index.loaded_nbytes, map(stored.__getitem__, loaded))),
         missing=tuple(name for name in missing if may_lack is None or not may_lack(name)),
@@ -216,14 +216,12 @@ def decide(
     )
 
 
-def _misfit(
-    name: str, target: torch.Tensor, container: Container, i: int, dtype: Optional[torch.dtype]
-) -> Optional[Misfit]:
+def _misfit(name: str, target: torch.Tensor, file: OpenFile, i: int, dtype: Optional[torch.dtype]) -> Optional[Misfit]:
     """How a tensor of the file differs from that of the module; ``None`` where it can take its place."""
     if torch.nn.parameter.is_lazy(target):
         return None
-    shape = container.shape(i)
-    if target.shape != shape and not (target.dim() == 0 and container.may_be_scalar(i)):
+    shape = file.index.shape(i)
+    if target.shape != shape and not (target.dim() == 0 and file.may_be_scalar(i)):
         return Misfit(name, "shape", torch.Size(shape), target.shape)
     if dtype not in (None, target.dtype) and kind_of(dtype) != kind_of(target.dtype):
         return Misfit(name, "kind", dtype, target.dtype)

@@ -1,4 +1,4 @@
-"""Filling a module from a file, as :mod:`.fit` decided; comparing one with the digests of a file."""
+"""Filling a module from a file, as :mod:`.fit` decided."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
-from tensorizer._format.names import Name
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.container import Container
-from tensorizer._load.digests import holds
 from tensorizer._load.fit import ModuleView, Slot, decide
-from tensorizer._load.loaded_tensors import LoadedTensors
+from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport, Misfit
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.errors import LoadError
@@ -32,7 +29,6 @@ __all__ = [
     "live_tensors",
     "module_names",
     "place",
-    "verify_module",
 ]
 
 logger = logging.getLogger("tensorizer.serialization")
@@ -64,19 +60,18 @@ class ModuleFill:
     def __init__(
         self,
         view: ModuleView,
-        container: Container,
-        loaded: LoadedTensors,
+        file: OpenFile,
         stored: Mapping[str, int],
         how: Filling,
         strict: bool,
         filter_func: Optional[FilterFuncType] = None,
     ) -> None:
-        self._view, self._container, self._loaded, self._stored = view, container, loaded, stored
+        self._view, self._file, self._stored = view, file, stored
         self._how, self._strict, self._assign = how, strict, how.assign
         self._slots = view.slots  # and those that the module gets
         custom = None if how.by_modules else view.custom
         self._custom = custom
-        states = {state_name(path): state for path, state in container.extra_states().items()}
+        states = {state_name(path): state for path, state in file.extra_states().items()}
         self._states = {n: state for n, state in states.items() if filter_func is None or filter_func(n)}
         self.hands_over = custom is not None and (custom.is_there or bool(view.takers))
         kept = [slot.tensor for slot in view.slots.values() if slot.tensor is not None and slot.in_state_dict]
@@ -85,7 +80,7 @@ class ModuleFill:
         expects = self._expects_of(filter_func)
         self.report = decide(
             view,
-            container,
+            file,
             stored,
             self._states,
             by_modules=how.by_modules,
@@ -114,7 +109,7 @@ class ModuleFill:
         """
         if filter_func is None:
             return None
-        in_file = set(self._container.names)
+        in_file = set(self._file.names)
 
         def expects(name: str) -> bool:
             stored_name = name if "." in name or name in self._view.takers else f".{name}"
@@ -160,7 +155,7 @@ class ModuleFill:
             skipped = {row.name for row in self.report.mismatched}
             loaded = tuple(name for name in self._stored if name not in skipped)
         entries = [self._stored[name] for name in loaded]
-        tensors = dict(zip(loaded, self._loaded.load(entries, verify_hash)))
+        tensors = dict(zip(loaded, self._file.load(entries, verify_hash)))
         self._note_conflicts(tensors)
         if self._how.by_modules:
             self._warn()
@@ -180,7 +175,7 @@ class ModuleFill:
             raise report.error(refused, strict=True)
         new: dict[str, Slot] = {}
         for name in report.loaded if self._how.by_modules else ():
-            slot, type = self._slots.get(name), self._container.index.type(self._stored[name])
+            slot, type = self._slots.get(name), self._file.index.type(self._stored[name])
             is_buffer = type == TensorType.BUFFER
             if slot is None or (is_buffer is not slot.is_buffer and type != TensorType.STATE_DICT):
                 new[name] = _new_slot(self._view.modules, name, is_buffer)
@@ -227,7 +222,7 @@ class ModuleFill:
             elif sources:
                 shared.append((group, sources[0]))
             elif self._custom is not None and self._is_meta(group[0]) and self._slots[group[0]].counts_batches:
-                device = self._container.device_of(group[0])
+                device = self._file.device_of(group[0])
                 with ordinary_tensors():
                     shared.append((group, torch.zeros((), dtype=torch.long, device=device)))
         place(self._slots, shared, self._replaces, keep_ties_of_file=self._how.ties == "stored")
@@ -290,7 +285,7 @@ class ModuleFill:
         self.report = dataclasses.replace(
             self.report,
             loaded=loaded,
-            nbytes=sum(self._container.index.loaded_nbytes(self._stored[name]) for name in loaded),
+            nbytes=sum(self._file.index.loaded_nbytes(self._stored[name]) for name in loaded),
             missing=tuple(name for name in getattr(result, "missing_keys", ()) if name not in left),
             unexpected=unexpected,
         )
@@ -317,7 +312,7 @@ class ModuleFill:
             )
 
 
-def module_names(container: Container, entries: Sequence[int]) -> dict[str, int]:
+def module_names(file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
     """Entries by the state-dict name of a tensor of a module; of two of one name, the later one.
 
     Raises:
@@ -325,7 +320,7 @@ def module_names(container: Container, entries: Sequence[int]) -> dict[str, int]
     """
     found: dict[str, int] = {}
     for i in entries:
-        name = container.names[i]
+        name = file.names[i]
         if not isinstance(name, str):
             raise NotImplementedError(
                 f"tensor {name!r} was written from nested containers, which have no modules to load into; "
@@ -454,34 +449,3 @@ def _with_ties(listing: Callable[..., Iterator[tuple[str, torch.Tensor]]]) -> di
         return dict(listing(remove_duplicate=False))
     except TypeError:
         return dict(listing())
-
-
-def verify_module(container: Container, module: torch.nn.Module) -> list[tuple[Name, bool]]:
-    """Whether each stored tensor is the one in the module, as ``TensorDeserializer.verify_module`` says.
-
-    Raises:
-        RuntimeError: A tensor of the file was not read yet, so that its digests are unknown.
-        NotImplementedError: A tensor of the module is on the meta device.
-    """
-    unread = [container.names[i] for i in container.selection if not container.has_header(i)]
-    if unread:
-        raise RuntimeError(
-            f"the hashes of {len(unread)} tensors (first: {unread[0]!r}) are known only after they were loaded; "
-            "load the file before verifying"
-        )
-    live = live_tensors(module)
-    return [(container.names[i], _matches(container, i, live)) for i in container.selection]
-
-
-def _matches(container: Container, i: int, live: Mapping[str, torch.Tensor]) -> bool:
-    name = container.names[i]
-    if not isinstance(name, str):
-        return False
-    tensor = live.get(name)
-    if tensor is None and name.startswith("."):
-        tensor = live.get(name[1:])
-    if tensor is None:
-        return False
-    if tensor.is_meta:
-        raise NotImplementedError(f"tensor {name!r} of the module is on the meta device: it has no data to compare")
-    return holds(container, i, tensor) is True

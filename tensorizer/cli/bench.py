@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _check_device(device: str) -> None:
-    from tensorizer._load.device_choice import target_device
+    from tensorizer._load.arguments import target_device
 
     try:
         target_device(device)

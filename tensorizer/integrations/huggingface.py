@@ -12,7 +12,7 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer._load.device_choice import as_device
+from tensorizer._load.arguments import as_device
 from tensorizer.legacy import config_to_json as config_to_json
 from tensorizer.legacy import load_model_folder as load_model
 from tensorizer.legacy import load_pretrained, serialize_pretrained

@@ -18,12 +18,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tensorizer._files.names import flat_names
-from tensorizer._format.dtypes import torch_dtype
-from tensorizer._load.container import Container
-from tensorizer._load.device_choice import as_device
+from tensorizer._format.dtypes import known_dtype
+from tensorizer._load.arguments import as_device
 from tensorizer._load.fit import ModuleView, shown
 from tensorizer._load.modules import Filling, ModuleFill
-from tensorizer._load.reader import known_dtype
+from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport
 from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
 from tensorizer.integrations._hf.weights import Weights, find_weights
@@ -112,7 +111,7 @@ def dtype_of_file(weights: Weights) -> torch.dtype:
         stored = [tensor.dtype for tensor in weights.state_dict().values()]
     else:
         with weights.open() as file:
-            stored = [torch_dtype(entry.dtype) for entry in file.entries()]
+            stored = [dtype for i in file.selection if (dtype := file.stored_dtype(i)) is not None]
     return next((one for one in stored if one.is_floating_point), torch.get_default_dtype())
 
 
@@ -292,10 +291,9 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
     wanted = _wanted_dtypes(view)
     main = _most_common(wanted.values())
     with weights.open(device, main) as file:
-        container = file._container
-        stored = flat_names(container)
-        fill = ModuleFill(view, container, file._loaded, stored, Filling(ties="equal"), strict=True)
-        if fill.hands_over or not fill.report.ok or not _kinds_fit(container, stored, wanted):
+        stored = flat_names(file)
+        fill = ModuleFill(view, file, stored, Filling(ties="equal"), strict=True)
+        if fill.hands_over or not fill.report.ok or not _kinds_fit(file, stored, wanted):
             return False
         if fill.left_on_meta:
             logger.debug("%s: %s has no data; the library loads it", weights.label, ", ".join(fill.left_on_meta[:5]))
@@ -308,8 +306,8 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
         chosen = {name for name, other in wanted.items() if other == dtype}
         accepts = functools.partial(_is_among, chosen)
         with weights.open(device, dtype if dtype in _CONVERTED else None, accepts) as part:
-            entries = flat_names(part._container)
-            tensors.update(zip(entries, part._loaded.load(list(entries.values()))))
+            entries = flat_names(part)
+            tensors.update(zip(entries, part.load(list(entries.values()))))
     fill.put(tensors)
     return True
 
@@ -335,9 +333,9 @@ def _most_common(dtypes: Iterable[torch.dtype]) -> Optional[torch.dtype]:
     return counted.most_common(1)[0][0] if counted else None
 
 
-def _kinds_fit(container: Container, stored: Mapping[str, int], wanted: Mapping[str, torch.dtype]) -> bool:
+def _kinds_fit(file: OpenFile, stored: Mapping[str, int], wanted: Mapping[str, torch.dtype]) -> bool:
     """Whether what is stored is what the model wants, or can be converted to it by the engine."""
-    pairs = {(container.index.dtype(i), wanted[name]) for name, i in stored.items() if name in wanted}
+    pairs = {(file.index.dtype(i), wanted[name]) for name, i in stored.items() if name in wanted}
     kinds = [(known_dtype(dtype), target) for dtype, target in pairs]
     # All of them numbers of one kind, floating point.
     return all(found == target or {found, target} <= _CONVERTED for found, target in kinds)

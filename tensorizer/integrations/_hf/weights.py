@@ -15,9 +15,11 @@ import torch
 
 from tensorizer._files.convert import convert
 from tensorizer._files.pickled import read_pickled
-from tensorizer._load.authenticity import Trust
+from tensorizer._io.access import Access, Trust
+from tensorizer._load.arguments import target_device
+from tensorizer._load.open_file import OpenFile, open_file
+from tensorizer._load.reader import ReadOptions
 from tensorizer._system.redaction import shown_location
-from tensorizer.deserializer import TensorDeserializer
 from tensorizer.errors import AuthenticationError
 from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder, ModelFolder, is_weight
 from tensorizer.torch import load_file, save_file
@@ -52,23 +54,12 @@ class Weights(NamedTuple):
         checked = self.options.verify or self.options.public_key is not None
         return False if self.options.mmap is None and checked else self.options.mmap
 
-    def open(
-        self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None
-    ) -> TensorDeserializer:
+    def open(self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None) -> OpenFile:
         """The file, with nothing read but its index."""
-        return TensorDeserializer(
-            self.source,
-            device,
-            filter_func,
-            dtype,
-            lazy_load=True,
-            verify_hash=self.options.verify or None,
-            mmap=self._mmap,
-            encryption=self.options.encryption,
-            stream_options=self.folder.stream_options,
-            public_key=self.options.public_key,
-            require_authenticated=self.options.require_authenticated,
-        )
+        trust = Trust.of(self.options.public_key, None, self.options.require_authenticated)
+        access = Access.to_read(self.options.encryption, self.folder.stream_options, trust=trust)
+        how = ReadOptions(target_device(device), dtype, self._mmap, self.options.verify or None)
+        return open_file(self.source, access, how, filter_func)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All tensors in host memory, with the dtypes that are stored."""
@@ -89,7 +80,7 @@ class Weights(NamedTuple):
         if self.pickled:
             return False
         with self.open() as file:
-            return bool(file._container.index.encrypted)
+            return bool(file.index.encrypted)
 
 
 def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weights:

@@ -19,8 +19,8 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 
+from tensorizer._io.uri import expanded
 from tensorizer._system.devices import empty
-from tensorizer._system.paths import expanded
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import FormatError
 
