@@ -35,8 +35,8 @@ help:  ## list the commands
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
-.PHONY: system-build system-test system-native system-lint system-constant-time system-wheels system-site
-system-build system-test system-native system-lint system-constant-time system-wheels system-site:
+.PHONY: system-build system-test system-native system-lint system-constant-time system-wheels system-docs system-site
+system-build system-test system-native system-lint system-constant-time system-wheels system-docs system-site:
 	@scripts/system-packages.sh $(@:system-%=%)
 
 # A package manager may bring in the Python headers and `venv`, so it goes first; order-only, so that it never rebuilds.
@@ -224,8 +224,7 @@ constant-time: system-constant-time  ## no branch or address of the cipher depen
 
 # Pages are made from the sources as text: this environment has neither torch nor the compiled module.
 DOCS := $(CACHE)/docs
-$(DOCS)/stamp: docs/requirements.txt constraints-dev.txt
-	@command -v $(PYTHON) >/dev/null || scripts/system-packages.sh build
+$(DOCS)/stamp: docs/requirements.txt constraints-dev.txt | system-docs
 	@$(PYTHON) -m venv --clear $(DOCS)
 	@$(DOCS)/bin/python -m pip -qq --disable-pip-version-check install --constraint constraints-dev.txt --requirement docs/requirements.txt
 	@touch $@

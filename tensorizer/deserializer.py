@@ -11,7 +11,6 @@ from typing import Any, NoReturn, Optional, Union
 
 import torch
 
-from tensorizer import module_tree
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
 from tensorizer._format.names import Key, Name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
@@ -21,7 +20,7 @@ from tensorizer._io.sources import SameFile
 from tensorizer._load.arguments import DeviceArgument, target_device
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.fit import ModuleView
-from tensorizer._load.modules import Filling, ModuleFill, live_tensors, module_names
+from tensorizer._load.modules import Filling, ModuleFill, check_module, module_names, verify_module
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.parts import PartReader, TensorSlice
 from tensorizer._load.reader import ReadOptions
@@ -138,14 +137,6 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             self.close()
             raise
 
-    @property
-    def _container(self) -> OpenFile:  # as other branches still call it
-        return self._open_file
-
-    @property
-    def _loaded(self) -> OpenFile:
-        return self._open_file
-
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -187,7 +178,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         )
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows: a table of the tensors, from the index alone."""
+        """What Jupyter shows: a table of the tensors, from the index only."""
         from tensorizer._format.table import entries_table
 
         return entries_table(repr(self)[1:-1], self.entries())
@@ -461,10 +452,11 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             ValueError: As in :meth:`read_tensors`.
         """
         try:
-            module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
-            stored = module_names(self._open_file, self._open_file.accepted_by(filter_func))
+            check_module(m, "for a state dict use module.load_state_dict(deserializer)")
+            file = self._open_file
+            stored = module_names(file, file.accepted_by(filter_func))
             how = Filling(ties="stored", by_modules=True)
-            fill = ModuleFill(ModuleView(m), self._open_file, stored, how, strict, filter_func)
+            fill = ModuleFill(ModuleView(m), file, stored, how, strict, filter_func)
             try:
                 return LoadedCount(fill.run(verify_hash))
             finally:
@@ -484,31 +476,9 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             RuntimeError: A tensor of the file was not read yet, so that its hashes are unknown.
             NotImplementedError: A tensor of `m` is on the meta device.
         """
-        module_tree.check_module(m)
-        file = self._open_file
-        unread = [file.names[i] for i in file.selection if not file.has_header(i)]
-        if unread:
-            raise RuntimeError(
-                f"the hashes of {len(unread)} tensors (first: {unread[0]!r}) are known only after they were loaded; "
-                "load the file before verifying"
-            )
-        live = live_tensors(m)
-        results = [(file.names[i], self._is_in(live, i)) for i in file.selection]
+        check_module(m)
+        results = verify_module(self._open_file, m)
         return all(matches for _, matches in results), results
-
-    def _is_in(self, live: Mapping[str, torch.Tensor], i: int) -> bool:
-        """Whether the tensor of a module that an entry stands for has the bytes that the file vouches for."""
-        name = self._open_file.names[i]
-        if not isinstance(name, str):
-            return False
-        tensor = live.get(name)
-        if tensor is None and name.startswith("."):
-            tensor = live.get(name[1:])
-        if tensor is None:
-            return False
-        if tensor.is_meta:
-            raise NotImplementedError(f"tensor {name!r} of the module is on the meta device: it has no data to compare")
-        return self._open_file.holds(i, tensor) is True
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
         """Stores the file in Redis, so that ``redis://host/key_prefix`` reads it; bytes are copied as they are.

@@ -81,9 +81,7 @@ class LoadBatch {
     run_interruptible(
         planned.is_brief() ? Where::here : Where::helper_thread,
         [&](const std::stop_token& stop) { planned.run(stop); },
-        [&] {
-          if (!progress.is_none()) progress(planned.nbytes_done());
-        });
+        report_to(progress, [&] { return planned.nbytes_done(); }));
   }
 
   // Runs several loads, at most `at_once` of them at a time; the first failure stops the others.
@@ -96,11 +94,11 @@ class LoadBatch {
               batches.size(), at_once, stop,
               [&](size_t i, const std::stop_token& token) { batches[i]->session().run(token); });
         },
-        [&] {
+        report_to(progress, [&] {
           uint64_t done = 0;
           for (const LoadBatch* batch : batches) done += batch->session().nbytes_done();
-          if (!progress.is_none()) progress(done);
-        });
+          return done;
+        }));
   }
 
   std::shared_ptr<const LoadedHeaders> headers() const { return session().headers(); }
@@ -226,9 +224,7 @@ class LoadBatch {
 py::list stored_hashes(const LoadedHeaders& headers, size_t i) {
   py::list result;
   for (const format::StoredHash& hash : headers.header(i).hashes) {
-    result.append(py::make_tuple(
-        static_cast<int>(hash.type),
-        py::bytes(reinterpret_cast<const char*>(hash.value.data()), hash.value.size())));
+    result.append(py::make_tuple(static_cast<int>(hash.type), to_bytes(hash.value)));
   }
   return result;
 }
@@ -243,11 +239,7 @@ bool matches(const LoadedHeaders& headers, size_t i, uint64_t address, uint64_t 
 
 void register_batch(py::module_& m) {
   py::class_<LoadedHeaders, std::shared_ptr<LoadedHeaders>>(m, "LoadedHeaders")
-      .def("dtype",
-           [](const LoadedHeaders& h, size_t i) {
-             const std::string_view dtype = h.dtype(i);
-             return py::bytes(dtype.data(), dtype.size());
-           })
+      .def("dtype", [](const LoadedHeaders& h, size_t i) { return to_bytes(h.dtype(i)); })
       .def("shape", [](const LoadedHeaders& h, size_t i) { return shape_tuple(h.shape(i)); })
       .def("module_idx", [](const LoadedHeaders& h, size_t i) { return h.header(i).module_idx; })
       .def("hashes", &stored_hashes)

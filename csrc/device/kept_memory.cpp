@@ -33,9 +33,8 @@ void KeptMemory::configure(uint64_t max_nbytes, std::chrono::milliseconds idle) 
   drop();
 }
 
-uint64_t KeptMemory::nbytes() noexcept {
+uint64_t KeptMemory::nbytes() const noexcept {
   const std::lock_guard lock(mutex_);
-  drop();
   return nbytes_;
 }
 

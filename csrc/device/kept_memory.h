@@ -1,7 +1,7 @@
 // Memory of tensors that are gone, kept for the next load of the process: pages that are there
 // already take data three times as fast as pages that the system has to make first. The kernel may
 // take kept pages at any time (MADV_FREE), and those that nobody took within a while are given back
-// when the object is next used. Internally locked; one for the process, never destroyed. A forked
+// when more is kept. Internally locked; one for the process, never destroyed. A forked
 // child starts with nothing.
 #pragma once
 
@@ -34,7 +34,7 @@ class KeptMemory {
   // Takes a region over; false: it is not wanted, and stays the caller's.
   bool give(Region region) noexcept;
 
-  uint64_t nbytes() noexcept;
+  uint64_t nbytes() const noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -48,7 +48,7 @@ class KeptMemory {
   void drop(uint64_t room = 0) noexcept;
 
   // Not core/sync.h: held across fork().
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::deque<Kept> kept_;  // oldest first
   uint64_t nbytes_ = 0;
   uint64_t max_nbytes_ = 0;

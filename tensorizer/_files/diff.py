@@ -15,7 +15,7 @@ from tensorizer._format.names import Name
 from tensorizer._format.payloads import same_bits
 from tensorizer._io.access import Access
 from tensorizer._load.open_file import BATCH_NBYTES, OpenFile, open_whole
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 
 __all__ = ["Change", "DiffReport", "diff"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from tensorizer import _C
-from tensorizer._files.pickled import pickled_files
+from tensorizer._files.contents import pickled_files
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access

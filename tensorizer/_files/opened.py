@@ -11,7 +11,6 @@ import torch
 from tensorizer import _C
 from tensorizer._format import dtypes
 from tensorizer._format.dtypes import dtype_text, known_dtype
-from tensorizer._format.entries import HashType
 from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import NOBODY, Access, Trust
 from tensorizer._load.open_file import BATCH_NBYTES, open_whole
@@ -95,23 +94,9 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         """Reads the record headers of `entries`, which tell digests and module indexes, where the format has any."""
         self.container.read_headers(entries)
 
-    def sha256(self, entry: int) -> Optional[bytes]:
-        """The stored SHA-256 of a tensor whose record header was read; ``None`` where there is none."""
-        if not self.container.has_header(entry):
-            return None
-        headers, position = self.container.header(entry)
-        return dict(headers.hashes(position)).get(HashType.SHA256.value)
-
     def metadata(self) -> Optional[dict[str, str]]:
         """What the writer noted; ``None`` where that is nothing, or encrypted and there is no key."""
         return self.container.metadata()
-
-    def shape(self, entry: int) -> tuple[int, ...]:
-        """The shape: of tensors without data the record header tells it exactly, where it was read."""
-        if self.container.has_header(entry):
-            headers, position = self.container.header(entry)
-            return headers.shape(position)
-        return tuple(self.index.shape(entry))
 
     def stored_dtype(self, entry: int) -> str:
         """The dtype as the file has it, from the same places; by its ``.safetensors`` name if torch lacks it."""

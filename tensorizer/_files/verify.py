@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access, Trust
 from tensorizer._load.open_file import OpenFile, open_whole
+from tensorizer._system.redaction import shown_uri
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError
 from tensorizer.progress import ProgressArgument, progress_reporter
 from tensorizer.signing import PublicKeyArgument
 
-__all__ = ["Mismatch", "VerifyReport", "check_all", "verify"]
+__all__ = ["Mismatch", "VerifyReport", "check_all", "sha256_of_hub_file", "verify"]
+
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 
 class Mismatch(NamedTuple):
@@ -118,7 +122,7 @@ def verify(
         source = file.source
         if wanted is not None and source is None:
             raise ValueError(f"sha256: wanted one file, found the shards of {file.source_name}")
-        run = _Run(file, fail_fast)
+        run = _Verification(file, fail_fast)
         total = sum(map(file.index.data_nbytes, chosen)) + (source.size() or 0 if wanted and source else 0)
         with progress_reporter(progress, total, "verifying") as report:
             run.check(chosen, report)
@@ -159,7 +163,7 @@ def check_all(file: Any, progress: ProgressArgument) -> None:
                 report(done)
 
 
-class _Run:
+class _Verification:
     """One pass over the tensors of a file."""
 
     def __init__(self, file: OpenFile, fail_fast: bool) -> None:
@@ -199,9 +203,32 @@ class _Run:
 
 def _digest(text: str) -> str:
     lowered = text.strip().lower()
-    if len(lowered) != 64 or any(letter not in "0123456789abcdef" for letter in lowered):
+    if not _SHA256.match(lowered):
         raise ValueError(f"sha256: wanted 64 hexadecimal digits, found {len(lowered)} characters")
     return lowered
+
+
+def sha256_of_hub_file(uri: str) -> str:
+    """The SHA-256 that the hub states for a large file (it is the file's ETag there).
+
+    Args:
+        uri: ``hf://org/name[@revision]/path``.
+
+    Raises:
+        ValueError: Another URI.
+        FormatError: The hub states none, as for small files that it keeps in git.
+        ImportError: The package ``huggingface_hub`` is not installed.
+    """
+    match = re.fullmatch(r"hf://(?:models/)?([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", uri)
+    if match is None:
+        raise ValueError(f"wanted hf://org/name[@revision]/path, found {shown_uri(uri)}")
+    import huggingface_hub
+
+    url = huggingface_hub.hf_hub_url(match[1], match[3], revision=match[2])
+    etag = huggingface_hub.get_hf_file_metadata(url).etag or ""
+    if not _SHA256.match(etag):
+        raise FormatError(f"{shown_uri(uri)}: the hub states no SHA-256 for it")
+    return etag
 
 
 def describe(report: VerifyReport) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Union
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Key", "Name", "Path", "display", "listed", "modules_of", "name_text", "path_of"]
+__all__ = ["Key", "Name", "Path", "display", "listed", "modules_of", "name_of", "name_text", "path_of"]
 
 # Names in a message that is about many tensors.
 _SHOWN_NAMES = 5
@@ -23,6 +23,11 @@ Name = Union[str, Path]
 def path_of(name: Name) -> Path:
     """The path that a name stands for."""
     return (name,) if isinstance(name, str) else name
+
+
+def name_of(path: Path) -> Name:
+    """What users see of a path."""
+    return path[0] if len(path) == 1 and isinstance(path[0], str) else path
 
 
 def display(path: Path) -> str:

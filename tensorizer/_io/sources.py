@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 import functools
+import inspect
 import io
 import os
 import stat
@@ -14,13 +17,14 @@ from typing import Any, NamedTuple, Optional, Union
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
-from tensorizer._system.os_errors import as_stream_error, stream_errors
+from tensorizer._system.os_errors import as_stream_error
 from tensorizer.errors import StreamError
 
 __all__ = [
     "Lent",
     "OpenedSource",
     "SameFile",
+    "check_stream_options",
     "describe",
     "inside",
     "is_path",
@@ -93,7 +97,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         TypeError: Not something that can be read, text in a wrapper, or unknown `stream_options`.
     """
     if stream_options is not None:
-        from tensorizer._io.stream_options import check_stream_options  # knows HTTP and certificates
+        from tensorizer._io.sources import check_stream_options  # knows HTTP and certificates
 
         check_stream_options(stream_options)
     if isinstance(file_obj, Lent):
@@ -257,7 +261,10 @@ class SameFile(NamedTuple):
         """``None`` for what cannot be opened again: the caller's objects, descriptors, the shards of a model."""
         if not isinstance(opened, OpenedSource) or opened.location is None:
             return None
-        return cls(opened.location, opened.stream_options, _version_of(opened))
+        try:
+            return cls(opened.location, opened.stream_options, _version_of(opened))
+        except OSError:  # it is gone already, and only who has it open has it still
+            return None
 
     def open(self) -> OpenedSource:
         """The file, open.
@@ -277,8 +284,42 @@ def _version_of(opened: OpenedSource) -> tuple[Any, ...]:
     scheme = scheme_of(opened.location)
     if scheme is None or scheme in LOCAL_SCHEMES:
         path = expanded(os.fsdecode(opened.location)) if scheme is None else path_of_file_uri(opened.location)
-        with stream_errors():
-            found = os.stat(path)
+        found = os.stat(path)
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
     headers = getattr(opened.stream, "response_headers", None) or {}
     return opened.source.size(), headers.get("etag"), headers.get("last-modified")
+
+
+# --- keywords for opening URIs --------------------------------------------------------------------------------------
+
+
+def check_stream_options(options: Optional[Mapping[str, Any]]) -> None:
+    """Refuses what is no keyword of :func:`tensorizer.stream_io.open_stream`.
+
+    Raises:
+        TypeError: Not a mapping, or an unknown name; the message has the name that was probably meant.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise TypeError(f"stream_options: wanted a mapping of keywords, found {type(options).__name__}")
+    if not options:
+        return
+    from tensorizer import stream_io
+
+    parameters = inspect.signature(stream_io.open_stream).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # a program has put a function of its own there
+    known = [name for name in parameters if name not in ("path_uri", "mode")]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"stream_options: unknown keyword {name!r}; {_instead_of(str(name), known)}")
+
+
+def _instead_of(name: str, known: list[str]) -> str:
+    from tensorizer._io.options import HTTPOptions
+
+    if name in {field.name for field in dataclasses.fields(HTTPOptions)}:
+        return f"it is a field of HTTPOptions: write {{'http_options': HTTPOptions({name}=...)}}"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"wanted some of {', '.join(known)}"

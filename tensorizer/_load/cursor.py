@@ -140,7 +140,7 @@ class Cursor:
         if kept is not None and self._file.has_header(i):
             stored, _, _ = self._file.described(i)
             return kept.dtype != dtypes.torch_dtype(stored.decode("utf-8", "replace"))
-        return self._file.may_cast(i)
+        return self._file.casts(self._file.stored_dtype(i))
 
 
 def _as_array(tensor: torch.Tensor, dtype: np.dtype[Any], opaque: bool) -> np.ndarray[Any, Any]:

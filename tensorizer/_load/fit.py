@@ -161,7 +161,7 @@ def decide(
     """
     index, slots = file.index, view.slots
     dtypes = {name: known_dtype(index.dtype(i)) for name, i in stored.items()}
-    converted = {dtype for dtype in set(dtypes.values()) if file.converts_dtype(dtype)}
+    converted = {dtype for dtype in set(dtypes.values()) if file.casts(dtype)}
     supplied: dict[tuple[int, bool], str] = {}
     loaded, cast, unexpected, mismatched = [], [], [], []
     for name, i in stored.items():
@@ -220,7 +220,7 @@ def _misfit(name: str, target: torch.Tensor, file: OpenFile, i: int, dtype: Opti
     """How a tensor of the file differs from that of the module; ``None`` where it can take its place."""
     if torch.nn.parameter.is_lazy(target):
         return None
-    shape = file.index.shape(i)
+    shape = file.shape(i)
     if target.shape != shape and not (target.dim() == 0 and file.may_be_scalar(i)):
         return Misfit(name, "shape", torch.Size(shape), target.shape)
     if dtype not in (None, target.dtype) and kind_of(dtype) != kind_of(target.dtype):

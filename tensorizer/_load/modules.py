@@ -1,4 +1,4 @@
-"""Filling a module from a file, as :mod:`.fit` decided."""
+"""Filling a module from a file, as :mod:`.fit` decided; comparing one with the digests of a file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
+from tensorizer._format.names import Name
 from tensorizer._format.payloads import same_bits
 from tensorizer._load.fit import ModuleView, Slot, decide
 from tensorizer._load.open_file import OpenFile
@@ -25,10 +26,12 @@ __all__ = [
     "Filling",
     "ModuleFill",
     "as_trainable_as",
+    "check_module",
     "insert_into_module",
     "live_tensors",
     "module_names",
     "place",
+    "verify_module",
 ]
 
 logger = logging.getLogger("tensorizer.serialization")
@@ -451,3 +454,54 @@ def _with_ties(listing: Callable[..., Iterator[tuple[str, torch.Tensor]]]) -> di
         return dict(listing(remove_duplicate=False))
     except TypeError:
         return dict(listing())
+
+
+def check_module(module: object, for_mappings: str = "") -> None:
+    """Refuses what is no module; an object that answers ``named_modules()`` with modules counts as one.
+
+    Args:
+        module: What was passed.
+        for_mappings: What to use for a state dict, as the end of a sentence.
+
+    Raises:
+        TypeError: Another type.
+    """
+    if isinstance(module, type) and issubclass(module, torch.nn.Module):
+        raise TypeError(f"wanted a torch.nn.Module, found the class {module.__name__} itself: pass an instance")
+    if isinstance(module, torch.nn.Module) or callable(getattr(module, "named_modules", None)):
+        return
+    hint = for_mappings if isinstance(module, Mapping) else ""
+    if isinstance(module, torch.Tensor):
+        hint = "write_tensor writes single tensors"
+    raise TypeError(f"wanted a torch.nn.Module, found {type(module).__name__}" + (hint and f"; {hint}"))
+
+
+def verify_module(file: OpenFile, module: torch.nn.Module) -> list[tuple[Name, bool]]:
+    """Whether each stored tensor is the one in the module, as ``TensorDeserializer.verify_module`` says.
+
+    Raises:
+        RuntimeError: A tensor of the file was not read yet, so that its digests are unknown.
+        NotImplementedError: A tensor of the module is on the meta device.
+    """
+    unread = [file.names[i] for i in file.selection if not file.has_header(i)]
+    if unread:
+        raise RuntimeError(
+            f"the hashes of {len(unread)} tensors (first: {unread[0]!r}) are known only after they were loaded; "
+            "load the file before verifying"
+        )
+    live = live_tensors(module)
+    return [(file.names[i], _matches(file, i, live)) for i in file.selection]
+
+
+def _matches(file: OpenFile, i: int, live: Mapping[str, torch.Tensor]) -> bool:
+    name = file.names[i]
+    if not isinstance(name, str):
+        return False
+    tensor = live.get(name)
+    if tensor is None and name.startswith("."):
+        tensor = live.get(name[1:])
+    if tensor is None:
+        return False
+    if tensor.is_meta:
+        raise NotImplementedError(f"tensor {name!r} of the module is on the meta device: it has no data to compare")
+    return file.holds(i, tensor) is True

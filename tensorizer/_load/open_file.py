@@ -21,7 +21,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format import dtypes, extra_state
-from tensorizer._format.dtypes import casts, known_dtype
+from tensorizer._format.dtypes import known_dtype
 from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from tensorizer._format.names import Name, listed
 from tensorizer._format.payloads import contiguous, same_bits
@@ -40,7 +40,7 @@ from tensorizer._load.reader import (
     open_reader,
 )
 from tensorizer._system.devices import ordinary_tensors
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
 from tensorizer.progress import progress_reporter
 
@@ -332,6 +332,10 @@ class OpenFile(AbstractContextManager["OpenFile"]):
     def type(self, i: int) -> TensorType:
         return TensorType(self.index.type(i))
 
+    def shape(self, i: int) -> tuple[int, ...]:
+        """The shape that the index shows."""
+        return tuple(self.index.shape(i))
+
     def stored_dtype(self, i: int) -> Optional[torch.dtype]:
         """The dtype that the index shows; ``None`` where only the record header names it, or torch does not know it."""
         return known_dtype(self.index.dtype(i))
@@ -340,13 +344,9 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """Whether the index shows a scalar without data, whose shape it writes as ``(1,)``."""
         return bool(self.index.data_nbytes(i) == 0 and self.index.shape(i) == (1,))
 
-    def converts_dtype(self, stored: Optional[torch.dtype]) -> bool:
+    def casts(self, stored: Optional[torch.dtype]) -> bool:
         """Whether ``dtype=`` converts tensors of a stored dtype, or may where that is not known."""
-        return self.options.dtype is not None and casts(stored, self.options.dtype)
-
-    def may_cast(self, i: int) -> bool:
-        """Whether ``dtype=`` converts this tensor, as far as the index tells."""
-        return self.converts_dtype(self.stored_dtype(i))
+        return dtypes.casts(stored, self.options.dtype)
 
     # ---- facts of record headers ------------------------------------------------------------------------------------
 

@@ -136,10 +136,6 @@ class PartReader:
     def __init__(self, file: OpenFile) -> None:
         self.file = file
 
-    @property
-    def _container(self) -> OpenFile:  # as other branches still call it
-        return self.file
-
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     def whole(self, entry: int) -> _PartOf:
@@ -159,7 +155,7 @@ class PartReader:
 
     def _given(self, stored: torch.dtype) -> torch.dtype:
         wanted = self.file.options.dtype
-        return wanted if wanted is not None and self.file.converts_dtype(stored) else stored
+        return wanted if wanted is not None and self.file.casts(stored) else stored
 
     def device_of(self, entry: int) -> torch.device:
         """Where the deserializer puts a tensor."""
@@ -257,7 +253,7 @@ class PartReader:
             want = wanted[position]
             entry = file.targets.get(want.entry, want.entry)
             if is_basic(want.index):
-                reads.append(_Read(position, entry, want.index, self._straight(entry, want, device, fast)))
+                reads.append(_Read(position, entry, want.index, self._read_to(entry, want, device, fast)))
                 continue
             covered = cover(want.index, file.index.shape(entry))
             rest[position] = covered.rest
@@ -278,7 +274,7 @@ class PartReader:
                 tensor = tensor.to(device=device, dtype=self._given(tensor.dtype))
             results[position] = _placed(tensor, want, file.names[want.entry])
 
-    def _straight(self, entry: int, want: WantedPart, device: torch.device, fast: bool) -> Optional[torch.Tensor]:
+    def _read_to(self, entry: int, want: WantedPart, device: torch.device, fast: bool) -> Optional[torch.Tensor]:
         """The place that a part names, where it can be read to it as it is stored."""
         into = want.into
         if into is None or not fast or not into.is_contiguous() or into.is_conj() or into.is_neg():

@@ -26,7 +26,7 @@ from tensorizer._load.arguments import DeviceChooser
 from tensorizer._load.authenticity import authenticate
 from tensorizer._system import cuda_engine, kept_memory, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, MissingHashError
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "PendingBatch",
     "Progress",
     "ReadOptions",
-    "known_dtype",
     "missing_hashes",
     "no_collections",
     "open_reader",
@@ -279,7 +278,8 @@ class FileReader:
 
         def finish() -> LoadedBatch:
             self._check_hashes_are_there(entries, batch.headers, verify)
-            with no_collections(), ordinary_tensors():
+            # Function modes (torch.device contexts are some) would be asked about each tensor that gets a gradient.
+            with no_collections(), ordinary_tensors(), torch._C.DisableTorchFunction():
                 tensors = batch.tensors(self.factory) if plain else batch.parameters(self.factory)
             return LoadedBatch(entries, tensors, batch.headers)
 

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from typing import NamedTuple, Union
 
 import torch
@@ -128,6 +127,8 @@ class LoadReport:
 
     def _repr_html_(self) -> str:
         """A table for Jupyter: how much was loaded, and the names of what did not fit."""
+        from html import escape  # its table of entities takes time to import
+
         rows = [
             ("loaded", [f"{len(self.loaded):,} tensors, {self.nbytes:,} bytes in {self.seconds:.3f} s"]),
             ("missing", joined_runs(self.missing)),
@@ -162,6 +163,8 @@ class LoadReport:
 
 def _listed(lines: Sequence[str]) -> str:
     """Lines of a cell; those beyond what a notebook should keep are counted."""
+    from html import escape
+
     shown = [escape(line) for line in lines[:_MAX_LINES]]
     left_out = len(lines) - len(shown)
     return "<br>".join([*shown, f"… and {left_out:,} more"] if left_out else shown)

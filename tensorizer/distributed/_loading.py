@@ -10,6 +10,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer._format.names import Name, listed
+from tensorizer._io.access import Access, Trust
 from tensorizer._io.file_types import SourceArgument
 from tensorizer._load.reader import missing_hashes
 from tensorizer._load.report import LoadReport
@@ -77,8 +78,12 @@ def load(
     begin = time.perf_counter()
     _check_exchange(exchange)
     ranks = Ranks(group)
-    trust = {"public_key": public_key, "signature": signature, "require_authenticated": require_authenticated}
-    with open_for_all(ranks, file, device, dtype, trust, encryption, stream_options) as opened:
+
+    def access() -> Access:
+        trust = Trust.of(public_key, signature, require_authenticated)
+        return Access.to_read(encryption, stream_options, trust=trust)
+
+    with open_for_all(ranks, file, device, dtype, access) as opened:
         chosen = opened.choose(exchange, 0, None, shared=True)
         result = LoadedDict()
         firsts: dict[int, Name] = {}  # entries, and the first name of each
@@ -102,9 +107,8 @@ def load(
             received = _fill(opened, chosen, parts)
         if verify_hash:
             _verify(opened, result, dtype)
-        result.update(
-            {name: result[firsts[opened.entry(name)]] for name in opened.reader.slices() if name not in result}
-        )
+        further = [name for name in opened.reader.slices() if name not in result]
+        result.update({name: result[firsts[opened.entry(name)]] for name in further})
         names = tuple(name if isinstance(name, str) else ".".join(map(str, name)) for name in result)
         nbytes = sum(result[name].nbytes for name in firsts.values())
         report = LoadReport("", opened.reader.file.source_name, loaded=names, nbytes=nbytes)
@@ -177,8 +181,12 @@ def load_sharded(
         device = mesh.device_type if device is None else device
         group = mesh.get_group() if group is None and mesh.ndim == 1 else group
     ranks = Ranks(group)
-    trust = {"public_key": public_key, "signature": signature, "require_authenticated": require_authenticated}
-    with open_for_all(ranks, file, device, None, trust, encryption, stream_options) as opened:
+
+    def access() -> Access:
+        trust = Trust.of(public_key, signature, require_authenticated)
+        return Access.to_read(encryption, stream_options, trust=trust)
+
+    with open_for_all(ranks, file, device, None, access) as opened:
         failure: Optional[BaseException] = None
         filled, wanted = None, 0
         try:

@@ -8,23 +8,22 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional, Union
 
 import torch
 
 from tensorizer import _C
 from tensorizer._format.names import Name
-from tensorizer._io.access import Access, Trust
+from tensorizer._io.access import Access
 from tensorizer._io.file_types import SourceArgument
 from tensorizer._load.arguments import target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.parts import PartReader
 from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadReport, RankReport
-from tensorizer._system.threads import share_of_node
+from tensorizer._system.checks import share_of_node
 from tensorizer.distributed._ranks import Ranks
-from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import StreamError
 
 __all__ = ["Opened", "open_for_all"]
@@ -88,14 +87,11 @@ def open_for_all(
     source: SourceArgument,
     device: Optional[Union[torch.device, str, int]],
     dtype: Optional[torch.dtype],
-    trust: Mapping[str, Any],
-    encryption: Optional[DecryptionParams],
-    stream_options: Optional[Mapping[str, Any]],
+    make_access: Callable[[], Access],
 ) -> Iterator[Opened]:
     """Collective: opens the file on every rank, and holds what they see against what rank 0 sees.
 
-    The arguments are those of the public functions; `trust` has those that say who has to vouch for the file. They are
-    checked here, where all ranks learn of what is wrong on one of them.
+    `make_access` checks what users gave. It is called here, where all ranks learn of what is wrong on one of them.
     """
     failure: Optional[BaseException] = None
     opened: Optional[Opened] = None
@@ -104,7 +100,7 @@ def open_for_all(
         try:
             chosen = target_device(device)
             assert isinstance(chosen, torch.device)
-            access = Access.to_read(encryption, stream_options, _readers(source), trust=Trust.of(**trust))
+            access = dataclasses.replace(make_access(), num_readers=_readers(source))
             file = stack.enter_context(open_file(source, access, ReadOptions(chosen, dtype)))
             opened = Opened(ranks, PartReader(file), chosen)
             seen = _identity(file)

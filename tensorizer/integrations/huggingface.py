@@ -54,7 +54,7 @@ def save_pretrained(
     bucket the one that readers would try is; shards that no index names stay.
 
     Args:
-        obj: A model of ``transformers`` or ``diffusers``, a ``PeftModel`` (its adapters alone), a pipeline, or a
+        obj: A model of ``transformers`` or ``diffusers``, a ``PeftModel`` (only its adapters), a pipeline, or a
             ``SentenceTransformer``.
         folder: A local folder, made where missing, or an ``s3://`` prefix.
         tokenizer: Anything else with ``save_pretrained(folder)`` that belongs to it: a tokenizer or processor.
@@ -140,7 +140,7 @@ def from_pretrained(
         require_authenticated: Whether the key or a signature has to vouch for the weights, likewise.
         cache: ``False`` reads a hub repository over HTTPS instead of through the cache.
         local_files_only: Asks nothing of the hub; so does ``HF_HUB_OFFLINE``.
-        token: For the hub, as ``huggingface_hub`` takes it; it goes to the hub's host alone.
+        token: For the hub, as ``huggingface_hub`` takes it; it is sent only to the hub's host.
         allow_pickle: Reads ``.bin`` files where there is nothing else, by ``torch.load(weights_only=True)``.
         allow_plaintext_temp: Lets encrypted weights be decrypted to a private temporary file, where the library reads
             nothing else.

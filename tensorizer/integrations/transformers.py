@@ -25,9 +25,9 @@ _TRAINING_ARGS = "training_args.bin"
 
 
 class TensorsTrainerMixin:
-    """Lets a ``Trainer`` write its checkpoints as ``.tensors`` and go on from them.
+    """Lets a ``Trainer`` write its checkpoints as ``.tensors`` and resume from them.
 
-    Name it before the trainer: ``class MyTrainer(TensorsTrainerMixin, Trainer): ...``. Everything else is as ever:
+    Name it before the trainer: ``class MyTrainer(TensorsTrainerMixin, Trainer): ...``. Everything else works as always:
     ``resume_from_checkpoint``, ``save_total_limit``, ``load_best_model_at_end``; checkpoints with ``.safetensors`` are
     resumed by the trainer itself. Optimizer, scheduler and random states stay the trainer's own files. Under FSDP and
     DeepSpeed, which keep models in pieces, nothing is changed.

@@ -104,7 +104,7 @@ time.sleep(0.1)
 values = load(sys.argv[2])
 del values
 gc.collect()
-assert _C.kept_nbytes() <= 6 * MIB, _C.kept_nbytes()
+assert 0 < _C.kept_nbytes() <= 6 * MIB, _C.kept_nbytes()
         """,
         path,
         small,

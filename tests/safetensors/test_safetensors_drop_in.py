@@ -151,6 +151,23 @@ def test_backends_are_those_of_the_library(tmp_path):
             call(path, backend="io_uring")
 
 
+def test_the_backend_mmap_maps_what_mmap_none_maps(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(STATE, path)
+    name = "layers.3.bias"
+    assert STATE[name].dtype == torch.float32
+    devices = ["cpu", {"": "cpu"}, lambda name: "cpu"]
+    for options in ({"dtype": torch.float32}, *({"device": device} for device in devices)):
+        assert is_mapped(load_file(path, mmap=None, **options)[name], path), options
+        assert is_mapped(load_file(path, backend="mmap", **options)[name], path), options
+    with open(path, "rb") as file:
+        assert is_mapped(load_file(file, backend="mmap")[name], path)
+    assert not is_mapped(load_file(path, backend="mmap", dtype=torch.float16)[name], path)
+    with open(path, "rb") as file:
+        memory = io.BytesIO(file.read())
+    assert torch.equal(load_file(memory, backend="mmap")[name], STATE[name]), "what cannot be mapped is read"
+
+
 def is_mapped(tensor, path):
     with open("/proc/self/maps") as maps:
         for line in maps:

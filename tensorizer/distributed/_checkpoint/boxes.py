@@ -18,7 +18,7 @@ from tensorizer._load.open_file import OpenFile, file_of
 from tensorizer._load.parts import PartReader, WantedPart
 from tensorizer._load.reader import ReadOptions, missing_hashes
 from tensorizer._system import cuda_engine
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
 from tensorizer.encryption import DecryptionParams

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tensorizer._files.names import flat_names
-from tensorizer._format.dtypes import known_dtype
+from tensorizer._format.dtypes import known_dtype, torch_dtype
 from tensorizer._load.arguments import as_device
 from tensorizer._load.fit import ModuleView, shown
 from tensorizer._load.modules import Filling, ModuleFill
@@ -111,7 +111,7 @@ def dtype_of_file(weights: Weights) -> torch.dtype:
         stored = [tensor.dtype for tensor in weights.state_dict().values()]
     else:
         with weights.open() as file:
-            stored = [dtype for i in file.selection if (dtype := file.stored_dtype(i)) is not None]
+            stored = [torch_dtype(file.entry(i).dtype) for i in file.selection]
     return next((one for one in stored if one.is_floating_point), torch.get_default_dtype())
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from tensorizer._files.convert import convert
-from tensorizer._files.older_forms import older_forms, remove_forms
+from tensorizer._files.copy import other_forms, remove_files
+from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import scheme_of
-from tensorizer._io.whole_file import WholeFile
 from tensorizer._load.fit import shown
-from tensorizer._save.modules import walk_module
+from tensorizer._save.records import walk_module
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import MANIFEST, is_weight
 from tensorizer.integrations._hf.objects import is_peft, is_sentence_transformer, stem_of
@@ -110,7 +110,7 @@ class _SavedFolder:
         """What an earlier save left of the model as shards, now that it is one file; sharded saves do so themselves."""
         if self.options.max_shard_size is None:
             path, stream_options = self.join(name), self.options.stream_options
-            remove_forms(older_forms(path, [path], stream_options), stream_options)
+            remove_files(other_forms(path, [path], stream_options), stream_options)
 
     def finish(self) -> None:
         """Writes the small files."""

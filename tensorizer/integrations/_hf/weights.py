@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from tensorizer._files.contents import read_pickled
 from tensorizer._files.convert import convert
-from tensorizer._files.pickled import read_pickled
 from tensorizer._io.access import Access, Trust
 from tensorizer._load.arguments import target_device
 from tensorizer._load.open_file import OpenFile, open_file
@@ -56,9 +56,10 @@ class Weights(NamedTuple):
 
     def open(self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None) -> OpenFile:
         """The file, with nothing read but its index."""
-        trust = Trust.of(self.options.public_key, None, self.options.require_authenticated)
-        access = Access.to_read(self.options.encryption, self.folder.stream_options, trust=trust)
-        how = ReadOptions(target_device(device), dtype, self._mmap, self.options.verify or None)
+        options = self.options
+        trust = Trust.of(options.public_key, None, options.require_authenticated)
+        access = Access.to_read(options.encryption, self.folder.stream_options, trust=trust)
+        how = ReadOptions(target_device(device), dtype, self._mmap, options.verify or None)
         return open_file(self.source, access, how, filter_func)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ import torch
 
 from tensorizer.errors import FormatError
 
-__all__ = ["NotSimple", "decoded", "encoded", "from_json", "load_vetted", "saved", "simple_value", "to_json"]
+__all__ = ["NotSimple", "decoded", "encoded", "from_json", "load_vetted", "simple_value", "to_json", "torch_saved"]
 
 _MAX_JSON_INT = 1 << 63
 
@@ -165,7 +165,7 @@ def _numpy_scalars() -> list[Any]:
     return [scalar, np.dtype, *dtypes]
 
 
-def saved(value: Any) -> io.BytesIO:
+def torch_saved(value: Any) -> io.BytesIO:
     """The value as planners of torch expect it: in bytes of ``torch.save``, made here and now."""
     stream = io.BytesIO()
     torch.save(value, stream)

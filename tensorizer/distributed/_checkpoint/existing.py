@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -10,7 +10,8 @@ from torch import distributed
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tensorizer._crypto.keys import check_decryption
-from tensorizer._system.threads import thread_limit
+from tensorizer._system.checks import thread_limit
+from tensorizer._system.sizes import runs
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved
 from tensorizer.distributed._checkpoint.folder import (
     Folder,
@@ -183,7 +184,8 @@ def _verify_share(
         return VerifyReport(0, 0, (str(error),))
     share = _share(list(_records(markers)), rank, ranks)
     with CheckpointFiles(folder, verify=True, encryption=encryption, max_workers=max_workers) as files:
-        errors = [error for run in _runs(share) for error in _errors(files, run)]
+        together = runs(share, lambda record: record.stored.nbytes, _RUN_NBYTES, lambda record: record.stored.file)
+        errors = [error for run in together for error in _errors(files, run)]
     return VerifyReport(len(share), sum(record.stored.nbytes for record in share), tuple(dict.fromkeys(errors)))
 
 
@@ -200,21 +202,7 @@ def _share(records: list[Saved], rank: int, ranks: int) -> list[Saved]:
     return share
 
 
-def _runs(records: list[Saved]) -> Iterator[list[Saved]]:
-    """Records of one file that are read together."""
-    run: list[Saved] = []
-    nbytes = 0
-    for record in records:
-        if run and (record.stored.file != run[0].stored.file or nbytes + record.stored.nbytes > _RUN_NBYTES):
-            yield run
-            run, nbytes = [], 0
-        run.append(record)
-        nbytes += record.stored.nbytes
-    if run:
-        yield run
-
-
-def _errors(files: CheckpointFiles, run: list[Saved]) -> list[str]:
+def _errors(files: CheckpointFiles, run: Sequence[Saved]) -> list[str]:
     """What is wrong with a run; one by one where something is, so that every damaged tensor is named."""
     try:
         files.verify(run)
