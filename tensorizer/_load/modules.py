@@ -77,9 +77,10 @@ class ModuleFill:
         states = {state_name(path): state for path, state in file.extra_states().items()}
         self._states = {n: state for n, state in states.items() if filter_func is None or filter_func(n)}
         self.hands_over = custom is not None and (custom.is_there or bool(view.takers))
-        kept = [slot.tensor for slot in view.slots.values() if slot.tensor is not None and slot.in_state_dict]
-        if self.hands_over and any(map(self._replaces, kept)):
-            self._assign = True  # load_state_dict replaces all or none
+        if self.hands_over:
+            there = [slot.tensor for slot in view.slots.values() if slot.tensor is not None and slot.in_state_dict]
+            if any(map(self._replaces, there)):
+                self._assign = True  # load_state_dict replaces all or none
         expects = self._expects_of(filter_func)
         self.report = decide(
             view,
@@ -228,7 +229,8 @@ class ModuleFill:
                 device = self._file.device_of(group[0])
                 with ordinary_tensors():
                     shared.append((group, torch.zeros((), dtype=torch.long, device=device)))
-        place(self._slots, shared, self._replaces, keep_ties_of_file=self._how.ties == "stored")
+        replaces = None if self._assign is True else self._replaces
+        place(self._slots, shared, replaces, keep_ties_of_file=self._how.ties == "stored")
 
     def _parted(
         self, group: list[str], tensors: Mapping[str, torch.Tensor], first: torch.Tensor
@@ -339,7 +341,7 @@ def module_names(file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
 def place(
     slots: Mapping[str, Slot],
     places: Iterable[tuple[list[str], torch.Tensor]],
-    replaces: Callable[[torch.Tensor], bool],
+    replaces: Optional[Callable[[torch.Tensor], bool]],
     keep_ties_of_file: bool = False,
 ) -> None:
     """Puts tensors into a module.
@@ -349,7 +351,7 @@ def place(
     Args:
         slots: Places by name.
         places: Names that are to be one tensor, and that tensor.
-        replaces: Whether a tensor of the module is replaced, and not copied into.
+        replaces: Whether a tensor of the module is replaced, and not copied into; ``None``: all are.
         keep_ties_of_file: One tensor of the file is one parameter, wherever it goes.
     """
     copied: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -357,7 +359,7 @@ def place(
     with ordinary_tensors():
         for names, source in places:
             target = slots[names[0]].tensor
-            if target is not None and not replaces(target):
+            if target is not None and replaces is not None and not replaces(target):
                 copied.append((target, source))
                 continue
             one = source
