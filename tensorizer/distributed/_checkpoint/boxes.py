@@ -13,7 +13,7 @@ from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import HashType
 from tensorizer._io.sources import OpenedSource
-from tensorizer._load.authenticity import Trust
+from tensorizer._load.authenticity import NOBODY, Trust
 from tensorizer._load.container import Container, ReadOptions, open_container
 from tensorizer._load.digests import missing_hashes
 from tensorizer._load.loaded_tensors import LoadedTensors
@@ -79,13 +79,11 @@ class CheckpointFiles:
         verify: bool = False,
         encryption: Optional[DecryptionParams] = None,
         max_workers: int = 0,
-        require_authenticated: bool = False,
+        trust: Trust = NOBODY,
     ) -> None:
         self._folder = folder
         self._verify = verify
-        self._options = ReadOptions(
-            torch.device("cpu"), None, max_workers, encryption, False, trust=Trust(required=require_authenticated)
-        )
+        self._options = ReadOptions(torch.device("cpu"), None, max_workers, encryption, False, trust=trust)
         self._max_workers = max_workers
         self._open: dict[SavedFile, Container] = {}
         self._closing = contextlib.ExitStack()

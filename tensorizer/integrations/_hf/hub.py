@@ -146,11 +146,13 @@ class CachedRepo(Place):
 
     def weight(self, name: str) -> Any:
         path = self._path(name)
+        if self.has(f"{name}.sig"):
+            self._path(f"{name}.sig")  # looked for beside the weights
         if name.endswith(".json"):  # an index: its shards are cached one by one, and all have to be there
             shards = (self.read_json(name) or {}).get("weight_map")
             for shard in sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else ():
                 folder = name.rpartition("/")[0]
-                self._path(f"{folder}/{shard}" if folder else shard)
+                self.weight(f"{folder}/{shard}" if folder else shard)
         return str(path)
 
 

@@ -109,8 +109,6 @@ def find_weights(place: Place, stem: str, options: LoadOptions) -> Weights:
         for name in _names(stem, extension, options.variant):
             if place.has(name):
                 _refuse_two_forms(place, name, extension)
-                if options.public_key is not None and place.has(f"{name}.sig"):
-                    place.weight(f"{name}.sig")  # beside the weights, where a cache holds what was asked for alone
                 return Weights(place.weight(name), False, place, options)
             tried.append(name)
     for name in _names(_PICKLED_STEMS.get(stem, stem), "bin", options.variant):
