@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "core/checked_math.h"
-#include "crypto/secret_buffer.h"
+#include "crypto/secret_key.h"
 #include "load/chunks_for_device.h"
 
 namespace tensorizer::load {

@@ -9,8 +9,7 @@
 #include "core/checked_math.h"
 #include "core/error.h"
 #include "core/run_units.h"
-#include "core/stop.h"
-#include "io/scatter_cursor.h"
+#include "io/slices.h"
 
 namespace tensorizer::io {
 namespace {

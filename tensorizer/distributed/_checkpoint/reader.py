@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorizer._crypto.keys import check_decryption
-from tensorizer._load.authenticity import Trust
+from tensorizer._io.access import Trust
 from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._boxes import check_cover
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
