@@ -88,7 +88,7 @@ def measure(folder: Path, tensors: int, nbytes: int, rounds: int) -> dict[str, d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensors", type=int, nargs="+", default=[1000, 100_000], help="of 1 KiB each")
+    parser.add_argument("--tensors", type=int, nargs="+", default=[1000, 10_000, 100_000], help="of 1 KiB each")
     parser.add_argument("--large", type=int, default=64, help="and so many of 4 MiB")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)

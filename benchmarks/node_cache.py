@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.report import machine
 from tensorizer import _C, TensorSerializer
-from tensorizer._io.cache import parse_size
+from tensorizer._system.sizes import parse_size
 
 _LOAD = """
 import json, sys, time

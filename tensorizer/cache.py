@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.cache import Cache, CachedFile, CacheOptions, parse_about, parse_size
+from tensorizer._io.cache import Cache, CachedFile, CacheOptions, parse_about
+from tensorizer._system.sizes import parse_size
 from tensorizer.errors import FormatError, StreamError
 
 __all__ = ["CacheOptions", "Entry", "Pruned", "Verified", "add", "entries", "prune", "verify"]

@@ -197,6 +197,13 @@ void register_authenticity(py::module_& m) {
         run_interruptible(where, [&](const std::stop_token&) { load::check_tag(opened, keys); });
       },
       py::arg("index"), py::arg("keys"));
+  m.def(
+      "check_marks",
+      [](io::RangeSource& source, const OpenedIndex& opened, load::KeyRing& keys) {
+        run_interruptible(
+            [&](const std::stop_token& stop) { load::check_marks(source, opened, keys, stop); });
+      },
+      py::arg("source"), py::arg("index"), py::arg("keys"));
   m.def("check_signatures", &check_signatures, py::arg("index"), py::arg("wanted"),
         py::arg("detached") = py::none());
   m.def("signers_of_detached", &signers_of_detached, py::arg("index"), py::arg("file"));

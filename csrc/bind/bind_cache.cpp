@@ -7,6 +7,7 @@
 #include "bind/bindings.h"
 #include "bind/gil.h"
 #include "bind/names.h"
+#include "io/cache/cache_disk.h"
 #include "io/cache/cache_source.h"
 
 namespace tensorizer::bind {
@@ -95,6 +96,22 @@ void register_cache(py::module_& m) {
       .def_property_readonly("left_out_nbytes", &CacheSource::left_out_nbytes)
       .def_property_readonly("trouble",
                              [](const CacheSource& source) { return shown(source.trouble()); });
+  m.def(
+      "finish_caches",
+      [](double patience_seconds) {
+        const auto patience =
+            std::chrono::milliseconds(static_cast<int64_t>(patience_seconds * 1000));
+        return run_interruptible([&](const std::stop_token& stop) {
+          return io::CacheDisk::instance().finish(patience, stop);
+        });
+      },
+      py::arg("patience_seconds"));
+  m.def("take_cache_troubles", [] {
+    py::list result;
+    for (const auto& [path, why] : io::CacheDisk::instance().take_troubles())
+      result.append(py::make_tuple(shown(path), shown(why)));
+    return result;
+  });
 }
 
 }  // namespace tensorizer::bind

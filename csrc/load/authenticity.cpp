@@ -48,6 +48,12 @@ void check_digest(const Annex& annex) {
     refuse("the index does not match its digest: the file was altered");
 }
 
+void check_header_nbytes(const format::IndexEntry& entry, bool encrypted) {
+  if (entry.header_nbytes() > format::max_record_header_nbytes(entry, encrypted))
+    throw Error(Errc::malformed, "the index leaves " + std::to_string(entry.header_nbytes()) +
+                                     " bytes for a record header, which is too much");
+}
+
 bool has_sha256(const format::RecordHeader& header) {
   return std::ranges::any_of(header.hashes, [](const format::StoredHash& hash) {
     return hash.type == format::HashType::sha256;
@@ -97,6 +103,22 @@ void check_tag(OpenedIndex& opened, KeyRing& keys) {
   opened.vouched.by_key = true;
 }
 
+void check_marks(io::RangeSource& source, const OpenedIndex& opened, KeyRing& keys,
+                 const std::stop_token& stop) {
+  if (!opened.prologue.has_crypt_info()) return;
+  const auto& entries = opened.index.entries();
+  if (std::ranges::none_of(entries, &format::IndexEntry::zero_filled)) return;
+  const auto found = std::ranges::find_if(
+      entries, [](const format::IndexEntry& entry) { return entry.data_nbytes > 0; });
+  if (found == entries.end()) return;
+  check_header_nbytes(*found, true);
+  std::vector<std::byte> bytes(found->header_nbytes());
+  source.read_at(found->offset, io::Slice(bytes), stop);
+  const auto entry = static_cast<uint32_t>(found - entries.begin());
+  const format::RecordHeader header = accept_record(opened, entry, bytes);
+  if (header.crypt) key_of(opened, keys, *header.crypt);
+}
+
 Signed check_embedded_signatures(OpenedIndex& opened,
                                  std::span<const crypto::PublicKeyBytes> wanted) {
   return opened.annex ? check_signatures(opened, *opened.annex, wanted) : Signed::not_at_all;
@@ -119,11 +141,8 @@ RecordDigests digest_records(io::RangeSource& source, const OpenedIndex& opened,
   std::vector<uint32_t> entries(opened.index.size());
   std::iota(entries.begin(), entries.end(), 0U);
   const bool encrypted = opened.prologue.has_crypt_info();
-  for (const format::IndexEntry& entry : opened.index.entries()) {
-    if (entry.header_nbytes() > format::max_record_header_nbytes(entry, encrypted))
-      throw Error(Errc::malformed, "the index leaves " + std::to_string(entry.header_nbytes()) +
-                                       " bytes for a record header, which is too much");
-  }
+  for (const format::IndexEntry& entry : opened.index.entries())
+    check_header_nbytes(entry, encrypted);
   const io::SourceTraits traits = source.traits();
   const LoadPlan plan = plan_load(opened.index, entries,
                                   {.unit_nbytes = traits.unit_nbytes,

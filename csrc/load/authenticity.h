@@ -28,6 +28,12 @@ format::Sha256Digest index_digest(const OpenedIndex& opened);
 // authentication (wrong key, altered), crypto (no such key), out_of_memory.
 void check_tag(OpenedIndex& opened, KeyRing& keys);
 
+// Of an encrypted file that nobody vouches for: where tensors come without data, which have no
+// nonce to tell where they are from, one with data is asked instead. Throws Error: authentication
+// (it belongs to an authenticated file), and what reading a record header throws.
+void check_marks(io::RangeSource& source, const OpenedIndex& opened, KeyRing& keys,
+                 const std::stop_token& stop);
+
 // What was found among the signatures at hand. `by_wanted_key`: one of them, at least, is right.
 enum class Signed { not_at_all, by_other_keys, by_wanted_key };
 // Throws Error(authentication) where signatures by wanted keys are there and none is right.

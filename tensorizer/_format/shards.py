@@ -8,23 +8,21 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Union
 
-__all__ = ["index_bytes", "index_name", "name_of_shard", "names_of_model", "nbytes_of", "shard_names", "split"]
+from tensorizer._system.sizes import parse_size
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?B)?\s*\Z", re.IGNORECASE)
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+__all__ = ["index_bytes", "index_name", "name_of_shard", "names_of_model", "nbytes_of", "shard_names", "split"]
 
 
 def nbytes_of(size: Union[str, int]) -> int:
-    """Bytes of a size like ``"5GB"``: decimal units, fractions allowed, as ``huggingface_hub`` counts.
+    """Bytes of a size like ``"5GB"``: ``GB`` is decimal, as ``huggingface_hub`` counts; fractions are allowed.
 
     Raises:
         ValueError: No such size, or none above 0.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        nbytes = size
-    else:
-        match = _SIZE.match(size) if isinstance(size, str) else None
-        nbytes = int(float(match[1]) * _UNITS[(match[2] or "B").upper()]) if match else 0
+    try:
+        nbytes = parse_size("max_shard_size", size)
+    except (TypeError, ValueError):
+        nbytes = 0
     if nbytes < 1:
         raise ValueError(f"max_shard_size: wanted bytes, or a text like '5GB' or '500MB', found {size!r}")
     return nbytes

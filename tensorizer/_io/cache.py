@@ -7,6 +7,8 @@ Source: docs/node-cache.md.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -24,6 +26,7 @@ from tensorizer._io.uri import expanded, split_uri
 from tensorizer._io.window import WindowedReader
 from tensorizer._system.config import env_text
 from tensorizer._system.redaction import shown_uri
+from tensorizer._system.sizes import parse_size
 from tensorizer.errors import StreamError, StreamNotFoundError
 
 __all__ = [
@@ -33,13 +36,11 @@ __all__ = [
     "CachedObject",
     "http_location",
     "parse_about",
-    "parse_size",
     "version_of_info",
 ]
 
 logger = logging.getLogger("tensorizer.cache")
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTP])(i?))?B?\s*", re.IGNORECASE)
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 _STRONG_ETAG = re.compile(r'"[^"\r\n]*"')
 _DEFAULT_MIN_FREE = "10%"
@@ -52,6 +53,7 @@ _SIGNING = re.compile(
     re.IGNORECASE,
 )
 _INFO_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "md5", "version_id")
+_PATIENCE_SECONDS = 10.0  # with a disk that takes nothing, when the process ends
 _LIMITED = "the cache has no room within its limits"
 
 _warned: set[tuple[str, str]] = set()
@@ -92,27 +94,6 @@ class CacheOptions:
             _parse_free("min_free", self.min_free)
         if self.offline is not None and not isinstance(self.offline, bool):
             raise TypeError(f"offline: wanted bool or None, found {type(self.offline).__name__}")
-
-
-def parse_size(name: str, value: Union[int, str]) -> int:
-    """A number of bytes, from a number or a text with a unit.
-
-    Raises:
-        TypeError: Neither.
-        ValueError: Negative, or no size; the message has `name`.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{name}: wanted a number of bytes or a text as '500GB', found {type(value).__name__}")
-    if isinstance(value, int):
-        if not 0 <= value < 1 << 63:
-            raise ValueError(f"{name}: wanted a number of bytes >= 0, found {value}")
-        return value
-    found = _SIZE.fullmatch(value)
-    if found is None:
-        raise ValueError(f"{name}: wanted a size as '500GB' or '200GiB', found {value!r}")
-    power = " KMGTP".index((found[2] or " ").upper())
-    nbytes = int(float(found[1]) * (1024 if found[3] else 1000) ** power) if found[2] else int(float(found[1]))
-    return min(nbytes, (1 << 63) - 1)
 
 
 def _parse_free(name: str, value: Union[int, str]) -> tuple[int, float]:
@@ -206,14 +187,8 @@ class Cache:
             if self.offline and not isinstance(error, FileNotFoundError):
                 raise StreamError(f"the cache cannot be used, and offline is set: {error}") from None
             if not self.offline:
-                self.warn(str(error))
+                _warn(self.path, str(error))
             return None
-
-    def warn(self, reason: str) -> None:
-        """Says once per process, folder and reason that the cache is of no use."""
-        if (self.path, reason) not in _warned:
-            _warned.add((self.path, reason))
-            logger.warning("cache %s is not used: %s", self.path, reason)
 
     def limits(self, folder: _C.CacheFolder) -> dict[str, Any]:
         free = max(self._min_free, int(self._min_free_share * folder.disk_nbytes()[0]))
@@ -336,7 +311,7 @@ class CachedObject:
         except OSError as error:
             if network is None:
                 raise
-            self.cache.warn(str(error))
+            _warn(self.cache.path, str(error))
             return None
         if source is None:
             self.leave(_LIMITED)
@@ -373,8 +348,28 @@ class CachedObject:
             source.left_out_nbytes,
             f" ({source.trouble})" if source.trouble else "",
         )
-        if source.trouble and source.trouble != _LIMITED:
-            self.cache.warn(source.trouble)
+        _warn_of_troubles()
+
+
+def _warn(path: str, reason: str) -> None:
+    """Says once per process, folder and reason that a cache is of no use."""
+    if (path, reason) not in _warned:
+        _warned.add((path, reason))
+        logger.warning("cache %s is not used: %s", path, reason)
+
+
+def _warn_of_troubles() -> None:
+    """What the thread that writes has met with since the last time."""
+    for path, reason in _C.take_cache_troubles():
+        _warn(path, reason)
+
+
+@atexit.register
+def finish() -> None:
+    """Returns when what loads have left to be written is written, or the disk takes nothing more."""
+    with contextlib.suppress(KeyboardInterrupt):
+        _C.finish_caches(_PATIENCE_SECONDS)
+    _warn_of_troubles()
 
 
 def _name_of(version: str, nbytes: int) -> str:

@@ -44,6 +44,8 @@ def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRin
     by_key, signers = _C.vouched(index)
     if by_key or signers:
         return
+    if keys is not None:
+        named(opened.name, _C.check_marks, opened.source, index, keys)
     if trust.required:
         raise AuthenticationError(f"{opened.name}: {_why_not(index, keys is not None)}")
     if index.encrypted and keys is not None:

@@ -1,11 +1,14 @@
-"""Sizes for people to read."""
+"""Sizes as people read and write them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Optional, TypeVar
+from typing import Optional, TypeVar, Union
 
-__all__ = ["convert_bytes", "runs"]
+__all__ = ["convert_bytes", "parse_size", "runs"]
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTP])(i?))?B?\s*", re.IGNORECASE)
 
 
 def convert_bytes(num: float, decimal: bool = True) -> str:
@@ -27,6 +30,26 @@ def convert_bytes(num: float, decimal: bool = True) -> str:
             break
         value, unit = value / step, unit_name
     return f"{float(value):.1f} {unit}"
+
+
+def parse_size(name: str, value: Union[int, str]) -> int:
+    """A number of bytes, from a number or a text with a unit.
+
+    Raises:
+        TypeError: Neither.
+        ValueError: Negative, or no size; the message has `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"{name}: wanted a number of bytes or a text as '500GB', found {type(value).__name__}")
+    if isinstance(value, int):
+        if not 0 <= value < 1 << 63:
+            raise ValueError(f"{name}: wanted a number of bytes >= 0, found {value}")
+        return value
+    found = _SIZE.fullmatch(value)
+    if found is None:
+        raise ValueError(f"{name}: wanted a size as '500GB' or '200GiB', found {value!r}")
+    power = " KMGTP".index((found[2] or " ").upper())
+    return min(int(float(found[1]) * (1024 if found[3] else 1000) ** power), (1 << 63) - 1)
 
 
 # --- runs of a limited size -----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from servers.s3_recorder import S3Recorder
 from torch.distributed.checkpoint.api import CheckpointException
 
+import tensorizer
 import tensorizer.distributed as td
 from tensorizer import (
     AuthenticationError,
@@ -31,6 +32,7 @@ from tensorizer import (
     EncryptionParams,
     FormatError,
     HashMismatchError,
+    SigningKey,
     TensorDeserializer,
 )
 
@@ -361,6 +363,42 @@ def test_the_marker_of_an_encrypted_checkpoint_vouches_for_its_body_and_its_file
         data = json.dumps({**known, "derivation": known["derivation"], **wrong}).encode() + b"\n" + body
         with pytest.raises((AuthenticationError, FormatError)):
             unpack_marker(data, "marker", unlock)
+
+
+def test_a_checkpoint_is_loaded_from_files_that_a_wanted_key_has_signed_alone(tmp_path):
+    import reference_auth as auth
+
+    signer = SigningKey.from_bytes(bytes(range(32)))
+    save({"w": torch.arange(1000.0), "text": "x"}, tmp_path, hashes="sha256")
+    (file,) = tmp_path.glob("*.tensors")
+    content = file.read_bytes()
+
+    def loaded(key):
+        target = {"w": torch.zeros(1000), "text": ""}
+        load(target, tmp_path, public_key=key)
+        return target
+
+    with pytest.raises(CheckpointException, match="not signed") as caught:
+        loaded(signer.public_key)
+    assert isinstance(cause_of(caught.value), AuthenticationError)
+    tensorizer.sign(file, signer)
+    target = loaded(signer.public_key)
+    assert torch.equal(target["w"], torch.arange(1000.0))
+    assert target["text"] == "x"
+    with pytest.raises(CheckpointException, match="signed by other keys"):
+        loaded(SigningKey.generate().public_key)
+    forged = auth.rehashed(content, lambda record: bytes(len(record.payload)) if record.path == ("w",) else None)
+    file.write_bytes(forged)
+    load({"w": torch.zeros(1000), "text": ""}, tmp_path)
+    with pytest.raises(CheckpointException, match="its record is not the one") as caught:
+        loaded(signer.public_key)
+    assert isinstance(cause_of(caught.value), AuthenticationError)
+    flipped = bytearray(content)
+    flipped[-20] ^= 1
+    file.write_bytes(bytes(flipped))
+    with pytest.raises(CheckpointException) as caught:
+        loaded(signer.public_key)
+    assert isinstance(cause_of(caught.value), HashMismatchError)
 
 
 def test_an_encrypted_checkpoint_shows_no_value_and_needs_its_key(tmp_path):

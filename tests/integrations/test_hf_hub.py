@@ -11,21 +11,25 @@ import pytest
 import tiny_models
 from servers import hub_repository
 
+import tensorizer
+from tensorizer import SigningKey
 from tensorizer.integrations._hf import folders
 from tensorizer.integrations.huggingface import from_pretrained, save_pretrained
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
 
 FIRST, SECOND = "1" * 40, "2" * 40
+SIGNER = SigningKey.from_bytes(bytes(range(32)))
 
 # In a process of its own: where the hub is, is read when huggingface_hub is imported.
 PROGRAM = """
 import json, os, sys
 import huggingface_hub
 from huggingface_hub import constants
+from tensorizer import PublicKey
 from tensorizer.integrations.huggingface import from_pretrained
 
-TOKEN, FIRST, SECOND = sys.argv[1:]
+TOKEN, FIRST, SECOND, KEY = sys.argv[1:]
 steps = []
 
 def load(what, *arguments, **keywords):
@@ -50,6 +54,10 @@ constants.HF_HUB_OFFLINE = False
 load("streamed", f"hf://org/tiny@{FIRST}", token=TOKEN, cache=False)
 load("shards streamed", f"hf://org/tiny@{FIRST}/shards", token=TOKEN, cache=False)
 load("shards", "hf://org/tiny/shards", token=TOKEN, revision=FIRST)
+signed = {"token": TOKEN, "revision": FIRST, "public_key": PublicKey.from_bytes(bytes.fromhex(KEY))}
+load("signed shards", "hf://org/tiny/shards", **signed)
+load("signed shards streamed", "hf://org/tiny/shards", cache=False, **signed)
+load("unsigned", "hf://org/tiny", **signed)
 load("without a token", "org/tiny", token=False)
 load("no such revision", "org/tiny", revision="nothing", token=TOKEN)
 load("two revisions", f"hf://org/tiny@{FIRST}", revision=SECOND, token=TOKEN)
@@ -66,6 +74,8 @@ def commits(tmp_path_factory):
         model.model.norm.weight.data.fill_(value)
         save_pretrained(model, folder, tokenizer=tiny_models.tokenizer())
         save_pretrained(model, folder / "shards", max_shard_size="20KB")
+        for shard in (folder / "shards").glob("*.tensors"):
+            tensorizer.sign(shard, SIGNER)
         found[commit] = folder
     return found
 
@@ -85,7 +95,7 @@ def test_a_repository_is_read_at_one_commit_and_the_token_goes_to_the_hub_alone(
         for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "no_proxy"):
             environment.pop(name, None)
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, hub_repository.TOKEN, FIRST, SECOND],
+            [sys.executable, "-c", PROGRAM, hub_repository.TOKEN, FIRST, SECOND, str(SIGNER.public_key)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -122,9 +132,12 @@ def test_a_repository_is_read_at_one_commit_and_the_token_goes_to_the_hub_alone(
     for what in ("from the cache", "not in the cache", "offline", "offline, not cached", "offline, streamed"):
         assert requests[what] == [], what
 
-    for what in ("streamed", "shards streamed", "shards"):
+    for what in ("streamed", "shards streamed", "shards", "signed shards streamed"):
         assert answers[what] == [1.0, "org/tiny"], what
         assert any(request.host == "storage" for request in requests[what]), what
+    assert answers["signed shards"] == [1.0, "org/tiny"]
+    assert requests["unsigned"]
+    assert answers["unsigned"][0] == "AuthenticationError"
     assert answers["without a token"][0] == answers["no such revision"][0] == "FileNotFoundError"
     assert answers["two revisions"][0] == "ValueError"
 

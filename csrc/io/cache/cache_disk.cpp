@@ -1,54 +1,25 @@
 #include "io/cache/cache_disk.h"
 
-#include <fcntl.h>
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <thread>
 
 #include "core/per_process.h"
 
 namespace tensorizer::io {
 namespace {
 
-// Whoever writes for longer is held up.
-constexpr std::chrono::milliseconds kHeldUp{250};
+constexpr int kNice = 10;
 
-// Writers of one file take turns in the kernel; a disk that is not busy is ten times as fast.
-constexpr uint64_t kUsualNanosecondsPerByte = 10;
-
-// How often this thread has given the processor up to wait for something.
-long voluntary_switches() noexcept {
-#if defined(RUSAGE_THREAD)
-  rusage usage{};
-  getrusage(RUSAGE_THREAD, &usage);
-  return usage.ru_nvcsw;
-#else
-  return 0;
+// Loads come first. (On Linux this is about the calling thread.)
+void step_back() noexcept {
+#if defined(__linux__)
+  setpriority(PRIO_PROCESS, 0, std::max(kNice, getpriority(PRIO_PROCESS, 0)));
 #endif
 }
 
 }  // namespace
-
-CacheDisk::Writing::Writing()
-    : begin_(std::chrono::steady_clock::now()), switches_(voluntary_switches()) {
-  CacheDisk& disk = instance();
-  MutexLock lock(disk.mutex_);
-  disk.writing_.insert(begin_);
-}
-
-CacheDisk::Writing::~Writing() {
-  CacheDisk& disk = instance();
-  MutexLock lock(disk.mutex_);
-  const auto found = disk.writing_.find(begin_);
-  if (found != disk.writing_.end()) disk.writing_.erase(found);
-}
-
-std::chrono::nanoseconds CacheDisk::Writing::waited(uint64_t nbytes) const noexcept {
-  if (voluntary_switches() == switches_) return {};
-  const std::chrono::nanoseconds usual(nbytes * kUsualNanosecondsPerByte);
-  const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin_;
-  return std::max(took - usual, std::chrono::nanoseconds(0));
-}
 
 CacheDisk& CacheDisk::instance() {
   static constinit PerProcess<CacheDisk> disk;
@@ -57,71 +28,72 @@ CacheDisk& CacheDisk::instance() {
 
 bool CacheDisk::reserve(uint64_t nbytes, bool patient, const std::stop_token& stop) {
   MutexLock lock(mutex_);
-  const auto now = std::chrono::steady_clock::now();
-  if (!patient && !writing_.empty() && now - *writing_.begin() > kHeldUp) return false;
   const auto fits = [&]() REQUIRES_LOCK(mutex_) {
     return nbytes_ == 0 || nbytes_ + nbytes <= kLimitNbytes;
   };
-  if (patient ? !changed_.wait(mutex_, stop, fits) : !fits()) return false;
+  if (patient ? !changed_.wait(mutex_, stop, fits) : nbytes_ + nbytes > kLimitNbytes) return false;
   nbytes_ += nbytes;
   return true;
 }
 
-void CacheDisk::push(std::shared_ptr<CacheEntry> entry, uint64_t offset, uint64_t nbytes) {
-  add({std::move(entry), offset, nbytes});
-}
-
-void CacheDisk::give_back(uint64_t nbytes) {
+void CacheDisk::give_back(uint64_t nbytes) noexcept {
   {
     MutexLock lock(mutex_);
-    nbytes_ -= std::min(nbytes_, nbytes);
+    nbytes_ -= nbytes;
   }
   changed_.notify_all();
 }
 
-void CacheDisk::settle(std::shared_ptr<CacheEntry> entry) { add({std::move(entry), 0, 0}); }
-
-// Without a thread nothing is pushed: the kernel writes when it likes.
-void CacheDisk::add(Job job) noexcept {
+void CacheDisk::add(Lane& lane, Job job) {
+  MutexLock lock(mutex_);
+  lane.jobs.push_back(std::move(job));
+  if (lane.jobs.size() > 1) return;
   try {
-    MutexLock lock(mutex_);
-    jobs_.push_back(std::move(job));
-    if (working_) return;
-    worker_ = std::thread([this] { work(); });
-    working_ = true;
-  } catch (const std::exception&) {
-    MutexLock lock(mutex_);
-    jobs_.clear();
-    nbytes_ = 0;
+    std::thread([this, &lane] { work(lane); }).detach();  // nobody may be left to join it
+  } catch (...) {
+    lane.jobs.pop_back();
+    throw;
   }
 }
 
-void CacheDisk::work() noexcept {
-  for (;;) {
-    Job job;
-    {
-      MutexLock lock(mutex_);
-      if (jobs_.empty()) {
-        working_ = false;
-        worker_.detach();  // it ends here, and nobody may be left to join it
-        return;
-      }
-      job = std::move(jobs_.front());
-      jobs_.pop_front();
-    }
-    if (job.nbytes == 0) {
-      job.entry->make_durable();
-      continue;
-    }
-#if defined(SYNC_FILE_RANGE_WRITE)
-    // Until it is there: what waits is bounded by this, and the kernel has no reason to hold a
-    // writer up.
-    sync_file_range(
-        job.entry->data(), static_cast<off_t>(job.offset), static_cast<off_t>(job.nbytes),
-        SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
-#endif
-    give_back(job.nbytes);
+void CacheDisk::work(Lane& lane) noexcept {
+  step_back();
+  mutex_.lock();
+  while (!lane.jobs.empty()) {
+    Job job = std::move(lane.jobs.front());
+    mutex_.unlock();
+    job();
+    job = nullptr;  // what it holds goes before somebody hears that it is done
+    mutex_.lock();
+    lane.jobs.pop_front();
+    ++lane.done;
+    changed_.notify_all();
   }
+  mutex_.unlock();
+}
+
+bool CacheDisk::finish(std::chrono::milliseconds patience, const std::stop_token& stop) {
+  MutexLock lock(mutex_);
+  for (;;) {
+    const uint64_t before = writing_.done;
+    const auto until = std::chrono::steady_clock::now() + patience;
+    const bool in_time = changed_.wait_until(mutex_, stop, until, [&]() REQUIRES_LOCK(mutex_) {
+      return writing_.jobs.empty() || writing_.done != before;
+    });
+    if (writing_.jobs.empty()) return true;
+    if (!in_time) return false;
+  }
+}
+
+void CacheDisk::note(Trouble trouble) {
+  MutexLock lock(mutex_);
+  if (std::ranges::find(troubles_, trouble) == troubles_.end())
+    troubles_.push_back(std::move(trouble));
+}
+
+std::vector<CacheDisk::Trouble> CacheDisk::take_troubles() {
+  MutexLock lock(mutex_);
+  return std::exchange(troubles_, {});
 }
 
 }  // namespace tensorizer::io

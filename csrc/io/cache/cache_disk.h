@@ -1,18 +1,19 @@
-// What one process has written to its caches and the disk has not: bounded, pushed to the disk
-// range by range, and made durable when an entry rests. A thread of its own does it while there is
-// something to do; loads never wait for it. Internally locked; one for the process, never
-// destroyed. A forked child starts with nothing.
+// What one process does for its caches beside the loads: a thread writes what they have handed
+// over, in that order, and another one syncs entries that are not in use any more. Both run while
+// there is something to do, and behind whoever wants the processors. What waits to be written is
+// bounded. Internally locked; one for the process, never destroyed. A forked child starts with
+// nothing.
 #pragma once
 
 #include <chrono>
 #include <deque>
-#include <memory>
-#include <set>
+#include <functional>
 #include <stop_token>
-#include <thread>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "core/sync.h"
-#include "io/cache/cache_entry.h"
 
 namespace tensorizer::io {
 
@@ -21,47 +22,37 @@ class CacheDisk {
   static CacheDisk& instance();
 
   static constexpr uint64_t kLimitNbytes = uint64_t{256} << 20;
+  using Job = std::function<void()>;  // throws nothing
 
-  // Permission to write so many bytes; false: too many wait for the disk already, or somebody who
-  // writes is held up. `patient` waits for room.
+  // Room for so many bytes that are to be written; false: too many wait already. `patient` waits
+  // for room, until a stop.
   bool reserve(uint64_t nbytes, bool patient, const std::stop_token& stop);
-  // Notes that a thread writes, and afterwards how long the disk has kept it waiting: no time while
-  // the processor worked, or others had it, nor what a queue of writers takes.
-  class Writing {
-   public:
-    Writing();
-    ~Writing();
-    std::chrono::nanoseconds waited(uint64_t nbytes) const noexcept;
-    Writing(const Writing&) = delete;
-    Writing& operator=(const Writing&) = delete;
+  void give_back(uint64_t nbytes) noexcept;
+  // Throws std::system_error where the system has no thread to give.
+  void write(Job job) { add(writing_, std::move(job)); }
+  void sync(Job job) { add(syncing_, std::move(job)); }
+  // Until nothing waits to be written. False: a stop, or nothing was written for so long.
+  bool finish(std::chrono::milliseconds patience, const std::stop_token& stop);
 
-   private:
-    const std::chrono::steady_clock::time_point begin_;
-    const long switches_;
-  };
-  // They were written there: they are pushed, and their room is free then.
-  void push(std::shared_ptr<CacheEntry> entry, uint64_t offset, uint64_t nbytes);
-  // They were not written.
-  void give_back(uint64_t nbytes);
-  // The entry is not in use any more: what it holds is to survive a power cut.
-  void settle(std::shared_ptr<CacheEntry> entry);
+  // Why a folder keeps nothing more, for whoever can say so: its path, and the reason.
+  using Trouble = std::pair<std::string, std::string>;
+  void note(Trouble trouble);
+  std::vector<Trouble> take_troubles();
 
  private:
-  struct Job {
-    std::shared_ptr<CacheEntry> entry;
-    uint64_t offset = 0;
-    uint64_t nbytes = 0;  // 0: settle
+  struct Lane {
+    std::deque<Job> jobs;  // the first one is being done
+    uint64_t done = 0;
   };
-  void add(Job job) noexcept;
-  void work() noexcept;
+  void add(Lane& lane, Job job);
+  void work(Lane& lane) noexcept;
 
   Mutex mutex_;
   CondVar changed_;
-  std::deque<Job> jobs_ GUARDED_BY(mutex_);
+  Lane writing_ GUARDED_BY(mutex_);
+  Lane syncing_ GUARDED_BY(mutex_);
   uint64_t nbytes_ GUARDED_BY(mutex_) = 0;
-  std::multiset<std::chrono::steady_clock::time_point> writing_ GUARDED_BY(mutex_);  // since when
-  bool working_ GUARDED_BY(mutex_) = false;
-  std::thread worker_ GUARDED_BY(mutex_);
+  std::vector<Trouble> troubles_ GUARDED_BY(mutex_);
 };
 
 }  // namespace tensorizer::io

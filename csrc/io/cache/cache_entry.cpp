@@ -28,7 +28,8 @@ constexpr size_t kBootNbytes = 36;
 constexpr off_t kUseLock = 0;
 constexpr off_t kBootLock = 1;
 constexpr off_t kClaims = off_t{1} << 40;
-constexpr int kBootTries = 200;  // of 5 ms
+constexpr int kBootTries = 200;                   // of 5 ms
+constexpr size_t kWriteNbytes = size_t{2} << 20;  // after which others see what is there
 
 size_t bits_nbytes(uint64_t nbytes) noexcept {
   return static_cast<size_t>(ceil_div(CacheEntry::blocks_of(nbytes), 8));
@@ -131,6 +132,10 @@ uint64_t CacheEntry::blocks_of(uint64_t nbytes) noexcept {
   return ceil_div(nbytes, kCacheBlockNbytes);
 }
 
+uint64_t CacheEntry::map_nbytes_of(uint64_t nbytes) noexcept {
+  return kCacheHeadNbytes + 2 * bits_nbytes(nbytes);
+}
+
 void CacheEntry::create_files(int folder, uint64_t nbytes, const std::string& about) {
   const UniqueFd data = make_file(folder, "data");
   if (ftruncate(data.get(), static_cast<off_t>(nbytes)) != 0)
@@ -158,8 +163,8 @@ uint64_t CacheEntry::present_nbytes_of(int folder, uint64_t nbytes) {
       reinterpret_cast<const std::atomic<uint8_t>*>(bytes.data() + kCacheHeadNbytes), nbytes);
 }
 
-std::shared_ptr<CacheEntry> CacheEntry::open(UniqueFd folder, uint64_t nbytes) {
-  std::shared_ptr<CacheEntry> entry(new CacheEntry);
+std::shared_ptr<CacheEntry> CacheEntry::open(UniqueFd folder, uint64_t nbytes, FileCalls& calls) {
+  std::shared_ptr<CacheEntry> entry(new CacheEntry(calls));
   entry->process_ = getpid();
   entry->nbytes_ = nbytes;
   entry->data_ = open_file(folder.get(), "data", O_RDWR);
@@ -174,7 +179,7 @@ std::shared_ptr<CacheEntry> CacheEntry::open(UniqueFd folder, uint64_t nbytes) {
 }
 
 bool CacheEntry::take_map(uint64_t nbytes) {
-  map_nbytes_ = kCacheHeadNbytes + 2 * bits_nbytes(nbytes);
+  map_nbytes_ = map_nbytes_of(nbytes);
   if (!is_own_regular_file(map_.get(), map_nbytes_)) return false;
   void* const address =
       mmap(nullptr, map_nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, map_.get(), 0);
@@ -222,19 +227,35 @@ bool CacheEntry::is_present(uint64_t block) const noexcept {
   return ((present()[block / 8].load(std::memory_order_acquire) >> (block % 8)) & 1) != 0;
 }
 
-void CacheEntry::set_present(BlockRun run) noexcept {
-  for (uint64_t block = run.begin; block < run.end; ++block)
-    present()[block / 8].fetch_or(static_cast<uint8_t>(1U << (block % 8)),
-                                  std::memory_order_release);
-  unsynced_ = true;
+CacheEntry::Same CacheEntry::first_same(BlockRun run) const noexcept {
+  Same same{{run.begin, run.begin + 1}, is_present(run.begin)};
+  while (same.run.end < run.end && is_present(same.run.end) == same.present) ++same.run.end;
+  return same;
 }
 
-uint64_t CacheEntry::end_of_same(uint64_t begin, uint64_t end) const noexcept {
-  const bool kind = is_present(begin);
-  do {
-    ++begin;
-  } while (begin < end && is_present(begin) == kind);
-  return begin;
+bool CacheEntry::has(BlockRun run) const noexcept {
+  const Same same = first_same(run);
+  return same.present && same.run.end == run.end;
+}
+
+int CacheEntry::write(BlockRun run, ConstSlice bytes, uint64_t& end) noexcept {
+  const uint64_t begin = run.begin * kCacheBlockNbytes;
+  uint64_t done = 0;
+  end = run.begin;
+  while (done < bytes.size()) {
+    const ConstSlice rest = bytes.subspan(static_cast<size_t>(done));
+    const iovec vector{const_cast<std::byte*>(rest.data()), std::min(rest.size(), kWriteNbytes)};
+    const ssize_t n = calls_.write(data(), &vector, 1, begin + done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return n == 0 ? ENOSPC : errno;
+    done += static_cast<uint64_t>(n);
+    const uint64_t written = done == bytes.size() ? run.end : run.begin + done / kCacheBlockNbytes;
+    for (; end < written; ++end)
+      present()[end / 8].fetch_or(static_cast<uint8_t>(1U << (end % 8)), std::memory_order_release);
+    unsynced_ = true;
+  }
+  calls_.push(data(), begin, done);
+  return 0;
 }
 
 uint64_t CacheEntry::present_nbytes() const noexcept { return count_present(present(), nbytes_); }
@@ -262,7 +283,7 @@ CacheEntry::Claimed CacheEntry::claim(BlockRun run) {
   MutexLock guard(mutex_);
   auto next = claims_.upper_bound(run.begin);
   if (next != claims_.begin() && std::prev(next)->second > run.begin)
-    return {Claim::threads, std::min(run.end, std::prev(next)->second)};
+    return {Owner::threads, {run.begin, std::min(run.end, std::prev(next)->second)}, {}};
   if (next != claims_.end()) run.end = std::min(run.end, next->first);
   // What is in the way may begin later, and may be gone by the time that it is looked at.
   for (int tries = 0; tries < 8; ++tries) {
@@ -271,35 +292,43 @@ CacheEntry::Claimed CacheEntry::claim(BlockRun run) {
     const int error = lock(map_.get(), F_WRLCK, at, count);
     if (error == 0) {
       claims_.emplace(run.begin, run.end);
-      return {Claim::mine, run.end};
+      return {Owner::caller, run, {shared_from_this(), run}};
     }
     if (!is_conflict(error)) throw_errno("cannot lock", "map", error);
     const auto other = obstacle(map_.get(), at, count);
     if (!other) continue;
-    if (other->first <= at)
-      return {Claim::processes,
-              std::min(run.end, static_cast<uint64_t>(std::max(other->second, at + 1) - kClaims))};
+    if (other->first <= at) {
+      const auto end = static_cast<uint64_t>(std::max(other->second, at + 1) - kClaims);
+      return {Owner::processes, {run.begin, std::min(run.end, end)}, {}};
+    }
     run.end = static_cast<uint64_t>(other->first - kClaims);
   }
-  return {Claim::processes, run.begin + 1};
+  return {Owner::processes, {run.begin, run.begin + 1}, {}};
 }
 
 void CacheEntry::release(BlockRun run) noexcept {
   {
     MutexLock guard(mutex_);
     claims_.erase(run.begin);
-    ++releases_;
     lock(map_.get(), F_UNLCK, kClaims + static_cast<off_t>(run.begin),
          static_cast<off_t>(run.end - run.begin));
   }
-  released_.notify_all();
+  wake();
+}
+
+void CacheEntry::wake() noexcept {
+  {
+    MutexLock guard(mutex_);
+    ++wakes_;
+  }
+  changed_.notify_all();
 }
 
 void CacheEntry::wait(std::chrono::milliseconds time, const std::stop_token& stop) {
   MutexLock guard(mutex_);
-  const uint64_t before = releases_;
-  released_.wait_until(mutex_, stop, std::chrono::steady_clock::now() + time,
-                       [&]() REQUIRES_LOCK(mutex_) { return releases_ != before; });
+  const uint64_t before = wakes_;
+  changed_.wait_until(mutex_, stop, std::chrono::steady_clock::now() + time,
+                      [&]() REQUIRES_LOCK(mutex_) { return wakes_ != before; });
 }
 
 bool CacheEntry::make_durable() noexcept {
@@ -307,7 +336,7 @@ bool CacheEntry::make_durable() noexcept {
     std::vector<uint8_t> written(bits_nbytes(nbytes_));
     for (size_t i = 0; i < written.size(); ++i)
       written[i] = present()[i].load(std::memory_order_acquire);
-    if (fdatasync(data()) != 0) return false;
+    if (calls_.sync_data(data()) != 0) return false;
     for (size_t i = 0; i < written.size(); ++i)
       durable()[i].fetch_or(written[i], std::memory_order_release);
     return true;

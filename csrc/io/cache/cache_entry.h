@@ -22,6 +22,8 @@
 
 #include "core/sync.h"
 #include "core/unique_fd.h"
+#include "io/local/file_calls.h"
+#include "io/slices.h"
 
 namespace tensorizer::io {
 
@@ -34,12 +36,14 @@ struct BlockRun {
   uint64_t end = 0;
 };
 
-class CacheEntry {
+class CacheEntry : public std::enable_shared_from_this<CacheEntry> {
  public:
   // Writes the files of an entry without content into a new folder. Throws Error(io).
   static void create_files(int folder, uint64_t nbytes, const std::string& about);
   // nullptr: damaged, or being removed. Throws Error(io) where locks or mappings do not work.
-  static std::shared_ptr<CacheEntry> open(UniqueFd folder, uint64_t nbytes);
+  // `calls` write and sync `data`.
+  static std::shared_ptr<CacheEntry> open(UniqueFd folder, uint64_t nbytes,
+                                          FileCalls& calls = FileCalls::system());
   // The mark of use alone: whether somebody has the entry open.
   static bool is_used(int folder) noexcept;
   // The same as a lock: holds it until `map` is closed; false where somebody has the entry open.
@@ -47,6 +51,7 @@ class CacheEntry {
   // Bytes of the object that are present, by a `map` that is not open; 0 where it is damaged.
   static uint64_t present_nbytes_of(int folder, uint64_t nbytes);
   static uint64_t blocks_of(uint64_t nbytes) noexcept;
+  static uint64_t map_nbytes_of(uint64_t nbytes) noexcept;
 
   ~CacheEntry();
   CacheEntry(const CacheEntry&) = delete;
@@ -57,10 +62,17 @@ class CacheEntry {
   int data() const noexcept { return data_.get(); }
   bool belongs_to_this_process() const noexcept;
 
-  bool is_present(uint64_t block) const noexcept;
-  void set_present(BlockRun run) noexcept;
-  // The first block of [begin, end) of the other kind than `begin`.
-  uint64_t end_of_same(uint64_t begin, uint64_t end) const noexcept;
+  // The blocks that `run`, which is not empty, begins with and that are all present, or all missing
+  // when they are looked at, once each.
+  struct Same {
+    BlockRun run;
+    bool present;
+  };
+  Same first_same(BlockRun run) const noexcept;
+  bool has(BlockRun run) const noexcept;
+  // Writes the bytes of whole blocks; `end` is the first that is not present after that. 0, or
+  // errno.
+  int write(BlockRun run, ConstSlice bytes, uint64_t& end) noexcept;
   uint64_t present_nbytes() const noexcept;
   bool is_complete() const noexcept { return present_nbytes() == nbytes_; }
   // What was noted last as confirmed or used; rewritten whole. Throws nothing: it is a hint.
@@ -68,16 +80,37 @@ class CacheEntry {
   // Notes the use, once a minute.
   void touch() noexcept;
 
-  enum class Claim : uint8_t { mine, threads, processes };
+  // Blocks that nobody else fetches, until it is destroyed.
+  class Claim {
+   public:
+    Claim() = default;
+    Claim(std::shared_ptr<CacheEntry> entry, BlockRun run) : entry_(std::move(entry)), run_(run) {}
+    Claim(Claim&& other) noexcept = default;
+    Claim& operator=(Claim&& other) noexcept {
+      std::swap(entry_, other.entry_);
+      std::swap(run_, other.run_);
+      return *this;
+    }
+    ~Claim() {
+      if (entry_) entry_->release(run_);
+    }
+
+   private:
+    std::shared_ptr<CacheEntry> entry_;
+    BlockRun run_;
+  };
+  enum class Owner : uint8_t { caller, threads, processes };
   struct Claimed {
-    Claim whose;
-    uint64_t end;  // of the blocks that this is true for
+    Owner owner;
+    BlockRun run;  // the blocks that this is true for
+    Claim claim;   // of the caller
   };
   // Tries to become the one who fetches some blocks from `run.begin` on, without waiting.
   Claimed claim(BlockRun run);
-  void release(BlockRun run) noexcept;
-  // Until a thread of this process gives something back, the time is over, or a stop.
+  // Until a thread of this process has brought something or given it up, the time is over, or a
+  // stop.
   void wait(std::chrono::milliseconds time, const std::stop_token& stop);
+  void wake() noexcept;
 
   // Sets the durable bits of what is present now. False: the disk refused.
   bool make_durable() noexcept;
@@ -87,12 +120,15 @@ class CacheEntry {
   void leave() noexcept;
 
  private:
-  CacheEntry() = default;
+  explicit CacheEntry(FileCalls& calls) : calls_(calls) {}
+  void release(BlockRun run) noexcept;
+  bool is_present(uint64_t block) const noexcept;
   bool take_map(uint64_t nbytes);
   bool renew_boot(const std::string& boot);
   std::atomic<uint8_t>* present() const noexcept;
   std::atomic<uint8_t>* durable() const noexcept;
 
+  FileCalls& calls_;
   int64_t process_ = 0;
   uint64_t nbytes_ = 0;
   UniqueFd folder_, data_, map_;
@@ -100,8 +136,8 @@ class CacheEntry {
   std::byte* bytes_ = nullptr;  // of the mapping of `map`
   size_t map_nbytes_ = 0;
   Mutex mutex_;
-  CondVar released_;
-  uint64_t releases_ GUARDED_BY(mutex_) = 0;
+  CondVar changed_;
+  uint64_t wakes_ GUARDED_BY(mutex_) = 0;
   std::map<uint64_t, uint64_t> claims_ GUARDED_BY(mutex_);  // begin to end
 };
 

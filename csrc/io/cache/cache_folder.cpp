@@ -6,7 +6,6 @@
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,7 +17,9 @@
 #include <map>
 #include <thread>
 
+#include "core/checked_math.h"
 #include "core/error.h"
+#include "io/local/file_system.h"
 
 namespace tensorizer::io {
 namespace {
@@ -28,42 +29,7 @@ constexpr size_t kNameLength = 32;
 constexpr std::time_t kLeftOverSeconds = 3600;
 constexpr int kLockTries = 200;  // of 5 ms
 constexpr uint64_t kAboutLimit = 64 << 10;
-
-// Where another machine may see a bit before it sees the bytes. (The numbers of linux/magic.h, and
-// of file systems that are not in it.)
-const char* network_kind(int fd) {
-  struct statfs found{};
-  if (fstatfs(fd, &found) != 0) return nullptr;
-  switch (static_cast<uint32_t>(found.f_type)) {
-    case 0x6969:
-      return "NFS";
-    case 0x517B:
-    case 0xFF534D42:
-    case 0xFE534D42:
-      return "SMB";
-    case 0x0BD00BD0:
-      return "Lustre";
-    case 0x47504653:
-      return "GPFS";
-    case 0x00C36400:
-      return "Ceph";
-    case 0x01021997:
-      return "9p";
-    case 0x65735546:
-      return "FUSE";
-    case 0x19830326:
-      return "BeeGFS";
-    case 0x5346414F:
-    case 0x6B414653:
-      return "AFS";
-    case 0x7461636F:
-      return "OCFS2";
-    case 0x01161970:
-      return "GFS2";
-    default:
-      return nullptr;
-  }
-}
+constexpr uint64_t kPageNbytes = 4096;  // that file systems allocate at least
 
 UniqueFd open_folder(int parent, const std::string& name) {
   return UniqueFd(openat(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
@@ -99,21 +65,22 @@ UniqueFd enter(int parent, const std::string& name, const std::string& shown, bo
   return fd;
 }
 
-std::vector<std::string> names_in(int folder) {
+// `folder` was opened for this: its position moves.
+std::vector<std::string> read_names(UniqueFd folder) {
   std::vector<std::string> names;
-  // A descriptor of its own: the position is part of the description.
-  const int copy = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  DIR* const stream = copy < 0 ? nullptr : fdopendir(copy);
-  if (stream == nullptr) {
-    if (copy >= 0) ::close(copy);
-    return names;
-  }
+  DIR* const stream = folder ? fdopendir(folder.get()) : nullptr;
+  if (stream == nullptr) return names;
+  folder.release();  // closed with the stream
   while (const dirent* found = readdir(stream)) {
     const std::string name = found->d_name;
     if (name != "." && name != "..") names.push_back(name);
   }
   closedir(stream);
   return names;
+}
+
+std::vector<std::string> names_in(int folder) {
+  return read_names(UniqueFd(openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC)));
 }
 
 bool is_entry_name(const std::string& name) noexcept {
@@ -169,7 +136,7 @@ std::shared_ptr<CacheFolder> CacheFolder::open(const std::string& path, bool cre
   const UniqueFd root(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!root && errno == ENOENT) throw Error(Errc::not_found, path + " does not exist", path);
   if (!root) throw_errno("cannot open", path, errno);
-  if (const char* kind = network_kind(root.get()))
+  if (const char* kind = network_file_system(root.get()))
     throw Error(Errc::io,
                 path + " is on a network file system (" + kind +
                     "), where other machines may see what is not there yet",
@@ -289,19 +256,22 @@ std::vector<CachedVersion> CacheFolder::scan() const {
         is_entry_name(location) ? open_folder(user_.get(), location) : UniqueFd();
     if (!parent) continue;
     std::optional<size_t> newest;
-    for (const std::string& version : names_in(parent.get())) {
-      struct stat data{}, map{}, about{};
+    for (const std::string& version :
+         read_names(UniqueFd(fcntl(parent.get(), F_DUPFD_CLOEXEC, 0)))) {
       if (!is_entry_name(version)) continue;
-      if (fstatat(parent.get(), (version + "/data").c_str(), &data, AT_SYMLINK_NOFOLLOW) != 0)
-        data = {};
-      if (fstatat(parent.get(), (version + "/map").c_str(), &map, AT_SYMLINK_NOFOLLOW) != 0)
-        map = {};
-      if (fstatat(parent.get(), (version + "/about.json").c_str(), &about, AT_SYMLINK_NOFOLLOW) !=
-          0)
-        about = {};
+      const auto look = [&](const char* name) {
+        struct stat file{};
+        const bool is_there =
+            fstatat(parent.get(), (version + name).c_str(), &file, AT_SYMLINK_NOFOLLOW) == 0;
+        return is_there ? file : decltype(file){};
+      };
+      const auto data = look("/data"), about = look("/about.json");
+      const auto nbytes = static_cast<uint64_t>(data.st_size);
       const auto used = int64_t{about.st_mtim.tv_sec} * 1'000'000'000 + about.st_mtim.tv_nsec;
-      found.push_back({location, version, static_cast<uint64_t>(data.st_size),
-                       static_cast<uint64_t>(data.st_blocks + map.st_blocks) * 512,
+      // `map` was written whole; a look at it would cost as much as one at `data`.
+      found.push_back({location, version, nbytes,
+                       static_cast<uint64_t>(data.st_blocks) * 512 +
+                           align_up(CacheEntry::map_nbytes_of(nbytes), kPageNbytes),
                        std::min(used, now + 1'000'000'000), false});
       if (!newest || found[*newest].used <= found.back().used) newest = found.size() - 1;
     }

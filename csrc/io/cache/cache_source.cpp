@@ -1,21 +1,14 @@
 #include "io/cache/cache_source.h"
 
 #include <fcntl.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cerrno>
 #include <chrono>
-#include <cstring>
-#include <system_error>
 #include <utility>
 
 #include "core/checked_math.h"
 #include "core/error.h"
 #include "core/run_units.h"
-#include "io/cache/cache_disk.h"
-#include "io/local/file_calls.h"
 #include "io/slices.h"
 
 namespace tensorizer::io {
@@ -24,13 +17,10 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kStepNbytes = uint64_t{256} << 20;  // stored between two looks at the limits
 constexpr milliseconds kFirstLook{5};
 constexpr milliseconds kLastLook{50};
 // Others that bring nothing for so long are not waited for.
 constexpr milliseconds kPatience{2000};
-// What all readers together may wait for the disk, beside a 32nd of what they wait for the network.
-constexpr int64_t kFreeNanoseconds = 500'000'000;
 
 uint64_t begin_of(BlockRun run) noexcept { return run.begin * kCacheBlockNbytes; }
 
@@ -68,19 +58,6 @@ struct CacheSource::Request {
   }
 };
 
-// Blocks that nobody else fetches meanwhile.
-class CacheSource::Claimed {
- public:
-  Claimed(CacheEntry& entry, BlockRun run) noexcept : entry_(entry), run_(run) {}
-  ~Claimed() { entry_.release(run_); }
-  Claimed(const Claimed&) = delete;
-  Claimed& operator=(const Claimed&) = delete;
-
- private:
-  CacheEntry& entry_;
-  const BlockRun run_;
-};
-
 CacheSource::CacheSource(std::shared_ptr<CacheFolder> folder, CacheKey key,
                          std::shared_ptr<RangeSource> network, std::string name)
     : folder_(std::move(folder)),
@@ -96,64 +73,57 @@ std::shared_ptr<CacheSource> CacheSource::open(std::shared_ptr<CacheFolder> fold
       new CacheSource(std::move(folder), std::move(key), std::move(network), std::move(name)));
   const CacheKey& k = source->key_;
   auto entry = source->folder_->open_entry(k.location, k.version, k.nbytes);
+  uint64_t room = 0;
   if (!entry && source->network_) {
-    const uint64_t step = std::min(kStepNbytes, k.nbytes);
+    room = std::min(CacheFilling::kStepNbytes, k.nbytes);
     const bool too_large = k.limits.max_nbytes && k.nbytes > *k.limits.max_nbytes;
-    if (too_large || !source->folder_->make_room(step, k.limits)) return nullptr;
-    {
-      MutexLock lock(source->room_mutex_);
-      source->room_nbytes_ = step;
-    }
+    if (too_large || !source->folder_->make_room(room, k.limits)) return nullptr;
     entry = source->folder_->make_entry(k.location, k.version, k.nbytes, k.about);
   }
   if (!entry) return nullptr;
-  source->use(std::move(entry));
+  source->use(std::move(entry), room);
   if (source->network_) source->store_head();
   return source;
 }
 
-void CacheSource::use(std::shared_ptr<CacheEntry> entry) {
+void CacheSource::use(std::shared_ptr<CacheEntry> entry, uint64_t room_nbytes) {
   UniqueFd data(fcntl(entry->data(), F_DUPFD_CLOEXEC, 0));
   if (!data) throw_errno("cannot use", name_, errno);
   entry->touch();
   was_complete_ = entry->is_complete();
   MutexLock lock(mutex_);
   disk_ = std::make_shared<FileSource>(std::move(data), name_);
-  entry_ = std::move(entry);
+  filling_ = std::make_shared<CacheFilling>(folder_, std::move(entry), key_.limits, room_nbytes);
 }
 
 CacheSource::~CacheSource() { rest(); }
 
-std::shared_ptr<CacheEntry> CacheSource::entry() const {
+std::shared_ptr<CacheFilling> CacheSource::filling() const {
   MutexLock lock(mutex_);
-  if (entry_ && !entry_->belongs_to_this_process()) {
+  if (is_lost_) return nullptr;
+  if (filling_ && !filling_->entry().belongs_to_this_process()) {
     // The locks of its descriptions are the parent's, too.
     try {
-      entry_ = folder_->open_entry(key_.location, key_.version, key_.nbytes);
+      auto entry = folder_->open_entry(key_.location, key_.version, key_.nbytes);
+      filling_ = entry ? std::make_shared<CacheFilling>(folder_, std::move(entry), key_.limits, 0)
+                       : nullptr;
     } catch (const Error&) {
-      entry_ = nullptr;
+      filling_ = nullptr;
     }
   }
-  return entry_;
+  return filling_;
 }
 
 void CacheSource::rest() noexcept {
-  try {
-    const auto entry = this->entry();
-    if (!entry) return;
-    entry->leave();
-    if (entry->take_unsynced()) CacheDisk::instance().settle(entry);
-  } catch (const std::exception&) {
-  }
+  if (const auto filling = this->filling()) filling->rest();
 }
 
 void CacheSource::close() noexcept {
   rest();
-  std::shared_ptr<CacheEntry> last;
   std::shared_ptr<FileSource> file;
   {
     MutexLock lock(mutex_);
-    last.swap(entry_);
+    is_lost_ = true;
     file.swap(disk_);
   }
   if (network_) network_->close();
@@ -179,45 +149,45 @@ uint64_t CacheSource::bytes_read() const noexcept {
 }
 
 uint64_t CacheSource::present_nbytes() const {
-  const auto entry = this->entry();
-  return entry ? entry->present_nbytes() : 0;
+  const auto filling = this->filling();
+  return filling ? filling->entry().present_nbytes() : 0;
 }
 
 bool CacheSource::is_present(uint64_t offset, uint64_t nbytes) const {
-  const auto entry = this->entry();
-  if (!entry || nbytes == 0) return entry != nullptr;
+  const auto filling = this->filling();
+  if (!filling || nbytes == 0) return filling != nullptr;
   if (offset > key_.nbytes || nbytes > key_.nbytes - offset) return false;
-  const BlockRun run = Request{offset, nbytes, {}}.blocks();
-  return entry->is_present(run.begin) && entry->end_of_same(run.begin, run.end) == run.end;
+  return filling->entry().has(Request{offset, nbytes, {}}.blocks());
+}
+
+uint64_t CacheSource::stored_nbytes() const {
+  MutexLock lock(mutex_);
+  return filling_ ? filling_->stored_nbytes() : 0;
+}
+
+uint64_t CacheSource::left_out_nbytes() const {
+  MutexLock lock(mutex_);
+  return filling_ ? filling_->left_out_nbytes() : 0;
 }
 
 std::string CacheSource::trouble() const {
   MutexLock lock(mutex_);
-  return trouble_;
+  return filling_ ? filling_->trouble() : std::string();
 }
 
 void CacheSource::write_about(const std::string& about) {
-  if (const auto entry = this->entry()) entry->write_about(about);
+  if (const auto filling = this->filling()) filling->entry().write_about(about);
 }
 
 bool CacheSource::drop_copy() noexcept {
   if (from_disk_.load() == 0) return false;
-  stop_storing("the copy was damaged");
+  if (const auto filling = this->filling()) filling->stop("the copy was damaged");
   try {
     folder_->remove(key_.location, key_.version, true);
   } catch (const std::exception&) {
     return false;
   }
   return true;
-}
-
-void CacheSource::stop_storing(const std::string& why) noexcept {
-  if (!storing_.exchange(false)) return;
-  MutexLock lock(mutex_);
-  try {
-    trouble_ = why;
-  } catch (const std::bad_alloc&) {
-  }
 }
 
 // -- reading -------------------------------------------------------------------------------------
@@ -237,74 +207,75 @@ void CacheSource::read_at(uint64_t offset, std::span<const Slice> slices,
   Clock::time_point until = Clock::now() + kPatience;
   milliseconds pause = kFirstLook;
   for (;;) {
-    const std::shared_ptr<CacheEntry> entry = this->entry();
+    const std::shared_ptr<CacheFilling> filling = this->filling();
     std::vector<BlockRun> again;
     bool of_threads = false;
     for (const BlockRun run : left)
-      of_threads = read_run(entry, request, run, is_late, again, stop) || of_threads;
+      of_threads = read_run(filling, request, run, is_late, again, stop) || of_threads;
     left.swap(again);
     if (left.empty()) return;
     throw_if_stopped(stop);
     // Threads end their work in any case; of other processes, some progress is wanted.
-    const uint64_t present = entry ? entry->present_nbytes() : 0;
+    const uint64_t present = filling ? filling->entry().present_nbytes() : 0;
     if (of_threads || present != known) {
       known = present;
       until = Clock::now() + kPatience;
       pause = kFirstLook;
     }
     is_late = Clock::now() >= until;
-    if (entry && !is_late) entry->wait(pause, stop);
+    if (filling && !is_late) filling->entry().wait(pause, stop);
     pause = std::min(pause * 2, kLastLook);
   }
 }
 
-bool CacheSource::read_run(const std::shared_ptr<CacheEntry>& entry, const Request& request,
+bool CacheSource::read_run(const std::shared_ptr<CacheFilling>& filling, const Request& request,
                            BlockRun run, bool is_late, std::vector<BlockRun>& left,
                            const std::stop_token& stop) {
+  if (!filling) {
+    read_network(request, run, stop);
+    return false;
+  }
   bool of_threads = false;
-  while (run.begin < run.end) {
-    if (!entry) {
+  for (uint64_t end = run.end; run.begin < end;) {
+    const auto [same, present] = filling->entry().first_same({run.begin, end});
+    run = same;
+    if (present) {
+      if (!read_present(*filling, request, run, stop)) read_network(request, run, stop);
+    } else if (const auto waiting = filling->waiting_at(run.begin)) {
+      run.end = std::min(run.end, waiting->run.end);
+      const auto [offset, slices] = request.within(run);
+      ScatterCursor(slices).put(waiting->all().subspan(
+          static_cast<size_t>(offset - begin_of(waiting->run)), total_nbytes(slices)));
+    } else if (!network_ || !filling->is_open()) {
       read_network(request, run, stop);
-      return false;
-    }
-    BlockRun next{run.begin, entry->end_of_same(run.begin, run.end)};
-    run.begin = next.end;
-    if (entry->is_present(next.begin)) {
-      if (!read_present(request, next, stop)) read_network(request, next, stop);
-    } else if (!network_ || !is_storing()) {
-      read_network(request, next, stop);
     } else if (is_late) {
-      fetch(*entry, request, next, stop);  // the bytes are the same, whoever writes them
+      fetch(*filling, request, run, {}, stop);  // the bytes are the same, whoever writes them
     } else {
-      CacheEntry::Claimed claim;
+      CacheEntry::Claimed claimed{};
       try {
-        claim = entry->claim(next);
+        claimed = filling->entry().claim(run);
       } catch (const Error& error) {  // a file system without locks
-        stop_storing(error.what());
-        read_network(request, next, stop);
+        filling->stop(error.what());
         continue;
       }
-      run.begin = claim.end;
-      const BlockRun claimed{next.begin, claim.end};
-      if (claim.whose != CacheEntry::Claim::mine) {
-        left.push_back(claimed);
-        of_threads = of_threads || claim.whose == CacheEntry::Claim::threads;
-        continue;
+      run = claimed.run;
+      const auto now = filling->entry().first_same(run);
+      if (claimed.owner != CacheEntry::Owner::caller) {
+        left.push_back(run);
+        of_threads = of_threads || claimed.owner == CacheEntry::Owner::threads;
+      } else if (now.present || now.run.end != run.end) {
+        continue;  // the one who had them before has brought some
+      } else {
+        fetch(*filling, request, run, std::move(claimed.claim), stop);
       }
-      const Claimed held(*entry, claimed);
-      // The one who had them before may have brought some.
-      const bool some = entry->is_present(claimed.begin) ||
-                        entry->end_of_same(claimed.begin, claimed.end) != claimed.end;
-      if (some)
-        run.begin = claimed.begin;
-      else
-        fetch(*entry, request, claimed, stop);
     }
+    run.begin = run.end;
   }
   return of_threads;
 }
 
-bool CacheSource::read_present(const Request& request, BlockRun run, const std::stop_token& stop) {
+bool CacheSource::read_present(CacheFilling& filling, const Request& request, BlockRun run,
+                               const std::stop_token& stop) {
   std::shared_ptr<FileSource> disk;
   {
     MutexLock lock(mutex_);
@@ -316,15 +287,13 @@ bool CacheSource::read_present(const Request& request, BlockRun run, const std::
     disk->read_at(offset, slices, stop);
   } catch (const Error& error) {
     if (error.code() == Errc::cancelled) throw;
-    stop_storing(error.what());
+    filling.stop(error.what());
     try {
       folder_->remove(key_.location, key_.version, true);
     } catch (const Error&) {  // it cannot be used, and that is all that was wanted
     }
-    {
-      MutexLock lock(mutex_);
-      entry_ = nullptr;
-    }
+    MutexLock lock(mutex_);
+    is_lost_ = true;
     return false;
   }
   const uint64_t end = offset + total_nbytes(slices);
@@ -351,8 +320,8 @@ void CacheSource::read_network(const Request& request, BlockRun run, const std::
 }
 
 // All of the blocks come, also what nobody wants of the first and the last one.
-void CacheSource::fetch(CacheEntry& entry, const Request& request, BlockRun run,
-                        const std::stop_token& stop) {
+void CacheSource::fetch(CacheFilling& filling, const Request& request, BlockRun run,
+                        CacheEntry::Claim claim, const std::stop_token& stop) {
   const auto [wanted, slices] = request.within(run);
   const uint64_t begin = begin_of(run);
   const uint64_t end = std::min(run.end * kCacheBlockNbytes, key_.nbytes);
@@ -364,129 +333,65 @@ void CacheSource::fetch(CacheEntry& entry, const Request& request, BlockRun run,
   if (!before.empty()) all.emplace_back(before);
   all.insert(all.end(), slices.begin(), slices.end());
   if (!behind.empty()) all.emplace_back(behind);
-  read_through(begin, all, stop);
-  if (const auto own = this->entry(); own.get() == &entry) store(own, run, all, stop);
+  network_->read_at(begin, all, stop);
+  store(filling, run, all, std::move(claim), stop);
 }
 
 // -- storing -------------------------------------------------------------------------------------
 
-void CacheSource::read_through(uint64_t offset, std::span<const Slice> slices,
-                               const std::stop_token& stop) {
-  const auto begin = Clock::now();
-  network_->read_at(offset, slices, stop);
-  network_nanoseconds_ += std::chrono::nanoseconds(Clock::now() - begin).count();
-}
-
-bool CacheSource::disk_is_slow() const noexcept {
-  return disk_nanoseconds_.load() > kFreeNanoseconds + network_nanoseconds_.load() / 32;
-}
-
-bool CacheSource::may_store(uint64_t nbytes) {
-  MutexLock lock(room_mutex_);
-  if (room_nbytes_ >= nbytes) {
-    room_nbytes_ -= nbytes;
-    return true;
-  }
-  const uint64_t missing = key_.nbytes - std::min(key_.nbytes, present_nbytes());
-  const uint64_t step = std::max(nbytes, std::min(kStepNbytes, missing));
-  if (!folder_->make_room(step, key_.limits)) {
-    stop_storing("the cache has no room within its limits");
-    return false;
-  }
-  room_nbytes_ = step - nbytes;
-  return true;
-}
-
-void CacheSource::store(const std::shared_ptr<CacheEntry>& entry, BlockRun run,
-                        std::span<const Slice> slices, const std::stop_token& stop) {
-  const uint64_t begin = begin_of(run);
-  const uint64_t nbytes = total_nbytes(slices);
-  if (!is_storing()) return;
-  CacheDisk& disk = CacheDisk::instance();
-  try {
-    if (!patient_ && disk_is_slow()) {
-      left_out_ += nbytes;
-      return;
-    }
-    if (!may_store(nbytes)) return;
-    if (!disk.reserve(nbytes, patient_, stop)) {
-      left_out_ += nbytes;
-      return;
-    }
-  } catch (const Error& error) {
-    stop_storing(error.what());
-    return;
-  }
-  ScatterCursor cursor(slices);
-  uint64_t done = 0;
-  int trouble = 0;
-  const CacheDisk::Writing writing;
-  while (done < nbytes && trouble == 0) {
-    std::array<iovec, kMaxVectors> vectors;
-    const auto count = static_cast<int>(cursor.places(vectors, nbytes - done));
-    const ssize_t n =
-        pwritev(entry->data(), vectors.data(), count, static_cast<off_t>(begin + done));
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) {
-      trouble = n == 0 ? ENOSPC : errno;
-      continue;
-    }
-    cursor.skip(static_cast<uint64_t>(n));
-    done += static_cast<uint64_t>(n);
-  }
-  disk_nanoseconds_ += writing.waited(done).count();
-  const bool whole = done == nbytes;
-  const uint64_t end = whole ? run.end : run.begin + done / kCacheBlockNbytes;
-  for (uint64_t block = run.begin; block < end; ++block)
+void CacheSource::store(CacheFilling& filling, BlockRun run, std::span<const Slice> bytes,
+                        CacheEntry::Claim claim, const std::stop_token& stop) {
+  for (uint64_t block = run.begin; block < run.end; ++block)
     fetched_[block / 8].fetch_or(static_cast<uint8_t>(1U << (block % 8)),
                                  std::memory_order_relaxed);
-  entry->set_present({run.begin, end});
-  stored_ += done;
-  disk.push(entry, begin, nbytes);
-  if (!whole) stop_storing(std::generic_category().message(trouble));
+  filling.add(run, bytes, std::move(claim), patient_, stop);
 }
 
 // The bytes that came with the opening.
 void CacheSource::store_head() {
-  const auto entry = this->entry();
-  if (!entry || was_complete_) return;
-  uint64_t blocks = 0;
+  const auto filling = this->filling();
+  if (!filling || was_complete_) return;
   uint64_t nbytes = 0;
-  while (blocks < entry->blocks()) {
+  uint64_t blocks = 0;
+  while (blocks < filling->entry().blocks()) {
     const uint64_t end = std::min((blocks + 1) * kCacheBlockNbytes, key_.nbytes);
     if (network_->view(0, end) == nullptr) break;
     nbytes = end;
     ++blocks;
   }
-  if (blocks == 0 || (entry->is_present(0) && entry->end_of_same(0, blocks) == blocks)) return;
+  if (blocks == 0 || filling->entry().has({0, blocks})) return;
   // A sink for bytes is not const; nobody writes here.
   const Slice head(const_cast<std::byte*>(network_->view(0, nbytes)), static_cast<size_t>(nbytes));
-  store(entry, {0, blocks}, std::span<const Slice>(&head, 1), {});
+  store(*filling, {0, blocks}, std::span<const Slice>(&head, 1), {}, {});
 }
 
 // A pass that cannot go back is not asked for more than is wanted: blocks are put together from the
 // reads, which come one after another. Only the end of the object comes with what is before it.
 void CacheSource::read_in_order(const Request& request, const std::stop_token& stop) {
-  const auto entry = this->entry();
+  const auto filling = this->filling();
   const BlockRun blocks = request.blocks();
-  if (entry && entry->is_present(blocks.begin) &&
-      entry->end_of_same(blocks.begin, blocks.end) == blocks.end) {
-    if (read_present(request, blocks, stop)) return;
+  const bool is_kept = filling && filling->is_open();
+  if (filling) {
+    const auto waiting = filling->waiting_at(blocks.begin);
+    const bool waits = waiting && waiting->run.end >= blocks.end;
+    std::vector<BlockRun> left;
+    if (waits || filling->entry().has(blocks)) {
+      read_run(filling, request, blocks, false, left, stop);
+      return;
+    }
   }
   std::vector<Slice> all(request.slices.begin(), request.slices.end());
   std::vector<std::byte> behind;
-  if (entry && is_storing() && blocks.end == entry->blocks()) {
+  if (is_kept && blocks.end == filling->entry().blocks()) {
     behind.resize(static_cast<size_t>(key_.nbytes - request.offset - request.nbytes));
     if (!behind.empty()) all.emplace_back(behind);
   }
-  read_through(request.offset, all, stop);
-  if (entry && is_storing()) absorb(request.offset, all, stop);
+  network_->read_at(request.offset, all, stop);
+  if (is_kept) absorb(*filling, request.offset, all, stop);
 }
 
-void CacheSource::absorb(uint64_t offset, std::span<const Slice> slices,
+void CacheSource::absorb(CacheFilling& filling, uint64_t offset, std::span<const Slice> slices,
                          const std::stop_token& stop) {
-  const auto entry = this->entry();
-  if (!entry) return;
   const uint64_t end = offset + total_nbytes(slices);
   MutexLock lock(carry_mutex_);
   if (carry_at_ + carry_.size() != offset) {
@@ -505,7 +410,7 @@ void CacheSource::absorb(uint64_t offset, std::span<const Slice> slices,
     const uint64_t from = offset + skipped;
     const auto part = part_of(slices, skipped, whole_end - from);
     all.insert(all.end(), part.begin(), part.end());
-    store(entry, {carry_at_ / kCacheBlockNbytes, ceil_div(whole_end, kCacheBlockNbytes)}, all,
+    store(filling, {carry_at_ / kCacheBlockNbytes, ceil_div(whole_end, kCacheBlockNbytes)}, all, {},
           stop);
     carry_.clear();
     carry_at_ = whole_end;
@@ -525,12 +430,14 @@ void CacheSource::fill(const std::stop_token& stop) {
   for_each_index(units, workers, stop, [&](size_t i, const std::stop_token& stop_all) {
     const uint64_t begin = i * unit;
     const uint64_t nbytes = std::min(unit, key_.nbytes - begin);
-    if (!is_storing() || is_present(begin, nbytes)) return;
+    const auto filling = this->filling();
+    if (!filling || !filling->is_open() || is_present(begin, nbytes)) return;
     std::vector<std::byte> buffer(static_cast<size_t>(nbytes));
     read_at(begin, Slice(buffer), stop_all);
   });
-  const auto entry = this->entry();
-  if (!entry || !entry->is_complete() || !entry->make_durable()) {
+  const auto filling = this->filling();
+  if (filling && !filling->finish(stop)) throw Error(Errc::cancelled, "cancelled");
+  if (!filling || !filling->entry().is_complete() || !filling->entry().make_durable()) {
     const std::string why = trouble();
     throw Error(Errc::io,
                 name_ + ": only " + std::to_string(present_nbytes()) + " of " +

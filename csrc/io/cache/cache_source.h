@@ -2,9 +2,9 @@
 // not comes from the network and is kept on its way.
 //
 // Blocks that are missing are fetched whole, by one reader at a time: a thread, or another process,
-// that wants the same ones waits for them. Keeping never delays and never fails a load: where the
-// disk is slower than the network, full, or broken, blocks are left out. What is read is never
-// hashed here. Safe from many threads; a forked child goes on with locks of its own.
+// that wants the same ones waits for them. Keeping never delays and never fails a load
+// (CacheFilling). What is read is never hashed here. Safe from many threads; a forked child goes on
+// with locks of its own.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "core/sync.h"
-#include "io/cache/cache_folder.h"
+#include "io/cache/cache_filling.h"
 #include "io/local/file_source.h"
 #include "io/range_source.h"
 
@@ -61,40 +61,37 @@ class CacheSource final : public RangeSource {
   uint64_t present_nbytes() const;
   bool is_present(uint64_t offset, uint64_t nbytes) const;
   uint64_t cached_nbytes_read() const noexcept { return from_disk_.load(); }
-  uint64_t stored_nbytes() const noexcept { return stored_.load(); }
-  uint64_t left_out_nbytes() const noexcept { return left_out_.load(); }
+  // What was handed over to be stored, or not; all of it once nothing waits to be written.
+  uint64_t stored_nbytes() const;
+  uint64_t left_out_nbytes() const;
   // Why nothing more is kept; empty while it is.
   std::string trouble() const;
 
  private:
   struct Request;
-  class Claimed;
 
   CacheSource(std::shared_ptr<CacheFolder> folder, CacheKey key,
               std::shared_ptr<RangeSource> network, std::string name);
-  void use(std::shared_ptr<CacheEntry> entry);
-  // nullptr: there is none any more.
-  std::shared_ptr<CacheEntry> entry() const;
+  void use(std::shared_ptr<CacheEntry> entry, uint64_t room_nbytes);
+  // nullptr: there is no entry any more.
+  std::shared_ptr<CacheFilling> filling() const;
   void store_head();
   void read_in_order(const Request& request, const std::stop_token& stop);
   // Reads what of `run` can be read without waiting for others; what is left goes to `left`. True
   // where a thread of this process fetches some of that.
-  bool read_run(const std::shared_ptr<CacheEntry>& entry, const Request& request, BlockRun run,
+  bool read_run(const std::shared_ptr<CacheFilling>& filling, const Request& request, BlockRun run,
                 bool is_late, std::vector<BlockRun>& left, const std::stop_token& stop);
   // False: the disk does not give it.
-  bool read_present(const Request& request, BlockRun run, const std::stop_token& stop);
-  void fetch(CacheEntry& entry, const Request& request, BlockRun run, const std::stop_token& stop);
-  void read_network(const Request& request, BlockRun run, const std::stop_token& stop);
-  // Keeps the bytes of whole blocks.
-  void store(const std::shared_ptr<CacheEntry>& entry, BlockRun run, std::span<const Slice> slices,
+  bool read_present(CacheFilling& filling, const Request& request, BlockRun run,
+                    const std::stop_token& stop);
+  void fetch(CacheFilling& filling, const Request& request, BlockRun run, CacheEntry::Claim claim,
              const std::stop_token& stop);
-  bool may_store(uint64_t nbytes);
-  // Whether the disk has kept readers waiting for more than what nobody notices.
-  bool disk_is_slow() const noexcept;
-  void read_through(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop);
-  void stop_storing(const std::string& why) noexcept;
-  bool is_storing() const noexcept { return storing_.load(std::memory_order_relaxed); }
-  void absorb(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop);
+  void read_network(const Request& request, BlockRun run, const std::stop_token& stop);
+  // Keeps the bytes of whole blocks that this object has fetched.
+  void store(CacheFilling& filling, BlockRun run, std::span<const Slice> bytes,
+             CacheEntry::Claim claim, const std::stop_token& stop);
+  void absorb(CacheFilling& filling, uint64_t offset, std::span<const Slice> slices,
+              const std::stop_token& stop);
 
   const std::shared_ptr<CacheFolder> folder_;
   const CacheKey key_;
@@ -103,20 +100,12 @@ class CacheSource final : public RangeSource {
   bool was_complete_ = false;
   bool patient_ = false;
 
-  std::atomic<bool> storing_{true};
-  std::atomic<uint64_t> from_disk_{0};  // what this object has fetched itself left out
-  std::atomic<uint64_t> stored_{0};
-  std::atomic<uint64_t> left_out_{0};
-  // Of all readers together: what the network took, and what the disk added to it.
-  std::atomic<int64_t> network_nanoseconds_{0};
-  std::atomic<int64_t> disk_nanoseconds_{0};
+  std::atomic<uint64_t> from_disk_{0};         // what this object has fetched itself left out
   std::vector<std::atomic<uint8_t>> fetched_;  // one bit per block: by this object
   mutable Mutex mutex_;
-  mutable std::shared_ptr<CacheEntry> entry_ GUARDED_BY(mutex_);
+  mutable std::shared_ptr<CacheFilling> filling_ GUARDED_BY(mutex_);
+  bool is_lost_ GUARDED_BY(mutex_) = false;  // the entry was removed, or this is closed
   std::shared_ptr<FileSource> disk_ GUARDED_BY(mutex_);
-  std::string trouble_ GUARDED_BY(mutex_);
-  Mutex room_mutex_;
-  uint64_t room_nbytes_ GUARDED_BY(room_mutex_) = 0;  // that may be stored before the next look
   // Of a network source that is read in one pass: the beginning of a block that is not whole yet.
   Mutex carry_mutex_;
   uint64_t carry_at_ GUARDED_BY(carry_mutex_) = 0;

@@ -55,6 +55,17 @@ int FileCalls::truncate(int fd, uint64_t nbytes) {
   return ftruncate(fd, static_cast<off_t>(nbytes));
 }
 
+void FileCalls::push(int fd, uint64_t offset, uint64_t nbytes) noexcept {
+#if defined(SYNC_FILE_RANGE_WRITE)
+  sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes),
+                  SYNC_FILE_RANGE_WRITE);
+#else
+  (void)fd;
+  (void)offset;
+  (void)nbytes;
+#endif
+}
+
 int FileCalls::sync(int fd) { return fsync(fd); }
 
 int FileCalls::sync_data(int fd) { return fdatasync(fd); }

@@ -30,6 +30,8 @@ class FileCalls {
   virtual int reserve(int fd, bool keep_size, uint64_t offset, uint64_t nbytes);
   virtual int truncate(int fd, uint64_t nbytes);
 
+  // Content sets out for the disk, and stays in the page cache. A hint: a sync says what failed.
+  virtual void push(int fd, uint64_t offset, uint64_t nbytes) noexcept;
   // All of the file is on the disk on return; its content and what is needed to find it.
   virtual int sync(int fd);
   virtual int sync_data(int fd);

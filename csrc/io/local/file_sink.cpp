@@ -167,15 +167,7 @@ void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
 // Content that has to reach the disk sets out at once, so that the disk works while the next
 // tensors are hashed, and the final fsync finds little left to do. It stays in the page cache.
 void FileSink::begin_writeback(uint64_t offset, uint64_t nbytes) const noexcept {
-#if defined(SYNC_FILE_RANGE_WRITE)
-  if (!is_synced() || nbytes < kWritebackNbytes) return;
-  // Only a hint: failures of the disk are reported by fsync.
-  sync_file_range(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(nbytes),
-                  SYNC_FILE_RANGE_WRITE);
-#else
-  (void)offset;
-  (void)nbytes;
-#endif
+  if (is_synced() && nbytes >= kWritebackNbytes) options_.calls->push(fd_.get(), offset, nbytes);
 }
 
 void FileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) {

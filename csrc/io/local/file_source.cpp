@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,30 +16,13 @@
 #include "core/error.h"
 #include "core/threads.h"
 #include "io/local/file_calls.h"
+#include "io/local/file_system.h"
 
 namespace tensorizer::io {
 namespace {
 
 constexpr unsigned kColdReaders = 8;           // requests in flight that a disk wants to see
 constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
-
-// Values of statfs.f_type, from the kernel's linux/magic.h and the file systems' own headers.
-constexpr std::array<uint32_t, 14> kNetworkFileSystems{
-    0x00006969,  // NFS
-    0x0000517B,  // SMB
-    0xFF534D42,  // CIFS
-    0xFE534D42,  // SMB 2 and 3
-    0x65735546,  // FUSE
-    0x00C36400,  // Ceph
-    0x0BD00BD0,  // Lustre
-    0x01021997,  // 9P
-    0x6A656A63,  // virtiofs, where it has a number of its own
-    0x5346414F,  // AFS
-    0x47504653,  // GPFS
-    0x19830326,  // BeeGFS
-    0x7461636F,  // OCFS2
-    0x01161970,  // GFS2
-};
 
 // Whether a byte is there without waiting for a disk. nullopt: the file system does not say, as
 // overlayfs (containers) and tmpfs do not.
@@ -163,11 +145,7 @@ std::optional<SourceChange> FileSource::change() const {
 }
 
 bool FileSource::on_network_file_system() const {
-  struct statfs found{};
-  if (fstatfs(handle()->fd.get(), &found) != 0) return true;  // nothing is known in its favour
-  const auto type = static_cast<uint32_t>(found.f_type);
-  return std::find(kNetworkFileSystems.begin(), kNetworkFileSystems.end(), type) !=
-         kNetworkFileSystems.end();
+  return network_file_system(handle()->fd.get()) != nullptr;
 }
 
 std::shared_ptr<FileMapping> FileSource::map() const {

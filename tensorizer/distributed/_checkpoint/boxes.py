@@ -12,7 +12,7 @@ import torch
 from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import HashType
-from tensorizer._io.access import Access, Trust
+from tensorizer._io.access import NOBODY, Access, Trust
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.open_file import OpenFile, file_of
 from tensorizer._load.parts import PartReader, WantedPart
@@ -77,10 +77,9 @@ class CheckpointFiles:
         verify: bool = False,
         encryption: Optional[DecryptionParams] = None,
         max_workers: int = 0,
-        require_authenticated: bool = False,
+        trust: Trust = NOBODY,
     ) -> None:
         self._folder, self._verify = folder, verify
-        trust = Trust(required=require_authenticated)
         self._access = Access(encryption, num_readers=max_workers or None, trust=trust)
         self._open: dict[SavedFile, OpenFile] = {}
         self._closing = contextlib.ExitStack()

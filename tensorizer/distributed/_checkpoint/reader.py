@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tensorizer._crypto.keys import check_decryption
-from tensorizer._load.authenticity import Trust
+from tensorizer._io.access import Trust
 from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._boxes import check_cover
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
@@ -24,6 +24,7 @@ from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marke
 from tensorizer.distributed._checkpoint.placements import check_described
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError
+from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["TensorizerReader"]
 
@@ -50,6 +51,9 @@ class TensorizerReader(Located, StorageReader):
             files are held against it.
         threads: Upper bound for reading threads; ``None`` uses as many as are useful.
         stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
+        public_key: Who has to have signed every file of tensors (``tensorizer sign``), as for
+            :class:`tensorizer.TensorDeserializer`; boxes are compared with their digests then. The marker, which says
+            what lies where, is no part of that: a key vouches for it, where the checkpoint is encrypted.
         require_authenticated: Refuses checkpoints that the key does not vouch for; ``None`` is what
             ``TENSORIZER_REQUIRE_AUTHENTICATED`` says.
 
@@ -72,15 +76,16 @@ class TensorizerReader(Located, StorageReader):
         encryption: DecryptionArgument = None,
         threads: Optional[int] = None,
         stream_options: Optional[Mapping[str, Any]] = None,
+        public_key: PublicKeyArgument = None,
         require_authenticated: Optional[bool] = None,
     ) -> None:
         Located.__init__(self, path, stream_options)
         if not callable(encryption):
             check_decryption(encryption)
         self._encryption = encryption
-        self._required = Trust.of(None, None, require_authenticated).required
+        self._trust = Trust.of(public_key, None, require_authenticated)
         self._max_workers = thread_limit("threads", threads)
-        self._verify = verify_hash
+        self._verify = verify_hash or bool(self._trust.public_keys)
         self._allow_pickle = allow_pickle
         self._load_id = str(uuid.uuid4())
         self._metadata: Optional[Metadata] = None
@@ -106,7 +111,7 @@ class TensorizerReader(Located, StorageReader):
         name = marker_name(kwargs.get("rank"))
         content = folder.read(name)
         self.total_bytes_read += len(content)
-        found = unpack_marker(content, folder.join(name), self._params(), self._required).metadata
+        found = unpack_marker(content, folder.join(name), self._params(), self._trust.required).metadata
         if kwargs.get("rank") is None:  # the marker of one rank alone names its own boxes
             _check_boxes(found)
         _note_load(found, self._path, self._load_id)
@@ -140,7 +145,7 @@ class TensorizerReader(Located, StorageReader):
             verify=self._verify,
             encryption=self._params(),
             max_workers=self._max_workers,
-            require_authenticated=self._required,
+            trust=self._trust,
         )
         try:
             with files:

@@ -363,12 +363,13 @@ class _CachedRepo(ModelFolder):
         return self._listing
 
     def _weight(self, name: str) -> Any:
-        self._fetch([name])
+        self._fetch([name, f"{name}.sig"])  # a signature is looked for beside the weights
         if name.endswith(".json"):  # an index, and all of its shards have to be there
             shards = json.loads((self._folder / name).read_bytes()).get("weight_map")
             below = name.rpartition("/")[0]
             files = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
-            self._fetch([f"{below}/{file}" if below else file for file in files])
+            files = [f"{below}/{file}" if below else file for file in files]
+            self._fetch([*files, *(f"{file}.sig" for file in files)])
         return str(self._folder / name)
 
 

@@ -106,8 +106,6 @@ def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weight
         for name in _names(stem, extension, options.variant):
             if folder.has(name):
                 _refuse_two_forms(folder, name, extension)
-                if options.public_key is not None and folder.has(f"{name}.sig"):
-                    folder.weight(f"{name}.sig")  # beside the weights, where a cache holds what was asked for alone
                 return Weights(folder.weight(name), False, folder, options)
             tried.append(name)
     for name in _names(_PICKLED_STEMS.get(stem, stem), "bin", options.variant):

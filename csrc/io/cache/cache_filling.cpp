@@ -1,0 +1,130 @@
+#include "io/cache/cache_filling.h"
+
+#include <algorithm>
+#include <system_error>
+
+#include "core/error.h"
+#include "io/cache/cache_disk.h"
+
+namespace tensorizer::io {
+
+void CacheFilling::add(BlockRun run, std::span<const Slice> bytes, CacheEntry::Claim claim,
+                       bool patient, const std::stop_token& stop) {
+  if (!is_open()) return;
+  const uint64_t nbytes = total_nbytes(bytes);
+  CacheDisk& disk = CacheDisk::instance();
+  if (!disk.reserve(nbytes, patient, stop)) {
+    left_out_ += nbytes;
+    return;
+  }
+  std::shared_ptr<Waiting> waiting;
+  try {
+    waiting = std::make_shared<Waiting>(
+        Waiting{run, allocate_pages(static_cast<size_t>(nbytes)), nbytes, std::move(claim)});
+    uint64_t done = 0;
+    for (const Slice& slice : bytes) {
+      std::ranges::copy(slice, waiting->bytes.get() + done);
+      done += slice.size();
+    }
+    {
+      MutexLock lock(mutex_);
+      waiting_[run.end - 1] = waiting;
+    }
+    stored_ += nbytes;
+    disk.write([self = shared_from_this(), waiting] { self->write(*waiting); });
+    entry_->wake();                  // who waits for these blocks in this process finds them here
+  } catch (const std::exception&) {  // no memory, or no thread
+    if (waiting) write(*waiting);
+    if (!waiting) disk.give_back(nbytes);
+  }
+}
+
+std::shared_ptr<const CacheFilling::Waiting> CacheFilling::waiting_at(uint64_t block) {
+  MutexLock lock(mutex_);
+  const auto found = waiting_.lower_bound(block);
+  return found != waiting_.end() && found->second->run.begin <= block ? found->second : nullptr;
+}
+
+void CacheFilling::write(Waiting& waiting) noexcept {
+  uint64_t end = waiting.run.begin;
+  try {
+    if (is_open() && has_room(waiting.nbytes)) {
+      if (const int error = entry_->write(waiting.run, waiting.all(), end); error != 0)
+        stop(std::generic_category().message(error));
+    }
+  } catch (const std::exception& error) {
+    stop(error.what());
+  }
+  if (end != waiting.run.end) {
+    const uint64_t lost =
+        waiting.nbytes - std::min(waiting.nbytes, (end - waiting.run.begin) * kCacheBlockNbytes);
+    stored_ -= lost;
+    left_out_ += lost;
+  }
+  const CacheEntry::Claim ends = std::move(waiting.claim);
+  {
+    MutexLock lock(mutex_);
+    const auto found = waiting_.find(waiting.run.end - 1);
+    if (found != waiting_.end() && found->second.get() == &waiting) waiting_.erase(found);
+  }
+  written_.notify_all();
+  CacheDisk::instance().give_back(waiting.nbytes);
+}
+
+bool CacheFilling::has_room(uint64_t nbytes) {
+  if (room_nbytes_ < nbytes) {
+    const uint64_t missing = entry_->nbytes() - entry_->present_nbytes();
+    const uint64_t step = std::max(nbytes, std::min(kStepNbytes, missing));
+    if (!folder_->make_room(step, limits_)) {
+      stop("the cache has no room within its limits", false);
+      return false;
+    }
+    room_nbytes_ = step;
+  }
+  room_nbytes_ -= nbytes;
+  return true;
+}
+
+void CacheFilling::stop(const std::string& why, bool is_trouble) noexcept {
+  if (!open_.exchange(false)) return;
+  try {
+    {
+      MutexLock lock(mutex_);
+      trouble_ = why;
+    }
+    if (is_trouble) CacheDisk::instance().note({folder_->path(), why});
+  } catch (const std::bad_alloc&) {  // the storing has ended all the same
+  }
+}
+
+std::string CacheFilling::trouble() const {
+  MutexLock lock(mutex_);
+  return trouble_;
+}
+
+bool CacheFilling::finish(const std::stop_token& stop) {
+  MutexLock lock(mutex_);
+  return written_.wait(mutex_, stop, [&]() REQUIRES_LOCK(mutex_) { return waiting_.empty(); });
+}
+
+void CacheFilling::rest() noexcept {
+  entry_->leave();
+  {
+    MutexLock lock(mutex_);
+    if (waiting_.empty()) return settle();
+  }
+  try {
+    CacheDisk::instance().write([self = shared_from_this()] { self->settle(); });
+  } catch (const std::exception&) {  // another one who opens the entry does it
+  }
+}
+
+void CacheFilling::settle() noexcept {
+  try {
+    if (entry_->take_unsynced())
+      CacheDisk::instance().sync([entry = entry_] { entry->make_durable(); });
+  } catch (const std::exception&) {  // as above
+  }
+}
+
+}  // namespace tensorizer::io

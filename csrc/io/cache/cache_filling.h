@@ -1,0 +1,82 @@
+// What one source adds to an entry. Bytes that come from the network are copied, and written by a
+// thread of the process (CacheDisk), so that no load waits for the disk; where it is slower than
+// the network, blocks are left out. Until they are written, readers find them here.
+//
+// Trouble of the disk ends the storing and is noted, and nothing else. Safe from many threads.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "core/pages.h"
+#include "core/sync.h"
+#include "io/cache/cache_folder.h"
+#include "io/slices.h"
+
+namespace tensorizer::io {
+
+class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
+ public:
+  static constexpr uint64_t kStepNbytes = uint64_t{256} << 20;  // between two looks at the limits
+
+  // There is room for `room_nbytes` within the limits.
+  CacheFilling(std::shared_ptr<CacheFolder> folder, std::shared_ptr<CacheEntry> entry,
+               CacheLimits limits, uint64_t room_nbytes)
+      : folder_(std::move(folder)),
+        entry_(std::move(entry)),
+        limits_(limits),
+        room_nbytes_(room_nbytes) {}
+
+  CacheEntry& entry() const noexcept { return *entry_; }
+
+  // Keeps the bytes of whole blocks, or leaves them out. `claim` ends when they are written.
+  // `patient` waits where too many do. Throws Error(cancelled).
+  void add(BlockRun run, std::span<const Slice> bytes, CacheEntry::Claim claim, bool patient,
+           const std::stop_token& stop);
+  // The blocks that wait to be written and that `block` is one of; nullptr: it does not wait.
+  struct Waiting;
+  std::shared_ptr<const Waiting> waiting_at(uint64_t block);
+
+  // Nothing more is stored. Noted for the log unless it is what the limits are for.
+  void stop(const std::string& why, bool is_trouble = true) noexcept;
+  bool is_open() const noexcept { return open_.load(std::memory_order_relaxed); }
+  // Why nothing more is stored; empty while it is.
+  std::string trouble() const;
+  uint64_t stored_nbytes() const noexcept { return stored_.load(); }
+  uint64_t left_out_nbytes() const noexcept { return left_out_.load(); }
+
+  // Until all that was added is written. False: a stop.
+  bool finish(const std::stop_token& stop);
+  // The source does not use the entry any more: it is synced when all of it is written.
+  void rest() noexcept;
+
+ private:
+  void write(Waiting& waiting) noexcept;
+  bool has_room(uint64_t nbytes);
+  void settle() noexcept;
+
+  const std::shared_ptr<CacheFolder> folder_;
+  const std::shared_ptr<CacheEntry> entry_;
+  const CacheLimits limits_;
+  std::atomic<bool> open_{true};
+  std::atomic<uint64_t> stored_{0};
+  std::atomic<uint64_t> left_out_{0};
+  mutable Mutex mutex_;
+  CondVar written_;
+  std::map<uint64_t, std::shared_ptr<Waiting>> waiting_ GUARDED_BY(mutex_);  // by its last block
+  std::string trouble_ GUARDED_BY(mutex_);
+  uint64_t room_nbytes_;  // that may be stored before the next look; of the thread that writes
+};
+
+struct CacheFilling::Waiting {
+  BlockRun run;
+  Pages bytes;
+  uint64_t nbytes;
+  CacheEntry::Claim claim;
+
+  ConstSlice all() const noexcept { return {bytes.get(), static_cast<size_t>(nbytes)}; }
+};
+
+}  // namespace tensorizer::io

@@ -1,0 +1,10 @@
+// On what a file lies.
+#pragma once
+
+namespace tensorizer::io {
+
+// The name of a file system that other machines, or a program (FUSE), write to as well; nullptr: it
+// is of this machine, or of a kind that nobody knows. Where nothing can be learned it is "unknown".
+const char* network_file_system(int fd) noexcept;
+
+}  // namespace tensorizer::io

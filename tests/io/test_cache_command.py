@@ -1,0 +1,142 @@
+"""The cache of the node: the command line and the module."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import cache_tools
+import torch
+from cache_tools import BLOCK, MIB, entries, load, load_one, same, sent, tensors, write
+from places import EXAMPLES
+from servers.http_faults import FaultyServer
+
+from tensorizer import EncryptionParams, TensorDeserializer
+from tensorizer.stream_io import CacheOptions, open_stream
+
+environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
+
+
+def command(*arguments, status=0, capsys=None):
+    from tensorizer.cli.main import main
+
+    assert main(["cache", *map(str, arguments)]) == status
+    out = capsys.readouterr().out
+    return json.loads(out) if "--json" in arguments else out
+
+
+def test_the_command_lists_adds_verifies_and_prunes(site, folder, capsys, monkeypatch):
+    wanted = write(site.root / "a.tensors", tensors())
+    write(site.root / "b.tensors", tensors(4 * MIB, seed=1))
+    assert command("ls", "--cache", folder, "--json", capsys=capsys)["count"] == 0
+    command("add", f"{site.url}/a.tensors", f"{site.url}/b.tensors", "--cache", folder, capsys=capsys)
+    listed = command("ls", "--cache", folder, "--json", capsys=capsys)
+    assert [entry["state"] for entry in listed["entries"]] == ["complete", "complete"]
+    assert all(entry["location"].startswith(site.url) for entry in listed["entries"])
+    assert listed["cached"] == sum((site.root / name).stat().st_size for name in ("a.tensors", "b.tensors"))
+    assert "2 entries" in command("ls", "--cache", folder, capsys=capsys)
+    assert same(load(f"{site.url}/a.tensors", CacheOptions(folder, offline=True))[0], wanted)
+    monkeypatch.setenv("TENSORIZER_CACHE", str(folder))
+    checked = command("verify", "--json", capsys=capsys)
+    assert [entry["checked"] for entry in checked["entries"]] == [6, 6]
+    with TensorDeserializer(f"{site.url}/a.tensors", device="cpu", lazy_load=True):
+        assert {e["state"] for e in command("ls", "--json", capsys=capsys)["entries"]} == {"in use", "complete"}
+        pruned = command("prune", "--all", "--json", "--dry-run", capsys=capsys)
+        assert [len(pruned["removed"]), len(pruned["skipped"])] == [1, 1]
+        pruned = command("prune", "--all", "--json", capsys=capsys)
+        assert [entry["location"] for entry in pruned["skipped"]] == [f"{site.url}/a.tensors"]
+    assert len(entries(folder)) == 1
+    command("prune", "--location", "*/nothing", capsys=capsys)
+    command("prune", "--older-than", "1", capsys=capsys)
+    assert len(entries(folder)) == 1
+    command("prune", "--max-size", "1MB", capsys=capsys)
+    assert entries(folder) == []
+
+
+def test_pruning_by_default_removes_old_versions_and_left_overs(site, folder, capsys):
+    write(site.root / "a.tensors", tensors())
+    load(f"{site.url}/a.tensors", folder)
+    write(site.root / "a.tensors", tensors(4 * MIB))
+    load(f"{site.url}/a.tensors", folder)
+    user = entries(folder)[0].parents[1]
+    for name in (".new-0123456789abcdef", ".del-0123456789abcdef", ".new-0000000000000000", "other"):
+        (user / name).mkdir()
+        (user / name / "data").write_bytes(b"x")
+    for name in (".new-0123456789abcdef", ".del-0123456789abcdef", "other"):
+        os.utime(user / name, (time.time() - 4000,) * 2)
+    command("prune", "--cache", folder, capsys=capsys)
+    assert len(entries(folder)) == 1
+    kept = {path.name for path in user.iterdir() if len(path.name) != 32}
+    assert kept == {".new-0000000000000000", "other", "lock"}
+
+
+def test_verifying_removes_what_is_damaged_and_takes_parts_for_what_they_are(site, folder, capsys):
+    content = tensors(48 * MIB)
+    write(site.root / "a.tensors", content)
+    write(site.root / "b.tensors", tensors())
+    write(site.root / "c.tensors", tensors(), encryption=EncryptionParams(b"k" * 32))
+    assert torch.equal(load_one(f"{site.url}/a.tensors", "t2", folder), content["t2"])
+    load(f"{site.url}/b.tensors", folder)
+    (damaged,) = [p for p in entries(folder) if "b.tensors" in (p / "about.json").read_text()]
+    with open_stream(f"{site.url}/c.tensors", cache=folder) as stream:
+        stream.read()
+    with (damaged / "data").open("r+b") as data:
+        data.seek(9 * MIB)
+        data.write(b"\0" * 100)
+    found = command("verify", "--cache", folder, "--json", status=1, capsys=capsys)
+    by_name = {entry["location"][-9:]: entry for entry in found["entries"]}
+    assert by_name["a.tensors"]["problem"] is None
+    assert by_name["a.tensors"]["checked"] == 1
+    assert by_name["b.tensors"]["problem"]
+    assert by_name["c.tensors"]["problem"] is None
+    assert damaged not in entries(folder)
+    assert len(entries(folder)) == 2
+    command("verify", "--cache", folder, capsys=capsys)
+
+
+def test_adding_completes_what_is_partial_and_says_what_cannot_be_stored(site, folder, capsys, tmp_path):
+    content = tensors(48 * MIB)
+    write(site.root / "a.tensors", content)
+    size = (site.root / "a.tensors").stat().st_size
+    uri = f"{site.url}/a.tensors"
+    assert torch.equal(load_one(uri, "t2", folder), content["t2"])
+    command("add", uri, "--cache", folder, capsys=capsys)
+    assert sent(site.requests()) <= size + BLOCK
+    nbytes = (entries(folder)[0] / "map").read_bytes()[64:]
+    assert nbytes[: len(nbytes) // 2] == nbytes[len(nbytes) // 2 :], "all of it is durable"
+    command("add", f"{site.url}/nothing", "--cache", folder, status=3, capsys=capsys)
+    with FaultyServer(b"x" * 1000, etag=None) as server:
+        command("add", server.url, "--cache", folder, status=3, capsys=capsys)
+
+
+def test_the_example_fills_a_cache_and_loads_offline(site, folder):
+    write(site.root / "a.tensors", tensors())
+    example = EXAMPLES / "node_cache.py"
+    for step in ("fill", "load"):
+        site.requests()
+        command = [sys.executable, str(example), step, str(folder), f"{site.url}/a.tensors"]
+        out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert re.search(r"6 tensors, 12,\d+,\d+ bytes from the cache", out)
+    assert site.requests() == []
+
+
+def test_without_a_folder_the_command_is_used_wrongly(capsys):
+    command("ls", status=2, capsys=capsys)
+
+
+def test_a_thousand_entries_are_listed_by_one_scan(folder):
+    from tensorizer import _C
+
+    folder.mkdir()
+    cache = _C.CacheFolder(str(folder), True)
+    user = folder / "tensorizer-1" / str(os.geteuid())
+    for i in range(1000):
+        place = user / f"{i:032x}" / ("0" * 32)
+        place.mkdir(parents=True, mode=0o700)
+        for name in ("data", "map", "about.json"):
+            (place / name).write_bytes(b"")
+    assert len(cache.scan()) == 1000

@@ -1,0 +1,152 @@
+"""The cache of the node: what is on the disk, and what is believed of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import cache_tools
+import pytest
+from cache_tools import MIB, entries, load, result, same, start, tensors, write
+
+from tensorizer import DecryptionParams, EncryptionParams
+from tensorizer.errors import HashMismatchError
+
+environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
+
+
+def test_folders_and_files_are_the_users_alone_whatever_the_umask(site, folder):
+    write(site.root / "m.tensors", tensors())
+    before = os.umask(0)
+    try:
+        load(f"{site.url}/m.tensors", folder)
+    finally:
+        os.umask(before)
+    for path in [folder, *folder.rglob("*")]:
+        found = path.stat()
+        assert found.st_mode & 0o7777 == (0o700 if path.is_dir() else 0o600), path
+        assert found.st_uid == os.geteuid()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_folder_that_others_can_write_to_turns_the_cache_off(depth, site, folder, caplog):
+    wanted = write(site.root / "m.tensors", tensors())
+    load(f"{site.url}/m.tensors", folder)
+    place = [entries(folder)[0], *entries(folder)[0].parents][4 - depth]
+    place.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        found, file = load(f"{site.url}/m.tensors", folder)
+        load(f"{site.url}/m.tensors", folder)
+    assert same(found, wanted)
+    assert file.cached_bytes_read == 0
+    assert len([record for record in caplog.records if "can be written by others" in record.message]) == 1
+
+
+def test_a_link_in_place_of_a_folder_turns_the_cache_off(site, folder, tmp_path, caplog):
+    wanted = write(site.root / "m.tensors", tensors())
+    (tmp_path / "elsewhere").mkdir()
+    folder.mkdir()
+    (folder / "tensorizer-1").symlink_to(tmp_path / "elsewhere")
+    with caplog.at_level(logging.WARNING):
+        assert same(load(f"{site.url}/m.tensors", folder)[0], wanted)
+    assert "symbolic link" in caplog.text
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_encrypted_files_are_kept_as_they_came(site, folder):
+    wanted = write(site.root / "m.tensors", tensors(), encryption=EncryptionParams(b"k" * 32))
+    key = DecryptionParams.from_key(b"k" * 32)
+    for _ in range(2):
+        found, file = load(f"{site.url}/m.tensors", folder, encryption=key)
+        assert same(found, wanted)
+    assert file.cached_bytes_read >= 12 * MIB
+    data = (entries(folder)[0] / "data").read_bytes()
+    assert data == (site.root / "m.tensors").read_bytes()
+    for tensor in wanted.values():
+        assert tensor.numpy().tobytes()[:64] not in data
+
+
+def test_no_secret_of_a_url_is_kept_and_signatures_share_an_entry(site, folder):
+    write(site.root / "m.tensors", tensors())
+    host = site.url.partition("://")[2]
+    for signature in ("hushhush1", "hushhush2"):
+        uri = f"http://someone:hushpass@{host}/m.tensors?X-Amz-Signature={signature}&token=hushtoken"
+        load(uri, folder)
+    assert len(entries(folder)) == 1
+    for path in folder.rglob("*"):
+        assert "hush" not in path.name
+        if path.is_file():
+            assert b"hush" not in path.read_bytes()
+
+
+def test_locations_leave_out_what_is_no_part_of_an_object():
+    from tensorizer._io.cache import http_location
+
+    assert http_location("HTTPS://u:p@Host.Example:443/A%20b?x=1&X-AMZ-Date=2&SIG=3&y=#f") == (
+        "https://host.example/A%20b?x=1&y="
+    )
+    assert http_location("http://h:8080") == "http://h:8080/"
+
+
+def test_damaged_bytes_are_an_error_once(site, folder):
+    wanted = write(site.root / "m.tensors", tensors())
+    load(f"{site.url}/m.tensors", folder)
+    data = entries(folder)[0] / "data"
+    with data.open("r+b") as file:
+        file.seek(9 * MIB)
+        byte = file.read(1)
+        file.seek(9 * MIB)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(HashMismatchError, match=r"the cached copy was removed; try again$"):
+        load(f"{site.url}/m.tensors", folder, verify_hash=True)
+    assert entries(folder) == []
+    assert same(load(f"{site.url}/m.tensors", folder, verify_hash=True)[0], wanted)
+
+
+def test_a_damaged_index_is_an_error_once(site, folder):
+    wanted = write(site.root / "m.tensors", tensors())
+    load(f"{site.url}/m.tensors", folder)
+    with (entries(folder)[0] / "data").open("r+b") as file:
+        file.write(b"\0" * 4096)
+    with pytest.raises(ValueError, match=r"the cached copy was removed; try again$"):
+        load(f"{site.url}/m.tensors", folder)
+    assert same(load(f"{site.url}/m.tensors", folder)[0], wanted)
+
+
+@pytest.mark.parametrize("name", ["map", "data", "about.json"])
+@pytest.mark.parametrize("how", ["cut", "gone", "zeros"])
+def test_damaged_files_of_the_cache_are_a_miss(name, how, site, folder):
+    wanted = write(site.root / "m.tensors", tensors())
+    load(f"{site.url}/m.tensors", folder)
+    path = entries(folder)[0] / name
+    if how == "cut":
+        os.truncate(path, 30)
+    elif how == "gone":
+        path.unlink()
+    elif name != "data":
+        path.write_bytes(b"\0" * path.stat().st_size)
+    site.requests()
+    found, file = load(f"{site.url}/m.tensors", folder)
+    assert same(found, wanted)
+    if (name, how) != ("data", "zeros"):
+        assert file.cached_bytes_read == 0
+    assert same(load(f"{site.url}/m.tensors", folder)[0], wanted)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_after_a_crash_of_the_machine_only_durable_blocks_count(durable, site, folder):
+    wanted = write(site.root / "m.tensors", tensors())
+    result(start(f"{site.url}/m.tensors", folder))  # a process that has ended notes nothing any more
+    entry = entries(folder)[0]
+    with (entry / "map").open("r+b") as file:
+        half = ((entry / "map").stat().st_size - 64) // 2
+        file.seek(24)
+        file.write(b"another boot")
+        file.seek(64)
+        present = file.read(half)
+        file.write(present if durable else b"\0" * half)
+    found, file = load(f"{site.url}/m.tensors", folder)
+    assert same(found, wanted)
+    assert (file.cached_bytes_read >= 12 * MIB) is durable
+    assert durable or file.cached_bytes_read == 0
+    assert load(f"{site.url}/m.tensors", folder)[1].cached_bytes_read >= 12 * MIB

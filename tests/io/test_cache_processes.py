@@ -1,0 +1,89 @@
+"""The cache of the node: several processes, some of which are killed."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import cache_tools
+from cache_tools import MIB, digest_of, entries, load, needs_nginx, result, same, sent, serving, start, tensors, write
+
+environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
+
+
+@needs_nginx
+def test_four_processes_that_start_together_share_what_they_read(tmp_path, folder):
+    with serving(tmp_path, "limit_rate 8m;") as site:
+        wanted = write(site.root / "m.tensors", tensors(36 * MIB))
+        size = (site.root / "m.tensors").stat().st_size
+        processes = [start(f"{site.url}/m.tensors", folder) for _ in range(4)]
+        assert {result(process)[0] for process in processes} == {digest_of(wanted)}
+        assert sent(site.requests()) <= 1.25 * size
+
+
+@needs_nginx
+def test_who_waits_for_a_process_that_is_killed_goes_on_itself(tmp_path, folder):
+    with serving(tmp_path, "limit_rate 1m;") as site:
+        wanted = write(site.root / "m.tensors", tensors(144 * MIB))
+        first = start(f"{site.url}/m.tensors", folder)
+        while not entries(folder) or not any((entries(folder)[0] / "map").read_bytes()[66:]):
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.02)
+        second = start(f"{site.url}/m.tensors", folder)
+        assert second.stdout is not None
+        second.stdout.readline()
+        time.sleep(0.5)
+        first.send_signal(signal.SIGKILL)
+        first.communicate()
+        killed = time.monotonic()
+        digest, _, ended = result(second)
+        assert digest == digest_of(wanted)
+        transfer = 144 / (8 * 1)  # connections, and MiB/s of each
+        assert float(ended) - killed < 3 + transfer
+        found, file = load(f"{site.url}/m.tensors", folder)
+        assert same(found, wanted)
+        assert file.cached_bytes_read >= 144 * MIB
+
+
+@needs_nginx
+def test_a_process_that_is_killed_at_any_moment_leaves_nothing_wrong(tmp_path, folder):
+    with serving(tmp_path, "limit_rate 20m;") as site:
+        wanted = write(site.root / "m.tensors", tensors(24 * MIB))
+        for round_number in range(6):
+            uri = f"{site.url}/m.tensors?round={round_number}"
+            process = start(uri, folder)
+            while process.poll() is None and len(entries(folder)) <= round_number:
+                time.sleep(0.001)
+            time.sleep(0.012 * round_number)
+            process.kill()
+            process.communicate()
+            found, _ = load(uri, folder, verify_hash=True)
+            assert same(found, wanted)
+
+
+@needs_nginx
+def test_control_c_ends_the_wait_for_another_process(tmp_path, folder):
+    with serving(tmp_path, "limit_rate 100k;") as site:  # a quarter of a minute, or more
+        write(site.root / "m.tensors", tensors(24 * MIB))
+        first = start(f"{site.url}/m.tensors", folder)
+        while not entries(folder):
+            time.sleep(0.02)
+        program = """
+            import sys, time
+            from tensorizer import TensorDeserializer
+            print("ready", flush=True)
+            try:
+                TensorDeserializer(sys.argv[1], device="cpu", stream_options={"cache": sys.argv[2]})
+            except KeyboardInterrupt:
+                print(time.monotonic(), flush=True)
+        """
+        second = start(f"{site.url}/m.tensors", folder, program)
+        assert second.stdout is not None
+        second.stdout.readline()
+        time.sleep(1.0)
+        second.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        (ended,) = result(second)
+        first.kill()
+        first.communicate()
+        assert float(ended) - begin < 5, "it waited for the other process"
