@@ -23,6 +23,7 @@ from tensorizer._load.authenticity import Trust
 from tensorizer._load.container import Container, ReadOptions
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
 from tensorizer._load.device_choice import DeviceArgument, target_device
+from tensorizer._load.direct_io import check_direct_io
 from tensorizer._load.facts import FileFacts, kind_text
 from tensorizer._load.loaded_tensors import LoadedTensors
 from tensorizer._load.mapping import TensorMapping
@@ -82,6 +83,10 @@ class TensorDeserializer(
             A part of a tensor of a file in clear is read and hashed with the whole tensor then (docs/signing.md).
         signature: Where the signature is: a path, a URI or its bytes; ``None``: in the file, else beside it, in the
             file of that name with ``.sig`` behind it.
+        direct_io: How a local file is read: ``"always"`` past the page cache, straight from the disk, where the file
+            system lets it; ``"never"``; or ``"auto"``, past it where the file is not in the cache and so large that it
+            would drive out what is (docs/performance-tuning.md). ``None`` is what ``TENSORIZER_DIRECT_IO`` says, else
+            ``"auto"``. Mappings are of the page cache: ``mmap=None`` makes none where it is ``"always"``.
         require_authenticated: Refuses files that neither their key nor a signature vouches for; ``None`` is what
             ``TENSORIZER_REQUIRE_AUTHENTICATED`` says (``1`` or ``0``), else ``False``.
 
@@ -130,10 +135,12 @@ class TensorDeserializer(
         public_key: PublicKeyArgument = None,
         signature: Optional[Union[str, bytes, os.PathLike[str]]] = None,
         require_authenticated: Optional[bool] = None,
+        direct_io: Optional[str] = None,
     ) -> None:
         self.total_tensor_bytes = 0
         self._device = target_device(device)
         check_decryption(encryption)
+        check_direct_io(direct_io)
         trust = Trust.of(public_key, signature, require_authenticated)
 
         opened = open_files(file_obj, stream_options)
@@ -144,7 +151,9 @@ class TensorDeserializer(
             check_filter(filter_func)
             check_dtype(dtype)
             limit = thread_limit("num_readers", num_readers)
-            options = ReadOptions(self._device, dtype, limit, encryption, mmap, allow_missing_hashes, trust=trust)
+            options = ReadOptions(
+                self._device, dtype, limit, encryption, mmap, allow_missing_hashes, trust=trust, direct_io=direct_io
+            )
             self._open(opened, filter_func, options, verify_hash, progress)
             if not lazy_load:
                 self._loaded.load(self._container.selection)

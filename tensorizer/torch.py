@@ -48,6 +48,7 @@ def load_file(
     public_key: PublicKeyArgument = None,
     signature: Any = None,
     require_authenticated: Optional[bool] = None,
+    direct_io: Optional[str] = None,
 ) -> dict[str, Any]:
     """Loads all tensors of a ``.tensors`` or ``.safetensors`` file; its content tells which.
 
@@ -68,6 +69,7 @@ def load_file(
         public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
         signature: Where the signature is, likewise.
         require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
+        direct_io: Whether a local file is read past the page cache, likewise.
 
     Returns:
         Plain tensors by name, in the order of the file; aliases of one tensor are the same object. Names of tensors of
@@ -97,6 +99,7 @@ def load_file(
         num_readers=num_readers,
         progress=progress,
         stream_options=stream_options,
+        direct_io=direct_io,
     ) as file:
         return plain_tensors(file)
 

@@ -22,6 +22,7 @@ from tensorizer._format.names import Name
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.authenticity import NOBODY, Trust, authenticate
 from tensorizer._load.device_choice import DeviceChooser
+from tensorizer._load.direct_io import DirectIO, check_direct_io
 from tensorizer._load.reader import LoadedBatch, Progress, ReadAhead, TensorReader, converts, known_dtype, stored_dtype
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer.errors import CryptographyError, HashMismatchError
@@ -54,6 +55,7 @@ class ReadOptions(NamedTuple):
     allow_missing_hashes: bool = False
     without_key: bool = False  # opens the index of an encrypted file without one; its tensors are out of reach then
     trust: Trust = NOBODY
+    direct_io: Optional[str] = None
 
 
 class Container:
@@ -132,9 +134,15 @@ class Container:
 
     def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
         """Batches of the entries (ascending) as Parameters on their device, in the wanted dtype."""
-        for batch in self.reader.read(entries, verify, progress):
+        reader = self.reader
+        reader.direct_io.expect(lambda: self.nbytes_of(entries))
+        for batch in reader.read(entries, verify, progress):
             self.note(batch)
             yield batch
+
+    def nbytes_of(self, entries: Sequence[int]) -> int:
+        """Bytes of tensors once they are loaded."""
+        return self.index.total_loaded_nbytes(list(entries))
 
     def read_headers(self, entries: Sequence[int]) -> None:
         """Reads the headers of records whose data another record gave (ascending; those read before are left out)."""
@@ -144,7 +152,9 @@ class Container:
 
     def read_raw(self, entries: Sequence[int], verify: bool) -> list[torch.Tensor]:
         """The entries as plain host tensors of their stored dtype."""
-        batch = self.reader.read_raw(entries, verify)
+        reader = self.reader
+        reader.direct_io.expect(lambda: self.nbytes_of(entries))
+        batch = reader.read_raw(entries, verify)
         self.note(batch)
         return list(batch.tensors)
 
@@ -344,6 +354,8 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
         AuthenticationError: Its index is not what its key or a signature vouches for.
         ValueError: A mapping is wanted of what cannot be mapped.
     """
+    choice = check_direct_io(options.direct_io)
+    direct_io = DirectIO(opened.source, choice)
     index = _open_index(opened, options)
     names: list[Name] = index.names()
     selection: Sequence[int] = range(len(names))
@@ -352,7 +364,8 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
     keys = key_ring(options.encryption) if index.encrypted and options.encryption is not None else None
     authenticate(opened, index, keys, options.trust)
     if options.mmap is None:
-        options = options._replace(mmap=_may_map(opened.source, index, names, selection, options))
+        may_map = choice != "always" and _may_map(opened.source, index, names, selection, options)
+        options = options._replace(mmap=may_map)
     reader = TensorReader(
         opened.source,
         index,
@@ -361,6 +374,7 @@ def open_container(opened: OpenedSource, filter_func: Optional[FilterFuncType], 
         max_workers=options.max_workers,
         keys=keys,
         mapping=_map_source(opened.source) if options.mmap else None,
+        direct_io=direct_io,
         allow_missing_hashes=options.allow_missing_hashes,
     )
     return Container(opened, index, names, selection, reader, options)

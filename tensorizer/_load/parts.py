@@ -103,6 +103,7 @@ class PartReader:
         reader = container.reader
         with no_collections(), ordinary_tensors():
             batch = _C.LoadBatch.of_parts(reader.source, reader.index, entries, indices)
+            reader.direct_io.expect(lambda: _nbytes([batch]))
             batch.plan(keys=reader.keys, max_workers=self._max_workers)
             batch.run()
             return batch.tensors(reader.factory)
@@ -237,15 +238,17 @@ class PartReader:
             batch = _C.LoadBatch.of_parts(
                 reader.source, reader.index, [local for _, local in members], [read.index for read, _ in members]
             )
-            tensors = self._plan(container, batch, members, device, to_places)
-            batches.append((batch, members, tensors, reader))
+            batches.append((batch, members, container, to_places))
+        for _, _, container, _ in batches:
+            container.reader.direct_io.expect(lambda: _nbytes([batch for batch, *_ in batches]))
+        planned = [self._plan(container, batch, members, device, to) for batch, members, container, to in batches]
         if len(batches) == 1:
             batches[0][0].run()
         elif batches:
             _C.run_batches([batch for batch, *_ in batches], _FILES_AT_ONCE)
         found = []
-        for batch, members, tensors, reader in batches:
-            delivered = batch.tensors(reader.factory) if tensors is None else tensors
+        for (batch, members, container, _), tensors in zip(batches, planned):
+            delivered = batch.tensors(container.reader.factory) if tensors is None else tensors
             found += [(read, tensor) for (read, _), tensor in zip(members, delivered)]
         return found
 
@@ -285,6 +288,10 @@ class PartReader:
                 tensor.zero_()
         batch.plan(addresses=addresses, engine=cuda_engine.engine_for(device), **common)
         return tensors
+
+
+def _nbytes(batches: Sequence[_C.LoadBatch]) -> int:
+    return sum(batch.part_nbytes(i) for batch in batches for i in range(len(batch)))
 
 
 def _placed(part: torch.Tensor, want: Wanted, name: Name) -> torch.Tensor:

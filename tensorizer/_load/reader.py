@@ -16,6 +16,7 @@ import torch
 from tensorizer import _C
 from tensorizer._format import dtypes
 from tensorizer._load.digests import missing_hashes
+from tensorizer._load.direct_io import DirectIO
 from tensorizer._system import cuda_engine, kept_memory, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer._system.runs import runs
@@ -81,6 +82,7 @@ class TensorReader:
         max_workers: int,
         keys: Optional[_C.KeyRing],
         mapping: Optional[_C.FileMapping],
+        direct_io: DirectIO,
         allow_missing_hashes: bool = False,
     ) -> None:
         self.source = source
@@ -88,6 +90,7 @@ class TensorReader:
         self.device = device
         self.dtype = dtype
         self.keys = keys
+        self.direct_io = direct_io
         kept_memory.configure()
         self._max_workers = max_workers
         self._mapping = mapping

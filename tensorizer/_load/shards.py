@@ -211,6 +211,10 @@ class ShardedContainer(Container):
 
     def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
         parts = self._parts(entries)
+        for part in parts:
+            part.container.reader.direct_io.expect(
+                lambda: sum(part.container.nbytes_of(part.entries) for part in parts)
+            )
         pending = [part.container.reader.begin(part.entries, verify) for part in parts]
         if all(batches is not None for batches in pending):
             flat = [(part, batch) for part, batches in zip(parts, pending) for batch in batches or ()]

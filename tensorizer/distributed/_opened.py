@@ -48,7 +48,7 @@ class Opened:
 
     def choose(self, exchange: str, wanted: int, failure: Optional[BaseException], *, shared: bool) -> str:
         """Collective: what rank 0 makes of ``"auto"``. Elements that ranks want tell whether several want the same."""
-        container = self.file._container
+        container: Any = self.file._container
         in_memory = not container.network and _is_prompt(container)
         everything = 0
         try:  # shapes may be in record headers, which have to be read
@@ -60,10 +60,14 @@ class Opened:
         first, cached, checks_whole, _ = asked[0]
         if self.ranks.size == 1 or checks_whole:  # the hash of a tensor is one of all of it
             return "none"
-        if first != "auto":
-            return str(first)
         overlapping = shared or sum(count for *_, count in asked) > _WORTH_GATHERING * everything
-        return "all_gather" if overlapping and not cached else "none"
+        chosen = str(first)
+        if first == "auto":
+            chosen = "all_gather" if overlapping and not cached else "none"
+        if chosen == "all_gather" or not overlapping:
+            for one in [container] if container.source is not None else container.shards:
+                one.reader.direct_io.read_alone()
+        return chosen
 
     def report(
         self,
