@@ -21,11 +21,10 @@ from tensorizer._io.s3.client import enforce_scheme
 from tensorizer._io.s3.credentials import ConfigPath, ParsedCredentials, infer_credentials
 from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults, S3Options
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
+from tensorizer._io.uri import expanded, scheme_of
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
-from tensorizer._io.uri import scheme_of
 from tensorizer._system.config import env_text
 from tensorizer._system.os_errors import stream_errors
-from tensorizer._system.paths import expanded
 from tensorizer._system.redaction import hidden, shown_uri
 
 if TYPE_CHECKING:

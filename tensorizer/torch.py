@@ -14,16 +14,18 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer._files.fill_model import device_of_names, fill_model
-from tensorizer._files.plain import plain_tensors
-from tensorizer._files.safe_open import maps, safe_open
+from tensorizer._files.names import state_dict_of
+from tensorizer._files.safe_open import safe_open
 from tensorizer._files.state_dicts import check_state_dict, contents_of, is_of_modules, state_of
 from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.entries import FilterFuncType
+from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import lent
-from tensorizer._load.device_choice import DeviceArgument
+from tensorizer._load.arguments import DeviceArgument, maps, target_device
+from tensorizer._load.open_file import open_file
+from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadReport
 from tensorizer._save.hashes import HASH_NAMES
-from tensorizer.deserializer import TensorDeserializer
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.progress import ProgressArgument
 from tensorizer.serializer import TensorSerializer
@@ -85,23 +87,12 @@ def load_file(
 
     Source: the semantics of ``safetensors.torch.load_file``; docs/safetensors.md says what differs.
     """
-    with TensorDeserializer(
-        lent(filename),
-        "cpu" if device is None else device,
-        filter_func,
-        dtype,
-        verify_hash=verify or None,
-        public_key=public_key,
-        signature=signature,
-        require_authenticated=require_authenticated,
-        encryption=encryption,
-        mmap=maps(backend, filename, device, dtype, encryption) or mmap,
-        num_readers=num_readers,
-        progress=progress,
-        stream_options=stream_options,
-        direct_io=direct_io,
-    ) as file:
-        return plain_tensors(file)
+    chosen = target_device("cpu" if device is None else device)
+    trust = Trust.of(public_key, signature, require_authenticated)
+    access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
+    options = ReadOptions(chosen, dtype, maps(backend, mmap), verify or None, direct_io=direct_io)
+    with open_file(lent(filename), access, options, filter_func) as file:
+        return state_dict_of(file, file.read_plain(file.selection))
 
 
 def load(data: bytes, device: DeviceArgument = "cpu", **options: Any) -> dict[str, Any]:
@@ -229,21 +220,12 @@ def load_model(
     if assign not in (True, False, "auto"):
         raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
     where = device_of_names(model, device)
-    with TensorDeserializer(
-        lent(filename),
-        where,
-        mmap=maps(backend, filename, where, dtype, encryption),
-        dtype=dtype,
-        lazy_load=True,
-        num_readers=num_readers,
-        verify_hash=verify or None,
-        public_key=public_key,
-        signature=signature,
-        require_authenticated=require_authenticated,
-        encryption=encryption,
-        stream_options=stream_options,
-    ) as file:
-        return fill_model(model, file, strict, assign, ignore_mismatched_sizes)
+    trust = Trust.of(public_key, signature, require_authenticated)
+    access = Access.to_read(encryption, stream_options, num_readers, trust=trust)
+    options = ReadOptions(target_device(where), dtype, maps(backend), verify or None)
+    with open_file(lent(filename), access, options) as file:
+        filled: Any = file
+        return fill_model(model, filled, strict, assign, ignore_mismatched_sizes)
 
 
 def save_model(

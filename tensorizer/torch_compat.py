@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Callable, NamedTuple, Optional, Union
 
 import torch
 
-from tensorizer._format.sidecar import (
+from tensorizer._sidecar import (
     LoadSession,
     PickleForLoading,
     PickleForSaving,

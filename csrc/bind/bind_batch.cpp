@@ -106,8 +106,8 @@ class LoadBatch {
   std::shared_ptr<const LoadedHeaders> headers() const { return session().headers(); }
 
   py::list parameters(TensorFactory& factory) {
-    return make_tensors(factory, [&](const TensorDtype& dtype, const py::object& tensor) {
-      return factory.parameter(tensor, dtype.differentiable);
+    return make_tensors(factory, [&](const TensorDtype& dtype, py::object tensor) {
+      return factory.parameter(std::move(tensor), dtype);
     });
   }
 

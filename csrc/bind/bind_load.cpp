@@ -13,15 +13,14 @@
 #include "core/checked_math.h"
 #include "core/error.h"
 #include "core/run_units.h"
-#include "core/stop.h"
 #include "core/task_group.h"
 #include "device/kept_memory.h"
-#include "format/shard_index.h"
+#include "format/safetensors.h"
 #include "io/local/file_mapping.h"
 #include "load/allocate.h"
+#include "load/authenticity.h"
 #include "load/load_session.h"
 #include "load/open_index.h"
-#include "load/sealed_metadata.h"
 
 namespace tensorizer::bind {
 namespace {

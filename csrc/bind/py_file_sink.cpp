@@ -6,7 +6,6 @@
 #include "bind/gil.h"
 #include "bind/py_file_source.h"
 #include "core/error.h"
-#include "core/stop.h"
 
 namespace tensorizer::bind {
 namespace {

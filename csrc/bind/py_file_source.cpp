@@ -7,7 +7,6 @@
 #include "bind/gil.h"
 #include "bind/names.h"
 #include "core/error.h"
-#include "core/stop.h"
 
 namespace tensorizer::bind {
 namespace {

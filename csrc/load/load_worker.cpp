@@ -5,7 +5,7 @@
 
 #include "core/checked_math.h"
 #include "core/pages.h"
-#include "crypto/secret_buffer.h"
+#include "crypto/secret_key.h"
 #include "load/chunks_for_device.h"
 
 namespace tensorizer::load {

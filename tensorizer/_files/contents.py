@@ -9,10 +9,10 @@ from typing import NamedTuple, Optional, Protocol
 import torch
 
 from tensorizer._files.opened import BATCH_NBYTES, OpenedFile
+from tensorizer._format.dtypes import CASTABLE
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name
 from tensorizer._format.payloads import contiguous
-from tensorizer._load.reader import CASTABLE
 from tensorizer._save.ties import place_of
 from tensorizer._system.runs import runs
 

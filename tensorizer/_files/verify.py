@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
-from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._format.entries import FilterFuncType
-from tensorizer._format.names import Name
-from tensorizer._load.authenticity import Trust
+from tensorizer._format.names import Name, name_text
+from tensorizer._io.access import Access, Trust
+from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError
 from tensorizer.progress import ProgressArgument, progress_reporter
 from tensorizer.signing import PublicKeyArgument
@@ -111,14 +111,13 @@ def verify(
     """
     wanted = None if sha256 is None else _digest(sha256)
     trust = Trust.of(public_key, signature, require_authenticated)
+    access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
     begin = time.monotonic()
-    with OpenedFile(
-        source, encryption=encryption, num_readers=num_readers, stream_options=stream_options, trust=trust
-    ) as file:
-        chosen = [i for i in file.entries if filter_func is None or filter_func(file.name(i))]
+    with open_whole(source, access) as file:
+        chosen = [i for i in file.stored if filter_func is None or filter_func(file.names[i])]
         source = file.source
         if wanted is not None and source is None:
-            raise ValueError(f"sha256: wanted one file, found the shards of {file.label}")
+            raise ValueError(f"sha256: wanted one file, found the shards of {file.source_name}")
         run = _Run(file, fail_fast)
         total = sum(map(file.index.data_nbytes, chosen)) + (source.size() or 0 if wanted and source else 0)
         with progress_reporter(progress, total, "verifying") as report:
@@ -127,32 +126,33 @@ def verify(
             if source is not None and wanted is not None and not (fail_fast and run.mismatched):
                 found = _C.sha256_of(source, None if report is None else lambda done: report(run.nbytes + done)).hex()
         return VerifyReport(
-            source=file.label,
+            source=file.source_name,
             format=file.index.format,
             verified=tuple(run.verified),
             mismatched=tuple(run.mismatched),
             unverified=tuple(run.unverified),
-            index_matches=file.container.index_matches,
+            index_matches=file.index_matches,
             sha256=found,
             sha256_matches=None if found is None or wanted is None else found == wanted,
             nbytes=run.nbytes,
             seconds=time.monotonic() - begin,
             sharded=source is None,
-            authenticated=file.container.authenticated,
-            signers=tuple(signer.hex() for signer in file.container.signers),
+            authenticated=file.authenticated,
+            signers=tuple(signer.hex() for signer in file.signers),
         )
 
 
-def check_all(file: OpenedFile, progress: ProgressArgument) -> None:
+def check_all(file: Any, progress: ProgressArgument) -> None:
     """Reads every tensor of an open file.
 
     Raises:
         HashMismatchError, CryptographyError, FormatError: One of them, or the index, is not what was written.
     """
-    file.container.verify_index()
-    with progress_reporter(progress, sum(map(file.index.data_nbytes, file.entries)), "verifying") as report:
+    file = getattr(file, "container", file)  # while writers have an OpenedFile
+    file.verify_index()
+    with progress_reporter(progress, sum(map(file.index.data_nbytes, file.stored)), "verifying") as report:
         done = 0
-        for batch in file.batches(file.entries):
+        for batch in file.runs(file.stored):
             file.read(batch, verify=True)
             done += sum(map(file.index.data_nbytes, batch))
             if report is not None:
@@ -162,7 +162,7 @@ def check_all(file: OpenedFile, progress: ProgressArgument) -> None:
 class _Run:
     """One pass over the tensors of a file."""
 
-    def __init__(self, file: OpenedFile, fail_fast: bool) -> None:
+    def __init__(self, file: OpenFile, fail_fast: bool) -> None:
         self._file, self._fail_fast = file, fail_fast
         self.verified: list[Name] = []
         self.mismatched: list[Mismatch] = []
@@ -170,7 +170,7 @@ class _Run:
         self.nbytes = 0
 
     def check(self, entries: list[int], report: Any) -> None:
-        for batch in self._file.batches(entries):
+        for batch in self._file.runs(entries):
             self._check_batch(list(batch))
             self.nbytes += sum(map(self._file.index.data_nbytes, batch))
             if report is not None:
@@ -190,12 +190,11 @@ class _Run:
                 return
             if isinstance(error, CryptographyError) and not self.verified and not self.mismatched:
                 raise  # the key may be wrong: that says nothing about the data
-            self.mismatched.append(Mismatch(self._file.name(batch[0]), str(error)))
+            self.mismatched.append(Mismatch(self._file.names[batch[0]], str(error)))
             return
-        container = self._file.container
         for i in batch:
-            proved = self._file.index.encrypted or not container.lacks_hashes(i)
-            (self.verified if proved else self.unverified).append(self._file.name(i))
+            proved = self._file.index.encrypted or not self._file.lacks_hashes(i)
+            (self.verified if proved else self.unverified).append(self._file.names[i])
 
 
 def _digest(text: str) -> str:

@@ -15,9 +15,8 @@ from tensorizer import _C
 from tensorizer._io.sources import Lent, describe, inside, is_path, real_file
 from tensorizer._io.stream_options import check_stream_options
 from tensorizer._io.upload_on_close import UploadOnClose
-from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
 from tensorizer._system.os_errors import stream_errors
-from tensorizer._system.paths import expanded
 
 __all__ = ["OpenedSink", "Place", "open_sink", "place_of_new_file"]
 

@@ -12,13 +12,23 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.stream_options import check_stream_options
 from tensorizer._io.upload_on_close import UploadOnClose
-from tensorizer._io.uri import scheme_of
-from tensorizer._system.os_errors import stream_errors
-from tensorizer._system.paths import expanded
+from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
+from tensorizer._system.os_errors import as_stream_error, stream_errors
+from tensorizer.errors import StreamError
 
-__all__ = ["Lent", "OpenedSource", "describe", "inside", "is_path", "lent", "open_source", "read_whole", "real_file"]
+__all__ = [
+    "Lent",
+    "OpenedSource",
+    "SameFile",
+    "describe",
+    "inside",
+    "is_path",
+    "lent",
+    "open_source",
+    "read_whole",
+    "real_file",
+]
 
 
 class Lent(NamedTuple):
@@ -82,7 +92,10 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         ValueError: A text file, or one opened without reading.
         TypeError: Not something that can be read, text in a wrapper, or unknown `stream_options`.
     """
-    check_stream_options(stream_options)
+    if stream_options is not None:
+        from tensorizer._io.stream_options import check_stream_options  # knows HTTP and certificates
+
+        check_stream_options(stream_options)
     if isinstance(file_obj, Lent):
         _check_object(file_obj.file)
         opened = _source_of(file_obj.file)
@@ -96,10 +109,15 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
 
         stream: Any = stream_io.open_stream(file_obj, "rb", **(stream_options or {}))
         return _open_object(stream)._replace(location=file_obj, stream_options=stream_options)
-    with stream_errors():
+    try:
         if isinstance(file_obj, int):
             return _open_descriptor(file_obj)
         return _open_path(expanded(os.fsdecode(file_obj)))._replace(location=file_obj)
+    except OSError as error:
+        found = as_stream_error(error)
+        if found is error:
+            raise
+        raise found from None
 
 
 def _open_descriptor(descriptor: int) -> OpenedSource:
@@ -225,3 +243,42 @@ def _seeks(file_obj: Any) -> bool:
     except (OSError, ValueError, AttributeError, NotImplementedError):
         return False
     return True
+
+
+class SameFile(NamedTuple):
+    """A path or URI, and what tells the version that was opened there: to open that again, and no other."""
+
+    location: Any
+    stream_options: Optional[Mapping[str, Any]]
+    version: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, opened: Any) -> Optional[SameFile]:
+        """``None`` for what cannot be opened again: the caller's objects, descriptors, the shards of a model."""
+        if not isinstance(opened, OpenedSource) or opened.location is None:
+            return None
+        return cls(opened.location, opened.stream_options, _version_of(opened))
+
+    def open(self) -> OpenedSource:
+        """The file, open.
+
+        Raises:
+            StreamError: It is another version than the one that was read.
+            OSError: It cannot be opened.
+        """
+        opened = open_source(self.location, self.stream_options)
+        if _version_of(opened) != self.version:
+            opened.close()
+            raise StreamError(f"{opened.name}: it changed since it was loaded: load it again")
+        return opened
+
+
+def _version_of(opened: OpenedSource) -> tuple[Any, ...]:
+    scheme = scheme_of(opened.location)
+    if scheme is None or scheme in LOCAL_SCHEMES:
+        path = expanded(os.fsdecode(opened.location)) if scheme is None else path_of_file_uri(opened.location)
+        with stream_errors():
+            found = os.stat(path)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    headers = getattr(opened.stream, "response_headers", None) or {}
+    return opened.source.size(), headers.get("etag"), headers.get("last-modified")

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     import torch
 
     from tensorizer._files.convert import convert
-    from tensorizer._files.source import is_encrypted
+    from tensorizer._files.inspect import is_encrypted
 
     options = stream_options(arguments, arguments.source, arguments.target)
     encrypted = is_encrypted(arguments.source, options)

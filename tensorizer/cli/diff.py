@@ -37,8 +37,8 @@ def add_parsers(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer._files.diff import diff
+    from tensorizer._files.inspect import is_encrypted
     from tensorizer._files.opened import name_text
-    from tensorizer._files.source import is_encrypted
 
     options = stream_options(arguments, arguments.a, arguments.b)
     encrypted = [is_encrypted(uri, options) for uri in (arguments.a, arguments.b)]

@@ -9,9 +9,9 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer._format.names import Name
+from tensorizer._format.names import Name, listed
 from tensorizer._io.file_types import SourceArgument
-from tensorizer._load.digests import holds, listed, missing_hashes
+from tensorizer._load.reader import missing_hashes
 from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import Box
 from tensorizer.distributed._exchange import Place, gather_into, whole
@@ -78,21 +78,21 @@ def load(
     _check_exchange(exchange)
     ranks = Ranks(group)
     trust = {"public_key": public_key, "signature": signature, "require_authenticated": require_authenticated}
-    with open_for_all(ranks, file, device, dtype, encryption, stream_options, trust) as opened:
+    with open_for_all(ranks, file, device, dtype, trust, encryption, stream_options) as opened:
         chosen = opened.choose(exchange, 0, None, shared=True)
         result = LoadedDict()
         firsts: dict[int, Name] = {}  # entries, and the first name of each
-        for name in opened.file.slices():
+        for name in opened.reader.slices():
             firsts.setdefault(opened.entry(name), name)
         received = 0
         failure: Optional[BaseException] = None
         places: dict[Name, Place] = {}
         try:
             if chosen == "none":
-                result.update(opened.file.get_slices(dict.fromkeys(firsts.values(), ...), verify_hash=False))
+                result.update(opened.reader.get_slices(dict.fromkeys(firsts.values(), ...), verify_hash=False))
             else:
                 for name in firsts.values():
-                    part = opened.file.get_slice(name)
+                    part = opened.reader.get_slice(name)
                     result[name] = empty(part.shape, dtype=part.dtype, device=opened.device)
                     places[name] = Place(whole(part.shape), result[name])
         except BaseException as error:
@@ -102,7 +102,9 @@ def load(
             received = _fill(opened, chosen, places)
         if verify_hash:
             _verify(opened, result, dtype)
-        result.update({name: result[firsts[opened.entry(name)]] for name in opened.file.slices() if name not in result})
+        result.update(
+            {name: result[firsts[opened.entry(name)]] for name in opened.reader.slices() if name not in result}
+        )
         result.report = opened.report(chosen, received, begin)
     return result
 
@@ -173,7 +175,7 @@ def load_sharded(
         group = mesh.get_group() if group is None and mesh.ndim == 1 else group
     ranks = Ranks(group)
     trust = {"public_key": public_key, "signature": signature, "require_authenticated": require_authenticated}
-    with open_for_all(ranks, file, device, None, encryption, stream_options, trust) as opened:
+    with open_for_all(ranks, file, device, None, trust, encryption, stream_options) as opened:
         failure: Optional[BaseException] = None
         filled, wanted = None, 0
         try:
@@ -203,8 +205,8 @@ def _check_exchange(exchange: str) -> None:
 
 def _fill(opened: Opened, exchange: str, places: dict[Name, Place]) -> int:
     """Collective: brings the tensors to their places; bytes that came from other ranks."""
-    file, ranks = opened.file, opened.ranks
-    index = file._container.index
+    reader, ranks = opened.reader, opened.ranks
+    index = reader.file.index
     empty = [name for name in places if index.data_nbytes(opened.entry(name)) == 0]
     failure: Optional[BaseException] = None
     try:
@@ -213,7 +215,7 @@ def _fill(opened: Opened, exchange: str, places: dict[Name, Place]) -> int:
                 places[name].into.zero_()
             if exchange == "none":
                 parts = {n: _index(place.box) for n, place in places.items() if place.into.numel()}
-                file.get_slices(parts, out={name: places[name].into for name in parts}, verify_hash=False)
+                reader.get_slices(parts, out={name: places[name].into for name in parts}, verify_hash=False)
     except BaseException as error:
         failure = error
     if exchange == "none":
@@ -224,8 +226,8 @@ def _fill(opened: Opened, exchange: str, places: dict[Name, Place]) -> int:
 
 def _gather(opened: Opened, places: Mapping[Name, Place], failure: Optional[BaseException]) -> int:
     """Collective: every rank reads its share of what anybody wants; bytes that came from other ranks."""
-    file, ranks = opened.file, opened.ranks
-    index = file._container.index
+    reader, ranks = opened.reader, opened.ranks
+    index = reader.file.index
     # Names of one tensor may want one part of it, or several.
     parts_of: dict[int, dict[Box, Place]] = {}
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -240,13 +242,13 @@ def _gather(opened: Opened, places: Mapping[Name, Place], failure: Optional[Base
     received = 0
     with torch.no_grad():
         for turn in range(max(most.values(), default=1)):
-            names = [file._container.names[entry] for entry in sorted(most) if most[entry] > turn]
+            names = [reader.file.names[entry] for entry in sorted(most) if most[entry] > turn]
             by_data = {
-                file._container.names[entry]: [*of_entry.values()][turn]
+                reader.file.names[entry]: [*of_entry.values()][turn]
                 for entry, of_entry in parts_of.items()
                 if len(of_entry) > turn
             }
-            received += gather_into(ranks, file, names, by_data, opened.device)
+            received += gather_into(ranks, reader, names, by_data, opened.device)
         try:
             for into, same in copies:
                 into.copy_(same)
@@ -263,12 +265,12 @@ def _index(box: Box) -> Any:
 def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optional[torch.dtype]) -> None:
     """Collective: every rank compares its share of the tensors with their stored hashes."""
     failure: Optional[BaseException] = None
-    container, ranks = opened.file._container, opened.ranks
+    file, ranks = opened.reader.file, opened.ranks
     try:
         if dtype is not None:
             raise ValueError("verify_hash: converted tensors have no stored hash; load them without dtype=")
-        if not container.index.stores_hashes:
-            raise missing_hashes(container.source_name, list(tensors))
+        if not file.index.stores_hashes:
+            raise missing_hashes(file.source_name, list(tensors))
         loads = [0] * ranks.size
         mine: list[Name] = []
         for name in sorted(tensors, key=lambda n: -tensors[n].numel()):
@@ -277,16 +279,16 @@ def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optiona
             if rank == ranks.rank:
                 mine.append(name)
         entries = {name: opened.entry(name) for name in mine}
-        container.read_headers(sorted(entries.values()))
-        found = {name: holds(container, entry, tensors[name]) for name, entry in entries.items()}
+        file.read_headers(sorted(entries.values()))
+        found = {name: file.holds(entry, tensors[name]) for name, entry in entries.items()}
         wrong = [name for name, matches in found.items() if matches is False]
         if wrong:
             raise HashMismatchError(
-                f"{container.source_name}: loaded tensors are not what their hashes say: {listed(wrong)}"
+                f"{file.source_name}: loaded tensors are not what their hashes say: {listed(wrong)}"
             )
         bare = [name for name, matches in found.items() if matches is None]
         if bare:
-            raise missing_hashes(container.source_name, bare)
+            raise missing_hashes(file.source_name, bare)
     except BaseException as error:
         failure = error
     ranks.agree(failure)

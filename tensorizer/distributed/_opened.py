@@ -14,10 +14,13 @@ import torch
 
 from tensorizer import _C
 from tensorizer._format.names import Name
+from tensorizer._io.access import Access, Trust
 from tensorizer._io.file_types import SourceArgument
-from tensorizer._load.device_choice import target_device
+from tensorizer._load.arguments import target_device
+from tensorizer._load.open_file import OpenFile, open_file
+from tensorizer._load.parts import PartReader
+from tensorizer._load.reader import ReadOptions
 from tensorizer._system.threads import share_of_node
-from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._ranks import Ranks
 from tensorizer.distributed._report import LoadReport, RankReport
 from tensorizer.encryption import DecryptionParams
@@ -37,26 +40,26 @@ _COMPARED_RECORDS = 8
 class Opened:
     """The file as one rank has it open, and what all ranks have agreed on."""
 
-    def __init__(self, ranks: Ranks, file: TensorDeserializer, device: torch.device) -> None:
-        self.ranks, self.file, self.device = ranks, file, device
+    def __init__(self, ranks: Ranks, reader: PartReader, device: torch.device) -> None:
+        self.ranks, self.reader, self.device = ranks, reader, device
+        self.file = reader  # as another branch still calls it
 
     def entry(self, name: Name) -> int:
         """The entry that holds the data of a name."""
-        container = self.file._container
-        number = self.file._number_of(name)
-        return container.targets.get(number, number)
+        file = self.reader.file
+        return file.targets.get(file.numbers[name], file.numbers[name])
 
     def choose(self, exchange: str, wanted: int, failure: Optional[BaseException], *, shared: bool) -> str:
         """Collective: what rank 0 makes of ``"auto"``. Elements that ranks want tell whether several want the same."""
-        container: Any = self.file._container
-        in_memory = not container.network and _is_prompt(container)
+        file = self.reader.file
+        in_memory = not file.network and all(r.handle.source.prompt for r in file.readers)
         everything = 0
         try:  # shapes may be in record headers, which have to be read
-            everything = sum(part.shape.numel() for part in self.file.slices().values())
+            everything = sum(part.shape.numel() for part in self.reader.slices().values())
         except BaseException as error:
             failure = failure or error
         cached_here = in_memory and self.device.type == "cpu"
-        asked = self.ranks.agree(failure, (exchange, cached_here, container.checks_whole, wanted))
+        asked = self.ranks.agree(failure, (exchange, cached_here, file.checks_whole, wanted))
         first, cached, checks_whole, _ = asked[0]
         if self.ranks.size == 1 or checks_whole:  # the hash of a tensor is one of all of it
             return "none"
@@ -65,8 +68,8 @@ class Opened:
         if first == "auto":
             chosen = "all_gather" if overlapping and not cached else "none"
         if chosen == "all_gather" or not overlapping:
-            for one in [container] if container.source is not None else container.shards:
-                one.reader.direct_io.read_alone()
+            for reader in file.readers:
+                reader.direct_io.read_alone()
         return chosen
 
     def report(
@@ -79,29 +82,25 @@ class Opened:
         failure: Optional[BaseException] = None,
     ) -> LoadReport:
         """Collective: what all ranks did."""
-        mine = RankReport(self.file.total_bytes_read, received, time.perf_counter() - begin)
+        mine = RankReport(self.reader.file.total_bytes_read, received, time.perf_counter() - begin)
         every = self.ranks.agree(failure, mine)
         return LoadReport(self.ranks.rank, exchange, tuple(every), tuple(missing), tuple(unexpected))
-
-
-def _is_prompt(container: Any) -> bool:
-    sources = [container.source] if container.source is not None else [s.source for s in container.shards]
-    return all(source is not None and source.prompt for source in sources)
 
 
 @contextlib.contextmanager
 def open_for_all(
     ranks: Ranks,
-    file: SourceArgument,
+    source: SourceArgument,
     device: Optional[Union[torch.device, str, int]],
     dtype: Optional[torch.dtype],
+    trust: Mapping[str, Any],
     encryption: Optional[DecryptionParams],
     stream_options: Optional[Mapping[str, Any]],
-    trust: Optional[Mapping[str, Any]] = None,
 ) -> Iterator[Opened]:
     """Collective: opens the file on every rank, and holds what they see against what rank 0 sees.
 
-    `trust` has the arguments of ``TensorDeserializer`` that say who has to vouch for the file.
+    The arguments are those of the public functions; `trust` has those that say who has to vouch for the file. They are
+    checked here, where all ranks learn of what is wrong on one of them.
     """
     failure: Optional[BaseException] = None
     opened: Optional[Opened] = None
@@ -110,24 +109,15 @@ def open_for_all(
         try:
             chosen = target_device(device)
             assert isinstance(chosen, torch.device)
-            deserializer = TensorDeserializer(
-                file,
-                chosen,
-                dtype=dtype,
-                lazy_load=True,
-                encryption=encryption,
-                stream_options=stream_options,
-                num_readers=_readers(file),
-                **(trust or {}),
-            )
-            stack.enter_context(deserializer)
-            opened = Opened(ranks, deserializer, chosen)
-            seen = _identity(deserializer)
+            access = Access.to_read(encryption, stream_options, _readers(source), trust=Trust.of(**trust))
+            file = stack.enter_context(open_file(source, access, ReadOptions(chosen, dtype)))
+            opened = Opened(ranks, PartReader(file), chosen)
+            seen = _identity(file)
         except BaseException as error:
             failure = error
         contents = ranks.agree(failure, seen)
         assert opened is not None
-        _compare(opened.file._container.source_name, contents)
+        _compare(opened.reader.file.source_name, contents)
         yield opened
 
 
@@ -139,26 +129,24 @@ def _readers(file: Any) -> Optional[int]:
     return None if share == most else share
 
 
-def _identity(file: TensorDeserializer) -> tuple[str, dict[str, Any]]:
+def _identity(file: OpenFile) -> tuple[str, dict[str, Any]]:
     """What tells contents apart: the index and some hashes, for all; the state of the file, for ranks of a machine."""
-    container = file._container
-    index = container.index
+    index = file.index
     digest = hashlib.sha256()
     for i in range(index.entry_count):
-        facts = (container.names[i], index.dtype(i), index.shape(i), index.data_offset(i), index.data_nbytes(i))
+        facts = (file.names[i], index.dtype(i), index.shape(i), index.data_offset(i), index.data_nbytes(i))
         digest.update(repr(facts).encode("utf-8", "replace"))
     if index.stores_hashes and index.entry_count:
         some = sorted({k * (index.entry_count - 1) // _COMPARED_RECORDS for k in range(_COMPARED_RECORDS + 1)})
-        container.read_headers(some)
+        file.read_headers(some)
         for i in some:
-            headers, position = container.header(i)
+            headers, position = file.header(i)
             digest.update(repr(headers.hashes(position)).encode())
     state: dict[str, Any] = {}
-    stream = file._stream
-    etag = (getattr(stream, "response_headers", None) or {}).get("etag")
+    etag = (getattr(file.stream, "response_headers", None) or {}).get("etag")
     if etag is not None:
         state["etag"] = etag
-    source = container.source
+    source = file.source
     if isinstance(source, _C.FileSource):
         with contextlib.suppress(OSError):
             status = os.stat(source.name)

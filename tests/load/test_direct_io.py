@@ -165,7 +165,7 @@ class TestAuto:
         path.read_bytes()
         with TensorDeserializer(path, device="cpu", lazy_load=True) as found:
             assert_same(dict(found))
-            assert found._container.source.prompt  # it would not be, read past the cache
+            assert found._open_file.source.prompt  # it would not be, read past the cache
 
     def test_leaves_what_several_ranks_read_in_the_cache(self, tmp_path, drop, monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

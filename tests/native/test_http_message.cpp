@@ -5,7 +5,7 @@
 #include "io/http/http_exchange.h"
 #include "io/http/http_message.h"
 #include "io/http/http_url.h"
-#include "io/scatter_cursor.h"
+#include "io/slices.h"
 
 namespace tensorizer::io {
 namespace {

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/stop.h"
 
 namespace tensorizer::io {
 namespace {

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <optional>
 
-#include "core/stop.h"
+#include "core/error.h"
 
 namespace tensorizer::io {
 namespace {

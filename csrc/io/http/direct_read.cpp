@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "core/stop.h"
+#include "core/error.h"
 
 namespace tensorizer::io {
 namespace {

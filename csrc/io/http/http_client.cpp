@@ -4,7 +4,7 @@
 #include <exception>
 #include <utility>
 
-#include "core/stop.h"
+#include "core/error.h"
 
 namespace tensorizer::io {
 

@@ -20,7 +20,7 @@
 #include "io/http/http_message.h"
 #include "io/http/http_options.h"
 #include "io/http/http_url.h"
-#include "io/scatter_cursor.h"
+#include "io/slices.h"
 
 namespace tensorizer::io {
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "io/http/http_client.h"
-#include "io/scatter_cursor.h"
+#include "io/slices.h"
 
 namespace tensorizer::io {
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 from tensorizer import _C
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.sources import OpenedSource, open_source, read_whole
-from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
 from tensorizer._system.os_errors import stream_errors
-from tensorizer._system.paths import expanded
 from tensorizer.errors import StreamExistsError, StreamNotFoundError
 
 if TYPE_CHECKING:
