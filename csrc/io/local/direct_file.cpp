@@ -9,7 +9,7 @@
 #include <string>
 
 #include "core/checked_math.h"
-#include "core/stop.h"
+#include "core/error.h"
 #include "io/local/file_calls.h"
 
 namespace tensorizer::io {
