@@ -70,6 +70,10 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             file of that name with ``.sig`` behind it.
         require_authenticated: Refuses files that neither their key nor a signature vouches for; ``None`` is what
             ``TENSORIZER_REQUIRE_AUTHENTICATED`` says (``1`` or ``0``), else ``False``.
+        direct_io: How a local file is read: ``"always"`` past the page cache, straight from the disk, where the file
+            system lets it; ``"never"``; or ``"auto"``, past it where the file is not in the cache and so large that it
+            would drive out what is (docs/performance-tuning.md). ``None`` is what ``TENSORIZER_DIRECT_IO`` says, else
+            ``"auto"``. Mappings are of the page cache: ``mmap=None`` makes none where it is ``"always"``.
 
     Attributes:
         total_tensor_bytes: Bytes of the (selected) tensors once they are loaded.
@@ -116,11 +120,12 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         public_key: PublicKeyArgument = None,
         signature: Optional[Union[str, bytes, os.PathLike[str]]] = None,
         require_authenticated: Optional[bool] = None,
+        direct_io: Optional[str] = None,
     ) -> None:
         chosen = target_device(device)
         trust = Trust.of(public_key, signature, require_authenticated)
         access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
-        options = ReadOptions(chosen, dtype, mmap, verify_hash, allow_missing_hashes)
+        options = ReadOptions(chosen, dtype, mmap, verify_hash, allow_missing_hashes, direct_io=direct_io)
         file = self._open_file = open_file(file_obj, access, options, filter_func)
         self.total_file_bytes: int = file.index.tensor_size
         self.total_tensor_bytes = file.total_tensor_bytes

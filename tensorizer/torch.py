@@ -49,6 +49,7 @@ def load_file(
     public_key: PublicKeyArgument = None,
     signature: Any = None,
     require_authenticated: Optional[bool] = None,
+    direct_io: Optional[str] = None,
 ) -> dict[str, Any]:
     """Loads all tensors of a ``.tensors`` or ``.safetensors`` file; its content tells which.
 
@@ -69,6 +70,7 @@ def load_file(
         public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
         signature: Where the signature is, likewise.
         require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
+        direct_io: Whether a local file is read past the page cache, likewise.
 
     Returns:
         Plain tensors by name, in the order of the file; aliases of one tensor are the same object. Names of tensors of
@@ -87,7 +89,7 @@ def load_file(
     chosen = target_device("cpu" if device is None else device)
     trust = Trust.of(public_key, signature, require_authenticated)
     access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
-    options = ReadOptions(chosen, dtype, maps(backend, mmap), verify or None)
+    options = ReadOptions(chosen, dtype, maps(backend, mmap), verify or None, direct_io=direct_io)
     with open_file(lent(filename), access, options, filter_func) as file:
         return state_dict_of(file, file.read_plain(file.selection))
 

@@ -49,7 +49,7 @@ class LoadBatch {
       for (LoadTarget& target : targets_) target.in_place = true;
     }
     if (addresses) check_stored_sizes();
-    give_memory(addresses, allocate ? memory_of(*allocate) : load::host_memory(*opened_));
+    give_memory(addresses, allocate ? memory_of(*allocate) : load::host_memory(*opened_, *source_));
     start(std::move(keys), std::move(engine), {.verify = verify, .max_workers = max_workers});
   }
 
@@ -71,7 +71,7 @@ class LoadBatch {
             std::shared_ptr<device::CopyEngine> engine, std::shared_ptr<load::KeyRing> keys,
             unsigned max_workers, std::optional<uint64_t> gap_nbytes) {
     if (session_) throw Error(Errc::invalid_argument, "the batch has a plan already");
-    give_memory(addresses, load::host_memory(*opened_));
+    give_memory(addresses, load::host_memory(*opened_, *source_));
     start(std::move(keys), std::move(engine),
           {.max_workers = max_workers, .parts = true, .gap_nbytes = gap_nbytes});
   }

@@ -34,6 +34,8 @@ void register_file(py::module_& m) {
              return std::make_shared<FileSource>(std::move(own), std::move(name));
            }),
            py::arg("fd"), py::arg("name"))
+      .def_property_readonly("was_cached", &FileSource::was_cached)
+      .def("set_direct", &FileSource::set_direct, py::arg("direct"))
       .def("on_network_file_system", &FileSource::on_network_file_system)
       .def("map", &FileSource::map);
   py::class_<io::FileMapping, std::shared_ptr<io::FileMapping>>(m, "FileMapping")

@@ -3,10 +3,14 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 
 namespace tensorizer {
+
+// Of memory and of the kernel's cache of files; larger ones are multiples of it.
+inline constexpr uint64_t kPageNbytes = 4096;
 
 struct UnmapPages {
   size_t nbytes = 0;

@@ -30,6 +30,9 @@ struct SourceTraits {
   bool sequential = false;
   // True when reads are answered from memory: a small one costs less than waking a thread for it.
   bool prompt = false;
+  // True when a read needs no copy where bytes go to the same place in a page of memory as they
+  // have in a page of the source (kPageNbytes).
+  bool direct = false;
 };
 
 // A source that is not as it was when it was opened.

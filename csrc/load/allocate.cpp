@@ -6,6 +6,7 @@
 
 #include "core/checked_math.h"
 #include "core/error.h"
+#include "core/pages.h"
 #include "device/host_arena.h"
 #include "format/tensor_path.h"
 
@@ -18,6 +19,8 @@ using device::TensorMemory;
 constexpr uint64_t kOwnMemoryNbytes = uint64_t{8} << 20;
 constexpr uint64_t kSharedNbytes = uint64_t{16} << 20;
 constexpr uint64_t kHostAlignment = 64;
+constexpr uint64_t kElementAlignment = 8;                // of all dtypes
+constexpr uint64_t kPlacedNbytes = uint64_t{256} << 10;  // smaller ones are copied as quickly
 
 // Serves the targets with data, or those without.
 class Allocator {
@@ -55,9 +58,19 @@ class Allocator {
     return !targets_[i].in_place && wanted(i) > 0 && entry(i).zero_filled() == zeros_;
   }
 
+  // The first place from `used` on, of memory that begins with a page, for target `i`.
+  uint64_t place(size_t i, uint64_t used) const {
+    const uint64_t in_page = (entry(i).data_offset + targets_[i].runs.offset) % kPageNbytes;
+    const bool placed = memory_.as_in_file && !zeros_ && wanted(i) >= kPlacedNbytes;
+    if (!placed || in_page % kElementAlignment != 0) return align_up(used, memory_.alignment);
+    return align_up(used - std::min(used, in_page), kPageNbytes) + in_page;
+  }
+
   TensorMemory own_memory(size_t i) const {
+    const uint64_t at = place(i, 0);
     try {
-      return memory_.make(wanted(i), zeros_);
+      const TensorMemory memory = memory_.make(at + wanted(i), zeros_);
+      return {memory.data + at, wanted(i), memory.owner};
     } catch (const Error& error) {
       // What the source's size vouches for is honest; the rest is only claimed.
       if (error.code() != Errc::out_of_memory || (sized_ && !zeros_)) throw;
@@ -75,7 +88,7 @@ class Allocator {
     size_t i = first;
     for (; i < targets_.size(); ++i) {
       if (!needs_memory(i)) continue;
-      const uint64_t at = align_up(used, memory_.alignment);
+      const uint64_t at = place(i, used);
       if (wanted(i) >= kOwnMemoryNbytes || at + wanted(i) > kSharedNbytes) break;
       group.emplace_back(i, at);
       used = at + wanted(i);
@@ -95,13 +108,13 @@ class Allocator {
 
 }  // namespace
 
-MemoryMaker host_memory(const OpenedIndex& opened) {
+MemoryMaker host_memory(const OpenedIndex& opened, const io::RangeSource& source) {
   const bool secret = opened.prologue.has_crypt_info();
   const auto make = [secret](uint64_t nbytes, bool zeros) -> TensorMemory {
     const auto arena = secret || zeros ? HostArena::create(nbytes) : HostArena::recycle(nbytes);
     return {arena->bytes().data(), nbytes, arena};
   };
-  return {make, kHostAlignment};
+  return {make, kHostAlignment, source.traits().direct && !secret};
 }
 
 void allocate(const OpenedIndex& opened, bool sized, bool parts, const MemoryMaker& memory,

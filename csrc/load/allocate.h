@@ -16,12 +16,15 @@ struct MemoryMaker {
   // `nbytes` > 0; `zeros`: they are zero, else their content may be anything.
   std::function<device::TensorMemory(uint64_t nbytes, bool zeros)> make;
   uint64_t alignment;  // of each tensor
+  // Large tensors begin where they do in a page of the file, if its elements are aligned there.
+  bool as_in_file = false;
 };
 
 // Host memory for the tensors of this file. Those of plain files get memory that earlier ones have
 // left, and leave theirs to later ones. What was decrypted goes back to the system with its tensor,
 // which wipes it, and does not lie in memory that others get.
-MemoryMaker host_memory(const OpenedIndex& opened);
+// A source that reads to pages without a copy gets tensors whose places let it.
+MemoryMaker host_memory(const OpenedIndex& opened, const io::RangeSource& source);
 
 // Gives every target that has none (in_place) and takes some a destination, in their order. A
 // tensor, or part (`parts`: all are), of at least 8 MiB has memory of its own; smaller ones share

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/checked_math.h"
+#include "core/pages.h"
 #include "crypto/secret_key.h"
 #include "load/chunks_for_device.h"
 
@@ -27,7 +28,7 @@ class Worker final : public UnitWorker {
   void process(size_t number) override {
     const Unit& unit = job_.plan.units[number];
     const std::span<const Piece> pieces = job_.plan.pieces_of(unit);
-    give_places(pieces);
+    give_places(unit, pieces);
     const std::byte* image = job_.in_order(number, stop_, [&] { return read(unit, pieces); });
     if (job_.options.parts && job_.cipher && unit.placed_nbytes > 0)
       image = open_chunks(unit, pieces, image);
@@ -77,8 +78,9 @@ class Worker final : public UnitWorker {
   // Where the bytes of each piece come together: at their destination on the host; in the lane's
   // buffer where they lie in the unit, or, of parts, one behind the other. Chunks of encrypted
   // parts may be longer than a buffer, and have no place before they are opened.
-  void give_places(std::span<const Piece> pieces) {
+  void give_places(const Unit& unit, std::span<const Piece> pieces) {
     places_.clear();
+    if (lane_ && !job_.options.parts) used_ = place_in_page(unit, buffer_.size());
     for (const Piece& piece : pieces) {
       std::byte* place = nullptr;
       if (piece.kind == Piece::Kind::header) {
@@ -86,7 +88,7 @@ class Worker final : public UnitWorker {
       } else if (!lane_) {
         place = destination_of(piece);
       } else if (!job_.options.parts) {
-        place = buffer_.data() + piece.unit_offset;
+        place = buffer_.data() + used_ + piece.unit_offset;
       } else if (!job_.cipher) {
         place = buffer_.data() + used_;
         used_ += piece.nbytes;
@@ -101,8 +103,9 @@ class Worker final : public UnitWorker {
   const std::byte* read(const Unit& unit, std::span<const Piece> pieces) {
     const bool whole_to_device = lane_ && !job_.options.parts;
     if (whole_to_device && !job_.cipher && unit.placed_nbytes > 0) {
-      job_.source.read_at(unit.offset, buffer_.first(unit.nbytes), stop_);
-      return buffer_.data();
+      const io::Slice into = buffer_.subspan(used_, unit.nbytes);
+      job_.source.read_at(unit.offset, into, stop_);
+      return into.data();
     }
     if (whole_to_device || job_.cipher || unit.read == Unit::Read::image) return read_image(unit);
     if (unit.read == Unit::Read::apart) {
@@ -117,10 +120,22 @@ class Worker final : public UnitWorker {
 
   const std::byte* read_image(const Unit& unit) {
     if (const std::byte* there = job_.source.view(unit.offset, unit.nbytes)) return there;
-    if (image_.size() < unit.nbytes) image_.resize(unit.nbytes);
-    const io::Slice into = std::span(image_).first(unit.nbytes);
+    grow_image(unit.nbytes + kPageNbytes);
+    const io::Slice into(image_.get() + place_in_page(unit, image_.get_deleter().nbytes),
+                         unit.nbytes);
     job_.source.read_at(unit.offset, into, stop_);
     return into.data();
+  }
+
+  // Where in a page the unit's image begins: where it does in the file, if the buffer has room for
+  // that. A read past the page cache then needs no copy.
+  static uint64_t place_in_page(const Unit& unit, uint64_t buffer_nbytes) noexcept {
+    const uint64_t place = unit.offset % kPageNbytes;
+    return place + unit.nbytes <= buffer_nbytes ? place : 0;
+  }
+
+  void grow_image(uint64_t nbytes) {
+    if (nbytes > image_.get_deleter().nbytes) image_ = allocate_pages(nbytes);
   }
 
   // Calls fn(piece, begin, to, nbytes) for the runs of all pieces, in the order of the source:
@@ -156,7 +171,7 @@ class Worker final : public UnitWorker {
       if (slices_.empty()) {
         begin = at;
       } else if (at > end) {
-        slices_.emplace_back(image_.data(), at - end);
+        slices_.emplace_back(image_.get(), at - end);
       }
       slices_.emplace_back(to, nbytes);
       end = at + nbytes;
@@ -172,7 +187,7 @@ class Worker final : public UnitWorker {
       gap = std::max(gap, at - end);
       end = at + nbytes;
     });
-    if (image_.size() < gap) image_.resize(gap);
+    grow_image(gap);
     if (headers_.size() < headers) headers_.resize(headers);
     std::byte* to = headers_.data();
     for (size_t i = 0; i < pieces.size(); ++i) {
@@ -339,12 +354,12 @@ class Worker final : public UnitWorker {
   const std::stop_token stop_;
   std::unique_ptr<device::Lane> lane_;  // set iff bound for a device
   std::span<std::byte> buffer_;         // of the lane, for the unit at hand
-  uint64_t used_ = 0;                   // of the buffer, by parts
+  uint64_t used_ = 0;                   // of the buffer: by parts, or before the image of a unit
   std::vector<std::byte*> places_;      // of the unit's pieces
   std::vector<io::Slice> slices_;
   std::vector<std::byte> headers_;
-  std::vector<std::byte> image_;  // of a unit as it is in the source; or what gaps are read to
-  crypto::SecretBuffer plain_;    // chunks of parts
+  Pages image_{nullptr, {}};    // of a unit as it is in the source; or what gaps are read to
+  crypto::SecretBuffer plain_;  // chunks of parts
   std::vector<digest::RecordDigester::Whole> whole_;
   std::vector<uint32_t> straddling_;  // records whose header is in the unit
   std::vector<device::CopyPiece> copies_;

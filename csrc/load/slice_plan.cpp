@@ -1,11 +1,11 @@
 #include "load/slice_plan.h"
 
 #include "core/checked_math.h"
+#include "core/pages.h"
 
 namespace tensorizer::load {
 namespace {
 
-constexpr uint64_t kPageNbytes = 4096;
 // Two parts below this are worth a longer stretch of what nobody wants than a request of their own.
 constexpr uint64_t kSmallNbytes = uint64_t{64} << 10;
 constexpr uint64_t kWasteShare = 32;  // elsewhere at most 1/32 of what is wanted is read in vain

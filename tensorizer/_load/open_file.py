@@ -439,6 +439,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
     ) -> Iterator[LoadedBatch]:
         """Batches of the entries (ascending) on their device, in the wanted dtype, as Parameters or plain tensors."""
         parts = self._parts(entries)
+        _expect(parts)
         if len(parts) > 1:
             yield from self._read_together(parts, verify, progress, plain)
             return
@@ -491,7 +492,9 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         self._check_readable()
         records = [i if self.is_stored(i) else self.targets[i] for i in entries]
         tensors: dict[int, torch.Tensor] = {}
-        for part in self._parts(sorted(set(records))):
+        parts = self._parts(sorted(set(records)))
+        _expect(parts)
+        for part in parts:
             loaded = self._noted(part.of_all(part.reader.read_raw(part.entries, verify)))
             tensors.update(zip(loaded.entries, loaded.tensors))
         return [tensors[i] for i in records]
@@ -655,6 +658,12 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             for i, tensor in zip(batch.entries, batch.tensors)
             if not same_bits(tensor, self.kept[i])
         ]
+
+
+def _expect(parts: Sequence[_Part]) -> None:
+    """Tells each file how large the load is that is about to read it."""
+    for part in parts:
+        part.reader.direct_io.expect(lambda: sum(p.reader.index.total_loaded_nbytes(list(p.entries)) for p in parts))
 
 
 def open_file(

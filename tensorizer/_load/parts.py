@@ -179,6 +179,7 @@ class PartReader:
         source, keys, *_ = reader.handle
         with no_collections(), ordinary_tensors():
             batch = _C.LoadBatch.of_parts(source, reader.index, entries, indices)
+            reader.direct_io.expect(lambda: _nbytes([batch]))
             batch.plan(keys=keys, max_workers=reader.max_workers)
             batch.run()
             return batch.tensors(reader.factory)
@@ -308,13 +309,16 @@ class PartReader:
         for (_, to_places), (reader, members) in groups.items():
             entries, indices = [local for _, local in members], [read.index for read, _ in members]
             batch = _C.LoadBatch.of_parts(reader.handle.source, reader.index, entries, indices)
-            batches.append((batch, members, self._plan(reader, batch, members, device, to_places), reader))
+            batches.append((batch, members, to_places, reader))
+        for *_, reader in batches:
+            reader.direct_io.expect(lambda: _nbytes([batch for batch, *_ in batches]))
+        planned = [self._plan(reader, batch, members, device, to) for batch, members, to, reader in batches]
         if len(batches) == 1:
             batches[0][0].run()
         elif batches:
             _C.run_batches([batch for batch, *_ in batches], _FILES_AT_ONCE)
         found = []
-        for batch, members, tensors, reader in batches:
+        for (batch, members, _, reader), tensors in zip(batches, planned):
             delivered = batch.tensors(reader.factory) if tensors is None else tensors
             found += [(read, tensor) for (read, _), tensor in zip(members, delivered)]
         return found
@@ -392,6 +396,10 @@ class PartReader:
             ]
             found = self.read(wanted, verify)
         return dict(zip(parts, found))
+
+
+def _nbytes(batches: Sequence[_C.LoadBatch]) -> int:
+    return sum(batch.part_nbytes(i) for batch in batches for i in range(len(batch)))
 
 
 def _placed(part: torch.Tensor, want: WantedPart, name: Name) -> torch.Tensor:

@@ -24,6 +24,7 @@ from tensorizer._io.access import NOBODY, Access
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.arguments import DeviceChooser
 from tensorizer._load.authenticity import authenticate
+from tensorizer._load.direct_io import DirectIO, check_direct_io
 from tensorizer._system import cuda_engine, kept_memory, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer._system.sizes import runs
@@ -65,6 +66,7 @@ class ReadOptions(NamedTuple):
     verify_hash: Optional[bool] = None
     allow_missing_hashes: bool = False
     without_key: bool = False  # opens the index of an encrypted file without one; its tensors are out of reach then
+    direct_io: Optional[str] = None
 
 
 #: To the host, as plain copies of what the file has.
@@ -106,6 +108,7 @@ class FileReader:
         network: Whether every request costs a round trip.
         mapped: Whether tensors are views of the file.
         max_workers: Upper bound for reading threads; 0: as many as are useful.
+        direct_io: Whether the file is read past the page cache.
         factory: Makes tensors of loaded memory.
     """
 
@@ -116,6 +119,7 @@ class FileReader:
         names: list[Name],
         selection: Sequence[int],
         max_workers: int,
+        direct_io: DirectIO,
         options: ReadOptions,
     ) -> None:
         self.index, self.names, self.selection = index, names, selection
@@ -124,6 +128,7 @@ class FileReader:
         self.network = _is_network(handle.source)
         self.mapped = handle.mapping is not None
         self.max_workers = max_workers
+        self.direct_io = direct_io
         self.factory = _C.TensorFactory(dtypes.resolve)
         self._handle: Optional[Handle] = handle
         self._options = options
@@ -342,6 +347,8 @@ def open_reader(
         ValueError: A mapping is wanted of what cannot be mapped; `num_readers` below 1.
     """
     max_workers = access.max_workers
+    choice = check_direct_io(options.direct_io)
+    direct_io = DirectIO(opened.source, choice)
     index = _open_index(opened, access, options)
     names: list[Name] = index.names()
     selection: Sequence[int] = range(len(names))
@@ -350,9 +357,11 @@ def open_reader(
     keys = key_ring(access.encryption) if index.encrypted and access.encryption is not None else None
     if keys is not None or access.trust != NOBODY:
         authenticate(opened, index, keys, access.trust)
-    maps = _may_map(opened.source, index, names, selection, options) if options.mmap is None else options.mmap
+    maps = options.mmap
+    if maps is None:
+        maps = choice != "always" and _may_map(opened.source, index, names, selection, options)
     handle = Handle(opened.source, keys, _map_source(opened.source) if maps else None, opened.close)
-    return FileReader(handle, index, names, selection, max_workers, options)
+    return FileReader(handle, index, names, selection, max_workers, direct_io, options)
 
 
 def _is_network(source: _C.RangeSource) -> bool:

@@ -62,10 +62,14 @@ class Opened:
         first, cached, checks_whole, _ = asked[0]
         if self.ranks.size == 1 or checks_whole:  # the hash of a tensor is one of all of it
             return "none"
-        if first != "auto":
-            return str(first)
         overlapping = shared or sum(count for *_, count in asked) > _WORTH_GATHERING * everything
-        return "all_gather" if overlapping and not cached else "none"
+        chosen = str(first)
+        if first == "auto":
+            chosen = "all_gather" if overlapping and not cached else "none"
+        if chosen == "all_gather" or not overlapping:
+            for reader in file.readers:
+                reader.direct_io.read_alone()
+        return chosen
 
     def report(
         self,

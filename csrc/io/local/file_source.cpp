@@ -22,6 +22,7 @@ namespace tensorizer::io {
 namespace {
 
 constexpr unsigned kColdReaders = 8;           // requests in flight that a disk wants to see
+constexpr unsigned kDirectReaders = 16;        // the same where the kernel does not read ahead
 constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
 
 // Whether a byte is there without waiting for a disk. nullopt: the file system does not say, as
@@ -83,7 +84,7 @@ bool is_cached(int fd, const struct stat& file) noexcept {
 // An open file. Immutable; reads share it.
 struct FileSource::Handle {
   Handle(UniqueFd file, const std::string& file_name);
-  void read(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop) const;
+  void read(uint64_t offset, ScatterCursor left, const std::stop_token& stop) const;
 
   const std::string& name;
   UniqueFd fd;
@@ -116,10 +117,25 @@ std::shared_ptr<const FileSource::Handle> FileSource::handle() const {
   return handle_;
 }
 
+std::shared_ptr<DirectFile> FileSource::direct_file() const {
+  MutexLock lock(mutex_);
+  return direct_;
+}
+
+bool FileSource::was_cached() const { return handle()->cached; }
+
+void FileSource::set_direct(bool direct) {
+  std::shared_ptr<DirectFile> file = direct ? DirectFile::open(handle()->fd.get()) : nullptr;
+  MutexLock lock(mutex_);
+  direct_.swap(file);
+}
+
 void FileSource::close() noexcept {
   std::shared_ptr<const Handle> last;  // destroyed after the lock is given back
+  std::shared_ptr<DirectFile> last_direct;
   MutexLock lock(mutex_);
   last.swap(handle_);
+  last_direct.swap(direct_);
 }
 
 std::optional<SourceChange> FileSource::change() const {
@@ -155,6 +171,7 @@ std::shared_ptr<FileMapping> FileSource::map() const {
 SourceTraits FileSource::traits() const {
   // A cached file is bound by the processors, a cold one by the disk.
   const unsigned cpus = cpu_quota();
+  if (direct_file()) return {.concurrency = std::max(cpus, kDirectReaders), .direct = true};
   const bool cached = handle()->cached;
   return {.concurrency = cached ? cpus : std::max(cpus, kColdReaders), .prompt = cached};
 }
@@ -165,40 +182,25 @@ void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
   if (offset > nbytes_ || wanted > nbytes_ - offset)
     throw_truncated(name_, offset, wanted, nbytes_);
   const std::shared_ptr<const Handle> file = handle();
-  file->read(offset, slices, stop);
+  ScatterCursor left(slices);
+  if (const std::shared_ptr<DirectFile> direct = direct_file()) direct->read(offset, left, stop);
+  file->read(offset, left, stop);
   bytes_read_.fetch_add(wanted, std::memory_order_relaxed);
 }
 
-void FileSource::Handle::read(uint64_t offset, std::span<const Slice> slices,
+void FileSource::Handle::read(uint64_t offset, ScatterCursor left,
                               const std::stop_token& stop) const {
   std::array<iovec, kMaxVectors> vectors;
-  size_t next = 0;       // first slice that is not complete
-  uint64_t done_in = 0;  // bytes of it that have arrived
-  while (next < slices.size()) {
-    size_t count = 0;
-    uint64_t room = cached ? nbytes : kColdCallNbytes;
-    for (size_t i = next; i < slices.size() && count < kMaxVectors && room > 0; ++i) {
-      const uint64_t skip = i == next ? done_in : 0;
-      const uint64_t n = std::min(slices[i].size() - skip, room);
-      vectors[count++] = {slices[i].data() + skip, n};
-      room -= n;
-    }
+  while (left.room() > 0) {
+    const size_t count = left.places(vectors, cached ? nbytes : kColdCallNbytes);
     throw_if_stopped(stop);
     const ssize_t got =
         preadv(fd.get(), vectors.data(), static_cast<int>(count), static_cast<off_t>(offset));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) throw_errno("cannot read", name, errno);
-    uint64_t left = static_cast<uint64_t>(got);
-    offset += left;
-    const bool wanted_some = std::any_of(vectors.begin(), vectors.begin() + count,
-                                         [](const iovec& v) { return v.iov_len > 0; });
-    if (got == 0 && wanted_some) throw_truncated(name, offset, 1, offset);
-    while (next < slices.size() && left >= slices[next].size() - done_in) {
-      left -= slices[next].size() - done_in;
-      done_in = 0;
-      ++next;
-    }
-    done_in += left;
+    if (got == 0) throw_truncated(name, offset, 1, offset);
+    offset += static_cast<uint64_t>(got);
+    left.skip(static_cast<uint64_t>(got));
   }
 }
 

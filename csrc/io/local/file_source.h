@@ -1,9 +1,8 @@
 // A regular local file, read with positional reads on a descriptor of its own. Safe from many
 // threads.
 //
-// Reads go through the page cache: whoever loads the file next, or at the same time, finds it
-// there. Where a file is not cached yet, each read is announced to the kernel as a whole and
-// several are in flight.
+// Reads go through the page cache, where whoever loads the file next, or at the same time, finds
+// it; or past it (set_direct), where the file system lets them.
 //
 // A program that replaces the file by another of the same name does no harm: the descriptor goes on
 // to show the old one. A program that writes to this file, cuts it or extends it changes its size
@@ -16,6 +15,7 @@
 
 #include "core/sync.h"
 #include "core/unique_fd.h"
+#include "io/local/direct_file.h"
 #include "io/local/file_mapping.h"
 #include "io/range_source.h"
 
@@ -42,6 +42,12 @@ class FileSource final : public RangeSource {
 
   void close() noexcept override;
 
+  // Whether bytes all over the file were in the page cache when it was opened.
+  bool was_cached() const;
+
+  // Whether reads that begin from now on go past the page cache.
+  void set_direct(bool direct);
+
   // Whether the file is on a file system of another machine, or on one that a program serves
   // (FUSE), where a page that is missing later costs a round trip, or the process when it fails.
   bool on_network_file_system() const;
@@ -54,11 +60,13 @@ class FileSource final : public RangeSource {
   // What reads use: they keep it alive, so that close() never pulls a descriptor from under one of
   // them.
   std::shared_ptr<const Handle> handle() const;
+  std::shared_ptr<DirectFile> direct_file() const;
 
   std::string name_;
   uint64_t nbytes_ = 0;
   mutable Mutex mutex_;
   std::shared_ptr<const Handle> handle_ GUARDED_BY(mutex_);  // null once closed
+  std::shared_ptr<DirectFile> direct_ GUARDED_BY(mutex_);    // null: through the page cache
   std::atomic<uint64_t> bytes_read_{0};
 };
 
