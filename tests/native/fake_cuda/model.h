@@ -18,6 +18,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "link.h"
+
 namespace fake_cuda {
 
 // Ends the process: the program under test broke a rule of CUDA.
@@ -67,6 +69,7 @@ struct ContextTag {
 struct Operation {
   std::function<void()> run;      // without the lock
   std::function<bool()> may_run;  // under the lock; empty: at once
+  Cost cost = {};
 };
 
 struct StreamTag {
@@ -128,6 +131,8 @@ struct Model {
   unsigned min_delay_us = 0;
   unsigned max_delay_us = 0;
   std::mt19937 random;
+
+  std::unique_ptr<LinkModel> link;  // internally locked
 
   int lost = 0;  // what every call returns once the device is lost
   std::vector<Fault> faults;
