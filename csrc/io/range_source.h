@@ -30,6 +30,9 @@ struct SourceTraits {
   bool sequential = false;
   // True when reads are answered from memory: a small one costs less than waking a thread for it.
   bool prompt = false;
+  // True when the answer to a read comes from another machine: whoever reads waits, and others may
+  // use what he does not need yet.
+  bool waits = false;
 };
 
 // A source that is not as it was when it was opened.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "core/checked_math.h"
 #include "core/error.h"
@@ -19,24 +18,29 @@ constexpr uint64_t kOwnMemoryNbytes = uint64_t{8} << 20;
 constexpr uint64_t kSharedNbytes = uint64_t{16} << 20;
 constexpr uint64_t kHostAlignment = 64;
 
-// Serves the targets with data, or those without.
-class Allocator {
+// Surplus bytes of old files included.
+uint64_t memory_nbytes(const format::IndexEntry& entry) {
+  return std::max(entry.data_nbytes, entry.loaded_nbytes);
+}
+
+// Plans the targets with data, or those without.
+class MemoryPlanner {
  public:
-  Allocator(const OpenedIndex& opened, bool sized, bool parts, const MemoryMaker& memory,
-            bool zeros, std::span<LoadTarget> targets)
+  MemoryPlanner(const OpenedIndex& opened, bool parts, uint64_t alignment, bool zeros,
+          std::span<const LoadTarget> targets, std::vector<MemoryGroup>& groups)
       : opened_(opened),
-        sized_(sized),
         parts_(parts),
-        memory_(memory),
+        alignment_(alignment),
         zeros_(zeros),
-        targets_(targets) {}
+        targets_(targets),
+        groups_(groups) {}
 
   void run() {
-    for (size_t i = 0; i < targets_.size();) {
+    for (uint32_t i = 0; i < targets_.size();) {
       if (!needs_memory(i)) {
         ++i;
       } else if (wanted(i) >= kOwnMemoryNbytes) {
-        targets_[i].destination = own_memory(i);
+        groups_.push_back({wanted(i), zeros_, {{i, 0, wanted(i)}}});
         ++i;
       } else {
         i = share_memory(i);
@@ -46,51 +50,35 @@ class Allocator {
 
  private:
   const format::IndexEntry& entry(size_t i) const { return opened_.index[targets_[i].entry]; }
-  // Surplus bytes of old files included.
   uint64_t wanted(size_t i) const {
-    if (parts_) return targets_[i].runs.nbytes();
-    return std::max(entry(i).data_nbytes, entry(i).loaded_nbytes);
+    return parts_ ? targets_[i].runs.nbytes() : memory_nbytes(entry(i));
   }
   bool needs_memory(size_t i) const {
     return !targets_[i].in_place && wanted(i) > 0 && entry(i).zero_filled() == zeros_;
   }
 
-  TensorMemory own_memory(size_t i) const {
-    try {
-      return memory_.make(wanted(i), zeros_);
-    } catch (const Error& error) {
-      // What the source's size vouches for is honest; the rest is only claimed.
-      if (error.code() != Errc::out_of_memory || (sized_ && !zeros_)) throw;
-      throw Error(Errc::malformed, "tensor " + format::display_name(entry(i).name) + " claims " +
-                                       std::to_string(wanted(i)) + " bytes" +
-                                       (zeros_ ? " of zeros" : "") + ", more than memory can be");
-    }
-  }
-
   // Memory for target `first` and the small ones behind it; the number of the first that is not in
   // it.
-  size_t share_memory(size_t first) {
-    std::vector<std::pair<size_t, uint64_t>> group;  // target, its place
-    uint64_t used = 0;
-    size_t i = first;
+  uint32_t share_memory(uint32_t first) {
+    MemoryGroup group{0, zeros_, {}};
+    uint32_t i = first;
     for (; i < targets_.size(); ++i) {
       if (!needs_memory(i)) continue;
-      const uint64_t at = align_up(used, memory_.alignment);
+      const uint64_t at = align_up(group.nbytes, alignment_);
       if (wanted(i) >= kOwnMemoryNbytes || at + wanted(i) > kSharedNbytes) break;
-      group.emplace_back(i, at);
-      used = at + wanted(i);
+      group.members.push_back({i, at, wanted(i)});
+      group.nbytes = at + wanted(i);
     }
-    const TensorMemory shared = memory_.make(used, zeros_);
-    for (const auto& [target, at] : group)
-      targets_[target].destination = {shared.data + at, wanted(target), shared.owner};
+    groups_.push_back(std::move(group));
     return i;
   }
 
   const OpenedIndex& opened_;
-  const bool sized_, parts_;
-  const MemoryMaker& memory_;
+  const bool parts_;
+  const uint64_t alignment_;
   const bool zeros_;
-  const std::span<LoadTarget> targets_;
+  const std::span<const LoadTarget> targets_;
+  std::vector<MemoryGroup>& groups_;
 };
 
 }  // namespace
@@ -104,10 +92,32 @@ MemoryMaker host_memory(const OpenedIndex& opened) {
   return {make, kHostAlignment};
 }
 
-void allocate(const OpenedIndex& opened, bool sized, bool parts, const MemoryMaker& memory,
-              std::span<LoadTarget> targets) {
+std::vector<MemoryGroup> plan_memory(const OpenedIndex& opened, bool parts, uint64_t alignment,
+                                     std::span<const LoadTarget> targets) {
+  std::vector<MemoryGroup> groups;
   for (const bool zeros : {false, true})
-    Allocator(opened, sized, parts, memory, zeros, targets).run();
+    MemoryPlanner(opened, parts, alignment, zeros, targets, groups).run();
+  return groups;
+}
+
+void allocate(const MemoryGroup& group, const OpenedIndex& opened, bool sized,
+              const MemoryMaker& memory, std::span<LoadTarget> targets) {
+  TensorMemory made;
+  try {
+    made = memory.make(group.nbytes, group.zeros);
+  } catch (const Error& error) {
+    // What the source's size vouches for is honest; the rest is only claimed.
+    if (error.code() != Errc::out_of_memory || group.nbytes < kOwnMemoryNbytes ||
+        (sized && !group.zeros))
+      throw;
+    const format::IndexEntry& entry = opened.index[targets[group.members.front().target].entry];
+    throw Error(Errc::malformed, "tensor " + format::display_name(entry.name) + " claims " +
+                                     std::to_string(group.nbytes) + " bytes" +
+                                     (group.zeros ? " of zeros" : "") +
+                                     ", more than memory can be");
+  }
+  for (const MemoryGroup::Member& member : group.members)
+    targets[member.target].destination = {made.data + member.place, member.nbytes, made.owner};
 }
 
 }  // namespace tensorizer::load

@@ -152,7 +152,8 @@ class HostEngine final : public device::CopyEngine {
       for (const device::CopyPiece& piece : pieces)
         std::memcpy(piece.device_address, bytes() + piece.buffer_offset, piece.nbytes);
     }
-    void fetch(std::span<const device::CopyPiece> pieces, const std::stop_token&) override {
+    void end_fetch(const std::stop_token&) override {}
+    void begin_fetch(std::span<const device::CopyPiece> pieces, const std::stop_token&) override {
       for (const device::CopyPiece& piece : pieces)
         std::memcpy(bytes() + piece.buffer_offset, piece.device_address, piece.nbytes);
     }
