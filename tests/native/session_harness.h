@@ -84,6 +84,7 @@ class PlainSource final : public io::RangeSource {
     throw_if_stopped(stop);
     if (fail_at >= 0 && reads_.fetch_add(1) >= fail_at)
       throw Error(Errc::io, "the source broke", name_);
+    if (before_read) before_read();
     if (offset + io::total_nbytes(slices) > bytes_.size())
       io::throw_truncated(name_, offset, io::total_nbytes(slices), bytes_.size());
     for (const io::Slice& slice : slices) {
@@ -95,6 +96,7 @@ class PlainSource final : public io::RangeSource {
 
   io::SourceTraits settings{.concurrency = 4};
   int fail_at = -1;
+  std::function<void()> before_read;  // by the reading thread
 
  private:
   const Bytes& bytes_;

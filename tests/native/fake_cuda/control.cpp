@@ -122,6 +122,12 @@ CONTROL void fake_cuda_forget_leaks() {
 
 CONTROL void fake_cuda_model(const char* text) { model().link->configure(text); }
 
+CONTROL void fake_cuda_forbid(const void* bytes, size_t nbytes) {
+  const Lock lock(model().mutex);
+  const auto* const begin = static_cast<const std::byte*>(bytes);
+  model().forbidden.assign(begin, begin + nbytes);
+}
+
 CONTROL const char* fake_cuda_report() {
   static thread_local std::string text;
   text = model().link->report();

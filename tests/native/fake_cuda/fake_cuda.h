@@ -83,6 +83,8 @@ void fake_cuda_break_kernels(int broken);
 void fake_cuda_model(const char* text);
 // What the engines of the model did since the last report, as JSON.
 const char* fake_cuda_report(void);
+// Copies to a device may not carry these bytes; nothing is forbidden for 0.
+void fake_cuda_forbid(const void* bytes, size_t nbytes);
 // The stream behaves as if it captured a graph.
 void fake_cuda_set_capturing(void* stream, int device, int capturing);
 
