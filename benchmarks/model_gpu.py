@@ -1,9 +1,9 @@
 """Loads to and saves from a modelled GPU: how much of its link they fill, on a machine that has none.
 
-``python -m benchmarks.model_gpu`` runs each case in a process of its own, over the fake driver of the tests with a model
-of a link, of allocation and of pinning (``tests/native/fake_cuda/link.h``). The figures say whether the schedule hides
-costs of the stated size; they are no speed of any device. A case is measured against the time that its bytes take on
-the modelled link, the network against the same load to the CPU.
+``python -m benchmarks.model_gpu`` runs each case in a process of its own, over the fake driver of the tests with a
+model of a link, of allocation and of pinning (``tests/native/fake_cuda/link.h``). The figures say whether the schedule
+hides costs of the stated size; they are no speed of any device. A case is measured against the time that its bytes take
+on the modelled link, the network against the same load to the CPU.
 
 ``--package FOLDER`` measures another build beside this one, in turn: the folder that holds its ``tensorizer``.
 """
@@ -11,6 +11,7 @@ the modelled link, the network against the same load to the CPU.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -50,7 +51,7 @@ class Case:
     network: Optional[tuple[int, int]] = None  # slots, rate of a connection
 
 
-_LINK = "gbps={gbps},discard=1," + COSTS
+_LINK = "gbps={gbps},discard=1,{costs}"
 CASES = (
     Case("plain", _LINK, 0.95),
     Case("first-load", _LINK, 0.80, fresh=True),
@@ -71,13 +72,13 @@ CASES = (
     Case("two-devices-two-files", _LINK, 1.9, devices="files"),
     Case(
         "dtype",
-        "gbps={dtype_gbps}," + COSTS,
+        "gbps={dtype_gbps},{costs}",
         0.92,
         options=(("dtype", "bfloat16"),),
         environment=(("TENSORIZER_CUDA_DECRYPT", "1"),),
     ),
     Case("small", "gbps={gbps},discard=1,call_us=3", 0.90, shapes="small"),
-    Case("save", "gbps={gbps},discard=1,pin_us_per_mib=1200", 0.90, kind="save"),
+    Case("save", "gbps={gbps},discard=1,{costs}", 0.90, kind="save"),
 )
 BY_NAME = {case.name: case for case in CASES}
 CI_CASES = ("plain", "encrypted-host", "encrypted-device", "network-16-slots", "network-4-slots", "two-devices-in-turn")
@@ -111,12 +112,12 @@ def _file(case: Case, nbytes: int, folder: Path, part: str = "") -> Path:
         serializer.write_tensor(0, f"t{i:05}", 2, large)
         if case.shapes == "large":
             for j in range(9):
-                serializer.write_tensor(0, f"t{i:05}.small{j}", 2, large[: 2048])
+                serializer.write_tensor(0, f"t{i:05}.small{j}", 2, large[:2048])
     serializer.close()
     return path
 
 
-def _load(case: Case, paths: list[Any], device: Any) -> Any:
+def _load(case: Case, path: Any, device: Any) -> Any:
     import torch
 
     from tensorizer import DecryptionParams, TensorDeserializer
@@ -126,9 +127,7 @@ def _load(case: Case, paths: list[Any], device: Any) -> Any:
         options["dtype"] = getattr(torch, options["dtype"])
     if case.encrypted:
         options["encryption"] = DecryptionParams.from_key(KEY)
-    if len(paths) > 1:
-        return TensorDeserializer.from_files(paths, device=device, **options)  # type: ignore[attr-defined]
-    return TensorDeserializer(paths[0], device=device, **options)
+    return TensorDeserializer(path, device=device, **options)
 
 
 def _device_of(case: Case, count: int) -> Any:
@@ -145,6 +144,8 @@ def _device_of(case: Case, count: int) -> Any:
 
 def run_case(case: Case, nbytes: int, runs: int, folder: Path, url: Optional[str]) -> dict[str, Any]:
     """The seconds of each run, after one warm load unless the case is of the first."""
+    import torch
+
     accelerators = _load_accelerators()
     driver = accelerators.fake_driver()
     gpu = accelerators.FakeDevice(driver)
@@ -154,29 +155,15 @@ def run_case(case: Case, nbytes: int, runs: int, folder: Path, url: Optional[str
     count = max(1, nbytes // (28 * MIB))
     on_device: Callable[[], Any]
     if case.kind == "save":
-        import torch
-
-        from tensorizer import TensorSerializer
-
         state = {f"t{i:05}": gpu.put(torch.rand(7 * MIB)) for i in range(count)}
-        memory = bytearray()
-
-        def save() -> None:
-            with tempfile.TemporaryFile(dir="/dev/shm") as file:
-                serializer = TensorSerializer(file, hashes=())
-                for name, value in state.items():
-                    serializer.write_tensor(0, name, 2, value)
-                serializer.close()
-
-        del memory
-        on_device = save
+        on_device = functools.partial(_save, state)
     elif case.kind == "http":
-        on_device = lambda: _load(case, [f"{url}/{path.name}"], "cuda:0")  # noqa: E731
+        on_device = functools.partial(_load, case, f"{url}/{path.name}", "cuda:0")
     elif case.devices == "files":
-        on_device = lambda: _load_two_files(case, path, folder, nbytes)  # noqa: E731
-        stored *= 1
+        path = _sharded(folder, count)
+        on_device = functools.partial(_load, case, path, _device_of(BY_NAME["two-devices-halves"], count))
     else:
-        on_device = lambda: _load(case, [path], _device_of(case, count))  # noqa: E731
+        on_device = functools.partial(_load, case, path, _device_of(case, count))
     if not case.fresh:
         on_device()
     found: dict[str, Any] = {"seconds": [], "cpu": [], "reports": [], "bytes": stored, "host": []}
@@ -190,35 +177,44 @@ def run_case(case: Case, nbytes: int, runs: int, folder: Path, url: Optional[str
         del result
         if case.kind == "http":
             began = time.perf_counter()
-            result = _load(case, [f"{url}/{path.name}"], "cpu")
+            result = _load(case, f"{url}/{path.name}", "cpu")
             found["host"].append(time.perf_counter() - began)
             del result
     return found
 
 
-def _load_two_files(case: Case, path: Path, folder: Path, nbytes: int) -> Any:
-    """Two files to two devices in one call, as a sharded checkpoint has them."""
-    from tensorizer import TensorDeserializer
+def _save(state: dict[str, Any]) -> None:
+    from tensorizer import TensorSerializer
 
-    sharded = folder / f"sharded-{nbytes}"
-    if not sharded.exists():
-        import torch
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        serializer = TensorSerializer(file.name, hashes=())
+        for name, value in state.items():
+            serializer.write_tensor(0, name, 2, value)
+        serializer.close()
 
-        from tensorizer import TensorSerializer
 
-        sharded.mkdir()
-        large = torch.rand(7 * MIB)
-        names: dict[str, str] = {}
-        count = max(2, nbytes // (28 * MIB))
-        for shard in range(2):
-            file = f"model-{shard + 1:05}-of-00002.tensors"
-            serializer = TensorSerializer(sharded / file, hashes=())
-            for i in range(shard * count // 2, (shard + 1) * count // 2):
+def _sharded(folder: Path, count: int) -> Path:
+    """The index of a model in two files."""
+    import torch
+
+    from tensorizer import TensorSerializer
+
+    index = folder / f"sharded-{count}" / "model.tensors.index.json"
+    if index.exists():
+        return index
+    index.parent.mkdir()
+    large = torch.rand(7 * MIB)
+    names: dict[str, str] = {}
+    for shard in range(2):
+        file = f"model-{shard + 1:05}-of-00002.tensors"
+        serializer = TensorSerializer(index.parent / file, hashes=())
+        for i in range(count):
+            if (i * 2 >= count) == bool(shard):
                 serializer.write_tensor(0, f"t{i:05}", 2, large)
                 names[f"t{i:05}"] = file
-            serializer.close()
-        (sharded / "model.tensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    return TensorDeserializer(sharded / "model.tensors.index.json", device=_device_of(Case("", "", 0, devices="halves"), nbytes // (28 * MIB)))
+        serializer.close()
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return index
 
 
 class _Setter:
@@ -243,10 +239,12 @@ def share_of(case: Case, found: dict[str, Any], settings: argparse.Namespace) ->
     return bound_of(case, found, settings) / seconds
 
 
-def measure(case: Case, package: Path, settings: argparse.Namespace, folder: Path, url: Optional[str]) -> dict[str, Any]:
+def measure(
+    case: Case, package: Path, settings: argparse.Namespace, folder: Path, url: Optional[str]
+) -> dict[str, Any]:
     """One process."""
     model = case.model.format(
-        gbps=settings.gbps, kernel_gbps=5 * settings.gbps, dtype_gbps=settings.dtype_gbps
+        gbps=settings.gbps, kernel_gbps=5 * settings.gbps, dtype_gbps=settings.dtype_gbps, costs=settings.costs
     )
     environment = {
         **os.environ,
@@ -280,7 +278,10 @@ def _store(folder: Path, rate: int) -> subprocess.Popen[str]:
 
     program = compiled("servers/object_store", folder)
     return subprocess.Popen(
-        [str(program), str(folder), str(LATENCY_MS), str(rate)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [str(program), str(folder), str(LATENCY_MS), str(rate)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -291,6 +292,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--gbps", type=float, default=2.0, help="of a link; a fifth of what the processors copy")
     parser.add_argument("--dtype-gbps", type=float, default=1.0)
+    parser.add_argument("--costs", default=COSTS, help="of allocation and pinning, as FAKE_CUDA_MODEL has them")
     parser.add_argument("--package", type=Path, default=None, help="another build to measure in turn")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/tensorizer-model-gpu"))
     parser.add_argument("--require", action="store_true", help="fail where a share is more than 5 points too low")
@@ -305,7 +307,7 @@ def main() -> int:
     names = CI_CASES if settings.cases == ["ci"] else settings.cases
     packages = [ROOT] if settings.package is None else [settings.package, ROOT]
     too_low = []
-    print(f"{'case':24}{'required':>9}" + "".join(f"{'before' if len(packages) > p + 1 else 'now':>18}" for p in range(len(packages))))
+    print(f"{'case':24}{'required':>9}" + "".join(f"{word:>18}" for word in ("before", "now")[-len(packages) :]))
     for name in names:
         case = BY_NAME[name]
         store = _store(settings.folder, case.network[1]) if case.network else None

@@ -87,8 +87,8 @@ def set_pinned_memory(*, slots: Optional[int] = None, slot_nbytes: Optional[int]
 def decrypts_on(device: Union[torch.device, str, int] = 0) -> tuple[bool, str]:
     """Tells whether a load of an encrypted file to this device is decrypted there.
 
-    Where ``TENSORIZER_CUDA_DECRYPT=1`` asks for it, this compiles and tests the device's kernels, unless a load has done
-    that.
+    Where ``TENSORIZER_CUDA_DECRYPT=1`` asks for it, this compiles and tests the device's kernels, unless a load has
+    done that.
 
     Args:
         device: A CUDA device with an index, or the index.

@@ -83,9 +83,7 @@ class LoadBatch {
           {.max_workers = max_workers, .parts = true, .gap_nbytes = gap_nbytes});
   }
 
-  void run(const py::object& progress) {
-    run_together({this}, 1, progress);
-  }
+  void run(const py::object& progress) { run_together({this}, 1, progress); }
 
   // Runs several loads, of those that do not share their workers at most `at_once` at a time; the
   // first failure stops the others.

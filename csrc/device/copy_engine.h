@@ -52,7 +52,8 @@ class Lane {
   virtual void give_back_unused() noexcept {}
 
   // Returns when the caller's work is done that was asked for before the latest
-  // CopyEngine::order_after_caller(): the memory may be written to. Throws Error: cancelled, device.
+  // CopyEngine::order_after_caller(): the memory may be written to. Throws Error: cancelled,
+  // device.
   virtual void pass_fence(const std::stop_token& /*stop*/) {}
 
   // Starts copying pieces of the buffer to the device; returns at once. Once per buffer. Passes the
@@ -63,8 +64,8 @@ class Lane {
   // Error: cancelled, device.
   virtual size_t most_chunks_to_open(const std::stop_token& /*stop*/) { return 0; }
 
-  // Room for what the device is told about so many chunks of the buffer. It is wiped with the use of
-  // the buffer.
+  // Room for what the device is told about so many chunks of the buffer. It is wiped with the use
+  // of the buffer.
   virtual std::span<ChunkToOpen> chunks_to_open(const std::stop_token& /*stop*/) { return {}; }
 
   // As send(); then the device opens the first `count` of chunks_to_open(), in place, those that

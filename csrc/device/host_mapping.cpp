@@ -46,8 +46,7 @@ bool huge_pages_stall() {
 
 }  // namespace
 
-HostMapping::HostMapping(uint64_t nbytes, int numa_node)
-    : nbytes_(align_up(nbytes, kHugePage)) {
+HostMapping::HostMapping(uint64_t nbytes, int numa_node) : nbytes_(align_up(nbytes, kHugePage)) {
   // One huge page more than needed, so that the part kept begins at one; the rest goes back at
   // once.
   const uint64_t reserved = nbytes_ + kHugePage;

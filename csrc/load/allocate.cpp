@@ -27,7 +27,7 @@ uint64_t memory_nbytes(const format::IndexEntry& entry) {
 class MemoryPlanner {
  public:
   MemoryPlanner(const OpenedIndex& opened, bool parts, uint64_t alignment, bool zeros,
-          std::span<const LoadTarget> targets, std::vector<MemoryGroup>& groups)
+                std::span<const LoadTarget> targets, std::vector<MemoryGroup>& groups)
       : opened_(opened),
         parts_(parts),
         alignment_(alignment),

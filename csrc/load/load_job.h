@@ -101,7 +101,8 @@ struct LoadJob {
   void memory_is_ready(const Members& members) {
     {
       const MutexLock lock(mutex_);
-      for (const auto& member : members) ready_[member.target].store(true, std::memory_order_release);
+      for (const auto& member : members)
+        ready_[member.target].store(true, std::memory_order_release);
     }
     changed_.notify_all();
   }

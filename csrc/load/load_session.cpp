@@ -29,9 +29,8 @@ constexpr uint64_t kCachedPartGapNbytes = 4096;
 // Between two values of a store there may be a hole, so that its source asks for nothing in vain;
 // within a tensor is none.
 constexpr uint64_t kLeastRunGapNbytes = 4096;
-// Of units for a device that come from a source that waits: in all, and for each worker where they
-// are hashed from there.
-constexpr uint64_t kReadBuffersNbytes = uint64_t{512} << 20;
+// Of units for a device that come from a source that waits: for each worker, where they are hashed
+// from there.
 constexpr uint64_t kReadBuffers = 3;
 
 // A container without record headers has no digests to compare: its index says all there is to
@@ -283,14 +282,22 @@ void LoadSession::wipe_destinations() noexcept {
   }
 }
 
+// On a device, what was begun goes too where copies came that far: the caller's work that was to
+// come first is over then. Where it may not be, only what copies have begun to fill.
 void LoadSession::wipe_on_device() noexcept {
+  const size_t units = plans_begun_ == 0 ? 0 : job_.plan.units.size();
+  bool all = false;
+  for (size_t i = 0; i < units; ++i) all = all || job_.progress_of(i) == LoadJob::Progress::placed;
+  all = all && job_.options.engine->is_ready();
   std::array<device::DeviceRange, kWipedAtOnce> ranges;
   size_t count = 0;
-  for (size_t i = 0; plans_begun_ > 0 && i < job_.plan.units.size(); ++i) {
-    if (job_.progress_of(i) != LoadJob::Progress::placed) continue;
+  for (size_t i = 0; i < units; ++i) {
+    const LoadJob::Progress progress = job_.progress_of(i);
+    if (progress != LoadJob::Progress::placed && (!all || progress == LoadJob::Progress::none))
+      continue;
     for (const Piece& piece : job_.plan.pieces_of(job_.plan.units[i])) {
       const device::DeviceRange range = filled_by(piece);
-      if (range.nbytes == 0) continue;
+      if (range.nbytes == 0 || !job_.has_memory(piece.target)) continue;
       ranges[count++] = range;
       if (count < ranges.size()) continue;
       job_.options.engine->wipe(ranges);

@@ -49,6 +49,7 @@ class Together {
   // Loads that share their workers.
   struct Pool {
     std::vector<LoadSession*> sessions;
+    bool is_shared = false;
     unsigned workers = 0;
     std::vector<NumberedUnit> order;
     std::atomic<size_t> next{0};
@@ -57,11 +58,11 @@ class Together {
   bool begin_plans() {
     pools_.clear();
     auto shared = std::make_unique<Pool>();
+    shared->is_shared = true;
     for (LoadSession* session : sessions_) {
       const LoadJob& job = session->job_;
       auto own = std::make_unique<Pool>();
-      const bool is_shared =
-          job.options.engine != nullptr && !job.source.traits().sequential;
+      const bool is_shared = job.options.engine != nullptr && !job.source.traits().sequential;
       (is_shared ? shared : own)->sessions.push_back(session);
       if (!is_shared) pools_.push_back(std::move(own));
     }
@@ -82,6 +83,7 @@ class Together {
   static unsigned workers_of(const Pool& pool) {
     std::map<const io::RangeSource*, unsigned> waiting;
     unsigned others = 0, most = 0;
+    uint64_t read_buffers = kMostWaitingWorkers;
     size_t units = 0;
     for (const LoadSession* session : pool.sessions) {
       const LoadJob& job = session->job_;
@@ -89,6 +91,9 @@ class Together {
       if (job.source.traits().waits) {
         unsigned& of_source = waiting[&job.source];
         of_source = std::max(of_source, useful);
+        if (job.options.engine != nullptr)
+          read_buffers =
+              std::min(read_buffers, kReadBuffersNbytes / job.options.engine->buffer_nbytes());
       } else {
         others = std::max(others, useful);
       }
@@ -98,7 +103,8 @@ class Together {
     }
     unsigned workers = 0;
     for (const auto& [source, useful] : waiting) workers += useful;
-    if (waiting.size() > 1) workers = std::min(workers, kMostWaitingWorkers);
+    if (waiting.size() > 1 || pool.is_shared)
+      workers = std::min(workers, static_cast<unsigned>(std::max<uint64_t>(1, read_buffers)));
     workers += others;
     if (most > 0) workers = std::min(workers, most);
     return static_cast<unsigned>(std::clamp<size_t>(units, 1, std::max(workers, 1U)));
@@ -108,8 +114,8 @@ class Together {
     if (pool.sessions.size() < 2) return;
     std::vector<UnitsOfLoad> loads;
     for (const LoadSession* session : pool.sessions)
-      loads.push_back({session->job_.plan.units, &session->job_.source,
-                       session->job_.source.traits().waits});
+      loads.push_back(
+          {session->job_.plan.units, &session->job_.source, session->job_.source.traits().waits});
     pool.order = order_units(loads);
   }
 
@@ -129,8 +135,9 @@ class Together {
     };
     if (pools_.size() == 1 && allocations.empty()) return run_pool(0, stop_);
     // Allocating comes first: where no thread can be had, it is over before the loads begin.
-    const size_t allocates = allocations.empty() ? 0 : 1;
-    for_each_index(pools_.size() + allocates, at_once_ + 1, stop_,
+    const unsigned allocates = allocations.empty() ? 0 : 1;
+    const unsigned shared = pools_.back()->is_shared ? 1 : 0;
+    for_each_index(pools_.size() + allocates, at_once_ + allocates + shared, stop_,
                    [&](size_t i, const std::stop_token& token) {
                      if (i < allocates) return allocate(allocations, token);
                      run_pool(i - allocates, token);

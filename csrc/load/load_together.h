@@ -6,6 +6,7 @@
 // memory, and one of a source that has to be read in its order, has workers of its own.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <stop_token>
@@ -13,6 +14,9 @@
 #include "load/load_session.h"
 
 namespace tensorizer::load {
+
+// Of host memory that is read to where sources wait for a network and bytes go on to a device.
+inline constexpr uint64_t kReadBuffersNbytes = uint64_t{512} << 20;
 
 // Has `work` run on the thread that waits for the loads, where memory is allocated, and waits for
 // its end; empty: it runs here. Throws what `work` throws.

@@ -78,8 +78,8 @@ class Worker final : public LoadWorker {
       } else if (open(unit, piece, image, places_[i])) {
         if (job_.digester) digest(piece, places_[i]);
         if (lane_)
-          outgoing_.push_back({place_in_buffer(places_[i]), piece.nbytes, piece.target,
-                               piece.place, std::exchange(chunks_, 0)});
+          outgoing_.push_back({place_in_buffer(places_[i]), piece.nbytes, piece.target, piece.place,
+                               std::exchange(chunks_, 0)});
       }
     }
     if (job_.digester) job_.digester->add_whole(whole_);
@@ -324,9 +324,9 @@ class Worker final : public LoadWorker {
   // Memory that is not allocated yet will be aligned.
   size_t chunks_for_device(const Piece& piece) {
     if (!lane_ || job_.digester) return 0;
-    const uint64_t at =
-        job_.has_memory(piece.target) ? reinterpret_cast<uintptr_t>(destination_of(piece))
-                                      : piece.place;
+    const uint64_t at = job_.has_memory(piece.target)
+                            ? reinterpret_cast<uintptr_t>(destination_of(piece))
+                            : piece.place;
     const size_t count = job_.cipher->chunks_for_device(piece.target, piece.nbytes, at);
     if (count == 0 || sealed_ + count > lane_->most_chunks_to_open(stop_)) return 0;
     sealed_ += count;
@@ -486,7 +486,7 @@ class Worker final : public LoadWorker {
   LoadJob& job_;
   const std::stop_token stop_;
   const std::function<void()> before_waiting_;
-  size_t unit_ = 0;  // at hand
+  size_t unit_ = 0;                     // at hand
   std::unique_ptr<device::Lane> lane_;  // set iff bound for a device
   bool waits_ = false;                  // units are read to memory of ours first
   bool prepared_ = false;               // buffer_ is for the next unit

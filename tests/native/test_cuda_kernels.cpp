@@ -137,7 +137,8 @@ TEST_F(CudaKernels, AreDoneWithoutWhereTheyCannotBeHad) {
       EXPECT_TRUE(lane->chunks_to_open({}).empty()) << call;
       // nor are they asked for again
       const std::string what = error_of_load(Errc::device);
-      EXPECT_NE(what.find("cannot decrypt: " + engine.why_not_opened({})), std::string::npos) << what;
+      EXPECT_NE(what.find("cannot decrypt: " + engine.why_not_opened({})), std::string::npos)
+          << what;
     }
     EXPECT_EQ(fake().calls("cuModuleLoadData"), 1U);
     EXPECT_TRUE(release_pinned(0)) << call;
@@ -237,8 +238,9 @@ TEST_F(CudaKernelsLoad, RefusesAForgedChunkInTheWordsOfTheHostPathAndWipesTheDes
     EXPECT_EQ(testing::expect_error(Errc::crypto, [&] { load(OpenOnDevice::always, 1); }), by_host);
     for (const auto& memory : memory_) {  // zeros, or where nothing had arrived what was there
       const Bytes found = memory->bytes();
-      EXPECT_TRUE(found[0] == std::byte{0} || found[0] == std::byte{0x5A}) << from_end;
-      EXPECT_TRUE(same(found, Bytes(memory->size(), found[0]))) << from_end;
+      EXPECT_TRUE(std::ranges::all_of(found, [](std::byte byte) {
+        return byte == std::byte{0} || byte == std::byte{0x5A};
+      })) << from_end;
     }
     EXPECT_EQ(memory_[0]->bytes()[0], std::byte{0});
   }

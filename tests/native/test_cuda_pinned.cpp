@@ -149,7 +149,7 @@ TEST_F(CudaPinned, WhereOneStepIsRefusedTheLoadGoesOnWithWhatThereIs) {
   CudaCopyEngine engine(ring_of(16));
   fake().set_delay(1000, 3000);
   fake().fail("cuMemHostRegister:1:2");
-  load(engine, source, plan(memory.data(), source.size(), engine.buffer_nbytes(), 8 << 20));
+  load(engine, source, plan(memory.data(), source.size(), engine.buffer_nbytes(), 8 << 20), 1);
   EXPECT_TRUE(same(memory.bytes(), source));
   EXPECT_EQ(Device::get(0).status().slots, 2U);
   EXPECT_NE(engine.shortage().find("only 16 MiB of 128 MiB"), std::string::npos)

@@ -18,6 +18,7 @@ using tensorizer::tests::make_tensors;
 using tensorizer::tests::PlainSource;
 using tensorizer::tests::Tensor;
 using tensorizer::tests::test_key;
+using testing::same;
 
 constexpr size_t kMib = 1 << 20;
 constexpr std::byte kFormer{0x5A};
@@ -69,8 +70,7 @@ class CudaSchedule : public FakeDriverTest {
   static File make_file(const std::vector<size_t>& sizes, bool encrypted, uint64_t seed = 3) {
     File file{make_tensors(sizes, seed), {}, encrypted};
     file.bytes = tensorizer::tests::save_all(
-        file.tensors,
-        {.hashes = {!encrypted, true}, .key = encrypted ? test_key() : nullptr});
+        file.tensors, {.hashes = {!encrypted, true}, .key = encrypted ? test_key() : nullptr});
     return file;
   }
 
@@ -94,10 +94,8 @@ class CudaSchedule : public FakeDriverTest {
       auto groups = load::plan_memory(*opened, false, 512, targets);
       session_ = std::make_unique<load::LoadSession>(
           source, opened, std::move(targets),
-          load::LoadOptions{.verify = verify_,
-                            .max_workers = workers_,
-                            .keys = keys.get(),
-                            .engine = &engine_});
+          load::LoadOptions{
+              .verify = verify_, .max_workers = workers_, .keys = keys.get(), .engine = &engine_});
       session_->allocate_while_it_runs(
           std::move(groups),
           {[this](uint64_t nbytes, bool) -> TensorMemory {
@@ -156,9 +154,8 @@ class CudaSchedule : public FakeDriverTest {
   const std::vector<size_t> kSizes{9 * kMib + 5, 1000, 0, 8 * kMib, 77, 12 * kMib, 3 * kMib};
 };
 
-using testing::same;
-
-// --- destinations ---------------------------------------------------------------------------------
+// --- destinations
+// ---------------------------------------------------------------------------------
 
 TEST_F(CudaSchedule, CopiesBeginBeforeTheLastDestinationIsAllocated) {
   const File file = make_file(kSizes, false);
@@ -367,8 +364,8 @@ TEST_F(CudaSchedule, AStopEndsALoadThatWaitsForTheKernels) {
     std::this_thread::sleep_for(50ms);
     stop.request_stop();
   });
-  testing::expect_error(
-      Errc::cancelled, [&] { load::load_together({&session, 1}, 1, {}, stop.get_token()); });
+  testing::expect_error(Errc::cancelled,
+                        [&] { load::load_together({&session, 1}, 1, {}, stop.get_token()); });
   EXPECT_EQ(copies(), 0U);
   fake().wait(nullptr, 0);
   EXPECT_NE(engine.why_not_opened({}), "x");  // the kernels are there before the model goes
@@ -388,8 +385,8 @@ TEST_F(CudaSchedule, AfterAStopNothingIsEnqueuedAndNoBufferIsOwned) {
   load.source.before_read = [&] {
     if (++reads == 8) stop.request_stop();
   };
-  testing::expect_error(
-      Errc::cancelled, [&] { load::load_together({&session, 1}, 1, {}, stop.get_token()); });
+  testing::expect_error(Errc::cancelled,
+                        [&] { load::load_together({&session, 1}, 1, {}, stop.get_token()); });
   const unsigned enqueued = copies();
   EXPECT_EQ(Device::get(0).status().free_slots, Device::get(0).status().slots);
   std::this_thread::sleep_for(20ms);

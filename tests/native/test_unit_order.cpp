@@ -43,9 +43,9 @@ TEST(UnitOrder, AnySharesKeepTheOrderOfEachLoadAndGiveEveryUnitOnce) {
 TEST(UnitOrder, OneSourceThatWaitsIsReadInItsOrderWhateverTheDevice) {
   const int source = 0;
   const auto even = units(3, 10, 0, 20), odd = units(3, 10, 10, 20);
-  EXPECT_EQ(loads_of(order_units(std::vector<UnitsOfLoad>{{even, &source, true},
-                                                          {odd, &source, true}})),
-            "ababab");
+  EXPECT_EQ(
+      loads_of(order_units(std::vector<UnitsOfLoad>{{even, &source, true}, {odd, &source, true}})),
+      "ababab");
 }
 
 TEST(UnitOrder, SourcesThatWaitAreReadOneAfterAnother) {

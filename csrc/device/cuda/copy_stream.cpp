@@ -35,8 +35,8 @@ std::vector<CopyPiece> merge_adjacent(std::span<const CopyPiece> pieces) {
   return merged;
 }
 
-CopyStream::CopyStream(const Driver& driver, bool pinned)
-    : driver_(driver), batches_(pinned && driver.cuMemcpyBatchAsync != nullptr) {
+CopyStream::CopyStream(const Driver& driver, std::atomic<bool>& batches)
+    : driver_(driver), batches_(batches) {
   check(driver_, driver_.cuStreamCreate(&stream_, kStreamNonBlocking), "creating a CUDA stream");
 }
 

@@ -1,6 +1,7 @@
 // How copies get onto a CUDA stream: adjacent pieces as one, many small ones in one call.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <span>
@@ -23,8 +24,9 @@ std::vector<CopyPiece> merge_adjacent(std::span<const CopyPiece> pieces);
 // context is current in every call.
 class CopyStream {
  public:
-  // `pinned`: whether the buffers are; the driver takes many copies in one call only from such.
-  CopyStream(const Driver& driver, bool pinned);
+  // `batches`: whether the driver takes many copies in one call, as far as is known; shared by the
+  // streams of a device. It takes them only from pinned buffers.
+  CopyStream(const Driver& driver, std::atomic<bool>& batches);
   ~CopyStream();
   CopyStream(const CopyStream&) = delete;
   CopyStream& operator=(const CopyStream&) = delete;
@@ -48,7 +50,7 @@ class CopyStream {
 
   const Driver& driver_;
   Stream stream_ = nullptr;
-  bool batches_;
+  std::atomic<bool>& batches_;
 };
 
 }  // namespace tensorizer::device::cuda

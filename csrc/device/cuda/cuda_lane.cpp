@@ -89,7 +89,8 @@ Result CudaLane::settle() noexcept {
 
 // Of few lanes each may have more, so that all buffers are of use.
 size_t CudaLane::most_buffers() const noexcept {
-  return std::max<size_t>(kBuffersOfLane, buffers_.most() / std::max(1U, shared_.lane_count.load()));
+  return std::max<size_t>(kBuffersOfLane,
+                          buffers_.most() / std::max(1U, shared_.lane_count.load()));
 }
 
 void CudaLane::forget_chunks(const Use& use) const noexcept {
@@ -130,8 +131,7 @@ void CudaLane::wait(const std::stop_token& stop) {
                      shared_.cancelled, "waiting for copies");
     oldest = std::move(in_use_.front());
     in_use_.pop_front();
-    if (oldest.chunks > 0)
-      refused = kernels_->first_refused(oldest.buffer, oldest.chunks);
+    if (oldest.chunks > 0) refused = kernels_->first_refused(oldest.buffer, oldest.chunks);
     forget_chunks(oldest);
     if (buffers_.has_waiters()) {
       give_back(oldest.buffer);
@@ -254,8 +254,8 @@ void CudaLane::end_fetch(const std::stop_token& stop) {
       std::find_if(in_use_.begin(), in_use_.end(), [](const Use& use) { return use.copies; });
   if (oldest == in_use_.end()) return;
   in_context([&] {
-    wait_for_event(shared_.device.driver(), buffers_.event(oldest->buffer), stop,
-                   shared_.cancelled, "waiting for copies");
+    wait_for_event(shared_.device.driver(), buffers_.event(oldest->buffer), stop, shared_.cancelled,
+                   "waiting for copies");
   });
   oldest->copies = false;
 }

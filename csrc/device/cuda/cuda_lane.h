@@ -22,8 +22,8 @@ struct LaneState {
   const std::shared_ptr<PinnedBuffers> buffers;
   const Context context;
   const OpenOnDevice open_on_device;
-  Event fence = nullptr;              // copies wait for its latest record
-  std::atomic<uint64_t> fences{0};    // how often it was recorded
+  Event fence = nullptr;            // copies wait for its latest record
+  std::atomic<uint64_t> fences{0};  // how often it was recorded
   std::atomic<bool> cancelled{false};
   std::atomic<unsigned> lane_count{0};
   Mutex mutex;

@@ -85,9 +85,10 @@ PinnedBuffers::PinnedBuffers(const Driver& driver, Ordinal device, Context conte
   set_free(first, wanted_nbytes);
   try {
     for (unsigned buffer = 0; buffer < most_; ++buffer) events_.push_back(take_event());
+    batches_ = pinned_ && driver_.cuMemcpyBatchAsync != nullptr;
     for (SharedStream& shared : streams_) {
       MutexLock lock(shared.mutex);
-      shared.stream = std::make_unique<CopyStream>(driver_, pinned_);
+      shared.stream = std::make_unique<CopyStream>(driver_, batches_);
     }
   } catch (...) {
     release();
@@ -148,8 +149,7 @@ bool PinnedBuffers::pin(unsigned first, unsigned count, uint64_t slot_nbytes) {
 
 // One more step, where there may be one and few others grow. True where a buffer may be free now.
 bool PinnedBuffers::grow() {
-  const auto per_step =
-      static_cast<unsigned>(std::max<uint64_t>(1, kStepNbytes / buffer_nbytes_));
+  const auto per_step = static_cast<unsigned>(std::max<uint64_t>(1, kStepNbytes / buffer_nbytes_));
   unsigned first = 0, count = 0;
   {
     MutexLock lock(mutex_);

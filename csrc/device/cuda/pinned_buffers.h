@@ -130,9 +130,10 @@ class PinnedBuffers {
   uint64_t buffer_nbytes_ = 0;
   unsigned most_ = 0;
   bool pinned_ = true;
-  bool registers_ = false;            // else steps are allocated by the driver
-  std::vector<std::byte*> buffers_;   // `most_` of them; null before their step
+  bool registers_ = false;           // else steps are allocated by the driver
+  std::vector<std::byte*> buffers_;  // `most_` of them; null before their step
   std::vector<Event> events_;
+  std::atomic<bool> batches_{false};
   std::array<SharedStream, kStreams> streams_;
 
   mutable Mutex mutex_;

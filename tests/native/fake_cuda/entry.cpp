@@ -153,8 +153,8 @@ bool is_pageable(const void* address, uint64_t nbytes) {
 PlannedCopy plan_to_device(CUdeviceptr to, const void* from, size_t nbytes, StreamTag& stream) {
   const std::byte* source = locate(from, nbytes, stream, false, false);
   const std::vector<std::byte>& forbidden = model().forbidden;
-  if (!forbidden.empty() && std::search(source, source + nbytes, forbidden.begin(),
-                                        forbidden.end()) != source + nbytes)
+  if (!forbidden.empty() &&
+      std::search(source, source + nbytes, forbidden.begin(), forbidden.end()) != source + nbytes)
     violation("a copy carries bytes that may not leave the host");
   std::byte* target = locate(reinterpret_cast<void*>(to), nbytes, stream, true, true);
   return {target, source, nbytes, sum_of(source, nbytes), true};

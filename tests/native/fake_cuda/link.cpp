@@ -41,13 +41,17 @@ void LinkModel::configure(const char* text) {
     const size_t equals = item.find('=');
     const std::string name = item.substr(0, equals);
     const double value = equals == std::string::npos ? 0 : std::atof(item.c_str() + equals + 1);
-    const std::pair<const char*, double*> numbers[] = {
-        {"gbps", &gbps_},         {"down_gbps", &down_gbps_},
-        {"host_gbps", &host_gbps_}, {"kernel_gbps", &kernel_gbps_},
-        {"copy_us", &copy_us_},   {"call_us", &call_us_},
-        {"pin_us_per_mib", &pin_us_per_mib_}, {"alloc_us", &alloc_us_},
-        {"alloc_us_per_mib", &alloc_us_per_mib_}, {"launch_us", &launch_us_},
-        {"jit_ms", &jit_ms_}};
+    const std::pair<const char*, double*> numbers[] = {{"gbps", &gbps_},
+                                                       {"down_gbps", &down_gbps_},
+                                                       {"host_gbps", &host_gbps_},
+                                                       {"kernel_gbps", &kernel_gbps_},
+                                                       {"copy_us", &copy_us_},
+                                                       {"call_us", &call_us_},
+                                                       {"pin_us_per_mib", &pin_us_per_mib_},
+                                                       {"alloc_us", &alloc_us_},
+                                                       {"alloc_us_per_mib", &alloc_us_per_mib_},
+                                                       {"launch_us", &launch_us_},
+                                                       {"jit_ms", &jit_ms_}};
     const auto found = std::find_if(std::begin(numbers), std::end(numbers),
                                     [&](const auto& number) { return name == number.first; });
     if (found != std::end(numbers)) {
@@ -80,8 +84,9 @@ LinkModel::Clock::time_point LinkModel::book(int device, const Cost& cost) {
   if (!on_ || cost.engine == Engine::none) return now;
   const auto kind = static_cast<size_t>(cost.engine);
   auto& lanes = lanes_[static_cast<size_t>(device)][kind];
-  Lane& lane = *std::min_element(
-      lanes.begin(), lanes.end(), [](const Lane& a, const Lane& b) { return a.free_at < b.free_at; });
+  Lane& lane = *std::min_element(lanes.begin(), lanes.end(), [](const Lane& a, const Lane& b) {
+    return a.free_at < b.free_at;
+  });
   auto begin = std::max(now, lane.free_at);
   if (host_gbps_ > 0 && cost.engine != Engine::kernel) {
     begin = std::max(begin, host_free_at_[kind]);
@@ -140,7 +145,8 @@ std::string LinkModel::report() {
         if (lane.count == 0) continue;
         text << comma << "{\"device\": " << device << ", \"engine\": \"" << name_of(kind)
              << "\", \"bytes\": " << lane.nbytes << ", \"count\": " << lane.count
-             << ", \"busy\": " << seconds(lane.busy) << ", \"first\": " << seconds(lane.first - since_)
+             << ", \"busy\": " << seconds(lane.busy)
+             << ", \"first\": " << seconds(lane.first - since_)
              << ", \"last\": " << seconds(lane.last - since_)
              << ", \"gap\": " << seconds(lane.longest_gap) << "}";
         comma = ", ";

@@ -1,5 +1,5 @@
-// How long things take on the device that the fake driver stands for: its copy engines, its kernels,
-// allocation, pinning. Off unless FAKE_CUDA_MODEL is set, as "gbps=2,alloc_us=3000":
+// How long things take on the device that the fake driver stands for: its copy engines, its
+// kernels, allocation, pinning. Off unless FAKE_CUDA_MODEL is set, as "gbps=2,alloc_us=3000":
 //   gbps, down_gbps    GB/s of one copy engine, to the device and back (down_gbps: as gbps)
 //   copy_us            of each copy, beside its bytes
 //   engines            copy engines per device and direction (1)

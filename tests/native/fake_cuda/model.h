@@ -126,9 +126,9 @@ struct Model {
   bool can_register = true;
   bool any_address = false;
   std::atomic<bool> wrong_kernels{false};
-  bool pageable_allowed = false;  // copies may use host memory that is not pinned
+  bool pageable_allowed = false;     // copies may use host memory that is not pinned
   std::vector<std::byte> forbidden;  // see fake_cuda_forbid
-  bool held = false;              // see fake_cuda_hold
+  bool held = false;                 // see fake_cuda_hold
   unsigned min_delay_us = 0;
   unsigned max_delay_us = 0;
   std::mt19937 random;
