@@ -35,8 +35,8 @@ help:  ## list the commands
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
-.PHONY: system-build system-test system-native system-lint system-constant-time system-wheels system-site
-system-build system-test system-native system-lint system-constant-time system-wheels system-site:
+.PHONY: system-build system-test system-native system-lint system-constant-time system-wheels system-docs system-site
+system-build system-test system-native system-lint system-constant-time system-wheels system-docs system-site:
 	@scripts/system-packages.sh $(@:system-%=%)
 
 # A package manager may bring in the Python headers and `venv`, so it goes first; order-only, so that it never rebuilds.
@@ -94,34 +94,37 @@ test-all: test test-slow site-check  ## all tests, the slow ones and the site to
 
 # ---- wheels ---------------------------------------------------------------------------------------------------------
 
-# Without names, every Python that is here. ROOTS=sid: the Python of that release of Debian, in a root (wants root).
+TOOLS := $(CACHE)/packaging/tools
+$(TOOLS)/stamp: scripts/packaging/requirements.txt | system-build
+	@$(PYTHON) -m venv --clear $(TOOLS)
+	@$(TOOLS)/bin/python -m pip -qq --disable-pip-version-check install --no-deps --require-hashes --only-binary :all: -r $<
+	@touch $@
+
+# Without names, every Python that is here (PYTHONS='3.11 3.13').
 PYTHONS ?=
-ROOTS ?=
-.PHONY: wheel wheels wheels-again wheel-test matrix compilers
-wheel: system-wheels $(VENV)/stamp-torch  ## a wheel that needs no library, for this Python, in dist/
-	$(BIN)/python scripts/packaging/build_wheels.py --out dist --jobs $(JOBS) $(BIN)/python
+NOX = TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/nox --reuse-existing-virtualenvs --no-error-on-missing-interpreters $(if $(PYTHONS),--python $(PYTHONS))
+.PHONY: wheel wheels wheels-again wheel-test matrix
+wheel: system-wheels $(VENV)/stamp-torch $(TOOLS)/stamp  ## a wheel that needs no library, for this Python, in dist/
+	$(TOOLS)/bin/python scripts/packaging/build_wheel.py --out dist --jobs $(JOBS) $(BIN)/python
 
-wheels: system-wheels $(VENV)/stamp-torch  ## one for every Python that is here (PYTHONS='a/bin/python b/bin/python')
-	$(BIN)/python scripts/packaging/build_wheels.py --out dist --jobs $(JOBS) $(PYTHONS) $(if $(ROOTS),--root $(ROOTS))
+wheels: system-wheels $(VENV)/stamp-dev $(TOOLS)/stamp  ## one for every Python: by cibuildwheel where docker or podman runs, else for those here
+	@if docker info >/dev/null 2>&1 || podman info >/dev/null 2>&1; then PATH="$(abspath $(BIN)):$$PATH" scripts/packaging/ci_wheels.sh dist; \
+	else echo "== no docker or podman runs here: the same steps with the Pythons of this machine"; $(NOX) --session wheel -- --jobs $(JOBS); fi
 
-wheels-again: system-wheels $(VENV)/stamp-torch  ## build the wheels of dist/ again, elsewhere: are all bytes equal?
-	$(BIN)/python scripts/packaging/build_again.py dist $(PYTHONS)
+wheels-again: system-wheels $(VENV)/stamp-torch $(TOOLS)/stamp  ## build the wheel of this Python again, elsewhere: are all bytes equal?
+	TOOLS=$(TOOLS)/bin/python scripts/packaging/build_again.sh dist $(BIN)/python
 
 .PHONY: sdist
 sdist: $(VENV)/stamp-torch  ## the source distribution, in dist/
 	$(BIN)/python scripts/packaging/build_sdist.py --out dist
 
 WHEEL_TEST_ARGS ?=
-wheel-test: system-test system-wheels $(VENV)/stamp-dev  ## the wheels of dist/ in a clean environment and a bare Debian (WHEEL_TEST_ARGS=--suite)
-	$(BIN)/python scripts/packaging/wheel_test.py $(WHEEL_TEST_ARGS) dist
+wheel-test: system-test $(VENV)/stamp-dev  ## the wheels of dist/, each in a clean environment (WHEEL_TEST_ARGS=--suite: with all tests)
+	$(NOX) --session wheel_test $(if $(WHEEL_TEST_ARGS),-- $(WHEEL_TEST_ARGS))
 
-MATRIX_ARGS ?=
-matrix: system-test system-wheels $(VENV)/stamp-dev  ## build and test with every Python that is here or that a Debian has (MATRIX_ARGS='--torch oldest')
-	$(BIN)/python scripts/packaging/matrix.py $(MATRIX_ARGS)
-
-SUITES ?=
-compilers: system-wheels $(VENV)/stamp-torch  ## the C++ sources with the compilers of other releases of Debian (wants root; SUITES=trixie)
-	$(BIN)/python scripts/packaging/compile_all.py $(SUITES)
+MATRIX_ARGS ?= --tags oldest newest
+matrix: system-test $(VENV)/stamp-dev  ## build and test with every Python that is here (MATRIX_ARGS='--tags between')
+	$(NOX) --session matrix $(MATRIX_ARGS)
 
 CASES ?=
 CONTENDERS ?=
@@ -225,20 +228,21 @@ constant-time: system-constant-time  ## no branch or address of the cipher depen
 
 # ---- documents, cleaning --------------------------------------------------------------------------------------------
 
-ifneq ($(wildcard mkdocs.yml),)
-$(VENV)/stamp-docs: docs/requirements.txt constraints-dev.txt $(VENV)/stamp-torch
-	@$(PIP) install $(CONSTRAINTS) --requirement docs/requirements.txt
+# Pages are made from the sources as text: this environment has neither torch nor the compiled module.
+DOCS := $(CACHE)/docs
+$(DOCS)/stamp: docs/requirements.txt constraints-dev.txt | system-docs
+	@$(PYTHON) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip -qq --disable-pip-version-check install --constraint constraints-dev.txt --requirement docs/requirements.txt
 	@touch $@
 
 .PHONY: docs
-docs: $(VENV)/stamp-build $(VENV)/stamp-docs  ## the documentation site in site/, warnings are errors
-	$(BIN)/python -m mkdocs build --strict
+docs: $(DOCS)/stamp  ## the documentation site in site/, warnings are errors (needs neither torch nor a compiler)
+	$(DOCS)/bin/python -m mkdocs build --strict
 
 .PHONY: site-check
 site-check: export TENSORIZER_SITE := site
 site-check: docs system-site $(VENV)/stamp-dev  ## build the site; links lead somewhere, and no page scrolls sideways in Chromium
 	$(BIN)/python -m pytest -q tests/repository/test_site.py
-endif
 
 .PHONY: clean distclean
 clean:  ## remove what was built, keep the virtual environment and downloads
@@ -247,4 +251,4 @@ clean:  ## remove what was built, keep the virtual environment and downloads
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean  ## remove everything that is not in the repository
-	rm -rf $(VENV) .venv-* $(CACHE)
+	rm -rf $(VENV) .venv-* .nox $(CACHE)

@@ -5,8 +5,9 @@ The libraries it needs come from one of three places:
 
 * the system, found with pkg-config: the default;
 * ``TENSORIZER_DEPS_PREFIX``: a folder with include/ and lib/ (packages unpacked without root); the module remembers it;
-* ``TENSORIZER_STATIC_DEPS``: a folder of static archives that ``scripts/packaging/build_deps.py`` made; the module then
-  needs nothing but the C library, and is what wheels hold. Its debug information goes to ``TENSORIZER_DEBUG_FILES``.
+* ``TENSORIZER_STATIC_DEPS``: a folder of static archives, and of the compiler that made them, from
+  ``scripts/packaging/build_deps.py``; the module then needs only the C library, and is what wheels hold. Its debug
+  information goes to ``TENSORIZER_DEBUG_FILES``.
 
 ``TENSORIZER_WERROR=1`` makes warnings errors, as ``make`` and continuous integration do.
 """
@@ -18,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import NoReturn
 
@@ -163,6 +165,35 @@ def static_flags(prefix: Path) -> tuple[list[str], list[str]]:
     return [f"-I{prefix / 'include'}", *sections, *renamed, *checks, *macros], link
 
 
+def use_compiler_of(prefix: Path) -> None:
+    """Compiles and links with the compiler that made the archives, where it lies beside them."""
+    if not (prefix / "toolchain").is_dir():
+        return
+    os.environ["PATH"] = f"{prefix / 'toolchain'}{os.pathsep}{os.environ['PATH']}"
+    # An interpreter that was built with shared libraries of its own would add their folder to what it links.
+    os.environ |= {"CC": "cc", "CXX": "c++", "LDSHARED": "cc -shared", "LDCXXSHARED": "c++ -shared"}
+    # The script that is the compiler has its release in it: its content tells it from another one, its name does not.
+    os.environ |= {"CCACHE_COMPILERCHECK": "content", "CCACHE_COMPILERTYPE": "clang", "CCACHE_NOHASHDIR": "1"}
+    os.environ |= {"CCACHE_BASEDIR": str(ROOT), "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
+    headers = headers_of_machine(ROOT / "build" / "headers")
+    os.environ["CPPFLAGS"] = f"-I{headers}" if headers else ""
+
+
+def headers_of_machine(folder: Path) -> Path | None:
+    """A folder with the one header that Debian's Python keeps in /usr/include; None for other Pythons.
+
+    Its pyconfig.h includes ``<x86_64-linux-gnu/python3.11/pyconfig.h>``. The compiler of wheels must see no other
+    header of this machine.
+    """
+    include, machine = Path(sysconfig.get_paths()["include"]), sysconfig.get_config_var("MULTIARCH") or "none"
+    shutil.rmtree(folder, ignore_errors=True)
+    if not (include.parent / machine / include.name / "pyconfig.h").is_file():
+        return None
+    (folder / machine).mkdir(parents=True)
+    (folder / machine / include.name).symlink_to(include.parent / machine / include.name)
+    return folder
+
+
 def system_flags() -> tuple[list[str], list[str]]:
     """Compile and link flags of all system libraries; ends the build with one line if one is missing."""
     prefix = folder_of("TENSORIZER_DEPS_PREFIX")
@@ -250,8 +281,10 @@ def source_files() -> list[str]:
 
 
 def make_extension() -> Extension:
-    require_compiler()
     static = folder_of("TENSORIZER_STATIC_DEPS")
+    if static:
+        use_compiler_of(static)
+    require_compiler()
     compile_flags, link_flags = static_flags(static) if static else system_flags()
     archives = [str(static / "lib" / f"lib{name}.a") for name in ARCHIVES] if static else []
     return Extension(
@@ -289,8 +322,31 @@ def finish_static(module: Path) -> None:
     subprocess.run(["strip", "--strip-unneeded", str(module)], check=True)
 
 
+# Who builds a release says where the repository is, as GitHub's workflows do; a fork's wheels point at the fork.
+REPOSITORY = os.environ.get("GITHUB_REPOSITORY")
+ADDRESS = f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{REPOSITORY}"
+
+
+def project_urls() -> dict[str, str]:
+    paths = {"Source": "", "Changelog": "/blob/main/CHANGELOG.md", "Documentation": "/blob/main/docs/index.md"}
+    return {name: f"{ADDRESS}{path}" for name, path in {**paths, "Issues": "/issues"}.items()} if REPOSITORY else {}
+
+
+def readme() -> str:
+    """README.md, whose links lead into the repository also from the page of a package index."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not REPOSITORY:
+        return text
+    place = os.environ.get("GITHUB_REF_NAME", "main")
+    text = re.sub(r"\]\((?!https?://|#)", f"]({ADDRESS}/blob/{place}/", text)
+    return re.sub(r'(src|srcset)="(?!https?://)', rf'\1="{ADDRESS}/raw/{place}/', text)
+
+
 setup(
     license="MIT",
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    project_urls=project_urls(),
     ext_modules=[make_extension()],
     cmdclass={"build_ext": Build.with_options(use_ninja=True, no_python_abi_suffix=False)},
 )

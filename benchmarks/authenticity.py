@@ -65,7 +65,7 @@ def measure(folder: Path, tensors: int, nbytes: int, rounds: int) -> dict[str, d
     reads: dict[str, Callable[[TensorDeserializer], Any]] = {
         "open": lambda file: None,
         "open, one tensor": lambda file: file[name],
-        "open, all tensors": lambda file: file._loaded.load(file._container.selection),
+        "open, all tensors": lambda file: file._open_file.load(file._open_file.selection),
     }
     results = {}
     key = SIGNER.public_key

@@ -1,6 +1,9 @@
 """Load a causal language model from a .tensors file and let it speak.
 
-python deserialize-simple.py --source s3://bucket/gpt-j-6B/model.tensors --model-ref EleutherAI/gpt-j-6B
+    python serialize.py && python deserialize-simple.py    # a small random model, offline: it speaks nonsense
+    python deserialize-simple.py --source s3://bucket/name/model.tensors --model-ref org/name
+
+deserialize.py does the same in one line; this one shows each step.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from tensorizer.utils import convert_bytes, get_device, get_mem_usage, no_init_o
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", required=True, help="local path, http(s)://, s3:// or redis:// URI")
-    parser.add_argument("--model-ref", default="EleutherAI/gpt-j-6B", help="name or folder with the configuration")
+    parser.add_argument(
+        "--source", default="model-tensors/model.tensors", help="path, or https://, s3://, redis:// URI"
+    )
+    parser.add_argument("--model-ref", default="model-tensors", help="name or folder with the configuration")
     parser.add_argument("--prompt", default="¡Hola! Encantado de conocerte. hoy voy a")
     parser.add_argument("--max-new-tokens", type=int, default=50)
     args = parser.parse_args()

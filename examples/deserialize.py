@@ -1,8 +1,9 @@
 """Load a causal language model from a folder, bucket or the hub, say how fast that was, and let it speak.
 
-    python deserialize.py --source ./my-model-tensors --verify-hash
+    python serialize.py && python deserialize.py        # a small random model, offline: it speaks nonsense
+    python deserialize.py --source s3://bucket/name --verify-hash
 
-With --encryption the passphrase is read from the environment variable SUPER_SECRET_STRONG_PASSWORD. With
+With --encryption the passphrase is read from the environment variable MODEL_PASSPHRASE. With
 TENSORIZER_ENABLE_PERF_STATS=1 set, the time spent reading and copying to the device is shown as well.
 """
 
@@ -22,16 +23,18 @@ from tensorizer.utils import convert_bytes, get_device, get_gpu_name, get_mem_us
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", required=True, help="local folder, s3:// or https:// prefix, or name on the hub")
+    parser.add_argument(
+        "--source", default="model-tensors", help="local folder, s3:// or https:// prefix, or name on the hub"
+    )
     parser.add_argument("--model-ref", help="name or folder of the tokenizer; default: the source")
     parser.add_argument("--verify-hash", action="store_true", help="compare every tensor with its stored digests")
-    parser.add_argument("--encryption", action="store_true", help="decrypt with SUPER_SECRET_STRONG_PASSWORD")
+    parser.add_argument("--encryption", action="store_true", help="decrypt with MODEL_PASSPHRASE")
     parser.add_argument("--prompt", default="In a shocking finding, scientists discovered")
     args = parser.parse_args()
 
-    passphrase = os.environ.get("SUPER_SECRET_STRONG_PASSWORD")
+    passphrase = os.environ.get("MODEL_PASSPHRASE")
     if args.encryption and not passphrase:
-        sys.exit("--encryption: set SUPER_SECRET_STRONG_PASSWORD to the passphrase")
+        sys.exit("--encryption: set MODEL_PASSPHRASE to the passphrase")
     key = DecryptionParams.from_string(passphrase) if args.encryption else None
 
     device = get_device()

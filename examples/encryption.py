@@ -1,7 +1,9 @@
 """Encrypts a model with a passphrase, decrypts it again, and says how long both took.
 
-The passphrase comes from the environment variable SUPER_SECRET_STRONG_PASSWORD, or is asked for. MODEL_ID names another
-model than the default, on the Hugging Face hub or as a local folder. Needs ``transformers``.
+    python encryption.py                       # a small random model, made here, offline
+    python encryption.py --model-ref org/name  # from the hub, or a local folder
+
+The passphrase comes from the environment variable MODEL_PASSPHRASE, or is asked for. Needs ``transformers``.
 """
 
 from __future__ import annotations
@@ -15,20 +17,19 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from small_model import make_model
+from transformers import AutoModelForCausalLM
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer.utils import no_init_or_tensor
 
-DEFAULT_MODEL = "EleutherAI/gpt-neo-2.7B"
-
 
 def get_passphrase() -> str:
-    return os.environ.get("SUPER_SECRET_STRONG_PASSWORD") or getpass.getpass("Passphrase: ")
+    return os.environ.get("MODEL_PASSPHRASE") or getpass.getpass("Passphrase: ")
 
 
 def save_encrypted(model: torch.nn.Module, path: Path, passphrase: str) -> None:
-    # The file stores the cost and the salt of the derivation; the passphrase alone opens it.
+    # The file stores the cost and the salt of the derivation; only the passphrase opens it.
     encryption = EncryptionParams.from_string(
         passphrase,
         opslimit=EncryptionParams.OpsLimit.MODERATE,
@@ -54,12 +55,13 @@ def show(what: str, nbytes: int, start: float) -> None:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    model_id = os.environ.get("MODEL_ID") or DEFAULT_MODEL
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-ref", help="name on the hub or local folder; default: a small random model")
+    model_ref = parser.parse_args().model_ref
     passphrase = get_passphrase()
-    original = AutoModelForCausalLM.from_pretrained(model_id)
+    original = AutoModelForCausalLM.from_pretrained(model_ref) if model_ref else make_model()
     with no_init_or_tensor():
-        restored = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_id))
+        restored = AutoModelForCausalLM.from_config(original.config)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "encrypted.tensors"
         save_encrypted(original, path, passphrase)

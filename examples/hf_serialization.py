@@ -1,5 +1,6 @@
 """Write a Hugging Face model or pipeline to a folder or bucket with .tensors files, and load it back.
 
+    python hf_serialization.py --validate                       # a small random model, made here, offline
     python hf_serialization.py ./my-llama s3://bucket/my-llama --model-type transformers --validate
     python hf_serialization.py ./my-stable-diffusion ./out --model-type diffusers
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,12 +125,16 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("input_directory", metavar="INPUT", help="model name or local folder")
-    parser.add_argument("output_prefix", metavar="OUTPUT", help="local folder or s3://bucket/prefix")
+    parser.add_argument(
+        "input_directory", metavar="INPUT", nargs="?", help="model name or local folder; default: a small random model"
+    )
+    parser.add_argument(
+        "output_prefix", metavar="OUTPUT", nargs="?", default="out", help="local folder or s3://bucket/prefix"
+    )
     parser.add_argument(
         "--model-type",
         choices=("transformers", "diffusers"),
-        required=True,
+        default="transformers",
         help="transformers: hf_main, diffusers: df_main",
     )
     parser.add_argument("--validate", action="store_true", help="load the result and compare every tensor")
@@ -144,7 +151,12 @@ def main(arguments: list[str] | None = None) -> None:
     logger.setLevel(levels[max(0, min(3, 2 + args.verbose - args.quiet))])
 
     args.output_prefix = args.output_prefix.rstrip("/")
-    {"transformers": hf_main, "diffusers": df_main}[args.model_type](args)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.input_directory is None:
+            from small_model import save_small_model
+
+            args.input_directory = save_small_model(Path(folder))
+        {"transformers": hf_main, "diffusers": df_main}[args.model_type](args)
     if args.validate:
         logger.info("validated")
 

@@ -2,8 +2,8 @@
 
     python subprocess_serialization.py --output ./checkpoint.tensors
 
-The tensors are copied once, to shared memory on the CPU; the child gets handles, not copies. The child is spawned, not
-forked: a forked process cannot use CUDA, and inherits locks that other threads held.
+Runs offline, on a small network. The tensors are copied once, to shared memory on the CPU; the child gets handles, not
+copies. The child is spawned, not forked: a forked process cannot use CUDA, and inherits locks that other threads held.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     python torch_compat_training.py --out-dir ./checkpoints --steps 40 --resume
     python torch_compat_training.py --out-dir ./checkpoints --steps 20 --background
 
-Nothing in the loop knows about tensorizer: torch.save and torch.load are called as ever, with model, optimizer,
-scheduler and random state in one dictionary. With --background a thread writes the tensors while training goes on.
+Runs offline, on a small network. Nothing in the loop knows about tensorizer: torch.save and torch.load are called as
+always, with model, optimizer, scheduler and random state in one dictionary. With --background, a thread writes the
+tensors while training continues.
 """
 
 from __future__ import annotations

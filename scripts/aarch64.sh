@@ -11,7 +11,7 @@ root=$build/root
 if [ ! -e "$build/root-is-complete" ]; then
   rm -rf "$root"
   mkdir -p "$build"
-  mirror=$(cd scripts/packaging && python3 -c 'import lock; print(lock.debian_mirror())')
+  mirror=$(cd scripts/packaging && python3 -c 'import sources; print(sources.debian_mirror())')
   mmdebstrap --quiet --architectures=arm64 --variant=extract --mode=root \
     --include=libc6-dev,libstdc++-12-dev,libcurl4-openssl-dev,libsodium-dev,libssl-dev,libhiredis-dev,libisal-dev,libgtest-dev \
     bookworm "$root" "$mirror"

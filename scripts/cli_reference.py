@@ -13,46 +13,45 @@ TARGET = ROOT / "docs" / "cli.md"
 HEAD = """# Command line
 
 `tensorizer COMMAND …`, or `python -m tensorizer COMMAND …`. Sources and targets are paths or URIs (`https://`, `s3://`,
-`redis://`, and what fsspec knows), `.tensors` or `.safetensors`: the content tells which. This page is written by
-`scripts/cli_reference.py` from the parsers.
+`redis://` and those of fsspec). Both `.tensors` and `.safetensors` work everywhere; the content decides.
 
 ```console
-$ tensorizer inspect model.safetensors --group        # names, dtypes, shapes; reads the index alone
-$ tensorizer convert model.safetensors model.tensors  # digests are made on the way, the result is read back
-$ tensorizer convert folder/ one/ --all               # shards become one file; what lies beside them is copied
-$ tensorizer verify model.tensors                     # every tensor against its digests
+$ tensorizer inspect model.safetensors --group        # names, dtypes, shapes; reads only the index
+$ tensorizer convert model.safetensors model.tensors  # adds digests; the result is read back and compared
+$ tensorizer convert folder/ one/ --all               # all shards into one file; the other files are copied
+$ tensorizer verify model.tensors                     # compares every tensor with its digests
 $ tensorizer encrypt model.tensors secret.tensors --generate-key key
 $ tensorizer diff old.tensors new.tensors --rtol 1e-3
 ```
 
-## Streams
+## Output
 
 Results go to standard output, everything else to standard error. `--json` prints one document with `"schema": 1`; sizes
-are integers in bytes, and numbers that JSON lacks are `"Infinity"`, `"-Infinity"` and `"NaN"`. Tables are cut to the
-width of a terminal, never in a pipe. Colours appear only on a terminal, and not where `NO_COLOR` is set or `TERM` is
-`dumb`. Control characters in names are written out.
+are integers in bytes, and numbers that JSON lacks are `"Infinity"`, `"-Infinity"` and `"NaN"`. On a terminal, tables
+are cut to its width. Colours appear only on a terminal, unless `NO_COLOR` is set or `TERM` is `dumb`. Control
+characters in names are escaped.
 
-[shtab](https://docs.iterative.ai/shtab/) makes completions for bash, zsh and tcsh from the parsers:
+[shtab](https://docs.iterative.ai/shtab/) makes completions for bash, zsh and tcsh:
 `shtab --shell bash tensorizer.cli.main.make_parser > ~/.local/share/bash-completion/completions/tensorizer`.
 
 ## Keys
 
-No option takes a key or a passphrase itself, since arguments are visible to other users. A key file holds 32 bytes or
-64 hexadecimal digits; one line end behind a passphrase in a file is cut. Where a key is needed and none is named,
-`TENSORIZER_KEY_FILE` and `TENSORIZER_PASSPHRASE_FILE` are looked at, then the terminal asks, unless `--no-input` is
-given. `--key-…` names the key of the file (of the target, where a command writes one), `--in-key-…` that of the source
-of a conversion, `--new-key-…` the new one of `rekey`.
+No option takes a key or a passphrase itself, because other users can see arguments. A key file holds 32 bytes or 64
+hexadecimal digits; one line end after a passphrase in a file is ignored. If a command needs a key and you name none, it
+reads `TENSORIZER_KEY_FILE` and `TENSORIZER_PASSPHRASE_FILE`, then prompts on the terminal unless `--no-input` is given.
+`--key-…` names the key of the file (of the target, if the command writes one), `--in-key-…` that of the source of a
+conversion, `--new-key-…` the new one of `rekey`.
 
 ## Exit status
 
 | status | meaning |
 |---:|---|
 | 0 | done; all equal; all verified |
-| 1 | the answer is no: a digest does not match, a tensor has none, files differ |
-| 2 | usage |
+| 1 | a digest does not match or is missing, or files differ |
+| 2 | wrong arguments |
 | 3 | not found, no access, network, disk full |
 | 4 | not a valid file: malformed, truncated, unknown version or dtype |
-| 5 | key missing, wrong or not wanted; authentication failed |
+| 5 | key missing, wrong or not needed; authentication failed |
 | 6 | the target exists (`--force`), or its format cannot hold the content |
 | 130 | interrupted |
 

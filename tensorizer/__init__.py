@@ -6,10 +6,10 @@ torch nor numpy.
 
 from __future__ import annotations
 
-import importlib
 import importlib.machinery
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tensorizer._lazy import resolver
 from tensorizer._version import __version__ as __version__
 from tensorizer.errors import *  # noqa: F403 - every exception of the package
 
@@ -99,59 +99,7 @@ __all__ = [
     "SigningKey",
 ]
 
-# Names that are resolved on demand, and where they are defined. Type checkers read the imports above instead.
-_DEFINED_IN = {
-    "DecryptionParams": "encryption",
-    "EncryptionParams": "encryption",
-    "FilterFuncType": "_format.entries",
-    "LoadReport": "_load.report",
-    "TensorDeserializer": "deserializer",
-    "TensorSerializer": "serializer",
-    "TensorType": "_format.entries",
-    "ConversionReport": "_files.convert",
-    "DiffReport": "_files.diff",
-    "FileInfo": "_files.inspect",
-    "TensorInfo": "_files.inspect",
-    "VerifyReport": "_files.verify",
-    "convert": "_files.convert",
-    "diff": "_files.diff",
-    "inspect": "_files.inspect",
-    "sign": "_files.sign",
-    "verify": "_files.verify",
-    "PublicKey": "signing",
-    "SigningKey": "signing",
-    "load": "torch",  # this one and the next five: functions of safetensors.torch
-    "load_file": "torch",
-    "safe_open": "torch",
-    "save": "torch",
-    "save_file": "torch",
-    "save_model": "torch",
-    "load_model": "legacy",  # this one and the next: names of releases before 1.0
-    "serialize_model": "legacy",
-}
-
-# Submodules that are attributes without being imported first.
-_SUBMODULES = frozenset(
-    {
-        "cache", "cli", "cuda", "deserializer", "distributed", "encryption", "errors", "integrations", "legacy",
-        "module_tree", "progress", "protobuf", "s3", "serialization", "serializer", "signing", "stream_io",
-        "tensors_pb2", "torch", "torch_compat", "utils",
-    }
-)  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in _DEFINED_IN:
-        value = getattr(importlib.import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_DEFINED_IN, *_SUBMODULES})
+__getattr__, __dir__ = resolver(__name__)
 
 
 def _require_build() -> None:

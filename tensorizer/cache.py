@@ -83,7 +83,7 @@ def entries(cache: Folder = None) -> list[Entry]:
         cache: As for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
-        ValueError: No cache is named.
+        ValueError: There is no cache: pass a folder, or set ``TENSORIZER_CACHE``.
         OSError: The folder cannot be used.
     """
     folder, path = _open(cache)
@@ -113,7 +113,7 @@ def prune(
         dry_run: Says what would be removed.
 
     Raises:
-        ValueError: No cache is named, or a size is none.
+        ValueError: There is no cache, or a size is malformed.
         OSError: The folder cannot be used.
     """
     folder, path = _open(cache)
@@ -161,7 +161,7 @@ def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Veri
         location: Only entries whose location matches the pattern.
 
     Raises:
-        ValueError: No cache is named.
+        ValueError: There is no cache: pass a folder, or set ``TENSORIZER_CACHE``.
         OSError: The folder cannot be used.
     """
     folder, path = _open(cache)
@@ -186,7 +186,7 @@ def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, 
         stream_options: Further keywords for it.
 
     Raises:
-        ValueError: No cache is named, or a URI is that of a local file.
+        ValueError: There is no cache, or a URI is that of a local file.
         OSError: An object cannot be read, must not be cached, or finds no room.
     """
     from tensorizer import stream_io
@@ -251,8 +251,9 @@ def _entries(folder: _C.CacheFolder, path: str) -> list[Entry]:
 
 def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], int]:
     """What is wrong with an entry, and how many tensors were checked."""
-    from tensorizer._files.opened import OpenedFile
     from tensorizer._files.verify import verify as verify_file
+    from tensorizer._io.access import Access
+    from tensorizer._load.open_file import open_whole
 
     try:
         source = _C.CacheSource.open(
@@ -266,13 +267,13 @@ def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], in
     try:
         if not source.is_present(0, min(entry.size, 8)) or not _holds_tensors(source):
             return None, 0
-        with OpenedFile(CachedFile(source)) as file:
+        with open_whole(CachedFile(source), Access()) as file:
             if file.index.encrypted:
                 return None, 0
             index = file.index
             present = {
-                file.name(i)
-                for i in file.entries
+                file.names[i]
+                for i in file.stored
                 if source.is_present(index.offset(i), index.data_offset(i) - index.offset(i) + index.data_nbytes(i))
             }
         report = verify_file(CachedFile(source), filter_func=present.__contains__)

@@ -3,50 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 import os
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Iterable, Iterator, KeysView, Mapping
 from typing import Any, NoReturn, Optional, Union
 
 import torch
 
-from tensorizer import module_tree
-from tensorizer._crypto.keys import check_decryption
-from tensorizer._format.entries import FilterFuncType
-from tensorizer._format.names import Name
-from tensorizer._format.tree import build_tree
+from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
+from tensorizer._format.names import Key, Name, path_of
+from tensorizer._format.tree import branch, leaves, read_only
+from tensorizer._io.access import Access, Trust
 from tensorizer._io.file_types import SourceArgument
-from tensorizer._io.reopen import SameFile
-from tensorizer._io.shards import OpenedFiles, open_files
-from tensorizer._load.arguments import check_dtype, check_filter
-from tensorizer._load.authenticity import Trust
-from tensorizer._load.container import Container, ReadOptions
+from tensorizer._io.sources import SameFile
+from tensorizer._load.arguments import DeviceArgument, target_device
 from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
-from tensorizer._load.device_choice import DeviceArgument, target_device
-from tensorizer._load.facts import FileFacts, kind_text
-from tensorizer._load.loaded_tensors import LoadedTensors
-from tensorizer._load.mapping import TensorMapping
-from tensorizer._load.modules import ModuleLoad
+from tensorizer._load.fit import ModuleView
+from tensorizer._load.modules import Filling, ModuleFill, check_module, module_names, verify_module
+from tensorizer._load.open_file import OpenFile, open_file
+from tensorizer._load.parts import PartReader, TensorSlice
+from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadedCount, LoadReport
-from tensorizer._load.shards import open_files_as_one
-from tensorizer._load.slices import TensorSlices
-from tensorizer._load.verification import verify_module
-from tensorizer._system.threads import thread_limit
 from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["TensorDeserializer"]
 
-logger = logging.getLogger("tensorizer.serialization")
 
-
-class TensorDeserializer(
-    FileFacts,
-    TensorMapping,
-    TensorSlices,
-    contextlib.AbstractContextManager["TensorDeserializer"],
-):
+class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["TensorDeserializer"]):
     """A ``.tensors`` or ``.safetensors`` file, or a folder of either, as a read-only mapping from names to parameters.
 
     The keys are the names on the top level of what was written; nested state dicts give nested mappings. Values are
@@ -131,74 +117,33 @@ class TensorDeserializer(
         signature: Optional[Union[str, bytes, os.PathLike[str]]] = None,
         require_authenticated: Optional[bool] = None,
     ) -> None:
-        self.total_tensor_bytes = 0
-        self._device = target_device(device)
-        check_decryption(encryption)
+        chosen = target_device(device)
         trust = Trust.of(public_key, signature, require_authenticated)
-
-        opened = open_files(file_obj, stream_options)
-        self._stream = opened.stream
-        self._same_file = SameFile.of(file_obj, opened, stream_options)
-        self._container: Container
-        try:
-            check_filter(filter_func)
-            check_dtype(dtype)
-            limit = thread_limit("num_readers", num_readers)
-            options = ReadOptions(self._device, dtype, limit, encryption, mmap, allow_missing_hashes, trust=trust)
-            self._open(opened, filter_func, options, verify_hash, progress)
-            if not lazy_load:
-                self._loaded.load(self._container.selection)
-                if self._container.index.metadata_is_sealed:  # its key is known by now, and about to be forgotten
-                    self._container.metadata()
-                self.close()
-        except BaseException:
-            if hasattr(self, "_container"):
-                self.close()
-            else:
-                opened.close()
-            raise
-
-    def _open(
-        self,
-        opened: OpenedFiles,
-        filter_func: Optional[FilterFuncType],
-        options: ReadOptions,
-        verify_hash: Optional[bool],
-        progress: ProgressArgument,
-    ) -> None:
-        container = self._container = open_files_as_one(opened, filter_func, options)
-        if container.checks_whole and verify_hash is not None and not verify_hash:
-            raise ValueError("verify_hash=False: in a file in clear, hashes are what binds the data to its signature")
-        verify = container.checks_whole if verify_hash is None else bool(verify_hash)
-        if verify:
-            container.verify_index()
-        self._loaded = LoadedTensors(container, verify, progress)
-        self._open_parts(options)
-        self._root = build_tree(container.names, container.selection)
-        self._cursor = Cursor(container, self._loaded)
-        self.total_file_bytes: int = container.index.tensor_size
-        self.total_tensor_bytes = container.index.total_loaded_nbytes(list(container.selection))
+        access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
+        options = ReadOptions(chosen, dtype, mmap, verify_hash, allow_missing_hashes)
+        file = self._open_file = open_file(file_obj, access, options, filter_func)
+        self.total_file_bytes: int = file.index.tensor_size
+        self.total_tensor_bytes = file.total_tensor_bytes
         self.read_bytes = 0
         self.total_compressed_tensor_bytes = 0
-        logger.debug(
-            "opened %s: %d tensors, %d bytes, %s, device %s, dtype %s, encrypted %s, verify %s",
-            opened.name,
-            len(container.selection),
-            self.total_tensor_bytes,
-            kind_text(container.index),
-            self._device_text(),
-            options.dtype,
-            container.index.encrypted,
-            verify,
-        )
+        try:
+            self._same_file = SameFile.of(file.opened)
+            if not lazy_load:
+                file.load(file.selection)
+                if file.index.metadata_is_sealed:  # its key is known by now, and about to be forgotten
+                    file.metadata()
+                self.close()
+        except BaseException:
+            self.close()
+            raise
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Closes the file and forgets keys. Loaded tensors and counters stay available; may be called repeatedly."""
-        container: Optional[Container] = getattr(self, "_container", None)  # none where opening it failed
-        if container is not None:
-            container.close()
+        file: Optional[OpenFile] = getattr(self, "_open_file", None)  # none where opening it failed
+        if file is not None:
+            file.close()
 
     def __enter__(self) -> TensorDeserializer:
         return self
@@ -214,8 +159,8 @@ class TensorDeserializer(
 
     def __del__(self) -> None:
         # Names of this module may be gone when the process ends, so none is used here.
-        container = self.__dict__.get("_container")
-        if container is None or container.closed:
+        file = self.__dict__.get("_open_file")
+        if file is None or file.closed:
             return
         try:  # noqa: SIM105
             self.close()
@@ -223,20 +168,192 @@ class TensorDeserializer(
             pass
 
     def __repr__(self) -> str:
-        container = getattr(self, "_container", None)
-        if container is None:
+        file: Optional[OpenFile] = getattr(self, "_open_file", None)
+        if file is None:
             return f"<{type(self).__name__}: not open>"
-        state = "closed" if container.closed else "open"
+        device = file.options.device if isinstance(file.options.device, torch.device) else "per tensor"
         return (
-            f"<{type(self).__name__}: {len(container.selection)} tensors, {self.total_tensor_bytes:,} bytes, "
-            f"{kind_text(container.index)}, device {self._device_text()}, {len(self._loaded.kept)} loaded, "
-            f"{state}>"
+            f"<{type(self).__name__}: {len(file.selection)} tensors, {self.total_tensor_bytes:,} bytes, "
+            f"{file.kind_text}, device {device}, {len(file.kept)} loaded, {'closed' if file.closed else 'open'}>"
         )
 
-    def _device_text(self) -> str:
-        return str(self._device) if isinstance(self._device, torch.device) else "per tensor"
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: a table of the tensors, from the index only."""
+        from tensorizer._format.table import entries_table
+
+        return entries_table(repr(self)[1:-1], self.entries())
+
+    # ---- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def total_bytes_read(self) -> int:
+        """Bytes that came from the source so far."""
+        return self._open_file.total_bytes_read
+
+    @property
+    def cached_bytes_read(self) -> int:
+        """Those of them that came from the cache of the node (docs/node-cache.md); 0 without one."""
+        return self._open_file.cached_bytes_read
+
+    @property
+    def format(self) -> str:
+        """What the source holds: ``"tensors"`` or ``"safetensors"``, told by its content."""
+        return str(self._open_file.index.format)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The text that the writer kept in the file, by key; a copy.
+
+        Raises:
+            CryptographyError: It is encrypted with another key, or was altered.
+            RuntimeError: It is encrypted, and the file was closed before it was asked for.
+        """
+        return self._open_file.metadata() or {}
+
+    @property
+    def ties(self) -> dict[Name, Name]:
+        """Names that stand for another tensor of the file, and which one; both give the same parameter."""
+        return self._open_file.ties()
+
+    @property
+    def authenticated(self) -> Optional[str]:
+        """What was found to vouch for the file: ``"key"``, ``"signature"``, ``"both"``, or ``None`` for nothing."""
+        return self._open_file.authenticated
+
+    @property
+    def index_digest(self) -> Optional[str]:
+        """The SHA-256 of the index as hexadecimal digits, computed from what was read; ``None`` for ``.safetensors``
+        files and for shards. In files that are authenticated it stands for all of their content."""
+        return self._open_file.index_digest
+
+    @property
+    def cache_status(self) -> Optional[str]:
+        """The ``x-cache-status`` response header of an HTTP source, else ``None``."""
+        headers = getattr(self._open_file.stream, "response_headers", None)
+        return None if headers is None else headers.get("x-cache-status")
+
+    @property
+    def _file_header(self) -> types.SimpleNamespace:
+        """What integrators' tests look at: ``version_number``."""
+        return types.SimpleNamespace(version_number=self._open_file.index.version)
+
+    @property
+    def _file_flags(self) -> FileFeatureFlags:
+        return FileFeatureFlags(self._open_file.index.flags)
+
+    def entries(self) -> list[TensorEntry]:
+        """What the file says about every (selected) tensor, in file order, without loading any.
+
+        Digests are in the record headers, so ``hashes`` is ``None`` for tensors that were not read yet.
+        """
+        return [self._open_file.entry(i) for i in self._open_file.selection]
+
+    # ---- mapping ----------------------------------------------------------------------------------------------------
+
+    def keys(self) -> KeysView[Key]:
+        """The keys of the top level, in file order."""
+        return self._open_file.root.keys()
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._open_file.root)
+
+    def __len__(self) -> int:
+        return len(self._open_file.root)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._open_file.root
+
+    def __getitem__(self, key: Key) -> Any:
+        node = self._open_file.root[key]
+        if isinstance(node, int):
+            return self._open_file.load_one(node)
+        below = leaves(node)
+        return read_only(node, dict(zip(below, self._open_file.load(below))))
+
+    def tree(
+        self,
+        prefix: Optional[Iterable[Key]] = None,
+        *,
+        default: Any = None,
+        filter_func: Optional[FilterFuncType] = None,
+    ) -> Any:
+        """The subtree at `prefix` with real containers: ``dict``, ``list``, parameters as leaves.
+
+        Args:
+            prefix: Path to the subtree, as an iterable of keys; ``None`` or empty is everything.
+            default: Returned when nothing matches.
+            filter_func: Narrows within the subtree; gets full paths from the root.
+
+        Raises:
+            TypeError: `prefix` is a single ``str`` or ``int``; write ``("a",)``.
+        """
+        if isinstance(prefix, (str, int)):
+            raise TypeError(f"prefix: wanted a sequence of keys, found {type(prefix).__name__}; write ({prefix!r},)")
+        wanted = () if prefix is None else tuple(prefix)
+        file = self._open_file
+        below = [i for i in file.selection if path_of(file.names[i])[: len(wanted)] == wanted]
+        chosen = [i for i in below if filter_func is None or filter_func(file.names[i])]
+        if not chosen:
+            return default
+        return branch((path_of(file.names[i])[len(wanted) :], t) for i, t in zip(chosen, file.load(chosen)))
+
+    # ---- parts of tensors -------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _parts(self) -> PartReader:
+        return PartReader(self._open_file)
+
+    def get_slice(self, name: Name) -> TensorSlice:
+        """A tensor of which parts can be read: ``d.get_slice("w")[10:20]``. Reads nothing by itself.
+
+        Args:
+            name: As in :meth:`entries`: a path of keys for tensors in nested containers.
+
+        Raises:
+            KeyError: There is no such tensor.
+        """
+        return self._parts.get_slice(name)
+
+    def slices(self) -> dict[Name, TensorSlice]:
+        """All tensors by name, each as what parts can be read of; in file order.
+
+        What takes a state dict of ``safetensors`` slices takes this: ``Model.from_pretrained(None, config=config,
+        state_dict=d.slices())`` of transformers 5.
+        """
+        return self._parts.slices()
+
+    def get_slices(
+        self,
+        parts: Mapping[Name, Any],
+        out: Optional[Mapping[Name, torch.Tensor]] = None,
+        device: Optional[Union[torch.device, str, int]] = None,
+        *,
+        verify_hash: Optional[bool] = None,
+    ) -> dict[Name, torch.Tensor]:
+        """Reads parts of many tensors by one plan: ranges that are close are read together, all threads are busy.
+
+        Args:
+            parts: Names, and what :class:`TensorSlice` takes between brackets.
+            out: Tensors of the parts' shapes to read to, for every name; they come back. Contiguous ones of the stored
+                dtype are read to without a copy, others are copied and converted to. ``None`` makes new ones.
+            device: Where new tensors go; ``None`` is the deserializer's device.
+            verify_hash: Overrides the constructor's value.
+
+        Returns:
+            Plain tensors by name, in the order of `parts`.
+
+        Raises:
+            KeyError: There is no such tensor, or `out` lacks a name.
+            ValueError: Verification was asked for and a part is not the whole tensor; an `out` tensor of another shape.
+            IndexError, TypeError: As for :class:`TensorSlice`.
+        """
+        return self._parts.get_slices(parts, out, device, verify_hash=verify_hash)
 
     # ---- generators -------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _cursor(self) -> Cursor:
+        return Cursor(self._open_file)
 
     def read_tensors(
         self,
@@ -288,8 +405,9 @@ class TensorDeserializer(
                 was converted by the constructor's ``dtype``, so that its stored form is gone.
             ValueError: A dtype that numpy lacks, without `allow_raw_data`; `num_tensors` below -1.
         """
-        if not isinstance(self._device, torch.device) or self._device.type != "cpu":
-            raise RuntimeError(f"numpy arrays live on the CPU; this deserializer was opened for device {self._device}")
+        device = self._open_file.options.device
+        if not isinstance(device, torch.device) or device.type != "cpu":
+            raise RuntimeError(f"numpy arrays live on the CPU; this deserializer was opened for device {device}")
         yield from self._cursor.read_arrays(filter_func, num_tensors, allow_raw_data, verify_hash, cache)
 
     # ---- modules ----------------------------------------------------------------------------------------------------
@@ -334,13 +452,15 @@ class TensorDeserializer(
             ValueError: As in :meth:`read_tensors`.
         """
         try:
-            module_tree.check_module(m, "for a state dict use module.load_state_dict(deserializer)")
-            load = ModuleLoad(self._container, m, filter_func, strict)
-            self.report = load.report
-            load.check(strict)
-            load.run(self._loaded, verify_hash)
-            self.report = load.report
-            return LoadedCount(load.report)
+            check_module(m, "for a state dict use module.load_state_dict(deserializer)")
+            file = self._open_file
+            stored = module_names(file, file.accepted_by(filter_func))
+            how = Filling(ties="stored", by_modules=True)
+            fill = ModuleFill(ModuleView(m), file, stored, how, strict, filter_func)
+            try:
+                return LoadedCount(fill.run(verify_hash))
+            finally:
+                self.report = fill.report
         finally:
             self.close()
 
@@ -356,8 +476,8 @@ class TensorDeserializer(
             RuntimeError: A tensor of the file was not read yet, so that its hashes are unknown.
             NotImplementedError: A tensor of `m` is on the meta device.
         """
-        module_tree.check_module(m)
-        results = verify_module(self._container, m)
+        check_module(m)
+        results = verify_module(self._open_file, m)
         return all(matches for _, matches in results), results
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
@@ -374,17 +494,17 @@ class TensorDeserializer(
         """
         from tensorizer._io.redis_export import export_to_redis
 
-        container = self._container
-        if container.source is None and self._same_file is None:
+        file = self._open_file
+        if file.source is None and self._same_file is None:
             raise ValueError("to_redis needs one file that is open or can be opened again: use lazy_load=True")
-        if container.index.start != 0:
+        if file.index.start != 0:
             raise ValueError("to_redis stores files, and this container starts in the middle of one")
-        records = container.stored_records(container.selection)
+        records = file.stored_records(file.selection)
         with contextlib.ExitStack() as stack:
-            source = container.source
+            source = file.source
             if source is None:
                 assert self._same_file is not None
                 opened = self._same_file.open()
                 stack.callback(opened.close)
                 source = opened.source
-            export_to_redis(source, container.prologue(source), records, redis_client, key_prefix, force)
+            export_to_redis(source, file.prologue(source), records, redis_client, key_prefix, force)

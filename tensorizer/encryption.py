@@ -6,12 +6,13 @@ What encryption protects, and what it does not, is in ``docs/encryption.md`` and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
-from typing import Any, Optional, Union
+from types import MappingProxyType
+from typing import Any, ClassVar, Optional, TypeVar, Union
 
 from tensorizer import _C
-from tensorizer._crypto import kernels, key_material
+from tensorizer._crypto import key_material
 from tensorizer._crypto.key_material import BytesLike, Key, Provided
 
 __all__ = ["DecryptionParams", "EncryptionParams"]
@@ -21,7 +22,51 @@ _MAX_OPSLIMIT = 4_294_967_295
 _MAX_MEMLIMIT = 4_398_046_510_080
 
 
-class EncryptionParams:
+class _Params(key_material.Immutable):
+    """What parameters for both directions have in common: a key, if any, that is here or with somebody else."""
+
+    __slots__ = ("_key",)
+    _key: Optional[Key]
+
+    @classmethod
+    def from_file(cls: type[_Made], path: Union[str, os.PathLike[str]]) -> _Made:
+        """The key that a local file of exactly 32 bytes holds.
+
+        Raises:
+            ValueError: The file has another size.
+            OSError: The file cannot be read.
+        """
+        key_material.require_crypto()
+        return cls._of(key_material.secret_from_file(path))
+
+    @classmethod
+    def from_provider(cls: type[_Made], provider: Callable[[], BytesLike]) -> _Made:
+        """A key that comes from elsewhere, such as a key management service.
+
+        Args:
+            provider: Called without arguments when the key is first needed, and once only for this object; its 32
+                bytes are kept from then on. What it raises reaches whoever needed the key, and it is asked again the
+                next time.
+
+        Raises:
+            TypeError: ``provider`` is not callable.
+        """
+        key_material.require_crypto()
+        return cls._of(Provided(provider))
+
+    @classmethod
+    def _of(cls: type[_Made], key: Optional[Key], **values: Any) -> _Made:
+        return cls.__new__(cls)._set(**{**cls._DEFAULTS, "_key": key, **values})
+
+    _DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+
+    __hash__ = None  # type: ignore[assignment]  # equal objects would hash alike, and a hash would tell about the key
+
+
+_Made = TypeVar("_Made", bound=_Params)
+
+
+class EncryptionParams(_Params):
     """A key for :class:`~tensorizer.TensorSerializer` to encrypt with.
 
     Instances are immutable, compare by value (in constant time) and never show the key in their ``repr``. The key is
@@ -37,7 +82,7 @@ class EncryptionParams:
         RuntimeError: libsodium is unusable.
     """
 
-    __slots__ = ("_derivation", "_key")
+    __slots__ = ("_derivation",)
 
     class OpsLimit(IntEnum):
         """How often a passphrase is worked through its memory."""
@@ -57,16 +102,17 @@ class EncryptionParams:
 
     _key: Key
     _derivation: Optional[tuple[int, int, bytes]]
+    _DEFAULTS = MappingProxyType({"_derivation": None})
 
     def __init__(self, key: bytes) -> None:
-        kernels.require_crypto()
-        self._set(key_material.secret_from_bytes(key, "encryption key"), None)
+        key_material.require_crypto()
+        self._set(_key=key_material.secret_from_bytes(key, "encryption key"), _derivation=None)
 
     @classmethod
     def random(cls) -> EncryptionParams:
         """A new random key. Keep :attr:`key`: without it nothing that is encrypted with it can be read again."""
-        kernels.require_crypto()
-        return cls._of(_C.random_key(), None)
+        key_material.require_crypto()
+        return cls._of(_C.random_key())
 
     @classmethod
     def from_string(
@@ -97,38 +143,12 @@ class EncryptionParams:
             CryptographyError: Not enough memory for ``memlimit``.
             RuntimeError: libsodium is unusable.
         """
-        kernels.require_crypto()
+        key_material.require_crypto()
         passphrase = key_material.passphrase_bytes(source, encoding)
         ops = _limit("opslimit", opslimit, cls.OpsLimit, cls.MemLimit, 1, _MAX_OPSLIMIT)
         mem = _limit("memlimit", memlimit, cls.MemLimit, cls.OpsLimit, 8_192, _MAX_MEMLIMIT)
         salted = key_material.salt_bytes(salt, encoding)
-        return cls._of(_C.derive_key(passphrase, ops, mem, _ARGON2ID13, salted), (ops, mem, salted))
-
-    @classmethod
-    def from_file(cls, path: Union[str, os.PathLike[str]]) -> EncryptionParams:
-        """The key that a local file of exactly 32 bytes holds.
-
-        Raises:
-            ValueError: The file has another size.
-            OSError: The file cannot be read.
-        """
-        kernels.require_crypto()
-        return cls._of(key_material.secret_from_file(path), None)
-
-    @classmethod
-    def from_provider(cls, provider: Callable[[], BytesLike]) -> EncryptionParams:
-        """A key that comes from elsewhere, such as a key management service.
-
-        Args:
-            provider: Called without arguments when the key is first needed, and once only for this object; its 32
-                bytes are kept from then on. What it raises reaches whoever needed the key, and it is asked again the
-                next time.
-
-        Raises:
-            TypeError: ``provider`` is not callable.
-        """
-        kernels.require_crypto()
-        return cls._of(Provided(provider), None)
+        return cls._of(_C.derive_key(passphrase, ops, mem, _ARGON2ID13, salted), _derivation=(ops, mem, salted))
 
     @property
     def key(self) -> bytes:
@@ -154,40 +174,18 @@ class EncryptionParams:
     def _secret(self) -> _C.SecretKey:
         return key_material.secret_of(self._key)
 
-    @classmethod
-    def _of(cls, key: Key, derivation: Optional[tuple[int, int, bytes]]) -> EncryptionParams:
-        params = cls.__new__(cls)
-        params._set(key, derivation)
-        return params
-
-    def _set(self, key: Key, derivation: Optional[tuple[int, int, bytes]]) -> None:
-        object.__setattr__(self, "_key", key)
-        object.__setattr__(self, "_derivation", derivation)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"EncryptionParams are immutable: cannot set {name!r}")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"EncryptionParams are immutable: cannot delete {name!r}")
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, EncryptionParams):
             return NotImplemented
         return self._derivation == other._derivation and key_material.same_key(self._key, other._key)
 
-    __hash__ = None  # type: ignore[assignment]  # equal objects would hash alike, and a hash would tell about the key
+    __hash__ = None  # a class with __eq__ has to say it again
 
     def __repr__(self) -> str:
         if self._derivation is None:
             return "EncryptionParams(key=<hidden>)"
         opslimit, memlimit, _ = self._derivation
         return f"EncryptionParams(key=<hidden>, opslimit={opslimit}, memlimit={memlimit})"
-
-    def __copy__(self) -> EncryptionParams:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> EncryptionParams:
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle holds the key in clear: whoever pickles a key wants it to arrive.
@@ -196,7 +194,7 @@ class EncryptionParams:
         return (_unpickle_encryption, (self.key, self._derivation))
 
 
-class DecryptionParams:
+class DecryptionParams(_Params):
     """What :class:`~tensorizer.TensorDeserializer` decrypts with: a key, or the passphrase that gives it.
 
     Made by :meth:`from_key`, :meth:`from_string`, :meth:`from_file` or :meth:`from_provider`; the constructor makes an
@@ -204,9 +202,8 @@ class DecryptionParams:
     secrets in their ``repr``.
     """
 
-    __slots__ = ("_key", "_source", "max_derivations", "max_memlimit", "max_opslimit")
+    __slots__ = ("_source", "max_derivations", "max_memlimit", "max_opslimit")
 
-    _key: Optional[Key]
     _source: Optional[bytes]
     max_opslimit: int
     """Most passes that a file may ask for; above it reading fails with ``CryptographyError``. Default 16."""
@@ -215,8 +212,17 @@ class DecryptionParams:
     max_derivations: int
     """Most different keys that the tensors of one load may ask for. Default 16; usual files need one."""
 
+    _DEFAULTS = MappingProxyType(
+        {
+            "_source": None,
+            "max_opslimit": _C.DEFAULT_MAX_OPSLIMIT,
+            "max_memlimit": _C.DEFAULT_MAX_MEMLIMIT,
+            "max_derivations": _C.DEFAULT_MAX_DERIVATIONS,
+        }
+    )
+
     def __init__(self) -> None:
-        self._set(None, None)
+        self._set(_key=None, **self._DEFAULTS)
 
     @classmethod
     def from_string(
@@ -245,11 +251,12 @@ class DecryptionParams:
             ValueError: ``source`` is empty; a limit is below 1.
             RuntimeError: libsodium is unusable.
         """
-        kernels.require_crypto()
+        key_material.require_crypto()
         ops = _ceiling("max_opslimit", max_opslimit, _C.DEFAULT_MAX_OPSLIMIT)
         mem = _ceiling("max_memlimit", max_memlimit, _C.DEFAULT_MAX_MEMLIMIT)
-        keys = _ceiling("max_derivations", max_derivations, _C.DEFAULT_MAX_DERIVATIONS)
-        return cls._of(None, key_material.passphrase_bytes(source, encoding), ops, mem, keys)
+        most = _ceiling("max_derivations", max_derivations, _C.DEFAULT_MAX_DERIVATIONS)
+        passphrase = key_material.passphrase_bytes(source, encoding)
+        return cls._of(None, _source=passphrase, max_opslimit=ops, max_memlimit=mem, max_derivations=most)
 
     @classmethod
     def from_key(cls, key: bytes) -> DecryptionParams:
@@ -260,22 +267,10 @@ class DecryptionParams:
             ValueError: ``key`` is empty or does not have 32 bytes.
             RuntimeError: libsodium is unusable.
         """
-        kernels.require_crypto()
+        key_material.require_crypto()
         if not key:
             raise ValueError("decryption key: it is empty")
-        return cls._of(key_material.secret_from_bytes(key, "decryption key"), None)
-
-    @classmethod
-    def from_file(cls, path: Union[str, os.PathLike[str]]) -> DecryptionParams:
-        """The key that a local file of exactly 32 bytes holds. Errors as :meth:`EncryptionParams.from_file`."""
-        kernels.require_crypto()
-        return cls._of(key_material.secret_from_file(path), None)
-
-    @classmethod
-    def from_provider(cls, provider: Callable[[], BytesLike]) -> DecryptionParams:
-        """A key that comes from elsewhere; rules as :meth:`EncryptionParams.from_provider`."""
-        kernels.require_crypto()
-        return cls._of(Provided(provider), None)
+        return cls._of(key_material.secret_from_bytes(key, "decryption key"))
 
     @property
     def key(self) -> Optional[bytes]:
@@ -293,39 +288,6 @@ class DecryptionParams:
     def _limits(self) -> tuple[int, int, int]:
         return self.max_opslimit, self.max_memlimit, self.max_derivations
 
-    @classmethod
-    def _of(
-        cls,
-        key: Optional[Key],
-        source: Optional[bytes],
-        max_opslimit: int = _C.DEFAULT_MAX_OPSLIMIT,
-        max_memlimit: int = _C.DEFAULT_MAX_MEMLIMIT,
-        max_derivations: int = _C.DEFAULT_MAX_DERIVATIONS,
-    ) -> DecryptionParams:
-        params = cls.__new__(cls)
-        params._set(key, source, max_opslimit, max_memlimit, max_derivations)
-        return params
-
-    def _set(
-        self,
-        key: Optional[Key],
-        source: Optional[bytes],
-        max_opslimit: int = _C.DEFAULT_MAX_OPSLIMIT,
-        max_memlimit: int = _C.DEFAULT_MAX_MEMLIMIT,
-        max_derivations: int = _C.DEFAULT_MAX_DERIVATIONS,
-    ) -> None:
-        object.__setattr__(self, "_key", key)
-        object.__setattr__(self, "_source", source)
-        object.__setattr__(self, "max_opslimit", max_opslimit)
-        object.__setattr__(self, "max_memlimit", max_memlimit)
-        object.__setattr__(self, "max_derivations", max_derivations)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"DecryptionParams are immutable: cannot set {name!r}")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"DecryptionParams are immutable: cannot delete {name!r}")
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DecryptionParams):
             return NotImplemented
@@ -335,18 +297,12 @@ class DecryptionParams:
             and key_material.same_key(self._key, other._key)
         )
 
-    __hash__ = None  # type: ignore[assignment]  # as for EncryptionParams
+    __hash__ = None  # as for EncryptionParams
 
     def __repr__(self) -> str:
         if self._source is not None:
             return "DecryptionParams(source=<hidden>)"
         return f"DecryptionParams({'' if self._key is None else 'key=<hidden>'})"
-
-    def __copy__(self) -> DecryptionParams:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> DecryptionParams:
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._key, Provided):
@@ -355,16 +311,22 @@ class DecryptionParams:
 
 
 def _unpickle_encryption(key: bytes, derivation: Optional[tuple[int, int, bytes]]) -> EncryptionParams:
-    kernels.require_crypto()
-    return EncryptionParams._of(_C.SecretKey(key), derivation)
+    key_material.require_crypto()
+    return EncryptionParams._of(_C.SecretKey(key), _derivation=derivation)
 
 
 def _unpickle_decryption(
     key: Optional[bytes], source: Optional[bytes], max_opslimit: int, max_memlimit: int, max_derivations: int
 ) -> DecryptionParams:
-    kernels.require_crypto()
+    key_material.require_crypto()
     secret = None if key is None else _C.SecretKey(key)
-    return DecryptionParams._of(secret, source, max_opslimit, max_memlimit, max_derivations)
+    return DecryptionParams._of(
+        secret,
+        _source=source,
+        max_opslimit=max_opslimit,
+        max_memlimit=max_memlimit,
+        max_derivations=max_derivations,
+    )
 
 
 def _limit(

@@ -1,18 +1,49 @@
-"""The two functions that ``tensorizer`` exported before 1.0, over the current API.
+"""The functions of earlier releases: models, tokenizers and schedulers of Hugging Face libraries in folders.
 
-``tensorizer.load_model`` and ``tensorizer.serialize_model`` are looked up here when first asked for.
+A model is ``<folder>/<prefix>.tensors`` and ``<folder>/<prefix>-config.json``, and where it generates text
+``generation_config.json`` (behind ``<prefix>-`` unless that is ``model``); a tokenizer or scheduler is
+``<folder>/<prefix>.zip``. :mod:`tensorizer.integrations.huggingface` has them as ``serialize_model``, ``load_model``,
+``serialize_pretrained`` and ``load_pretrained``. ``tensorizer.load_model`` and ``tensorizer.serialize_model``, which
+``tensorizer`` exported before 1.0, are looked up here when first asked for.
 """
 
 from __future__ import annotations
 
 import inspect
+import io
+import json
+import logging
 import os
+import tempfile
 import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch
 
-__all__ = ["load_model", "serialize_model"]
+from tensorizer import stream_io
+from tensorizer._system.redaction import shown_location
+from tensorizer.deserializer import TensorDeserializer
+from tensorizer.serializer import TensorSerializer
+from tensorizer.utils import get_device, no_init_or_tensor
+
+__all__ = [
+    "load_model",
+    "load_model_folder",
+    "load_pretrained",
+    "serialize_model",
+    "serialize_pretrained",
+    "write_model_folder",
+]
+
+Folder = Union[str, "os.PathLike[str]"]
+StreamOptions = Optional[Mapping[str, Any]]
+
+logger = logging.getLogger("tensorizer.integrations.huggingface")
+
+_DEFAULT_PREFIX = "model"
 
 
 def serialize_model(
@@ -32,15 +63,13 @@ def serialize_model(
         model_directory: Folder or ``s3://`` prefix.
         model_prefix: Name of the files.
     """
-    from tensorizer.integrations import huggingface
-
     warnings.warn(
         "tensorizer.serialize_model is deprecated: use tensorizer.integrations.huggingface.serialize_model, or "
         "TensorSerializer.write_module",
         DeprecationWarning,
         stacklevel=2,
     )
-    huggingface.serialize_model(model, config, model_directory, model_prefix)
+    write_model_folder(model, config, model_directory, model_prefix)
 
 
 def load_model(*args: Any, **kwargs: Any) -> Any:
@@ -80,10 +109,221 @@ def _load_from_folder(
     device: Union[torch.device, str, None] = None,
     dtype: Optional[torch.dtype] = None,
 ) -> Any:
-    from tensorizer.integrations import huggingface
-
-    return huggingface.load_model(path_uri, modelclass, configclass, model_prefix, device, dtype)
+    return load_model_folder(path_uri, modelclass, configclass, model_prefix, device, dtype)
 
 
 # What tools show is the published signature.
 load_model.__signature__ = inspect.signature(_load_from_folder)  # type: ignore[attr-defined]
+
+
+def _inside(folder: Folder, name: str) -> str:
+    return f"{os.fspath(folder).rstrip('/')}/{name}"
+
+
+def config_to_json(config: Any) -> str:
+    """The JSON text of a configuration: a mapping, or an object with ``to_dict`` (transformers)."""
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config: wanted a mapping or an object with to_dict(), found {type(config).__name__}")
+    return json.dumps(dict(config), indent=2, sort_keys=True, default=str) + "\n"
+
+
+def write_model_folder(
+    model: torch.nn.Module,
+    config: Any,
+    model_directory: Folder,
+    model_prefix: str = _DEFAULT_PREFIX,
+    *,
+    stream_options: StreamOptions = None,
+    **serializer_options: Any,
+) -> None:
+    """Write a model, its configuration and its generation configuration to a folder or bucket.
+
+    Under the default `model_prefix` the configuration is also in ``config.json``, so that ``from_pretrained`` of the
+    configuration's class (and of ``GenerationConfig``) opens the folder.
+
+    Args:
+        model: The model; its non-persistent buffers are left out, as its class makes them again.
+        config: A transformers configuration, a diffusers ``model.config`` or another mapping; ``None`` writes none.
+        model_directory: Folder or ``s3://`` prefix; made where missing.
+        model_prefix: Name of the files.
+        stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
+        **serializer_options: Keywords for :class:`~tensorizer.TensorSerializer`, such as ``encryption``.
+
+    Raises:
+        TypeError: ``config`` is of a kind that has no JSON text. Nothing was written.
+    """
+    options = dict(stream_options or {})
+    texts = _texts_beside(model, config, model_prefix)
+    tensors_uri = _inside(model_directory, f"{model_prefix}.tensors")
+    with TensorSerializer(tensors_uri, stream_options=options, **serializer_options) as serializer:
+        serializer.write_module(model, include_non_persistent_buffers=False)
+    for name, text in texts.items():
+        with stream_io.open_stream(_inside(model_directory, name), "wb+", **options) as stream:
+            stream.write(text.encode("utf-8"))
+
+
+def _texts_beside(model: torch.nn.Module, config: Any, model_prefix: str) -> dict[str, str]:
+    """The files beside the weights, by name."""
+    texts = {}
+    if config is not None:
+        texts[f"{model_prefix}-config.json"] = text = config_to_json(config)
+        if model_prefix == _DEFAULT_PREFIX:
+            texts["config.json"] = text
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        texts[_generation_file(model_prefix)] = generation.to_json_string()
+    return texts
+
+
+def _generation_file(model_prefix: str) -> str:
+    return "generation_config.json" if model_prefix == _DEFAULT_PREFIX else f"{model_prefix}-generation_config.json"
+
+
+def load_model_folder(
+    path_uri: Folder,
+    model_class: Any,
+    config_class: Any = None,
+    model_prefix: str = _DEFAULT_PREFIX,
+    device: Union[torch.device, str, None] = None,
+    dtype: Optional[torch.dtype] = None,
+    *,
+    stream_options: StreamOptions = None,
+    **deserializer_options: Any,
+) -> Any:
+    """Load a model that :func:`write_model_folder` wrote.
+
+    The model is built without allocating or initialising its parameters, filled, tied again and set to evaluation mode.
+
+    Args:
+        path_uri: Folder, ``s3://`` or ``http(s)://`` prefix.
+        model_class: A transformers model or ``AutoModel...`` class, a diffusers model class, or a module class that
+            takes the configuration (none: nothing) as its argument.
+        config_class: Makes the configuration, by ``from_dict`` or from keywords. ``None``: the configuration class that
+            ``model_class`` names, or the plain dictionary.
+        model_prefix: Name of the files.
+        device: Where the model goes. Default: CUDA where available.
+        dtype: Convert floating-point tensors to this. Default: as stored.
+        stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
+        **deserializer_options: Keywords for :class:`~tensorizer.TensorDeserializer`, such as ``encryption``.
+
+    Raises:
+        ValueError: The files leave parameters of the model without a value; the message names some.
+        OSError: A file cannot be read. A missing configuration is no error where ``model_class`` needs none.
+    """
+    options = dict(stream_options or {})
+    device = get_device() if device is None else torch.device(device)
+    config = _load_config(path_uri, model_prefix, model_class, config_class, options)
+    with torch.device(device), no_init_or_tensor():
+        model = _build(model_class, config)
+    tensors_uri = _inside(path_uri, f"{model_prefix}.tensors")
+    with TensorDeserializer(
+        tensors_uri, device=device, dtype=dtype, lazy_load=True, stream_options=options, **deserializer_options
+    ) as deserializer:
+        deserializer.load_into_module(model)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if missing:
+        raise ValueError(
+            f"{shown_location(tensors_uri)} leaves {len(missing)} tensors of the model unset: {', '.join(missing[:5])}"
+        )
+    _restore_generation_config(model, _inside(path_uri, _generation_file(model_prefix)), options)
+    return model.eval()
+
+
+def _restore_generation_config(model: Any, uri: str, options: dict[str, Any]) -> None:
+    """Gives the model the generation configuration that was kept with it; earlier releases kept none."""
+    made = getattr(model, "generation_config", None)
+    if made is None:
+        return
+    try:
+        with stream_io.open_stream(uri, "rb", **options) as stream:
+            values = json.loads(stream.read())
+    except FileNotFoundError:
+        return
+    except OSError as error:  # stores that may not be listed call a missing file forbidden
+        logger.warning("the model keeps the generation configuration of its class: %s", error)
+        return
+    model.generation_config = type(made).from_dict(values)
+
+
+def _load_config(
+    path_uri: Folder, model_prefix: str, model_class: Any, config_class: Any, options: dict[str, Any]
+) -> Any:
+    if config_class is None:
+        config_class = getattr(model_class, "config_class", None)
+    if config_class is None and hasattr(model_class, "_model_mapping"):  # AutoModel...: the values name their class
+        from transformers import AutoConfig
+
+        config_class = AutoConfig
+    uri = _inside(path_uri, f"{model_prefix}-config.json")
+    try:
+        with stream_io.open_stream(uri, "rb", **options) as stream:
+            values = json.loads(stream.read())
+    except FileNotFoundError:
+        if config_class is not None:
+            raise
+        return None
+    return _make_config(config_class, values)
+
+
+def _make_config(config_class: Any, values: dict[str, Any]) -> Any:
+    if config_class is None:
+        return values
+    if hasattr(config_class, "for_model"):  # AutoConfig
+        return config_class.for_model(**values)
+    if hasattr(config_class, "from_dict"):
+        return config_class.from_dict(values)
+    return config_class(**values)
+
+
+def _build(model_class: Any, config: Any) -> Any:
+    if hasattr(model_class, "from_config"):  # AutoModel... of transformers, any model of diffusers
+        return model_class.from_config(config)
+    if hasattr(model_class, "_from_config"):  # a model class of transformers
+        return model_class._from_config(config)
+    return model_class() if config is None else model_class(config)
+
+
+def serialize_pretrained(
+    component: Any, zip_directory: Folder, prefix: str = "pretrained", *, stream_options: StreamOptions = None
+) -> None:
+    """Write what a component's ``save_pretrained`` writes (tokenizer, scheduler, ...) as one zip file.
+
+    Args:
+        component: An object with ``save_pretrained(folder)``.
+        zip_directory: Folder or ``s3://`` prefix for ``<prefix>.zip``.
+        prefix: Name of the file.
+        stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        component.save_pretrained(folder)
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in files:
+                archive.write(path, path.relative_to(folder).as_posix())
+    uri = _inside(zip_directory, f"{prefix}.zip")
+    with stream_io.open_stream(uri, "wb+", **dict(stream_options or {})) as stream:
+        stream.write(content.getbuffer())
+
+
+def load_pretrained(
+    component_class: Any, path_uri: Folder, prefix: str = "pretrained", *, stream_options: StreamOptions = None
+) -> Any:
+    """Load a component that :func:`serialize_pretrained` wrote.
+
+    Args:
+        component_class: The class whose ``from_pretrained(folder)`` makes the component.
+        path_uri: Folder, ``s3://`` or ``http(s)://`` prefix of ``<prefix>.zip``.
+        prefix: Name of the file.
+        stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`.
+    """
+    with stream_io.open_stream(_inside(path_uri, f"{prefix}.zip"), "rb", **dict(stream_options or {})) as stream:
+        data = stream.read()
+    with tempfile.TemporaryDirectory() as folder:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            archive.extractall(folder)
+        return component_class.from_pretrained(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from tensorizer import _C
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
 from tensorizer._system import perf
 from tensorizer._system.devices import resolve_cuda_device
-from tensorizer.deserializer import TensorDeserializer, logger
+from tensorizer.deserializer import TensorDeserializer
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
     CryptographyError,
@@ -32,6 +33,8 @@ __all__ = [
     "DecryptionParams",
     "FilterFuncType",
 ]
+
+logger = logging.getLogger("tensorizer.serialization")
 
 #: The newest data version that can be read, and what first needed each version (docs/format.md, "Data versions").
 TENSORIZER_VERSION = 5
@@ -76,5 +79,4 @@ _ALSO_HERE = (
     TensorHash,
     TensorizerError,
     TruncatedError,
-    logger,
 )

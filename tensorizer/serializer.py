@@ -6,7 +6,7 @@ import contextlib
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Optional, Union
 
@@ -18,17 +18,31 @@ from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._format import extra_state
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, Path, display
-from tensorizer._format.payloads import adopt, contiguous, stored_dtype
+from tensorizer._format.payloads import adopt, stored_dtype
 from tensorizer._format.tree import flatten
 from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
-from tensorizer._io.unclosed import tell_if_unclosed
-from tensorizer._save.hashes import HASH_NAMES, check_hashes, check_signer
-from tensorizer._save.items import Item, batches, check_name
-from tensorizer._save.modules import extra_states, modules_with_extra_state, walk_module
-from tensorizer._save.ties import check_metadata, check_ties, without_aliases
-from tensorizer._system import cuda_engine
-from tensorizer._system.threads import thread_limit
+from tensorizer._io.upload_on_close import tell_if_unclosed
+from tensorizer._save.records import (
+    ModuleTensor,
+    Record,
+    check_name,
+    extra_states,
+    modules_with_extra_state,
+    record_of,
+    ties_of,
+    walk_module,
+)
+from tensorizer._save.session import (
+    HASH_NAMES,
+    batches_to_copy,
+    check_hashes,
+    check_metadata,
+    check_signer,
+    check_ties,
+    write_tensors,
+)
+from tensorizer._system.checks import thread_limit
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import FieldRangeError
 from tensorizer.progress import ProgressArgument, progress_reporter
@@ -126,7 +140,7 @@ class TensorSerializer:
         chosen = check_hashes(hashes, encrypted=encryption is not None)
         signer = check_signer(signing_key, chosen, encrypted=encryption is not None)
         self._once = check_ties(ties)
-        pairs = check_metadata(metadata)
+        texts = check_metadata(metadata)
         key, derivation = encryption_key(encryption)
         self.compress_tensors = compress_tensors
         self.lz4_frame = None
@@ -144,7 +158,7 @@ class TensorSerializer:
             max_workers=max_workers,
             key=key,
             derivation=derivation,
-            metadata=pairs,
+            metadata=list(texts.items()),
             signer=signer,
         )
         self._unclosed = tell_if_unclosed(self, opened.sink.name) if opened.appears_on_close else None
@@ -250,35 +264,13 @@ class TensorSerializer:
             TypeError: With `include_extra_state`, a state of another kind. Nothing was written then.
             OSError: The data could not be written.
         """
-        self._write_module(m, remove_tensors, include_non_persistent_buffers, include_extra_state)
+        module_tree.check_module(m, "write_state_dict writes state dicts")
+        held = list(walk_module(m, include_non_persistent_buffers))
+        extra = {**self._extra_state, **extra_state.pack(extra_states(m))} if include_extra_state else None
+        self._write([record_of(one) for one in held], extra=extra, remove=held if remove_tensors else ())
         left_out = [] if include_extra_state else [extra_state.state_name(path) for path in modules_with_extra_state(m)]
         if left_out:
             _warn_of("extra state of modules, which include_extra_state=True would store", left_out)
-
-    def _write_module(
-        self,
-        m: torch.nn.Module,
-        remove_tensors: bool,
-        include_non_persistent_buffers: bool,
-        include_extra_state: bool,
-        every_name: bool = False,
-    ) -> None:
-        """:meth:`write_module`, under every name that the state dict has for a tensor, if wanted."""
-        module_tree.check_module(m, "write_state_dict writes state dicts")
-        items = [
-            Item(
-                (entry.name,),
-                entry.tensor,
-                stored_dtype(entry.name, entry.tensor),
-                TensorType.BUFFER if entry.is_buffer else TensorType.PARAM,
-                min(entry.module_idx, 0xFFFF),
-                entry if remove_tensors else None,
-                entry.is_further,
-            )
-            for entry in walk_module(m, include_non_persistent_buffers, every_name)
-        ]
-        extra = {**self._extra_state, **extra_state.pack(extra_states(m))} if include_extra_state else None
-        self._write(items, extra=extra)
 
     def write_state_dict(self, state_dict: Any) -> None:
         """Writes nested mappings (with ``str`` keys) and sequences of tensors; sequences come back as lists.
@@ -294,7 +286,7 @@ class TensorSerializer:
         empty: list[Path] = []
         self._write(
             [
-                Item(path, tensor, stored_dtype(display(path), tensor), TensorType.STATE_DICT, 0)
+                Record.of_tensor(path, tensor, stored_dtype(display(path), tensor))
                 for path, tensor in flatten(state_dict, empty)
             ]
         )
@@ -330,24 +322,37 @@ class TensorSerializer:
         if not 0 <= idx <= 0xFFFF:
             raise FieldRangeError(f"idx: wanted 0 to 65535, found {idx}")
         kind = TensorType(tensor_type)
-        self._write([Item(check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
+        self._write([Record.of_tensor(check_name(name, kind), *adopt(name, tensor), kind, idx)], growing=True)
 
-    def _write(self, items: list[Item], growing: bool = False, extra: Optional[extra_state.Nodes] = None) -> None:
+    def _write(
+        self,
+        records: Sequence[Record],
+        growing: bool = False,
+        extra: Optional[extra_state.Nodes] = None,
+        remove: Sequence[ModuleTensor] = (),
+    ) -> None:
+        """One call: its records become visible together. `remove` are taken out of their modules once they are
+        written; where those are given, there is one for each record."""
         if self._closed:
             raise ValueError("the serializer is closed")
-        items, left_out, ties = without_aliases(items, self._once)
-        total = sum(item.nbytes for item in items)
+        owners = dict(zip((record.path for record in records), remove))
+        aliases = ties_of(records)
+        left_out = {r.path for r in records if r.path in aliases and (self._once or r.is_second_name)}
+        ties = [(alias, kept, alias not in left_out) for alias, kept in aliases.items()]
+        written = [record for record in records if record.path not in left_out]
+        total = sum(record.nbytes for record in written)
         begun = False
         try:
             if extra is not None:
                 self._session.set_metadata(extra_state.KEY, extra_state.to_text(extra))
-            self._session.begin_call([item.describe() for item in items], growing, ties)
+            self._session.begin_call([record.begin() for record in written], growing, ties)
             begun = True
             with progress_reporter(self._progress, total, "saving") as report:
-                for batch in batches(items):
-                    self._write_batch(batch, report)
+                for batch in batches_to_copy(written, frees=bool(owners)):
+                    write_tensors(self._session, [record.source for record in batch], report)
+                    _release(owners, (record.path for record in batch))
             self._session.finish_call()
-            _release(left_out)
+            _release(owners, left_out)
         except BaseException:
             if begun and self._unclosed is not None:
                 self._unclosed.detach()  # the failure says that nothing will be stored
@@ -357,28 +362,15 @@ class TensorSerializer:
             raise
         self._extra_state = self._extra_state if extra is None else extra
         if logger.isEnabledFor(logging.DEBUG):
-            for item in items:
-                logger.debug("wrote %s", str(item))  # text: a kept record must not keep the tensor
-
-    def _write_batch(self, batch: list[Item], report: Optional[Callable[[int], None]]) -> None:
-        device = batch[0].tensor.device
-        fast = not batch[0].tensor.is_meta and cuda_engine.is_fast_device(device)
-        data = [contiguous(item.tensor, on_device=fast) for item in batch]  # kept alive until the call returns
-        payloads = [
-            (tensor.data_ptr() if tensor.numel() else 0, tensor.numel() * tensor.element_size()) for tensor in data
-        ]
-        if fast:
-            self._session.write_payloads(payloads, engine=cuda_engine.engine_for(device), progress=report)
-        else:
-            self._session.write_payloads(payloads, progress=report)
-        _release(batch)
+            for record in written:
+                logger.debug("wrote %s", str(record))  # text: a kept record must not keep the tensor
 
 
-def _release(items: list[Item]) -> None:
-    """Takes tensors that were written out of their module, where ``remove_tensors`` wants that."""
-    for item in items:
-        if item.owner is not None:
-            setattr(item.owner.module, item.owner.attribute, None)
+def _release(owners: Mapping[Path, ModuleTensor], paths: Iterable[Path]) -> None:
+    """Takes tensors that were written out of their modules, where ``remove_tensors`` wants that."""
+    if owners:
+        for path in paths:
+            setattr(owners[path].module, owners[path].attribute, None)
 
 
 def _warn_of(what: str, names: list[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Optional, Union
 
 from tensorizer import _C
-from tensorizer._crypto import kernels, key_material
+from tensorizer._crypto import key_material
 from tensorizer._system.os_errors import stream_errors
 
 __all__ = ["PublicKey", "PublicKeyArgument", "SigningKey"]
@@ -23,7 +23,7 @@ _PUBLIC_PREFIX = bytes.fromhex("302a300506032b6570032100")
 _PUBLIC_PEM = re.compile(r"-----BEGIN PUBLIC KEY-----([A-Za-z0-9+/=\s]*)-----END PUBLIC KEY-----")
 
 
-class PublicKey:
+class PublicKey(key_material.Immutable):
     """The public half of a :class:`SigningKey`: 32 bytes that anybody may know.
 
     Instances are immutable, hashable and compare by value; ``bytes(key)`` are the 32 bytes, ``str(key)`` is 64
@@ -51,9 +51,7 @@ class PublicKey:
             raise ValueError(f"public key: wanted 32 bytes, found {len(stored)}")
         if not _C.is_public_key(stored):
             raise ValueError("public key: these 32 bytes are no Ed25519 public key")
-        made = cls.__new__(cls)
-        object.__setattr__(made, "_bytes", stored)
-        return made
+        return cls.__new__(cls)._set(_bytes=stored)
 
     @classmethod
     def from_file(cls, path: Union[str, os.PathLike[str]]) -> PublicKey:
@@ -95,7 +93,7 @@ class PublicKey:
             FileExistsError: There is a file.
             OSError: It cannot be written.
         """
-        _write_new(path, _pem("PUBLIC KEY", _PUBLIC_PREFIX + self._bytes), 0o644)
+        _write_new(path, _pem("PUBLIC KEY", _PUBLIC_PREFIX + self._bytes), None)
 
     def __bytes__(self) -> bytes:
         return self._bytes
@@ -111,9 +109,6 @@ class PublicKey:
 
     def __hash__(self) -> int:
         return hash(self._bytes)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"PublicKey objects are immutable: cannot set {name!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (PublicKey.from_bytes, (self._bytes,))
@@ -138,7 +133,7 @@ class SigningKey:
     @classmethod
     def generate(cls) -> SigningKey:
         """A new random key. :meth:`save` it: nobody can sign as you without it, nor can you."""
-        kernels.require_crypto()
+        key_material.require_crypto()
         return cls._of(_C.random_key())
 
     @classmethod
@@ -149,7 +144,7 @@ class SigningKey:
             TypeError: Not bytes-like.
             ValueError: Another length.
         """
-        kernels.require_crypto()
+        key_material.require_crypto()
         return cls._of(key_material.secret_from_bytes(seed, "signing key"))
 
     @classmethod
@@ -161,7 +156,7 @@ class SigningKey:
             ValueError: The file holds no Ed25519 private key, or an encrypted one.
             OSError: It cannot be read.
         """
-        kernels.require_crypto()
+        key_material.require_crypto()
         text = bytearray(_MAX_KEY_FILE_NBYTES)
         with stream_errors(), open(path, "rb", buffering=0) as file:  # unbuffered: no other copy stays behind
             nbytes = file.readinto(text) or 0
@@ -179,13 +174,13 @@ class SigningKey:
 
         Args:
             sign: Called with a message of 40 bytes each time a file is signed; returns the 64 bytes of its Ed25519
-                signature (pure Ed25519, not Ed25519ph). What it raises reaches whoever signs.
+                signature (pure Ed25519, not Ed25519ph). If it raises, signing raises that.
             public_key: The public half; signatures that do not fit it are refused.
 
         Raises:
             TypeError: Arguments of other types.
         """
-        kernels.require_crypto()
+        key_material.require_crypto()
         if not callable(sign):
             raise TypeError(f"sign: wanted a callable with one argument, found {type(sign).__name__}")
         if not isinstance(public_key, PublicKey):
@@ -234,8 +229,9 @@ def _pem(label: str, der: bytes) -> bytes:
     return f"-----BEGIN {label}-----\n{base64.b64encode(der).decode('ascii')}\n-----END {label}-----\n".encode("ascii")
 
 
-def _write_new(path: Union[str, os.PathLike[str]], content: bytes, mode: int) -> None:
-    with stream_errors():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), mode)
-        with open(descriptor, "wb") as file:
-            file.write(content)
+def _write_new(path: Union[str, os.PathLike[str]], content: bytes, mode: Optional[int]) -> None:
+    from tensorizer._io.sinks import NewFile
+
+    with NewFile(os.path.abspath(path), mode) as file:
+        file.write(content)
+        file.publish(exclusive=True)

@@ -5,6 +5,7 @@ What needs boto3, redis or fsspec has a module of its own, which is imported whe
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import os
@@ -17,26 +18,32 @@ from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
 from tensorizer._io.options import HTTPOptions as HTTPOptions
 from tensorizer._io.s3 import objects
+from tensorizer._io.s3.access import ParsedCredentials, infer_credentials
 from tensorizer._io.s3.client import enforce_scheme
-from tensorizer._io.s3.credentials import ConfigPath, ParsedCredentials, infer_credentials
-from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults, S3Options
+from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, ConfigPath, S3Defaults, S3Options
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
+from tensorizer._io.uri import expanded, scheme_of
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
-from tensorizer._io.uri import scheme_of
+from tensorizer._lazy import resolver
 from tensorizer._system.config import env_text
 from tensorizer._system.os_errors import stream_errors
-from tensorizer._system.paths import expanded
 from tensorizer._system.redaction import hidden, shown_uri
 
 if TYPE_CHECKING:
-    from tensorizer._io.cache import Cache, CachedObject, CacheOptions
-    from tensorizer._io.redis import RedisStreamFile
-    from tensorizer._io.s3.prefix import S3Prefix
+    from tensorizer._io.cache import Cache, CachedObject
+    from tensorizer._io.cache import CacheOptions as CacheOptions
+    from tensorizer._io.redis import RedisStreamFile as RedisStreamFile
+    from tensorizer._io.redis import _parse_redis_uri as _parse_redis_uri
 
 __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa: RUF022 - as callers know it
 
 logger = logging.getLogger(__name__)
 
+_S3_KEYWORDS = frozenset(
+    {"force_http", "certificate_handling", "http_options", "memory_budget"}.union(
+        f"s3_{field.name}" for field in dataclasses.fields(S3Options)
+    )
+)
 _S3_MODES = {frozenset(mode) for mode in ("rb", "wb", "wb+", "ab", "ab+")}
 
 
@@ -71,8 +78,9 @@ def _if_replaced(function: _Function, own: _Function) -> Optional[_Function]:
     return None if function is own else function
 
 
-def _s3_defaults() -> S3Defaults:
-    return S3Defaults(
+def _s3_options(**keywords: Any) -> S3Options:
+    """Keywords of :func:`open_stream`, and what programs have put in this module's place, as one value."""
+    defaults = S3Defaults(
         infer_credentials=_infer_credentials,
         enforce_scheme=_enforce_scheme,
         read_endpoint=default_s3_read_endpoint,
@@ -81,20 +89,15 @@ def _s3_defaults() -> S3Defaults:
         download=_if_replaced(s3_download, objects.s3_download),
         upload=_if_replaced(s3_upload, objects.s3_upload),
     )
+    return S3Options.of(keywords, defaults)
+
+
+_resolve, __dir__ = resolver(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("RedisStreamFile", "_parse_redis_uri"):
-        from tensorizer._io import redis
-
-        return getattr(redis, name)
-    if name == "CacheOptions":
-        from tensorizer._io.cache import CacheOptions
-
-        return CacheOptions
-    if name == "curl_path":  # the curl program, which nothing here needs any more
-        return shutil.which("curl")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # The curl program, which nothing here needs any more.
+    return shutil.which("curl") if name == "curl_path" else _resolve(name)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
@@ -216,27 +219,10 @@ def open_stream(
         _require_mode(mode, _S3_MODES, scheme)
         # Tools that record local variables show these as <hidden>.
         s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
-        options = _s3_options(
-            s3_access_key_id,
-            s3_secret_access_key,
-            s3_endpoint,
-            s3_config_path,
-            force_http,
-            s3_region_name=s3_region_name,
-            s3_signature_version=s3_signature_version,
-            certificate_handling=certificate_handling,
-            s3_session_token=s3_session_token,
-            s3_profile=s3_profile,
-            s3_client_factory=s3_client_factory,
-            http_options=http_options,
-            s3_extra_args=s3_extra_args,
-            memory_budget=memory_budget,
-        )
+        options = _s3_options(**{name: value for name, value in locals().items() if name in _S3_KEYWORDS})
         if "r" in mode:
-            return objects.open_read(
-                uri, options, _s3_defaults(), begin=begin, end=end, buffer_size=buffer_size, cache=chosen
-            )
-        return objects.open_write(uri, options, _s3_defaults())
+            return objects.open_read(uri, options, begin=begin, end=end, buffer_size=buffer_size, cache=chosen)
+        return objects.open_write(uri, options)
     from tensorizer._io import fsspec
 
     with stream_errors():
@@ -260,42 +246,6 @@ def _cached_http(cache: Cache, uri: str) -> CachedObject:
 
 def _not_cached(uri: str, reason: str) -> None:
     logging.getLogger("tensorizer.cache").info("%s is not cached: %s", shown_uri(uri), reason)
-
-
-def _s3_options(
-    s3_access_key_id: Optional[str] = None,
-    s3_secret_access_key: Optional[str] = None,
-    s3_endpoint: Optional[str] = None,
-    s3_config_path: Optional[ConfigPath] = None,
-    force_http: Optional[bool] = None,
-    *,
-    s3_region_name: Optional[str] = None,
-    s3_signature_version: Optional[str] = None,
-    certificate_handling: Optional[CAInfo] = None,
-    s3_session_token: Optional[str] = None,
-    s3_profile: Optional[str] = None,
-    s3_client_factory: Optional[Callable[..., Any]] = None,
-    http_options: Optional[HTTPOptions] = None,
-    s3_extra_args: Optional[Mapping[str, Mapping[str, Any]]] = None,
-    memory_budget: Optional[int] = None,
-) -> S3Options:
-    s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
-    return S3Options(
-        access_key_id=s3_access_key_id,
-        secret_access_key=s3_secret_access_key,
-        endpoint=s3_endpoint,
-        config_path=s3_config_path,
-        force_http=force_http,
-        region_name=s3_region_name,
-        signature_version=s3_signature_version,
-        session_token=s3_session_token,
-        profile=s3_profile,
-        client_factory=s3_client_factory,
-        extra_args=s3_extra_args,
-        memory_budget=memory_budget,
-        certificate_handling=certificate_handling,
-        http_options=http_options,
-    )
 
 
 def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:
@@ -323,9 +273,6 @@ def _open_local(path: Any, mode: str, buffer_size: Optional[int], begin: Optiona
     return file
 
 
-def _s3_prefix(uri: str, **stream_options: Any) -> S3Prefix:
+def _s3_prefix(uri: str, **stream_options: Any) -> objects.S3Prefix:
     """The objects below an ``s3://`` prefix; keywords of :func:`open_stream` that S3 has no use for are ignored."""
-    from tensorizer._io.s3.prefix import S3Prefix
-
-    known = {name: value for name, value in stream_options.items() if name not in ("buffer_size", "begin", "end")}
-    return S3Prefix(uri, _s3_options(**known), _s3_defaults())
+    return objects.S3Prefix(uri, _s3_options(**stream_options))

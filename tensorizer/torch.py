@@ -13,20 +13,21 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer._files.fill_model import device_of_names, fill_model
-from tensorizer._files.plain import plain_tensors
-from tensorizer._files.safe_open import maps, safe_open
-from tensorizer._files.state_dicts import check_state_dict, contents_of, is_of_modules, state_of
+from tensorizer._files.contents import check_state_dict, module_contents, state_dict_contents, state_of
+from tensorizer._files.names import flat_names, state_dict_of
+from tensorizer._files.safe_open import safe_open
 from tensorizer._files.write import WriteOptions, format_of, write_contents
 from tensorizer._format.entries import FilterFuncType
+from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import lent
-from tensorizer._load.device_choice import DeviceArgument
+from tensorizer._load.arguments import DeviceArgument, maps, target_device
+from tensorizer._load.fit import ModuleView
+from tensorizer._load.modules import Filling, ModuleFill
+from tensorizer._load.open_file import open_file
+from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadReport
-from tensorizer._save.hashes import HASH_NAMES
-from tensorizer.deserializer import TensorDeserializer
-from tensorizer.errors import UnsupportedContentError
+from tensorizer._save.session import HASH_NAMES
 from tensorizer.progress import ProgressArgument
-from tensorizer.serializer import TensorSerializer
 from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
@@ -58,7 +59,7 @@ def load_file(
             reads into memory of its own, as does the default ``None``.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype.
         filter_func: Loads only the tensors whose name it accepts.
-        verify: Compares the data with the stored digests. A ``.safetensors`` file holds none, and is refused.
+        verify: Compares the data with the stored digests. A ``.safetensors`` file holds none and raises.
         encryption: The key of an encrypted file.
         mmap: Makes tensors copy-on-write views of a local file instead of reading it. ``None`` does so where nothing
             speaks against it, as for :class:`tensorizer.TensorDeserializer`.
@@ -83,22 +84,12 @@ def load_file(
 
     Source: the semantics of ``safetensors.torch.load_file``; docs/safetensors.md says what differs.
     """
-    with TensorDeserializer(
-        lent(filename),
-        "cpu" if device is None else device,
-        filter_func,
-        dtype,
-        verify_hash=verify or None,
-        public_key=public_key,
-        signature=signature,
-        require_authenticated=require_authenticated,
-        encryption=encryption,
-        mmap=maps(backend, filename, device, dtype, encryption) or mmap,
-        num_readers=num_readers,
-        progress=progress,
-        stream_options=stream_options,
-    ) as file:
-        return plain_tensors(file)
+    chosen = target_device("cpu" if device is None else device)
+    trust = Trust.of(public_key, signature, require_authenticated)
+    access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
+    options = ReadOptions(chosen, dtype, maps(backend, mmap), verify or None)
+    with open_file(lent(filename), access, options, filter_func) as file:
+        return state_dict_of(file, file.read_plain(file.selection))
 
 
 def load(data: bytes, device: DeviceArgument = "cpu", **options: Any) -> dict[str, Any]:
@@ -145,17 +136,14 @@ def save_file(
             (:class:`UnsupportedContentError`); nothing was written.
         OSError: The target cannot be written.
     """
-    contents = contents_of(check_state_dict(tensors), metadata)
+    contents = state_dict_contents(check_state_dict(tensors), metadata)
     options = WriteOptions(
         format=_format_of(filename, format),
         ties=ties,
-        encryption=encryption,
         hashes=hashes,
         max_shard_size=max_shard_size,
-        progress=progress,
-        stream_options=stream_options,
     )
-    write_contents(contents, lent(filename), options)
+    write_contents(contents, lent(filename), options, Access.to_write(encryption, stream_options, progress))
 
 
 def save(
@@ -225,22 +213,14 @@ def load_model(
     """
     if assign not in (True, False, "auto"):
         raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
-    where = device_of_names(model, device)
-    with TensorDeserializer(
-        lent(filename),
-        where,
-        mmap=maps(backend, filename, where, dtype, encryption),
-        dtype=dtype,
-        lazy_load=True,
-        num_readers=num_readers,
-        verify_hash=verify or None,
-        public_key=public_key,
-        signature=signature,
-        require_authenticated=require_authenticated,
-        encryption=encryption,
-        stream_options=stream_options,
-    ) as file:
-        return fill_model(model, file, strict, assign, ignore_mismatched_sizes)
+    view = ModuleView(model)
+    chosen = target_device(view.device_of if device is None else device)
+    trust = Trust.of(public_key, signature, require_authenticated)
+    access = Access.to_read(encryption, stream_options, num_readers, trust=trust)
+    options = ReadOptions(chosen, dtype, maps(backend), verify or None)
+    with open_file(lent(filename), access, options) as file:
+        how = Filling(assign, ignores_sizes=ignore_mismatched_sizes)
+        return ModuleFill(view, file, flat_names(file), how, strict).run()
 
 
 def save_model(
@@ -277,23 +257,13 @@ def save_model(
         OSError: The target cannot be written.
     """
     format = _format_of(filename, format)
-    state = state_of(model, include_non_persistent_buffers and format == "tensors")
-    if format == "tensors" and ties != "error" and is_of_modules(model, state):
-        with TensorSerializer(
-            lent(filename), encryption=encryption, metadata=metadata, ties=ties, stream_options=stream_options
-        ) as serializer:
-            try:
-                serializer._write_module(
-                    model,
-                    remove_tensors=False,
-                    include_non_persistent_buffers=include_non_persistent_buffers,
-                    include_extra_state=True,
-                    every_name=True,
-                )
-            except TypeError as error:
-                raise UnsupportedContentError(str(error)) from None
-        return
-    save_file(state, filename, metadata, format=format, ties=ties, encryption=encryption, stream_options=stream_options)
+    if format == "tensors" and ties != "error":
+        contents = module_contents(model, metadata, include_non_persistent_buffers)
+    else:
+        state = state_of(model, include_non_persistent_buffers and format == "tensors")
+        contents = state_dict_contents(check_state_dict(state), metadata)
+    options = WriteOptions(format=format, ties=ties)
+    write_contents(contents, lent(filename), options, Access.to_write(encryption, stream_options))
 
 
 def _format_of(filename: Any, format: Optional[str]) -> str:

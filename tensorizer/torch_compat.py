@@ -2,7 +2,7 @@
 
 Inside :func:`tensorizer_saving` and :func:`tensorizer_loading` the pickled structure stays torch's own business, while
 every storage that has data goes to a second file, the *sidecar*. Arbitrary objects, shared storages, views, strides and
-``requires_grad`` survive as with plain torch. ``docs/training-checkpoints.md`` is the guide, ``docs/format.md``
+``requires_grad`` survive as with plain torch. ``docs/training.md`` is the guide, ``docs/format.md``
 ("Sidecars of torch.save") says what the two files hold.
 """
 
@@ -12,7 +12,6 @@ import inspect
 import logging
 import os
 import pickle
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, Callable, NamedTuple, Optional, Union
 
 import torch
 
-from tensorizer._format.sidecar import (
+from tensorizer._sidecar import (
     LoadSession,
     PickleForLoading,
     PickleForSaving,
@@ -32,6 +31,7 @@ from tensorizer._format.sidecar import (
     default_save,
 )
 from tensorizer._system.config import env_text
+from tensorizer._system.patches import CountedPatch
 
 __all__ = ("tensorizer_saving", "tensorizer_loading")  # noqa: RUF022 - the order that callers know
 
@@ -211,33 +211,10 @@ _load_wrapper.__signature__ = _with_none_for_weights_only(  # type: ignore[attr-
 )
 
 
-class _Patch:
-    """Replaces an attribute while at least one block that needs it is active, anywhere in the process."""
-
-    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
-        self._owner, self._name, self._replacement = owner, name, replacement
-        self._lock = threading.Lock()
-        self._users = 0
-        self._original: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._original = getattr(self._owner, self._name)
-                setattr(self._owner, self._name, self._replacement)
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                setattr(self._owner, self._name, self._original)
-                self._original = None
-
-
-_patched_save = _Patch(torch, "save", _save_wrapper)
-_patched_load = _Patch(torch, "load", _load_wrapper)
-_patched_unpickler = _Patch(torch._weights_only_unpickler, "Unpickler", SafeUnpickler)
+_patched_save = CountedPatch(lambda: [(torch, "save", _save_wrapper)])
+_patched_load = CountedPatch(
+    lambda: [(torch, "load", _load_wrapper), (torch._weights_only_unpickler, "Unpickler", SafeUnpickler)]
+)
 
 
 # --- public --------------------------------------------------------------------------------------------------------
@@ -249,7 +226,7 @@ def tensorizer_saving(
 ) -> Iterator[None]:
     """While active, ``torch.save`` writes the tensors to a ``.tensors`` file of their own.
 
-    Works as a context manager and as a decorator, and applies to the current thread and task alone. Blocks nest; the
+    Works as a context manager and as a decorator, and applies only to the current thread and task. Blocks nest; the
     innermost one's arguments apply. References to ``torch.save`` taken before the block (``from torch import save``)
     are not affected: import the library that takes them inside a block.
 
@@ -291,8 +268,8 @@ def tensorizer_loading(
 ) -> Iterator[None]:
     """While active, ``torch.load`` reads files that were saved under :func:`tensorizer_saving`.
 
-    Files of plain ``torch.save`` load as ever: the ``.tensors`` file is opened at the first reference to it. All of it
-    is loaded. Works as a context manager and as a decorator; scope and nesting as for :func:`tensorizer_saving`.
+    Files of plain ``torch.save`` load as always: the ``.tensors`` file is opened at the first reference to it. All
+    of it is loaded. Works as a context manager and as a decorator; scope and nesting as for :func:`tensorizer_saving`.
 
     The device is ``device`` if given here, else what ``map_location`` asks of ``torch.load``, else CUDA where
     available. (The files do not record where a tensor came from: a dictionary or function given as ``map_location``
@@ -316,7 +293,7 @@ def tensorizer_loading(
     """
     context = _Context(_Locations(file_obj), load_func, suppress_weights_only, kwargs)
     outer = _loading.get()
-    with _patched_load, _patched_unpickler:
+    with _patched_load:
         _loading.set(context)
         try:
             yield

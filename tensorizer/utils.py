@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, TypeVar, 
 
 import torch
 
+from tensorizer._system.patches import CountedPatch
 from tensorizer._system.sizes import convert_bytes
 
 if TYPE_CHECKING:
@@ -218,15 +218,8 @@ def get_mem_usage() -> str:
 
 _skipping_init: ContextVar[bool] = ContextVar("tensorizer_skipping_init", default=False)
 
-# The functions as they were when this module was imported: what goes back in place when the last context ends.
 _torch_empty: Callable[..., torch.Tensor] = torch.empty
-_QUIET_MODULES: tuple[type[torch.nn.Module], ...] = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
-_reset_methods: dict[type[torch.nn.Module], Callable[..., None]] = {
-    module_class: module_class.__dict__["reset_parameters"] for module_class in _QUIET_MODULES
-}
-
-_patch_lock = threading.Lock()
-_patch_users = 0  # contexts active anywhere in the process; guarded by _patch_lock
+_QUIET_MODULES: tuple[Any, ...] = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm)
 
 
 @wraps(_torch_empty)
@@ -246,17 +239,6 @@ def _quiet(reset_parameters: Callable[..., None]) -> Callable[..., None]:
     return reset_unless_skipping
 
 
-_quiet_methods = {module_class: _quiet(method) for module_class, method in _reset_methods.items()}
-
-
-def _put_in_place(
-    empty: Callable[..., torch.Tensor], methods: dict[type[torch.nn.Module], Callable[..., None]]
-) -> None:
-    torch.empty = empty
-    for module_class, method in methods.items():
-        setattr(module_class, "reset_parameters", method)  # noqa: B010  a method of a class, not an attribute of ours
-
-
 @cache
 def _let_torch_note_its_functions() -> None:
     """``torch.device(...)`` contexts keep from their first use on which functions make tensors: torch's own ones."""
@@ -264,26 +246,27 @@ def _let_torch_note_its_functions() -> None:
         _torch_empty(0)
 
 
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    _let_torch_note_its_functions()
+    yield torch, "empty", _empty_on_meta
+    for module in _QUIET_MODULES:
+        yield module, "reset_parameters", _quiet(module.reset_parameters)
+
+
+_without_values = CountedPatch(_replacements)
+
+
 @contextmanager
 def _without_init() -> Iterator[None]:
-    global _patch_users
     if _skipping_init.get():
         yield
         return
-    with _patch_lock:
-        _patch_users += 1
-        if _patch_users == 1:
-            _let_torch_note_its_functions()
-            _put_in_place(_empty_on_meta, _quiet_methods)
-    _skipping_init.set(True)
-    try:
-        yield
-    finally:
-        _skipping_init.set(False)
-        with _patch_lock:
-            _patch_users -= 1
-            if _patch_users == 0:
-                _put_in_place(_torch_empty, _reset_methods)
+    with _without_values:
+        _skipping_init.set(True)
+        try:
+            yield
+        finally:
+            _skipping_init.set(False)
 
 
 @overload
@@ -305,7 +288,7 @@ def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
         model = no_init_or_tensor(lambda: AutoModelForCausalLM.from_config(config))
 
     While it is active, ``torch.empty`` makes tensors on the meta device (an explicit ``device=`` is overridden) and
-    ``reset_parameters`` of ``Linear``, ``Embedding`` and ``LayerNorm`` does nothing. Everything else is as ever:
+    ``reset_parameters`` of ``Linear``, ``Embedding`` and ``LayerNorm`` does nothing. Everything else works as always:
     buffers made by ``torch.zeros``, ``torch.arange`` and the like are real and on the ambient device, so wrap the code
     in ``torch.device(device)`` as well to have them where the model will run.
 

@@ -125,7 +125,7 @@ def die_before(name: str, owner=writer_module):
 
 def kill_one_rank_of_two(folder: Path) -> None:
     for who, step in (
-        (1, "written_in_one_call"),
+        (1, "tensors_file"),
         (1, "_write_batches"),
         (1, "after"),
         (0, "pack_marker"),

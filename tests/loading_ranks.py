@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import tensorizer.distributed as td
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
+from tensorizer._load.parts import PartReader
 from tensorizer.distributed import _exchange
 from tensorizer.errors import CryptographyError, HashMismatchError, LoadError, StreamError
 from tensorizer.torch import save_file, save_model
@@ -150,7 +151,7 @@ def fail_in_the_middle(folder: Path) -> None:
     expected = tensors_of()
     samples.write_state_dict(folder / "f", expected)
     _exchange._SLOT_NBYTES = 1024
-    get_slices = TensorDeserializer.get_slices
+    get_slices = PartReader.get_slices
 
     def work(rank: int) -> None:
         for exchange, at in [("all_gather", 0), ("all_gather", 1), ("all_gather", 7), ("none", 0)]:
@@ -161,9 +162,9 @@ def fail_in_the_middle(folder: Path) -> None:
                     raise StreamError("the cable is cut")
                 return get_slices(self, *arguments, **options)
 
-            TensorDeserializer.get_slices = failing
+            PartReader.get_slices = failing
             raised(StreamError, "the cable is cut", td.load, folder / "f", device="cpu", exchange=exchange)
-        TensorDeserializer.get_slices = get_slices
+        PartReader.get_slices = get_slices
         same_everywhere(td.load(folder / "f", device="cpu", exchange="all_gather"), expected)
         # a byte that is wrong in the file is found by whoever verifies it
         with TensorDeserializer(folder / "f", device="cpu", lazy_load=True) as d:

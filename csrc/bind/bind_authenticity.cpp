@@ -14,7 +14,7 @@
 #include "core/byte_writer.h"
 #include "core/error.h"
 #include "crypto/authentication.h"
-#include "crypto/key_file.h"
+#include "crypto/key_derivation.h"
 #include "load/authenticity.h"
 
 namespace tensorizer::bind {

@@ -95,8 +95,8 @@ class LoadBatch {
   std::shared_ptr<const LoadedHeaders> headers() const { return session().headers(); }
 
   py::list parameters(TensorFactory& factory) {
-    return make_tensors(factory, [&](const TensorDtype& dtype, const py::object& tensor) {
-      return factory.parameter(tensor, dtype.differentiable);
+    return make_tensors(factory, [&](const TensorDtype& dtype, py::object tensor) {
+      return factory.parameter(std::move(tensor), dtype);
     });
   }
 
@@ -136,11 +136,11 @@ class LoadBatch {
         [&](const std::stop_token& stop) {
           load::load_together(sessions, at_once, on_caller, stop);
         },
-        [&] {
+        report_to(progress, [&] {
           uint64_t done = 0;
           for (const load::LoadSession* session : sessions) done += session->nbytes_done();
-          if (!progress.is_none()) progress(done);
-        });
+          return done;
+        }));
   }
 
   bool is_brief() const { return session().is_brief() && (!engine_ || engine_->is_ready()); }
@@ -255,9 +255,7 @@ class LoadBatch {
 py::list stored_hashes(const LoadedHeaders& headers, size_t i) {
   py::list result;
   for (const format::StoredHash& hash : headers.header(i).hashes) {
-    result.append(py::make_tuple(
-        static_cast<int>(hash.type),
-        py::bytes(reinterpret_cast<const char*>(hash.value.data()), hash.value.size())));
+    result.append(py::make_tuple(static_cast<int>(hash.type), to_bytes(hash.value)));
   }
   return result;
 }
@@ -272,11 +270,7 @@ bool matches(const LoadedHeaders& headers, size_t i, uint64_t address, uint64_t 
 
 void register_batch(py::module_& m) {
   py::class_<LoadedHeaders, std::shared_ptr<LoadedHeaders>>(m, "LoadedHeaders")
-      .def("dtype",
-           [](const LoadedHeaders& h, size_t i) {
-             const std::string_view dtype = h.dtype(i);
-             return py::bytes(dtype.data(), dtype.size());
-           })
+      .def("dtype", [](const LoadedHeaders& h, size_t i) { return to_bytes(h.dtype(i)); })
       .def("shape", [](const LoadedHeaders& h, size_t i) { return shape_tuple(h.shape(i)); })
       .def("module_idx", [](const LoadedHeaders& h, size_t i) { return h.header(i).module_idx; })
       .def("hashes", &stored_hashes)

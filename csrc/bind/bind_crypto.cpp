@@ -14,7 +14,6 @@
 #include "crypto/chunked_box.h"
 #include "crypto/key_derivation.h"
 #include "crypto/secret_key.h"
-#include "crypto/sodium.h"
 
 namespace tensorizer::bind {
 namespace {

@@ -17,24 +17,21 @@ namespace {
 using io::HttpOptions;
 using io::HttpSource;
 
-// Seconds in Python, milliseconds here.
-template <std::chrono::milliseconds HttpOptions::* Member>
-void seconds_property(py::class_<HttpOptions>& c, const char* name) {
-  c.def_property(
-      name, [](const HttpOptions& o) { return std::chrono::duration<double>(o.*Member).count(); },
-      [](HttpOptions& o, double s) {
-        o.*Member = std::chrono::milliseconds(std::llround(s * 1e3));
-      });
-}
-
-template <std::chrono::milliseconds io::RetryPolicy::* Member>
-void retry_seconds_property(py::class_<HttpOptions>& c, const char* name) {
-  c.def_property(
-      name,
-      [](const HttpOptions& o) { return std::chrono::duration<double>(o.retry.*Member).count(); },
-      [](HttpOptions& o, double s) {
-        o.retry.*Member = std::chrono::milliseconds(std::llround(s * 1e3));
-      });
+// What get(options) refers to; milliseconds are seconds in Python.
+template <class Get>
+void property(py::class_<HttpOptions>& c, const char* name, Get get) {
+  using Value = std::remove_cvref_t<decltype(get(std::declval<HttpOptions&>()))>;
+  if constexpr (std::is_same_v<Value, std::chrono::milliseconds>) {
+    c.def_property(
+        name, [get](HttpOptions& o) { return std::chrono::duration<double>(get(o)).count(); },
+        [get](HttpOptions& o, double s) {
+          get(o) = std::chrono::milliseconds(std::llround(s * 1e3));
+        });
+  } else {
+    c.def_property(
+        name, [get](HttpOptions& o) { return get(o); },
+        [get](HttpOptions& o, Value value) { get(o) = std::move(value); });
+  }
 }
 
 // Header bytes are not always UTF-8.
@@ -96,29 +93,22 @@ void register_options(py::module_& m) {
       .def_readwrite("version", &HttpOptions::version)
       .def_readwrite("proxy", &HttpOptions::proxy)
       .def_readwrite("no_proxy", &HttpOptions::no_proxy)
-      .def_property(
-          "ca_file", [](const HttpOptions& o) { return o.trust.ca_file; },
-          [](HttpOptions& o, std::string path) { o.trust.ca_file = std::move(path); })
-      .def_property(
-          "ca_path", [](const HttpOptions& o) { return o.trust.ca_path; },
-          [](HttpOptions& o, std::string path) { o.trust.ca_path = std::move(path); })
-      .def_property(
-          "verify_peer", [](const HttpOptions& o) { return o.trust.verify_peer; },
-          [](HttpOptions& o, bool verify) { o.trust.verify_peer = verify; })
-      .def_property(
-          "retries", [](const HttpOptions& o) { return o.retry.retries; },
-          [](HttpOptions& o, std::optional<int> n) { o.retry.retries = n; })
       .def_readwrite("clear_needs_trust", &HttpOptions::clear_needs_trust)
       .def_property("trust_provider", nullptr, &set_trust_provider)
       .def_property("header_provider", nullptr, &set_header_provider);
-  seconds_property<&HttpOptions::connect_timeout>(c, "connect_timeout");
-  seconds_property<&HttpOptions::stall_timeout>(c, "stall_timeout");
-  seconds_property<&HttpOptions::total_timeout>(c, "total_timeout");
-  seconds_property<&HttpOptions::hedge_after>(c, "hedge_after");
-  retry_seconds_property<&io::RetryPolicy::window>(c, "retry_seconds");
-  retry_seconds_property<&io::RetryPolicy::first_answer_window>(c, "first_answer_seconds");
-  retry_seconds_property<&io::RetryPolicy::first_delay>(c, "first_retry_delay");
-  retry_seconds_property<&io::RetryPolicy::max_delay>(c, "max_retry_delay");
+  property(c, "ca_file", [](HttpOptions& o) -> auto& { return o.trust.ca_file; });
+  property(c, "ca_path", [](HttpOptions& o) -> auto& { return o.trust.ca_path; });
+  property(c, "verify_peer", [](HttpOptions& o) -> auto& { return o.trust.verify_peer; });
+  property(c, "retries", [](HttpOptions& o) -> auto& { return o.retry.retries; });
+  property(c, "connect_timeout", [](HttpOptions& o) -> auto& { return o.connect_timeout; });
+  property(c, "stall_timeout", [](HttpOptions& o) -> auto& { return o.stall_timeout; });
+  property(c, "total_timeout", [](HttpOptions& o) -> auto& { return o.total_timeout; });
+  property(c, "hedge_after", [](HttpOptions& o) -> auto& { return o.hedge_after; });
+  property(c, "retry_seconds", [](HttpOptions& o) -> auto& { return o.retry.window; });
+  property(c, "first_answer_seconds",
+           [](HttpOptions& o) -> auto& { return o.retry.first_answer_window; });
+  property(c, "first_retry_delay", [](HttpOptions& o) -> auto& { return o.retry.first_delay; });
+  property(c, "max_retry_delay", [](HttpOptions& o) -> auto& { return o.retry.max_delay; });
 }
 
 std::shared_ptr<HttpSource> open_http(const std::string& url, const HttpOptions& options,

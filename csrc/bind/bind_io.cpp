@@ -9,7 +9,6 @@
 #include "bind/gil.h"
 #include "bind/names.h"
 #include "core/threads.h"
-#include "io/parallel_read.h"
 #include "io/range_sink.h"
 #include "io/range_source.h"
 #include "load/request_costs.h"

@@ -13,15 +13,14 @@
 #include "core/checked_math.h"
 #include "core/error.h"
 #include "core/run_units.h"
-#include "core/stop.h"
 #include "core/task_group.h"
 #include "device/kept_memory.h"
-#include "format/shard_index.h"
+#include "format/safetensors.h"
 #include "io/local/file_mapping.h"
 #include "load/allocate.h"
+#include "load/authenticity.h"
 #include "load/load_session.h"
 #include "load/open_index.h"
-#include "load/sealed_metadata.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -102,7 +101,7 @@ py::tuple kinds(const OpenedIndex& opened) {
         scalars || (entry.data_nbytes == 0 && entry.shape.size() == 1 && entry.shape.front() == 1);
   }
   py::list names;
-  for (const std::string_view dtype : dtypes) names.append(py::bytes(dtype.data(), dtype.size()));
+  for (const std::string_view dtype : dtypes) names.append(to_bytes(dtype));
   return py::make_tuple(names, scalars);
 }
 
@@ -118,8 +117,8 @@ uint64_t total_loaded(const OpenedIndex& opened, const std::vector<uint32_t>& se
 }
 
 void register_index(py::module_& m) {
-  py::class_<OpenedIndex, std::shared_ptr<OpenedIndex>>(m, "Index")
-      .def("__len__", &OpenedIndex::name_count)
+  py::class_<OpenedIndex, std::shared_ptr<OpenedIndex>> index(m, "Index");
+  index.def("__len__", &OpenedIndex::name_count)
       .def_property_readonly("entry_count", [](const OpenedIndex& o) { return o.index.size(); })
       .def_property_readonly("index_matches", &index_matches)
       .def_property_readonly("has_annex", [](const OpenedIndex& o) { return o.annex.has_value(); })
@@ -151,14 +150,9 @@ void register_index(py::module_& m) {
       .def("stored_name",
            [](const OpenedIndex& o, size_t i) {
              entry_at(o, i);
-             const std::string_view name = o.name(i);
-             return py::bytes(name.data(), name.size());
+             return to_bytes(o.name(i));
            })
-      .def("dtype",
-           [](const OpenedIndex& o, size_t i) {
-             const std::string_view dtype = entry_at(o, i).dtype;
-             return py::bytes(dtype.data(), dtype.size());
-           })
+      .def("dtype", [](const OpenedIndex& o, size_t i) { return to_bytes(entry_at(o, i).dtype); })
       .def("container_dtype",
            [](const OpenedIndex& o, size_t i) {
              return text_to_python(entry_at(o, i).container_dtype);
@@ -166,20 +160,22 @@ void register_index(py::module_& m) {
       .def("shape",
            [](const OpenedIndex& o, size_t i) { return shape_tuple(entry_at(o, i).shape); })
       .def("type",
-           [](const OpenedIndex& o, size_t i) { return static_cast<int>(entry_at(o, i).type); })
-      .def("entry_version",
-           [](const OpenedIndex& o, size_t i) { return entry_at(o, i).entry_version; })
-      .def("offset", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).offset; })
-      .def("data_offset", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).data_offset; })
-      .def("data_nbytes", [](const OpenedIndex& o, size_t i) { return entry_at(o, i).data_nbytes; })
-      .def("loaded_nbytes",
-           [](const OpenedIndex& o, size_t i) { return entry_at(o, i).loaded_nbytes; });
+           [](const OpenedIndex& o, size_t i) { return static_cast<int>(entry_at(o, i).type); });
+  const auto define = [&](const char* name, auto field) {
+    index.def(name, [field](const OpenedIndex& o, size_t i) { return entry_at(o, i).*field; });
+  };
+  using Entry = format::IndexEntry;
+  define("entry_version", &Entry::entry_version);
+  define("offset", &Entry::offset);
+  define("data_offset", &Entry::data_offset);
+  define("data_nbytes", &Entry::data_nbytes);
+  define("loaded_nbytes", &Entry::loaded_nbytes);
 
   m.def(
       "parse_shard_index",
       [](std::string text) {
-        const format::ShardIndex index = format::parse_shard_index(text);
-        return py::make_tuple(as_dict(index.weight_map), as_dict(index.metadata));
+        const format::ShardIndex shards = format::parse_shard_index(text);
+        return py::make_tuple(as_dict(shards.weight_map), as_dict(shards.metadata));
       },
       py::arg("text"));
   m.def(

@@ -57,10 +57,7 @@ void write(PlainWriter& writer, const std::vector<std::tuple<uint64_t, uint64_t,
   run_interruptible(
       Where::helper_thread,
       [&](const std::stop_token& stop) { writer.write(places, payloads, stop); },
-      [&] {
-        if (!progress.is_none()) progress(writer.nbytes_done());
-      },
-      [&] { writer.sink().abandon(); });
+      report_to(progress, [&] { return writer.nbytes_done(); }), [&] { writer.sink().abandon(); });
 }
 
 void write_bytes(PlainWriter& writer, uint64_t offset, const py::bytes& bytes) {
@@ -89,10 +86,7 @@ uint64_t copy_from(PlainWriter& writer, io::RangeSource& source, const py::objec
       [&](const std::stop_token& stop) {
         return save::copy_bytes(source, writer.sink(), done, stop);
       },
-      [&] {
-        if (!progress.is_none()) progress(done.load());
-      },
-      [&] { writer.sink().abandon(); });
+      report_to(progress, [&] { return done.load(); }), [&] { writer.sink().abandon(); });
 }
 
 py::bytes sha256_of(io::RangeSource& source, const py::object& progress) {
@@ -100,11 +94,8 @@ py::bytes sha256_of(io::RangeSource& source, const py::object& progress) {
   const format::Sha256Digest digest = run_interruptible(
       Where::helper_thread,
       [&](const std::stop_token& stop) { return save::sha256_of(source, done, stop); },
-      [&] {
-        if (!progress.is_none()) progress(done.load());
-      },
-      [] {});
-  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
+      report_to(progress, [&] { return done.load(); }), [] {});
+  return to_bytes(digest);
 }
 
 }  // namespace

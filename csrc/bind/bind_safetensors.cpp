@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "bind/bindings.h"
+#include "format/dtype.h"
 #include "format/safetensors.h"
-#include "format/safetensors_dtype.h"
 
 namespace py = pybind11;
 

@@ -68,9 +68,7 @@ void write_payloads(SaveSession& session, const py::list& items, device::CopyEng
   run_step(
       session, session.call_is_brief() && engine == nullptr,
       [&](const std::stop_token& stop) { session.write_payloads(payloads, engine, stop); },
-      [&] {
-        if (!progress.is_none()) progress(session.nbytes_done());
-      });
+      report_to(progress, [&] { return session.nbytes_done(); }));
 }
 
 // (data offset, CRC-32 or None, SHA-256 or None) per record.
@@ -78,8 +76,7 @@ py::list record_facts(const SaveSession& session) {
   py::list result;
   for (const save::RecordFacts& facts : session.records()) {
     py::object sha256 = py::none();
-    if (facts.sha256)
-      sha256 = py::bytes(reinterpret_cast<const char*>(facts.sha256->data()), facts.sha256->size());
+    if (facts.sha256) sha256 = to_bytes(*facts.sha256);
     result.append(py::make_tuple(facts.data_offset, py::cast(facts.crc32), sha256));
   }
   return result;
@@ -145,8 +142,7 @@ void register_save(py::module_& m) {
                              [](const SaveSession& session) -> std::optional<py::bytes> {
                                const auto& digest = session.index_digest();
                                if (!digest) return std::nullopt;
-                               return py::bytes(reinterpret_cast<const char*>(digest->data()),
-                                                digest->size());
+                               return to_bytes(*digest);
                              })
       .def_property_readonly("published_nbytes", &SaveSession::published_nbytes)
       .def_property_readonly("nbytes_done", &SaveSession::nbytes_done);

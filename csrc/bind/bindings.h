@@ -5,11 +5,21 @@
 
 #include <cstddef>
 #include <span>
+#include <string_view>
 
 namespace tensorizer::bind {
 
 inline pybind11::bytes to_bytes(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+inline pybind11::bytes to_bytes(std::string_view text) { return {text.data(), text.size()}; }
+
+// What calls progress(nbytes_done()), where the caller of a binding wants to know.
+template <class NbytesDone>
+auto report_to(const pybind11::object& progress, NbytesDone nbytes_done) {
+  return [&progress, nbytes_done] {
+    if (!progress.is_none()) progress(nbytes_done());
+  };
 }
 
 void register_cache(pybind11::module_& m);

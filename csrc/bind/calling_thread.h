@@ -11,8 +11,8 @@
 #include <set>
 
 #include "bind/python_calls.h"
-#include "core/caller.h"
 #include "core/sync.h"
+#include "core/task_group.h"
 
 namespace tensorizer::bind {
 

@@ -6,7 +6,6 @@
 #include "bind/gil.h"
 #include "bind/py_file_source.h"
 #include "core/error.h"
-#include "core/stop.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -19,16 +18,7 @@ constexpr uint64_t kJoinNbytes = uint64_t{64}
 }  // namespace
 
 PyFileSink::PyFileSink(py::object file, std::string name)
-    : file_(std::move(file)), name_(std::move(name)) {}
-
-PyFileSink::~PyFileSink() {
-  if (interpreter_is_finalizing()) {
-    file_.release();
-    return;
-  }
-  const InterpreterLock locked;
-  file_ = py::object();
-}
+    : file_(file), kept_(keep_alive(std::move(file))), name_(std::move(name)) {}
 
 void PyFileSink::write_at(uint64_t offset, std::span<const io::ConstSlice> slices,
                           const std::stop_token& stop) {
@@ -88,7 +78,9 @@ void PyFileSink::relocate(uint64_t from, uint64_t nbytes, uint64_t to,
                           const std::stop_token& stop) {
   if (damaged_) io::throw_damaged(name_);
   std::unique_ptr<PyFileSource> source;
-  on_calling_thread([&] { source = std::make_unique<PyFileSource>(file_, name_); });
+  on_calling_thread([&] {
+    source = std::make_unique<PyFileSource>(py::reinterpret_borrow<py::object>(file_), name_);
+  });
   std::vector<std::byte> buffer(std::min({nbytes, kWriteNbytes, to - from}));
   for (uint64_t left = nbytes; left > 0;) {
     const uint64_t n = std::min<uint64_t>(left, buffer.size());

@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <string>
 
 #include "core/sync.h"
@@ -16,7 +17,6 @@ class PyFileSink final : public io::RangeSink {
   // `file` offers seek, write, and read where the index may have to grow. REQUIRES: the interpreter
   // lock is held.
   PyFileSink(pybind11::object file, std::string name);
-  ~PyFileSink() override;
 
   const std::string& name() const noexcept override { return name_; }
   using io::RangeSink::write_at;
@@ -30,7 +30,8 @@ class PyFileSink final : public io::RangeSink {
  private:
   void write_locked(uint64_t offset, io::ConstSlice from, const std::stop_token& stop);
 
-  pybind11::object file_;
+  const pybind11::handle file_;
+  const std::shared_ptr<void> kept_;  // file_ itself
   std::string name_;
   bool damaged_ = false;  // a move in place failed halfway
   Mutex mutex_;           // taken before the interpreter lock, never while holding it

@@ -7,7 +7,6 @@
 #include "bind/gil.h"
 #include "bind/names.h"
 #include "core/error.h"
-#include "core/stop.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -15,7 +14,7 @@ namespace {
 constexpr uint64_t kReadNbytes = uint64_t{16}
                                  << 20;  // per call, so that Ctrl-C is noticed in between
 
-std::optional<uint64_t> measure(const py::object& file) {
+std::optional<uint64_t> measure(py::handle file) {
   try {
     const py::object here = file.attr("tell")();
     file.attr("seek")(0, 2);
@@ -62,19 +61,11 @@ void name_os_error(const py::object& error, const std::string& name) {
 }
 
 PyFileSource::PyFileSource(py::object file, std::string name)
-    : file_(std::move(file)),
+    : file_(file),
+      kept_(keep_alive(std::move(file))),
       name_(std::move(name)),
       nbytes_(measure(file_)),
       has_readinto_(py::hasattr(file_, "readinto")) {}
-
-PyFileSource::~PyFileSource() {
-  if (interpreter_is_finalizing()) {
-    file_.release();
-    return;
-  }
-  const InterpreterLock locked;
-  file_ = py::object();
-}
 
 void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
                            const std::stop_token& stop) {

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <atomic>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -38,7 +39,6 @@ class PyFileSource final : public io::RangeSource {
  public:
   // `file` offers seek and readinto (or read). REQUIRES: the interpreter lock is held.
   PyFileSource(pybind11::object file, std::string name);
-  ~PyFileSource() override;
 
   const std::string& name() const noexcept override { return name_; }
   std::optional<uint64_t> size() const override { return nbytes_; }
@@ -56,7 +56,8 @@ class PyFileSource final : public io::RangeSource {
   uint64_t read_locked(uint64_t offset, io::Slice into, const std::stop_token& stop);
   size_t read_some(uint64_t offset, io::Slice into);
 
-  pybind11::object file_;
+  const pybind11::handle file_;
+  const std::shared_ptr<void> kept_;  // file_ itself
   std::string name_;
   std::optional<uint64_t> nbytes_;
   bool has_readinto_ = false;

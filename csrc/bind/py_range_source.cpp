@@ -4,7 +4,7 @@
 
 #include "bind/calling_thread.h"
 #include "bind/python_error.h"
-#include "core/stop.h"
+#include "core/error.h"
 
 namespace tensorizer::bind {
 

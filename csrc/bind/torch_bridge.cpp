@@ -110,9 +110,17 @@ py::object TensorFactory::tensor(const TensorDtype& dtype, std::span<const uint6
   return call(view_, {tensor.ptr(), dtype.torch_dtype.ptr()});
 }
 
-py::object TensorFactory::parameter(const py::object& tensor, bool differentiable) {
-  return call(make_subclass_,
-              {parameter_type_.ptr(), tensor.ptr(), differentiable ? Py_True : Py_False});
+py::object TensorFactory::parameter(py::object tensor, const TensorDtype& dtype) {
+  PyObject* const requires_grad = dtype.differentiable ? Py_True : Py_False;
+  if (dtype.reinterpret)  // a view, which stays one
+    return call(make_subclass_, {parameter_type_.ptr(), tensor.ptr(), requires_grad});
+  // A second tensor over the same bytes would take four times as long as another class for this
+  // one.
+  if (PyObject_SetAttr(tensor.ptr(), class_name_.ptr(), parameter_type_.ptr()) != 0 ||
+      (dtype.differentiable &&
+       PyObject_SetAttr(tensor.ptr(), requires_grad_name_.ptr(), requires_grad) != 0))
+    throw py::error_already_set();
+  return tensor;
 }
 
 py::tuple shape_tuple(std::span<const uint64_t> shape) {

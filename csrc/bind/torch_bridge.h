@@ -54,12 +54,14 @@ class TensorFactory {
   py::object tensor(const TensorDtype& dtype, std::span<const uint64_t> shape,
                     const device::TensorMemory& memory, const TensorPlace& place);
 
-  // torch.nn.Parameter(tensor, requires_grad=differentiable), without its Python-level checks.
-  py::object parameter(const py::object& tensor, bool differentiable);
+  // torch.nn.Parameter(tensor, requires_grad=dtype.differentiable) of a tensor that tensor() has
+  // made, and nobody else has; without the checks that it makes.
+  py::object parameter(py::object tensor, const TensorDtype& dtype);
 
  private:
   py::function resolve_;
   py::object from_dlpack_, make_subclass_, parameter_type_, empty_, view_;
+  const py::str class_name_{"__class__"}, requires_grad_name_{"requires_grad"};
   std::map<std::string, TensorDtype, std::less<>> dtypes_;
 };
 

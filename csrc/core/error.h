@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
+#include <stop_token>
 #include <string>
 #include <utility>
 
@@ -51,5 +52,10 @@ class Error : public std::runtime_error {
 
 // "<operation> <object>: <strerror>", with the errno kept for the Python side.
 [[noreturn]] void throw_errno(const std::string& operation, const std::string& object, int err);
+
+// What a task does when it notices that it was asked to stop.
+inline void throw_if_stopped(const std::stop_token& stop) {
+  if (stop.stop_requested()) throw Error(Errc::cancelled, "cancelled");
+}
 
 }  // namespace tensorizer

@@ -5,7 +5,6 @@
 #include <system_error>
 
 #include "core/error.h"
-#include "core/stop.h"
 #include "core/task_group.h"
 
 namespace tensorizer {

@@ -1,6 +1,5 @@
 #include "core/task_group.h"
 
-#include "core/caller.h"
 #include "core/error.h"
 
 namespace tensorizer {

@@ -13,6 +13,19 @@
 
 namespace tensorizer {
 
+// The call that a thread works for: whoever waits for it may have to do some of its work. Made and
+// used by bind/; threads of a TaskGroup inherit it from the thread that spawns them.
+class Caller {
+ protected:
+  ~Caller() = default;
+};
+
+// Of this thread; null where it works for nobody.
+inline Caller*& current_caller() noexcept {
+  static thread_local Caller* caller = nullptr;
+  return caller;
+}
+
 class TaskGroup {
  public:
   TaskGroup() = default;

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <utility>
 
-#include "crypto/sodium.h"
+#include "crypto/secret_key.h"
 
 namespace tensorizer::crypto {
 namespace {

@@ -2,10 +2,14 @@
 
 #include <sodium.h>
 
+#include <algorithm>
+#include <array>
+#include <cstring>
 #include <string>
+#include <string_view>
 
 #include "core/error.h"
-#include "crypto/sodium.h"
+#include "crypto/secret_key.h"
 
 namespace tensorizer::crypto {
 namespace {
@@ -72,6 +76,69 @@ SecretKey derive_key(std::span<const std::byte> passphrase, const DerivationPara
                                     std::to_string(params.memlimit));
     }
   });
+}
+
+namespace {
+
+constexpr std::string_view kBegin = "-----BEGIN PRIVATE KEY-----";
+constexpr std::string_view kEnd = "-----END PRIVATE KEY-----";
+constexpr const char* kSpaces = " \t\r\n";
+// PKCS#8, version 1: the algorithm's identifier, then the seed in two octet strings.
+constexpr std::array<unsigned char, 16> kBeforeSeed{0x30, 0x2E, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06,
+                                                    0x03, 0x2B, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20};
+constexpr size_t kMaxDerNbytes = 8192;  // keys of other algorithms are to be told apart
+
+[[noreturn]] void refuse(const std::string& found) {
+  throw Error(
+      Errc::invalid_argument,
+      "wanted an Ed25519 key: a PEM file with PRIVATE KEY, or 64 hexadecimal digits; found " +
+          found);
+}
+
+template <class Buffer>
+struct Wiped {
+  Buffer bytes{};
+  Wiped() = default;
+  Wiped(const Wiped&) = delete;
+  Wiped& operator=(const Wiped&) = delete;
+  ~Wiped() { sodium_memzero(bytes.data(), bytes.size()); }
+};
+
+SecretKey from_pem(std::string_view body) {
+  Wiped<std::array<unsigned char, kMaxDerNbytes>> der;
+  size_t nbytes = 0;
+  if (sodium_base642bin(der.bytes.data(), der.bytes.size(), body.data(), body.size(), kSpaces,
+                        &nbytes, nullptr, sodium_base64_VARIANT_ORIGINAL) != 0)
+    refuse("a PEM file that is damaged");
+  if (nbytes != kBeforeSeed.size() + kKeyNbytes ||
+      !std::equal(kBeforeSeed.begin(), kBeforeSeed.end(), der.bytes.begin()))
+    refuse("a key of another algorithm");
+  return SecretKey(std::as_bytes(std::span(der.bytes)).subspan(kBeforeSeed.size(), kKeyNbytes));
+}
+
+}  // namespace
+
+SecretKey read_seed(std::span<const std::byte> bytes) {
+  require_sodium();
+  std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  if (text.find("BEGIN ENCRYPTED PRIVATE KEY") != std::string_view::npos)
+    refuse("an encrypted PEM file (openssl pkey decrypts it)");
+  const size_t begin = text.find(kBegin);
+  const size_t end = text.find(kEnd);
+  if (begin != std::string_view::npos && end != std::string_view::npos && begin < end)
+    return from_pem(text.substr(begin + kBegin.size(), end - begin - kBegin.size()));
+  if (text.find("-----BEGIN ") != std::string_view::npos) refuse("a PEM file of something else");
+  const size_t first = text.find_first_not_of(kSpaces);
+  if (first == std::string_view::npos) refuse("nothing");
+  text = text.substr(first, text.find_last_not_of(kSpaces) + 1 - first);
+  Wiped<std::array<unsigned char, kKeyNbytes>> seed;
+  size_t nbytes = 0;
+  if (text.size() != 2 * kKeyNbytes ||
+      sodium_hex2bin(seed.bytes.data(), seed.bytes.size(), text.data(), text.size(), nullptr,
+                     &nbytes, nullptr) != 0 ||
+      nbytes != kKeyNbytes)
+    refuse("something else");
+  return SecretKey(std::as_bytes(std::span(seed.bytes)));
 }
 
 }  // namespace tensorizer::crypto

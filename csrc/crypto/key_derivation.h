@@ -1,7 +1,9 @@
-// Passphrase to key: Argon2id v1.3 by libsodium. Pure but slow and memory-hungry by design.
+// Keys from what users have: a passphrase (Argon2id v1.3 by libsodium; pure but slow and
+// memory-hungry by design), or the text of a key file.
 // Source: docs/format.md, "Keys"; docs/encryption.md, "Limits".
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -43,5 +45,11 @@ struct DerivationParams {
 // of memory is taken.
 SecretKey derive_key(std::span<const std::byte> passphrase, const DerivationParams& params,
                      const DerivationLimits& limits);
+
+// The seed of an Ed25519 key in the text of a PEM file (RFC 8410: PRIVATE KEY, as `openssl genpkey
+// -algorithm ed25519` writes it) or in 64 hexadecimal digits; leaves no copies behind. Throws
+// Error(invalid_argument), which quotes nothing of the text: another algorithm, an encrypted key,
+// no key at all.
+SecretKey read_seed(std::span<const std::byte> text);
 
 }  // namespace tensorizer::crypto

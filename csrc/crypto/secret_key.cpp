@@ -2,12 +2,12 @@
 
 #include <sodium.h>
 
+#include <sys/mman.h>
 #include <cstring>
 #include <string>
 #include <utility>
 
 #include "core/error.h"
-#include "crypto/sodium.h"
 
 namespace tensorizer::crypto {
 
@@ -53,6 +53,28 @@ void SecretKey::seal() noexcept { sodium_mprotect_readonly(data_); }
 
 bool same_secret(std::span<const std::byte> a, std::span<const std::byte> b) noexcept {
   return a.size() == b.size() && (a.empty() || sodium_memcmp(a.data(), b.data(), a.size()) == 0);
+}
+
+void require_sodium() {
+  static const bool kReady = sodium_init() >= 0;  // 1: somebody else in the process did it before
+  if (!kReady) throw Error(Errc::crypto, "libsodium could not be initialised");
+}
+
+SecretBuffer::SecretBuffer(size_t nbytes) {
+  if (nbytes == 0) return;
+  void* const memory =
+      mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED)
+    throw Error(Errc::out_of_memory,
+                "no memory for a buffer of " + std::to_string(nbytes) + " bytes");
+#if defined(MADV_DONTDUMP)
+  madvise(memory, nbytes, MADV_DONTDUMP);
+#endif
+  bytes_ = {static_cast<std::byte*>(memory), nbytes};
+}
+
+SecretBuffer::~SecretBuffer() {
+  if (!bytes_.empty()) munmap(bytes_.data(), bytes_.size());
 }
 
 }  // namespace tensorizer::crypto

@@ -1,15 +1,17 @@
-// 32 secret bytes: wiped when they die, locked in memory and kept out of core dumps where the
-// system allows. Not copyable; immutable once filled, so safe to share between threads.
+// Memory for what is secret: keys, and plaintext of encrypted files on its way.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 
 namespace tensorizer::crypto {
 
 inline constexpr size_t kKeyNbytes = 32;
 
+// 32 secret bytes: wiped when they die, locked in memory and kept out of core dumps where the
+// system allows. Not copyable; immutable once filled, so safe to share between threads.
 class SecretKey {
  public:
   // Copies 32 bytes; the caller still owns, and should wipe, the original.
@@ -44,5 +46,31 @@ class SecretKey {
 
 // Constant-time comparison of contents; lengths are not secret.
 bool same_secret(std::span<const std::byte> a, std::span<const std::byte> b) noexcept;
+
+// Initialises libsodium, the first time. Throws Error(crypto) where that fails (no source of
+// randomness).
+void require_sodium();
+
+// Pages kept out of core dumps, and given back to the system when it dies, so that nothing of them
+// is found later. Confined to one thread.
+class SecretBuffer {
+ public:
+  SecretBuffer() = default;
+  // Zeros. Throws Error(out_of_memory).
+  explicit SecretBuffer(size_t nbytes);
+  SecretBuffer(SecretBuffer&& other) noexcept : bytes_(std::exchange(other.bytes_, {})) {}
+  SecretBuffer& operator=(SecretBuffer&& other) noexcept {
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~SecretBuffer();
+
+  std::byte* data() const noexcept { return bytes_.data(); }
+  size_t size() const noexcept { return bytes_.size(); }
+  std::span<std::byte> bytes() const noexcept { return bytes_; }
+
+ private:
+  std::span<std::byte> bytes_;
+};
 
 }  // namespace tensorizer::crypto

@@ -3,15 +3,10 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
-#include <algorithm>
-#include <new>
-
 namespace tensorizer::device {
 namespace {
 
 KeptMemory* the_kept = nullptr;
-
-void unmap(const Region& region) noexcept { munmap(region.data, region.nbytes); }
 
 }  // namespace
 
@@ -20,30 +15,22 @@ KeptMemory& KeptMemory::instance() {
   return *kept;
 }
 
-// The lock is held across a fork, so that the child finds everything in order; it has no watcher,
-// and what is kept would be copied page by page: it goes.
+// The lock is held across a fork, so that the child finds everything in order; what is kept would
+// be copied page by page: it goes.
 KeptMemory::KeptMemory() {
   the_kept = this;
   pthread_atfork([] { the_kept->mutex_.lock(); }, [] { the_kept->mutex_.unlock(); },
                  [] {
-                   while (!the_kept->kept_.empty()) unmap(the_kept->take_oldest());
-                   the_kept->watched_ = false;
-                   new (&the_kept->watcher_) std::thread;  // the old one is the parent's
-                   new (&the_kept->changed_) std::condition_variable;  // who waited is not here
+                   the_kept->drop(the_kept->max_nbytes_);
                    the_kept->mutex_.unlock();
                  });
 }
 
 void KeptMemory::configure(uint64_t max_nbytes, std::chrono::milliseconds idle) {
-  std::deque<Kept> surplus;
-  {
-    const std::lock_guard lock(mutex_);
-    max_nbytes_ = idle.count() > 0 ? max_nbytes : 0;
-    idle_ = idle;
-    while (nbytes_ > max_nbytes_) surplus.push_back({take_oldest(), {}});
-    changed_.notify_all();
-  }
-  for (const Kept& kept : surplus) unmap(kept.region);
+  const std::lock_guard lock(mutex_);
+  max_nbytes_ = idle.count() > 0 ? max_nbytes : 0;
+  idle_ = idle;
+  drop();
 }
 
 uint64_t KeptMemory::nbytes() const noexcept {
@@ -72,15 +59,17 @@ bool KeptMemory::give(Region region) noexcept {
 #if defined(MADV_FREE)
   const std::lock_guard lock(mutex_);
   if (region.nbytes > max_nbytes_) return false;
+  drop(region.nbytes);
   try {
-    ensure_watched();
-    if (madvise(region.data, region.nbytes, MADV_FREE) != 0) return false;
     kept_.push_back({region, Clock::now() + idle_});
-  } catch (...) {  // no memory, or no thread
+  } catch (...) {  // no memory
+    return false;
+  }
+  if (madvise(region.data, region.nbytes, MADV_FREE) != 0) {
+    kept_.pop_back();
     return false;
   }
   nbytes_ += region.nbytes;
-  if (nbytes_ > max_nbytes_) changed_.notify_all();
   return true;
 #else
   (void)region;
@@ -88,40 +77,14 @@ bool KeptMemory::give(Region region) noexcept {
 #endif
 }
 
-// REQUIRES: the lock is held, and something is kept.
-Region KeptMemory::take_oldest() noexcept {
-  const Region oldest = kept_.front().region;
-  kept_.pop_front();
-  nbytes_ -= oldest.nbytes;
-  return oldest;
-}
-
-// REQUIRES: the lock is held, and something is kept. Whether the oldest has to go.
-bool KeptMemory::is_due() const noexcept {
-  return nbytes_ > max_nbytes_ || Clock::now() >= kept_.front().until;
-}
-
 // REQUIRES: the lock is held.
-void KeptMemory::ensure_watched() {
-  if (watched_) return;
-  if (watcher_.joinable()) watcher_.join();  // it has nothing left to do
-  watcher_ = std::thread([this] { watch(); });
-  watched_ = true;
-}
-
-void KeptMemory::watch() noexcept {
-  std::unique_lock lock(mutex_);
-  while (!kept_.empty()) {
-    if (!is_due()) {
-      changed_.wait_until(lock, Clock::time_point(kept_.front().until));
-      continue;
-    }
-    const Region oldest = take_oldest();
-    lock.unlock();
-    unmap(oldest);
-    lock.lock();
+void KeptMemory::drop(uint64_t room) noexcept {
+  while (!kept_.empty() && (nbytes_ + room > max_nbytes_ || Clock::now() >= kept_.front().until)) {
+    const Region oldest = kept_.front().region;
+    kept_.pop_front();
+    nbytes_ -= oldest.nbytes;
+    munmap(oldest.data, oldest.nbytes);
   }
-  watched_ = false;
 }
 
 }  // namespace tensorizer::device

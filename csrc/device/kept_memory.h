@@ -1,19 +1,15 @@
 // Memory of tensors that are gone, kept for the next load of the process: pages that are there
 // already take data three times as fast as pages that the system has to make first. The kernel may
-// take kept pages at any time (MADV_FREE). Internally locked; one for the process, never destroyed.
-//
-// A thread of its own gives back what was not used again for a while; it runs while there is
-// something to give back, never longer than that while at the end of the process, and touches
-// nothing but this object. A forked child starts with nothing.
+// take kept pages at any time (MADV_FREE), and those that nobody took within a while are given back
+// when more is kept. Internally locked; one for the process, never destroyed. A forked
+// child starts with nothing.
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <mutex>
-#include <thread>
 
 namespace tensorizer::device {
 
@@ -35,8 +31,7 @@ class KeptMemory {
   // there is none.
   Region take(uint64_t nbytes) noexcept;
 
-  // Takes a region over; false: it is not wanted, and stays the caller's. Unmaps nothing: tensors
-  // are freed below the interpreter lock, and large regions take long.
+  // Takes a region over; false: it is not wanted, and stays the caller's.
   bool give(Region region) noexcept;
 
   uint64_t nbytes() const noexcept;
@@ -49,20 +44,15 @@ class KeptMemory {
   };
 
   KeptMemory();
-  Region take_oldest() noexcept;
-  bool is_due() const noexcept;
-  void watch() noexcept;
-  void ensure_watched();
+  // Gives back what is due, and the oldest until `room` bytes more may be kept.
+  void drop(uint64_t room = 0) noexcept;
 
   // Not core/sync.h: held across fork().
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
   std::deque<Kept> kept_;  // oldest first
   uint64_t nbytes_ = 0;
   uint64_t max_nbytes_ = 0;
   std::chrono::milliseconds idle_{0};
-  bool watched_ = false;
-  std::thread watcher_;
 };
 
 }  // namespace tensorizer::device

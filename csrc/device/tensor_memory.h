@@ -8,10 +8,9 @@
 namespace tensorizer::device {
 
 struct TensorMemory {
-  // An address of the host, or of a device, where only the device's CopyEngine touches it. Host
-  // memory that has an owner and is to hold plaintext of an encrypted file is private and
-  // anonymous: a load that fails gives its pages back to the system instead of writing zeros to
-  // them.
+  // An address of the host, or of a device, which the host does not touch: the device's CopyEngine
+  // does. A load of an encrypted file that fails wipes it. Where there is an owner, it does so by
+  // giving the pages back to the system, so they must be private and anonymous.
   std::byte* data = nullptr;
   uint64_t nbytes = 0;          // how many bytes a load may fill, or a save reads
   std::shared_ptr<void> owner;  // keeps the memory alive; null: the caller does

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "format/sha256_blocks.h"
 #include "format/sha256_kernels.h"
 
 namespace tensorizer::format {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -29,5 +30,22 @@ StoredDtype parse_dtype(std::string_view stored, bool allow_bare_void = false);
 // Whether two parsed dtypes are one type in different spellings: "<u2" and "<V2\0torch.uint16",
 // torch.half and torch.float16. Names unknown here are compared as they stand.
 bool same_dtype(const StoredDtype& a, const StoredDtype& b) noexcept;
+
+// A dtype of safetensors files and what this format calls it (docs/safetensors.md, "dtypes").
+struct SafetensorsDtype {
+  std::string_view name;    // in a safetensors header
+  uint32_t bits;            // per element of the header's shape
+  std::string_view stored;  // in a .tensors file; empty: no tensor has this type
+  // Header elements per element of the tensor: 2 where torch packs two into a byte.
+  uint32_t packed() const noexcept { return bits == 4 ? 2 : 1; }
+};
+
+// All of them, in the order in which canonical files hold tensors.
+std::span<const SafetensorsDtype> safetensors_dtypes() noexcept;
+
+// nullptr where there is none.
+const SafetensorsDtype* find_safetensors_dtype(std::string_view name) noexcept;
+// By stored dtype text, in any of its spellings. nullptr also for text that is no dtype.
+const SafetensorsDtype* safetensors_dtype_of(std::string_view stored) noexcept;
 
 }  // namespace tensorizer::format

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "core/byte_cursor.h"
 #include "core/checked_math.h"
 #include "format/annex.h"
 #include "format/dtype.h"
@@ -30,14 +29,6 @@ uint32_t read_entry_version(ByteCursor& cursor) {
   if (version == 1 || version == 5) return version;
   cursor.fail("entry version",
               "entry version " + std::to_string(version) + " is not known, 1 and 5 are");
-}
-
-void append_dims(ByteCursor& cursor, bool wide, std::vector<uint64_t>& dims) {
-  const auto rank = cursor.read_le<uint8_t>("rank");
-  const auto stored = cursor.take(uint64_t{rank} * (wide ? 8 : 4), "dimensions");
-  for (size_t i = 0; i < rank; ++i) {
-    dims.push_back(wide ? load_le<uint64_t>(&stored[i * 8]) : load_le<uint32_t>(&stored[i * 4]));
-  }
 }
 
 // Bytes of a dense tensor. Its non-zero dimensions are limited even where another one is zero:
@@ -163,6 +154,14 @@ class EntryParser {
 };
 
 }  // namespace
+
+void append_dims(ByteCursor& cursor, bool wide, std::vector<uint64_t>& dims) {
+  const auto rank = cursor.read_le<uint8_t>("rank");
+  const auto stored = cursor.take(uint64_t{rank} * (wide ? 8 : 4), "dimensions");
+  for (size_t i = 0; i < rank; ++i) {
+    dims.push_back(wide ? load_le<uint64_t>(&stored[i * 8]) : load_le<uint32_t>(&stored[i * 4]));
+  }
+}
 
 Index::Index(const Prologue& prologue, std::vector<std::byte> block, uint64_t origin,
              uint64_t source_nbytes)

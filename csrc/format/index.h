@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/byte_cursor.h"
 #include "core/byte_writer.h"
 #include "format/prologue.h"
 
@@ -106,7 +107,8 @@ uint64_t index_entry_nbytes(const EntryToWrite& entry, bool tagged) noexcept;
 void check_fields_fit(std::string_view name, std::string_view dtype,
                       std::span<const uint64_t> shape, bool wide_dims);
 
-// The number of dimensions and the dimensions, as both write them.
+// The number of dimensions and the dimensions, as both have them; read ones go behind `dims`.
+void append_dims(ByteCursor& cursor, bool wide, std::vector<uint64_t>& dims);
 void put_shape(ByteWriter& out, std::span<const uint64_t> shape, bool wide_dims);
 
 // Throws as check_fields_fit.

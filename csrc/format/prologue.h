@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 
 namespace tensorizer::format {
 
@@ -56,5 +57,10 @@ Prologue parse_prologue(std::span<const std::byte> bytes, uint64_t origin, KeyGi
 
 // The 73 bytes of `prologue`.
 std::array<std::byte, kPrologueNbytes> serialize_prologue(const Prologue& prologue);
+
+// What the first bytes of a file that is neither .tensors nor safetensors look like, and what to do
+// about it, as the end of a sentence; empty where they look like nothing known. Any number of bytes
+// will do.
+std::string_view foreign_format(std::span<const std::byte> head) noexcept;
 
 }  // namespace tensorizer::format

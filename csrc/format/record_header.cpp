@@ -43,16 +43,6 @@ std::string show_hex(std::span<const std::byte> bytes) {
   return text.empty() ? "nothing" : text;
 }
 
-std::vector<uint64_t> parse_shape(ByteCursor& cursor, bool wide) {
-  const auto rank = cursor.read_le<uint8_t>("rank");
-  const auto stored = cursor.take(uint64_t{rank} * (wide ? 8 : 4), "dimensions");
-  std::vector<uint64_t> shape(rank);
-  for (size_t i = 0; i < rank; ++i) {
-    shape[i] = wide ? load_le<uint64_t>(&stored[i * 8]) : load_le<uint32_t>(&stored[i * 4]);
-  }
-  return shape;
-}
-
 std::vector<StoredHash> parse_hashes(ByteCursor& cursor) {
   const auto nbytes = cursor.read_le<uint16_t>("hash block length");
   const uint64_t at = cursor.offset();
@@ -80,7 +70,7 @@ RecordHeader parse_fields(ByteCursor& cursor, const IndexEntry& entry) {
   header.type = static_cast<TensorType>(type);
   header.name = cursor.take_text(cursor.read_le<uint16_t>("name length"), "name");
   header.dtype = cursor.take_text(cursor.read_le<uint8_t>("dtype length"), "dtype");
-  header.shape = parse_shape(cursor, entry.wide_dims());
+  append_dims(cursor, entry.wide_dims(), header.shape);
   header.hashes = parse_hashes(cursor);
   header.crypt_begin = header.crypt_end = cursor.position();
   return header;

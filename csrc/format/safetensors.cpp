@@ -5,11 +5,14 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <string>
+#include <string_view>
 
 #include "core/checked_math.h"
 #include "core/endian.h"
 #include "core/error.h"
-#include "format/safetensors_dtype.h"
+#include "format/dtype.h"
+#include "format/prologue.h"
 #include "format/tensor_path.h"
 #include "format/utf8.h"
 
@@ -338,6 +341,74 @@ std::vector<std::byte> serialize_safetensors(std::span<const SafetensorsTensor> 
   store_le(bytes.data(), uint64_t{text.size()});
   std::memcpy(bytes.data() + kSafetensorsLengthNbytes, text.data(), text.size());
   return bytes;
+}
+
+ShardIndex parse_shard_index(std::span<char> text) {
+  if (text.size() > kMaxShardIndexNbytes)
+    throw Error(Errc::malformed, "shard index: " + std::to_string(text.size()) +
+                                     " bytes, at most " + std::to_string(kMaxShardIndexNbytes) +
+                                     " are legal");
+  JsonReader json(text, "shard index", 0);
+  ShardIndex index;
+  bool map_seen = false, metadata_seen = false;
+  json.object("the index", [&](std::string_view member) {
+    if (member == "weight_map") {
+      if (map_seen) json.fail("weight_map occurs twice");
+      map_seen = true;
+      index.weight_map = read_text_object(json, "weight_map");
+    } else if (member == "metadata" && !json.take_null()) {
+      if (metadata_seen) json.fail("metadata occurs twice");
+      metadata_seen = true;
+      json.object("metadata", [&](std::string_view key) {
+        if (json.next_is('"')) {
+          index.metadata.push_back({key, json.string("metadata")});
+        } else {
+          json.skip_value();
+        }
+      });
+    } else if (member != "metadata") {
+      json.skip_value();
+    }
+  });
+  json.finish();
+  if (!map_seen) json.fail("it has no weight_map");
+  return index;
+}
+
+namespace {
+
+constexpr std::string_view kPointerStart = "version https://git-lfs";
+
+bool begins_with_magic(std::span<const std::byte> head) noexcept {
+  const size_t nbytes = std::min(head.size(), kMagic.size());
+  return std::ranges::equal(head.first(nbytes), std::span(kMagic).first(nbytes));
+}
+
+// The rest of the line that starts with `key`; for messages.
+std::string field(std::string_view text, std::string_view key) {
+  const size_t at = text.find(key);
+  if (at == std::string_view::npos) return "unknown";
+  text.remove_prefix(at + key.size());
+  return display_name(text.substr(0, text.find_first_of("\r\n")));
+}
+
+}  // namespace
+
+Container detect_container(std::span<const std::byte> head, uint64_t origin) {
+  if (begins_with_magic(head)) return Container::tensors;
+  const std::string_view text(reinterpret_cast<const char*>(head.data()), head.size());
+  if (text.starts_with(kPointerStart))
+    throw Error(Errc::malformed,
+                "a git-lfs pointer, not the file: it stands for " + field(text, "\noid ") + " of " +
+                    field(text, "\nsize ") + " bytes (git lfs pull fetches it)",
+                {}, origin);
+  if (head.size() < kSafetensorsLengthNbytes)
+    throw Error(Errc::truncated,
+                "not a tensors file: " + std::to_string(head.size()) +
+                    " bytes, where the magic |TZR| or the header length of a safetensors file "
+                    "(8 bytes) begins",
+                {}, origin);
+  return safetensors_header_nbytes(head) ? Container::safetensors : Container::tensors;
 }
 
 }  // namespace tensorizer::format

@@ -1,4 +1,4 @@
-// The header of a safetensors file: bytes <-> values. Pure.
+// The header of a safetensors file and the index beside sharded ones: bytes <-> values. Pure.
 // Source: docs/safetensors.md; the reference implementation's rules are kept, and its doubts
 // (a name twice, a gap) are errors.
 #pragma once
@@ -63,5 +63,32 @@ std::vector<uint32_t> canonical_order(std::span<const SafetensorsTensor> tensors
 // out_of_range (a header of more than kMaxSafetensorsHeaderNbytes).
 std::vector<std::byte> serialize_safetensors(std::span<const SafetensorsTensor> tensors,
                                              const Metadata& metadata);
+
+inline constexpr uint64_t kMaxShardIndexNbytes = 100'000'000;
+
+// Which file of a sharded folder holds which tensor (docs/safetensors.md, "Sharded folders").
+// Borrows the text it was parsed from.
+struct ShardIndex {
+  std::vector<TextPair> weight_map;  // tensor name -> file, in the order of the index
+  std::vector<TextPair> metadata;    // its texts; numbers such as total_size are left out
+};
+
+// Parses `text`, which is unescaped in place. Throws Error(malformed): more than
+// kMaxShardIndexNbytes, no JSON, no weight_map, one that is not an object of texts, a tensor twice.
+ShardIndex parse_shard_index(std::span<char> text);
+
+// Which container a source holds: told by its first bytes, never by its name.
+enum class Container : uint8_t {
+  tensors,      // |TZR|: prologue, index, records
+  safetensors,  // a header length and JSON, then payloads
+};
+
+// Bytes that decide, and that say what a git-lfs pointer stands for.
+inline constexpr uint64_t kContainerHeadNbytes = 512;
+
+// `head` begins at `origin` of the source and holds kContainerHeadNbytes, or all there are. Throws
+// Error: malformed (a git-lfs pointer, which the message describes), truncated (too short to be
+// either). What is neither is said to be `tensors`: parsing its prologue says what is wrong.
+Container detect_container(std::span<const std::byte> head, uint64_t origin);
 
 }  // namespace tensorizer::format

@@ -1,5 +1,4 @@
 #define OPENSSL_SUPPRESS_DEPRECATED  // the newer interface does not reach the block function
-#include "format/sha256_blocks.h"
 
 #include <openssl/sha.h>
 
@@ -25,7 +24,7 @@ void openssl_absorb(uint32_t* state, const std::byte* data, size_t nblocks) noex
 #include <utility>
 
 #include "core/cpu_features.h"
-#include "format/sha256_constants.h"
+#include "format/sha256_kernels.h"
 
 #define TENSORIZER_SHA_NI __attribute__((target("sha,sse4.1"), always_inline)) inline
 

@@ -4,9 +4,6 @@
 #include <array>
 #include <functional>
 
-#include "format/sha256_blocks.h"
-#include "format/sha256_lanes.h"
-
 namespace tensorizer::format {
 namespace {
 

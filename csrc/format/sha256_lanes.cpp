@@ -7,7 +7,6 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
-#include "format/sha256_lanes.h"
 
 #if defined(__x86_64__)
 
@@ -16,8 +15,7 @@
 #include <utility>
 
 #include "core/cpu_features.h"
-#include "format/sha256_blocks.h"
-#include "format/sha256_constants.h"
+#include "format/sha256_kernels.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define INLINE __attribute__((target("avx512f,avx512bw,avx512vl"), always_inline)) inline

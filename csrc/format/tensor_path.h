@@ -71,6 +71,8 @@ class PathRegistry {
   void set_error_is_caller(bool caller) noexcept { caller_ = caller; }
 
  private:
+  [[noreturn]] void refuse(std::string_view stored, const char* problem) const;
+
   struct Impl;
   std::unique_ptr<Impl> impl_;
   bool caller_ = false;

@@ -95,4 +95,8 @@ class RangeSource {
   virtual uint64_t bytes_read() const noexcept = 0;
 };
 
+// Fills `into` with the bytes from `offset` on, in units of the source's liking on as many threads
+// as it finds useful: for callers that have no load session.
+void read_parallel(RangeSource& source, uint64_t offset, Slice into, const std::stop_token& stop);
+
 }  // namespace tensorizer::io

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <random>
 
-#include "core/stop.h"
+#include "core/error.h"
 #include "core/sync.h"
 
 namespace tensorizer::io {

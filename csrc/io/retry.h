@@ -1,6 +1,6 @@
 // When a failed request is tried again, and after how long. Time, chance and sleep are replaceable.
 //
-// What is worth a retry is decided where the failure is understood (http_check.h, redis_pool.h).
+// What is worth a retry is decided where the failure is understood (http_message.h, redis_pool.h).
 // Here: tries go on until `window` has passed without progress; `retries`, where it is set, bounds
 // their number as well. A server that has never answered is given up `first_answer_window` after
 // the first try began: it is more likely the wrong one than one that will come back. Bytes add up:

@@ -2,8 +2,11 @@
 // memory.
 #pragma once
 
+#include <sys/uio.h>
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 
 namespace tensorizer::io {
@@ -22,5 +25,80 @@ inline uint64_t total_nbytes(std::span<const ConstSlice> slices) noexcept {
   for (const ConstSlice& slice : slices) total += slice.size();
   return total;
 }
+
+// A place within a scatter list, to which bytes are appended. Borrows the list and its memory.
+class ScatterCursor {
+ public:
+  ScatterCursor() = default;
+  // Starts `skip` bytes into the list.
+  explicit ScatterCursor(std::span<const Slice> slices, uint64_t skip = 0) noexcept
+      : slices_(slices), room_(total_nbytes(slices)) {
+    this->skip(skip);
+  }
+
+  // Copies as much as there is room for; returns how much that was.
+  size_t put(std::span<const std::byte> bytes) noexcept {
+    size_t done = 0;
+    while (done < bytes.size() && room_ > 0) {
+      drop_full();
+      const Slice& slice = slices_.front();
+      const size_t step = std::min(bytes.size() - done, slice.size() - used_);
+      std::memcpy(slice.data() + used_, bytes.data() + done, step);
+      advance(step);
+      done += step;
+    }
+    return done;
+  }
+
+  // Notes that the next `nbytes` are in place.
+  void skip(uint64_t nbytes) noexcept {
+    while (nbytes > 0 && !slices_.empty()) {
+      const uint64_t step = std::min<uint64_t>(nbytes, slices_.front().size() - used_);
+      advance(static_cast<size_t>(step));
+      nbytes -= step;
+    }
+  }
+
+  // Fills `into` with the places of the next bytes, at most `limit` of them; returns how many
+  // entries that took.
+  size_t places(std::span<iovec> into, uint64_t limit) const noexcept {
+    size_t count = 0, used = used_;
+    for (const Slice& slice : slices_) {
+      if (count == into.size() || limit == 0) break;
+      const size_t nbytes = static_cast<size_t>(std::min<uint64_t>(limit, slice.size() - used));
+      if (nbytes > 0) into[count++] = {slice.data() + used, nbytes};
+      limit -= nbytes;
+      used = 0;
+    }
+    return count;
+  }
+
+  // The place of the next bytes, at most `limit` of them; empty only where there is no room.
+  Slice place(uint64_t limit) noexcept {
+    drop_full();
+    if (slices_.empty()) return {};
+    const Slice left = slices_.front().subspan(used_);
+    return left.first(static_cast<size_t>(std::min<uint64_t>(limit, left.size())));
+  }
+
+  uint64_t room() const noexcept { return room_; }
+
+ private:
+  void advance(size_t step) noexcept {
+    used_ += step;
+    room_ -= step;
+    drop_full();
+  }
+  void drop_full() noexcept {
+    while (!slices_.empty() && used_ == slices_.front().size()) {
+      slices_ = slices_.subspan(1);
+      used_ = 0;
+    }
+  }
+
+  std::span<const Slice> slices_;
+  size_t used_ = 0;  // of the first slice
+  uint64_t room_ = 0;
+};
 
 }  // namespace tensorizer::io

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "crypto/authentication.h"
+#include "format/annex.h"
 #include "format/record_header.h"
 #include "load/key_ring.h"
 #include "load/open_index.h"
@@ -66,5 +67,10 @@ format::RecordHeader accept_record(const OpenedIndex& opened, uint32_t entry,
 // an authenticated file, and this one is none), crypto, out_of_memory.
 std::shared_ptr<const crypto::SecretKey> key_of(const OpenedIndex& opened, KeyRing& keys,
                                                 const format::CryptInfo& info);
+
+// Decrypts the sealed section of the file's annex, metadata that an encrypted file has under its
+// tensors' key. REQUIRES: it has one. Throws Error: crypto
+// (wrong key, altered), malformed.
+format::Annex open_sealed(const OpenedIndex& opened, KeyRing& keys);
 
 }  // namespace tensorizer::load

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "core/error.h"
-#include "core/stop.h"
 #include "load/authenticity.h"
 
 namespace tensorizer::load {

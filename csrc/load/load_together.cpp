@@ -8,7 +8,6 @@
 
 #include "core/error.h"
 #include "core/run_units.h"
-#include "core/stop.h"
 #include "core/threads.h"
 #include "load/changed_source.h"
 #include "load/load_worker.h"

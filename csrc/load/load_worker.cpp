@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/checked_math.h"
-#include "crypto/secret_buffer.h"
+#include "crypto/secret_key.h"
 
 namespace tensorizer::load {
 namespace {

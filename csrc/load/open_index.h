@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "format/annex.h"
-#include "format/container.h"
 #include "format/index.h"
 #include "format/prologue.h"
 #include "format/safetensors.h"

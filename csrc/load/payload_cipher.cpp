@@ -4,7 +4,6 @@
 #include <string>
 
 #include "core/error.h"
-#include "core/stop.h"
 #include "crypto/chunked_box.h"
 #include "load/authenticity.h"
 #include "load/device_cipher.h"

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "core/checked_math.h"
+#include "core/error.h"
 #include "core/run_units.h"
-#include "core/stop.h"
 #include "core/threads.h"
 #include "core/turns.h"
 #include "save/record_writer.h"

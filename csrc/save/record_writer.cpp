@@ -8,11 +8,11 @@
 
 #include "core/checked_math.h"
 #include "core/endian.h"
+#include "core/error.h"
 #include "core/run_units.h"
-#include "core/stop.h"
 #include "core/threads.h"
 #include "crypto/chunked_box.h"
-#include "crypto/secret_buffer.h"
+#include "crypto/secret_key.h"
 #include "digest/deal.h"
 #include "digest/record_digester.h"
 

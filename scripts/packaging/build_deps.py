@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Builds the libraries of the lock file, as static archives that know nothing of this machine, into one prefix.
 
-    build_deps.py --prefix DIR [--compiler zig|system] [--jobs N] [--check]
+    build_deps.py --prefix DIR [--jobs N] [--check]
 
-Each library is built once: the prefix remembers by which sources, flags and compiler, and the next call does what is
-missing. ``setup.py`` takes the prefix as ``TENSORIZER_STATIC_DEPS``.
+The Python that runs this has the packages of requirements.txt. Each library is built once: the prefix remembers by
+which sources, flags and compiler, and the next call does what is missing. ``setup.py`` takes the prefix, with the
+compiler in it, as ``TENSORIZER_STATIC_DEPS``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import compilers
-from lock import Library, read_libraries, unpack
+import zig
+from sources import Library, read_libraries, sha256_of, unpack
 
 # Exists on no machine: the static OpenSSL must not read the host's openssl.cnf, certificates or modules.
 NOWHERE = "/nonexistent/tensorizer"
@@ -32,26 +33,21 @@ FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-ffunction-sections", "-fdata-s
 class Builder:
     """Runs the build steps of one library, with one toolchain, into one prefix."""
 
-    def __init__(self, toolchain: compilers.Toolchain, prefix: Path, jobs: int, check: bool) -> None:
-        self.toolchain = toolchain
+    def __init__(self, prefix: Path, tree: Path, log: Path, jobs: int, check: bool) -> None:
+        self.environment = zig.environment(prefix / "toolchain")
         self.prefix = prefix
+        self.tree = tree
+        self.log = log
         self.jobs = jobs
         self.check = check
-        self.tree = Path()
-        self.log = Path()
 
     @property
     def flags(self) -> list[str]:
         return [*FLAGS, f"-ffile-prefix-map={self.tree}=."]
 
-    def program(self, variable: str) -> str:
-        """The full path of a compiler, for build systems that look nowhere else."""
-        search = self.toolchain.environment.get("PATH")
-        return shutil.which(self.toolchain.environment[variable], path=search) or self.toolchain.environment[variable]
-
     def run(self, *command: str, cwd: Path | None = None, **environment: str) -> None:
         clean = {name: value for name, value in os.environ.items() if name not in ("CFLAGS", "LDFLAGS", "CPPFLAGS")}
-        clean |= {**self.toolchain.environment, "PKG_CONFIG_LIBDIR": str(self.prefix / "lib" / "pkgconfig")}
+        clean |= {**self.environment, "PKG_CONFIG_LIBDIR": str(self.prefix / "lib" / "pkgconfig")}
         # The prefix serves wheels of many commits, so the time of none of them may be in it.
         clean |= {"SOURCE_DATE_EPOCH": "0", "LC_ALL": "C", "TZ": "UTC", **environment}
         with self.log.open("a") as log:
@@ -72,7 +68,7 @@ class Builder:
             shutil.copy2(self.tree / source, path)
 
     def cmake(self, options: dict[str, str]) -> None:
-        programs = {"C_COMPILER": "CC", "CXX_COMPILER": "CXX", "AR": "AR", "RANLIB": "RANLIB"}
+        programs = {"C_COMPILER": "cc", "CXX_COMPILER": "c++", "AR": "ar", "RANLIB": "ranlib"}
         settings = {
             "CMAKE_BUILD_TYPE": "None",
             "CMAKE_INSTALL_PREFIX": str(self.prefix),
@@ -83,7 +79,7 @@ class Builder:
             "CMAKE_FIND_USE_CMAKE_SYSTEM_PATH": "OFF",
             "CMAKE_POSITION_INDEPENDENT_CODE": "ON",
             "CMAKE_C_FLAGS": " ".join(self.flags),
-            **{f"CMAKE_{key}": self.program(variable) for key, variable in programs.items()},
+            **{f"CMAKE_{key}": str(self.prefix / "toolchain" / tool) for key, tool in programs.items()},
             **options,
         }
         arguments = [f"-D{name}={value}" for name, value in settings.items()]
@@ -162,9 +158,9 @@ def build_hiredis(builder: Builder) -> None:
 
 
 def build_isal(builder: Builder) -> None:
-    arguments = ["-f", "Makefile.unx", "units=crc", f"CC={builder.toolchain.environment['CC']}"]
+    arguments = ["-f", "Makefile.unx", "units=crc", "CC=cc", "AR=ar"]
     # Its CFLAGS are put together while make runs, and reach no compiler if the command line sets them.
-    arguments += [f"AR={builder.toolchain.environment['AR']}", "DEBUG_nasm=", f"DEBUG={' '.join(builder.flags)}"]
+    arguments += ["DEBUG_nasm=", f"DEBUG={' '.join(builder.flags)}"]
     builder.make(*arguments, "bin/isa-l.a", "isa-l.h")
     headers = [(f"include/{name}", f"include/isa-l/{name}") for name in ("crc.h", "crc64.h")]
     builder.copy(("bin/isa-l.a", "lib/libisal.a"), ("isa-l.h", "include/isa-l.h"), *headers)
@@ -183,64 +179,47 @@ RECIPES: dict[str, Callable[[Builder], None]] = {
 NEEDS = {"curl": ("openssl", "nghttp2")}
 
 
-def key_of(library: Library, toolchain: compilers.Toolchain, done: dict[str, str]) -> str:
+def key_of(library: Library, compiler: str, done: dict[str, str]) -> str:
     """What a library is built from: its sources, its recipe, the compiler and the libraries that it needs."""
     constants = [OPENSSL_WITHOUT] if library.name == "openssl" else []
     constants += [CURL_ON, CURL_OFF, CURL_DISABLED] if library.name == "curl" else []
-    parts = [library.archive.sha256, library.patches.sha256, toolchain.identity, *FLAGS, *constants]
+    parts = [library.sha256, *(sha256_of(patch) for patch in library.patches), compiler, *FLAGS, *constants]
     parts += [inspect.getsource(RECIPES[library.name]), *(done.get(name, "") for name in NEEDS.get(library.name, ()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def build_all(prefix: Path, cache: Path, toolchain: compilers.Toolchain, jobs: int, check: bool) -> None:
-    """Every library of the lock file that the stamp in ``prefix`` does not name yet."""
-    stamp = prefix / "stamp.json"
+def build_all(prefix: Path, cache: Path, jobs: int, check: bool) -> None:
+    """The compiler, and every library of the lock file that the stamp in ``prefix`` does not name yet."""
+    program, stamp = zig.zig_program(), prefix / "stamp.json"
+    zig.write_tools(program, prefix / "toolchain")
+    (prefix / "licences").mkdir(exist_ok=True)
+    compiler = (prefix / "toolchain" / "c++").read_text().replace(str(program), "zig").replace(str(prefix), "prefix")
     done: dict[str, str] = json.loads(stamp.read_text()) if stamp.exists() else {}
     for library in read_libraries():
-        key = key_of(library, toolchain, done)
+        key = key_of(library, compiler, done)
         if done.get(library.name) == key:
             continue
         print(f"== {library.name} {library.version}", flush=True)
-        builder = Builder(toolchain, prefix, jobs, check)
-        builder.log = cache / "logs" / f"{library.name}.log"
-        builder.log.parent.mkdir(parents=True, exist_ok=True)
-        builder.log.unlink(missing_ok=True)
-        prefix.mkdir(parents=True, exist_ok=True)
-        builder.tree = unpack(library, cache / "sources", cache / "trees" / library.name)
-        RECIPES[library.name](builder)
-        licences = prefix / "licences"
-        licences.mkdir(exist_ok=True)
-        shutil.copy2(builder.tree / library.licence_file, licences / f"{library.name}.txt")
-        shutil.rmtree(cache / "trees" / library.name)
+        log = cache / "logs" / f"{library.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+        tree = unpack(library, cache / "sources", cache / "trees" / library.name)
+        RECIPES[library.name](Builder(prefix, tree, log, jobs, check))
+        shutil.copy2(tree / library.licence_file, prefix / "licences" / f"{library.name}.txt")
+        shutil.rmtree(tree.parent)
         done[library.name] = key
         stamp.write_text(json.dumps(done, indent=2) + "\n")
-    write_runtimes(prefix, toolchain)
-
-
-def write_runtimes(prefix: Path, toolchain: compilers.Toolchain) -> None:
-    """What a module linked by ``toolchain`` holds of the compiler, for the wheel's list of components."""
-    components = []
-    for runtime in toolchain.runtimes:
-        shutil.copyfile(runtime.licence_file, prefix / "licences" / f"{runtime.name}.txt")
-        components.append({"name": runtime.name, "version": runtime.version, "licence": runtime.licence})
-    (prefix / "runtimes.json").write_text(json.dumps(components, indent=2) + "\n")
+    zig.write_runtimes(program, prefix)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefix", type=Path, required=True, help="where headers and archives go")
     parser.add_argument("--cache", type=Path, default=Path(".cache/packaging"), help="downloads, logs, build trees")
-    parser.add_argument("--compiler", choices=["zig", "system"], default="zig")
-    parser.add_argument("--python", default=sys.executable, help="the Python whose package ziglang is used")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--check", action="store_true", help="run the libraries' own quick tests too")
     options = parser.parse_args()
-    cache = options.cache.resolve()
-    if options.compiler == "zig":
-        toolchain = compilers.zig_toolchain(compilers.zig_program(options.python), cache / "toolchain")
-    else:
-        toolchain = compilers.system_toolchain()
-    build_all(options.prefix.resolve(), cache, toolchain, options.jobs, options.check)
+    build_all(options.prefix.resolve(), options.cache.resolve(), options.jobs, options.check)
 
 
 if __name__ == "__main__":

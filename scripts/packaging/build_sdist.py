@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the source distribution, the same bytes from the same commit: setuptools alone writes today's times and owners.
+"""Makes the source distribution, equal for equal commits: setuptools writes today's times and owners.
 
 build_sdist.py --out DIR
 """
@@ -16,7 +16,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from build_wheels import commit_time, copy_sources
+from build_wheel import commit_time, copy_sources
 
 
 def normalised(archive: bytes, moment: int) -> bytes:
@@ -42,8 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        copy_sources(tree)
+        tree = copy_sources(Path(folder) / "tree")
         command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", folder]
         subprocess.run(command, cwd=tree, check=True, env={**os.environ, "SOURCE_DATE_EPOCH": commit_time()})
         (archive,) = Path(folder).glob("*.tar.gz")

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Makes a built wheel ready to be published: licences, list of components, platform name, equal bytes each time.
 
-    finish_wheel.py WHEEL --prefix DIR --headers DIR --out DIR
+    finish_wheel.py WHEEL OUT --prefix DIR [--python PYTHON] [--forbid TEXT ...]
 
-Run with a Python that has auditwheel, which alone decides the platform name.
+The Python that runs this has the packages of requirements.txt. auditwheel decides the platform name and refuses what
+does not run there; check_wheel.py refuses the rest.
 """
 
 from __future__ import annotations
@@ -23,18 +24,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from lock import Library, LockedFile, read_libraries
+from check_wheel import wrong_wheel
+from sources import Library, read_libraries
 
 LICENCES = Path(__file__).with_name("licences") / "headers"
-
-
-def source_of(locked: LockedFile, library: Library) -> dict[str, Any]:
-    """Where a file of a component comes from: its web address, else the name of Debian's source package."""
-    url = next((url for url in locked.urls if not url.startswith("debian:")), None)
-    if url is None:
-        release = library.patches.file.partition("_")[2].partition(".debian.")[0]
-        url = f"pkg:deb/debian/{library.patches.file.partition('_')[0]}@{release}?arch=source"
-    return {"type": "source-distribution", "url": url, "hashes": [{"alg": "SHA-256", "content": locked.sha256}]}
 
 
 def component(name: str, version: str, licence: str) -> dict[str, Any]:
@@ -43,12 +36,15 @@ def component(name: str, version: str, licence: str) -> dict[str, Any]:
 
 
 def locked_component(library: Library) -> dict[str, Any]:
-    references = [{"type": "website", "url": library.homepage}]
-    references += [source_of(locked, library) for locked in (library.archive, library.patches)]
+    """A library of the lock file, with where its sources come from and which of our patches it has."""
+    source = {"type": "source-distribution", "url": library.urls[0]}
+    source |= {"hashes": [{"alg": "SHA-256", "content": library.sha256}]}
+    patches = [{"type": "backport", "diff": {"url": f"patches/{library.name}/{path.name}"}} for path in library.patches]
     return {
         **component(library.name, library.version, library.licence),
         "purl": f"pkg:generic/{library.name}@{library.version}",
-        "externalReferences": references,
+        "externalReferences": [{"type": "website", "url": library.homepage}, source],
+        **({"pedigree": {"patches": patches}} if patches else {}),
     }
 
 
@@ -121,22 +117,28 @@ def rewrite(wheel: Path, target: Path, prefix: Path, headers: Path) -> None:
             archive.writestr(entry, text, compresslevel=9)
 
 
-def finish(wheel: Path, prefix: Path, headers: Path, out: Path) -> Path:
+def headers_of_torch(python: str) -> Path:
+    """The folder with the headers of pybind11 and DLPack that an extension of ``python``'s torch is compiled with."""
+    code = "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('torch').origin).parent / 'include')"
+    return Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+
+
+def finish(wheel: Path, prefix: Path, headers: Path, out: Path, forbidden: list[str]) -> Path:
     """The finished wheel in ``out``.
 
     Raises:
-        SystemExit: auditwheel found that the module does not fit the platform.
+        SystemExit: The module does not fit the platform, or check_wheel.py found something wrong.
     """
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        name = f"manylinux_2_28_{platform.machine()}"
+        plat = f"manylinux_2_28_{platform.machine()}"
         command = [
             sys.executable,
             "-m",
             "auditwheel",
             "repair",
             "--plat",
-            name,
+            plat,
             "--only-plat",
             "-w",
             folder,
@@ -148,17 +150,24 @@ def finish(wheel: Path, prefix: Path, headers: Path, out: Path) -> Path:
             sys.exit(result.stdout + result.stderr)
         (repaired,) = Path(folder).glob("*.whl")
         rewrite(repaired, out / repaired.name, prefix, headers)
-        return out / repaired.name
+    target = out / repaired.name
+    wrong = wrong_wheel(target, [text.encode() for text in forbidden])
+    if wrong:
+        target.unlink()
+        sys.exit(f"{target.name}: {'; '.join(wrong)}")
+    print(f"{target}: {target.stat().st_size} bytes", flush=True)
+    return target
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
+    parser.add_argument("out", type=Path)
     parser.add_argument("--prefix", type=Path, required=True, help="of build_deps.py")
-    parser.add_argument("--headers", type=Path, required=True, help="the include folder of the torch it was built with")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--python", default="python", help="the Python that the wheel was built with")
+    parser.add_argument("--forbid", nargs="*", default=[], metavar="TEXT", help="texts that the module must not hold")
     options = parser.parse_args()
-    print(finish(options.wheel, options.prefix, options.headers, options.out))
+    finish(options.wheel, options.prefix, headers_of_torch(options.python), options.out, options.forbid)
 
 
 if __name__ == "__main__":

@@ -42,5 +42,4 @@ apt-get -q install -y --no-install-recommends g++ make python3-dev
 must_fail 'apt-get install lib'
 "$scripts/../system-packages.sh" build
 "${install[@]}"
-mkdir -p /tmp/sdist-files
-"$bin/python" "$scripts/smoke.py" --folder /tmp/sdist-files --inside /tmp/sdist
+"$bin/python" "$scripts/smoke.py" /tmp/sdist

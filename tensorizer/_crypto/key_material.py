@@ -1,19 +1,28 @@
-"""Where the parameters classes keep their keys, and the checks on what callers pass as keys."""
+"""Where keys are kept, the checks on what callers pass as keys, and whether encryption works here.
+
+``TENSORIZER_CRYPTO_KERNEL`` (unset: the fastest for this processor) is read when the first key of the process is made.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Optional, Union
+from typing import Any, Optional, TypeVar, Union
 
 from tensorizer import _C
+from tensorizer._system.config import env_text
+from tensorizer.errors import CryptographyError
 
 __all__ = [
     "BytesLike",
+    "CryptographyError",
+    "Immutable",
     "Key",
     "Provided",
+    "available",
     "passphrase_bytes",
+    "require_crypto",
     "salt_bytes",
     "same_bytes",
     "same_key",
@@ -21,6 +30,43 @@ __all__ = [
     "secret_from_file",
     "secret_of",
 ]
+
+# --- whether encryption works here, and with which kernel -----------------------------------------------------------
+
+#: True where libsodium could be started. It is linked in, so False means a system without a source of randomness.
+available: bool = _C.sodium_available()
+
+_kernel_chosen = False
+
+
+def require_crypto() -> None:
+    """Prepares for encryption or decryption. Cheap after the first call.
+
+    Raises:
+        RuntimeError: libsodium cannot be used.
+        ValueError: ``TENSORIZER_CRYPTO_KERNEL`` names no kernel that this processor can run.
+    """
+    global _kernel_chosen
+    if not available:
+        raise RuntimeError(
+            "encryption is unavailable: libsodium could not be started on this system; "
+            "install a working libsodium (for example 'apt-get install libsodium23') and restart"
+        )
+    if not _kernel_chosen:
+        _choose_kernel()
+        _kernel_chosen = True
+
+
+def _choose_kernel() -> None:
+    name = env_text("TENSORIZER_CRYPTO_KERNEL")
+    if name is not None and not _C.select_kernel(name):
+        usable = ", ".join(_C.available_kernels())
+        raise ValueError(f"environment variable TENSORIZER_CRYPTO_KERNEL: found {name!r}, usable here: {usable}")
+
+
+# --- keys as callers pass them, and where they are kept -------------------------------------------------------------
+
+_Object = TypeVar("_Object", bound="Immutable")
 
 BytesLike = Union[bytes, bytearray, memoryview]
 
@@ -136,3 +182,26 @@ def salt_bytes(salt: Any, encoding: str) -> bytes:
     if len(salted) != _SALT_NBYTES:
         raise ValueError(f"salt: wanted {_SALT_NBYTES} bytes, found {len(salted)}")
     return salted
+
+
+class Immutable:
+    """What is said once, when it is made, by :meth:`_set`. Copies are the object itself."""
+
+    __slots__ = ()
+
+    def _set(self: _Object, **values: Any) -> _Object:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} objects are immutable: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} objects are immutable: cannot delete {name!r}")
+
+    def __copy__(self: _Object) -> _Object:
+        return self
+
+    def __deepcopy__(self: _Object, memo: Any) -> _Object:
+        return self

@@ -1,77 +1,57 @@
-"""What a conversion reads from: the tensors of one or several sources, in one order, a batch at a time."""
+"""What is written: the tensors of a file, a state dict or a module, in one order, a batch at a time."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional, Protocol
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Protocol
 
 import torch
 
-from tensorizer._files.opened import BATCH_NBYTES, OpenedFile
-from tensorizer._format.entries import TensorType
-from tensorizer._format.names import Name
-from tensorizer._format.payloads import contiguous
-from tensorizer._load.reader import CASTABLE
-from tensorizer._save.ties import place_of
-from tensorizer._system.runs import runs
+from tensorizer import _C
+from tensorizer._files.opened import OpenedFile
+from tensorizer._format import extra_state
+from tensorizer._format.dtypes import stored_for_tensor
+from tensorizer._format.names import Path, modules_of, path_of
+from tensorizer._format.payloads import stored_dtype
+from tensorizer._io.shards import MAX_INDEX_NBYTES
+from tensorizer._save.records import ModuleTensor, Record, extra_states, place_of, record_of, ties_of, walk_module
+from tensorizer._save.session import check_metadata
+from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError
 
-__all__ = ["Content", "Contents", "FileContents", "StateDictContents", "batches", "cast"]
-
-
-class Content(NamedTuple):
-    """One tensor, as it will be written."""
-
-    name: Name
-    type: TensorType
-    module_idx: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    without_data: bool
-    """Written from the meta device: the record holds no payload."""
-    position: int
-    """In its source."""
-    tensor_nbytes: int
-    """In memory."""
-    nbytes: int
-    """Of the payload."""
-
-    @classmethod
-    def of(
-        cls,
-        name: Name,
-        type: TensorType,
-        module_idx: int,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        without_data: bool,
-        position: int,
-    ) -> Content:
-        nbytes = math.prod(shape) * dtype.itemsize
-        return cls(name, type, module_idx, dtype, shape, without_data, position, nbytes, 0 if without_data else nbytes)
+__all__ = [
+    "Contents",
+    "FileContents",
+    "TensorContents",
+    "check_state_dict",
+    "contents_of_tensors",
+    "module_contents",
+    "not_storable",
+    "pickled_files",
+    "read_pickled",
+    "state_dict_contents",
+    "state_of",
+]
 
 
 class Contents(Protocol):
     """A source of tensors."""
 
-    items: list[Content]
+    records: Sequence[Record]
 
     @property
     def label(self) -> str: ...
     @property
     def metadata(self) -> Optional[Mapping[str, str]]: ...
     @property
-    def ties(self) -> Mapping[Name, Name]:
-        """From each name that has no payload of its own to the one whose payload it shares."""
+    def ties(self) -> Mapping[Path, Path]:
+        """From each name that shares its tensor with another one to that, whose record it may do without."""
         ...
 
-    @property
-    def stored_ties(self) -> Mapping[Name, Name]:
-        """From each name that is a copy of another one and is stored all the same to that one."""
-        ...
-
-    def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
-        """Host tensors of the stored dtype, in C order."""
+    def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
+        """The tensors of some of the records, of the stored dtype; those of files are in host memory, in C order."""
 
 
 class FileContents:
@@ -89,61 +69,324 @@ class FileContents:
         self._file, self._verify = file, verify
         self.label = file.label
         self.metadata: Optional[Mapping[str, str]] = file.metadata()
-        self.ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if not stored}
-        self.stored_ties: Mapping[Name, Name] = {alias: kept for alias, kept, stored in file.ties if stored}
+        self.ties: Mapping[Path, Path] = {path_of(alias): path_of(kept) for alias, kept, _ in file.ties}
         if file.index.stores_hashes:
             file.read_headers(file.entries)
-        self.items = [self._item(i) for i in file.entries]
+        self.records: Sequence[Record] = [self._record(i) for i in file.entries]
 
-    def _item(self, i: int) -> Content:
+    def _record(self, i: int) -> Record:
         container, index = self._file.container, self._file.index
         without_data = index.data_nbytes(i) == 0 and index.loaded_nbytes(i) > 0
         dtype, shape, module_idx = self._file.described(i)
-        return Content.of(container.names[i], container.type(i), module_idx, dtype, shape, without_data, i)
+        return Record(path_of(container.names[i]), dtype, shape, container.type(i), module_idx, without_data, i)
 
-    def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
-        entries = sorted({item.position for item in items})  # names of one tensor that are stored apart have one entry
+    def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
+        entries = sorted({record.source for record in records})  # names of one tensor that are stored apart have one
         tensors = dict(zip(entries, self._file.read(entries, self._verify)))
-        return [tensors[item.position] for item in items]
+        return [tensors[record.source] for record in records]
 
 
-class StateDictContents:
-    """The tensors of a state dict in memory, or mapped from a pickled file. Shared ones are told in `ties`."""
+class TensorContents:
+    """Tensors in memory, or mapped from a pickled file. Shared ones are told in `ties`."""
 
-    def __init__(self, label: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.label = label
-        self.metadata: Optional[Mapping[str, str]] = None
-        self._tensors = list(tensors.values())
-        kept: dict[Hashable, str] = {}
-        for name in sorted(tensors):  # of the names of one tensor, the alphabetically first one
-            place = place_of(tensors[name])
-            if place is not None:
-                kept.setdefault(place, name)
-        stands_for = {name: kept.get(place_of(tensor), name) for name, tensor in tensors.items()}
-        self.ties: Mapping[Name, Name] = {name: other for name, other in stands_for.items() if other != name}
-        self.stored_ties: Mapping[Name, Name] = {}
-        self.items = [
-            Content.of(name, TensorType.STATE_DICT, 0, tensor.dtype, tuple(tensor.shape), False, position)
-            for position, (name, tensor) in enumerate(tensors.items())
-            if name not in self.ties
-        ]
+    def __init__(self, label: str, records: Sequence[Record], metadata: Optional[Mapping[str, str]] = None) -> None:
+        self.label, self.metadata, self.records = label, metadata, records
+        self.ties: Mapping[Path, Path] = ties_of(records)
 
-    def read(self, items: Sequence[Content]) -> list[torch.Tensor]:
-        return [_host(self._tensors[item.position]) for item in items]
+    def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
+        return [record.source for record in records]
 
 
-def _host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in C order in host memory."""
-    return contiguous(tensor, on_device=False).view(tensor.dtype).view(tensor.shape)
+def check_state_dict(tensors: Any) -> Mapping[str, torch.Tensor]:
+    """The mapping itself.
+
+    Raises:
+        ValueError: No mapping of names to tensors, or tensors that no file can hold (sparse, quantised), by name.
+    """
+    if not isinstance(tensors, Mapping):
+        raise ValueError(f"tensors: wanted a mapping of names to tensors, found {type(tensors).__name__}")
+    wrong = [
+        f"{name!r} ({type(tensor).__name__})"
+        for name, tensor in tensors.items()
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor)
+    ]
+    if wrong:
+        raise ValueError(f"tensors: wanted names and tensors, found {', '.join(wrong)}")
+    refused = not_storable(tensors)
+    if refused:
+        raise ValueError("; ".join(refused))
+    return tensors
 
 
-def cast(item: Content, dtype: Optional[torch.dtype]) -> Content:
-    """The item as ``dtype=`` changes it: floating point of 16 bits and more only."""
-    if dtype is None or item.dtype not in CASTABLE or dtype not in CASTABLE:
-        return item
-    return Content.of(item.name, item.type, item.module_idx, dtype, item.shape, item.without_data, item.position)
+def not_storable(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What is wrong with those that no file can hold."""
+    refused = []
+    for name, tensor in tensors.items():
+        try:
+            stored_dtype(name, tensor)
+        except (NotImplementedError, ValueError) as error:
+            text = str(error)
+            refused.append(text if repr(name) in text else f"tensor {name!r}: {text}")
+            continue
+        if tensor.is_meta:
+            refused.append(f"tensor {name!r} is on the meta device and has no data")
+    return refused
 
 
-def batches(items: Sequence[Content]) -> Iterator[Sequence[Content]]:
-    """Runs of items whose payloads fit :data:`~tensorizer._files.opened.BATCH_NBYTES`, or single larger ones."""
-    return runs(items, lambda item: item.nbytes, BATCH_NBYTES)
+def state_dict_contents(tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[str, str]]) -> TensorContents:
+    """A state dict that was checked. Of the names of one tensor the alphabetically first one has the data; one warning
+    names tensors that overlap without being the same."""
+    texts = _texts(metadata)
+    contents = contents_of_tensors("a state dict", tensors, texts)
+    overlapping = _overlapping({name: tensor for name, tensor in tensors.items() if (name,) not in contents.ties})
+    if overlapping:
+        warnings.warn(
+            f"tensors that share parts of their memory are stored apart, and will share none when loaded: "
+            f"{', '.join(overlapping)}",
+            stacklevel=3,
+        )
+    return contents
+
+
+def _texts(metadata: Optional[Mapping[str, str]]) -> Optional[dict[str, str]]:
+    try:
+        return None if metadata is None else check_metadata(metadata)
+    except TypeError as error:
+        raise UnsupportedContentError(str(error)) from None
+
+
+def contents_of_tensors(
+    label: str, tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[str, str]] = None
+) -> TensorContents:
+    """Named tensors, in their order; ties go to the alphabetically first name."""
+    records = [Record.of_tensor((name,), one, stored_for_tensor(one.dtype)) for name, one in tensors.items()]
+    contents = TensorContents(label, records, metadata)
+    ties = ties_of(sorted(records, key=lambda record: record.path))
+    contents.ties = {record.path: ties[record.path] for record in records if record.path in ties}
+    return contents
+
+
+def module_contents(
+    model: torch.nn.Module, metadata: Optional[Mapping[str, str]], include_non_persistent_buffers: bool
+) -> TensorContents:
+    """What the modules of a model hold, with their extra state; of a model whose class or hooks make something else of
+    its state dict, that state dict.
+
+    Raises:
+        UnsupportedContentError: Extra state that the format cannot hold.
+    """
+    state = state_of(model, include_non_persistent_buffers)
+    if not _is_of_modules(model, state):
+        return state_dict_contents(check_state_dict(state), metadata)
+    try:
+        text = extra_state.to_text(extra_state.pack(extra_states(model)))
+    except TypeError as error:
+        raise UnsupportedContentError(str(error)) from None
+    texts = {**(_texts(metadata) or {}), **({extra_state.KEY: text} if text else {})}
+    records = [record_of(held) for held in walk_module(model, include_non_persistent_buffers, under_all_names=True)]
+    return TensorContents("a module", records, texts)
+
+
+def state_of(model: torch.nn.Module, include_non_persistent_buffers: bool = False) -> dict[str, Any]:
+    """The state dict of a model, without extra states that are ``None``."""
+    held = walk_module(model, True, under_all_names=True) if include_non_persistent_buffers else ()
+    buffers = {_state_dict_name(one): one.tensor for one in held if one.is_buffer}
+    return {**buffers, **{name: value for name, value in model.state_dict().items() if value is not None}}
+
+
+def _is_of_modules(model: torch.nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether a state dict is what the modules hold, and not something that a class or hook has made of it."""
+    held, persistent = {}, set()
+    for one in walk_module(model, True, under_all_names=True):
+        held[_state_dict_name(one)] = one.tensor
+        if not (one.is_buffer and one.attribute in one.module._non_persistent_buffers_set):
+            persistent.add(_state_dict_name(one))
+    extra = {extra_state.state_name(path) for path in modules_of(model)}
+    tensors = {name: value for name, value in state.items() if name not in extra}
+    return persistent <= tensors.keys() <= held.keys() and all(
+        isinstance(value, torch.Tensor) and place_of(value) == place_of(held[name]) for name, value in tensors.items()
+    )
+
+
+def _state_dict_name(held: ModuleTensor) -> str:
+    """Without the dot in front of tensors of the root."""
+    return held.name.removeprefix(".")
+
+
+def _overlapping(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors whose areas of one storage overlap, in the order of their addresses."""
+    areas: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()  # some wrappers give the tensor that they stand for
+        address = 0 if tensor.numel() == 0 else tensor.untyped_storage().data_ptr()
+        if address == 0:
+            continue
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) * tensor.element_size()
+        areas.setdefault((tensor.device, address), []).append((begin, begin + int(last) + tensor.element_size(), name))
+    found: list[str] = []
+    for runs in areas.values():
+        runs.sort()
+        end, owner = -1, ""
+        for begin, stop, name in runs:
+            if begin < end:
+                found += [repr(other) for other in (owner, name) if repr(other) not in found]
+            if stop > end:
+                end, owner = stop, name
+    return found
+
+
+# --- state dicts in .pt and .bin files, read by torch without running what is in them -------------------------------
+
+_INDEX = ".bin.index.json"
+_EXTENSIONS = (".bin", ".pt", ".pth")
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_ZIP = b"PK\x03\x04"
+_PICKLE = b"\x80"
+# Where training scripts keep the state dict of a checkpoint, in the order in which they are tried.
+_USUAL_KEYS = ("state_dict", "model_state_dict", "model", "module")
+_SAFE_TORCH = (2, 6)  # before, weights_only=True could be got around (CVE-2025-32434)
+
+
+def pickled_files(source: Any) -> list[str]:
+    """The files that a local path stands for, where they hold what ``torch.save`` writes; else none.
+
+    Args:
+        source: A file, an index of ``.bin`` files, or a folder with either and no other model file.
+
+    Raises:
+        FormatError: An index that is none, or that names files outside of its folder.
+        StreamNotFoundError: A file that the index names is missing.
+    """
+    if not isinstance(source, (str, os.PathLike)) or (isinstance(source, str) and "://" in source):
+        return []
+    path = os.fspath(source)
+    if os.path.isdir(path):
+        names = os.listdir(path)
+        if any(name.endswith((".safetensors", ".tensors")) for name in names):
+            return []
+        found = [name for name in names if name.endswith(_INDEX)] or [n for n in names if n.endswith(_EXTENSIONS)]
+        return pickled_files(os.path.join(path, found[0])) if len(found) == 1 else []
+    if path.endswith(_INDEX) and os.path.isfile(path):
+        return _files_of_index(path)
+    return [path] if _is_pickle(path) else []
+
+
+def _files_of_index(path: str) -> list[str]:
+    with open(path, "rb") as file:
+        text = file.read(MAX_INDEX_NBYTES + 1)
+    try:
+        weight_map, _ = _C.parse_shard_index(text)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
+    files = list(dict.fromkeys(weight_map.values()))
+    for name in files:
+        if os.path.basename(name) != name or not name.endswith(_EXTENSIONS):
+            raise FormatError(f"{path}: wanted the name of a file in its folder, found {name!r:.200}")
+        if not os.path.exists(os.path.join(os.path.dirname(path), name)):
+            raise StreamNotFoundError(f"{path}: its shard {name!r:.200} is missing")
+    return [os.path.join(os.path.dirname(path), name) for name in files]
+
+
+def _is_pickle(source: str) -> bool:
+    if not os.path.isfile(source):  # opening a pipe would wait for its writer
+        return False
+    try:
+        with open(source, "rb") as file:
+            head = file.read(4)
+    except OSError:
+        return False
+    return head == _ZIP or head[:1] == _PICKLE
+
+
+def read_pickled(
+    files: Sequence[str], key: Optional[str] = None, skip_non_tensors: bool = False
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors of a pickled state dict.
+
+    Args:
+        files: Local files, which are taken together.
+        key: Where the state dict is, in dots: ``"model.ema"``. ``None``: the whole file, or the first of the places
+            where training scripts keep it.
+        skip_non_tensors: Leaves out what is no tensor, instead of refusing it.
+
+    Returns:
+        The tensors by name, and the names that were left out. Strings among tensors, as quantised checkpoints hold
+        them, are always left out.
+
+    Raises:
+        FormatError: Not readable without running code from it, or no state dict in it.
+        UnsupportedContentError: Leaves that are no tensors, or tensors that no file can hold (sparse, quantised).
+        ImportError: A torch in which such files cannot be read safely.
+    """
+    _check_torch()
+    tensors: dict[str, torch.Tensor] = {}
+    others: list[str] = []
+    for path in files:
+        found, skipped = _read_one(path, key, skip_non_tensors)
+        twice = tensors.keys() & found.keys()
+        if twice:
+            raise FormatError(f"{path}: tensor {min(twice)!r:.200} is in another file of the model, too")
+        tensors.update(found)
+        others += skipped
+    return tensors, others
+
+
+def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # of damaged bytes pickle makes whatever its instructions come upon
+        first_line = _TERMINAL_CODES.sub("", str(error)).strip().partition("\n")[0]
+        raise FormatError(f"{path}: cannot be read as plain weights: {first_line or type(error).__name__}") from None
+    found = _state_dict(content, key)
+    if found is None:
+        where = f"under key {key!r}" if key else f"as a whole or under {', '.join(_USUAL_KEYS)}"
+        raise FormatError(f"{path}: no state dict {where}")
+    tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, torch.Tensor)}
+    others = [name for name, leaf in found.items() if not isinstance(leaf, torch.Tensor)]
+    refused = [name for name in others if not isinstance(found[name], str)]
+    if refused and not skip_non_tensors:
+        raise UnsupportedContentError(
+            f"{path}: no tensors: {', '.join(map(repr, refused))}; they can be left out (skip_non_tensors)"
+        )
+    unfit = not_storable(tensors)
+    if unfit:
+        raise UnsupportedContentError(f"{path}: {'; '.join(unfit)}")
+    return tensors, others
+
+
+def _state_dict(content: Any, key: Optional[str]) -> Optional[Mapping[str, Any]]:
+    if key is not None:
+        for step in key.split("."):
+            content = content.get(step) if isinstance(content, Mapping) else None
+        return content if _holds_tensors(content) else None
+    if _holds_tensors(content):
+        return content  # type: ignore[no-any-return]
+    for usual in _USUAL_KEYS:
+        inner = content.get(usual) if isinstance(content, Mapping) else None
+        if _holds_tensors(inner):
+            return inner
+    return None
+
+
+def _holds_tensors(content: Any) -> bool:
+    return (
+        isinstance(content, Mapping)
+        and all(isinstance(name, str) for name in content)
+        and any(isinstance(leaf, torch.Tensor) for leaf in content.values())
+    )
+
+
+def _is_zip(path: Any) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == _ZIP
+
+
+def _check_torch() -> None:
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if version is None or (int(version[1]), int(version[2])) < _SAFE_TORCH:
+        raise ImportError(
+            f"reading .pt and .bin files safely needs torch 2.6 or later (CVE-2025-32434), this is {torch.__version__}"
+        )

@@ -13,15 +13,14 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import _C
-from tensorizer._files.beside import copies_beside
-from tensorizer._files.contents import Contents, FileContents, StateDictContents
-from tensorizer._files.copy import copy_file
+from tensorizer._files.contents import Contents, FileContents, contents_of_tensors, pickled_files, read_pickled
+from tensorizer._files.copy import copies_beside, copy_file
 from tensorizer._files.opened import OpenedFile, name_text
-from tensorizer._files.pickled import pickled_files, read_pickled
 from tensorizer._files.write import WriteOptions, file_in_folder, write_contents
+from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import is_path
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
-from tensorizer._load.authenticity import Trust, signature_place
+from tensorizer._load.authenticity import signature_place
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
 from tensorizer.progress import ProgressArgument
@@ -140,29 +139,26 @@ def convert(
         ValueError: An argument that is none of those above; `all_files` of a source that is not local.
     """
     begin = time.monotonic()
-    options = WriteOptions(
-        format=format,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        ties=ties,
-        encryption=encryption,
-        check=check,
-        keep_order=keep_order,
-        flatten=flatten,
-        force=force,
-        dry_run=dry_run,
-        progress=progress,
-        stream_options=stream_options,
-    )
+    access = Access.to_write(encryption, stream_options, progress)
     with contextlib.ExitStack() as stack:
         trust = Trust.of(public_key, None, False)
-        contents, skipped, files_read = _open_contents(
-            stack, source, decryption, key, skip_non_tensors, stream_options, trust
+        reading = Access.to_read(decryption, stream_options, trust=trust)
+        contents, skipped, files_read = _open_contents(stack, source, reading, key, skip_non_tensors)
+        options = WriteOptions(
+            format=format,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            ties=ties,
+            check=check,
+            keep_order=keep_order,
+            flatten=flatten,
+            force=force,
+            dry_run=dry_run,
+            reads={path if "://" in path else os.path.abspath(path) for path in files_read},
         )
-        options = options._replace(reads={path if "://" in path else os.path.abspath(path) for path in files_read})
         target = file_in_folder(target, format)
-        beside = copies_beside(source, target, options) if all_files else []
-        plan, files = write_contents(contents, target, options)
+        beside = copies_beside(source, target, force, stream_options) if all_files else []
+        plan, files = write_contents(contents, target, options, access)
         if not dry_run:
             for file, copy in beside:
                 copy_file(file, copy, stream_options=stream_options)
@@ -171,7 +167,7 @@ def convert(
             target=shown_location(target),
             format=plan.format,
             files=tuple(map(shown_location, files)),
-            tensors=len(plan.items),
+            tensors=len(plan.records),
             nbytes=plan.nbytes,
             ties={name_text(alias): name_text(kept) for alias, kept in plan.ties.items()},
             skipped=tuple(skipped),
@@ -183,22 +179,18 @@ def convert(
 
 
 def _open_contents(
-    stack: contextlib.ExitStack,
-    source: Any,
-    decryption: Any,
-    key: Optional[str],
-    skip_non_tensors: bool,
-    stream_options: Optional[Mapping[str, Any]],
-    trust: Trust,
+    stack: contextlib.ExitStack, source: Any, access: Access, key: Optional[str], skip_non_tensors: bool
 ) -> tuple[Contents, list[str], list[str]]:
     """The tensors of a source, what of a pickle is none, and the files that they come from."""
     files = pickled_files(source)
     if files:
-        if trust.public_keys:
+        if access.trust.public_keys:
             raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle, for which nothing vouches")
         tensors, skipped = read_pickled(files, key, skip_non_tensors)
-        return StateDictContents(os.fspath(source), tensors), skipped, [os.fspath(file) for file in files]
-    file = stack.enter_context(OpenedFile(source, encryption=decryption, stream_options=stream_options, trust=trust))
+        return contents_of_tensors(os.fspath(source), tensors), skipped, [os.fspath(file) for file in files]
+    file = stack.enter_context(
+        OpenedFile(source, encryption=access.encryption, stream_options=access.stream_options, trust=access.trust)
+    )
     _warn_of_signatures(file, source)
     return FileContents(file, verify=file.index.stores_hashes), [], file.files
 

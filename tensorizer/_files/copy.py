@@ -1,25 +1,40 @@
-"""Bytes of a file as they are, from one place to another."""
+"""Files as they are: copies between any two places, what lies beside a model, and what stands in the way there."""
 
 from __future__ import annotations
 
 import os
+import posixpath
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, Optional
 
 from tensorizer import _C
+from tensorizer._format import shards
+from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import open_source
 from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
-from tensorizer._io.whole_file import WholeFile
 from tensorizer._load.authenticity import signature_place
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
-__all__ = ["check_target", "copy_file", "exists", "sha256_of_file", "signature_beside"]
+__all__ = [
+    "check_target",
+    "copies_beside",
+    "copy_file",
+    "exists",
+    "other_forms",
+    "remove_files",
+    "sha256_of_file",
+    "signature_beside",
+]
 
 _PIECE_NBYTES = 1 << 20
+
+# Of models in any format, and of the indexes of their shards.
+_MODELS = (".safetensors", ".tensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+_INDEXES = tuple(f"{ending}.index" for ending in _MODELS)
 
 
 def exists(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
@@ -132,3 +147,87 @@ def _from_stream(stream: BinaryIO, target: Any, stream_options: Optional[Mapping
         while piece := stream.read(_PIECE_NBYTES):
             file.append(piece)
     return file.nbytes
+
+
+# --- beside the tensors of a model ----------------------------------------------------------------------------------
+
+
+def copies_beside(
+    source: Any, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]] = None
+) -> list[tuple[str, str]]:
+    """The files in the folder of a local source that hold no tensors, each with its name in the folder of the target.
+
+    Hidden files and folders are left out.
+
+    Raises:
+        StreamExistsError: One exists at the target, without ``force``.
+        ValueError: The source is not a local path, or the target no path or URI.
+    """
+    for name, value in (("source", source), ("target", target)):
+        if not isinstance(value, (str, os.PathLike)) or (name == "source" and "://" in os.fspath(value)):
+            raise ValueError(
+                f"all_files: wanted a local path as source and a path or URI as target, found {shown_location(value)!r}"
+            )
+    path, place = os.path.abspath(os.fspath(source)), os.fspath(target)
+    folder = posixpath.dirname(place) if "://" in place else os.path.dirname(os.path.abspath(place))
+    with os.scandir(path if os.path.isdir(path) else os.path.dirname(path)) as entries:
+        found = sorted(entry.path for entry in entries if entry.is_file() and not _is_left_out(entry.name))
+    pairs = [(file, f"{folder}/{os.path.basename(file)}") for file in found]
+    pairs = [(file, copy) for file, copy in pairs if os.path.realpath(file) != os.path.realpath(copy)]
+    for _, copy in pairs:
+        check_target(copy, force, stream_options)
+    return pairs
+
+
+def _is_left_out(name: str) -> bool:
+    signed = name.removesuffix(".sig")  # a signature is of that one file
+    return name.startswith(".") or signed.endswith(_MODELS) or any(index in name for index in _INDEXES)
+
+
+def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
+    """Files that readers of the same model could take instead of those that are written.
+
+    Args:
+        target: The name of the model: of its single file.
+        files: What is written under this name; the index among it where there are several.
+        stream_options: Keywords for opening a URI.
+
+    Returns:
+        Of a local folder all files of the model but `files`. Of a bucket, which need not let itself be listed, the one
+        name that a reader tries: shards that no index names are not read. Nothing for targets of other kinds.
+    """
+    if not isinstance(target, (str, os.PathLike)):
+        return []
+    path = os.fspath(target)
+    if "://" in path:
+        return _in_bucket(path, files, stream_options) if path.startswith("s3://") else []
+    folder, name = os.path.split(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        return []
+    of_model = shards.names_of_model(name, os.listdir(folder))
+    written = {os.path.basename(file) for file in files if isinstance(file, (str, os.PathLike))}
+    return [os.path.join(folder, other) for other in of_model if other not in written]
+
+
+def _in_bucket(path: str, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]]) -> list[str]:
+    other = shards.index_name(path) if len(files) == 1 else path
+    try:
+        return [other] if exists(other, stream_options) else []
+    except PermissionError:  # as stores answer for names that are not there, if the keys may not list
+        return []
+
+
+def remove_files(paths: Sequence[str], stream_options: Optional[Mapping[str, Any]] = None) -> None:
+    """Removes files that :func:`other_forms` has found.
+
+    Raises:
+        OSError: The file system or store refused.
+    """
+    for path in paths:
+        if path.startswith("s3://"):
+            from tensorizer import stream_io
+
+            folder, _, name = path.rpartition("/")
+            stream_io._s3_prefix(folder, **(stream_options or {})).delete([name])
+        else:
+            os.unlink(path)

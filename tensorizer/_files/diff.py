@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from tensorizer._files.names import double_name, flat_name
-from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, dtype_text
-from tensorizer._format.entries import FilterFuncType
+from tensorizer._format.entries import FilterFuncType, HashType
 from tensorizer._format.names import Name
 from tensorizer._format.payloads import same_bits
-from tensorizer._system.runs import runs
+from tensorizer._io.access import Access
+from tensorizer._load.open_file import BATCH_NBYTES, OpenFile, open_whole
+from tensorizer._system.sizes import runs
 
 __all__ = ["Change", "DiffReport", "diff"]
 
@@ -92,8 +93,8 @@ def diff(
         OSError: It cannot be opened or read.
     """
     with (
-        OpenedFile(a, encryption=encryption_a, stream_options=stream_options) as first,
-        OpenedFile(b, encryption=encryption_b, stream_options=stream_options) as second,
+        open_whole(a, Access.to_read(encryption_a, stream_options)) as first,
+        open_whole(b, Access.to_read(encryption_b, stream_options)) as second,
     ):
         return _Comparison(first, second, rtol, atol, ignore_dtype).run(filter_func)
 
@@ -103,7 +104,7 @@ _Pair = tuple[int, int]
 
 
 class _Comparison:
-    def __init__(self, a: OpenedFile, b: OpenedFile, rtol: float, atol: float, ignore_dtype: bool) -> None:
+    def __init__(self, a: OpenFile, b: OpenFile, rtol: float, atol: float, ignore_dtype: bool) -> None:
         self._a, self._b = a, b
         self._rtol, self._atol, self._ignore_dtype = rtol, atol, ignore_dtype
         self._names: dict[_Pair, list[Name]] = {}
@@ -128,8 +129,8 @@ class _Comparison:
             self._compare(pairs)
         order = {name: position for position, name in enumerate(of_a)}
         return DiffReport(
-            a=self._a.label,
-            b=self._b.label,
+            a=self._a.source_name,
+            b=self._b.source_name,
             added=tuple(name for name in of_b if name not in of_a),
             removed=tuple(name for name in of_a if name not in of_b),
             changed=tuple(sorted(self._changed, key=lambda change: order[change.name])),
@@ -138,9 +139,9 @@ class _Comparison:
         )
 
     def _difference_of_form(self, i: int, j: int) -> Optional[str]:
-        if self._a.shape(i) != self._b.shape(j):
+        if _shape(self._a, i) != _shape(self._b, j):
             return "shape"
-        if not self._ignore_dtype and dtype_text(self._a.stored_dtype(i)) != dtype_text(self._b.stored_dtype(j)):
+        if not self._ignore_dtype and self._a.dtype_text(i) != self._b.dtype_text(j):
             return "dtype"
         return None
 
@@ -152,8 +153,8 @@ class _Comparison:
         self._b.read_headers(sorted({j for _, j in pairs}))
         remaining = []
         for pair in pairs:
-            digest = self._a.sha256(pair[0])
-            if digest is not None and digest == self._b.sha256(pair[1]):
+            digest = _sha256(self._a, pair[0])
+            if digest is not None and digest == _sha256(self._b, pair[1]):
                 self._same += len(self._names[pair])
             else:
                 remaining.append(pair)
@@ -174,7 +175,7 @@ class _Comparison:
             else:
                 self._note(pair, "data", max_abs, max_rel)
 
-    def _read(self, file: OpenedFile, entries: Sequence[int]) -> dict[int, torch.Tensor]:
+    def _read(self, file: OpenFile, entries: Sequence[int]) -> dict[int, torch.Tensor]:
         self._nbytes_read += sum(map(file.index.data_nbytes, entries))
         return dict(zip(entries, file.read(entries, verify=False)))
 
@@ -186,22 +187,30 @@ class _Comparison:
         self._changed += [Change(name, what, *forms, max_abs, max_rel) for name in self._names[pair]]
 
 
-def _chosen(file: OpenedFile, filter_func: Optional[FilterFuncType]) -> dict[Name, int]:
+def _chosen(file: OpenFile, filter_func: Optional[FilterFuncType]) -> dict[Name, int]:
     """Where the data of each name to compare are, aliases among the names.
 
     Names of modules are without the dot that stands before those of the root, as in ``.safetensors``.
     """
-    container = file.container
-    chosen = [i for i, name in enumerate(container.names) if filter_func is None or filter_func(name)]
-    names = [container.names[i] for i in chosen]
-    texts = [flat_name(name, container.type(i)) if isinstance(name, str) else name for name, i in zip(names, chosen)]
+    chosen = [i for i, name in enumerate(file.names) if filter_func is None or filter_func(name)]
+    names = [file.names[i] for i in chosen]
+    texts = [flat_name(name, file.type(i)) if isinstance(name, str) else name for name, i in zip(names, chosen)]
     if double_name(zip(names, texts)) is not None:
         texts = names
-    return {text: i if container.is_stored(i) else container.targets[i] for text, i in zip(texts, chosen)}
+    return {text: i if file.is_stored(i) else file.targets[i] for text, i in zip(texts, chosen)}
 
 
-def _form(file: OpenedFile, i: int) -> str:
-    return f"{dtype_text(file.stored_dtype(i))} {list(file.shape(i))}"
+def _shape(file: OpenFile, i: int) -> tuple[int, ...]:
+    return tuple(file.described(i)[1])
+
+
+def _sha256(file: OpenFile, i: int) -> Optional[bytes]:
+    """The stored SHA-256 of a tensor whose record header was read."""
+    return next((digest.hash for digest in file.hashes(i) if digest.type is HashType.SHA256), None)
+
+
+def _form(file: OpenFile, i: int) -> str:
+    return f"{file.dtype_text(i)} {list(_shape(file, i))}"
 
 
 def _distance(

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from tensorizer import _C
-from tensorizer._files.opened import OpenedFile, dtype_text, name_text
+from tensorizer._files.contents import pickled_files
 from tensorizer._format.entries import TensorType
-from tensorizer._format.names import Name
+from tensorizer._format.names import Name, name_text
+from tensorizer._io.access import Access
+from tensorizer._load.open_file import OpenFile, open_whole
 
-__all__ = ["FileInfo", "TensorInfo", "inspect"]
+__all__ = ["FileInfo", "TensorInfo", "inspect", "is_encrypted"]
 
 _KINDS = {TensorType.PARAM: "parameter", TensorType.BUFFER: "buffer", TensorType.STATE_DICT: "state_dict"}
 
@@ -86,39 +88,46 @@ def inspect(source: Any, *, stream_options: Optional[Mapping[str, Any]] = None) 
         FormatError: Not a file of tensors, or a damaged one.
         OSError: It cannot be opened or read.
     """
-    with OpenedFile(source, stream_options=stream_options) as file:
+    with open_whole(source, Access(stream_options=stream_options)) as file:
         return info_of(file)
 
 
-def info_of(file: OpenedFile) -> FileInfo:
+def is_encrypted(source: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
+    """Whether reading payloads of a file needs a key."""
+    if pickled_files(source):
+        return False
+    with open_whole(source, Access(stream_options=stream_options)) as file:
+        return bool(file.index.encrypted)
+
+
+def info_of(file: OpenFile) -> FileInfo:
     """The description of a file that is open."""
     index = file.index
-    container = file.container
     tensors = tuple(
         TensorInfo(
-            file.name(i),
-            _KINDS[container.type(i)],
-            dtype_text(file.stored_dtype(i)),
+            file.names[i],
+            _KINDS[file.type(i)],
+            file.dtype_text(i),
             index.shape(i),
             index.loaded_nbytes(i),
             index.data_offset(i),
             index.data_nbytes(i),
-            container.file_of(i),
+            file.file_of(i),
         )
-        for i in file.entries
+        for i in file.stored
     )
     return FileInfo(
-        source=file.label,
+        source=file.source_name,
         format=index.format,
         version=index.version if index.format == "tensors" else None,
         encrypted=index.encrypted,
-        file_nbytes=container.nbytes,
+        file_nbytes=file.nbytes,
         tensors=tensors,
         metadata=file.metadata() or {},
-        ties={name_text(alias): name_text(kept) for alias, kept, _ in file.ties},
-        files=tuple(container.file_names),
+        ties={name_text(alias): name_text(kept) for alias, kept in file.ties().items()},
+        files=tuple(file.shard_names),
         metadata_encrypted=bool(index.metadata_is_sealed),
-        has_tag=not container.file_names and _C.has_tag(index),
-        signers=() if container.file_names else tuple(key.hex() for key in _C.embedded_signers(index)),
-        index_digest=container.index_digest,
+        has_tag=not file.shard_names and _C.has_tag(index),
+        signers=() if file.shard_names else tuple(key.hex() for key in _C.embedded_signers(index)),
+        index_digest=file.index_digest,
     )

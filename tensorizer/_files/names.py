@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Optional
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Optional
+
+import torch
 
 from tensorizer._format.entries import TensorType
-from tensorizer._format.names import Name
-from tensorizer._load.container import Container
+from tensorizer._format.names import Key, Name, Path, path_of
+from tensorizer._format.tree import branch
+from tensorizer._load.open_file import OpenFile
 from tensorizer.errors import FormatError
 
-__all__ = ["double_name", "flat_name", "flat_names"]
+__all__ = ["double_name", "flat_name", "flat_names", "state_dict_of"]
 
 
 def flat_name(name: Name, type: TensorType) -> str:
@@ -35,17 +38,38 @@ def double_name(named: Iterable[tuple[object, Hashable]]) -> Optional[str]:
     return None
 
 
-def flat_names(container: Container) -> dict[str, int]:
+def flat_names(file: OpenFile) -> dict[str, int]:
     """The chosen entries of a file by name.
 
     Raises:
         FormatError: Two tensors would have one name.
     """
     found: dict[str, int] = {}
-    for i in container.selection:
-        name = container.names[i]
-        found[name if isinstance(name, str) and name[:1] != "." else flat_name(name, container.type(i))] = i
-    if len(found) < len(container.selection):
-        named = [(container.names[i], flat_name(container.names[i], container.type(i))) for i in container.selection]
-        raise FormatError(f"{container.source_name}: {double_name(named)}")
+    for i in file.selection:
+        name = file.names[i]
+        found[name if isinstance(name, str) and name[:1] != "." else flat_name(name, file.type(i))] = i
+    if len(found) < len(file.selection):
+        named = [(file.names[i], flat_name(file.names[i], file.type(i))) for i in file.selection]
+        raise FormatError(f"{file.source_name}: {double_name(named)}")
     return found
+
+
+def state_dict_of(file: OpenFile, tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
+    """The tensors of the chosen entries as a state dict: nested names as dicts, integer keys below the top as lists.
+
+    Raises:
+        FormatError: Two tensors would have one name.
+    """
+    names = [file.names[i] for i in file.selection]
+    if all(isinstance(name, str) for name in names):
+        return dict(zip(flat_names(file), tensors))
+    below: dict[Key, list[tuple[Path, torch.Tensor]]] = {}  # by what the file calls what is on the top
+    keys: dict[Key, Key] = {}
+    for i, name, tensor in zip(file.selection, names, tensors):
+        top, *path = path_of(name)
+        keys[top] = flat_name(name, file.type(i)) if isinstance(name, str) else top
+        below.setdefault(top, []).append((tuple(path), tensor))
+    double = double_name(keys.items())
+    if double is not None:
+        raise FormatError(f"{file.source_name}: {double}")
+    return {keys[top]: branch(pairs) for top, pairs in below.items()}

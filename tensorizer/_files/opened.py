@@ -9,23 +9,14 @@ from typing import Any, Optional
 import torch
 
 from tensorizer import _C
-from tensorizer._crypto.keys import check_decryption
 from tensorizer._format import dtypes
-from tensorizer._format.entries import HashType
-from tensorizer._format.names import Name
-from tensorizer._io.shards import open_files
-from tensorizer._io.sources import OpenedSource
-from tensorizer._load.authenticity import NOBODY, Trust
-from tensorizer._load.container import ReadOptions
-from tensorizer._load.reader import known_dtype
-from tensorizer._load.shards import open_files_as_one
-from tensorizer._system.runs import runs
-from tensorizer.errors import CryptographyError, FormatError
+from tensorizer._format.dtypes import dtype_text, known_dtype
+from tensorizer._format.names import Name, name_text
+from tensorizer._io.access import NOBODY, Access, Trust
+from tensorizer._load.open_file import BATCH_NBYTES, open_whole
+from tensorizer.errors import FormatError
 
-__all__ = ["OpenedFile", "dtype_text", "name_text"]
-
-#: Memory for payloads that are on their way, unless one tensor alone is larger.
-BATCH_NBYTES = 64 << 20
+__all__ = ["BATCH_NBYTES", "OpenedFile", "dtype_text", "name_text"]
 
 
 class OpenedFile(AbstractContextManager["OpenedFile"]):
@@ -57,30 +48,10 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         stream_options: Optional[Mapping[str, Any]] = None,
         trust: Trust = NOBODY,
     ) -> None:
-        check_decryption(encryption)
-        options = ReadOptions(
-            torch.device("cpu"),
-            None,
-            num_readers or 0,
-            encryption,
-            mmap=False,
-            allow_missing_hashes=True,
-            without_key=True,
-            trust=trust,
-        )
-        opened = open_files(source, stream_options)
-        #: Paths or URIs of what is open: the file, or the index and its shards.
-        self.files = [opened.name]
-        if not isinstance(opened, OpenedSource):
-            self.files += [shard.name for shard in opened.files.values()]
-        try:
-            container = self.container = open_files_as_one(opened, None, options)
-        except BaseException:
-            opened.close()
-            raise
-        self.index: Any = container.index
-        self.entries = [i for i in range(len(container.names)) if container.is_stored(i)]
-        self._has_key = encryption is not None
+        access = Access.to_read(encryption, stream_options, num_readers, trust=trust)
+        container = self.container = open_whole(source, access)
+        self.files, self.index, self.entries = container.files, container.index, container.stored
+        self.readable = container.readable
 
     def __exit__(self, *exc: object) -> None:
         self.container.close()
@@ -89,11 +60,6 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
     def label(self) -> str:
         """The file's name for messages, without credentials."""
         return self.container.source_name
-
-    @property
-    def readable(self) -> bool:
-        """Whether payloads can be read: there is a key, or none is needed."""
-        return self._has_key or not self.index.encrypted
 
     @property
     def ties(self) -> list[tuple[Name, Name, bool]]:
@@ -114,7 +80,7 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
 
     def batches(self, entries: Sequence[int]) -> Iterator[Sequence[int]]:
         """Runs of `entries` whose payloads fit :data:`BATCH_NBYTES`, or single larger ones."""
-        return runs(entries, self.index.loaded_nbytes, BATCH_NBYTES)
+        return self.container.runs(entries)
 
     def read(self, entries: Sequence[int], verify: bool) -> list[torch.Tensor]:
         """Plain tensors of the stored dtype in host memory.
@@ -122,33 +88,15 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
         Raises:
             CryptographyError: The file is encrypted and there is no key.
         """
-        self._check_readable()
-        return self.container.read_raw(entries, verify)
+        return self.container.read(entries, verify)
 
     def read_headers(self, entries: Sequence[int]) -> None:
         """Reads the record headers of `entries`, which tell digests and module indexes, where the format has any."""
-        self._check_readable()
         self.container.read_headers(entries)
-
-    def sha256(self, entry: int) -> Optional[bytes]:
-        """The stored SHA-256 of a tensor whose record header was read; ``None`` where there is none."""
-        if not self.container.has_header(entry):
-            return None
-        headers, position = self.container.header(entry)
-        return dict(headers.hashes(position)).get(HashType.SHA256.value)
 
     def metadata(self) -> Optional[dict[str, str]]:
         """What the writer noted; ``None`` where that is nothing, or encrypted and there is no key."""
-        if self.index.metadata_is_sealed and not self._has_key:
-            return None
         return self.container.metadata()
-
-    def shape(self, entry: int) -> tuple[int, ...]:
-        """The shape: of tensors without data the record header tells it exactly, where it was read."""
-        if self.container.has_header(entry):
-            headers, position = self.container.header(entry)
-            return headers.shape(position)
-        return self.container.shape(entry)
 
     def stored_dtype(self, entry: int) -> str:
         """The dtype as the file has it, from the same places; by its ``.safetensors`` name if torch lacks it."""
@@ -179,20 +127,3 @@ class OpenedFile(AbstractContextManager["OpenedFile"]):
             return dtypes.torch_dtype(self.stored_dtype(entry))
         except FormatError as error:
             raise FormatError(f"{self.label}: tensor {name_text(self.name(entry))!r}: {error}") from None
-
-    def _check_readable(self) -> None:
-        if not self.readable:
-            raise CryptographyError(f"{self.label} is encrypted: a key is needed")
-
-
-def dtype_text(stored: str) -> str:
-    """A stored dtype as torch calls it, without ``torch.``; as it is stored where this torch lacks it."""
-    try:
-        return str(dtypes.torch_dtype(stored)).replace("torch.", "", 1)
-    except FormatError:
-        return stored.partition(dtypes.OPAQUE_SEPARATOR)[2].replace("torch.", "", 1) or stored
-
-
-def name_text(name: Name) -> str:
-    """A name for people: the steps of a path joined by slashes."""
-    return name if isinstance(name, str) else "/".join(map(str, name))

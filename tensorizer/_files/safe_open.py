@@ -9,44 +9,15 @@ from typing import Any, Optional
 import torch
 
 from tensorizer._files.names import flat_names
-from tensorizer._io.sources import is_path, lent
-from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
-from tensorizer._load.device_choice import DeviceArgument, as_device
-from tensorizer._load.slices import TensorSlice
-from tensorizer.deserializer import TensorDeserializer
+from tensorizer._io.access import Access, Trust
+from tensorizer._io.sources import lent
+from tensorizer._load.arguments import DeviceArgument, maps, target_device
+from tensorizer._load.open_file import open_file
+from tensorizer._load.parts import PartReader, TensorSlice
+from tensorizer._load.reader import ReadOptions
 from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["safe_open"]
-
-
-def maps(backend: Optional[str], filename: Any, device: Any, dtype: Optional[torch.dtype], encryption: Any) -> bool:
-    """Whether `backend` asks for a mapping, and the file can be mapped: a local one that goes to the CPU as it is.
-
-    Raises:
-        ValueError: A backend that ``safetensors`` does not know; where it is installed, its ``SafetensorError`` too.
-    """
-    if backend not in (None, "mmap", "pread"):
-        raise _unknown_backend(backend)
-    if backend != "mmap" or dtype is not None or encryption is not None:
-        return False
-    is_local = is_path(filename) and (isinstance(filename, int) or scheme_of(filename) in (None, *LOCAL_SCHEMES))
-    if not is_local or callable(device) or isinstance(device, Mapping):
-        return False
-    return as_device(device).type == "cpu"
-
-
-def _unknown_backend(backend: object) -> ValueError:
-    """What ``safetensors`` raises, where it is installed, and a ``ValueError`` in any case."""
-    kinds: tuple[type, ...] = (ValueError,)
-    try:
-        from safetensors import SafetensorError
-
-        kinds = (SafetensorError, ValueError)
-    except ImportError:
-        pass
-    kind = type("UnknownBackendError", kinds, {})
-    error: ValueError = kind(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
-    return error
 
 
 class safe_open(AbstractContextManager["safe_open"]):
@@ -88,20 +59,12 @@ class safe_open(AbstractContextManager["safe_open"]):
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise ValueError(f"framework: wanted 'pt', found {framework!r}")
-        self._file = TensorDeserializer(
-            lent(filename),
-            device,
-            lazy_load=True,
-            mmap=maps(backend, filename, device, None, encryption),
-            encryption=encryption,
-            stream_options=stream_options,
-            public_key=public_key,
-            signature=signature,
-            require_authenticated=require_authenticated,
-        )
+        options = ReadOptions(target_device(device), mmap=maps(backend))
+        trust = Trust.of(public_key, signature, require_authenticated)
+        self._file = open_file(lent(filename), Access.to_read(encryption, stream_options, trust=trust), options)
         try:
-            self._metadata = self._file._container.metadata()
-            self._entries = flat_names(self._file._container)
+            self._metadata = self._file.metadata()
+            self._entries = flat_names(self._file)
         except BaseException:
             self._file.close()
             raise
@@ -119,7 +82,7 @@ class safe_open(AbstractContextManager["safe_open"]):
 
     def offset_keys(self) -> list[str]:
         """The names of the stored tensors in the order of the file."""
-        aliases = self._file._container.targets
+        aliases = self._file.targets
         return [name for name, i in self._entries.items() if i not in aliases]
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -128,7 +91,7 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: There is none of that name.
         """
-        return self._file._loaded.load_one(self._entries[name]).detach()
+        return self._file.load_one(self._entries[name]).detach()
 
     def get_tensors(self, names: Optional[Sequence[str]] = None) -> dict[str, torch.Tensor]:
         """Several tensors, ``None`` for all, by name."""
@@ -140,4 +103,4 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: There is none of that name.
         """
-        return self._file.get_slice(self._file._container.names[self._entries[name]])
+        return TensorSlice(PartReader(self._file), self._entries[name])

@@ -11,10 +11,10 @@ from tensorizer import _C
 from tensorizer._crypto.keys import signer_of
 from tensorizer._files.opened import OpenedFile
 from tensorizer._files.verify import check_all
+from tensorizer._format.names import listed
+from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
-from tensorizer._io.whole_file import WholeFile
 from tensorizer._load.authenticity import named, read_signature, signature_place
-from tensorizer._load.digests import listed
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError, StreamNotFoundError
 from tensorizer.progress import ProgressArgument

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 from tensorizer import _C
-from tensorizer._files.opened import OpenedFile, name_text
 from tensorizer._format.entries import FilterFuncType
-from tensorizer._format.names import Name
-from tensorizer._load.authenticity import Trust
+from tensorizer._format.names import Name, name_text
+from tensorizer._io.access import Access, Trust
+from tensorizer._load.open_file import OpenFile, open_whole
+from tensorizer._system.redaction import shown_uri
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError
 from tensorizer.progress import ProgressArgument, progress_reporter
 from tensorizer.signing import PublicKeyArgument
 
-__all__ = ["Mismatch", "VerifyReport", "check_all", "verify"]
+__all__ = ["Mismatch", "VerifyReport", "check_all", "sha256_of_hub_file", "verify"]
+
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 
 class Mismatch(NamedTuple):
@@ -111,15 +115,14 @@ def verify(
     """
     wanted = None if sha256 is None else _digest(sha256)
     trust = Trust.of(public_key, signature, require_authenticated)
+    access = Access.to_read(encryption, stream_options, num_readers, progress, trust)
     begin = time.monotonic()
-    with OpenedFile(
-        source, encryption=encryption, num_readers=num_readers, stream_options=stream_options, trust=trust
-    ) as file:
-        chosen = [i for i in file.entries if filter_func is None or filter_func(file.name(i))]
+    with open_whole(source, access) as file:
+        chosen = [i for i in file.stored if filter_func is None or filter_func(file.names[i])]
         source = file.source
         if wanted is not None and source is None:
-            raise ValueError(f"sha256: wanted one file, found the shards of {file.label}")
-        run = _Run(file, fail_fast)
+            raise ValueError(f"sha256: wanted one file, found the shards of {file.source_name}")
+        run = _Verification(file, fail_fast)
         total = sum(map(file.index.data_nbytes, chosen)) + (source.size() or 0 if wanted and source else 0)
         with progress_reporter(progress, total, "verifying") as report:
             run.check(chosen, report)
@@ -127,42 +130,43 @@ def verify(
             if source is not None and wanted is not None and not (fail_fast and run.mismatched):
                 found = _C.sha256_of(source, None if report is None else lambda done: report(run.nbytes + done)).hex()
         return VerifyReport(
-            source=file.label,
+            source=file.source_name,
             format=file.index.format,
             verified=tuple(run.verified),
             mismatched=tuple(run.mismatched),
             unverified=tuple(run.unverified),
-            index_matches=file.container.index_matches,
+            index_matches=file.index_matches,
             sha256=found,
             sha256_matches=None if found is None or wanted is None else found == wanted,
             nbytes=run.nbytes,
             seconds=time.monotonic() - begin,
             sharded=source is None,
-            authenticated=file.container.authenticated,
-            signers=tuple(signer.hex() for signer in file.container.signers),
+            authenticated=file.authenticated,
+            signers=tuple(signer.hex() for signer in file.signers),
         )
 
 
-def check_all(file: OpenedFile, progress: ProgressArgument) -> None:
+def check_all(file: Any, progress: ProgressArgument) -> None:
     """Reads every tensor of an open file.
 
     Raises:
         HashMismatchError, CryptographyError, FormatError: One of them, or the index, is not what was written.
     """
-    file.container.verify_index()
-    with progress_reporter(progress, sum(map(file.index.data_nbytes, file.entries)), "verifying") as report:
+    file = getattr(file, "container", file)  # while writers have an OpenedFile
+    file.verify_index()
+    with progress_reporter(progress, sum(map(file.index.data_nbytes, file.stored)), "verifying") as report:
         done = 0
-        for batch in file.batches(file.entries):
+        for batch in file.runs(file.stored):
             file.read(batch, verify=True)
             done += sum(map(file.index.data_nbytes, batch))
             if report is not None:
                 report(done)
 
 
-class _Run:
+class _Verification:
     """One pass over the tensors of a file."""
 
-    def __init__(self, file: OpenedFile, fail_fast: bool) -> None:
+    def __init__(self, file: OpenFile, fail_fast: bool) -> None:
         self._file, self._fail_fast = file, fail_fast
         self.verified: list[Name] = []
         self.mismatched: list[Mismatch] = []
@@ -170,7 +174,7 @@ class _Run:
         self.nbytes = 0
 
     def check(self, entries: list[int], report: Any) -> None:
-        for batch in self._file.batches(entries):
+        for batch in self._file.runs(entries):
             self._check_batch(list(batch))
             self.nbytes += sum(map(self._file.index.data_nbytes, batch))
             if report is not None:
@@ -190,19 +194,41 @@ class _Run:
                 return
             if isinstance(error, CryptographyError) and not self.verified and not self.mismatched:
                 raise  # the key may be wrong: that says nothing about the data
-            self.mismatched.append(Mismatch(self._file.name(batch[0]), str(error)))
+            self.mismatched.append(Mismatch(self._file.names[batch[0]], str(error)))
             return
-        container = self._file.container
         for i in batch:
-            proved = self._file.index.encrypted or not container.lacks_hashes(i)
-            (self.verified if proved else self.unverified).append(self._file.name(i))
+            proved = self._file.index.encrypted or not self._file.lacks_hashes(i)
+            (self.verified if proved else self.unverified).append(self._file.names[i])
 
 
 def _digest(text: str) -> str:
     lowered = text.strip().lower()
-    if len(lowered) != 64 or any(letter not in "0123456789abcdef" for letter in lowered):
+    if not _SHA256.match(lowered):
         raise ValueError(f"sha256: wanted 64 hexadecimal digits, found {len(lowered)} characters")
     return lowered
+
+
+def sha256_of_hub_file(uri: str) -> str:
+    """The SHA-256 that the hub states for a large file (it is the file's ETag there).
+
+    Args:
+        uri: ``hf://org/name[@revision]/path``.
+
+    Raises:
+        ValueError: Another URI.
+        FormatError: The hub states none, as for small files that it keeps in git.
+        ImportError: The package ``huggingface_hub`` is not installed.
+    """
+    match = re.fullmatch(r"hf://(?:models/)?([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", uri)
+    if match is None:
+        raise ValueError(f"wanted hf://org/name[@revision]/path, found {shown_uri(uri)}")
+    import huggingface_hub
+
+    url = huggingface_hub.hf_hub_url(match[1], match[3], revision=match[2])
+    etag = huggingface_hub.get_hf_file_metadata(url).etag or ""
+    if not _SHA256.match(etag):
+        raise FormatError(f"{shown_uri(uri)}: the hub states no SHA-256 for it")
+    return etag
 
 
 def describe(report: VerifyReport) -> str:

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
+import dataclasses
+import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
 from tensorizer import _C
-from tensorizer._files.contents import Content, Contents, batches, cast
-from tensorizer._files.copy import check_target
+from tensorizer._files.contents import Contents
+from tensorizer._files.copy import check_target, other_forms, remove_files
 from tensorizer._files.names import double_name, flat_name
-from tensorizer._files.older_forms import older_forms, remove_forms
-from tensorizer._files.opened import OpenedFile, name_text
-from tensorizer._files.targets import Write, safetensors_target, tensors_target
-from tensorizer._files.together import TogetherOrNot
+from tensorizer._files.opened import BATCH_NBYTES, OpenedFile, name_text
 from tensorizer._format import shards
-from tensorizer._format.names import Name, path_of
-from tensorizer._format.safetensors import HeaderEntry, canonical_order, check_entries
-from tensorizer._io.sinks import place_of_new_file
-from tensorizer._io.unnamed_file import UnnamedFile
+from tensorizer._format.dtypes import CASTABLE
+from tensorizer._format.names import Path, name_of
+from tensorizer._format.payloads import contiguous, is_copied
+from tensorizer._format.safetensors import canonical_order, check_entries, header_bytes
+from tensorizer._io.access import Access
+from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
 from tensorizer._load.arguments import check_dtype
-from tensorizer._save.hashes import HASH_NAMES, check_hashes
+from tensorizer._save.records import Record
+from tensorizer._save.session import (
+    HASH_NAMES,
+    check_hashes,
+    memory_of,
+    on_fast_device,
+    tensors_file,
+    write_tensors,
+)
 from tensorizer._system.redaction import shown_location
+from tensorizer._system.sizes import runs
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
-from tensorizer.progress import ProgressArgument, progress_reporter
+from tensorizer.progress import progress_reporter
 
 __all__ = ["Plan", "WriteOptions", "file_in_folder", "format_of", "write_contents"]
 
@@ -40,6 +50,11 @@ TIES = ("once", "twice", "error")
 #: single tensors of large models are larger than a batch.
 _AHEAD_NBYTES = 256 << 20
 
+_NOTHING = torch.empty(0, device="cpu")
+
+# Files that are written together keep a descriptor each, up to so many; more have hidden names until they appear.
+_MOST_UNNAMED = 256
+
 
 class WriteOptions(NamedTuple):
     """How tensors are written; the meanings are those of the arguments of :func:`tensorizer.convert`."""
@@ -48,27 +63,27 @@ class WriteOptions(NamedTuple):
     dtype: Optional[torch.dtype] = None
     max_shard_size: Union[str, int, None] = None
     ties: str = "once"
-    encryption: Any = None
     hashes: Union[str, Collection[str], None] = HASH_NAMES
     check: bool = False
     keep_order: bool = False
     flatten: bool = False
     force: bool = True
     dry_run: bool = False
-    progress: ProgressArgument = False
-    stream_options: Optional[Mapping[str, Any]] = None
+    max_workers: int = 0
     reads: Collection[str] = ()
     """Absolute paths, or URIs, of the files that the contents come from: they are never removed."""
 
 
-def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tuple[Plan, list[Any]]:
+def write_contents(contents: Contents, target: Any, options: WriteOptions, access: Access) -> tuple[Plan, list[Any]]:
     """Writes tensors to one file or several; errors as :func:`tensorizer.convert`.
 
     Returns:
         What was planned, and the files in the order in which they were written.
     """
-    check_dtype(options.dtype)
-    plan = _plan(contents, format_of(target, options.format), options)
+    if options.dtype is not None:
+        check_dtype(options.dtype)
+    hashes = check_hashes(options.hashes, encrypted=access.encryption is not None)
+    plan = _plan(contents, format_of(target, options.format), options, access)
     names: list[Any] = [target]
     if len(plan.shards) > 1:
         if not isinstance(target, (str, os.PathLike)):
@@ -76,9 +91,9 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tu
         names = list(shards.shard_names(os.fspath(target), len(plan.shards)))
     files = names if len(names) == 1 else [*names, shards.index_name(os.fspath(target))]
     for file in files:
-        check_target(file, options.force, options.stream_options)
+        check_target(file, options.force, access.stream_options)
     # Who writes one named file has said nothing of others. Who lets a model have shards means all of its files.
-    old = [] if options.max_shard_size is None else older_forms(target, files, options.stream_options)
+    old = [] if options.max_shard_size is None else other_forms(target, files, access.stream_options)
     old = [path for path in old if path not in options.reads]
     if old and not options.force:
         raise StreamExistsError(
@@ -86,9 +101,9 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions) -> tu
         )
     if not options.dry_run:
         total = plan.nbytes * (2 if options.check else 1)
-        with progress_reporter(options.progress, total, "writing") as report:
-            _Run(contents, plan, options, report).write(names)
-        remove_forms(old, options.stream_options)
+        with progress_reporter(access.progress, total, "writing") as report:
+            _Writing(contents, plan, options, access, hashes, report).write(names)
+        remove_files(old, access.stream_options)
     return plan, files
 
 
@@ -118,73 +133,89 @@ class Plan(NamedTuple):
     """Tensors in the order of the target, by file."""
 
     format: str
-    items: list[Content]
-    names: list[Name]  # as they will be stored
+    records: Sequence[Record]
+    names: Sequence[str]
+    """As users see them: of ``.safetensors`` those in the file."""
     shards: list[range]
     metadata: Optional[Mapping[str, str]]
-    ties: Mapping[Name, Name]
-    stored_ties: Mapping[Name, Name]
+    ties: Mapping[Path, Path]
+    stored_ties: Mapping[Path, Path]
 
     @property
     def nbytes(self) -> int:
-        return sum(item.nbytes for item in self.items)
+        return sum(record.nbytes for record in self.records)
 
-    def names_in(self, run: range) -> Iterator[str]:
+    def names_in(self, run: range) -> Sequence[str]:
         """What an index of shards maps to the shard of `run`: stored names, as far as they are in it."""
-        here = [*self.names[run.start : run.stop]]
-        if self.format == "tensors":
-            kept = set(here)
-            here += [alias for alias, other in self.ties.items() if other in kept]
-        for name in here:
-            yield _C.stored_name(path_of(name)).decode() if self.format == "tensors" else name_text(name)
+        if self.format == "safetensors":
+            return self.names[run.start : run.stop]
+        here = [record.path for record in self.records[run.start : run.stop]]
+        kept = set(here)
+        here += [alias for alias, other in self.ties.items() if other in kept]
+        return [_C.stored_name(path).decode() for path in here]
 
 
-def _plan(contents: Contents, format: str, options: WriteOptions) -> Plan:
+def _plan(contents: Contents, format: str, options: WriteOptions, access: Access) -> Plan:
     ties = options.ties
     if ties not in TIES:
         raise ValueError(f"ties: wanted one of {', '.join(TIES)}, found {ties!r}")
-    if format == "safetensors" and options.encryption is not None:
+    if format == "safetensors" and access.encryption is not None:
         raise UnsupportedContentError("a .safetensors file cannot be encrypted")
-    limit = None if options.max_shard_size is None else shards.nbytes_of(options.max_shard_size)
-    items = [cast(item, options.dtype) for item in contents.items]
-    aliases, stored_twice = dict(contents.ties), dict(contents.stored_ties)
-    if (aliases or stored_twice) and ties == "error":
-        shared = {**aliases, **stored_twice}
-        texts = [f"{name_text(alias)} = {name_text(kept)}" for alias, kept in shared.items()]
+    limit = math.inf if options.max_shard_size is None else shards.nbytes_of(options.max_shard_size)
+    all_records = [_cast(record, options.dtype) for record in contents.records]
+    own = {record.path: record for record in all_records}
+    stored_twice: Mapping[Path, Path] = {}
+    aliases = contents.ties
+    if aliases and ties == "error":
+        texts = [f"{name_text(alias)} = {name_text(kept)}" for alias, kept in aliases.items()]
         raise UnsupportedContentError(f"tensors share memory: {', '.join(texts)}")
-    if ties == "once":
-        items = [item for item in items if item.name not in stored_twice]
-        aliases, stored_twice = {**aliases, **stored_twice}, {}
     if ties == "twice":
-        items += _copies(items, aliases)
-        aliases, stored_twice = {}, {**aliases, **stored_twice}
-    names: list[Name] = [item.name for item in items]
+        second = {record.path for record in all_records if record.is_second_name}
+        stored_twice = {alias: kept for alias, kept in aliases.items() if alias not in second}
+        aliases = {alias: kept for alias, kept in aliases.items() if alias in second}
+    records = [record for record in all_records if record.path not in aliases]
+    records += _stored_apart({alias: kept for alias, kept in stored_twice.items() if alias not in own}, own)
+    names = [name_text(record.path) for record in records]
     if format == "safetensors":
-        flat = _flat_names(items, aliases, options.flatten)
+        flat = _flat_names(records, aliases, options.flatten)
         # Ties are told in the metadata alone, where readers have to recognise them.
         noted = contents.metadata or {}
         untold = {a: kept for a, kept in aliases.items() if not _is_told(flat[a], flat[kept], noted)}
-        items += _copies(items, untold)
-        aliases = {flat[alias]: flat[kept] for alias, kept in aliases.items() if alias not in untold}
-        entries = [HeaderEntry(flat[item.name], item.dtype, item.shape) for item in items]
+        records += _stored_apart(untold, own)
+        aliases = {(flat[alias],): (flat[kept],) for alias, kept in aliases.items() if alias not in untold}
+        entries = [(flat[record.path], record.dtype, record.shape) for record in records]
         check_entries(entries)
         # Cut before they are sorted: what the model has together lies in one shard, as with the hub's own function.
-        runs = shards.split([item.nbytes for item in items], limit)
+        cuts = _cuts(records, limit)
         if not options.keep_order:
-            order = [run[i] for run in runs for i in canonical_order([entries[j] for j in run])]
-            items = [items[i] for i in order]
-        names = [flat[item.name] for item in items]
-    elif not items:
+            order = [cut[i] for cut in cuts for i in canonical_order([entries[j] for j in cut])]
+            records = [records[i] for i in order]
+        names = [flat[record.path] for record in records]
+    elif not records:
         raise UnsupportedContentError("a .tensors file holds at least one tensor, and there is none to write")
     else:
-        runs = shards.split([item.nbytes for item in items], limit)
-    return Plan(format, items, names, runs, contents.metadata, aliases, stored_twice)
+        cuts = _cuts(records, limit)
+    return Plan(format, records, names, cuts, contents.metadata, aliases, stored_twice)
 
 
-def _copies(items: Sequence[Content], aliases: Mapping[Name, Name]) -> list[Content]:
-    """The aliases as tensors of their own."""
-    stored = {item.name: item for item in items}
-    return [stored[kept]._replace(name=alias) for alias, kept in aliases.items()]
+def _cast(record: Record, dtype: Optional[torch.dtype]) -> Record:
+    """The record as ``dtype=`` changes it: floating point of 16 bits and more only."""
+    if dtype is None or record.dtype not in CASTABLE or dtype not in CASTABLE:
+        return record
+    return dataclasses.replace(record, dtype=dtype, stored=None)
+
+
+def _stored_apart(aliases: Mapping[Path, Path], own: Mapping[Path, Record]) -> list[Record]:
+    """The aliases as tensors of their own: as their source has them, or else as the tensor that they stand for."""
+    return [
+        own[alias] if alias in own else dataclasses.replace(own[kept], path=alias) for alias, kept in aliases.items()
+    ]
+
+
+def _cuts(records: Sequence[Record], limit: float) -> list[range]:
+    """What lies in each file: at most `limit` bytes, or one larger tensor."""
+    cuts = runs(range(len(records)), lambda i: records[i].nbytes, limit)
+    return [range(cut[0], cut[-1] + 1) for cut in cuts] or [range(0)]
 
 
 def _is_told(alias: str, kept: str, metadata: Mapping[str, str]) -> bool:
@@ -194,18 +225,20 @@ def _is_told(alias: str, kept: str, metadata: Mapping[str, str]) -> bool:
     return metadata.get(alias, kept) == kept and _C.names_of_one_model(alias, kept)
 
 
-def _flat_names(items: Sequence[Content], aliases: Mapping[Name, Name], flatten: bool) -> dict[Name, str]:
+def _flat_names(records: Sequence[Record], aliases: Mapping[Path, Path], flatten: bool) -> dict[Path, str]:
     """What ``.safetensors`` calls tensors and aliases."""
-    nested = [name_text(item.name) for item in items if not isinstance(item.name, str)]
+    nested = [
+        name_text(record.path) for record in records if len(record.path) > 1 or not isinstance(record.path[0], str)
+    ]
     if nested and not flatten:
         raise UnsupportedContentError(
             f".safetensors holds no nested names: {', '.join(nested[:10])}{' …' if len(nested) > 10 else ''}; "
             "flatten joins their steps with dots"
         )
-    types = {item.name: item.type for item in items}
+    types = {record.path: record.type for record in records}
     types.update({alias: types[kept] for alias, kept in aliases.items()})
-    flat = {name: flat_name(name, type) for name, type in types.items()}
-    double = double_name(flat.items())
+    flat = {path: flat_name(path, type) for path, type in types.items()}
+    double = double_name((name_of(path), text) for path, text in flat.items())
     if double is not None:
         raise UnsupportedContentError(double)
     return flat
@@ -213,99 +246,148 @@ def _flat_names(items: Sequence[Content], aliases: Mapping[Name, Name], flatten:
 
 # --- writing --------------------------------------------------------------------------------------------------------
 
+Write = Callable[[Sequence[torch.Tensor]], None]
 
-class _Run:
+
+class _Writing:
     """One file or set of shards on its way."""
 
-    def __init__(self, contents: Contents, plan: Plan, options: WriteOptions, report: Any) -> None:
-        self._contents, self._plan, self._options, self._report = contents, plan, options, report
-        self._hashes = check_hashes(options.hashes, encrypted=options.encryption is not None)
+    def __init__(
+        self, contents: Contents, plan: Plan, options: WriteOptions, access: Access, hashes: frozenset[str], report: Any
+    ) -> None:
+        self._contents, self._plan, self._options, self._access = contents, plan, options, access
+        self._hashes, self._report = hashes, report
         self._done = 0
 
     def write(self, names: Sequence[Any]) -> None:
-        if len(names) == 1:
-            self._write_single(names[0], self._plan.shards[0])
-            return
-        with TogetherOrNot(names, self._options.stream_options) as places:
-            files: dict[str, str] = {}
-            for place, name, run in zip(places, names, self._plan.shards):
-                self._write_one(place, run)
-                files.update(dict.fromkeys(self._plan.names_in(run), os.path.basename(name)))
+        """Writes all files; local ones get their names when all of them are complete and were read back.
+
+        In a store an object appears when it was written, and its check comes then; shards mean nothing without the
+        index, which comes last.
+        """
+        many = len(names) > _MOST_UNNAMED
+        files: dict[str, str] = {}
+        with contextlib.ExitStack() as stack:
+            unpublished = []
+            for name, run in zip(names, self._plan.shards):
+                place = place_of_new_file(name) if self._options.check or len(names) > 1 else None
+                if place is None:
+                    self._read_back(name, run, self._write_one(name, run))
+                else:
+                    new = stack.enter_context(NewFile(place.path, place.mode, many))
+                    with new.open("wb+") as stream:
+                        crcs = self._write_one(stream, run)
+                    with new.open("rb") as stream:
+                        self._read_back(stream, run, crcs)
+                    new.complete()
+                    unpublished.append(new)
+                if len(names) > 1:
+                    files.update(dict.fromkeys(self._plan.names_in(run), os.path.basename(name)))
+            for new in unpublished:
+                new.publish()
+        if files:
             # An encrypted model keeps its metadata and ties in the annexes of its shards.
             texts = {} if self._plan.format == "tensors" else self._texts()
             index = shards.index_bytes(files, self._plan.nbytes, texts)
-            places.finish(shards.index_name(shards.name_of_shard(names[0])), index)
+            name = shards.index_name(shards.name_of_shard(names[0]))
+            with WholeFile(name, self._access.stream_options) as file:
+                file.append(index)
 
-    def _write_single(self, target: Any, run: range) -> None:
-        place = place_of_new_file(target) if self._options.check else None
-        if place is None:  # in a store the check can only come when the object is there
-            self._write_one(target, run)
-            return
-        with UnnamedFile(place.path, place.mode) as file:
-            with file.open("wb+") as stream:
-                crcs = self._write_payloads(stream, run)
-            with file.open("rb") as stream:
-                self._check_target(stream, run, crcs)
-            file.publish()
+    def _write_one(self, target: Any, run: range) -> list[int]:
+        open_target = self._tensors_target if self._plan.format == "tensors" else self._safetensors_target
+        with open_target(target, run) as write:
+            return self._copy(self._plan.records[run.start : run.stop], write)
 
-    def _write_one(self, target: Any, run: range) -> None:
-        crcs = self._write_payloads(target, run)
-        if self._options.check:
-            self._check_target(target, run, crcs)
-
-    def _write_payloads(self, target: Any, run: range) -> list[int]:
-        with self._open(target, run) as write:
-            return self._copy(self._plan.items[run.start : run.stop], write)
-
-    def _open(self, target: Any, run: range) -> AbstractContextManager[Write]:
-        plan, options = self._plan, self._options
-        items = plan.items[run.start : run.stop]
-        if plan.format == "tensors":
-            here = {item.name for item in items}
-            return tensors_target(
-                target,
-                items,
-                encryption=options.encryption,
-                hashes=self._hashes,
-                metadata=(plan.metadata or {}) if run.start == 0 else {},
-                ties={alias: kept for alias, kept in plan.ties.items() if kept in here},
-                stored_ties={a: kept for a, kept in plan.stored_ties.items() if kept in here and a in here},
-                stream_options=options.stream_options,
+    @contextlib.contextmanager
+    def _tensors_target(self, target: Any, run: range) -> Iterator[Write]:
+        plan = self._plan
+        records = plan.records[run.start : run.stop]
+        here = {record.path for record in records}
+        ties = [(alias, kept, False) for alias, kept in plan.ties.items() if kept in here]
+        ties += [(alias, kept, True) for alias, kept in plan.stored_ties.items() if kept in here and alias in here]
+        before = self._done
+        with tensors_file(
+            target,
+            records,
+            ties,
+            hashes=self._hashes,
+            metadata=plan.metadata if run.start == 0 else None,
+            max_workers=self._options.max_workers,
+            encryption=self._access.encryption,
+            stream_options=self._access.stream_options,
+        ) as session:
+            report = self._report
+            yield lambda tensors: write_tensors(
+                session, tensors, None if report is None else lambda done: report(before + done)
             )
-        metadata: Optional[dict[str, str]] = {"format": "pt"}  # what transformers insists on in shards
+
+    @contextlib.contextmanager
+    def _safetensors_target(self, target: Any, run: range) -> Iterator[Write]:
+        plan = self._plan
+        metadata: Optional[Mapping[str, str]] = {"format": "pt"}  # what transformers insists on in shards
         if len(plan.shards) == 1:
             metadata = None if plan.metadata is None and not plan.ties else self._texts()
-        names = [name_text(name) for name in plan.names[run.start : run.stop]]
-        return safetensors_target(target, items, names, metadata, options.stream_options)
+        records = plan.records[run.start : run.stop]
+        names = plan.names[run.start : run.stop]
+        header = header_bytes([(name, r.dtype, r.shape) for name, r in zip(names, records)], metadata)
+        with WholeFile(target, self._access.stream_options) as file:
+            file.reserve(len(header) + sum(record.tensor_nbytes for record in records))
+            file.append(header)
+
+            def write(tensors: Sequence[torch.Tensor]) -> None:
+                data = [contiguous(tensor, on_device=False) for tensor in tensors]  # alive until the call returns
+                file.append_memory([memory_of(tensor) for tensor in data])
+
+            yield write
 
     def _texts(self) -> dict[str, str]:
         """The metadata of ``.safetensors``: what the source had, and aliases as ``save_model`` notes them."""
         aliases = {name_text(alias): name_text(kept) for alias, kept in self._plan.ties.items()}
         return {**(self._plan.metadata or {}), **aliases}
 
-    def _copy(self, items: Sequence[Content], write: Write) -> list[int]:
+    def _copy(self, records: Sequence[Record], write: Write) -> list[int]:
         """Writes all payloads of one file; the CRC-32 of each, where they are wanted."""
         crcs: list[int] = []
-        for batch, tensors in self._read_ahead(items):
+        for batch, tensors in self._read_ahead(records):
             if self._options.check:
-                crcs += _C.crc32_of([_memory(tensor) for tensor in tensors])
+                crcs += _C.crc32_of([memory_of(tensor) for tensor in tensors])
             write(tensors)
             del tensors  # before the next ones are waited for
-            self._note(sum(item.nbytes for item in batch))
+            self._add(sum(record.nbytes for record in batch))
         return crcs
 
-    def _read_ahead(self, items: Sequence[Content]) -> Iterator[tuple[Sequence[Content], list[torch.Tensor]]]:
-        """Batch by batch; the next one is read while the caller has the one before, where memory for both is little."""
+    def _batches(self, records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+        """What is read at once: for tensors in memory what has to be copied counts, and they are on one device."""
+        to_file = self._plan.format == "tensors" and not self._options.check
 
-        def read(batch: Sequence[Content]) -> tuple[Sequence[Content], list[torch.Tensor]]:
-            return batch, [tensor.to(item.dtype) for item, tensor in zip(batch, self._contents.read(batch))]
+        def nbytes(record: Record) -> int:
+            tensor = record.source
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != record.dtype or not to_file:
+                return record.nbytes
+            return record.nbytes if is_copied(tensor, on_fast_device(tensor)) else 0
+
+        def device(record: Record) -> Optional[torch.device]:
+            return record.source.device if isinstance(record.source, torch.Tensor) else None
+
+        return runs(records, nbytes, BATCH_NBYTES, device)
+
+    def _read_ahead(self, records: Sequence[Record]) -> Iterator[tuple[Sequence[Record], list[torch.Tensor]]]:
+        """Batches with their tensors; as long as memory allows it, one is read while the one before is written."""
+        Read = tuple[Sequence[Record], list[torch.Tensor]]
+
+        def read(batch: Sequence[Record]) -> Read:
+            # Zeros that a .tensors file need not hold are not made either.
+            real = [r for r in batch if self._plan.format != "tensors" or not (r.without_data and r.shape)]
+            tensors = dict(zip((record.path for record in real), self._contents.read(real)))
+            found = [tensors.get(r.path, _NOTHING).to(r.dtype) for r in batch]
+            return batch, [contiguous(tensor, on_device=False) for tensor in found] if self._options.check else found
 
         with concurrent.futures.ThreadPoolExecutor(1, "tensorizer-convert") as reader:
-            ahead: collections.deque[concurrent.futures.Future[tuple[Sequence[Content], list[torch.Tensor]]]]
+            ahead: collections.deque[concurrent.futures.Future[Read]]
             ahead = collections.deque()  # a future that is taken out keeps no tensors of the caller's alive
             nbytes_ahead = 0
-            for batch in batches(items):
-                nbytes = sum(item.nbytes for item in batch)
+            for batch in self._batches(records):
+                nbytes = sum(record.nbytes for record in batch)
                 if ahead and nbytes_ahead + nbytes > _AHEAD_NBYTES:
                     yield ahead.popleft().result()
                 ahead.append(reader.submit(read, batch))
@@ -315,34 +397,32 @@ class _Run:
             if ahead:
                 yield ahead.popleft().result()
 
-    def _check_target(self, target: Any, run: range, crcs: Sequence[int]) -> None:
-        """Reads the target back."""
-        items = self._plan.items[run.start : run.stop]
-        decryption = None if self._options.encryption is None else _decryption_of(self._options.encryption)
-        with OpenedFile(target, encryption=decryption, stream_options=self._options.stream_options) as file:
-            if len(file.entries) != len(items):
-                raise HashMismatchError(f"{file.label}: wanted {len(items)} tensors, found {len(file.entries)}")
-            for entries in file.batches(range(len(items))):
+    def _read_back(self, target: Any, run: range, crcs: Sequence[int]) -> None:
+        """Reads the target back, where that is wanted, and compares it with what was read from the source."""
+        if not self._options.check:
+            return
+        records = self._plan.records[run.start : run.stop]
+        encryption = self._access.encryption
+        decryption = None if encryption is None else _decryption_of(encryption)
+        with OpenedFile(target, encryption=decryption, stream_options=self._access.stream_options) as file:
+            if len(file.entries) != len(records):
+                raise HashMismatchError(f"{file.label}: wanted {len(records)} tensors, found {len(file.entries)}")
+            for entries in file.batches(range(len(records))):
                 tensors = file.read(entries, verify=file.index.stores_hashes)
-                found = _C.crc32_of([_memory(tensor) for tensor in tensors])
+                found = _C.crc32_of([memory_of(tensor) for tensor in tensors])
                 for i, crc in zip(entries, found):
-                    if crc != crcs[i] and not items[i].without_data:
+                    if crc != crcs[i] and not records[i].without_data:
                         raise HashMismatchError(
-                            f"{file.label}: tensor {name_text(items[i].name)!r}: "
+                            f"{file.label}: tensor {name_text(records[i].path)!r}: "
                             f"wanted CRC-32 {crcs[i]:08x}, as read from the source, found {crc:08x}"
                         )
                 del tensors  # before the next ones are read
-                self._note(sum(items[i].nbytes for i in entries))
+                self._add(sum(records[i].nbytes for i in entries))
 
-    def _note(self, nbytes: int) -> None:
+    def _add(self, nbytes: int) -> None:
         self._done += nbytes
         if self._report is not None:
             self._report(self._done)
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    nbytes = tensor.numel() * tensor.element_size()
-    return (tensor.data_ptr() if nbytes else 0, nbytes)
 
 
 def _decryption_of(encryption: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -11,13 +12,18 @@ import torch
 from tensorizer.errors import FormatError
 
 __all__ = [
+    "CASTABLE",
     "INTEGER_OF_WIDTH",
     "OPAQUE_SEPARATOR",
     "LoadedDtype",
+    "casts",
+    "dtype_text",
+    "known_dtype",
     "numpy_storage",
     "resolve",
     "stored_for_array",
     "stored_for_tensor",
+    "torch_dtype",
 ]
 
 OPAQUE_SEPARATOR = "\0"
@@ -63,6 +69,8 @@ _DLPACK = {
     torch.complex64: (_COMPLEX, 64),
     torch.complex128: (_COMPLEX, 128),
 }
+#: What ``dtype=`` converts among each other; everything else stays as it is stored.
+CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TORCH_NAME = re.compile(r"torch\.([A-Za-z_]\w*)\Z")
 
@@ -98,6 +106,29 @@ def torch_dtype(stored: str) -> torch.dtype:
             f"{name} has {found.itemsize}"
         )
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def known_dtype(stored: bytes) -> Optional[torch.dtype]:
+    """The torch dtype that an index shows; ``None`` where only the record header names it, or torch has none."""
+    try:
+        return torch_dtype(stored.decode("utf-8", "replace"))
+    except FormatError:
+        return None
+
+
+def dtype_text(stored: str) -> str:
+    """A stored dtype as torch calls it, without ``torch.``; as it is stored where this torch lacks it."""
+    try:
+        return str(torch_dtype(stored)).replace("torch.", "", 1)
+    except FormatError:
+        return stored.partition(OPAQUE_SEPARATOR)[2].replace("torch.", "", 1) or stored
+
+
+@functools.lru_cache(maxsize=256)
+def casts(stored: Optional[torch.dtype], wanted: Optional[torch.dtype]) -> bool:
+    """Whether ``dtype=wanted`` converts tensors of the dtype `stored`, or may where that is not known."""
+    return wanted in CASTABLE and stored != wanted and (stored is None or stored in CASTABLE)
 
 
 def _normalized(numpy_part: str) -> torch.dtype:

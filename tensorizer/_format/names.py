@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Union
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Key", "Name", "Path", "display", "modules_of", "path_of"]
+__all__ = ["Key", "Name", "Path", "display", "listed", "modules_of", "name_of", "name_text", "path_of"]
+
+# Names in a message that is about many tensors.
+_SHOWN_NAMES = 5
 
 #: One layer of a path: a mapping's key, or a position in a list.
 Key = Union[str, int]
@@ -21,9 +25,24 @@ def path_of(name: Name) -> Path:
     return (name,) if isinstance(name, str) else name
 
 
+def name_of(path: Path) -> Name:
+    """What users see of a path."""
+    return path[0] if len(path) == 1 and isinstance(path[0], str) else path
+
+
 def display(path: Path) -> str:
     """A path for messages, cut to 200 characters."""
     return "the top level" if not path else "/".join(map(str, path))[:200]
+
+
+def name_text(name: Name) -> str:
+    """A name for people: the steps of a path joined by slashes."""
+    return name if isinstance(name, str) else "/".join(map(str, name))
+
+
+def listed(names: Sequence[Name]) -> str:
+    """Names for a message, the first few of many."""
+    return ", ".join(repr(name) for name in names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

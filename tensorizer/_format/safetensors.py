@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 
@@ -12,7 +12,7 @@ from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer.errors import UnsupportedContentError
 
-__all__ = ["METADATA", "HeaderEntry", "canonical_order", "check_entries", "header_bytes", "safetensors_dtype"]
+__all__ = ["METADATA", "Entry", "canonical_order", "check_entries", "header_bytes", "safetensors_dtype"]
 
 METADATA = "__metadata__"
 
@@ -25,19 +25,11 @@ def safetensors_dtype(dtype: torch.dtype) -> Optional[str]:
         return None
 
 
-class HeaderEntry(NamedTuple):
-    """One tensor to be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+#: Name, dtype and shape of a tensor to be written.
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
 
 
-def canonical_order(entries: Sequence[HeaderEntry]) -> list[int]:
+def canonical_order(entries: Sequence[Entry]) -> list[int]:
     """Positions of `entries` in the order of the reference's writer: dtypes by rank, then names by their bytes.
 
     Raises:
@@ -47,7 +39,7 @@ def canonical_order(entries: Sequence[HeaderEntry]) -> list[int]:
     return _C.safetensors_order(_described(entries))
 
 
-def header_bytes(entries: Sequence[HeaderEntry], metadata: Optional[Mapping[str, str]]) -> bytes:
+def header_bytes(entries: Sequence[Entry], metadata: Optional[Mapping[str, str]]) -> bytes:
     """The length field and the header of a file that holds `entries` one behind the other.
 
     Padded with spaces to a multiple of 8, so that every payload of the canonical order lies at a multiple of its
@@ -61,30 +53,26 @@ def header_bytes(entries: Sequence[HeaderEntry], metadata: Optional[Mapping[str,
     return _C.safetensors_header(_described(entries), None if metadata is None else list(metadata.items()))
 
 
-def check_entries(entries: Sequence[HeaderEntry]) -> None:
+def check_entries(entries: Sequence[Entry]) -> None:
     """Refuses, by name and all at once, what the format cannot hold."""
-    names = {dtype: safetensors_dtype(dtype) for dtype in {entry.dtype for entry in entries}}
-    strange = [f"{entry.name!r} ({entry.dtype})" for entry in entries if names[entry.dtype] is None]
+    names = {dtype: safetensors_dtype(dtype) for dtype in {dtype for _, dtype, _ in entries}}
+    strange = [f"{name!r} ({dtype})" for name, dtype, _ in entries if names[dtype] is None]
     strange += [
-        f"{entry.name!r} (a scalar of {entry.dtype})"
-        for entry in entries
-        if names[entry.dtype] == "F4" and not entry.shape
+        f"{name!r} (a scalar of {dtype})" for name, dtype, shape in entries if names[dtype] == "F4" and not shape
     ]
     if strange:
         raise UnsupportedContentError(f".safetensors has no dtype for {', '.join(strange)}")
-    if any(entry.name == METADATA for entry in entries):
+    if any(name == METADATA for name, _, _ in entries):
         raise UnsupportedContentError(f"no reader of .safetensors finds a tensor named {METADATA!r}")
 
 
-def _described(entries: Sequence[HeaderEntry]) -> list[tuple[str, bytes, Sequence[int], int]]:
-    stored = {dtype: stored_for_tensor(dtype).encode() for dtype in {entry.dtype for entry in entries}}
+def _described(entries: Sequence[Entry]) -> list[tuple[str, bytes, Sequence[int], int]]:
+    stored = {dtype: stored_for_tensor(dtype).encode() for dtype in {dtype for _, dtype, _ in entries}}
     described: list[tuple[str, bytes, Sequence[int], int]] = []
-    for entry in entries:
+    for name, dtype, shape in entries:
         try:
-            entry.name.encode()
+            name.encode()
         except UnicodeEncodeError:
-            raise UnsupportedContentError(
-                f"tensor {entry.name!r}: names that are no Unicode cannot be stored"
-            ) from None
-        described.append((entry.name, stored[entry.dtype], entry.shape, entry.nbytes))
+            raise UnsupportedContentError(f"tensor {name!r}: names that are no Unicode cannot be stored") from None
+        described.append((name, stored[dtype], shape, math.prod(shape) * dtype.itemsize))
     return described

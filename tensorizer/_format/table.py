@@ -10,7 +10,6 @@ from tensorizer._format import dtypes
 from tensorizer._format.entries import TensorEntry, TensorType
 from tensorizer._format.names import Name
 from tensorizer._system.sizes import convert_bytes
-from tensorizer.errors import FormatError
 
 __all__ = ["entries_table"]
 
@@ -32,13 +31,6 @@ def _shown_name(name: Name) -> str:
     return name if isinstance(name, str) else " / ".join(map(str, name))
 
 
-def _shown_dtype(entry: TensorEntry) -> str:
-    try:
-        return str(dtypes.torch_dtype(entry.dtype)).removeprefix("torch.")
-    except FormatError:  # a dtype of a newer torch, or of a tensor without data, whose entry does not name it
-        return entry.dtype.partition(dtypes.OPAQUE_SEPARATOR)[2].removeprefix("torch.") or entry.dtype
-
-
 def _shown_hashes(entry: TensorEntry) -> str:
     return " ".join(f"{stored.type.name}:{stored.hash.hex()[:8]}" for stored in entry.hashes or ())
 
@@ -48,7 +40,7 @@ def _cell(shown: str, value: Union[str, int]) -> str:
 
 
 def _row(entry: TensorEntry) -> str:
-    name, dtype, kind = _shown_name(entry.name), _shown_dtype(entry), _KINDS[entry.type]
+    name, dtype, kind = _shown_name(entry.name), dtypes.dtype_text(entry.dtype), _KINDS[entry.type]
     shape, nbytes, hashes = list(entry.shape), entry.deserialized_length, _shown_hashes(entry)
     cells = [
         _cell(name, name),

@@ -20,10 +20,9 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.uri import split_uri
+from tensorizer._io.uri import expanded, split_uri
 from tensorizer._io.window import WindowedReader
 from tensorizer._system.config import env_text
-from tensorizer._system.paths import expanded
 from tensorizer._system.redaction import shown_uri
 from tensorizer.errors import StreamError, StreamNotFoundError
 

@@ -17,8 +17,7 @@ import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
-from tensorizer._io.discarding import ClosesOrDiscards
-from tensorizer._io.upload_on_close import UploadOnClose
+from tensorizer._io.upload_on_close import ClosesOrDiscards, UploadOnClose
 from tensorizer._io.uri import scheme_of
 from tensorizer._io.window import WindowedReader
 from tensorizer._system.config import env_int

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 from tensorizer._io.certificates import CAInfo, Trust, check_certificates, named_trust, system_trust, trust_for
 from tensorizer._system import checks, config
-from tensorizer._system.threads import share_of_node
+from tensorizer._system.checks import share_of_node
 from tensorizer._version import __version__
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class HTTPOptions:
         min_bytes_per_second: See ``stall_timeout``; 0 still wants one byte. At most 16 GiB.
         total_timeout: For one read, all its tries included; ``None`` sets no limit. A read is one unit of a load, not
             the load.
-        retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``); ``None`` bounds them by time alone.
+        retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``); if ``None``, only time bounds them.
         retry_seconds: How long a read goes on without progress (``TENSORIZER_HTTP_RETRY_SECONDS``). Connection errors,
             timeouts, bodies cut short and the statuses 408, 429 and 5xx are tried again, from the byte where the body
             broke, until so much time has passed since the first failure; every 256 KiB that arrive start time and count

@@ -55,13 +55,13 @@ def open_files(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None
     """
     if not is_path(file_obj) or isinstance(file_obj, int):
         return open_source(file_obj, stream_options)
-    place = _Place.of(file_obj, stream_options)
-    if place is None:
+    folder = _ModelFolder.of(file_obj, stream_options)
+    if folder is None:
         return open_source(file_obj, stream_options)
-    return place.open()
+    return folder.open()
 
 
-class _Place(NamedTuple):
+class _ModelFolder(NamedTuple):
     """A folder or URI prefix, and the name in it that was asked for, if any."""
 
     folder: str
@@ -71,7 +71,7 @@ class _Place(NamedTuple):
     asked_for: Any  # as given, to be opened as a file after all
 
     @classmethod
-    def of(cls, file_obj: Any, stream_options: Optional[Mapping[str, Any]]) -> Optional[_Place]:
+    def of(cls, file_obj: Any, stream_options: Optional[Mapping[str, Any]]) -> Optional[_ModelFolder]:
         """``None`` for what can only be a single file."""
         scheme = scheme_of(file_obj)
         if scheme is None or scheme in ("file", "local"):

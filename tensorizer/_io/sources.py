@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 import functools
+import inspect
 import io
 import os
 import stat
@@ -12,13 +15,24 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.stream_options import check_stream_options
 from tensorizer._io.upload_on_close import UploadOnClose
-from tensorizer._io.uri import scheme_of
-from tensorizer._system.os_errors import stream_errors
-from tensorizer._system.paths import expanded
+from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
+from tensorizer._system.os_errors import as_stream_error
+from tensorizer.errors import StreamError
 
-__all__ = ["Lent", "OpenedSource", "describe", "inside", "is_path", "lent", "open_source", "read_whole", "real_file"]
+__all__ = [
+    "Lent",
+    "OpenedSource",
+    "SameFile",
+    "check_stream_options",
+    "describe",
+    "inside",
+    "is_path",
+    "lent",
+    "open_source",
+    "read_whole",
+    "real_file",
+]
 
 
 class Lent(NamedTuple):
@@ -82,7 +96,10 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         ValueError: A text file, or one opened without reading.
         TypeError: Not something that can be read, text in a wrapper, or unknown `stream_options`.
     """
-    check_stream_options(stream_options)
+    if stream_options is not None:
+        from tensorizer._io.sources import check_stream_options  # knows HTTP and certificates
+
+        check_stream_options(stream_options)
     if isinstance(file_obj, Lent):
         _check_object(file_obj.file)
         opened = _source_of(file_obj.file)
@@ -96,10 +113,15 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
 
         stream: Any = stream_io.open_stream(file_obj, "rb", **(stream_options or {}))
         return _open_object(stream)._replace(location=file_obj, stream_options=stream_options)
-    with stream_errors():
+    try:
         if isinstance(file_obj, int):
             return _open_descriptor(file_obj)
         return _open_path(expanded(os.fsdecode(file_obj)))._replace(location=file_obj)
+    except OSError as error:
+        found = as_stream_error(error)
+        if found is error:
+            raise
+        raise found from None
 
 
 def _open_descriptor(descriptor: int) -> OpenedSource:
@@ -225,3 +247,79 @@ def _seeks(file_obj: Any) -> bool:
     except (OSError, ValueError, AttributeError, NotImplementedError):
         return False
     return True
+
+
+class SameFile(NamedTuple):
+    """A path or URI, and what tells the version that was opened there: to open that again, and no other."""
+
+    location: Any
+    stream_options: Optional[Mapping[str, Any]]
+    version: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, opened: Any) -> Optional[SameFile]:
+        """``None`` for what cannot be opened again: the caller's objects, descriptors, the shards of a model."""
+        if not isinstance(opened, OpenedSource) or opened.location is None:
+            return None
+        try:
+            return cls(opened.location, opened.stream_options, _version_of(opened))
+        except OSError:  # it is gone already, and only who has it open has it still
+            return None
+
+    def open(self) -> OpenedSource:
+        """The file, open.
+
+        Raises:
+            StreamError: It is another version than the one that was read.
+            OSError: It cannot be opened.
+        """
+        opened = open_source(self.location, self.stream_options)
+        if _version_of(opened) != self.version:
+            opened.close()
+            raise StreamError(f"{opened.name}: it changed since it was loaded: load it again")
+        return opened
+
+
+def _version_of(opened: OpenedSource) -> tuple[Any, ...]:
+    scheme = scheme_of(opened.location)
+    if scheme is None or scheme in LOCAL_SCHEMES:
+        path = expanded(os.fsdecode(opened.location)) if scheme is None else path_of_file_uri(opened.location)
+        found = os.stat(path)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    headers = getattr(opened.stream, "response_headers", None) or {}
+    return opened.source.size(), headers.get("etag"), headers.get("last-modified")
+
+
+# --- keywords for opening URIs --------------------------------------------------------------------------------------
+
+
+def check_stream_options(options: Optional[Mapping[str, Any]]) -> None:
+    """Refuses what is no keyword of :func:`tensorizer.stream_io.open_stream`.
+
+    Raises:
+        TypeError: Not a mapping, or an unknown name; the message has the name that was probably meant.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise TypeError(f"stream_options: wanted a mapping of keywords, found {type(options).__name__}")
+    if not options:
+        return
+    from tensorizer import stream_io
+
+    parameters = inspect.signature(stream_io.open_stream).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # a program has put a function of its own there
+    known = [name for name in parameters if name not in ("path_uri", "mode")]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"stream_options: unknown keyword {name!r}; {_instead_of(str(name), known)}")
+
+
+def _instead_of(name: str, known: list[str]) -> str:
+    from tensorizer._io.options import HTTPOptions
+
+    if name in {field.name for field in dataclasses.fields(HTTPOptions)}:
+        return f"it is a field of HTTPOptions: write {{'http_options': HTTPOptions({name}=...)}}"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"wanted some of {', '.join(known)}"

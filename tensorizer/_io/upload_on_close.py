@@ -11,16 +11,37 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, Optional, cast
+from types import TracebackType
+from typing import Any, BinaryIO, Optional, Protocol, cast
 
 from tensorizer import _C  # first: it gives unfinished uploads up at exit, after what is registered here
-from tensorizer._io.discarding import ClosesOrDiscards
 
-__all__ = ["UploadOnClose"]
+__all__ = ["ClosesOrDiscards", "UploadOnClose", "tell_if_unclosed"]
 
 logger = logging.getLogger("tensorizer.stream_io")
 
 _open_files: weakref.WeakSet[UploadOnClose] = weakref.WeakSet()
+
+
+class _Both(Protocol):
+    def close(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+class ClosesOrDiscards:
+    """How such a stream leaves a ``with`` block: closed, or discarded where an exception ends the block."""
+
+    def __exit__(
+        self: _Both,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        trace: Optional[TracebackType],
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
 
 
 class UploadOnClose(ClosesOrDiscards):
@@ -260,3 +281,26 @@ def _finish_open_files() -> None:
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     for file in list(_open_files):
         file._finish_forgotten(error, with_threads=False)  # the interpreter starts no threads any more
+
+
+# --- serializers that nobody closes ---------------------------------------------------------------------------------
+
+logger = logging.getLogger("tensorizer.stream_io")
+
+
+def tell_if_unclosed(owner: object, name: str) -> weakref.finalize[Any, Any]:
+    """Watches `owner` until it is collected or the interpreter ends.
+
+    Args:
+        owner: What has to be closed; its ``close()`` calls ``detach()`` of the result.
+        name: The object in the store, for a ``ResourceWarning`` and a line in the log.
+    """
+    return weakref.finalize(owner, _warn_of_unclosed, name, os.getpid())
+
+
+def _warn_of_unclosed(name: str, process: int) -> None:
+    if os.getpid() != process:  # a copy of a fork; the upload is the parent's
+        return
+    text = f"{name}: nothing was stored, because the serializer was not closed; call close(), or use a with block"
+    logger.warning("%s", text)
+    warnings.warn(text, ResourceWarning, stacklevel=2)

@@ -1,11 +1,12 @@
-"""Which texts are URIs, and which of them name local paths."""
+"""Which texts are URIs, which of them name local paths, and how callers write those."""
 
 from __future__ import annotations
 
+import os
 import re
 from typing import NamedTuple, Optional
 
-__all__ = ["LOCAL_SCHEMES", "SplitURI", "path_of_file_uri", "scheme_of", "split_uri"]
+__all__ = ["LOCAL_SCHEMES", "SplitURI", "expanded", "path_of_file_uri", "scheme_of", "split_uri"]
 
 # URIs that name paths; the second is fsspec's word.
 LOCAL_SCHEMES = ("file", "local")
@@ -20,6 +21,14 @@ def scheme_of(location: object) -> Optional[str]:
         return None
     scheme, separator, _ = location.partition("://")
     return scheme.lower() if separator and _SCHEME.fullmatch(scheme) else None
+
+
+def expanded(path: str) -> str:
+    """The path with ``~`` or ``~name`` in front replaced by that home folder, as a shell does.
+
+    A file that is really called so, in the current folder, is meant where there is one.
+    """
+    return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path
 
 
 class SplitURI(NamedTuple):

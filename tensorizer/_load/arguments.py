@@ -1,14 +1,23 @@
-"""Checks of what callers pass to a load: what is wrong, and what to write instead."""
+"""What callers pass to a load: which device and dtype they mean, and what to write instead of what is none."""
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from collections.abc import Callable, Mapping
+from typing import Any, Optional, Union
 
 import torch
 
 from tensorizer._format.entries import FilterFuncType
+from tensorizer._format.names import Name
 
-__all__ = ["check_dtype", "check_filter"]
+__all__ = ["DeviceArgument", "DeviceChooser", "as_device", "check_dtype", "check_filter", "maps", "target_device"]
+
+_Device = Union[torch.device, str, int]
+#: One device; a mapping from names or dotted prefixes of names to devices (``""`` is the default, the longest prefix
+#: wins, as in a ``device_map``); or a callable that is given each name.
+DeviceArgument = Optional[Union[_Device, Mapping[str, _Device], Callable[[Name], _Device]]]
+#: What a mapping or callable turns into.
+DeviceChooser = Callable[[Name], torch.device]
 
 
 def check_filter(filter_func: Optional[FilterFuncType]) -> None:
@@ -38,3 +47,95 @@ def check_dtype(dtype: Any) -> None:
     meant = getattr(torch, dtype.rpartition(".")[2], None) if isinstance(dtype, str) else None
     hint = f"; write {meant}" if isinstance(meant, torch.dtype) else ""
     raise TypeError(f"dtype: wanted a torch.dtype, found {type(dtype).__name__} ({dtype!r:.100}){hint}")
+
+
+def target_device(device: DeviceArgument) -> Union[torch.device, DeviceChooser]:
+    """The device, or the choice of devices, that a constructor's ``device`` argument means.
+
+    ``None`` is CUDA where there is any, else the CPU. Surrounding CPU contexts do not count: ``None`` asks for the best
+    device, as it always did.
+
+    Raises:
+        RuntimeError: CUDA was asked for and there is none; text that torch takes for no device.
+        TypeError: Something else.
+    """
+    if isinstance(device, Mapping):
+        return _chooser_of(device)
+    if callable(device):
+        choose = device
+        return lambda name: _one_device(choose(name))
+    return _one_device(device)
+
+
+def _one_device(device: Optional[_Device]) -> torch.device:
+    if device is None:
+        from tensorizer.utils import get_device
+
+        return get_device()
+    resolved = _parsed(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"device {str(resolved)!r} was asked for, but CUDA is not available")
+    return resolved
+
+
+def as_device(device: Optional[_Device]) -> torch.device:
+    """The device; a number is that of a CUDA device, as torch has it, also where there is none. ``None`` is the CPU."""
+    if device is None:
+        return torch.device("cpu")
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _parsed(device: _Device) -> torch.device:
+    if isinstance(device, torch.dtype):
+        raise TypeError(f"device: found {device}, which is a dtype: pass it by name, dtype={device}")
+    if not isinstance(device, (torch.device, str, int)):
+        raise TypeError(
+            f"device: wanted text, a number, a torch.device, a mapping or a function, found {type(device).__name__}"
+        )
+    try:
+        return as_device(device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"device: found {device!r}; wanted None (CUDA where there is one, else the CPU), a device of torch such as "
+            "'cpu' or 'cuda:1', or, for several devices, a mapping from names to devices or a function of the name"
+        ) from error
+
+
+def _chooser_of(devices: Mapping[str, _Device]) -> DeviceChooser:
+    resolved = {name: _one_device(device) for name, device in devices.items()}
+
+    def choose(name: Name) -> torch.device:
+        text = name if isinstance(name, str) else ".".join(map(str, name))
+        text = text[1:] if text.startswith(".") else text
+        while text not in resolved:
+            if not text:
+                raise ValueError(f"device: the mapping has no entry for tensor {name!r} and no default ''")
+            text = text.rpartition(".")[0]
+        return resolved[text]
+
+    return choose
+
+
+def maps(backend: Optional[str], mmap: Optional[bool] = False) -> Optional[bool]:
+    """What ``backend`` and ``mmap`` mean together: ``"mmap"`` maps where nothing speaks against it.
+
+    Raises:
+        ValueError: A backend that ``safetensors`` does not know; where it is installed, its ``SafetensorError`` too.
+    """
+    if backend not in (None, "mmap", "pread"):
+        raise _unknown_backend(backend)
+    return None if backend == "mmap" and not mmap else mmap
+
+
+def _unknown_backend(backend: object) -> ValueError:
+    """What ``safetensors`` raises, where it is installed, and a ``ValueError`` in any case."""
+    kinds: tuple[type, ...] = (ValueError,)
+    try:
+        from safetensors import SafetensorError
+
+        kinds = (SafetensorError, ValueError)
+    except ImportError:
+        pass
+    kind = type("UnknownBackendError", kinds, {})
+    error: ValueError = kind(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
+    return error

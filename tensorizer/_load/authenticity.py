@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 from tensorizer import _C
-from tensorizer._crypto.keys import public_key_bytes
-from tensorizer._io.sources import OpenedSource, is_path, open_source, read_whole
+from tensorizer._io.access import NOBODY, Trust
+from tensorizer._io.sources import OpenedSource, open_source, read_whole
 from tensorizer._io.uri import scheme_of
-from tensorizer._system.config import env_int
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError, FormatError, StreamNotFoundError, TensorizerError
 
@@ -20,34 +19,6 @@ __all__ = ["NOBODY", "Trust", "authenticate", "named", "read_signature", "signat
 logger = logging.getLogger("tensorizer.serialization")
 
 MAX_SIGNATURE_NBYTES = 100_000_000
-
-
-class Trust(NamedTuple):
-    """Who may vouch for a file, and whether somebody has to."""
-
-    public_keys: tuple[bytes, ...] = ()
-    signature: Any = None  # a path, URI or bytes; None: in the file, or beside it
-    required: bool = False
-
-    @classmethod
-    def of(cls, public_key: Any, signature: Any, require_authenticated: Optional[bool]) -> Trust:
-        """From the arguments of ``TensorDeserializer`` and what the environment says.
-
-        Raises:
-            ValueError: `signature` without `public_key`; a key file that holds none; a variable that is not 0 or 1.
-            TypeError: Arguments of other types.
-        """
-        if require_authenticated is None:
-            require_authenticated = env_int("TENSORIZER_REQUIRE_AUTHENTICATED", 0, 1) == 1
-        keys = public_key_bytes(public_key)
-        if signature is not None and not keys:
-            raise ValueError("signature: it says nothing without the public_key that it has to fit")
-        if signature is not None and (isinstance(signature, int) or not is_path(signature)):
-            raise TypeError(f"signature: wanted a path, URI or bytes, found {type(signature).__name__}")
-        return cls(keys, signature, bool(require_authenticated))
-
-
-NOBODY = Trust()
 
 
 def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRing], trust: Trust) -> None:

@@ -12,8 +12,7 @@ import torch
 from tensorizer._format import dtypes
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.names import Name
-from tensorizer._load.container import Container
-from tensorizer._load.loaded_tensors import LoadedTensors
+from tensorizer._load.open_file import OpenFile
 
 __all__ = ["ArrayItem", "Cursor", "TensorItem"]
 
@@ -29,19 +28,19 @@ _READ_AHEAD_NBYTES = 64 << 20
 class Cursor:
     """A position in the selection, moved by reading on. Not for several threads at once."""
 
-    def __init__(self, container: Container, loaded: LoadedTensors) -> None:
-        self._container, self._loaded = container, loaded
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
         self._position = 0
 
     def read_tensors(
         self, filter_func: Optional[FilterFuncType], num_tensors: int, verify_hash: Optional[bool], cache: bool
     ) -> Iterator[TensorItem]:
         """Parameters, as ``TensorDeserializer.read_tensors`` yields them."""
-        container = self._container
+        file = self._file
         for i, box in self._read_on(filter_func, num_tensors, verify_hash, cache, raw=False):
-            headers, position = container.header(i)
+            _, _, module_idx = file.described(i)
             # Out of its box, so that this suspended generator does not keep it alive.
-            yield headers.module_idx(position), container.type(i), container.names[i], box.pop()
+            yield module_idx, file.type(i), file.names[i], box.pop()
 
     def read_arrays(
         self,
@@ -56,17 +55,17 @@ class Cursor:
             yield self._array_item(i, box.pop(), allow_raw_data)
 
     def _array_item(self, i: int, tensor: torch.Tensor, allow_raw_data: bool) -> ArrayItem:
-        headers, position = self._container.header(i)
+        _, _, module_idx = self._file.described(i)
         numpy_dtype, opaque = dtypes.numpy_storage(tensor.dtype)
         if opaque and not allow_raw_data:
             raise ValueError(
-                f"tensor {self._container.names[i]!r} has dtype {tensor.dtype}, which numpy lacks; "
+                f"tensor {self._file.names[i]!r} has dtype {tensor.dtype}, which numpy lacks; "
                 "allow_raw_data=True yields its elements as integers"
             )
         return (
-            headers.module_idx(position),
-            self._container.type(i),
-            self._container.names[i],
+            module_idx,
+            self._file.type(i),
+            self._file.names[i],
             _as_array(tensor.detach(), numpy_dtype, opaque),
             opaque,
             str(tensor.dtype) if opaque else None,
@@ -97,51 +96,51 @@ class Cursor:
         """(position in the selection, entry) of the next tensors that the filter accepts."""
         batch: list[tuple[int, int]] = []
         nbytes = 0
-        selection, index = self._container.selection, self._container.index
+        selection, index = self._file.selection, self._file.index
         for position in range(self._position, len(selection)):
             i = selection[position]
             size = index.loaded_nbytes(i)
             if len(batch) >= left or (batch and nbytes + size > _READ_AHEAD_NBYTES):
                 break
-            if filter_func is None or filter_func(self._container.names[i]):
+            if filter_func is None or filter_func(self._file.names[i]):
                 batch.append((position, i))
                 nbytes += size
         return batch
 
     def _read_batch(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
         """The tensors of `entries`, from the cache where they are there."""
-        targets = self._container.targets
+        targets = self._file.targets
         if targets:
             needed = sorted({targets.get(i, i) for i in entries})
             found = self._read_entries(needed, verify_hash, cache, raw)
-            if not self._container.closed:
-                self._container.read_headers([i for i in entries if i in targets])
+            if not self._file.closed:
+                self._file.read_headers([i for i in entries if i in targets])
             return {i: found[targets.get(i, i)] for i in entries}
         return self._read_entries(entries, verify_hash, cache, raw)
 
     def _read_entries(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
-        verify = self._loaded.must_verify(verify_hash)
+        verify = self._file.must_verify(verify_hash)
         if raw and any(map(self._is_cast, entries)):
-            return dict(zip(entries, self._container.read_raw(entries, verify)))
+            return dict(zip(entries, self._file.read(entries, verify)))
         if cache:
-            return dict(zip(entries, self._loaded.load(entries, verify_hash)))
-        kept = [i for i in entries if i in self._loaded.kept]
-        result: dict[int, Any] = dict(zip(kept, self._loaded.load(kept, verify_hash)))
+            return dict(zip(entries, self._file.load(entries, verify_hash)))
+        kept = [i for i in entries if i in self._file.kept]
+        result: dict[int, Any] = dict(zip(kept, self._file.load(kept, verify_hash)))
         missing = [i for i in entries if i not in result]
         if missing:
-            for batch in self._container.read(missing, verify):
+            for batch in self._file.read_batches(missing, verify):
                 result.update(zip(batch.entries, batch.tensors))
         return result
 
     def _is_cast(self, i: int) -> bool:
         """Whether the kept form of a tensor is, or would be, another one than the stored one."""
-        if not self._container.converts:
+        if self._file.options.dtype is None:
             return False
-        kept = self._loaded.kept.get(self._container.targets.get(i, i))
-        if kept is not None and self._container.has_header(i):
-            headers, position = self._container.header(i)
-            return kept.dtype != dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
-        return self._container.may_cast(i)
+        kept = self._file.kept.get(self._file.targets.get(i, i))
+        if kept is not None and self._file.has_header(i):
+            stored, _, _ = self._file.described(i)
+            return kept.dtype != dtypes.torch_dtype(stored.decode("utf-8", "replace"))
+        return self._file.casts(self._file.stored_dtype(i))
 
 
 def _as_array(tensor: torch.Tensor, dtype: np.dtype[Any], opaque: bool) -> np.ndarray[Any, Any]:

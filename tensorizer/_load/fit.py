@@ -1,17 +1,24 @@
-"""What of a file fits a module: one decision for every way of filling one, from names, shapes and dtypes alone."""
+"""What of a file fits a module: one view of the module, one decision for every way of filling it.
+
+Both are made from names, shapes and dtypes alone, before a payload is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Optional
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Optional
 
 import torch
 
-from tensorizer._load.container import Container
-from tensorizer._load.reader import known_dtype
-from tensorizer._load.report import Mismatch, kind_of
+from tensorizer._format.dtypes import known_dtype
+from tensorizer._format.entries import TensorType
+from tensorizer._format.extra_state import is_without_state, state_name, takes_state
+from tensorizer._format.names import modules_of
+from tensorizer._load.open_file import OpenFile
+from tensorizer._load.report import LoadReport, Misfit, kind_of
 
-__all__ = ["Fact", "Fit", "Slot", "facts_of", "fit_of", "shown", "slots_in"]
+__all__ = ["CustomLoading", "ModuleView", "Slot", "decide", "shown", "slots_in"]
 
 
 class Slot(NamedTuple):
@@ -28,39 +35,95 @@ class Slot(NamedTuple):
         hidden = self.is_buffer and self.attribute in self.module._non_persistent_buffers_set
         return self.tensor is not None and not hidden
 
-
-class Fact(NamedTuple):
-    """What the index says about one tensor of the file."""
-
-    shape: tuple[int, ...]
-    dtype: Optional[torch.dtype]  # None: only the record header tells, or torch does not know it
-    nbytes: int  # of the payload; a scalar without one has the shape (1,) in the index
+    @property
+    def counts_batches(self) -> bool:
+        """Whether a batch norm does without it: its files have a count of batches since torch 0.4.1."""
+        return self.attribute == "num_batches_tracked" and isinstance(self.module, torch.nn.modules.batchnorm._NormBase)
 
 
-class Fit(NamedTuple):
-    """Names as they were given."""
+class CustomLoading(NamedTuple):
+    """Where modules do more with a state dict than put tensors in their places: names and shapes do not tell then."""
 
-    absent: list[str]  # of the module, and neither the file nor a tie supplies them
-    unexpected: list[str]  # of the file alone
-    mismatched: list[Mismatch]
-    tied: dict[str, str]  # from names that the file lacks to the name of the same tensor that it has
+    whole: bool  # the class has a load_state_dict of its own
+    below: tuple[str, ...]  # beginnings of the names that modules may rename, or give other shapes
+    hooks: bool  # some may change what was found missing, when all is loaded
+
+    @property
+    def is_there(self) -> bool:
+        return self.whole or bool(self.below) or self.hooks
+
+    def may_change(self, name: str) -> bool:
+        """Whether a tensor of that name may be renamed, or may get another shape."""
+        return self.whole or name.startswith(self.below)
+
+    def may_lack(self, name: str) -> bool:
+        """Whether a difference in that name may be none in the end."""
+        return self.hooks or self.may_change(name)
+
+
+class ModuleView:
+    """What a module has for a file to fill, found once.
+
+    Attributes:
+        module: The module.
+        modules: All modules in it by path, under each path that ``state_dict`` goes through.
+        slots: The places for tensors, by the names of state dicts; those that state dicts leave out, too.
+        takers: The modules that take extra state, by its name.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.modules = modules_of(module)
+        self.slots = slots_in(self.modules)
+        self.takers = {state_name(path): m for path, m in self.modules.items() if takes_state(m)}
+
+    @functools.cached_property
+    def groups(self) -> list[list[str]]:
+        """Names that stand for one tensor together, in the order of the first of each."""
+        groups: dict[int, list[str]] = {}
+        for name, slot in self.slots.items():
+            if slot.tensor is not None:
+                groups.setdefault(id(slot.tensor), []).append(name)
+        return list(groups.values())
+
+    @functools.cached_property
+    def custom(self) -> CustomLoading:
+        """What modules do with a state dict in ways of their own."""
+        plain = torch.nn.Module
+        # Of BatchNorm it is known what it does: see Slot.counts_batches.
+        known = (plain._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict)
+        changed = [
+            path
+            for path, module in self.modules.items()
+            if type(module)._load_from_state_dict not in known or module._load_state_dict_pre_hooks
+        ]
+        hooks = any(module._load_state_dict_post_hooks for module in self.modules.values())
+        whole = getattr(self.module.load_state_dict, "__func__", None) is not plain.load_state_dict
+        return CustomLoading(whole, tuple(f"{path}." if path else "" for path in changed), hooks)
+
+    def device_of(self, stored_name: Any) -> torch.device:
+        """Where a tensor of a file goes: where the module has it; to the CPU what it has on meta or not at all."""
+        slot = self.slots.get(shown(str(stored_name)))
+        there = None if slot is None else slot.tensor
+        return torch.device("cpu") if there is None or there.is_meta else there.device
+
+    def states_given(self, *supplied: Collection[str]) -> dict[str, str]:
+        """From the names of extra states to those that a file has for their modules, which may have several names."""
+        there = [name for name in self.takers if any(name in names for names in supplied)]
+        first = {id(self.takers[name]): name for name in reversed(there)}
+        return {n: n if n in there else first[id(m)] for n, m in self.takers.items() if id(m) in first}
 
 
 def slots_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, Slot]:
-    """Every place for a tensor, by stored name."""
+    """Every place for a tensor, by the name that state dicts have for it."""
     found: dict[str, Slot] = {}
     for path, child in modules.items():
+        prefix = f"{path}." if path else ""
         for attribute, tensor in child._parameters.items():
-            found[f"{path}.{attribute}"] = Slot(child, attribute, False, tensor)
+            found[prefix + attribute] = Slot(child, attribute, False, tensor)
         for attribute, buffer in child._buffers.items():
-            found[f"{path}.{attribute}"] = Slot(child, attribute, True, buffer)
+            found[prefix + attribute] = Slot(child, attribute, True, buffer)
     return found
-
-
-def facts_of(container: Container, stored: Mapping[str, int]) -> dict[str, Fact]:
-    """What the index says about entries, by the names that the caller has for them."""
-    index = container.index
-    return {name: Fact(index.shape(i), known_dtype(index.dtype(i)), index.data_nbytes(i)) for name, i in stored.items()}
 
 
 def shown(stored_name: str) -> str:
@@ -68,37 +131,98 @@ def shown(stored_name: str) -> str:
     return stored_name[1:] if stored_name.startswith(".") else stored_name
 
 
-def fit_of(slots: Mapping[str, Slot], facts: Mapping[str, Fact], lacking: Iterable[str]) -> Fit:
-    """Compares a module with a file.
+def decide(
+    view: ModuleView,
+    file: OpenFile,
+    stored: Mapping[str, int],
+    states: Mapping[str, Any],
+    *,
+    by_modules: bool = False,
+    expects: Optional[Callable[[str], bool]] = None,
+    may_lack: Optional[Callable[[str], bool]] = None,
+    refuses: Optional[Callable[[Misfit], bool]] = None,
+    replaces: Optional[Callable[[torch.Tensor], bool]] = None,
+) -> LoadReport:
+    """Which tensors of a file go into a module, and what does not fit. Reads no payload, changes nothing.
 
     Args:
-        slots: Places of the module by name.
-        facts: Tensors of the file by the same names.
-        lacking: Names of `slots` that the file is to supply and lacks.
+        view: The module.
+        file: The file.
+        stored: Entries of the file by the names that state dicts have for them.
+        states: Extra states that the file holds apart from its tensors, by name.
+        by_modules: The file lists what modules hold, and not a state dict: tensors that have no place in the module, or
+            one of another shape, are loaded all the same, and an extra state is never a tensor of the file or ``None``.
+            Where the file was written from a state dict, nobody knows whether what the module lacks was a parameter
+            or a buffer, so that is not loaded.
+        expects: Whether the file should have a name that it lacks; ``None``: each.
+        may_lack: Names that are no difference, on whichever side they are missing; ``None``: none.
+        refuses: Which differences of shape and kind count; ``None``: all.
+        replaces: Whether a tensor of the module is replaced, and not copied into; ``None``: all are.
     """
+    index, slots = file.index, view.slots
+    dtypes = {name: known_dtype(index.dtype(i)) for name, i in stored.items()}
+    converted = {dtype for dtype in set(dtypes.values()) if file.casts(dtype)}
     supplied: dict[tuple[int, bool], str] = {}
-    for name in facts:
-        slot = slots.get(name)
-        if slot is not None and slot.tensor is not None:
-            supplied.setdefault((id(slot.tensor), slot.is_buffer), name)
-    tied, absent = {}, []
-    for name in lacking:
-        slot = slots[name]
-        other = supplied.get((id(slot.tensor), slot.is_buffer))
-        if other is None:
-            absent.append(name)
+    loaded, cast, unexpected, mismatched = [], [], [], []
+    for name, i in stored.items():
+        slot, dtype = slots.get(name), dtypes[name]
+        target = None if slot is None else slot.tensor
+        if slot is None or target is None:
+            if name in view.takers and not by_modules:
+                continue
+            unexpected.append(name)
+            if not by_modules or file.type(i) is TensorType.STATE_DICT:
+                continue
         else:
-            tied[name] = other
-    unexpected = [name for name in facts if name not in slots or slots[name].tensor is None]
-    return Fit(absent, unexpected, list(_mismatches(slots, facts)), tied)
-
-
-def _mismatches(slots: Mapping[str, Slot], facts: Mapping[str, Fact]) -> Iterable[Mismatch]:
-    for name, fact in facts.items():
-        target = slots[name].tensor if name in slots else None
-        if target is None or torch.nn.parameter.is_lazy(target):
+            supplied.setdefault((id(target), slot.is_buffer), name)
+            if target.shape != index.shape(i) or dtype is not target.dtype:
+                row = _misfit(name, target, file, i, dtype)
+                if row is not None and (refuses is None or refuses(row)):
+                    mismatched.append(row)
+                    if not by_modules:
+                        continue
+                copied = dtype not in (None, target.dtype) and replaces is not None and not replaces(target)
+                if copied and dtype not in converted:
+                    cast.append(name)
+        loaded.append(name)
+        if dtype in converted:
+            cast.append(name)
+    tied, missing = {}, []
+    for name, slot in slots.items():
+        if slot.tensor is None or name in stored or (expects is not None and not expects(name)):
             continue
-        if target.shape != fact.shape and not (target.dim() == 0 and fact.shape == (1,) and fact.nbytes == 0):
-            yield Mismatch(shown(name), "shape", torch.Size(fact.shape), target.shape)
-        elif fact.dtype not in (None, target.dtype) and kind_of(fact.dtype) != kind_of(target.dtype):
-            yield Mismatch(shown(name), "kind", fact.dtype, target.dtype)
+        other = supplied.get((id(slot.tensor), slot.is_buffer))
+        if other is not None:
+            # Of a module that is there twice, the file lists one path.
+            if not by_modules or slots[other].module is not slot.module:
+                tied[name] = other
+        elif slot.in_state_dict:
+            missing.append(name)
+    given = view.states_given(states, () if by_modules else stored)
+    for name, module in view.takers.items():
+        if name not in given and (expects is None or expects(name)) and (by_modules or not is_without_state(module)):
+            missing.append(name)
+    unexpected += [name for name in states if name not in view.takers]
+    return LoadReport(
+        module=type(view.module).__name__,
+        source=file.source_name,
+        loaded=tuple(loaded),
+        nbytes=sum(map(index.loaded_nbytes, map(stored.__getitem__, loaded))),
+        missing=tuple(name for name in missing if may_lack is None or not may_lack(name)),
+        unexpected=tuple(name for name in unexpected if may_lack is None or not may_lack(name)),
+        mismatched=tuple(mismatched),
+        cast=tuple(cast),
+        tied=tied,
+    )
+
+
+def _misfit(name: str, target: torch.Tensor, file: OpenFile, i: int, dtype: Optional[torch.dtype]) -> Optional[Misfit]:
+    """How a tensor of the file differs from that of the module; ``None`` where it can take its place."""
+    if torch.nn.parameter.is_lazy(target):
+        return None
+    shape = file.shape(i)
+    if target.shape != shape and not (target.dim() == 0 and file.may_be_scalar(i)):
+        return Misfit(name, "shape", torch.Size(shape), target.shape)
+    if dtype not in (None, target.dtype) and kind_of(dtype) != kind_of(target.dtype):
+        return Misfit(name, "kind", dtype, target.dtype)
+    return None

@@ -55,9 +55,9 @@ def cover(index: Any, shape: Sequence[int]) -> CoveredIndex:
             # Elsewhere than in dimension 0 everything between the first and the last.
             spans = covers if dim == 0 and taken == 1 else _span(covers)
             if spans is not covers:
-                left = left.spread(covers)
+                left = _within_span(left, covers)
             boxes = [box + part for box, part in itertools.product(boxes, spans)]
-            rest.append(left.positions)
+            rest.append(left)
         elif taken:
             boxes = [(*box, _one(item, shape[dim], dim) if isinstance(item, int) else item) for box in boxes]
             rest.append(0 if isinstance(item, int) else slice(None))
@@ -67,22 +67,16 @@ def cover(index: Any, shape: Sequence[int]) -> CoveredIndex:
     return CoveredIndex(boxes, tuple(rest))
 
 
-class _Left(NamedTuple):
-    """A tensor that indexes what was read of its dimensions."""
-
-    positions: torch.Tensor
-
-    def spread(self, covers: Sequence[tuple[slice, ...]]) -> _Left:
-        """The same where everything between the ranges was read, too."""
-        if self.positions.dtype == torch.bool or len(covers) <= 1:
-            return self
-        positions = torch.tensor(
-            [i - covers[0][0].start for (part,) in covers for i in range(part.start, part.stop)], device="cpu"
-        )
-        return _Left(positions[self.positions])
+def _within_span(left: torch.Tensor, covers: Sequence[tuple[slice, ...]]) -> torch.Tensor:
+    """What indexes rows that were read alone, for when everything between them was read, too."""
+    if left.dtype == torch.bool or len(covers) <= 1:
+        return left
+    rows = [i - covers[0][0].start for (part,) in covers for i in range(part.start, part.stop)]
+    return torch.tensor(rows, device="cpu")[left]
 
 
-def _cover_tensor(item: torch.Tensor, sizes: Sequence[int], dim: int) -> tuple[list[tuple[slice, ...]], _Left]:
+def _cover_tensor(item: torch.Tensor, sizes: Sequence[int], dim: int) -> tuple[list[tuple[slice, ...]], torch.Tensor]:
+    """The ranges of rows that an index of some dimensions names, and what indexes them once they were read."""
     if item.dtype == torch.bool:
         if tuple(item.shape) != tuple(sizes):
             raise IndexError(
@@ -95,11 +89,11 @@ def _cover_tensor(item: torch.Tensor, sizes: Sequence[int], dim: int) -> tuple[l
             places = item.nonzero()
             lows, highs = (places.amin(0), places.amax(0) + 1) if len(places) else ([0] * item.dim(), [0] * item.dim())
             ranges = tuple(slice(int(low), int(high)) for low, high in zip(lows, highs))
-            return [ranges], _Left(item[ranges])
+            return [ranges], item[ranges]
     (size,) = sizes
     item = item.to(torch.int64)
     if item.numel() == 0:
-        return [(slice(0, min(size, 1)),)], _Left(item)
+        return [(slice(0, min(size, 1)),)], item
     wrapped = torch.where(item < 0, item + size, item)
     if int(wrapped.min()) < 0 or int(wrapped.max()) >= size:
         wrong = item[(wrapped < 0) | (wrapped >= size)].reshape(-1)[0]
@@ -107,7 +101,7 @@ def _cover_tensor(item: torch.Tensor, sizes: Sequence[int], dim: int) -> tuple[l
     rows, places = torch.unique(wrapped, sorted=True, return_inverse=True)
     begins = [0, *((rows[1:] != rows[:-1] + 1).nonzero().reshape(-1) + 1).tolist(), len(rows)]
     values = rows.tolist()
-    return [(slice(values[a], values[b - 1] + 1),) for a, b in zip(begins, begins[1:])], _Left(places)
+    return [(slice(values[a], values[b - 1] + 1),) for a, b in zip(begins, begins[1:])], places
 
 
 def _span(covers: list[tuple[slice, ...]]) -> list[tuple[slice, ...]]:

@@ -1,201 +1,387 @@
-"""Placing tensors into a module."""
+"""Filling a module from a file, as :mod:`.fit` decided; comparing one with the digests of a file."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Optional
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
-from tensorizer._format.extra_state import state_name, takes_state
-from tensorizer._format.names import modules_of
+from tensorizer._format.extra_state import is_without_state, state_name
+from tensorizer._format.names import Name
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.container import Container
-from tensorizer._load.fit import facts_of, fit_of, shown, slots_in
-from tensorizer._load.loaded_tensors import LoadedTensors
-from tensorizer._load.report import LoadReport, Mismatch
+from tensorizer._load.fit import ModuleView, Slot, decide
+from tensorizer._load.open_file import OpenFile
+from tensorizer._load.report import LoadReport, Misfit
 from tensorizer._system.devices import ordinary_tensors
+from tensorizer.errors import LoadError
 
-__all__ = ["ModuleLoad", "differing", "insert_into_module", "live_tensors"]
+__all__ = [
+    "Filling",
+    "ModuleFill",
+    "as_trainable_as",
+    "check_module",
+    "insert_into_module",
+    "live_tensors",
+    "module_names",
+    "place",
+    "verify_module",
+]
 
 logger = logging.getLogger("tensorizer.serialization")
 
 
-class ModuleLoad:
-    """One load into a module: decided as a whole, then read, then placed."""
+class Filling(NamedTuple):
+    """What the ways of filling a module differ in."""
+
+    assign: Union[bool, str] = True
+    """``True`` replaces tensors, ``False`` copies into them, ``"auto"`` replaces those on the meta device."""
+    ties: str = "kept"
+    """What becomes of names that the module ties, where the file has several tensors for them: one tensor, the first
+    (``"kept"``); each what the file has for it (``"stored"``); those that are equal one tensor (``"equal"``)."""
+    by_modules: bool = False
+    """Whether the file lists what modules hold, as ``load_into_module`` takes it, and not a state dict."""
+    ignores_sizes: bool = False
+    """Whether tensors of another shape or kind stay as they are."""
+
+
+class ModuleFill:
+    """One load into a module: decided as a whole when this is made, then read, then placed.
+
+    Attributes:
+        report: What the file has and lacks for the module; complete after :meth:`run`.
+        hands_over: Whether modules do more with a state dict than put tensors in their places, so that they get one.
+        left_on_meta: Names that have no data afterwards either.
+    """
 
     def __init__(
-        self, container: Container, module: torch.nn.Module, filter_func: Optional[FilterFuncType], strict: bool
+        self,
+        view: ModuleView,
+        file: OpenFile,
+        stored: Mapping[str, int],
+        how: Filling,
+        strict: bool,
+        filter_func: Optional[FilterFuncType] = None,
     ) -> None:
-        self._container, self._strict = container, strict
-        # Strict loads are narrowed on both sides: what the filter refuses need not be in the file.
-        narrows = filter_func if strict else None
-        self._adapted: dict[int, torch.nn.Parameter] = {}  # by the id of the loaded one
-        self._wanted = _places(container, container.accepted_by(filter_func))
-        self._modules = dict(module.named_modules())
-        paths = {name.rpartition(".")[0] for name in self._wanted}
-        if isinstance(module, torch.nn.Module) and not paths <= self._modules.keys():
-            self._modules = modules_of(module)  # the file has further paths of modules that are there twice
-        self._slots = slots_in(self._modules)
-        absent = [name for name, slot in self._slots.items() if slot.tensor is not None and name not in self._wanted]
-        if filter_func is not None:
-            refused = set(container.names)
-            absent = [name for name in absent if name not in refused and (narrows is None or narrows(name))]
-        self._receivers = {path: m for path, m in self._modules.items() if takes_state(m)}
-        stored = container.extra_states()
-        self._extra = {p: s for p, s in stored.items() if filter_func is None or filter_func(state_name(p))}
-        # One that is there under several paths has its state stored under one.
-        given = {id(self._receivers[path]) for path in stored if path in self._receivers}
-        without = [state_name(path) for path, m in self._receivers.items() if path not in stored and id(m) not in given]
-        fit = fit_of(self._slots, facts_of(container, self._wanted), absent)
-        # Of a state dict nobody knows whether what the module lacks was a parameter or a buffer.
-        for name in fit.unexpected:
-            if container.type(self._wanted[name]) is TensorType.STATE_DICT:
-                del self._wanted[name]
-        self._buffers = self._buffers_of(self._wanted)
-        self._ties, self._absent = fit.tied, fit.absent
-        self.report = LoadReport(
-            module=type(module).__name__,
-            source=container.source_name,
-            loaded=tuple(map(shown, self._wanted)),
-            nbytes=sum(map(container.index.loaded_nbytes, self._wanted.values())),
-            missing=(
-                *(shown(name) for name in self._absent if self._slots[name].in_state_dict),
-                *(name for name in without if narrows is None or narrows(name)),
-            ),
-            unexpected=(
-                *map(shown, fit.unexpected),
-                *(state_name(path) for path in self._extra if path not in self._receivers),
-            ),
-            mismatched=tuple(fit.mismatched),
-            cast=tuple(map(shown, filter(self._is_cast, self._wanted))) if container.converts else (),
-            tied={shown(alias): shown(name) for alias, name in self._ties.items()},
+        self._view, self._file, self._stored = view, file, stored
+        self._how, self._strict, self._assign = how, strict, how.assign
+        self._slots = view.slots  # and those that the module gets
+        custom = None if how.by_modules else view.custom
+        self._custom = custom
+        states = {state_name(path): state for path, state in file.extra_states().items()}
+        self._states = {n: state for n, state in states.items() if filter_func is None or filter_func(n)}
+        self.hands_over = custom is not None and (custom.is_there or bool(view.takers))
+        kept = [slot.tensor for slot in view.slots.values() if slot.tensor is not None and slot.in_state_dict]
+        if self.hands_over and any(map(self._replaces, kept)):
+            self._assign = True  # load_state_dict replaces all or none
+        expects = self._expects_of(filter_func)
+        self.report = decide(
+            view,
+            file,
+            stored,
+            self._states,
+            by_modules=how.by_modules,
+            expects=expects,
+            may_lack=None if custom is None else self._may_lack,
+            refuses=None if custom is None else self._matters,
+            replaces=None if self._assign is True else self._replaces,
         )
-
-    def _buffers_of(self, wanted: Mapping[str, int]) -> set[str]:
-        """The tensors that are placed as buffers: of those of a state dict only the module knows."""
-        type_of = self._container.index.type
-        types = {name: type_of(i) for name, i in wanted.items()}
-        return {
+        self.left_on_meta = [
             name
-            for name, type in types.items()
-            if type == TensorType.BUFFER or (type == TensorType.STATE_DICT and self._slots[name].is_buffer)
-        }
+            for name, slot in view.slots.items()
+            if slot.tensor is not None
+            and slot.tensor.is_meta
+            and name not in stored
+            and name not in self.report.tied
+            and (custom is None or not slot.counts_batches)
+            and (expects is None or expects(name))
+        ]
 
-    def _target(self, name: str) -> Optional[torch.Tensor]:
-        """What the module has under a stored name."""
-        slot = self._slots.get(name)
-        return None if slot is None else slot.tensor
+    # ---- what was decided -------------------------------------------------------------------------------------------
 
-    def _is_cast(self, name: str) -> bool:
-        return self._container.may_cast(self._wanted[name])
+    def _expects_of(self, filter_func: Optional[FilterFuncType]) -> Optional[Callable[[str], bool]]:
+        """Whether the file should have a name that it lacks: not where a filter keeps the file from giving it.
 
-    def check(self, strict: bool) -> None:
-        """Refuses what cannot be placed, and with `strict` whatever does not fit; nothing was touched then.
-
-        Raises:
-            KeyError: The module has no such submodule, or something else of the name.
-            LoadError: Real tensors of the module have another shape or kind; with `strict`, all that load_state_dict
-                refuses.
+        Strict loads are narrowed on both sides: what the filter refuses need not be in the file.
         """
-        if strict and not self.report.ok:
-            raise self.report.error(self.report.mismatched, strict=True)
-        for name in self._wanted:
-            self._check_placeable(name, name in self._buffers)
-        real = [row for row in self.report.mismatched if not self._is_meta(row)]
-        if real:
-            raise self.report.error(real, strict=False)
+        if filter_func is None:
+            return None
+        in_file = set(self._file.names)
 
-    def _is_meta(self, row: Mismatch) -> bool:
-        target = self._target(row.name if row.name in self._slots else f".{row.name}")
+        def expects(name: str) -> bool:
+            stored_name = name if "." in name or name in self._view.takers else f".{name}"
+            return stored_name not in in_file and (not self._strict or bool(filter_func(stored_name)))
+
+        return expects
+
+    def _replaces(self, target: torch.Tensor) -> bool:
+        return self._assign is True or (self._assign == "auto" and target.is_meta)
+
+    def _may_lack(self, name: str) -> bool:
+        assert self._custom is not None
+        slot = self._view.slots.get(name)
+        return self._custom.may_lack(name) or (slot is not None and slot.tensor is not None and slot.counts_batches)
+
+    def _matters(self, row: Misfit) -> bool:
+        """Of a place on the meta device nothing is kept, so that its kind does not matter."""
+        assert self._custom is not None
+        if self._custom.may_change(row.name) and not self._how.ignores_sizes:
+            return False
+        return row.what == "shape" or not self._is_meta(row.name)
+
+    def _is_meta(self, name: str) -> bool:
+        target = self._slots[name].tensor
         return target is not None and target.is_meta
 
-    def _check_placeable(self, name: str, is_buffer: bool) -> None:
-        path, _, attribute = name.rpartition(".")
-        module = self._modules.get(path)
-        if module is None:
-            raise KeyError(f"{name}: the module has no submodule {path!r}")
-        if not attribute:
-            raise KeyError(f"{name!r}: a tensor of a module cannot be without a name")
-        registered = module._buffers if is_buffer else module._parameters
-        if attribute not in registered and hasattr(module, attribute):
-            wanted = "buffer" if is_buffer else "parameter"
-            raise KeyError(f"{name}: wanted a {wanted} or nothing of that name in the module, found something else")
+    # ---- what is done -----------------------------------------------------------------------------------------------
 
-    def run(self, loaded: LoadedTensors, verify_hash: Optional[bool]) -> None:
-        """Reads and places the tensors; after an error of reading the module is as it was.
+    def run(self, verify_hash: Optional[bool] = None) -> LoadReport:
+        """Refuses what does not fit, reads and places the rest; after an error of reading the module is as it was.
 
         Emits one warning (on behalf of the caller's caller) for meta tensors that are replaced by others of another
         shape or kind.
-        """
-        started = time.perf_counter()
-        tensors = dict(zip(self._wanted, loaded.load(list(self._wanted.values()), verify_hash)))
-        for name in self._conflicting(tensors):
-            del tensors[name]  # the first name counts
-        self._tell()
-        for name, tensor in tensors.items():
-            slot, is_buffer = self._slots.get(name), name in self._buffers
-            if slot is not None and slot.tensor is not None and not is_buffer:
-                tensors[name] = self._as_trainable_as(slot.tensor, tensor)
-            insert_into_module(self._modules, name, is_buffer, tensors[name])
-        for alias, name in self._ties.items():
-            insert_into_module(self._modules, alias, self._slots[alias].is_buffer, tensors[name])
-        for path, state in self._extra.items():
-            if path in self._receivers:
-                self._receivers[path].set_extra_state(state)
-        self.report = dataclasses.replace(self.report, seconds=time.perf_counter() - started)
 
-    def _conflicting(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of a place that the file has a tensor of other contents for, under an earlier name.
+        Raises:
+            KeyError: The module has no such submodule, or something else of the name.
+            LoadError: Tensors have another shape or kind; with `strict`, all that load_state_dict refuses.
+        """
+        begin = time.perf_counter()
+        self.check()
+        loaded = self.report.loaded
+        if self.hands_over:
+            skipped = {row.name for row in self.report.mismatched}
+            loaded = tuple(name for name in self._stored if name not in skipped)
+        entries = [self._stored[name] for name in loaded]
+        tensors = dict(zip(loaded, self._file.load(entries, verify_hash)))
+        self._note_conflicts(tensors)
+        if self._how.by_modules:
+            self._warn()
+        if self.hands_over:
+            self._hand_over(tensors)
+        else:
+            self.put(tensors)
+        self.report = dataclasses.replace(self.report, seconds=time.perf_counter() - begin)
+        return self.report
+
+    def check(self) -> None:
+        """Refuses what does not fit, and finds the places of tensors that the module has no place for yet."""
+        report, refused = self.report, [] if self._how.ignores_sizes else list(self.report.mismatched)
+        if self._how.by_modules and not self._strict:
+            refused = [row for row in refused if not self._is_meta(row.name)]
+        if self._strict and (report.missing or report.unexpected or refused):
+            raise report.error(refused, strict=True)
+        new: dict[str, Slot] = {}
+        for name in report.loaded if self._how.by_modules else ():
+            slot, type = self._slots.get(name), self._file.index.type(self._stored[name])
+            is_buffer = type == TensorType.BUFFER
+            if slot is None or (is_buffer is not slot.is_buffer and type != TensorType.STATE_DICT):
+                new[name] = _new_slot(self._view.modules, name, is_buffer)
+        if refused:
+            raise report.error(refused, strict=False)
+        self._slots = {**self._slots, **new} if new else self._slots
+
+    @functools.cached_property
+    def _groups(self) -> list[list[str]]:
+        """Names that are to be one tensor; the first of them that the file has counts."""
+        if self._how.ties != "stored":
+            return self._view.groups
+        groups: dict[tuple[int, str], list[str]] = {}  # each name of its own, but a place can have one tensor alone
+        for name in self._slots:
+            slot = self._slots[self.report.tied.get(name, name)]
+            groups.setdefault((id(slot.module), slot.attribute), []).append(name)
+        return list(groups.values())
+
+    def _note_conflicts(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Finds names of one tensor that the file has other contents for than under the first of them.
 
         Raises:
             LoadError: There are some, and the load is strict.
         """
-        places: dict[tuple[int, str], list[str]] = {}
-        for name in tensors:
-            if name in self._slots:
-                places.setdefault((id(self._slots[name].module), self._slots[name].attribute), []).append(name)
-        found = [name for names in places.values() if len(names) > 1 for name in differing(names, tensors)]
-        self.report = dataclasses.replace(self.report, conflicting=tuple(map(shown, found)))
+        groups = self._groups if self._how.ties != "equal" else []
+        found = [name for group in groups if len(group) > 1 for name in _differing(group, tensors)]
+        self.report = dataclasses.replace(self.report, conflicting=tuple(found))
         if self._strict and found:
             raise self.report.error((), strict=True)
-        return found
 
-    def _as_trainable_as(self, target: torch.Tensor, tensor: torch.nn.Parameter) -> torch.nn.Parameter:
-        """The parameter, or another one over its memory, with the ``requires_grad`` of what it replaces."""
-        wanted = target.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-        if wanted == tensor.requires_grad:
-            return tensor
-        if id(tensor) not in self._adapted:  # what is tied stays tied
-            with ordinary_tensors():
-                self._adapted[id(tensor)] = torch.nn.Parameter(tensor.detach(), requires_grad=wanted)
-        return self._adapted[id(tensor)]
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Puts tensors in their places, and gives modules their extra states."""
+        self._place(tensors, self._groups)
+        for name, state in self._states.items():
+            if name in self._view.takers:
+                self._view.takers[name].set_extra_state(state)
 
-    def _tell(self) -> None:
-        if self.report.mismatched:
-            rows = [f"{row.name} (file {row.file}, module {row.model})" for row in self.report.mismatched]
+    def _place(self, tensors: Mapping[str, torch.Tensor], groups: Iterable[list[str]]) -> None:
+        shared: list[tuple[list[str], torch.Tensor]] = []
+        for group in groups:
+            sources = [tensors[name] for name in group if name in tensors]
+            if len(sources) > 1 and self._how.ties == "equal":
+                shared += self._parted(group, tensors, sources[0])
+            elif sources:
+                shared.append((group, sources[0]))
+            elif self._custom is not None and self._is_meta(group[0]) and self._slots[group[0]].counts_batches:
+                device = self._file.device_of(group[0])
+                with ordinary_tensors():
+                    shared.append((group, torch.zeros((), dtype=torch.long, device=device)))
+        place(self._slots, shared, self._replaces, keep_ties_of_file=self._how.ties == "stored")
+
+    def _parted(
+        self, group: list[str], tensors: Mapping[str, torch.Tensor], first: torch.Tensor
+    ) -> list[tuple[list[str], torch.Tensor]]:
+        """Names that the module ties, by what the file has: those that it holds with equal contents stay one tensor."""
+        parts: dict[int, tuple[list[str], torch.Tensor]] = {}
+        for name in group:
+            tensor = tensors.get(name, first)
+            on_one_device = tensor.device == first.device  # else a device map parts them
+            if tensor is not first and on_one_device:
+                if same_bits(first, tensor):
+                    tensor = first
+                else:
+                    logger.warning(
+                        "%s: %s and %s are tied in the model and differ in the file: they stay apart",
+                        self.report.module,
+                        group[0],
+                        name,
+                    )
+            parts.setdefault(id(tensor), ([], tensor))[0].append(name)
+        return list(parts.values())
+
+    def _hand_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Hands a state dict to the model, which decides what becomes of it."""
+        slots, takers, assign = self._slots, self._view.takers, self._assign is True
+        # Buffers that state dicts leave out are no business of load_state_dict.
+        hidden = {n: t for n, t in tensors.items() if n in slots and not slots[n].in_state_dict}
+        state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if name not in hidden}
+        given = self._view.states_given(self._states, self._stored)
+        # As with the state dict of such a model: what is None there is handed back.
+        state.update({n: None for n, module in takers.items() if n not in given and is_without_state(module)})
+        state.update(self._states)
+        state.update({name: state[other] for name, other in given.items() if other != name})
+        left = {row.name for row in self.report.mismatched}
+        for group in self._view.groups:
+            target = slots[group[0]].tensor
+            first = next((tensors[name] for name in group if name in tensors), None)
+            if first is None or target is None:
+                continue
+            # One object under all names, so that what is assigned stays tied.
+            as_parameter = assign and isinstance(target, torch.nn.Parameter)
+            one = as_trainable_as(target, first) if as_parameter else first.detach()
+            state.update({name: one for name in group if slots[name].in_state_dict and name not in left})
+        options: dict[str, Any] = {"assign": True} if assign else {}
+        custom = self._view.custom
+        try:
+            # A method of another class may answer nothing: then it has to be the judge.
+            result = self._view.module.load_state_dict(state, strict=self._strict and custom.whole, **options)
+        except RuntimeError as error:
+            refusal = LoadError(str(error))
+            refusal.report, refusal.source = self.report, self.report.source
+            raise refusal from None
+        groups = [group for group in self._view.groups if not hidden.keys().isdisjoint(group)]
+        self._place(hidden, groups)
+        unexpected = tuple(getattr(result, "unexpected_keys", ()))
+        loaded = tuple(name for name in tensors if name not in unexpected)
+        self.report = dataclasses.replace(
+            self.report,
+            loaded=loaded,
+            nbytes=sum(self._file.index.loaded_nbytes(self._stored[name]) for name in loaded),
+            missing=tuple(name for name in getattr(result, "missing_keys", ()) if name not in left),
+            unexpected=unexpected,
+        )
+        if self._strict and (self.report.missing or self.report.unexpected):
+            raise self.report.error((), strict=True)
+
+    def _warn(self) -> None:
+        report = self.report
+        if report.mismatched:
+            rows = [f"{row.name} (file {row.file}, module {row.model})" for row in report.mismatched]
             warnings.warn(
-                f"{self.report.source}: {len(rows)} tensors of {self.report.module} on the meta device are replaced by "
+                f"{report.source}: {len(rows)} tensors of {report.module} on the meta device are replaced by "
                 f"tensors of another shape or kind: {'; '.join(rows)}",
                 stacklevel=4,
             )
-        left = [shown(name) for name in self._absent if (target := self._target(name)) is not None and target.is_meta]
-        if left:
+        if self.left_on_meta:
+            names, more = self.left_on_meta[:20], len(self.left_on_meta) > 20
             logger.warning(
                 "%s has no data for %d tensors of %s, which stay on the meta device: %s",
-                self.report.source,
-                len(left),
-                self.report.module,
-                ", ".join(left[:20]) + (", …" if len(left) > 20 else ""),
+                report.source,
+                len(self.left_on_meta),
+                report.module,
+                ", ".join(names) + (", …" if more else ""),
             )
 
 
-def differing(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def module_names(file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
+    """Entries by the state-dict name of a tensor of a module; of two of one name, the later one.
+
+    Raises:
+        NotImplementedError: The file holds nested containers.
+    """
+    found: dict[str, int] = {}
+    for i in entries:
+        name = file.names[i]
+        if not isinstance(name, str):
+            raise NotImplementedError(
+                f"tensor {name!r} was written from nested containers, which have no modules to load into; "
+                "deserializer.tree() gives the containers, and module.load_state_dict() takes one of them"
+            )
+        if name.rfind(".") == 0:
+            name = name[1:]
+        found.pop(name, None)  # the order is that of the entries
+        found[name] = i
+    return found
+
+
+def place(
+    slots: Mapping[str, Slot],
+    places: Iterable[tuple[list[str], torch.Tensor]],
+    replaces: Callable[[torch.Tensor], bool],
+    keep_ties_of_file: bool = False,
+) -> None:
+    """Puts tensors into a module.
+
+    What is replaced needs gradients where what was there did; what is copied keeps dtype, device and identity.
+
+    Args:
+        slots: Places by name.
+        places: Names that are to be one tensor, and that tensor.
+        replaces: Whether a tensor of the module is replaced, and not copied into.
+        keep_ties_of_file: One tensor of the file is one parameter, wherever it goes.
+    """
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+    made: dict[int, torch.Tensor] = {}
+    with ordinary_tensors():
+        for names, source in places:
+            target = slots[names[0]].tensor
+            if target is not None and not replaces(target):
+                copied.append((target, source))
+                continue
+            one = source
+            if isinstance(target, torch.nn.Parameter):  # register_buffer makes plain tensors itself
+                known = made.get(id(source)) if keep_ties_of_file else None
+                one = as_trainable_as(target, source, keep_ties_of_file) if known is None else known
+                made[id(source)] = one
+            for name in names:
+                slot = slots[name]
+                _register(slot.module, slot.attribute, slot.is_buffer, one)
+    with torch.no_grad():
+        for target, source in copied:
+            target.copy_(source)
+
+
+def as_trainable_as(target: torch.Tensor, source: torch.Tensor, may_be_itself: bool = False) -> torch.Tensor:
+    """A parameter over the memory of `source`, with the ``requires_grad`` of `target`."""
+    wanted = target.requires_grad and (source.is_floating_point() or source.is_complex())
+    if may_be_itself and wanted == source.requires_grad:
+        return source
+    return torch.nn.Parameter(source.detach(), requires_grad=wanted)
+
+
+def _differing(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Of the names of one tensor of a model those that a file holds with other contents than the first that it has."""
     supplied = [name for name in names if name in tensors]
     if len(supplied) < 2:
@@ -204,20 +390,23 @@ def differing(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list
     return [name for name in supplied[1:] if tensors[name] is not first and not same_bits(first, tensors[name])]
 
 
-def _places(container: Container, entries: Sequence[int]) -> dict[str, int]:
-    """Entries by the name of a tensor in a module, that of a root with its dot; of two, the later one."""
-    found: dict[str, int] = {}
-    for i in entries:
-        name = container.names[i]
-        if not isinstance(name, str):
-            raise NotImplementedError(
-                f"tensor {name!r} was written from nested containers, which have no modules to load into; "
-                "deserializer.tree() gives the containers, and module.load_state_dict() takes one of them"
-            )
-        place = name if "." in name else f".{name}"
-        found.pop(place, None)
-        found[place] = i
-    return found
+def _new_slot(modules: Mapping[str, torch.nn.Module], name: str, is_buffer: bool) -> Slot:
+    """A place for a tensor that the module has none for.
+
+    Raises:
+        KeyError: The module has no such submodule, or something else of the name.
+    """
+    path, _, attribute = name.rpartition(".")
+    module = modules.get(path)
+    if module is None:
+        raise KeyError(f"{name}: the module has no submodule {path!r}")
+    if not attribute:
+        raise KeyError(f"{name!r}: a tensor of a module cannot be without a name")
+    registered = module._buffers if is_buffer else module._parameters
+    if attribute not in registered and hasattr(module, attribute):
+        wanted = "buffer" if is_buffer else "parameter"
+        raise KeyError(f"{name}: wanted a {wanted} or nothing of that name in the module, found something else")
+    return Slot(module, attribute, is_buffer, None)
 
 
 def insert_into_module(
@@ -234,12 +423,15 @@ def insert_into_module(
     module = modules.get(path)
     if module is None:
         raise KeyError(f"{name}: the module has no submodule {path!r}")
+    with ordinary_tensors():
+        _register(module, attribute, is_buffer, tensor)
+
+
+def _register(module: torch.nn.Module, attribute: str, is_buffer: bool, tensor: torch.Tensor) -> None:
     if is_buffer:
         # Persistence is named only where it is not the default: subclasses may have a register_buffer without it.
         options = {"persistent": False} if attribute in module._non_persistent_buffers_set else {}
-        with ordinary_tensors():
-            plain = tensor.detach()
-        module.register_buffer(attribute, plain, **options)
+        module.register_buffer(attribute, tensor.detach(), **options)
     else:
         if not isinstance(tensor, torch.nn.Parameter):
             tensor = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
@@ -260,3 +452,54 @@ def _with_ties(listing: Callable[..., Iterator[tuple[str, torch.Tensor]]]) -> di
         return dict(listing(remove_duplicate=False))
     except TypeError:
         return dict(listing())
+
+
+def check_module(module: object, for_mappings: str = "") -> None:
+    """Refuses what is no module; an object that answers ``named_modules()`` with modules counts as one.
+
+    Args:
+        module: What was passed.
+        for_mappings: What to use for a state dict, as the end of a sentence.
+
+    Raises:
+        TypeError: Another type.
+    """
+    if isinstance(module, type) and issubclass(module, torch.nn.Module):
+        raise TypeError(f"wanted a torch.nn.Module, found the class {module.__name__} itself: pass an instance")
+    if isinstance(module, torch.nn.Module) or callable(getattr(module, "named_modules", None)):
+        return
+    hint = for_mappings if isinstance(module, Mapping) else ""
+    if isinstance(module, torch.Tensor):
+        hint = "write_tensor writes single tensors"
+    raise TypeError(f"wanted a torch.nn.Module, found {type(module).__name__}" + (hint and f"; {hint}"))
+
+
+def verify_module(file: OpenFile, module: torch.nn.Module) -> list[tuple[Name, bool]]:
+    """Whether each stored tensor is the one in the module, as ``TensorDeserializer.verify_module`` says.
+
+    Raises:
+        RuntimeError: A tensor of the file was not read yet, so that its digests are unknown.
+        NotImplementedError: A tensor of the module is on the meta device.
+    """
+    unread = [file.names[i] for i in file.selection if not file.has_header(i)]
+    if unread:
+        raise RuntimeError(
+            f"the hashes of {len(unread)} tensors (first: {unread[0]!r}) are known only after they were loaded; "
+            "load the file before verifying"
+        )
+    live = live_tensors(module)
+    return [(file.names[i], _matches(file, i, live)) for i in file.selection]
+
+
+def _matches(file: OpenFile, i: int, live: Mapping[str, torch.Tensor]) -> bool:
+    name = file.names[i]
+    if not isinstance(name, str):
+        return False
+    tensor = live.get(name)
+    if tensor is None and name.startswith("."):
+        tensor = live.get(name[1:])
+    if tensor is None:
+        return False
+    if tensor.is_meta:
+        raise NotImplementedError(f"tensor {name!r} of the module is on the meta device: it has no data to compare")
+    return file.holds(i, tensor) is True

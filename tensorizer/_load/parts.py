@@ -1,31 +1,32 @@
-"""Parts of the tensors of a container, read together: one plan, one load for each file and device."""
+"""Parts of tensors, read without the rest of them: one plan, one load for each file and device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
 from tensorizer import _C
 from tensorizer._format.dtypes import torch_dtype
 from tensorizer._format.names import Name
-from tensorizer._load.container import Container, ReadOptions
+from tensorizer._format.safetensors import safetensors_dtype
+from tensorizer._load.arguments import target_device
 from tensorizer._load.indices import cover, is_basic
-from tensorizer._load.loaded_tensors import LoadedTensors
-from tensorizer._load.reader import converts, no_collections
+from tensorizer._load.open_file import OpenFile
+from tensorizer._load.reader import FileReader, no_collections
 from tensorizer._system import cuda_engine
 from tensorizer._system.devices import empty, ordinary_tensors, resolve_cuda_device
 from tensorizer.errors import FormatError
 
-__all__ = ["PartReader", "TensorFacts", "Wanted"]
+__all__ = ["PartReader", "TensorSlice", "WantedPart"]
 
 # Files read at a time, as for whole tensors.
 _FILES_AT_ONCE = 4
 
 
-class TensorFacts(NamedTuple):
+class _PartOf(NamedTuple):
     """What parts of a tensor are parts of."""
 
     shape: tuple[int, ...]
@@ -33,7 +34,7 @@ class TensorFacts(NamedTuple):
     loaded_dtype: torch.dtype  # as it is given out
 
 
-class Wanted(NamedTuple):
+class WantedPart(NamedTuple):
     """A part of one tensor."""
 
     entry: int
@@ -51,39 +52,114 @@ class _Read(NamedTuple):
     into: Optional[torch.Tensor]
 
 
-class PartReader:
-    """Reads parts of one container. Safe from several threads at once: every read is independent of the others."""
+class TensorSlice:
+    """One tensor of an open file; ``slice[index]`` reads the part that `index` names, and no more than it has to.
 
-    def __init__(self, container: Container, loaded: LoadedTensors, options: ReadOptions) -> None:
-        self._container, self._loaded = container, loaded
-        self._max_workers, self._dtype = options.max_workers, options.dtype
+    `index` is what torch takes between brackets: integers, slices with positive steps, ``...``, ``None``, lists and
+    tensors of integers, masks, and tuples of these. Rows of dimension 0 that a list, tensor or mask names are read
+    alone; of other dimensions everything between the first and the last. The result is a plain tensor on the
+    deserializer's device, in its ``dtype``. Parts of encrypted tensors are authenticated: they are read in chunks of
+    the cipher (2 MiB). May be used from several threads.
+
+    Raises:
+        IndexError: Out of range, or more dimensions than the tensor has.
+        ValueError: A step below 1; a part of a deserializer that verifies hashes, which are of whole tensors.
+        OSError, FormatError, CryptographyError: As for whole tensors.
+    """
+
+    __slots__ = ("_entry", "_parts", "_whole")
+
+    def __init__(self, parts: PartReader, entry: int) -> None:
+        self._parts, self._entry = parts, entry
+        self._whole: Optional[_PartOf] = None
+
+    def _known(self) -> _PartOf:
+        if self._whole is None:
+            self._whole = self._parts.whole(self._entry)
+        return self._whole
+
+    def _told_by_container(self) -> bool:
+        """Whether the file says what torch has no dtype for."""
+        file = self._parts.file
+        return file.index.format == "safetensors" and file.stored_dtype(self._entry) is None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return torch.Size(self._known().shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is read: as stored, or converted to the deserializer's ``dtype``."""
+        return self._known().loaded_dtype
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the tensor."""
+        return len(self._known().shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor once it is read."""
+        facts = self._known()
+        return math.prod(facts.shape) * facts.loaded_dtype.itemsize
+
+    def get_shape(self) -> list[int]:
+        """The shape as a list, as ``safetensors`` gives it; known also where torch lacks the dtype."""
+        if self._told_by_container():
+            return list(self._parts.file.index.shape(self._entry))
+        return list(self._known().shape)
+
+    def get_dtype(self) -> str:
+        """The dtype by its ``safetensors`` name (``"BF16"``), or torch's where that has none."""
+        if self._told_by_container():
+            return str(self._parts.file.index.container_dtype(self._entry))
+        dtype = self.dtype
+        return safetensors_dtype(dtype) or str(dtype).replace("torch.", "", 1)
+
+    def is_floating_point(self) -> bool:
+        """Whether it is, as ``torch.Tensor.is_floating_point`` tells."""
+        return self.dtype.is_floating_point
+
+    def __repr__(self) -> str:
+        return f"<TensorSlice of {self._parts.file.names[self._entry]!r}: {self.dtype}, {list(self.shape)}>"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        parts = self._parts
+        wanted = WantedPart(self._entry, index, parts.device_of(self._entry))
+        return parts.read([wanted], parts.file.must_verify(None))[0]
+
+
+class PartReader:
+    """Reads parts of an open file. Safe from several threads at once: every read is independent of the others."""
+
+    def __init__(self, file: OpenFile) -> None:
+        self.file = file
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
-    def facts(self, entry: int) -> TensorFacts:
+    def whole(self, entry: int) -> _PartOf:
         """Shape and dtypes of a tensor. No I/O, except for old files whose index shows them only roughly."""
-        container = self._container
-        entry = container.targets.get(entry, entry)
-        stored, shape = container.stored_dtype(entry), container.shape(entry)
-        if stored is None and container.index.format == "safetensors":
+        file = self.file
+        entry = file.targets.get(entry, entry)
+        if file.stored_dtype(entry) is None and file.index.format == "safetensors":
             raise FormatError(
-                f"{container.source_name}: tensor {container.names[entry]!r}: torch has no dtype for "
-                f"{container.index.container_dtype(entry)}"
+                f"{file.source_name}: tensor {file.names[entry]!r}: torch has no dtype for "
+                f"{file.index.container_dtype(entry)}"
             )
-        if stored is None or container.may_be_scalar(entry):
-            if not container.has_header(entry):
-                container.read_headers([entry])
-            headers, position = container.header(entry)
-            stored = torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
-            shape = headers.shape(position)
-        return TensorFacts(tuple(shape), stored, self._given(stored))
+        if not self._is_plain(entry) and not file.has_header(entry):
+            file.read_headers([entry])
+        stored, shape, _ = file.described(entry)
+        dtype = torch_dtype(stored.decode("utf-8", "replace"))
+        return _PartOf(tuple(shape), dtype, self._given(dtype))
 
     def _given(self, stored: torch.dtype) -> torch.dtype:
-        return self._dtype if self._dtype is not None and converts(stored, self._dtype) else stored
+        wanted = self.file.options.dtype
+        return wanted if wanted is not None and self.file.casts(stored) else stored
 
     def device_of(self, entry: int) -> torch.device:
         """Where the deserializer puts a tensor."""
-        return self._container.device_of(self._container.names[entry])
+        return self.file.device_of(self.file.names[entry])
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -94,33 +170,33 @@ class PartReader:
 
         ``None`` where it takes more than that.
         """
-        container = self._container
-        if container.checks_whole:
+        file = self.file
+        if file.checks_whole or file.source is None or file.targets or not file.shows_all:
             return None
-        simple = device.type == "cpu" and self._dtype is None and container.source is not None
-        if not simple or container.targets or not container.shows_all or not all(map(is_basic, indices)):
+        if device.type != "cpu" or file.options.dtype is not None or not all(map(is_basic, indices)):
             return None
-        reader = container.reader
+        (reader,) = file.readers
+        source, keys, *_ = reader.handle
         with no_collections(), ordinary_tensors():
-            batch = _C.LoadBatch.of_parts(reader.source, reader.index, entries, indices)
-            batch.plan(keys=reader.keys, max_workers=self._max_workers)
+            batch = _C.LoadBatch.of_parts(source, reader.index, entries, indices)
+            batch.plan(keys=keys, max_workers=reader.max_workers)
             batch.run()
             return batch.tensors(reader.factory)
 
-    def read(self, wanted: Sequence[Wanted], verify: bool) -> list[torch.Tensor]:
+    def read(self, wanted: Sequence[WantedPart], verify: bool) -> list[torch.Tensor]:
         """The parts, in order; those that name a place are written to it, and it is what comes back.
 
         Raises:
             IndexError, TypeError, ValueError: As torch words what is wrong with an index.
             ValueError: A part is to be verified; a place of another shape.
         """
-        container = self._container
-        whole = container.closed or container.checks_whole  # a signed tensor is read and hashed as a whole
-        verify = verify and not container.checks_whole
+        file = self.file
+        whole = file.closed or file.checks_whole  # a signed tensor is read and hashed as a whole
+        verify = verify and not file.checks_whole
         results: list[Optional[torch.Tensor]] = [None] * len(wanted)
         plain: dict[torch.device, list[int]] = {}
         for position, want in enumerate(wanted):
-            entry = container.targets.get(want.entry, want.entry)
+            entry = file.targets.get(want.entry, want.entry)
             if verify or whole or not self._is_plain(entry):
                 results[position] = self._from_whole(entry, want, verify)
             else:
@@ -131,32 +207,31 @@ class PartReader:
         return [tensor for tensor in results if tensor is not None]
 
     def _is_plain(self, entry: int) -> bool:
-        if self._container.shows_all:
+        if self.file.shows_all:
             return True
-        return self._container.stored_dtype(entry) is not None and not self._container.may_be_scalar(entry)
+        return self.file.stored_dtype(entry) is not None and not self.file.may_be_scalar(entry)
 
-    def _from_whole(self, entry: int, want: Wanted, verify: bool) -> torch.Tensor:
+    def _from_whole(self, entry: int, want: WantedPart, verify: bool) -> torch.Tensor:
         """By way of the whole tensor: verified, of a closed file, or described by its record header alone."""
-        container = self._container
+        file = self.file
         if verify:
             self._refuse_part(want)
-        kept = self._loaded.kept.get(entry) if container.closed else None
+        kept = file.kept.get(entry) if file.closed else None
         if kept is not None:
             if verify:
-                (kept,) = self._loaded.load([entry], True)
+                (kept,) = file.load([entry], True)
             tensor = kept.detach()
             part = tensor[want.index].to(want.device, copy=True)
         else:
-            (tensor,) = container.read_raw([entry], verify)
+            (tensor,) = file.read([entry], verify)
             part = tensor[want.index]
             if want.into is None:
                 part = part.to(self._given(tensor.dtype)).to(want.device)
-        return _placed(part.contiguous(), want, container.names[want.entry])
+        return _placed(part.contiguous(), want, file.names[want.entry])
 
-    def _refuse_part(self, want: Wanted) -> None:
-        name, facts = self._container.names[want.entry], self.facts(want.entry)
-        whole = math.prod(facts.shape)
-        if not is_basic(want.index) or empty(facts.shape, device="meta")[want.index].numel() != whole:
+    def _refuse_part(self, want: WantedPart) -> None:
+        name, shape = self.file.names[want.entry], self.whole(want.entry).shape
+        if not is_basic(want.index) or empty(shape, device="meta")[want.index].numel() != math.prod(shape):
             raise ValueError(
                 f"tensor {name!r:.200}: a part cannot be verified, since the hashes of the file are of whole tensors; "
                 "wanted all of it, or verify_hash=False"
@@ -166,21 +241,21 @@ class PartReader:
         self,
         device: torch.device,
         positions: Sequence[int],
-        wanted: Sequence[Wanted],
+        wanted: Sequence[WantedPart],
         results: list[Optional[torch.Tensor]],
     ) -> None:
-        container = self._container
+        file = self.file
         fast = device.type == "cpu" or cuda_engine.is_fast_device(device)
         placed: dict[int, torch.Tensor] = {}  # what comes to a buffer first, and how
         rest: dict[int, tuple[Any, ...]] = {}
         reads: list[_Read] = []
         for position in positions:
             want = wanted[position]
-            entry = container.targets.get(want.entry, want.entry)
+            entry = file.targets.get(want.entry, want.entry)
             if is_basic(want.index):
-                reads.append(_Read(position, entry, want.index, self._straight(entry, want, device, fast)))
+                reads.append(_Read(position, entry, want.index, self._read_to(entry, want, device, fast)))
                 continue
-            covered = cover(want.index, container.shape(entry))
+            covered = cover(want.index, file.index.shape(entry))
             rest[position] = covered.rest
             if len(covered.boxes) == 1:
                 reads.append(_Read(position, entry, covered.boxes[0], None))
@@ -197,14 +272,14 @@ class PartReader:
                 ]
             if want.into is None:
                 tensor = tensor.to(device=device, dtype=self._given(tensor.dtype))
-            results[position] = _placed(tensor, want, container.names[want.entry])
+            results[position] = _placed(tensor, want, file.names[want.entry])
 
-    def _straight(self, entry: int, want: Wanted, device: torch.device, fast: bool) -> Optional[torch.Tensor]:
+    def _read_to(self, entry: int, want: WantedPart, device: torch.device, fast: bool) -> Optional[torch.Tensor]:
         """The place that a part names, where it can be read to it as it is stored."""
         into = want.into
         if into is None or not fast or not into.is_contiguous() or into.is_conj() or into.is_neg():
             return None
-        stored = self._container.stored_dtype(entry)
+        stored = self.file.stored_dtype(entry)
         if into.dtype != stored or resolve_cuda_device(into.device) != device:
             return None
         return into
@@ -213,7 +288,7 @@ class PartReader:
         self, entry: int, boxes: Sequence[tuple[Any, ...]], device: torch.device
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A buffer for boxes that follow each other along dimension 0, and the part of it that each takes."""
-        shape, dtype = self._container.shape(entry), self._container.stored_dtype(entry)
+        shape, dtype = self.file.index.shape(entry), self.file.stored_dtype(entry)
         rows = [box[0].stop - box[0].start for box in boxes]
         inner = empty(shape[1:], device="meta")[boxes[0][1:]].shape if len(shape) > 1 else ()
         buffer = empty((sum(rows), *inner), dtype=dtype, device=device)
@@ -224,21 +299,16 @@ class PartReader:
 
     def _load(self, reads: Sequence[_Read], device: torch.device) -> list[tuple[_Read, torch.Tensor]]:
         """Reads basic parts to one device, as they are stored; those of one file together."""
-        groups: dict[tuple[int, bool], list[tuple[_Read, int]]] = {}
-        containers: dict[int, Container] = {}
+        groups: dict[tuple[int, bool], tuple[FileReader, list[tuple[_Read, int]]]] = {}
         for read in reads:
-            container, local = self._container.part(read.entry)
-            containers[id(container)] = container
-            groups.setdefault((id(container), read.into is not None), []).append((read, local))
+            reader, local = self.file.part(read.entry)
+            _, members = groups.setdefault((id(reader), read.into is not None), (reader, []))
+            members.append((read, local))
         batches = []
-        for (number, to_places), members in groups.items():
-            container = containers[number]
-            reader = container.reader
-            batch = _C.LoadBatch.of_parts(
-                reader.source, reader.index, [local for _, local in members], [read.index for read, _ in members]
-            )
-            tensors = self._plan(container, batch, members, device, to_places)
-            batches.append((batch, members, tensors, reader))
+        for (_, to_places), (reader, members) in groups.items():
+            entries, indices = [local for _, local in members], [read.index for read, _ in members]
+            batch = _C.LoadBatch.of_parts(reader.handle.source, reader.index, entries, indices)
+            batches.append((batch, members, self._plan(reader, batch, members, device, to_places), reader))
         if len(batches) == 1:
             batches[0][0].run()
         elif batches:
@@ -251,15 +321,14 @@ class PartReader:
 
     def _plan(
         self,
-        container: Container,
+        reader: FileReader,
         batch: _C.LoadBatch,
         members: Sequence[tuple[_Read, int]],
         device: torch.device,
         to_places: bool,
     ) -> Optional[list[torch.Tensor]]:
         """Gives a batch its memory; the tensors over it, or ``None`` where the batch makes them."""
-        reader = container.reader
-        common: dict[str, Any] = {"keys": reader.keys, "max_workers": self._max_workers}
+        common: dict[str, Any] = {"keys": reader.handle.keys, "max_workers": reader.max_workers}
         if device.type == "cpu" and not to_places:
             batch.plan(**common)
             return None
@@ -267,11 +336,11 @@ class PartReader:
         for i, (read, _) in enumerate(members):
             into = read.into
             if into is None:
-                stored = self._container.stored_dtype(read.entry)
+                stored = self.file.stored_dtype(read.entry)
                 flat = empty(batch.part_nbytes(i), dtype=torch.uint8, device=device)
                 into = flat.view(stored).view(batch.part_shape(i)) if stored is not None else flat
             elif tuple(into.shape) != batch.part_shape(i):
-                name = self._container.names[read.entry]
+                name = self.file.names[read.entry]
                 raise ValueError(
                     f"tensor {name!r:.200}: out= wanted the shape {list(batch.part_shape(i))}, found {list(into.shape)}"
                 )
@@ -281,13 +350,51 @@ class PartReader:
             batch.plan(addresses=addresses, **common)
             return tensors
         for tensor, (read, _) in zip(tensors, members):
-            if self._container.index.data_nbytes(read.entry) == 0:  # written without data: zeros
+            if self.file.index.data_nbytes(read.entry) == 0:  # written without data: zeros
                 tensor.zero_()
         batch.plan(addresses=addresses, engine=cuda_engine.engine_for(device), **common)
         return tensors
 
+    # ---- by name -----------------------------------------------------------------------------------------------------
 
-def _placed(part: torch.Tensor, want: Wanted, name: Name) -> torch.Tensor:
+    def get_slice(self, name: Name) -> TensorSlice:
+        """As ``TensorDeserializer.get_slice``."""
+        return TensorSlice(self, self.file.numbers[name])
+
+    def slices(self) -> dict[Name, TensorSlice]:
+        """As ``TensorDeserializer.slices``."""
+        return {self.file.names[i]: TensorSlice(self, i) for i in self.file.selection}
+
+    def get_slices(
+        self,
+        parts: Mapping[Name, Any],
+        out: Optional[Mapping[Name, torch.Tensor]] = None,
+        device: Optional[Union[torch.device, str, int]] = None,
+        *,
+        verify_hash: Optional[bool] = None,
+    ) -> dict[Name, torch.Tensor]:
+        """As ``TensorDeserializer.get_slices``."""
+        entries = [self.file.numbers[name] for name in parts]
+        verify = self.file.must_verify(verify_hash)
+        if out is not None:
+            places = [out[name].detach() for name in parts]
+            rows = zip(entries, parts.values(), places)
+            self.read([WantedPart(entry, index, place.device, place) for entry, index, place in rows], verify)
+            return {name: out[name] for name in parts}
+        chosen = self.file.options.device if device is None else target_device(device)
+        found: Optional[Sequence[torch.Tensor]] = None
+        if isinstance(chosen, torch.device) and not verify:
+            found = self.read_basic(entries, list(parts.values()), chosen)
+        if found is None:
+            wanted = [
+                WantedPart(i, index, chosen if isinstance(chosen, torch.device) else self.device_of(i))
+                for i, index in zip(entries, parts.values())
+            ]
+            found = self.read(wanted, verify)
+        return dict(zip(parts, found))
+
+
+def _placed(part: torch.Tensor, want: WantedPart, name: Name) -> torch.Tensor:
     """A part at the place that was named for it."""
     if want.into is None or want.into is part:
         return part

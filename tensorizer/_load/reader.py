@@ -1,63 +1,90 @@
-"""Entries of an opened container to tensors on a device: batches, casts, keys. Knows nothing about caching."""
+"""One file that is open: its index, and the way from its entries to tensors on a device.
+
+Entries are numbered by their position in the index. Nothing that was read is kept here (``_load/open_file.py`` does).
+"""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import gc
-import itertools
 import mmap
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Optional, Union
 
 import torch
 
 from tensorizer import _C
+from tensorizer._crypto.keys import key_ring
 from tensorizer._format import dtypes
-from tensorizer._load.digests import missing_hashes
+from tensorizer._format.dtypes import casts, known_dtype
+from tensorizer._format.entries import FilterFuncType
+from tensorizer._format.names import Name, listed
+from tensorizer._io.access import NOBODY, Access
+from tensorizer._io.sources import OpenedSource
+from tensorizer._load.arguments import DeviceChooser
+from tensorizer._load.authenticity import authenticate
 from tensorizer._system import cuda_engine, kept_memory, perf
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
-from tensorizer._system.runs import runs
-from tensorizer.errors import FormatError
+from tensorizer._system.sizes import runs
+from tensorizer.errors import CryptographyError, FormatError, MissingHashError
 
 __all__ = [
-    "BATCH_NBYTES",
+    "AS_STORED",
+    "FileReader",
+    "Handle",
     "LoadedBatch",
     "PendingBatch",
-    "ReadAhead",
-    "TensorReader",
-    "converts",
-    "known_dtype",
+    "Progress",
+    "ReadOptions",
+    "missing_hashes",
     "no_collections",
-    "stored_dtype",
+    "open_reader",
 ]
 
 # Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
-BATCH_NBYTES = 256 << 20
+_BATCH_NBYTES = 256 << 20
 
 # Zeros from here on are not written out where nobody asks for their memory.
 _UNTOUCHED_NBYTES = 1 << 20
 
-# Reading ahead over a network: after so many tensors in a row, and how much.
-_ROW = 3
-_FIRST_AHEAD_NBYTES = 1 << 20
-_MAX_AHEAD_NBYTES = 16 << 20
+# Where every request costs a round trip.
+_NETWORK_SOURCES = (_C.HttpSource, _C.RedisSource, _C.PyRangeSource)
 
 _HOST = torch.device("cpu")
 
-CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
 Progress = Optional[Callable[[int], object]]
-#: One device, or the device of each entry.
-DeviceChoice = Union[torch.device, Callable[[int], torch.device]]
+
+
+class ReadOptions(NamedTuple):
+    """How tensors are read; the meanings are those of ``TensorDeserializer``'s arguments."""
+
+    device: Union[torch.device, DeviceChooser] = _HOST
+    dtype: Optional[torch.dtype] = None
+    mmap: Optional[bool] = False  # None: where nothing speaks against it, see _may_map
+    verify_hash: Optional[bool] = None
+    allow_missing_hashes: bool = False
+    without_key: bool = False  # opens the index of an encrypted file without one; its tensors are out of reach then
+
+
+#: To the host, as plain copies of what the file has.
+AS_STORED = ReadOptions()
+
+
+class Handle(NamedTuple):
+    """What a read needs of an open file. It is forgotten with the key when the file is closed."""
+
+    source: _C.RangeSource
+    keys: Optional[_C.KeyRing]
+    mapping: Optional[_C.FileMapping]
+    close: Callable[[], None]
 
 
 class LoadedBatch(NamedTuple):
     """Tensors that were loaded together; the same position in all three is the same tensor."""
 
     entries: Sequence[int]
-    tensors: Sequence[torch.Tensor]  # Parameters, or plain tensors where raw ones were asked for
+    tensors: Sequence[torch.Tensor]
     headers: _C.LoadedHeaders
 
 
@@ -68,150 +95,238 @@ class PendingBatch(NamedTuple):
     finish: Callable[[], LoadedBatch]
 
 
-class TensorReader:
-    """Reads tensors of one container. Safe from several threads at once: every read is a session of its own."""
+class FileReader:
+    """One open file. May be used from several threads: every read is independent of the others.
+
+    Attributes:
+        index: What the file says of its tensors.
+        names: Of all entries.
+        selection: The entries that the filter accepted, ascending.
+        targets: From names to the entries that hold their data, where they differ.
+        network: Whether every request costs a round trip.
+        mapped: Whether tensors are views of the file.
+        max_workers: Upper bound for reading threads; 0: as many as are useful.
+        factory: Makes tensors of loaded memory.
+    """
 
     def __init__(
         self,
-        source: _C.RangeSource,
+        handle: Handle,
         index: _C.Index,
-        *,
-        device: DeviceChoice,
-        dtype: Optional[torch.dtype],
+        names: list[Name],
+        selection: Sequence[int],
         max_workers: int,
-        keys: Optional[_C.KeyRing],
-        mapping: Optional[_C.FileMapping],
-        allow_missing_hashes: bool = False,
+        options: ReadOptions,
     ) -> None:
-        self.source = source
-        self.index = index
-        self.device = device
-        self.dtype = dtype
-        self.keys = keys
-        kept_memory.configure()
-        self._max_workers = max_workers
-        self._mapping = mapping
-        self._allow_missing_hashes = allow_missing_hashes
+        self.index, self.names, self.selection = index, names, selection
+        self.targets: dict[int, int] = index.targets()
+        self.source_name = handle.source.name
+        self.network = _is_network(handle.source)
+        self.mapped = handle.mapping is not None
+        self.max_workers = max_workers
         self.factory = _C.TensorFactory(dtypes.resolve)
+        self._handle: Optional[Handle] = handle
+        self._options = options
+        self._metadata: Optional[dict[str, str]] = None
+        self._metadata_is_known = False
+        self._cached_bytes_read = 0
+        kept_memory.configure()
 
-    def read(self, entries: Sequence[int], verify: bool, progress: Progress = None) -> Iterator[LoadedBatch]:
-        """Loads `entries` (ascending) to the target device and dtype, as Parameters, in order.
+    # ---- life -------------------------------------------------------------------------------------------------------
 
-        On the CPU without a cast all of them are one batch; otherwise batches hold at most 256 MiB.
+    def close(self) -> None:
+        """Closes the file and forgets its key."""
+        self._cached_bytes_read = self.cached_bytes_read
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._handle is None
+
+    @property
+    def handle(self) -> Handle:
+        """The way to the data.
+
+        Raises:
+            RuntimeError: The file is closed.
         """
-        together = None if isinstance(self.device, torch.device) else self.begin(entries, verify)
-        if together is None:
-            for device, part in self._by_device(entries):
-                yield from self._read_to(device, part, verify, progress)
-            return
-        with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
-            _C.run_batches([pending.batch for pending in together], len(together), progress)
-        for pending in together:
-            yield pending.finish()
+        handle = self._handle
+        if handle is None:
+            raise RuntimeError("the file is closed; tensors that were not loaded before are out of reach")
+        return handle
 
-    def _by_device(self, entries: Sequence[int]) -> Iterator[tuple[torch.device, Sequence[int]]]:
-        """The entries of each device; more than one only where the caller spread them."""
-        if isinstance(self.device, torch.device):
-            yield resolve_cuda_device(self.device), entries
-            return
-        groups: dict[torch.device, list[int]] = {}
-        for entry in entries:
-            groups.setdefault(resolve_cuda_device(self.device(entry)), []).append(entry)
-        yield from groups.items()
+    @property
+    def cached_bytes_read(self) -> int:
+        """Bytes that came from the cache of the node so far, also when the file is closed."""
+        source = None if self._handle is None else self._handle.source
+        return source.cached_bytes_read if isinstance(source, _C.CacheSource) else self._cached_bytes_read
 
-    def _read_to(
-        self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress
+    # ---- facts ------------------------------------------------------------------------------------------------------
+
+    def metadata(self) -> Optional[dict[str, str]]:
+        """What the writer noted, ``None`` where that is nothing at all or encrypted and there is no key.
+
+        Decrypted when it is first asked for, which has to be while the file is open.
+
+        Raises:
+            RuntimeError: It is encrypted, and the file is closed.
+        """
+        if not self._metadata_is_known:
+            keys = self.handle.keys if self.index.metadata_is_sealed else None
+            self._metadata, self._metadata_is_known = self.index.metadata(keys), True
+        return None if self._metadata is None else dict(self._metadata)
+
+    @functools.cached_property
+    def shows_all(self) -> bool:
+        """Whether the index gives the dtype and the shape of every tensor, so that no record header has to."""
+        stored, scalars = self.index.kinds()
+        return not scalars and all(known_dtype(dtype) is not None for dtype in stored)
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def read(
+        self, entries: Sequence[int], verify: bool, progress: Progress = None, *, plain: bool = False
     ) -> Iterator[LoadedBatch]:
-        if self._stays(device) and not self._casts_any(entries):
-            pending = self._begin(device, entries, verify)
-            self._run(pending.batch, entries, progress)
-            yield pending.finish()
+        """Loads `entries` (ascending) to their devices, in the wanted dtype, as Parameters or plain tensors.
+
+        Where they stay where they land (host or CUDA, no cast) the entries of a device are one batch; otherwise batches
+        hold at most 256 MiB.
+        """
+        together = None if isinstance(self.device, torch.device) else self.begin(entries, verify, plain=plain)
+        if together is not None:
+            with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
+                _C.run_batches([pending.batch for pending in together], len(together), progress)
+            for pending in together:
+                yield pending.finish()
             return
-        lands_on = device if self._stays(device) else _HOST
-        done = 0
-        for part in runs(entries, self.index.loaded_nbytes, BATCH_NBYTES):
-            report = None if progress is None else functools.partial(_report_from, progress, done)
-            raw = self.read_raw(part, verify, report, lands_on)
-            done += sum(map(self.index.data_nbytes, part))
-            with perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
-                with ordinary_tensors():
-                    delivered = [self._deliver(entry, tensor, device) for entry, tensor in zip(part, raw.tensors)]
-                yield raw._replace(tensors=delivered)
+        for device, part in self._by_device(entries):
+            if self._stays(device) and not self._casts_any(part):
+                pending = self._begin(device, part, verify, plain)
+                self._run(pending.batch, part, progress)
+                yield pending.finish()
+            else:
+                yield from self._read_and_move(device, part, verify, progress, plain)
 
-    def begin(self, entries: Sequence[int], verify: bool) -> Optional[list[PendingBatch]]:
-        """What :meth:`read` would run, for callers who run the batches of several readers together.
+    def begin(self, entries: Sequence[int], verify: bool, *, plain: bool = False) -> Optional[list[PendingBatch]]:
+        """What :meth:`read` would run, for callers who run the batches of several files together.
 
-        ``None`` where tensors do not stay where they land (cast, or moved to a device without a fast way).
+        ``None`` where tensors do not stay where they land.
         """
         parts = list(self._by_device(entries))
         if self._casts_any(entries) or not all(self._stays(device) for device, _ in parts):
             return None
-        return [self._begin(device, part, verify) for device, part in parts]
-
-    def _stays(self, device: torch.device) -> bool:
-        """Whether tensors for this device are loaded to their final addresses."""
-        return device.type == "cpu" or cuda_engine.is_fast_device(device)
-
-    def _begin(self, device: torch.device, entries: Sequence[int], verify: bool) -> PendingBatch:
-        batch = self._batch(entries, verify, device)
-
-        def finish() -> LoadedBatch:
-            self._check_hashes_are_there(entries, batch.headers, verify)
-            with no_collections(), ordinary_tensors():
-                return LoadedBatch(entries, batch.parameters(self.factory), batch.headers)
-
-        return PendingBatch(batch, finish)
+        return [self._begin(device, part, verify, plain) for device, part in parts]
 
     def read_raw(
         self, entries: Sequence[int], verify: bool, progress: Progress = None, device: torch.device = _HOST
     ) -> LoadedBatch:
         """Loads `entries` as plain tensors of their stored dtype, to the host or a device with a fast way."""
-        batch = self._batch(entries, verify, device)
-        self._run(batch, entries, progress)
-        self._check_hashes_are_there(entries, batch.headers, verify)
-        with ordinary_tensors():
-            return LoadedBatch(entries, batch.tensors(self.factory), batch.headers)
+        pending = self._begin(device, entries, verify, plain=True)
+        self._run(pending.batch, entries, progress)
+        return pending.finish()
 
     def read_headers(self, entries: Sequence[int]) -> LoadedBatch:
         """The record headers of `entries`, without any data."""
-        batch = self._batch(entries, False, headers_only=True)
+        batch = self.batch(entries, False, headers_only=True)
         batch.run()
         return LoadedBatch(entries, [], batch.headers)
 
-    def casts(self, stored: torch.dtype) -> bool:
-        """Whether the constructor's ``dtype=`` changes tensors of this stored dtype: floating point only."""
-        return converts(stored, self.dtype)
-
-    def _casts_any(self, entries: Sequence[int]) -> bool:
-        if self.dtype is None:
-            return False
-        return any(converts(known_dtype(dtype), self.dtype) for dtype in set(map(self.index.dtype, entries)))
-
-    def _batch(
-        self, entries: Sequence[int], verify: bool, device: torch.device = _HOST, headers_only: bool = False
+    def batch(
+        self,
+        entries: Sequence[int],
+        verify: bool,
+        device: torch.device = _HOST,
+        into: Optional[Sequence[torch.Tensor]] = None,
+        *,
+        headers_only: bool = False,
     ) -> _C.LoadBatch:
+        """A load of `entries`, not run yet: into memory of its own, or to the addresses of `into`, on `device`."""
+        source, keys, mapping, _ = self.handle
         on_host = device.type == "cpu"
+        allocates = not on_host and into is None
         with ordinary_tensors():
             return _C.LoadBatch(
-                self.source,
+                source,
                 self.index,
                 list(entries),
                 verify=verify,
-                max_workers=self._max_workers,
-                keys=self.keys,
-                mapping=self._mapping if on_host and not headers_only else None,
-                allocate=None if on_host else functools.partial(cuda_engine.allocate, device),
+                max_workers=self.max_workers,
+                keys=keys,
+                mapping=mapping if on_host and into is None and not headers_only else None,
+                allocate=functools.partial(cuda_engine.allocate, device) if allocates else None,
+                addresses=None if into is None else [tensor.data_ptr() for tensor in into],
                 engine=None if on_host else cuda_engine.engine_for(device),
                 headers_only=headers_only,
             )
 
+    def _by_device(self, entries: Sequence[int]) -> Iterator[tuple[torch.device, Sequence[int]]]:
+        """The entries of each device; more than one only where the caller spread them."""
+        device = self._options.device
+        if isinstance(device, torch.device):
+            yield resolve_cuda_device(device), entries
+            return
+        groups: dict[torch.device, list[int]] = {}
+        for entry in entries:
+            groups.setdefault(resolve_cuda_device(device(self.names[entry])), []).append(entry)
+        yield from groups.items()
+
+    def _stays(self, device: torch.device) -> bool:
+        """Whether tensors for this device are loaded to their final addresses."""
+        return device.type == "cpu" or cuda_engine.is_fast_device(device)
+
+    def _casts_any(self, entries: Sequence[int]) -> bool:
+        dtype = self._options.dtype
+        return dtype is not None and any(casts(known_dtype(s), dtype) for s in set(map(self.index.dtype, entries)))
+
+    def _begin(self, device: torch.device, entries: Sequence[int], verify: bool, plain: bool) -> PendingBatch:
+        batch = self.batch(entries, verify, device)
+
+        def finish() -> LoadedBatch:
+            self._check_hashes_are_there(entries, batch.headers, verify)
+            # Function modes (torch.device contexts are some) would be asked about each tensor that gets a gradient.
+            with no_collections(), ordinary_tensors(), torch._C.DisableTorchFunction():
+                tensors = batch.tensors(self.factory) if plain else batch.parameters(self.factory)
+            return LoadedBatch(entries, tensors, batch.headers)
+
+        return PendingBatch(batch, finish)
+
     def _run(self, batch: _C.LoadBatch, entries: Sequence[int], progress: Progress) -> None:
-        with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
+        if not perf.enabled:
             batch.run(progress)
+            return
+        with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries))):
+            batch.run(progress)
+
+    def _read_and_move(
+        self, device: torch.device, entries: Sequence[int], verify: bool, progress: Progress, plain: bool
+    ) -> Iterator[LoadedBatch]:
+        lands_on = device if self._stays(device) else _HOST
+        done = 0
+        for part in runs(entries, self.index.loaded_nbytes, _BATCH_NBYTES):
+            report = None if progress is None else functools.partial(_report_from, progress, done)
+            raw = self.read_raw(part, verify, report, lands_on)
+            done += sum(map(self.index.data_nbytes, part))
+            with perf.measured("tensor_to_device", sum(map(self.index.loaded_nbytes, part))):
+                with ordinary_tensors():
+                    moved = [self._moved(entry, tensor, device, plain) for entry, tensor in zip(part, raw.tensors)]
+                yield raw._replace(tensors=moved)
+
+    def _moved(self, entry: int, tensor: torch.Tensor, device: torch.device, plain: bool) -> torch.Tensor:
+        wanted = self._options.dtype
+        dtype = wanted if casts(tensor.dtype, wanted) else None
+        if dtype is not None and device.type == "cpu" and self.index.data_nbytes(entry) == 0:
+            tensor = _zeros(tensor.shape, dtype)
+        # Off the CPU a cast happens on the target: less to transfer, or the same.
+        moved = tensor.to(device=device).to(dtype=dtype) if dtype is not None else tensor.to(device=device)
+        if plain:
+            return moved
+        return torch.nn.Parameter(moved, requires_grad=tensor.is_floating_point() or tensor.is_complex())
 
     def _check_hashes_are_there(self, entries: Sequence[int], headers: _C.LoadedHeaders, verify: bool) -> None:
         """Nothing is passed on as verified that nothing vouches for. Tensors without data have nothing to verify."""
-        if not verify or self._allow_missing_hashes:
+        if not verify or self._options.allow_missing_hashes:
             return
         bare = [
             entry
@@ -219,68 +334,74 @@ class TensorReader:
             if self.index.data_nbytes(entry) > 0 and not headers.hashes(position)
         ]
         if bare:
-            names = self.index.names()
-            raise missing_hashes(self.source.name, [names[entry] for entry in bare])
-
-    def _deliver(self, entry: int, tensor: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
-        differentiable = tensor.is_floating_point() or tensor.is_complex()
-        dtype = self.dtype if self.casts(tensor.dtype) else None
-        if dtype is not None and device.type == "cpu" and self.index.data_nbytes(entry) == 0:
-            tensor = _zeros(tensor.shape, dtype)
-        # Off the CPU a cast happens on the target: less to transfer, or the same.
-        moved = tensor.to(device=device).to(dtype=dtype) if dtype is not None else tensor.to(device=device)
-        return torch.nn.Parameter(moved, requires_grad=differentiable)
+            raise missing_hashes(self.source_name, [self.names[entry] for entry in bare])
 
 
-def stored_dtype(index: _C.Index, entry: int) -> Optional[torch.dtype]:
-    """The dtype that the index shows; ``None`` where only the record header names it."""
-    return known_dtype(index.dtype(entry))
+def open_reader(
+    opened: OpenedSource, access: Access, options: ReadOptions, filter_func: Optional[FilterFuncType] = None
+) -> FileReader:
+    """Parses the index of an opened file, and checks what vouches for it.
 
-
-@functools.lru_cache(maxsize=64)
-def known_dtype(stored: bytes) -> Optional[torch.dtype]:
-    try:
-        return dtypes.torch_dtype(stored.decode("utf-8", "replace"))
-    except FormatError:
-        return None
-
-
-@functools.lru_cache(maxsize=256)
-def converts(stored: Optional[torch.dtype], wanted: Optional[torch.dtype]) -> bool:
-    """Whether a load to the dtype `wanted` converts tensors of the dtype `stored`, or may where that is not known."""
-    return wanted in CASTABLE and stored != wanted and (stored is None or stored in CASTABLE)
-
-
-class ReadAhead:
-    """Which tensors a loop over single ones should read together, where each request costs a round trip.
-
-    Tensors that are asked for in file order are read ahead from the fourth on, 1 MiB at first and up to 16 MiB. Others
-    are read alone. May be used from several threads: at worst too little or too much is read ahead.
+    Raises:
+        FormatError: Not a ``.tensors`` file, an unknown version, a damaged index.
+        CryptographyError: The file is encrypted and there is no key, or the other way round.
+        AuthenticationError: Its index is not what its key or a signature vouches for.
+        ValueError: A mapping is wanted of what cannot be mapped; `num_readers` below 1.
     """
+    max_workers = access.max_workers
+    index = _open_index(opened, access, options)
+    names: list[Name] = index.names()
+    selection: Sequence[int] = range(len(names))
+    if filter_func is not None:
+        selection = [i for i, name in enumerate(names) if filter_func(name)]
+    keys = key_ring(access.encryption) if index.encrypted and access.encryption is not None else None
+    if keys is not None or access.trust != NOBODY:
+        authenticate(opened, index, keys, access.trust)
+    maps = _may_map(opened.source, index, names, selection, options) if options.mmap is None else options.mmap
+    handle = Handle(opened.source, keys, _map_source(opened.source) if maps else None, opened.close)
+    return FileReader(handle, index, names, selection, max_workers, options)
 
-    def __init__(self, index: _C.Index, selection: Sequence[int]) -> None:
-        self._index, self._selection = index, selection
-        self._next = -1  # position in the selection that would go on with the row
-        self._row = 0
-        self._window_nbytes = _FIRST_AHEAD_NBYTES
 
-    def together_with(self, entry: int, cached: Container[int]) -> list[int]:
-        """`entry`, and what to read with it."""
-        position = bisect.bisect_left(self._selection, entry)
-        self._row = self._row + 1 if position == self._next else 0
-        self._next = position + 1
-        if self._row < _ROW:
-            self._window_nbytes = _FIRST_AHEAD_NBYTES
-        if self._row < _ROW or entry in cached:
-            return [entry]
-        chosen, nbytes = [entry], self._index.data_nbytes(entry)
-        for following in itertools.islice(self._selection, position + 1, None):
-            nbytes += self._index.data_nbytes(following)
-            if nbytes > self._window_nbytes or following in cached:
-                break
-            chosen.append(following)
-        self._window_nbytes = min(2 * self._window_nbytes, _MAX_AHEAD_NBYTES)
-        return chosen
+def _is_network(source: _C.RangeSource) -> bool:
+    """Whether every request costs a round trip."""
+    if isinstance(source, _C.CacheSource):
+        return not source.was_complete
+    return isinstance(source, _NETWORK_SOURCES)
+
+
+def _open_index(opened: OpenedSource, access: Access, options: ReadOptions) -> _C.Index:
+    has_key = access.encryption is not None
+    try:
+        return _C.open_index(opened.source, opened.start, has_key)
+    except CryptographyError:
+        if not options.without_key or has_key:
+            raise
+    return _C.open_index(opened.source, opened.start, True)  # it is in clear
+
+
+def _may_map(
+    source: _C.RangeSource, index: _C.Index, names: Sequence[Name], selection: Sequence[int], options: ReadOptions
+) -> bool:
+    """Whether all tensors can be views of the file: a plain one on a disk of this machine, for the CPU, as stored.
+
+    A page of a network file system that is missing later ends the process, so these files are read.
+    """
+    if not isinstance(source, _C.FileSource) or index.encrypted or source.on_network_file_system():
+        return False
+    device, dtype = options.device, options.dtype
+    if isinstance(device, torch.device):
+        on_host = device.type == "cpu"
+    else:
+        on_host = all(device(names[i]).type == "cpu" for i in selection)
+    if not on_host or dtype is None:
+        return on_host
+    return not any(casts(known_dtype(stored), dtype) for stored in set(map(index.dtype, selection)))
+
+
+def _map_source(source: _C.RangeSource) -> _C.FileMapping:
+    if not isinstance(source, _C.FileSource):
+        raise ValueError(f"mmap=True: {source.name} cannot be mapped; only local files can")
+    return source.map()
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -297,6 +418,16 @@ def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 def _report_from(progress: Callable[[int], object], before: int, done: int) -> None:
     progress(before + done)
+
+
+def missing_hashes(source: str, names: Sequence[Name]) -> MissingHashError:
+    """The error for tensors that were to be verified and have no digest."""
+    error = MissingHashError(
+        f"{source}: cannot verify {len(names)} tensors that have no stored hash: {listed(names)}; "
+        "allow_missing_hashes=True takes them unverified"
+    )
+    error.source = source
+    return error
 
 
 @contextlib.contextmanager

@@ -6,19 +6,18 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from typing import NamedTuple, Union
 
 import torch
 
 from tensorizer.errors import LoadError
 
-__all__ = ["LoadReport", "LoadedCount", "Mismatch", "kind_of"]
+__all__ = ["LoadReport", "LoadedCount", "Misfit", "RankReport", "kind_of"]
 
 _MAX_LINES = 100  # of a cell in a notebook
 
 
-class Mismatch(NamedTuple):
+class Misfit(NamedTuple):
     """A tensor of the file that is not of the shape or kind that the module has under its name."""
 
     name: str  # as in the module's state dict
@@ -35,6 +34,18 @@ class Mismatch(NamedTuple):
         return f"{self.what} mismatch for {self.name}: the file holds {self.file}, the model {self.model}."
 
 
+@dataclasses.dataclass(frozen=True)
+class RankReport:
+    """The part of one rank in a load of several."""
+
+    #: Bytes that came from storage, the index included.
+    bytes_read: int
+    #: Bytes of tensors that came from other ranks.
+    bytes_received: int
+    #: From the call to its last byte.
+    seconds: float
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class LoadReport:
     """What a load puts into a module and what it does not. Names are those of the module's state dict.
@@ -43,7 +54,7 @@ class LoadReport:
         module: Class of the module.
         source: The file, without secrets.
         loaded: Tensors of the file that are placed in the module.
-        nbytes: Their bytes.
+        nbytes: Their bytes; with several ranks, those of this rank's parts.
         seconds: What reading and placing them took; 0 where that did not happen.
         missing: Parameters, persistent buffers and extra states of the module that neither the file nor a tie supplies.
         unexpected: Tensors of the file that the module has no parameter or buffer for.
@@ -51,6 +62,9 @@ class LoadReport:
         cast: Tensors that the load converts to another dtype.
         tied: Names that the file lacks and the module ties to one that it has; from alias to that name.
         conflicting: Names that the module ties and the file holds with different contents.
+        rank: In the group, where several ranks loaded the file together (:mod:`tensorizer.distributed`).
+        exchange: ``"none"`` or ``"all_gather"``: what ``exchange="auto"`` chose.
+        ranks: What each of them did; none where no group loaded.
     """
 
     module: str
@@ -60,10 +74,23 @@ class LoadReport:
     seconds: float = 0.0
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    mismatched: tuple[Mismatch, ...] = ()
+    mismatched: tuple[Misfit, ...] = ()
     cast: tuple[str, ...] = ()
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     conflicting: tuple[str, ...] = ()
+    rank: int = 0
+    exchange: str = "none"
+    ranks: tuple[RankReport, ...] = ()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that this rank of a group got from storage, the index included."""
+        return self.ranks[self.rank].bytes_read if self.ranks else 0
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of tensors that this rank got from others."""
+        return self.ranks[self.rank].bytes_received if self.ranks else 0
 
     @property
     def ok(self) -> bool:
@@ -100,6 +127,8 @@ class LoadReport:
 
     def _repr_html_(self) -> str:
         """A table for Jupyter: how much was loaded, and the names of what did not fit."""
+        from html import escape  # its table of entities takes time to import
+
         rows = [
             ("loaded", [f"{len(self.loaded):,} tensors, {self.nbytes:,} bytes in {self.seconds:.3f} s"]),
             ("missing", joined_runs(self.missing)),
@@ -113,7 +142,7 @@ class LoadReport:
         title = escape(f"{self.module} from {self.source}")
         return f"<div><p><code>{title}</code></p><table><tbody>{body}</tbody></table></div>"
 
-    def error(self, mismatched: Sequence[Mismatch], strict: bool) -> LoadError:
+    def error(self, mismatched: Sequence[Misfit], strict: bool) -> LoadError:
         """The error for a load that does not go on, in the words of ``load_state_dict``.
 
         Args:
@@ -134,6 +163,8 @@ class LoadReport:
 
 def _listed(lines: Sequence[str]) -> str:
     """Lines of a cell; those beyond what a notebook should keep are counted."""
+    from html import escape
+
     shown = [escape(line) for line in lines[:_MAX_LINES]]
     left_out = len(lines) - len(shown)
     return "<br>".join([*shown, f"… and {left_out:,} more"] if left_out else shown)
@@ -165,7 +196,7 @@ class LoadedCount(int):
         return self.report.unexpected
 
     @property
-    def mismatched(self) -> tuple[Mismatch, ...]:
+    def mismatched(self) -> tuple[Misfit, ...]:
         return self.report.mismatched
 
 

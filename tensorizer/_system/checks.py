@@ -10,9 +10,9 @@ import math
 import operator
 from typing import Any, Optional
 
-from tensorizer._system.config import MAX_SECONDS, wanted_seconds
+from tensorizer._system.config import MAX_SECONDS, env_int, wanted_seconds
 
-__all__ = ["integer", "seconds", "text"]
+__all__ = ["integer", "seconds", "share_of_node", "text", "thread_limit"]
 
 
 def text(name: str, value: Any) -> str:
@@ -69,3 +69,33 @@ def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
 
 def _shown(number: Any) -> str:
     return repr(number) if not isinstance(number, int) or abs(number) < 10**30 else "a number of more than 30 digits"
+
+
+# --- upper bounds for threads ---------------------------------------------------------------------------------------
+
+_MORE_THAN_THERE_WILL_EVER_BE = 0xFFFF
+
+
+def thread_limit(name: str, limit: Optional[int]) -> int:
+    """The bound that the extension takes for the argument `name`: 0, as many as are useful, for ``None``.
+
+    Raises:
+        TypeError: Not an int.
+        ValueError: Below 1.
+    """
+    if limit is None:
+        return 0
+    if not isinstance(limit, int):
+        raise TypeError(f"{name}: wanted an int, found {type(limit).__name__}")
+    if limit < 1:
+        raise ValueError(f"{name}: wanted 1 or more, found {limit}")
+    return min(int(limit), _MORE_THAN_THERE_WILL_EVER_BE)
+
+
+def share_of_node(most: int, least: int) -> int:
+    """This process's share of what the ranks of one machine have together: `most`, or fewer, but not below `least`.
+
+    ``LOCAL_WORLD_SIZE`` says how many ranks there are; torchrun and its like set it. Without it there is one.
+    """
+    ranks = env_int("LOCAL_WORLD_SIZE", 1) or 1
+    return most if ranks == 1 else max(least, most // ranks)

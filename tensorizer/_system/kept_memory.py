@@ -18,9 +18,10 @@ _SHARE = 4
 def configure() -> None:
     """Reads the setting; called before the first load.
 
-    Memory of tensors that came from plain files stays with the process for ``TENSORIZER_KEEP_MEMORY_SECONDS`` after the
-    tensors are gone: 3 by default, since a process that loads again does so at once; 0 keeps nothing. At most a quarter
-    of the memory that the machine or the container has is kept, and the kernel may take it at any time.
+    Memory of tensors that came from plain files stays with the process for its next load, and the kernel may take it at
+    any time. What is older than ``TENSORIZER_KEEP_MEMORY_SECONDS`` goes when more is kept: 3 by default, since a
+    process that loads again does so at once; 0 keeps nothing. At most a quarter of the memory that the machine or the
+    container has is kept.
 
     Raises:
         ValueError: The environment variable is no number >= 0.

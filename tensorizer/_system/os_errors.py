@@ -14,7 +14,7 @@ from tensorizer.errors import (
     StreamPermissionError,
 )
 
-__all__ = ["stream_error_class", "stream_errors"]
+__all__ = ["as_stream_error", "stream_error_class", "stream_errors"]
 
 _CLASSES: dict[type[OSError], type[StreamError]] = {
     OSError: StreamError,
@@ -40,9 +40,17 @@ def stream_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = _CLASSES.get(type(error))
-        if kind is None:
+        found = as_stream_error(error)
+        if found is error:
             raise
-        if error.filename is None:
-            raise kind(*error.args) from None
-        raise kind(error.errno, error.strerror, error.filename, None, error.filename2) from None
+        raise found from None
+
+
+def as_stream_error(error: OSError) -> OSError:
+    """What :func:`stream_errors` raises for an error."""
+    kind = _CLASSES.get(type(error))
+    if kind is None:
+        return error
+    if error.filename is None:
+        return kind(*error.args)
+    return kind(error.errno, error.strerror, error.filename, None, error.filename2)

@@ -8,25 +8,24 @@ import time
 from typing import Any, Optional
 
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
-from tensorizer.cli.exit_codes import OK, UsageError
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, stream_options
-from tensorizer.cli.output import Output, escaped, table
+from tensorizer.cli.output import OK, Output, UsageError, escaped, table
 
 
 def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure how fast a file loads",
-        description="Loads a file several times and prints medians. For comparisons with other packages, each in a "
-        "process of its own, see the benchmarks of the repository.",
+        description="Loads a file several times and prints medians. To compare packages, each in a "
+        "process of its own, use the benchmarks of the repository.",
     )
     parser.add_argument("file", metavar="FILE", help="a path or URI")
-    parser.add_argument("--device", default="cpu", help="where the tensors go; default: cpu")
+    parser.add_argument("--device", default="cpu", help="the device of the tensors; default: cpu")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="counted runs; default 5")
     parser.add_argument("--cold", action="store_true", help="drop a local file from the page cache before each run")
-    parser.add_argument("--readers", metavar="N,N,…", help="numbers of reading threads to try")
-    parser.add_argument("--compare", metavar="NAMES", help="out of safetensors and torch, where they can read the file")
+    parser.add_argument("--readers", metavar="N,N,…", help="numbers of reading threads to compare")
+    parser.add_argument("--compare", metavar="NAMES", help="safetensors, torch or both, if they can read the file")
     add_key_options(parser, "the file")
     add_common(parser)
     parser.set_defaults(run=run)
@@ -89,7 +88,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _check_device(device: str) -> None:
-    from tensorizer._load.device_choice import target_device
+    from tensorizer._load.arguments import target_device
 
     try:
         target_device(device)

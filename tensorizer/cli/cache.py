@@ -6,9 +6,8 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
 from tensorizer.cli.options import add_common, stream_options
-from tensorizer.cli.output import Output, escaped, table
+from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped, table
 
 if TYPE_CHECKING:
     from tensorizer.cache import Entry
@@ -17,23 +16,23 @@ if TYPE_CHECKING:
 def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "cache",
-        help="list, fill, empty and check the cache of remote objects",
-        description="The folder of --cache, or of TENSORIZER_CACHE, keeps what is read of remote objects.",
+        help="manage the cache of remote objects",
+        description="Lists, fills, prunes and verifies the cache of remote objects on the local disk.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_action(actions, "ls", "list the entries")
-    add = _add_action(actions, "add", "fetch whole objects, and wait until they are on the disk")
-    add.add_argument("uris", nargs="+", metavar="URI", help="what to fetch")
+    add = _add_action(actions, "add", "download whole objects and wait until they are on the disk")
+    add.add_argument("uris", nargs="+", metavar="URI", help="the objects to download")
     prune = _add_action(
-        actions, "prune", "remove entries, the least recently used first; without options what is over the limits"
+        actions, "prune", "remove entries, least recently used first; without options, until the limits are met"
     )
-    prune.add_argument("--max-size", metavar="SIZE", help="until all take at most so much, as 500GB or 200GiB")
-    prune.add_argument("--older-than", type=float, metavar="DAYS", help="those that were not used for so long")
-    prune.add_argument("--location", metavar="GLOB", help="those whose location matches the pattern (* ? [])")
-    prune.add_argument("--all", action="store_true", help="all of them")
+    prune.add_argument("--max-size", metavar="SIZE", help="until all entries take at most this, such as 500GB")
+    prune.add_argument("--older-than", type=float, metavar="DAYS", help="entries that were not used for this long")
+    prune.add_argument("--location", metavar="GLOB", help="entries whose location matches the pattern (* ? [])")
+    prune.add_argument("--all", action="store_true", help="all entries")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    verify = _add_action(actions, "verify", "compare what is there with its digests; damaged entries are removed")
-    verify.add_argument("--location", metavar="GLOB", help="those whose location matches the pattern (* ? [])")
+    verify = _add_action(actions, "verify", "compare the tensors with their digests; remove damaged entries")
+    verify.add_argument("--location", metavar="GLOB", help="entries whose location matches the pattern (* ? [])")
 
 
 def _add_action(actions: Any, name: str, text: str) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from tensorizer._system.redaction import shown_uri
-from tensorizer.cli.exit_codes import OK
 from tensorizer.cli.keys import add_key_options, decryption, encryption, removing_unused_key
 from tensorizer.cli.options import add_common, add_force, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import OK, Output, escaped
 
 _DTYPES = {
     "fp16": "float16",
@@ -28,27 +28,29 @@ def add_parsers(commands: Any) -> None:
         "convert",
         help="write the tensors of a file in another format",
         description="Writes the tensors of a .tensors, .safetensors, .pt or .bin file, or of the shards in a folder, "
-        "in another format, dtype or encryption. The target appears when it is complete and was read back.",
+        "in another format, dtype or encryption. The target is read back before it appears.",
     )
     parser.add_argument("source", metavar="SRC", help="a path or URI: a file, folder or index of shards")
     parser.add_argument(
-        "target", metavar="DST", help="a path or URI; its extension gives the format; in a folder: model.tensors"
+        "target", metavar="DST", help="a path or URI; its extension sets the format; / at the end: a folder"
     )
     parser.add_argument("--to", choices=("tensors", "safetensors"), help="format of the target")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), help="convert floating-point tensors of 16 bits and more")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="write shards of at most this size, for example 5GB")
     parser.add_argument(
-        "--ties", choices=("once", "twice", "error"), default="once", help="shared tensors; default: stored once"
+        "--ties", choices=("once", "twice", "error"), default="once", help="how to store shared tensors; default: once"
     )
-    parser.add_argument("--keep-order", action="store_true", help="keep the order of the source in .safetensors")
-    parser.add_argument("--flatten", action="store_true", help="join the steps of nested names with dots")
-    parser.add_argument("--key", metavar="PATH", help="where the state dict is in a .pt file, in dots")
-    parser.add_argument("--skip-non-tensors", action="store_true", help="leave out what is no tensor in a .pt file")
+    parser.add_argument("--keep-order", action="store_true", help="write .safetensors in the order of the source")
+    parser.add_argument("--flatten", action="store_true", help="join nested names with dots")
+    parser.add_argument("--key", metavar="PATH", help="the state dict in a .pt file, as a dotted path")
     parser.add_argument(
-        "--all", action="store_true", dest="all_files", help="copy the other files of a local folder, too"
+        "--skip-non-tensors", action="store_true", help="ignore values of a .pt file that are not tensors"
+    )
+    parser.add_argument(
+        "--all", action="store_true", dest="all_files", help="also copy the other files of a local folder"
     )
     parser.add_argument("--no-check", action="store_true", help="do not read the target back")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be written")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be written")
     add_force(parser)
     add_key_options(parser, "the target", generate=True)
     add_key_options(parser, "the source", prefix="in-")
@@ -60,7 +62,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     import torch
 
     from tensorizer._files.convert import convert
-    from tensorizer._files.source import is_encrypted
+    from tensorizer._files.inspect import is_encrypted
 
     options = stream_options(arguments, arguments.source, arguments.target)
     encrypted = is_encrypted(arguments.source, options)
@@ -96,22 +98,7 @@ def print_report(report: Any, output: Output) -> None:
     from tensorizer._system.sizes import convert_bytes
 
     if output.json:
-        output.document(
-            {
-                "source": report.source,
-                "target": report.target,
-                "format": report.format,
-                "tensors": report.tensors,
-                "nbytes": report.nbytes,
-                "files": list(report.files),
-                "ties": dict(report.ties),
-                "skipped": list(report.skipped),
-                "copied": list(report.copied),
-                "checked": report.checked,
-                "dry_run": report.dry_run,
-                "seconds": report.seconds,
-            }
-        )
+        output.document(dataclasses.asdict(report))
         return
     if output.quiet:
         return

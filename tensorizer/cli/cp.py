@@ -6,10 +6,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from tensorizer._system.redaction import shown_uri
-from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, add_force, check_names_object, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped
 
 if TYPE_CHECKING:
     from tensorizer._files.verify import VerifyReport
@@ -19,15 +18,15 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "cp",
         help="copy a file between any two places",
-        description="Copies a file as it is between paths and URIs; - is standard input or output. The signature "
-        "beside a local file (.sig) is copied with it.",
+        description="Copies a file unchanged between paths and URIs; - is standard input or output. The signature "
+        "beside a local file (.sig) is copied too.",
     )
     parser.add_argument("source", metavar="SRC", help="a path, URI or -")
     parser.add_argument("target", metavar="DST", help="a path, URI or -")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare tensors with their digests first; where there are none, the copy with the source",
+        help="compare the tensors with their digests first; without digests, the copy with the source",
     )
     add_force(parser)
     add_key_options(parser, "the source, for --verify")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from tensorizer._system.redaction import shown_uri
-from tensorizer.cli.exit_codes import DIFFERS, OK
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import DIFFERS, OK, Output, escaped
 
 if TYPE_CHECKING:
     from tensorizer._files.diff import Change, DiffReport
@@ -20,8 +20,8 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "diff",
         help="compare two files",
-        description="Compares names, dtypes, shapes and data of two files. Payloads are read only where stored digests "
-        "do not settle it. With -q nothing is printed; the exit status tells.",
+        description="Compares names, dtypes, shapes and data of two files. Data are read only if stored digests "
+        "do not decide. -q prints nothing; the exit status tells.",
     )
     parser.add_argument("a", metavar="A", help="a path or URI: a file, folder or index of shards")
     parser.add_argument("b", metavar="B", help="a path or URI: a file, folder or index of shards")
@@ -37,8 +37,8 @@ def add_parsers(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer._files.diff import diff
+    from tensorizer._files.inspect import is_encrypted
     from tensorizer._files.opened import name_text
-    from tensorizer._files.source import is_encrypted
 
     options = stream_options(arguments, arguments.a, arguments.b)
     encrypted = [is_encrypted(uri, options) for uri in (arguments.a, arguments.b)]
@@ -91,16 +91,5 @@ def _how(change: Change) -> str:
 
 
 def _document(report: DiffReport) -> dict[str, Any]:
-    def plain(name: Any) -> Any:
-        return name if isinstance(name, str) else list(name)
-
-    return {
-        "ok": report.ok,
-        "a": report.a,
-        "b": report.b,
-        "added": [plain(name) for name in report.added],
-        "removed": [plain(name) for name in report.removed],
-        "changed": [{**change._asdict(), "name": plain(change.name)} for change in report.changed],
-        "same": report.same,
-        "nbytes_read": report.nbytes_read,
-    }
+    changed = [change._asdict() for change in report.changed]
+    return {"ok": report.ok, **dataclasses.asdict(report), "changed": changed}

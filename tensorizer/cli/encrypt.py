@@ -7,10 +7,9 @@ from typing import Any, Optional
 
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.convert import print_report
-from tensorizer.cli.exit_codes import OK
 from tensorizer.cli.keys import add_key_options, decryption, encryption, removing_unused_key
 from tensorizer.cli.options import add_common, add_force, check_names_object, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import OK, Output, escaped
 
 _PRESETS = ("min", "interactive", "moderate", "sensitive")
 
@@ -20,7 +19,7 @@ def add_parsers(commands: Any) -> None:
         commands,
         "encrypt",
         "write an encrypted copy",
-        "Writes an encrypted copy of a file. With a key of its own for each file, or a passphrase.",
+        "Writes an encrypted copy of a file, with a key or a passphrase.",
         run_encrypt,
         [("", "the target", True)],
         derives=True,
@@ -28,8 +27,8 @@ def add_parsers(commands: Any) -> None:
     _add(
         commands,
         "decrypt",
-        "write a copy in clear",
-        "Writes a copy of an encrypted file in clear.",
+        "write a decrypted copy",
+        "Writes a decrypted copy of an encrypted file.",
         run_decrypt,
         [("", "the source", False)],
         derives=False,
@@ -38,7 +37,7 @@ def add_parsers(commands: Any) -> None:
         commands,
         "rekey",
         "write a copy under another key",
-        "Writes a copy of an encrypted file under another key. Nothing is written in clear.",
+        "Writes a copy of an encrypted file under another key. Decrypted data are never written.",
         run_rekey,
         [("", "the source", False), ("new-", "the target", True)],
         derives=True,
@@ -114,7 +113,7 @@ def _new_key(arguments: argparse.Namespace, output: Output, prefix: str) -> Any:
 
 
 def _limit(text: Optional[str], presets: Any, option: str) -> Any:
-    from tensorizer.cli.exit_codes import UsageError
+    from tensorizer.cli.output import UsageError
 
     if text is None:
         return None

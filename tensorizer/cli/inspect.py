@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tensorizer.cli.exit_codes import OK
 from tensorizer.cli.options import add_common, stream_options
-from tensorizer.cli.output import Output, escaped, table
+from tensorizer.cli.output import OK, Output, escaped, table
 
 if TYPE_CHECKING:
     from tensorizer._files.inspect import FileInfo, TensorInfo
@@ -26,17 +26,15 @@ def add_parsers(commands: Any) -> None:
         "inspect",
         aliases=["ls"],
         help="list the tensors of a file",
-        description="Lists what is in files of tensors. Reads the index alone, and needs no key of an encrypted file.",
+        description="Lists the tensors of files. Reads only the index; encrypted files need no key.",
     )
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="a path or URI, of a file, a folder or the index of shards"
-    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI: a file, folder or index of shards")
     parser.add_argument("--no-tensors", action="store_true", help="totals only")
     parser.add_argument("--metadata", action="store_true", help="show the metadata")
-    parser.add_argument("--group", action="store_true", help="one row for names that differ in numbers alone")
+    parser.add_argument("--group", action="store_true", help="one row for names that differ only in numbers")
     parser.add_argument("--sort", choices=("name", "size", "offset"), default="offset", help="default: offset")
-    parser.add_argument("--filter", metavar="GLOB", help="names that match the pattern (* ? [])")
-    parser.add_argument("--long", action="store_true", help="offsets and kinds as well")
+    parser.add_argument("--filter", metavar="GLOB", help="only names that match the pattern (* ? [])")
+    parser.add_argument("--long", action="store_true", help="also show offsets and kinds")
     add_common(parser)
     parser.set_defaults(run=run)
 
@@ -74,37 +72,12 @@ def _chosen(info: FileInfo, arguments: argparse.Namespace) -> list[TensorInfo]:
 
 
 def _document(info: FileInfo, arguments: argparse.Namespace) -> dict[str, Any]:
-    tensors = _chosen(info, arguments)
-    content: dict[str, Any] = {
-        "source": info.source,
-        "format": info.format,
-        "version": info.version,
-        "encrypted": info.encrypted,
-        "file_nbytes": info.file_nbytes,
-        "tensor_nbytes": info.tensor_nbytes,
-        "tensor_count": len(info.tensors),
-        "files": list(info.files),
-        "metadata": dict(info.metadata),
-        "metadata_encrypted": info.metadata_encrypted,
-        "ties": dict(info.ties),
-        "authentication": info.has_tag,
-        "signers": list(info.signers),
-        "index_digest": info.index_digest,
-    }
+    content = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+    content.update(tensor_nbytes=info.tensor_nbytes, tensor_count=len(info.tensors))
+    content["authentication"] = content.pop("has_tag")
+    del content["tensors"]
     if not arguments.no_tensors:
-        content["tensors"] = [
-            {
-                "name": tensor.name if isinstance(tensor.name, str) else list(tensor.name),
-                "kind": tensor.kind,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "nbytes": tensor.nbytes,
-                "offset": tensor.offset,
-                "stored_nbytes": tensor.stored_nbytes,
-                "file": tensor.file,
-            }
-            for tensor in tensors
-        ]
+        content["tensors"] = [dataclasses.asdict(tensor) for tensor in _chosen(info, arguments)]
     return content
 
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from tensorizer._system.config import env_text
-from tensorizer.cli.exit_codes import UsageError
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import Output, UsageError, escaped
 
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams, EncryptionParams
@@ -35,13 +34,13 @@ def add_key_options(parser: argparse.ArgumentParser, what: str, prefix: str = ""
     """``--key-file`` and its sisters; `prefix` stands in front of each name, `what` says which key in the help."""
     group = parser.add_argument_group(f"key of {what}").add_mutually_exclusive_group()
     group.add_argument(f"--{prefix}key-file", metavar="PATH", help="a file of 32 bytes or 64 hexadecimal digits")
-    group.add_argument(f"--{prefix}key-env", metavar="VAR", help="a variable of 64 hexadecimal digits")
+    group.add_argument(f"--{prefix}key-env", metavar="VAR", help="an environment variable with 64 hexadecimal digits")
     group.add_argument(
         f"--{prefix}passphrase-file", metavar="PATH", help="a file with a passphrase, - for standard input"
     )
-    group.add_argument(f"--{prefix}passphrase-env", metavar="VAR", help="a variable with a passphrase")
+    group.add_argument(f"--{prefix}passphrase-env", metavar="VAR", help="an environment variable with a passphrase")
     if generate:
-        group.add_argument(f"--{prefix}generate-key", metavar="PATH", help="draw a key and write it to a new file")
+        group.add_argument(f"--{prefix}generate-key", metavar="PATH", help="write a new random key to this new file")
 
 
 def given(arguments: argparse.Namespace, prefix: str = "") -> bool:
@@ -147,22 +146,15 @@ def _files_around(target: str) -> Optional[dict[str, tuple[int, int, int]]]:
 
 def write_new_key(path: str, key: bytes) -> None:
     """Writes a file that only its owner can read, whole before it has its name; an existing one is never replaced."""
+    from tensorizer._io.sinks import NewFile
     from tensorizer.errors import StreamExistsError
 
-    folder = os.path.dirname(os.path.abspath(path))
-    partial = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(key)
-            file.flush()
-            os.fsync(file.fileno())
+    with NewFile(os.path.abspath(path), 0o600) as file:
+        file.write(key)
         try:
-            os.link(partial, path)
+            file.publish(exclusive=True)
         except FileExistsError:
             raise StreamExistsError(f"{path} exists: a key is never replaced") from None
-    finally:
-        os.unlink(partial)
 
 
 def _option(arguments: argparse.Namespace, prefix: str, kind: str) -> Optional[str]:

@@ -14,13 +14,26 @@ from typing import Optional, TextIO
 
 from tensorizer._system.redaction import shown_uri
 from tensorizer._version import __version__
-from tensorizer.cli import exit_codes
+from tensorizer.cli import output as said
 from tensorizer.cli.output import Output, escaped
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
-#: Modules of this package, each with ``add_parsers(commands)``.
-COMMANDS = ("inspect", "verify", "convert", "cp", "encrypt", "sign", "diff", "bench", "cache")
+#: The commands, in the order of the help, and the modules of this package that have them.
+COMMANDS = {
+    "inspect": "inspect",
+    "ls": "inspect",
+    "verify": "verify",
+    "convert": "convert",
+    "cp": "cp",
+    "encrypt": "encrypt",
+    "decrypt": "encrypt",
+    "rekey": "encrypt",
+    "sign": "sign",
+    "diff": "diff",
+    "bench": "bench",
+    "cache": "cache",
+}
 
 _EPILOG = "Exit status: 0 done, 1 differs or does not verify, 2 usage, 3 not found or no access, 4 not a valid file, \
 5 key or signature, 6 the target exists or cannot hold the content, 130 interrupted."
@@ -45,17 +58,18 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+def make_parser(command: Optional[str] = None) -> argparse.ArgumentParser:
+    """The parser of the whole command line; with the name of a command, of that alone, and no other is imported."""
     parser = _Parser(
         prog="tensorizer",
-        description="Look into, check, convert, copy, encrypt, sign and compare files of tensors (.tensors, "
+        description="Inspects, verifies, converts, copies, encrypts, signs and compares files of tensors (.tensors, "
         ".safetensors).",
         epilog=_EPILOG,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show versions, those of the libraries too")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of tensorizer and its libraries")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    for name in COMMANDS:
+    modules = [COMMANDS[command]] if command in COMMANDS else dict.fromkeys(COMMANDS.values())
+    for name in modules:
         importlib.import_module(f"tensorizer.cli.{name}").add_parsers(commands)
     return parser
 
@@ -78,11 +92,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if isinstance(error, BrokenPipeError):  # whoever read it has seen enough
             return 128 + signal.SIGPIPE
         print(f"tensorizer: standard output: {error.strerror or error}", file=sys.stderr)
-        return exit_codes.status_of(error)
+        return said.status_of(error)
 
 
 def _run(argv: Optional[Sequence[str]]) -> int:
-    arguments = make_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    command = next((argument for argument in given if not argument.startswith("-")), None)
+    arguments = make_parser(command).parse_args(argv)
     output = Output(arguments)
     try:
         status: int = arguments.run(arguments, output)
@@ -90,10 +106,10 @@ def _run(argv: Optional[Sequence[str]]) -> int:
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and (_is_broken(sys.stdout) or _is_broken(sys.stderr)):
             raise  # else it was a target, or a connection
-        status = exit_codes.status_of(error)
+        status = said.status_of(error)
         if status < 0:
             raise
-        if status != exit_codes.INTERRUPTED:
+        if status != said.INTERRUPTED:
             output.error(escaped(_message(error)))
         return status
 

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of, split_uri
 from tensorizer._system.redaction import shown_uri
-from tensorizer.cli.exit_codes import UsageError
+from tensorizer.cli.output import UsageError
 
 __all__ = [
     "add_common",
@@ -25,7 +25,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     loudness = group.add_mutually_exclusive_group()
     loudness.add_argument("-q", "--quiet", action="store_true", help="errors only")
-    loudness.add_argument("-v", "--verbose", action="store_true", help="say what is done")
+    loudness.add_argument("-v", "--verbose", action="store_true", help="describe each step")
     group.add_argument("--json", action="store_true", help="one JSON document on standard output")
     group.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="colours; auto: on a terminal"
@@ -34,31 +34,29 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         "--progress",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="a bar on standard error; default: on a terminal, for work of more than a second",
+        help="show a bar on standard error; default: on a terminal, after a second",
     )
-    group.add_argument("--no-input", action="store_true", help="never ask on the terminal")
+    group.add_argument("--no-input", action="store_true", help="never prompt on the terminal")
     add_source_options(parser)
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reading and writing")
-    group.add_argument("--num-readers", type=_positive, metavar="N", help="most reading threads; default: as useful")
-    group.add_argument(
-        "--s3-endpoint", metavar="HOST", help="host of the object store; with http:// in front, without TLS"
-    )
+    group.add_argument("--num-readers", type=_positive, metavar="N", help="upper bound of reading threads")
+    group.add_argument("--s3-endpoint", metavar="HOST", help="host of the object store; http://HOST for plain HTTP")
     group.add_argument("--s3-profile", metavar="NAME", help="profile of the AWS configuration files")
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--force", action="store_true", help="replace the target where it exists")
+    parser.add_argument("--force", action="store_true", help="replace an existing target")
 
 
 def add_signature_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("signature")
     group.add_argument(
-        "--public-key", metavar="PATH", action="append", help="who has to have signed it; any one of several suffices"
+        "--public-key", metavar="PATH", action="append", help="require a signature by this key, or by one of several"
     )
-    group.add_argument("--signature", metavar="PATH", help="where the signature is; default: in the file, or beside it")
+    group.add_argument("--signature", metavar="PATH", help="the signature; default: in the file or beside it")
 
 
 def stream_options(arguments: argparse.Namespace, *uris: str) -> Optional[dict[str, Any]]:

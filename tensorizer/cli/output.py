@@ -1,19 +1,43 @@
-"""Where a command's words go: results to standard output, all else to standard error; tables, escapes, JSON."""
+"""What a command says: results to standard output, all else to standard error, and the exit status (docs/cli.md)."""
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from tensorizer._system.config import env_text
 
-__all__ = ["Output", "escaped", "table"]
+__all__ = [
+    "DIFFERS",
+    "INTERRUPTED",
+    "INVALID",
+    "KEY",
+    "OK",
+    "TARGET",
+    "UNREACHABLE",
+    "USAGE",
+    "Output",
+    "UsageError",
+    "escaped",
+    "status_of",
+    "table",
+]
+
+OK = 0
+DIFFERS = 1  # the answer is no: a digest that does not match, files that differ
+USAGE = 2
+UNREACHABLE = 3  # not found, no access, network, disk full
+INVALID = 4  # not a valid file
+KEY = 5  # missing, wrong or not wanted; authentication failed, a signature too
+TARGET = 6  # it exists, or its format cannot hold the content
+INTERRUPTED = 130
 
 SCHEMA = 1
 
@@ -83,9 +107,31 @@ class Output:
             wanted = self._progress
         if not wanted:
             return False
-        from tensorizer.cli.bar import Bar
+        return _bars(delay=0.0 if self._progress else 1.0, must_show=bool(self._progress))
 
-        return Bar(delay=0.0 if self._progress else 1.0)
+
+def _bars(delay: float, must_show: bool) -> Any:
+    """Called with a :class:`tensorizer.progress.Progress`: a bar for each piece of work that takes longer than `delay`
+    seconds. Without tqdm there is none, unless one must be shown."""
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        if must_show:
+            raise UsageError("--progress needs the package tqdm: pip install tqdm") from error
+        return False
+    bar: Any = None
+
+    def show(progress: Any) -> None:
+        nonlocal bar
+        done, total = progress.bytes_done, progress.bytes_total
+        if bar is None:
+            bar = tqdm(total=total, unit="B", unit_scale=True, delay=delay, file=sys.stderr)
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+            bar = None
+
+    return show
 
 
 def _json(content: dict[str, Any]) -> str:
@@ -101,7 +147,7 @@ def _json(content: dict[str, Any]) -> str:
 
 def _finite(value: Any) -> Any:
     """The value with numbers that JSON lacks as the texts ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(inner) for inner in value]
@@ -159,3 +205,35 @@ def _cut(text: str, width: int) -> str:
         return short
     tail = (width - 1) * 2 // 3
     return f"{short[: width - 1 - tail]}…{short[len(short) - tail :]}"
+
+
+# --- the exit status -------------------------------------------------------------------------------------------------
+
+
+class UsageError(Exception):
+    """Arguments that contradict each other, found after they were parsed."""
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status for an error that ended a command; ``-1`` for one that nobody expected."""
+    from tensorizer import errors
+
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, UsageError):
+        return USAGE
+    if isinstance(error, errors.CryptographyError):
+        return KEY
+    if isinstance(error, errors.HashMismatchError):
+        return DIFFERS
+    if isinstance(error, (errors.StreamExistsError, errors.UnsupportedContentError, errors.FieldRangeError)):
+        return TARGET
+    if isinstance(error, errors.FormatError):
+        return INVALID
+    if isinstance(error, FileExistsError) or getattr(error, "errno", None) == errno.EEXIST:
+        return TARGET
+    if isinstance(error, (OSError, ImportError)):
+        return UNREACHABLE
+    if isinstance(error, (ValueError, TypeError)):
+        return USAGE
+    return -1

@@ -5,24 +5,23 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tensorizer.cli.exit_codes import OK, UsageError
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, add_force, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import OK, Output, UsageError, escaped
 
 
 def add_parsers(commands: Any) -> None:
     parser = commands.add_parser(
         "sign",
-        help="sign files, or make a key for that",
-        description="Writes the signature of a .tensors file to a file beside it, with .sig behind its name. "
-        "Signatures of the same content that are there already are kept. The file itself stays as it is.",
+        help="sign files, or create a signing key",
+        description="Writes the signature of FILE to FILE.sig beside it. The file itself is not changed. "
+        "Existing signatures of the same content are kept.",
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="a path or URI")
     parser.add_argument("--key", metavar="PATH", help="the private key: a PEM file or 64 hexadecimal digits")
-    parser.add_argument("--generate-key", metavar="PATH", help="make a key: PATH, and PATH.pub for whoever verifies")
-    parser.add_argument("--output", metavar="PATH", help="where the signature goes; default: beside a local file")
-    parser.add_argument("--no-check", action="store_true", help="do not compare the tensors with their digests first")
+    parser.add_argument("--generate-key", metavar="PATH", help="create a key: PATH, and its public half PATH.pub")
+    parser.add_argument("--output", metavar="PATH", help="where to write the signature; default: beside a local file")
+    parser.add_argument("--no-check", action="store_true", help="skip comparing the tensors with their digests first")
     add_force(parser)
     add_key_options(parser, "an encrypted file, for the check", prefix="file-")
     add_common(parser)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from tensorizer.cli.exit_codes import DIFFERS, OK, UsageError
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, add_signature_options, stream_options
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped
 
 if TYPE_CHECKING:
     from tensorizer._files.verify import VerifyReport
@@ -20,15 +20,13 @@ def add_parsers(commands: Any) -> None:
         "verify",
         help="compare the data of a file with its digests",
         description="Reads every tensor and compares it with the digests and authentication codes in the file. "
-        "A .safetensors file holds no digests: its structure is checked, and with --sha256 or --hub its bytes.",
+        "A .safetensors file has no digests: its structure is checked; --sha256 and --hub check its bytes.",
     )
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="a path or URI, of a file, a folder or the index of shards"
-    )
-    parser.add_argument("--filter", metavar="GLOB", help="names that match the pattern (* ? [])")
-    parser.add_argument("--sha256", metavar="HEX", help="SHA-256 that the whole file must have")
-    parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest that the hub states")
-    parser.add_argument("--fail-fast", action="store_true", help="end at the first tensor that does not match")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI: a file, folder or index of shards")
+    parser.add_argument("--filter", metavar="GLOB", help="only names that match the pattern (* ? [])")
+    parser.add_argument("--sha256", metavar="HEX", help="the expected SHA-256 of the whole file")
+    parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest of the hub")
+    parser.add_argument("--fail-fast", action="store_true", help="stop at the first tensor that does not match")
     add_signature_options(parser)
     add_key_options(parser, "the file")
     add_common(parser)
@@ -77,7 +75,7 @@ def _filter(pattern: str | None) -> Any:
 
 
 def _hub_sha256(uri: str) -> str:
-    from tensorizer._files.hub import sha256_of_hub_file
+    from tensorizer._files.verify import sha256_of_hub_file
 
     return sha256_of_hub_file(uri)
 
@@ -108,22 +106,7 @@ def _print(report: VerifyReport, output: Output) -> None:
 
 
 def _document(report: VerifyReport) -> dict[str, Any]:
-    return {
-        "source": report.source,
-        "format": report.format,
-        "ok": report.ok,
-        "verified": len(report.verified),
-        "mismatched": [{"name": _plain(name), "reason": reason} for name, reason in report.mismatched],
-        "unverified": [_plain(name) for name in report.unverified],
-        "index_matches": report.index_matches,
-        "sha256": report.sha256,
-        "sha256_matches": report.sha256_matches,
-        "nbytes": report.nbytes,
-        "seconds": report.seconds,
-        "authenticated": report.authenticated,
-        "signers": list(report.signers),
-    }
-
-
-def _plain(name: Any) -> Any:
-    return name if isinstance(name, str) else list(name)
+    content = dataclasses.asdict(report)
+    content.pop("sharded")
+    mismatched = [mismatch._asdict() for mismatch in report.mismatched]
+    return {"ok": report.ok, **content, "verified": len(report.verified), "mismatched": mismatched}

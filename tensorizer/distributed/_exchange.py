@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tensorizer._format.names import Name
+from tensorizer._load.parts import PartReader
 from tensorizer._system.devices import empty
-from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._boxes import Box
 from tensorizer.distributed._ranks import Ranks
 
-__all__ = ["Place", "gather_into", "whole"]
+__all__ = ["Part", "gather_into", "whole"]
 
 # What one rank reads of a window. With N ranks N + 2 times as much memory is used on the device of the exchange.
 _SLOT_NBYTES = 16 << 20
@@ -24,7 +24,7 @@ _FLAG_NBYTES = 64
 _ALIGNMENT = 64
 
 
-class Place(NamedTuple):
+class Part(NamedTuple):
     """Where a rank wants which part of a tensor."""
 
     box: Box
@@ -49,18 +49,18 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def gather_into(
-    ranks: Ranks, file: TensorDeserializer, names: Sequence[Name], places: dict[Name, Place], device: torch.device
+    ranks: Ranks, reader: PartReader, names: Sequence[Name], wanted: dict[Name, Part], device: torch.device
 ) -> int:
-    """Collective: brings tensors from the file to the places of all ranks; every byte is read by one of them.
+    """Collective: brings tensors from the file to where all ranks want them; every byte is read by one of them.
 
     Reads the next window while the one before is gathered.
 
     Args:
         ranks: All of them call this with the same `names`, of tensors with data.
-        file: Open; the same on every rank.
+        reader: Of an open file, the same on every rank.
         names: What any rank wants, in the order of the file.
-        places: What this rank wants.
-        device: Of its places.
+        wanted: What this rank wants.
+        device: Where its parts go.
 
     Returns:
         Bytes of tensors that came from other ranks.
@@ -72,10 +72,10 @@ def gather_into(
     failure: Optional[BaseException] = None
     parts: list[torch.Tensor] = []
     try:  # sizes may be in record headers, which have to be read, and there may be no memory for a slot
-        total = sum(file.get_slice(name).nbytes for name in names)
-        slot = max(min(_SLOT_NBYTES, -(-total // ranks.size)), _longest_row(file, names))
+        total = sum(reader.get_slice(name).nbytes for name in names)
+        slot = max(min(_SLOT_NBYTES, -(-total // ranks.size)), _longest_row(reader, names))
         slot = -(-slot // _ALIGNMENT) * _ALIGNMENT
-        windows = _Windows(_slots(file, names, slot), ranks.size)
+        windows = _Windows(_slots(reader, names, slot), ranks.size)
         parts = [torch.zeros(slot + _FLAG_NBYTES, dtype=torch.uint8, device=where) for _ in range(2)]
         gathered = empty((ranks.size, slot + _FLAG_NBYTES), dtype=torch.uint8, device=where)
     except BaseException as error:
@@ -84,21 +84,21 @@ def gather_into(
     received = 0
     window, number = windows.next(), 0
     if window:
-        failure = _read(file, window[ranks.rank], parts[0])
+        failure = _read(reader, window[ranks.rank], parts[0])
     while window:
         work = dist.all_gather(list(gathered), parts[number % 2], group=group, async_op=True)
         following = windows.next()
         late = None
         if following and failure is None:
-            late = _read(file, following[ranks.rank], parts[(number + 1) % 2])
+            late = _read(reader, following[ranks.rank], parts[(number + 1) % 2])
         work.wait()
         if bool(gathered[:, -_FLAG_NBYTES].any()):
             break
         try:
             for rank, blocks in enumerate(window):
                 for block in blocks:
-                    _deliver(block, gathered[rank], places)
-                    received += block.nbytes if rank != ranks.rank and block.name in places else 0
+                    _deliver(block, gathered[rank], wanted)
+                    received += block.nbytes if rank != ranks.rank and block.name in wanted else 0
         except BaseException as error:  # told to the others with the next window
             late = late or error
             parts[(number + 1) % 2][-_FLAG_NBYTES] = 1
@@ -108,17 +108,17 @@ def gather_into(
     return received
 
 
-def _longest_row(file: TensorDeserializer, names: Sequence[Name]) -> int:
-    facts = (file.get_slice(name) for name in names)
+def _longest_row(reader: PartReader, names: Sequence[Name]) -> int:
+    facts = (reader.get_slice(name) for name in names)
     return max((part.nbytes // (part.shape[0] if part.ndim else 1) for part in facts), default=0)
 
 
-def _slots(file: TensorDeserializer, names: Sequence[Name], nbytes: int) -> Iterator[list[_Block]]:
+def _slots(reader: PartReader, names: Sequence[Name], nbytes: int) -> Iterator[list[_Block]]:
     """The rows of all tensors, in the order of the file, in slots of at most `nbytes`."""
     blocks: list[_Block] = []
     used = 0
     for name in names:
-        part = file.get_slice(name)
+        part = reader.get_slice(name)
         shape, dtype = tuple(part.shape), part.dtype
         rows = shape[0] if shape else 1
         row_nbytes = part.nbytes // rows
@@ -154,31 +154,31 @@ def _view(block: _Block, slot: torch.Tensor) -> torch.Tensor:
     return slot[block.at : block.at + block.nbytes].view(block.dtype).view(shape)
 
 
-def _read(file: TensorDeserializer, blocks: list[_Block], slot: torch.Tensor) -> Optional[BaseException]:
+def _read(reader: PartReader, blocks: list[_Block], slot: torch.Tensor) -> Optional[BaseException]:
     """Reads this rank's blocks; an error is marked in the slot, for the others, and returned."""
     slot[-_FLAG_NBYTES] = 0
     try:
         # Blocks of a slot are of different tensors.
         parts: dict[Name, Any] = {b.name: slice(b.begin, b.end) if b.shape else () for b in blocks}
-        file.get_slices(parts, out={block.name: _view(block, slot) for block in blocks}, verify_hash=False)
+        reader.get_slices(parts, out={block.name: _view(block, slot) for block in blocks}, verify_hash=False)
     except BaseException as error:
         slot[-_FLAG_NBYTES] = 1
         return error
     return None
 
 
-def _deliver(block: _Block, slot: torch.Tensor, places: dict[Name, Place]) -> None:
+def _deliver(block: _Block, slot: torch.Tensor, wanted: dict[Name, Part]) -> None:
     """Copies what this rank wants of a block."""
-    place = places.get(block.name)
-    if place is None:
+    part = wanted.get(block.name)
+    if part is None:
         return
     source = _view(block, slot)
     if not block.shape:
-        place.into.copy_(source)
+        part.into.copy_(source)
         return
-    (first, last), *inner = place.box
+    (first, last), *inner = part.box
     begin, end = max(first, block.begin), min(last, block.end)
     if begin >= end or math.prod(b - a for a, b in inner) == 0:
         return
     cut = source[(slice(begin - block.begin, end - block.begin), *(slice(a, b) for a, b in inner))]
-    place.into[begin - first : end - first].copy_(cut)
+    part.into[begin - first : end - first].copy_(cut)

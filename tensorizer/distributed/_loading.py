@@ -9,16 +9,17 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer._format.names import Name
+from tensorizer._format.names import Name, listed
+from tensorizer._io.access import Access, Trust
 from tensorizer._io.file_types import SourceArgument
-from tensorizer._load.digests import holds, listed, missing_hashes
+from tensorizer._load.reader import missing_hashes
+from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import Box
-from tensorizer.distributed._exchange import Place, gather_into, whole
+from tensorizer.distributed._exchange import Part, gather_into, whole
+from tensorizer.distributed._fill import ShardedFill
 from tensorizer.distributed._opened import Opened, open_for_all
 from tensorizer.distributed._ranks import Ranks
-from tensorizer.distributed._report import LoadReport
-from tensorizer.distributed._targets import Target
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import HashMismatchError
 from tensorizer.signing import PublicKeyArgument
@@ -77,33 +78,41 @@ def load(
     begin = time.perf_counter()
     _check_exchange(exchange)
     ranks = Ranks(group)
-    trust = {"public_key": public_key, "signature": signature, "require_authenticated": require_authenticated}
-    with open_for_all(ranks, file, device, dtype, encryption, stream_options, trust) as opened:
+
+    def access() -> Access:
+        trust = Trust.of(public_key, signature, require_authenticated)
+        return Access.to_read(encryption, stream_options, trust=trust)
+
+    with open_for_all(ranks, file, device, dtype, access) as opened:
         chosen = opened.choose(exchange, 0, None, shared=True)
         result = LoadedDict()
         firsts: dict[int, Name] = {}  # entries, and the first name of each
-        for name in opened.file.slices():
+        for name in opened.reader.slices():
             firsts.setdefault(opened.entry(name), name)
         received = 0
         failure: Optional[BaseException] = None
-        places: dict[Name, Place] = {}
+        parts: dict[Name, Part] = {}
         try:
             if chosen == "none":
-                result.update(opened.file.get_slices(dict.fromkeys(firsts.values(), ...), verify_hash=False))
+                result.update(opened.reader.get_slices(dict.fromkeys(firsts.values(), ...), verify_hash=False))
             else:
                 for name in firsts.values():
-                    part = opened.file.get_slice(name)
-                    result[name] = empty(part.shape, dtype=part.dtype, device=opened.device)
-                    places[name] = Place(whole(part.shape), result[name])
+                    stored = opened.reader.get_slice(name)
+                    result[name] = empty(stored.shape, dtype=stored.dtype, device=opened.device)
+                    parts[name] = Part(whole(stored.shape), result[name])
         except BaseException as error:
             failure = error
         ranks.agree(failure)
         if chosen != "none":
-            received = _fill(opened, chosen, places)
+            received = _fill(opened, chosen, parts)
         if verify_hash:
             _verify(opened, result, dtype)
-        result.update({name: result[firsts[opened.entry(name)]] for name in opened.file.slices() if name not in result})
-        result.report = opened.report(chosen, received, begin)
+        further = [name for name in opened.reader.slices() if name not in result]
+        result.update({name: result[firsts[opened.entry(name)]] for name in further})
+        names = tuple(name if isinstance(name, str) else ".".join(map(str, name)) for name in result)
+        nbytes = sum(result[name].nbytes for name in firsts.values())
+        report = LoadReport("", opened.reader.file.source_name, loaded=names, nbytes=nbytes)
+        result.report = opened.report(report, chosen, received, begin)
     return result
 
 
@@ -130,9 +139,9 @@ def load_sharded(
     else it is all of a tensor. Parts are cut as ``torch.chunk`` cuts, as torch shards.
 
     Args:
-        target: A module: what is on the meta device is replaced, the rest is filled in place. Or a mapping of names:
-            DTensors are filled in place, other values are replaced, by DTensors where a mesh is given, else by this
-            rank's part as a plain tensor. After an error, tensors that were to be filled in place hold anything.
+        target: A module: what is on the meta device is replaced, the rest is filled in part. Or a mapping of names:
+            DTensors are filled in part, other values are replaced, by DTensors where a mesh is given, else by this
+            rank's part as a plain tensor. After an error, tensors that were to be filled in part hold anything.
         file: What :class:`tensorizer.TensorDeserializer` takes; every rank names the same content.
         mesh: A ``DeviceMesh`` for what `plan` places.
         group: The ranks that call this; ``None`` is that of a mesh of one dimension, else the default group.
@@ -161,7 +170,7 @@ def load_sharded(
     Raises:
         LoadError: Shapes differ; with `strict`, names are missing or unexpected, or the file holds different contents
             for names of one tensor (else what it has under the first of them counts).
-        ValueError: A placement that is no box (``Partial``); `verify_hash` and a part of a tensor, or a place of
+        ValueError: A placement that is no box (``Partial``); `verify_hash` and a part of a tensor, or a part of
             another dtype, whose hash nobody stores.
         StreamError: The ranks see different contents.
         Exception: As for :func:`load`; where one rank fails, all raise.
@@ -172,28 +181,32 @@ def load_sharded(
         device = mesh.device_type if device is None else device
         group = mesh.get_group() if group is None and mesh.ndim == 1 else group
     ranks = Ranks(group)
-    trust = {"public_key": public_key, "signature": signature, "require_authenticated": require_authenticated}
-    with open_for_all(ranks, file, device, None, encryption, stream_options, trust) as opened:
+
+    def access() -> Access:
+        trust = Trust.of(public_key, signature, require_authenticated)
+        return Access.to_read(encryption, stream_options, trust=trust)
+
+    with open_for_all(ranks, file, device, None, access) as opened:
         failure: Optional[BaseException] = None
         filled, wanted = None, 0
         try:
-            filled = Target(target, opened, mesh, plan or {}, ranks, strict)
-            wanted = sum(place.into.numel() for place in filled.places.values())
+            filled = ShardedFill(target, opened, mesh, plan or {}, ranks, strict)
+            wanted = sum(part.into.numel() for part in filled.parts.values())
             if verify_hash:
                 filled.refuse_parts()
         except BaseException as error:
             failure = error
         chosen = opened.choose(exchange, wanted, failure, shared=False)
         assert filled is not None
-        received = _fill(opened, chosen, filled.places)
+        received = _fill(opened, chosen, filled.parts)
         if verify_hash:
-            _verify(opened, {name: place.into for name, place in filled.places.items()}, None)
+            _verify(opened, {name: part.into for name, part in filled.parts.items()}, None)
         failure = None
         try:
             filled.finish()
         except BaseException as error:
             failure = error
-        return opened.report(chosen, received, begin, filled.missing, filled.unexpected, failure)
+        return opened.report(filled.report, chosen, received, begin, failure)
 
 
 def _check_exchange(exchange: str) -> None:
@@ -201,38 +214,38 @@ def _check_exchange(exchange: str) -> None:
         raise ValueError(f"exchange: wanted one of {', '.join(_EXCHANGES)}, found {exchange!r}")
 
 
-def _fill(opened: Opened, exchange: str, places: dict[Name, Place]) -> int:
-    """Collective: brings the tensors to their places; bytes that came from other ranks."""
-    file, ranks = opened.file, opened.ranks
-    index = file._container.index
-    empty = [name for name in places if index.data_nbytes(opened.entry(name)) == 0]
+def _fill(opened: Opened, exchange: str, parts: dict[Name, Part]) -> int:
+    """Collective: brings the tensors to where they go; bytes that came from other ranks."""
+    reader, ranks = opened.reader, opened.ranks
+    index = reader.file.index
+    empty = [name for name in parts if index.data_nbytes(opened.entry(name)) == 0]
     failure: Optional[BaseException] = None
     try:
         with torch.no_grad():
             for name in empty:
-                places[name].into.zero_()
+                parts[name].into.zero_()
             if exchange == "none":
-                parts = {n: _index(place.box) for n, place in places.items() if place.into.numel()}
-                file.get_slices(parts, out={name: places[name].into for name in parts}, verify_hash=False)
+                boxes = {n: _index(part.box) for n, part in parts.items() if part.into.numel()}
+                reader.get_slices(boxes, out={name: parts[name].into for name in boxes}, verify_hash=False)
     except BaseException as error:
         failure = error
     if exchange == "none":
         ranks.agree(failure, None)
         return 0
-    return _gather(opened, places, failure)
+    return _gather(opened, parts, failure)
 
 
-def _gather(opened: Opened, places: Mapping[Name, Place], failure: Optional[BaseException]) -> int:
+def _gather(opened: Opened, parts: Mapping[Name, Part], failure: Optional[BaseException]) -> int:
     """Collective: every rank reads its share of what anybody wants; bytes that came from other ranks."""
-    file, ranks = opened.file, opened.ranks
-    index = file._container.index
+    reader, ranks = opened.reader, opened.ranks
+    index = reader.file.index
     # Names of one tensor may want one part of it, or several.
-    parts_of: dict[int, dict[Box, Place]] = {}
+    parts_of: dict[int, dict[Box, Part]] = {}
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for name, place in places.items():
-        first = parts_of.setdefault(opened.entry(name), {}).setdefault(place.box, place)
-        if first is not place:
-            copies.append((place.into, first.into))
+    for name, part in parts.items():
+        first = parts_of.setdefault(opened.entry(name), {}).setdefault(part.box, part)
+        if first is not part:
+            copies.append((part.into, first.into))
     counts = {entry: len(of_entry) for entry, of_entry in parts_of.items() if index.data_nbytes(entry) > 0}
     most: collections.Counter[int] = collections.Counter()
     for of_rank in ranks.agree(failure, counts):
@@ -240,13 +253,13 @@ def _gather(opened: Opened, places: Mapping[Name, Place], failure: Optional[Base
     received = 0
     with torch.no_grad():
         for turn in range(max(most.values(), default=1)):
-            names = [file._container.names[entry] for entry in sorted(most) if most[entry] > turn]
+            names = [reader.file.names[entry] for entry in sorted(most) if most[entry] > turn]
             by_data = {
-                file._container.names[entry]: [*of_entry.values()][turn]
+                reader.file.names[entry]: [*of_entry.values()][turn]
                 for entry, of_entry in parts_of.items()
                 if len(of_entry) > turn
             }
-            received += gather_into(ranks, file, names, by_data, opened.device)
+            received += gather_into(ranks, reader, names, by_data, opened.device)
         try:
             for into, same in copies:
                 into.copy_(same)
@@ -263,12 +276,12 @@ def _index(box: Box) -> Any:
 def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optional[torch.dtype]) -> None:
     """Collective: every rank compares its share of the tensors with their stored hashes."""
     failure: Optional[BaseException] = None
-    container, ranks = opened.file._container, opened.ranks
+    file, ranks = opened.reader.file, opened.ranks
     try:
         if dtype is not None:
             raise ValueError("verify_hash: converted tensors have no stored hash; load them without dtype=")
-        if not container.index.stores_hashes:
-            raise missing_hashes(container.source_name, list(tensors))
+        if not file.index.stores_hashes:
+            raise missing_hashes(file.source_name, list(tensors))
         loads = [0] * ranks.size
         mine: list[Name] = []
         for name in sorted(tensors, key=lambda n: -tensors[n].numel()):
@@ -277,16 +290,16 @@ def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optiona
             if rank == ranks.rank:
                 mine.append(name)
         entries = {name: opened.entry(name) for name in mine}
-        container.read_headers(sorted(entries.values()))
-        found = {name: holds(container, entry, tensors[name]) for name, entry in entries.items()}
+        file.read_headers(sorted(entries.values()))
+        found = {name: file.holds(entry, tensors[name]) for name, entry in entries.items()}
         wrong = [name for name, matches in found.items() if matches is False]
         if wrong:
             raise HashMismatchError(
-                f"{container.source_name}: loaded tensors are not what their hashes say: {listed(wrong)}"
+                f"{file.source_name}: loaded tensors are not what their hashes say: {listed(wrong)}"
             )
         bare = [name for name, matches in found.items() if matches is None]
         if bare:
-            raise missing_hashes(container.source_name, bare)
+            raise missing_hashes(file.source_name, bare)
     except BaseException as error:
         failure = error
     ranks.agree(failure)

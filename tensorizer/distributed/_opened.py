@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional, Union
 
 import torch
 
 from tensorizer import _C
 from tensorizer._format.names import Name
+from tensorizer._io.access import Access
 from tensorizer._io.file_types import SourceArgument
-from tensorizer._load.device_choice import target_device
-from tensorizer._system.threads import share_of_node
-from tensorizer.deserializer import TensorDeserializer
+from tensorizer._load.arguments import target_device
+from tensorizer._load.open_file import OpenFile, open_file
+from tensorizer._load.parts import PartReader
+from tensorizer._load.reader import ReadOptions
+from tensorizer._load.report import LoadReport, RankReport
+from tensorizer._system.checks import share_of_node
 from tensorizer.distributed._ranks import Ranks
-from tensorizer.distributed._report import LoadReport, RankReport
-from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import StreamError
 
 __all__ = ["Opened", "open_for_all"]
@@ -37,26 +40,25 @@ _COMPARED_RECORDS = 8
 class Opened:
     """The file as one rank has it open, and what all ranks have agreed on."""
 
-    def __init__(self, ranks: Ranks, file: TensorDeserializer, device: torch.device) -> None:
-        self.ranks, self.file, self.device = ranks, file, device
+    def __init__(self, ranks: Ranks, reader: PartReader, device: torch.device) -> None:
+        self.ranks, self.reader, self.device = ranks, reader, device
 
     def entry(self, name: Name) -> int:
         """The entry that holds the data of a name."""
-        container = self.file._container
-        number = self.file._number_of(name)
-        return container.targets.get(number, number)
+        file = self.reader.file
+        return file.targets.get(file.numbers[name], file.numbers[name])
 
     def choose(self, exchange: str, wanted: int, failure: Optional[BaseException], *, shared: bool) -> str:
         """Collective: what rank 0 makes of ``"auto"``. Elements that ranks want tell whether several want the same."""
-        container = self.file._container
-        in_memory = not container.network and _is_prompt(container)
+        file = self.reader.file
+        in_memory = not file.network and all(r.handle.source.prompt for r in file.readers)
         everything = 0
         try:  # shapes may be in record headers, which have to be read
-            everything = sum(part.shape.numel() for part in self.file.slices().values())
+            everything = sum(part.shape.numel() for part in self.reader.slices().values())
         except BaseException as error:
             failure = failure or error
         cached_here = in_memory and self.device.type == "cpu"
-        asked = self.ranks.agree(failure, (exchange, cached_here, container.checks_whole, wanted))
+        asked = self.ranks.agree(failure, (exchange, cached_here, file.checks_whole, wanted))
         first, cached, checks_whole, _ = asked[0]
         if self.ranks.size == 1 or checks_whole:  # the hash of a tensor is one of all of it
             return "none"
@@ -67,37 +69,29 @@ class Opened:
 
     def report(
         self,
+        report: LoadReport,
         exchange: str,
         received: int,
         begin: float,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
         failure: Optional[BaseException] = None,
     ) -> LoadReport:
-        """Collective: what all ranks did."""
-        mine = RankReport(self.file.total_bytes_read, received, time.perf_counter() - begin)
-        every = self.ranks.agree(failure, mine)
-        return LoadReport(self.ranks.rank, exchange, tuple(every), tuple(missing), tuple(unexpected))
-
-
-def _is_prompt(container: Any) -> bool:
-    sources = [container.source] if container.source is not None else [s.source for s in container.shards]
-    return all(source is not None and source.prompt for source in sources)
+        """Collective: the report with what all ranks did."""
+        mine = RankReport(self.reader.file.total_bytes_read, received, time.perf_counter() - begin)
+        every = tuple(self.ranks.agree(failure, mine))
+        return dataclasses.replace(report, seconds=mine.seconds, rank=self.ranks.rank, exchange=exchange, ranks=every)
 
 
 @contextlib.contextmanager
 def open_for_all(
     ranks: Ranks,
-    file: SourceArgument,
+    source: SourceArgument,
     device: Optional[Union[torch.device, str, int]],
     dtype: Optional[torch.dtype],
-    encryption: Optional[DecryptionParams],
-    stream_options: Optional[Mapping[str, Any]],
-    trust: Optional[Mapping[str, Any]] = None,
+    make_access: Callable[[], Access],
 ) -> Iterator[Opened]:
     """Collective: opens the file on every rank, and holds what they see against what rank 0 sees.
 
-    `trust` has the arguments of ``TensorDeserializer`` that say who has to vouch for the file.
+    `make_access` checks what users gave. It is called here, where all ranks learn of what is wrong on one of them.
     """
     failure: Optional[BaseException] = None
     opened: Optional[Opened] = None
@@ -106,24 +100,15 @@ def open_for_all(
         try:
             chosen = target_device(device)
             assert isinstance(chosen, torch.device)
-            deserializer = TensorDeserializer(
-                file,
-                chosen,
-                dtype=dtype,
-                lazy_load=True,
-                encryption=encryption,
-                stream_options=stream_options,
-                num_readers=_readers(file),
-                **(trust or {}),
-            )
-            stack.enter_context(deserializer)
-            opened = Opened(ranks, deserializer, chosen)
-            seen = _identity(deserializer)
+            access = dataclasses.replace(make_access(), num_readers=_readers(source))
+            file = stack.enter_context(open_file(source, access, ReadOptions(chosen, dtype)))
+            opened = Opened(ranks, PartReader(file), chosen)
+            seen = _identity(file)
         except BaseException as error:
             failure = error
         contents = ranks.agree(failure, seen)
         assert opened is not None
-        _compare(opened.file._container.source_name, contents)
+        _compare(opened.reader.file.source_name, contents)
         yield opened
 
 
@@ -135,26 +120,24 @@ def _readers(file: Any) -> Optional[int]:
     return None if share == most else share
 
 
-def _identity(file: TensorDeserializer) -> tuple[str, dict[str, Any]]:
+def _identity(file: OpenFile) -> tuple[str, dict[str, Any]]:
     """What tells contents apart: the index and some hashes, for all; the state of the file, for ranks of a machine."""
-    container = file._container
-    index = container.index
+    index = file.index
     digest = hashlib.sha256()
     for i in range(index.entry_count):
-        facts = (container.names[i], index.dtype(i), index.shape(i), index.data_offset(i), index.data_nbytes(i))
+        facts = (file.names[i], index.dtype(i), index.shape(i), index.data_offset(i), index.data_nbytes(i))
         digest.update(repr(facts).encode("utf-8", "replace"))
     if index.stores_hashes and index.entry_count:
         some = sorted({k * (index.entry_count - 1) // _COMPARED_RECORDS for k in range(_COMPARED_RECORDS + 1)})
-        container.read_headers(some)
+        file.read_headers(some)
         for i in some:
-            headers, position = container.header(i)
+            headers, position = file.header(i)
             digest.update(repr(headers.hashes(position)).encode())
     state: dict[str, Any] = {}
-    stream = file._stream
-    etag = (getattr(stream, "response_headers", None) or {}).get("etag")
+    etag = (getattr(file.stream, "response_headers", None) or {}).get("etag")
     if etag is not None:
         state["etag"] = etag
-    source = container.source
+    source = file.source
     if isinstance(source, _C.FileSource):
         with contextlib.suppress(OSError):
             status = os.stat(source.name)

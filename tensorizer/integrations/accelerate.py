@@ -11,7 +11,7 @@ from typing import Any, Optional, Union
 
 import torch
 
-from tensorizer._save.hashes import HASH_NAMES
+from tensorizer._save.session import HASH_NAMES
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import StreamNotFoundError
 from tensorizer.signing import PublicKeyArgument

@@ -19,11 +19,12 @@ import torch
 
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.uri import scheme_of
+from tensorizer._lazy import resolver
 from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
-from tensorizer.distributed._checkpoint.values import NotSimple, decoded, encoded, load_vetted, saved
+from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, encoded, load_vetted, torch_saved
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import AuthenticationError, FormatError
 from tensorizer.serializer import TensorSerializer
@@ -43,9 +44,7 @@ if TYPE_CHECKING:
         TensorizerModelParallelStrategy as TensorizerModelParallelStrategy,
     )
 
-_STRATEGIES = ("TensorizerFSDPStrategy", "TensorizerModelParallelStrategy")
-
-__all__ = ["TensorizerCheckpointIO", *_STRATEGIES]
+__all__ = ["TensorizerCheckpointIO", "TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]
 
 _KEY = "lightning.checkpoint"
 _ZIP = b"PK\x03\x04"  # what files of torch.save begin with
@@ -156,7 +155,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             path: Where it is.
             map_location: As for ``torch.load``; tensors are saved as if they were on the CPU. ``None`` is the CPU, from
                 where Lightning's strategies move them.
-            weights_only: ``False`` unpickles objects that are more than simple values: for trusted files alone.
+            weights_only: ``False`` unpickles objects that are more than simple values: only for trusted files.
 
         Raises:
             FileNotFoundError: There is none.
@@ -197,7 +196,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                 data = io.BytesIO(file[name].detach().numpy().tobytes())
                 if weights_only is False:
                     return torch.load(data, map_location=where, weights_only=False)
-                return torch.load(saved(load_vetted(name, data)), map_location=where, weights_only=True)
+                return torch.load(torch_saved(load_vetted(name, data)), map_location=where, weights_only=True)
 
             result: dict[str, Any] = decoded(json.loads(text), leaf)
         return result
@@ -236,7 +235,7 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             tensors[name] = value.detach()
             return {"tensor": name}
         try:
-            content = saved(value)
+            content = torch_saved(value)
         except Exception as error:  # whatever an object of somebody else's raises when it is pickled
             raise NotSimple(f"a {type(value).__name__} cannot be stored: {error}") from error
         tensors[name] = torch.frombuffer(bytearray(content.getbuffer()), dtype=torch.uint8)
@@ -275,14 +274,4 @@ def _mapped(tensor: torch.Tensor, map_location: MapLocation) -> torch.Tensor:
     return tensor.to(map_location)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _STRATEGIES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tensorizer.integrations import lightning_strategies
-
-    value = globals()[name] = getattr(lightning_strategies, name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_STRATEGIES})
+__getattr__, __dir__ = resolver(__name__)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tensorizer._system.devices import empty
 from tensorizer.distributed import TensorizerReader, TensorizerWriter, dcp_default
-from tensorizer.distributed._checkpoint.values import load_vetted, saved
+from tensorizer.distributed._checkpoint.json_values import load_vetted, torch_saved
 from tensorizer.errors import FormatError
 
 __all__ = ["TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]
@@ -74,7 +74,7 @@ class _ShardedCheckpoints(abc.ABC):
         state = {self._model_key: checkpoint.pop("state_dict")}
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{number}"] = optimizer
-        rest = strategy.broadcast(saved(checkpoint).getvalue() if first else None)
+        rest = strategy.broadcast(torch_saved(checkpoint).getvalue() if first else None)
         state[_REST] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
         if first and path.is_file():
             path.unlink()
@@ -89,7 +89,7 @@ class _ShardedCheckpoints(abc.ABC):
 
         Args:
             checkpoint_path: Where it is.
-            weights_only: ``False`` unpickles objects that are more than simple values: for trusted files alone.
+            weights_only: ``False`` unpickles objects that are more than simple values: only for trusted files.
 
         Returns:
             Everything else.

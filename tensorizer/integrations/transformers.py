@@ -13,10 +13,9 @@ from typing import Any, Optional, Union
 import torch
 from transformers import TrainerCallback
 
-from tensorizer.integrations._hf.adapters import is_peft, load_adapter_into
-from tensorizer.integrations._hf.options import LoadOptions
-from tensorizer.integrations._hf.place import LocalPlace
-from tensorizer.integrations._hf.weights import Weights, find_weights
+from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder
+from tensorizer.integrations._hf.objects import is_peft, load_adapter_into
+from tensorizer.integrations._hf.weights import find_weights
 from tensorizer.integrations.huggingface import save_pretrained
 from tensorizer.torch import load_model, save_model
 
@@ -26,9 +25,9 @@ _TRAINING_ARGS = "training_args.bin"
 
 
 class TensorsTrainerMixin:
-    """Lets a ``Trainer`` write its checkpoints as ``.tensors`` and go on from them.
+    """Lets a ``Trainer`` write its checkpoints as ``.tensors`` and resume from them.
 
-    Name it before the trainer: ``class MyTrainer(TensorsTrainerMixin, Trainer): ...``. Everything else is as ever:
+    Name it before the trainer: ``class MyTrainer(TensorsTrainerMixin, Trainer): ...``. Everything else works as always:
     ``resume_from_checkpoint``, ``save_total_limit``, ``load_best_model_at_end``; checkpoints with ``.safetensors`` are
     resumed by the trainer itself. Optimizer, scheduler and random states stay the trainer's own files. Under FSDP and
     DeepSpeed, which keep models in pieces, nothing is changed.
@@ -84,17 +83,17 @@ class TensorsTrainerMixin:
         if _is_in_pieces(trainer):
             return False
         target = trainer.accelerator.unwrap_model(model or trainer.model, keep_torch_compile=False)
-        place = LocalPlace(Path(folder))
+        checkpoint = LocalFolder(Path(folder))
         stem = "adapter_model" if is_peft(target) else "model"
-        if not any(place.has(f"{stem}.tensors{ending}") for ending in ("", ".index.json")):
+        if not any(checkpoint.has(f"{stem}.tensors{ending}") for ending in ("", ".index.json")):
             return False
         options = LoadOptions(encryption=self.decryption)
         if is_peft(target):
             training = target.training
-            load_adapter_into(target, place, options, target.active_adapter)
+            load_adapter_into(target, checkpoint, options, target.active_adapter)
             target.train(training)
         else:
-            weights: Weights = find_weights(place, stem, options)
+            weights = find_weights(checkpoint, stem, options)
             left_out = bool(getattr(target, "_keys_to_ignore_on_save", None))
             load_model(target, weights.source, strict=not left_out, assign=False, encryption=self.decryption)
         return True

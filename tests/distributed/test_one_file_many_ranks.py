@@ -11,8 +11,9 @@ import samples
 import torch
 from places import EXAMPLES
 
+import tensorizer
 import tensorizer.distributed as td
-from tensorizer._system.threads import share_of_node
+from tensorizer._system.checks import share_of_node
 from tensorizer.errors import LoadError
 from tensorizer.stream_io import HTTPOptions
 from tensorizer.torch import save_file, save_model
@@ -84,10 +85,13 @@ def test_without_a_group_one_process_loads_alone(tmp_path):
         assert samples.same(found["a"], tensors["a"])
         assert found.report.exchange == "none"
         assert len(found.report.ranks) == 1
+        assert (found.report.loaded, found.report.nbytes) == (("a",), 60)
     state = {"a": None}
     report = td.load_sharded(state, tmp_path / "f", device="cpu", verify_hash=True)
     assert samples.same(state["a"], tensors["a"])
     assert report.bytes_received == 0
+    assert isinstance(report, tensorizer.LoadReport)  # the report of every load
+    assert (report.loaded, report.nbytes, report.ok) == (("a",), 60, True)
 
 
 class Keeper(torch.nn.Linear):

@@ -305,7 +305,7 @@ def test_the_old_functions_load_what_the_new_ones_write(tmp_path):
 
 
 def test_a_repository_that_names_folders_outside_writes_nothing_there(tmp_path):
-    from tensorizer.integrations._hf.place import LocalPlace
+    from tensorizer.integrations._hf.folders import LocalFolder
 
     repository, outside = tmp_path / "repository", tmp_path / "outside"
     outside.mkdir()
@@ -321,7 +321,7 @@ def test_a_repository_that_names_folders_outside_writes_nothing_there(tmp_path):
         assert (outside / "model.safetensors").read_bytes() == b"mine", path
     for name in ("..", "../x", "a/../../x", "a//b"):
         with pytest.raises(ValueError, match="below"):
-            LocalPlace(repository).below(name)
+            LocalFolder(repository).below(name)
     with serve_folder(repository) as url:
         (repository / "modules.json").unlink()
         (repository / "model_index.json").write_text(

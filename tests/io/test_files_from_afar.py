@@ -20,8 +20,7 @@ from servers.s3_server import S3Server, s3_is_installed
 import tensorizer
 from tensorizer._system.redaction import shown_location
 from tensorizer.cli.main import main
-from tensorizer.integrations._hf.opening import open_place
-from tensorizer.integrations._hf.place import RemotePlace
+from tensorizer.integrations._hf.folders import LoadOptions, open_folder
 from tensorizer.torch import load_file, load_model, safe_open, save_file
 
 STATE = {
@@ -99,8 +98,7 @@ import json, sys
 import tensorizer
 from tensorizer._system.redaction import shown_location
 from tensorizer.cli.main import main
-from tensorizer.integrations._hf.opening import open_place
-from tensorizer.integrations._hf.place import RemotePlace
+from tensorizer.integrations._hf.folders import LoadOptions, open_folder
 from tensorizer.torch import load_file, safe_open
 out, digest = sys.argv[1:]
 found = {}
@@ -185,10 +183,11 @@ def test_inspecting_a_hundred_thousand_tensors_in_a_bucket_costs_two_requests(tm
 def test_places_of_models_are_called_by_their_address_without_its_secrets():
     secret = "".join(["s3", "cr3t"])
     uri = f"http://user:{secret}@127.0.0.1:1/folder?sig={secret}"
-    assert RemotePlace(uri, None).label == "http://127.0.0.1:1/folder"
+    with open_folder(uri, LoadOptions()) as remote:
+        assert remote.label == "http://127.0.0.1:1/folder"
     assert shown_location(uri) == "http://127.0.0.1:1/folder"
     for source in (f"hf://user:{secret}@org", f"file:///nowhere?{secret}"):
-        place = open_place(source, revision=None, cache=True, local_files_only=True, token=None, stream_options=None)
+        place = open_folder(source, LoadOptions(local_files_only=True))
         with pytest.raises((OSError, ValueError)) as caught:
             place.__enter__()
         assert secret not in str(caught.value)

@@ -13,7 +13,7 @@ import pytest
 
 from tensorizer import stream_io
 from tensorizer._io.s3 import access, objects
-from tensorizer._io.s3.options import S3Location, S3Options, parse_s3_uri
+from tensorizer._io.s3.options import S3Location, parse_s3_uri
 
 botocore = pytest.importorskip("botocore")
 boto3 = pytest.importorskip("boto3")
@@ -39,11 +39,11 @@ def clean(monkeypatch, tmp_path):
 
 
 def options_of(**arguments):
-    return S3Options(**{name.removeprefix("s3_"): value for name, value in arguments.items()})
+    return stream_io._s3_options(**arguments)
 
 
 def resolved(write=False, location=LOCATION, **arguments):
-    return access.resolve(location, options_of(**arguments), stream_io._s3_defaults(), write=write)
+    return access.resolve(location, options_of(**arguments), write=write)
 
 
 def url_of(uri="s3://bucket/some/key", **settings):

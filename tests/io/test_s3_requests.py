@@ -18,7 +18,7 @@ from servers.s3_recorder import S3Recorder
 
 from tensorizer import TensorDeserializer, TensorSerializer, s3, stream_io
 from tensorizer._io import certificates
-from tensorizer._io.s3.errors import s3_code
+from tensorizer._io.s3.client import s3_code
 from tensorizer.errors import StreamError
 from tensorizer.stream_io import HTTPOptions, open_stream
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import inspect
 import io
@@ -246,6 +247,27 @@ def test_values_are_parameters_that_require_grad_by_their_dtype(mode):
             assert found.is_contiguous()
             assert found.is_leaf
             assert not found.is_inference()
+
+
+def test_a_value_trains_and_is_copied_like_any_other_parameter():
+    with open_data() as deserializer:
+        found = deserializer["a"]
+    assert not found._is_view()
+    assert found.untyped_storage().nbytes() == found.nbytes
+    module = torch.nn.ParameterList([found])
+    assert [name for name, _ in module.named_parameters()] == ["0"]
+    before = found.detach().clone()
+    (found.float() * 2).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.5).step()
+    assert torch.equal(found.detach(), before - 1)
+    copied = copy.deepcopy(found)
+    assert type(copied) is torch.nn.Parameter
+    assert copied.requires_grad
+    assert torch.equal(copied, found)
+    stream = io.BytesIO()
+    torch.save(found, stream)
+    stream.seek(0)
+    assert torch.equal(torch.load(stream), found)
 
 
 def test_a_value_is_the_same_object_each_time(mode):

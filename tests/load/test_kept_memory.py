@@ -84,23 +84,30 @@ assert kept - 28 * MIB <= _C.kept_nbytes() <= kept - 26 * MIB, (kept, _C.kept_nb
     )
 
 
-def test_it_goes_back_to_the_system_after_a_while(run, path):
+def test_what_nobody_took_for_a_while_goes_back_to_the_system_when_more_is_kept(run, path, tmp_path):
+    small = samples.write_state_dict(tmp_path / "f", {"a": tensor((4 << 20,), torch.uint8)})
     run(
         """
-os.environ["TENSORIZER_KEEP_MEMORY_SECONDS"] = "2"
-values = load(sys.argv[1])
-del values
-gc.collect()
-end = time.monotonic() + 60
-while _C.kept_nbytes() > 0 and time.monotonic() < end:
-    time.sleep(0.1)
-assert _C.kept_nbytes() == 0
-_C.keep_memory(1 << 30, 60)  # and again
 load(sys.argv[1])
 gc.collect()
-assert _C.kept_nbytes() > 0
+assert _C.kept_nbytes() >= 50 * MIB
+_C.keep_memory(1 << 30, 60)
+values = load(sys.argv[2])
+del values
+gc.collect()
+assert _C.kept_nbytes() >= 50 * MIB
+_C.keep_memory(0, 60)
+_C.keep_memory(1 << 30, 0.01)
+load(sys.argv[1])
+gc.collect()
+time.sleep(0.1)
+values = load(sys.argv[2])
+del values
+gc.collect()
+assert 0 < _C.kept_nbytes() <= 6 * MIB, _C.kept_nbytes()
         """,
         path,
+        small,
     )
 
 

@@ -13,7 +13,9 @@ import torch
 from samples import assert_same, named_tensor, tensor
 from torch import nn
 
-from tensorizer import LoadError, TensorDeserializer, TensorSerializer, TensorType
+import tensorizer
+from tensorizer import HashMismatchError, LoadError, TensorDeserializer, TensorSerializer, TensorType
+from tensorizer.integrations import huggingface
 
 
 def module_bytes(module, **flags) -> bytes:
@@ -504,6 +506,23 @@ def test_the_count_is_an_int_in_every_respect():
     again = pickle.loads(pickle.dumps(count))
     assert again == 2
     assert again.loaded == count.loaded
+
+
+def test_what_does_not_fit_is_refused_before_a_payload_is_read(tmp_path):
+    path = tmp_path / "model.tensors"
+    samples.write_module(path, nn.Sequential(nn.Linear(64, 64)))
+    content = bytearray(path.read_bytes())
+    content[-70] ^= 1  # of a payload: whoever reads and verifies it raises HashMismatchError
+    path.write_bytes(content)
+    target = nn.ModuleList()  # without the submodule
+    with pytest.raises(HashMismatchError):
+        tensorizer.load_model(nn.Sequential(nn.Linear(64, 64)), path, verify=True)
+    with pytest.raises(LoadError, match="Unexpected key"):
+        tensorizer.load_model(target, path, verify=True)
+    with TensorDeserializer(path, device="cpu", lazy_load=True) as file, pytest.raises(KeyError, match="submodule"):
+        file.load_into_module(target, verify_hash=True)
+    with pytest.raises(KeyError, match="submodule"):
+        huggingface.load_model(tmp_path, nn.ModuleList, device="cpu", verify_hash=True)
 
 
 def test_nothing_is_replaced_where_one_name_cannot_be_placed():

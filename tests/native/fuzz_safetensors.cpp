@@ -4,9 +4,8 @@
 #include <limits>
 
 #include "core/error.h"
+#include "format/dtype.h"
 #include "format/safetensors.h"
-#include "format/safetensors_dtype.h"
-#include "format/shard_index.h"
 #include "format/ties.h"
 #include "fuzz_check.h"
 

@@ -17,13 +17,12 @@
 
 #include "bytes.h"
 #include "core/error.h"
-#include "core/stop.h"
 #include "core/sync.h"
 #include "device/copy_engine.h"
 #include "format/tensor_path.h"
-#include "io/local/memory_source.h"
 #include "load/authenticity.h"
 #include "load/load_session.h"
+#include "memory_source.h"
 #include "save/save_session.h"
 
 namespace tensorizer::tests {

@@ -18,7 +18,7 @@
 #include "core/task_group.h"
 #include "io/http/http_put.h"
 #include "io/http/http_source.h"
-#include "io/parallel_read.h"
+#include "io/range_source.h"
 
 namespace tensorizer::io {
 namespace {

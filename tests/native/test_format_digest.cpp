@@ -6,7 +6,6 @@
 #include <random>
 
 #include "format/digest.h"
-#include "format/sha256_blocks.h"
 #include "format/sha256_kernels.h"
 
 namespace tensorizer::format {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "bytes.h"
-#include "format/foreign.h"
+#include "format/prologue.h"
 
 namespace tensorizer::format {
 namespace {

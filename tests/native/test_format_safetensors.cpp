@@ -6,9 +6,8 @@
 
 #include "core/endian.h"
 #include "core/error.h"
-#include "format/container.h"
+#include "format/dtype.h"
 #include "format/safetensors.h"
-#include "format/safetensors_dtype.h"
 
 namespace tensorizer::format {
 namespace {

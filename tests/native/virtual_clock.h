@@ -5,7 +5,7 @@
 #include <atomic>
 #include <chrono>
 
-#include "core/stop.h"
+#include "core/error.h"
 #include "io/retry.h"
 
 namespace tensorizer::io {

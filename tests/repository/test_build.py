@@ -20,7 +20,7 @@ from places import ROOT
 import tensorizer._C
 
 MODULE = Path(tensorizer._C.__file__)
-VERSION = "3.0.0.dev0"
+(VERSION,) = re.findall(r'"(.+)"', (ROOT / "tensorizer" / "_version.py").read_text())
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads ELF sections")
 

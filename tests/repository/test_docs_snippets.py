@@ -16,7 +16,7 @@ from servers.file_server import serve_folder
 from tensorizer import errors
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NEED_TRANSFORMERS = {"huggingface.md", "training-checkpoints.md"}
+NEED_TRANSFORMERS = {"huggingface.md"}
 
 # A snippet is left out by a comment before it that says why.
 _FENCE = re.compile(

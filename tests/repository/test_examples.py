@@ -28,11 +28,7 @@ SCRIPTS = [
     "torch_compat_training.py",
     "numpy_arrays.py",
     "subprocess_serialization.py",
-    "benchmark/save_models.py",
-    "benchmark/deserialize_benchmark.py",
-    "benchmark/plot.py",
-    "benchmark_buffer_size/benchmark.py",
-    "benchmark_buffer_size/visualizations/visualizations.py",
+    "benchmark.py",
 ]
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("transformers")]
@@ -47,10 +43,7 @@ def run(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments)])
         monkeypatch.syspath_prepend(str(path.parent))
         capsys.readouterr()
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        finally:
-            sys.modules.pop("settings", None)
+        runpy.run_path(str(path), run_name="__main__")
         return capsys.readouterr().out
 
     return run
@@ -109,10 +102,10 @@ def test_loading_an_encrypted_model(tmp_path, run, monkeypatch):
     encryption = EncryptionParams.from_string("open sesame", *limits)
     save_pretrained(tiny_models.llama(), tmp_path, tokenizer=tiny_models.tokenizer(), encryption=encryption)
     arguments = ("--source", tmp_path, "--encryption")
-    monkeypatch.delenv("SUPER_SECRET_STRONG_PASSWORD", raising=False)
-    with pytest.raises(SystemExit, match="SUPER_SECRET_STRONG_PASSWORD"):
+    monkeypatch.delenv("MODEL_PASSPHRASE", raising=False)
+    with pytest.raises(SystemExit, match="MODEL_PASSPHRASE"):
         run("deserialize.py", *arguments)
-    monkeypatch.setenv("SUPER_SECRET_STRONG_PASSWORD", "open sesame")
+    monkeypatch.setenv("MODEL_PASSPHRASE", "open sesame")
     output = run("deserialize.py", *arguments)
     assert "Output:" in output
     assert "sesame" not in output
@@ -189,86 +182,65 @@ def test_another_process_writes_the_checkpoint(tmp_path):
     assert list(tensors) == [f"{i}.{name}" for i in range(4) for name in ("weight", "bias")]
 
 
-# --- benchmarks ----------------------------------------------------------------------------------------------------
+# --- without a model of the reader's -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def benchmark_settings(language_model, tmp_path, monkeypatch):
-    values = {
-        "MODEL_NAME": "tiny",
-        "MODEL_ID": str(language_model),
-        "MODEL_PATH": str(tmp_path / "models"),
-        "RES_PATH": str(tmp_path / "results"),
-        "NUM_TRIALS": "1",
-        "USE_FP16": "0",
+def test_the_examples_of_language_models_need_no_argument_and_no_network(tmp_path, run, monkeypatch):
+    skip_without("serialize.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_PASSPHRASE", "open sesame")
+    assert "Wrote" in run("serialize.py")
+    for script in ("deserialize.py", "deserialize-simple.py"):
+        assert re.search(r"^Output: ", run(script), re.MULTILINE)
+    run("hf_serialization.py", "--validate")
+    assert (tmp_path / "out" / "model.tensors").is_file()
+    with pytest.raises(SystemExit) as end:
+        run("encryption.py")
+    assert end.value.code == 0
+
+
+def test_the_cache_is_filled_and_read_without_a_network(run):
+    assert "2 tensors" in run("node_cache.py")
+
+
+# --- the benchmark --------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_measures_every_library_on_the_same_model(language_model, tmp_path, run, monkeypatch):
+    skip_without("benchmark.py")
+    pytest.importorskip("safetensors")
+    code = runpy.run_path(str(EXAMPLES / "benchmark.py"))
+    code["write_forms"](str(language_model), tmp_path, torch.float32)
+    measured = {
+        loader: json.loads(run("benchmark.py", "--measure", loader, tmp_path).splitlines()[-1])
+        for loader in ("transformers", "safetensors", "tensorizer")
     }
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.usefixtures("benchmark_settings")
-def test_the_benchmark_measures_every_library_and_draws_it(tmp_path, run, monkeypatch):
-    skip_without("benchmark/deserialize_benchmark.py")
-    run("benchmark/save_models.py")
-    measured = {}
-    for loader in ("hf", "safetensors", "tensorizer"):
-        measured[loader] = json.loads(run("benchmark/deserialize_benchmark.py", "--measure", loader).splitlines()[-1])
-        assert measured[loader]["seconds"] > 0
-        assert measured[loader]["inference_seconds"] > 0
+    assert all(result["seconds"] > 0 for result in measured.values())
     assert len({result["bytes"] for result in measured.values()}) == 1
 
     # the whole program, with one library: each measurement is a process that imports transformers
-    monkeypatch.setenv("SKIP_HF", "1")
-    monkeypatch.setenv("SKIP_ST", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    assert "1/1 tensorizer:" in run("benchmark/deserialize_benchmark.py")
-    (report,) = (tmp_path / "results").glob("tiny-*.json")
-    assert [result["loader"] for result in json.loads(report.read_text())["results"]] == ["tensorizer"]
-
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    run("benchmark/plot.py", report, "--output", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "medians: tensorizer" in run("benchmark.py", "--trials", 1, "--loaders", "tensorizer")
 
 
-def test_buffer_sizes_are_swept_and_drawn(tmp_path, run):
-    with TensorSerializer(tmp_path / "model.tensors") as serializer:
+def test_the_benchmark_reads_sources_with_growing_buffers(tmp_path, run):
+    path = tmp_path / "model.tensors"
+    with TensorSerializer(path) as serializer:
         serializer.write_state_dict({"weight": torch.randn(1000)})
-    sizes = ("--start-buffer-size", 4096, "--end-buffer-size", 8192, "--iterations", 2)
-    arguments = ("model.tensors", "--file-prefix", tmp_path, "--local-only", *sizes)
-    text = run("benchmark_buffer_size/benchmark.py", *arguments)
-    assert len(re.findall(r"^file +(raw|load) +buffer +[48]\.0 KiB: [\d.]+ .B/s$", text, re.MULTILINE)) == 8
-    lines = run("benchmark_buffer_size/benchmark.py", *arguments, "--json")
-    runs = [json.loads(line) for line in lines.splitlines()]
-    assert {(r["scheme"], r["kind"], r["buffer_size"], r["iteration"]) for r in runs} == {
-        ("file", kind, size, i) for kind in ("raw", "load") for size in (4096, 8192) for i in (0, 1)
-    }
-    assert {r["bytes"] for r in runs if r["kind"] == "raw"} == {(tmp_path / "model.tensors").stat().st_size}
-    (tmp_path / "results.jsonl").write_text(lines)
-    converted = run("benchmark_buffer_size/benchmark.py", "--convert-json", tmp_path / "results.jsonl")
-    assert json.loads(converted) == runs
-
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    (tmp_path / "nodes.csv").write_text(f"node,cpu,disk\n{runs[0]['node']},two cores,fast\n")
-    script = "benchmark_buffer_size/visualizations/visualizations.py"
-    arguments = (tmp_path / "results.jsonl", "--node-info", tmp_path / "nodes.csv", "--out-dir", tmp_path / "plots")
-    assert "file.png" in run(script, *arguments)
-    assert run(script, *arguments, "--quiet") == ""
-    assert (tmp_path / "plots" / "file.png").read_bytes().startswith(b"\x89PNG")
+    arguments = ("--sources", path, "--buffer-sizes", 4096, 8192, "--trials", 2)
+    text = run("benchmark.py", *arguments)
+    assert len(re.findall(r"^(raw|load) +buffer +[48]\.0 KiB: ", text, re.MULTILINE)) == 8
+    runs = [json.loads(line) for line in run("benchmark.py", *arguments, "--json").splitlines()]
+    assert {(r["kind"], r["buffer_size"]) for r in runs} == {(k, n) for k in ("raw", "load") for n in (4096, 8192)}
+    assert {r["bytes"] for r in runs if r["kind"] == "raw"} == {path.stat().st_size}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ((), "name a model"),
-        (("model.tensors", "--test-s3"), "--s3-endpoint"),
-        (("model.tensors", "--local-only", "--start-buffer-size", "0"), "--start-buffer-size"),  # doubles for ever
-    ],
-)
-def test_the_sweep_asks_for_what_it_needs(run, capsys, arguments, complaint):
-    with pytest.raises(SystemExit) as end:
-        run("benchmark_buffer_size/benchmark.py", *arguments)
-    assert end.value.code == 2
-    assert complaint in capsys.readouterr().err
+def test_the_benchmark_refuses_numbers_below_one(run, capsys):
+    for arguments in (("--trials", "0"), ("--sources", "x", "--buffer-sizes", "0")):
+        with pytest.raises(SystemExit) as end:
+            run("benchmark.py", *arguments)
+        assert end.value.code == 2
+        assert "wanted 1 or more" in capsys.readouterr().err
 
 
 # --- the notebook --------------------------------------------------------------------------------------------------

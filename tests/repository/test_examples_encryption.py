@@ -271,12 +271,11 @@ def test_the_model_example_restores_the_same_model(tmp_path: Path) -> None:
     transformers.GPTNeoForCausalLM(config).save_pretrained(tmp_path)
     environment = {
         **os.environ,
-        "MODEL_ID": str(tmp_path),
-        "SUPER_SECRET_STRONG_PASSWORD": "correct horse",
+        "MODEL_PASSPHRASE": "correct horse",
         "HF_HUB_OFFLINE": "1",
     }
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / "encryption.py")],
+        [sys.executable, str(EXAMPLES / "encryption.py"), "--model-ref", str(tmp_path)],
         env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

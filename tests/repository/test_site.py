@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import html
 import html.parser
-import importlib.util
 import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
@@ -90,6 +88,15 @@ def test_a_figure_whose_place_the_line_of_the_limit_takes_is_inside_its_bar(char
         assert float(figure.get("x")) == pytest.approx(end - 6 if anchor else end + 6)
 
 
+def test_the_page_of_what_ran_is_what_its_records_give(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "site"))
+    ran = pytest.importorskip("ran")
+    records = json.loads(ran.RECORDS.read_text())
+    page = ran.page(records)
+    assert (ROOT / "docs" / "what-ran-where.md").read_text() == page
+    assert all(record["result"] in page for record in records)
+
+
 class Page(html.parser.HTMLParser):
     """Addresses that a page refers to, and the places in it that others can refer to."""
 
@@ -109,10 +116,11 @@ def site(tmp_path_factory):
     """``TENSORIZER_SITE``, which ``make site-check`` has built, else built here."""
     if BUILT is not None:
         return ROOT / BUILT
-    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
-        pytest.skip("needs mkdocs-material (make site-check installs it)")
+    python = ROOT / ".cache" / "docs" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("needs the environment of make docs")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [str(python), "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     return folder
 
@@ -147,6 +155,24 @@ def test_every_link_within_the_site_leads_to_a_page_and_a_place(site):
             if not goal.exists() or (place and goal in pages and place not in pages[goal].places | {"__top"}):
                 wrong.append(f"{path.relative_to(site)}: {target}")
     assert wrong == []
+
+
+@pytest.mark.slow
+def test_the_reference_shows_no_markup_of_docstrings_and_what_users_look_for(site):
+    pages = {path.parent.name: path.read_text(encoding="utf-8") for path in (site / "api").rglob("index.html")}
+    raw = re.compile(r":(?:class|func|meth|attr|mod|exc|data):|``|\]\[")
+    for name, text in pages.items():
+        article = html.unescape(re.sub(r"<[^>]+>", "", re.search(r"<article.*?</article>", text, re.DOTALL)[0]))
+        assert raw.findall(article) == [], name
+    wanted = {
+        "stream_io": ["HTTPOptions", "hedge_after", "open_stream"],
+        "deserializer": ["LoadReport", "metadata", "ties", "format", "report"],
+        "cuda": ["set_pinned_memory"],
+        "integrations": ["install_hooks", "TensorizerCheckpointIO", "from_pretrained"],
+    }
+    for page, names in wanted.items():
+        for name in names:
+            assert name in pages[page], (page, name)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def scripts(monkeypatch):
 
 
 def test_files_are_a_release_if_the_tag_is_their_version_and_all_of_them_are_there(scripts, tmp_path):
-    release = scripts("check_release")
+    release = scripts("release")
     (version,) = re.findall(r'"(.+)"', (ROOT / "tensorizer" / "_version.py").read_text())
     wanted = release.wanted_names(version)
     assert len(wanted) == 1 + 2 * 6  # Pythons for each of two processors
@@ -48,9 +48,19 @@ def test_files_are_a_release_if_the_tag_is_their_version_and_all_of_them_are_the
     for name in wanted:
         (tmp_path / name).touch()
     for tag, status in ((f"v{version}", 0), ("main", 1)):
-        command = [sys.executable, str(SCRIPTS / "check_release.py"), tag, str(tmp_path)]
+        command = [sys.executable, str(SCRIPTS / "release.py"), "check", tag, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, len(done.stderr.splitlines())) == (status, status), done.stderr
+
+
+def test_the_page_of_a_release_is_its_section_of_the_changelog(scripts):
+    notes = scripts("release").notes
+    text = (
+        "# Changelog\n\n## [Unreleased]\n\n- new\n\n## 3.0.0 - 2027-01-02\n\n### Breaking\n\n- a\n\n## [2.0.0]\n\n- b\n"
+    )
+    assert notes(text, "v3.0.0") == "### Breaking\n\n- a"
+    assert notes(text, "v2.0.0") == "- b"
+    assert notes(text, "v3.0") == ""
 
 
 def test_what_the_documents_install_is_this_version_and_not_an_earlier_package_of_the_same_name():
@@ -76,10 +86,10 @@ def test_the_home_page_of_the_site_leads_to_the_highest_release(tmp_path):
     if shutil.which("git") is None:
         pytest.skip("no git")
     tree, origin, programs = tmp_path / "tree", tmp_path / "origin", tmp_path / "programs"
-    for name in ("publish_docs.sh", "../trusted.sh"):
-        target = tree / "scripts" / "packaging" / name
-        (tree / "scripts" / "packaging").mkdir(parents=True, exist_ok=True)
-        shutil.copy(SCRIPTS / name, target)
+    for name in ("site/publish.sh", "trusted.sh"):
+        target = tree / "scripts" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "scripts" / name, target)
     programs.mkdir()
     (programs / "make").write_text("#!/bin/sh\nmkdir -p site && echo page >site/index.html\n")
     (programs / "make").chmod(0o755)
@@ -100,7 +110,7 @@ def test_the_home_page_of_the_site_leads_to_the_highest_release(tmp_path):
     published = [("main", "main"), ("v3.0.0rc1", "v3.0.0rc1"), ("v3.0.0", "v3.0.0"), ("main", "v3.0.0")]
     published += [("v3.9.0", "v3.9.0"), ("v3.10.0", "v3.10.0"), ("v3.9.1", "v3.10.0"), ("v4.0.0rc1", "v3.10.0")]
     for name, home in published:
-        run("bash", "scripts/packaging/publish_docs.sh", name)
+        run("bash", "scripts/site/publish.sh", name)
         assert f"url={home}/" in run("git", "show", "gh-pages:index.html", folder=origin), name
         assert run("git", "show", f"gh-pages:{name}/index.html", folder=origin) == "page\n"
     kept = run("git", "ls-tree", "--name-only", "gh-pages", folder=origin).split()
@@ -152,7 +162,7 @@ def make(tree, *arguments, **environment):
 
 
 def test_sources_of_a_checkout_of_another_owner_have_the_time_of_their_commit(scripts, foreign, monkeypatch):
-    builder = scripts("build_wheels")
+    builder = scripts("build_wheel")
     monkeypatch.setattr(builder, "ROOT", foreign)
     monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
     assert builder.commit_time() == "1700000000"

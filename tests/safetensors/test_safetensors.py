@@ -147,13 +147,13 @@ def test_mmap_views_aligned_tensors_and_copies_only_the_others(tmp_path):
         with TensorDeserializer(path, device="cpu", mmap=True) as found:
             for name, value in content.items():
                 assert same(found[name], value)
-            copied = found._container.bytes_read
+            copied = found._open_file.bytes_read
         # What is read beyond the header is the tensor that is not aligned.
         expected = 0
         with TensorDeserializer(path, device="cpu", mmap=True, lazy_load=True) as found:
-            before = found._container.bytes_read
+            before = found._open_file.bytes_read
             found.tree()
-            expected = found._container.bytes_read - before
+            expected = found._open_file.bytes_read - before
         assert expected == (0 if pad == 0 else content["b"].numel() * 8), (pad, copied)
 
 

@@ -151,6 +151,23 @@ def test_backends_are_those_of_the_library(tmp_path):
             call(path, backend="io_uring")
 
 
+def test_the_backend_mmap_maps_what_mmap_none_maps(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(STATE, path)
+    name = "layers.3.bias"
+    assert STATE[name].dtype == torch.float32
+    devices = ["cpu", {"": "cpu"}, lambda name: "cpu"]
+    for options in ({"dtype": torch.float32}, *({"device": device} for device in devices)):
+        assert is_mapped(load_file(path, mmap=None, **options)[name], path), options
+        assert is_mapped(load_file(path, backend="mmap", **options)[name], path), options
+    with open(path, "rb") as file:
+        assert is_mapped(load_file(file, backend="mmap")[name], path)
+    assert not is_mapped(load_file(path, backend="mmap", dtype=torch.float16)[name], path)
+    with open(path, "rb") as file:
+        memory = io.BytesIO(file.read())
+    assert torch.equal(load_file(memory, backend="mmap")[name], STATE[name]), "what cannot be mapped is read"
+
+
 def is_mapped(tensor, path):
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -233,13 +250,13 @@ def test_every_dtype_goes_to_the_other_format_and_back_byte_for_byte(tmp_path):
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_index_of_shards_has_its_members_and_no_others(tmp_path):
+def test_entries_of_shards_are_numbered_through_and_read_in_any_order(tmp_path):
     save_file(STATE, tmp_path / "model.safetensors", max_shard_size=4000)
     with tensorizer.TensorDeserializer(tmp_path, device="cpu", lazy_load=True) as file:
-        container = file._container
-        assert not hasattr(container.index, "typo")
-        assert container.index.shape(3) == (250,)
-        assert container.read_raw([], False) == []
-        wanted = [5, 0, 3]
-        for i, tensor in zip(wanted, container.read_raw(wanted, False)):
-            assert torch.equal(tensor, STATE[container.names[i]])
+        entries = file.entries()
+        assert entries[3].shape == (250,)
+        assert file.get_slices({}) == {}
+        wanted = [entries[i].name for i in (5, 0, 3)]
+        for name, tensor in file.get_slices(dict.fromkeys(wanted, ...)).items():
+            assert torch.equal(tensor, STATE[name])
+            assert torch.equal(file[name], STATE[name])

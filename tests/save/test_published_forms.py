@@ -128,8 +128,8 @@ def test_the_context_manager_form_of_the_current_readme(uri, original):
 def test_encryption_of_the_current_readme(original, tmp_path, monkeypatch):
     from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 
-    monkeypatch.setenv("SUPER_SECRET_STRONG_PASSWORD", "it is a secret")
-    source = os.getenv("SUPER_SECRET_STRONG_PASSWORD")
+    monkeypatch.setenv("MODEL_PASSPHRASE", "it is a secret")
+    source = os.getenv("MODEL_PASSPHRASE")
     quick = {"opslimit": EncryptionParams.OpsLimit.MIN, "memlimit": EncryptionParams.MemLimit.MIN}
     encryption_params = EncryptionParams.from_string(source, **quick)
     serializer = TensorSerializer(str(tmp_path / "model.tensors"), encryption=encryption_params)

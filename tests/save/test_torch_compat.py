@@ -19,7 +19,7 @@ import torch
 
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, torch_compat
-from tensorizer._format.sidecar import PickleForSaving, SaveSession
+from tensorizer._sidecar import PickleForSaving, SaveSession
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
 torch_save, torch_load = torch.save, torch.load

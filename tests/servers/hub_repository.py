@@ -68,6 +68,13 @@ def serve_hub(commits: dict[str, Path], main: str) -> Iterator[Hub]:
             thread.join()
 
 
+def _entry(path: Path, folder: Path) -> dict:
+    """What the hub says of a file in the tree of a commit."""
+    digest, nbytes = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size
+    entry = {"type": "file", "oid": digest, "size": nbytes, "path": path.relative_to(folder).as_posix()}
+    return {**entry, "lfs": {"oid": digest, "size": nbytes, "pointerSize": 100}} if path.name.endswith(LARGE) else entry
+
+
 def _handler(hub: Hub, host: str) -> type:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -93,7 +100,10 @@ def _handler(hub: Hub, host: str) -> type:
                 return
             asked = re.fullmatch(r"/api/models/org/tiny(?:/revision/(.+))?", path)
             file = re.fullmatch(r"/org/tiny/resolve/([^/]+)/(.+)", path)
-            if asked:
+            listed = re.fullmatch(r"/api/models/org/tiny/tree/(.+)", path)
+            if listed:
+                self.send_tree(listed[1])
+            elif asked:
                 self.send_info(asked[1] or "main")
             elif file:
                 self.send_file_of(hub.resolve(file[1]), file[2])
@@ -109,6 +119,13 @@ def _handler(hub: Hub, host: str) -> type:
             names = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file()]
             content = {"id": "org/tiny", "sha": commit, "siblings": [{"rfilename": name} for name in names]}
             self.send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+        def send_tree(self, revision):
+            folder = hub.commits[hub.resolve(revision)]
+            files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            self.send(
+                200, json.dumps([_entry(path, folder) for path in files]).encode(), {"Content-Type": "application/json"}
+            )
 
         def send_file_of(self, commit, name):
             path = hub.commits.get(commit, Path("/nowhere")) / name

@@ -6,9 +6,12 @@
 // nonce".
 #pragma once
 
+#include <sodium.h>
+
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace tensorizer::crypto {
 
@@ -30,6 +33,25 @@ void hsalsa20(uint8_t* subkey, const uint8_t* key, const uint8_t* nonce) noexcep
 // disjoint, any alignment.
 using SalsaXor = void (*)(uint8_t* out, const uint8_t* in, size_t nbytes, const SalsaState& state,
                           uint64_t counter) noexcept;
+
+// The same by a function that does whole batches of blocks.
+template <size_t kBlocks, auto kXorBatch>
+void xor_in_batches(uint8_t* out, const uint8_t* in, size_t nbytes, const SalsaState& state,
+                    uint64_t counter) noexcept {
+  constexpr size_t kBatchNbytes = kBlocks * kSalsaBlockNbytes;
+  for (; nbytes >= kBatchNbytes; nbytes -= kBatchNbytes) {
+    kXorBatch(out, in, state, counter);
+    out += kBatchNbytes;
+    in += kBatchNbytes;
+    counter += kBlocks;
+  }
+  if (nbytes == 0) return;
+  alignas(64) uint8_t rest[kBatchNbytes] = {};
+  std::memcpy(rest, in, nbytes);
+  kXorBatch(rest, rest, state, counter);
+  std::memcpy(out, rest, nbytes);
+  sodium_memzero(rest, sizeof rest);
+}
 
 #if defined(__x86_64__)
 // REQUIRES: AVX2; AVX-512F.

@@ -3,9 +3,6 @@
 // blocks would.
 #if defined(__x86_64__)
 #include <immintrin.h>
-#include <sodium.h>
-
-#include <cstring>
 
 #include "crypto/kernels/salsa20.h"
 
@@ -16,7 +13,6 @@ namespace tensorizer::crypto {
 namespace {
 
 constexpr size_t kBlocks = 8;
-constexpr size_t kBatchNbytes = kBlocks * kSalsaBlockNbytes;
 
 template <int kBits>
 INLINE __m256i xor_rotated(__m256i target, __m256i sum) {
@@ -98,18 +94,7 @@ TARGET void xor_batch(uint8_t* out, const uint8_t* in, const SalsaState& state, 
 
 void salsa20_xor_avx2(uint8_t* out, const uint8_t* in, size_t nbytes, const SalsaState& state,
                       uint64_t counter) noexcept {
-  for (; nbytes >= kBatchNbytes; nbytes -= kBatchNbytes) {
-    xor_batch(out, in, state, counter);
-    out += kBatchNbytes;
-    in += kBatchNbytes;
-    counter += kBlocks;
-  }
-  if (nbytes == 0) return;
-  alignas(32) uint8_t rest[kBatchNbytes] = {};
-  std::memcpy(rest, in, nbytes);
-  xor_batch(rest, rest, state, counter);
-  std::memcpy(out, rest, nbytes);
-  sodium_memzero(rest, sizeof rest);
+  xor_in_batches<kBlocks, &xor_batch>(out, in, nbytes, state, counter);
 }
 
 }  // namespace tensorizer::crypto

@@ -9,9 +9,6 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 #include <immintrin.h>
-#include <sodium.h>
-
-#include <cstring>
 
 #include "crypto/kernels/salsa20.h"
 
@@ -22,7 +19,6 @@ namespace tensorizer::crypto {
 namespace {
 
 constexpr size_t kBlocks = 16;
-constexpr size_t kBatchNbytes = kBlocks * kSalsaBlockNbytes;
 
 INLINE void quarter_round(__m512i& a, __m512i& b, __m512i& c, __m512i& d) {
   b = _mm512_xor_si512(b, _mm512_rol_epi32(_mm512_add_epi32(a, d), 7));
@@ -98,18 +94,7 @@ TARGET void xor_batch(uint8_t* out, const uint8_t* in, const SalsaState& state, 
 
 void salsa20_xor_avx512(uint8_t* out, const uint8_t* in, size_t nbytes, const SalsaState& state,
                         uint64_t counter) noexcept {
-  for (; nbytes >= kBatchNbytes; nbytes -= kBatchNbytes) {
-    xor_batch(out, in, state, counter);
-    out += kBatchNbytes;
-    in += kBatchNbytes;
-    counter += kBlocks;
-  }
-  if (nbytes == 0) return;
-  alignas(64) uint8_t rest[kBatchNbytes] = {};
-  std::memcpy(rest, in, nbytes);
-  xor_batch(rest, rest, state, counter);
-  std::memcpy(out, rest, nbytes);
-  sodium_memzero(rest, sizeof rest);
+  xor_in_batches<kBlocks, &xor_batch>(out, in, nbytes, state, counter);
 }
 
 }  // namespace tensorizer::crypto

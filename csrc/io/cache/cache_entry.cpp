@@ -226,6 +226,7 @@ void CacheEntry::set_present(BlockRun run) noexcept {
   for (uint64_t block = run.begin; block < run.end; ++block)
     present()[block / 8].fetch_or(static_cast<uint8_t>(1U << (block % 8)),
                                   std::memory_order_release);
+  unsynced_ = true;
 }
 
 uint64_t CacheEntry::end_of_same(uint64_t begin, uint64_t end) const noexcept {
@@ -315,10 +316,11 @@ bool CacheEntry::make_durable() noexcept {
   }
 }
 
-bool CacheEntry::is_durable() const noexcept {
+bool CacheEntry::take_unsynced() noexcept {
+  if (!unsynced_.exchange(false)) return false;
   for (size_t i = 0; i < bits_nbytes(nbytes_); ++i)
-    if (present()[i].load() != durable()[i].load()) return false;
-  return true;
+    if (present()[i].load() != durable()[i].load()) return true;
+  return false;
 }
 
 // Explicitly: the mapping keeps the description open.

@@ -81,7 +81,8 @@ class CacheEntry {
 
   // Sets the durable bits of what is present now. False: the disk refused.
   bool make_durable() noexcept;
-  bool is_durable() const noexcept;
+  // Whether blocks are present that are not durable and that nobody was told of before.
+  bool take_unsynced() noexcept;
   // Others may remove the entry from now on; open descriptors go on.
   void leave() noexcept;
 
@@ -95,6 +96,7 @@ class CacheEntry {
   int64_t process_ = 0;
   uint64_t nbytes_ = 0;
   UniqueFd folder_, data_, map_;
+  std::atomic<bool> unsynced_{true};
   std::byte* bytes_ = nullptr;  // of the mapping of `map`
   size_t map_nbytes_ = 0;
   Mutex mutex_;

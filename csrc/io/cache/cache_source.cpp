@@ -14,10 +14,9 @@
 #include "core/checked_math.h"
 #include "core/error.h"
 #include "core/run_units.h"
-#include "core/stop.h"
 #include "io/cache/cache_disk.h"
 #include "io/local/file_calls.h"
-#include "io/scatter_cursor.h"
+#include "io/slices.h"
 
 namespace tensorizer::io {
 namespace {
@@ -143,7 +142,7 @@ void CacheSource::rest() noexcept {
     const auto entry = this->entry();
     if (!entry) return;
     entry->leave();
-    if (!entry->is_durable()) CacheDisk::instance().settle(entry);
+    if (entry->take_unsynced()) CacheDisk::instance().settle(entry);
   } catch (const std::exception&) {
   }
 }

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/stop.h"
 
 namespace tensorizer::io {
 namespace {
@@ -43,6 +42,36 @@ bool handshake_broke_off(const std::string& text) {
   return std::any_of(kWords.begin(), kWords.end(),
                      [&](std::string_view word) { return text.find(word) != std::string::npos; });
 }
+
+constexpr const char* kBroke = "the connection broke";
+constexpr const char* kUnknownHost = "check the host name and the name server";
+constexpr const char* kNotHttp = "the server does not speak HTTP";
+
+struct Meaning {
+  CURLcode code;
+  bool transient;
+  const char* hint;
+};
+constexpr Meaning kMeanings[] = {
+    // Also what libcurl says of a header line beyond its bounds.
+    {CURLE_OUT_OF_MEMORY, false, "the head of the response may be too large"},
+    {CURLE_COULDNT_RESOLVE_PROXY, true, kUnknownHost},
+    {CURLE_COULDNT_RESOLVE_HOST, true, kUnknownHost},
+    {CURLE_COULDNT_CONNECT, true, "check that the server runs and can be reached"},
+    {CURLE_OPERATION_TIMEDOUT, true,
+     "the server may be unreachable; the connect timeout can be raised"},
+    {CURLE_PARTIAL_FILE, true, kBroke},
+    {CURLE_GOT_NOTHING, true, kBroke},
+    {CURLE_SEND_ERROR, true, kBroke},
+    {CURLE_RECV_ERROR, true, kBroke},
+    {CURLE_HTTP2, true, kBroke},
+    {CURLE_HTTP2_STREAM, true, kBroke},
+    {CURLE_SSL_CONNECT_ERROR, false, "check that the server speaks TLS on this port"},
+    {CURLE_PEER_FAILED_VERIFICATION, false,
+     "the server's certificate is not trusted: pass CAInfo(cacert=...) or set CURL_CA_BUNDLE"},
+    {CURLE_SSL_CACERT_BADFILE, false, "the file or folder of trusted certificates cannot be read"},
+    {CURLE_UNSUPPORTED_PROTOCOL, false, kNotHttp},
+    {CURLE_WEIRD_SERVER_REPLY, false, kNotHttp}};
 
 }  // namespace
 
@@ -75,7 +104,7 @@ SigpipeGuard::~SigpipeGuard() {
   pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
 }
 
-CurlLane::CurlLane() : process_(getpid()) {
+CurlDriver::CurlDriver() : process_(getpid()) {
   initialise_curl();
   multi_.reset(curl_multi_init());
   if (!multi_) throw std::bad_alloc();
@@ -84,7 +113,7 @@ CurlLane::CurlLane() : process_(getpid()) {
   curl_multi_setopt(multi_.get(), CURLMOPT_MAXCONNECTS, 2L);
 }
 
-CurlLane::~CurlLane() {
+CurlDriver::~CurlDriver() {
   if (!belongs_to_this_process()) {
     // Closing would say good-bye on connections that the parent still uses.
     for (UniqueCurlEasy& easy : spare_) (void)easy.release();
@@ -96,9 +125,9 @@ CurlLane::~CurlLane() {
   multi_.reset();
 }
 
-bool CurlLane::belongs_to_this_process() const noexcept { return getpid() == process_; }
+bool CurlDriver::belongs_to_this_process() const noexcept { return getpid() == process_; }
 
-UniqueCurlEasy CurlLane::take_easy() {
+UniqueCurlEasy CurlDriver::take_easy() {
   if (!spare_.empty()) {
     UniqueCurlEasy easy = std::move(spare_.back());
     spare_.pop_back();
@@ -110,23 +139,23 @@ UniqueCurlEasy CurlLane::take_easy() {
   return easy;
 }
 
-void CurlLane::give_easy(UniqueCurlEasy easy) noexcept {
+void CurlDriver::give_easy(UniqueCurlEasy easy) noexcept {
   if (!easy || spare_.size() == spare_.capacity()) return;
   curl_easy_reset(easy.get());
   spare_.push_back(std::move(easy));
 }
 
-void CurlLane::add(CURL* easy) {
+void CurlDriver::add(CURL* easy) {
   const CURLMcode code = curl_multi_add_handle(multi_.get(), easy);
   if (code != CURLM_OK) throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
 }
 
-void CurlLane::remove(CURL* easy) noexcept {
+void CurlDriver::remove(CURL* easy) noexcept {
   SigpipeGuard guard;
   curl_multi_remove_handle(multi_.get(), easy);
 }
 
-void CurlLane::perform() {
+void CurlDriver::perform() {
   int running = 0;
   const CURLMcode code = curl_multi_perform(multi_.get(), &running);
   if (code != CURLM_OK) throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
@@ -143,7 +172,7 @@ void CurlLane::perform() {
   }
 }
 
-void CurlLane::wait(std::chrono::milliseconds timeout) {
+void CurlDriver::wait(std::chrono::milliseconds timeout) {
   int ready = 0;
   const CURLMcode code =
       curl_multi_poll(multi_.get(), nullptr, 0, static_cast<int>(timeout.count()), &ready);
@@ -151,63 +180,25 @@ void CurlLane::wait(std::chrono::milliseconds timeout) {
 }
 
 CurlVerdict curl_verdict(CURLcode code, const std::string& text) {
-  CurlVerdict verdict{"curl error " + std::to_string(static_cast<int>(code))};
-  switch (code) {
-    case CURLE_OUT_OF_MEMORY:  // also what libcurl says of a header line beyond its bounds
-      verdict.hint = "the head of the response may be too large";
-      break;
-    case CURLE_COULDNT_RESOLVE_PROXY:
-    case CURLE_COULDNT_RESOLVE_HOST:
-      verdict.transient = true;
-      verdict.hint = "check the host name and the name server";
-      break;
-    case CURLE_COULDNT_CONNECT:
-      verdict.transient = true;
-      verdict.hint = "check that the server runs and can be reached";
-      break;
-    case CURLE_OPERATION_TIMEDOUT:
-      verdict.transient = true;
-      verdict.hint = "the server may be unreachable; the connect timeout can be raised";
-      break;
-    case CURLE_PARTIAL_FILE:
-    case CURLE_GOT_NOTHING:
-    case CURLE_SEND_ERROR:
-    case CURLE_RECV_ERROR:
-    case CURLE_HTTP2:
-    case CURLE_HTTP2_STREAM:
-      verdict.transient = true;
-      verdict.hint = "the connection broke";
-      break;
-    case CURLE_SSL_CONNECT_ERROR:
-      verdict.transient = handshake_broke_off(text);
-      verdict.hint = "check that the server speaks TLS on this port";
-      break;
-    case CURLE_PEER_FAILED_VERIFICATION:
-      verdict.name = "cURL exit code 60";
-      verdict.hint =
-          "the server's certificate is not trusted: pass CAInfo(cacert=...) or set CURL_CA_BUNDLE";
-      break;
-    case CURLE_SSL_CACERT_BADFILE:
-      verdict.hint = "the file or folder of trusted certificates cannot be read";
-      break;
-    case CURLE_UNSUPPORTED_PROTOCOL:
-    case CURLE_WEIRD_SERVER_REPLY:
-      verdict.hint = "the server does not speak HTTP";
-      break;
-    default:
-      break;
-  }
+  CurlVerdict verdict{code == CURLE_PEER_FAILED_VERIFICATION
+                          ? "cURL exit code 60"
+                          : "curl error " + std::to_string(static_cast<int>(code))};
+  const auto* found = std::ranges::find(kMeanings, code, &Meaning::code);
+  if (found == std::end(kMeanings)) return verdict;
+  verdict.hint = found->hint;
+  verdict.transient =
+      code == CURLE_SSL_CONNECT_ERROR ? handshake_broke_off(text) : found->transient;
   return verdict;
 }
 
-void drive(CurlLane& lane, const std::stop_token& stop, const std::function<bool()>& done) {
+void drive(CurlDriver& driver, const std::stop_token& stop, const std::function<bool()>& done) {
   SigpipeGuard guard;
-  std::stop_callback wake(stop, [&lane] { lane.wake(); });
+  std::stop_callback wake(stop, [&driver] { driver.wake(); });
   for (;;) {
-    lane.perform();
+    driver.perform();
     if (done()) return;
     throw_if_stopped(stop);
-    lane.wait(kPollInterval);
+    driver.wait(kPollInterval);
   }
 }
 

@@ -1,7 +1,7 @@
-// libcurl's handles with owners, and lanes: one lane is a set of connections that one thread drives
-// at a time.
+// libcurl's handles with owners, and drivers: each has some connections, and one thread at a time
+// moves them.
 //
-// libcurl is initialised at the first use in a process and never torn down. A lane belongs to the
+// libcurl is initialised at the first use in a process and never torn down. A driver belongs to the
 // process that made it: after fork the child leaves the parent's connections alone and makes its
 // own.
 #pragma once
@@ -48,12 +48,12 @@ class SigpipeGuard {
 };
 
 // Confined to one thread at a time.
-class CurlLane {
+class CurlDriver {
  public:
-  CurlLane();
-  ~CurlLane();
-  CurlLane(const CurlLane&) = delete;
-  CurlLane& operator=(const CurlLane&) = delete;
+  CurlDriver();
+  ~CurlDriver();
+  CurlDriver(const CurlDriver&) = delete;
+  CurlDriver& operator=(const CurlDriver&) = delete;
 
   // A handle in its first state, for one request; give it back with give_easy.
   UniqueCurlEasy take_easy();
@@ -79,7 +79,7 @@ class CurlLane {
   const pid_t process_;
 };
 
-// Where CurlLane::perform notes the end of a request.
+// Where CurlDriver::perform notes the end of a request.
 struct CurlCompletion {
   bool done = false;
   CURLcode code = CURLE_OK;
@@ -93,7 +93,7 @@ struct CurlVerdict {
 };
 CurlVerdict curl_verdict(CURLcode code, const std::string& text);
 
-// Runs `lane` until `done()` says so; throws Errc::cancelled on a stop. done() may throw.
-void drive(CurlLane& lane, const std::stop_token& stop, const std::function<bool()>& done);
+// Runs `driver` until `done()` says so; throws Errc::cancelled on a stop. done() may throw.
+void drive(CurlDriver& driver, const std::stop_token& stop, const std::function<bool()>& done);
 
 }  // namespace tensorizer::io

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <optional>
 
-#include "core/stop.h"
+#include "core/error.h"
 
 namespace tensorizer::io {
 namespace {
@@ -38,25 +38,25 @@ CurlSocket::CurlSocket(const SocketOptions& options, std::string peer, const std
       stall_timeout_(options.stall_timeout),
       receive_buffer_nbytes_(options.receive_buffer_nbytes),
       tls_(options.tls),
-      easy_(lane_.take_easy()),
+      easy_(driver_.take_easy()),
       error_text_(CURL_ERROR_SIZE, '\0') {
   configure(options);
-  lane_.add(easy_.get());
+  driver_.add(easy_.get());
   try {
-    drive(lane_, stop, [&] {
+    drive(driver_, stop, [&] {
       if (meanwhile) meanwhile();
       return completion_.done;
     });
     if (const CURLcode code = connect_code(); code != CURLE_OK) fail("connect to", code);
   } catch (...) {
-    lane_.remove(easy_.get());
+    driver_.remove(easy_.get());
     throw;
   }
 }
 
 CurlSocket::~CurlSocket() {
   if (belongs_to_this_process()) {
-    lane_.remove(easy_.get());
+    driver_.remove(easy_.get());
   } else {
     (void)easy_.release();
   }

@@ -65,7 +65,7 @@ class CurlSocket {
   // Whether it leads to the server of `options`, and was neither closed by it nor holds bytes that
   // nobody asked for. Not for TLS.
   bool is_quiet(const SocketOptions& options) const;
-  bool belongs_to_this_process() const noexcept { return lane_.belongs_to_this_process(); }
+  bool belongs_to_this_process() const noexcept { return driver_.belongs_to_this_process(); }
 
  private:
   using Deadline = std::chrono::steady_clock::time_point;
@@ -83,7 +83,7 @@ class CurlSocket {
   const std::chrono::milliseconds stall_timeout_;
   int receive_buffer_nbytes_;
   const bool tls_;
-  CurlLane lane_;
+  CurlDriver driver_;
   UniqueCurlEasy easy_;
   CurlCompletion completion_;
   std::string error_text_;

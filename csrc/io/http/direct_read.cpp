@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "core/stop.h"
+#include "core/error.h"
 
 namespace tensorizer::io {
 namespace {
@@ -35,17 +35,17 @@ bool is_one_line(const std::string& text) {
 std::string request_text(const HttpOptions& options, const HttpRequest& request) {
   const HttpUrl& url = *request.url;
   const auto is_plain = [](unsigned char c) { return c > 0x20 && c < 0x7f; };
-  const std::string& path = url.path_and_query();
+  const std::string& path = url.path_and_query;
   if (url.is_https() || options.version == HttpVersion::http2 ||
-      (request.send_credentials && url.has_credentials()) || url.host().empty() ||
-      url.port() == 0 || !is_one_line(options.user_agent) || options.user_agent.empty() ||
+      (request.send_credentials && url.has_credentials()) || url.host.empty() || url.port == 0 ||
+      !is_one_line(options.user_agent) || options.user_agent.empty() ||
       !options.proxy.value_or("").empty() || !std::all_of(path.begin(), path.end(), is_plain))
     return {};
   const std::string host =
-      url.host().find(':') == std::string::npos ? url.host() : "[" + url.host() + "]";
+      url.host.find(':') == std::string::npos ? url.host : "[" + url.host + "]";
   std::string text =
       "GET " + path + " HTTP/1.1\r\nHost: " + host +
-      (url.port() == 80 ? "" : ":" + std::to_string(url.port())) +
+      (url.port == 80 ? "" : ":" + std::to_string(url.port)) +
       "\r\nUser-Agent: " + options.user_agent +
       "\r\nAccept: */*\r\nAccept-Encoding: identity\r\nRange: bytes=" + request.range + "\r\n";
   for (const std::string& line : request.header_lines) text += line + "\r\n";
@@ -180,10 +180,11 @@ class Exchange {
 };
 
 [[noreturn]] void fail_broken(const std::string& reason, int status) {
-  HttpFailure failure{Errc::io, reason, "the connection broke", status};
-  failure.transient = true;
-  failure.reached = true;
-  throw failure;
+  throw HttpFailure{.reason = reason,
+                    .hint = "the connection broke",
+                    .status = status,
+                    .transient = true,
+                    .reached = true};
 }
 
 void receive_body(Exchange& exchange, const DirectRead& read, const ResponseHead& head,
@@ -240,8 +241,8 @@ DirectOutcome direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& r
   const std::string text = request_text(read.options, read.request);
   if (text.empty()) return {};
   SocketOptions target;
-  target.host = read.request.url->host();
-  target.port = read.request.url->port();
+  target.host = read.request.url->host;
+  target.port = read.request.url->port;
   target.connect_timeout = read.options.connect_timeout;
   target.stall_timeout = read.options.stall_timeout;
   read.counters.requests.fetch_add(1, std::memory_order_relaxed);

@@ -13,7 +13,7 @@
 
 #include "io/curl/curl_socket.h"
 #include "io/http/http_exchange.h"
-#include "io/scatter_cursor.h"
+#include "io/slices.h"
 
 namespace tensorizer::io {
 

@@ -4,7 +4,7 @@
 #include <exception>
 #include <utility>
 
-#include "core/stop.h"
+#include "core/error.h"
 
 namespace tensorizer::io {
 
@@ -32,7 +32,7 @@ HttpEndpoint::HttpEndpoint(HttpAddress address, HttpHeaderProvider provider)
   if (address_.url.empty() && address_.renew) return;
   home_ = HttpUrl::parse(address_.url);
   renewed_at_ = Clock::now();
-  if (name_.empty()) name_ = home_->shown();
+  if (name_.empty()) name_ = home_->shown;
 }
 
 std::string HttpEndpoint::name() const {
@@ -58,7 +58,7 @@ void HttpEndpoint::changed() {
 HttpEndpoint::SharedTarget HttpEndpoint::current() {
   if (target_) return target_;
   const HttpUrl& url = resolved_ ? *resolved_ : *home_;
-  const bool is_home = url.origin() == home_->origin();
+  const bool is_home = url.origin == home_->origin;
   target_ = std::make_shared<const Target>(
       Target{url, headers_, is_home, resolved_.has_value(), generation_});
   return target_;
@@ -90,17 +90,12 @@ HttpEndpoint::SharedTarget HttpEndpoint::target(const std::stop_token& stop) {
   renewing_ = false;
   renewed_.notify_all();
   if (error && !worked_ && !answered_) std::rethrow_exception(error);
-  if (error) {
-    HttpFailure failure{Errc::io, "a fresh URL or fresh headers could not be had", ""};
-    failure.transient = true;
-    failure.cause = error;
-    throw failure;
-  }
+  if (error) throw not_renewed(error);
   if (fresh) {
     home_ = std::move(fresh);
     resolved_.reset();
     renewed_at_ = Clock::now();
-    if (name_.empty()) name_ = home_->shown();
+    if (name_.empty()) name_ = home_->shown;
   }
   if (headers) {
     headers_ = std::move(headers);
@@ -152,7 +147,7 @@ bool HttpEndpoint::refused(const Target& target, int status) {
 }
 
 HttpClient::Permit HttpClient::enter(const std::stop_token& stop) {
-  const std::string origin = endpoint.target(stop)->url.origin();
+  const std::string origin = endpoint.target(stop)->url.origin;
   UniqueHttpPermit connection = connections.enter(origin, stop);
   return {endpoint.target(stop), std::move(connection)};  // it may have changed meanwhile
 }
@@ -171,17 +166,17 @@ std::unique_ptr<HttpExchange> HttpClient::start(Permit& permit, const std::strin
                                                 const HttpDeadline& deadline,
                                                 const std::stop_token& stop, bool fresh) {
   constexpr int kMaxRefusals = 2;  // a stale redirect, then a stale URL
-  CurlLane& lane = permit.connection->lane().curl;
+  CurlDriver& driver = permit.connection->carrier().curl;
   for (int refusals = 0;; ++refusals) {
     const HttpEndpoint::SharedTarget target = permit.target;
     std::optional<HttpUrl> led_to;
     try {
       for (int hops = 0;; ++hops) {
         const HttpUrl& url = led_to ? *led_to : target->url;
-        const bool is_home = target->is_home && url.origin() == target->url.origin();
+        const bool is_home = target->is_home && url.origin == target->url.origin;
         const HttpRequest request{&url, is_home, range, header_lines, target->headers.get(), fresh};
-        auto exchange = std::make_unique<HttpExchange>(lane, options, request, accept, counters);
-        drive(lane, stop, [&] {
+        auto exchange = std::make_unique<HttpExchange>(driver, options, request, accept, counters);
+        drive(driver, stop, [&] {
           deadline.check();
           // Accepted first: what goes wrong after that is the caller's, who counts the bytes that
           // came before.

@@ -15,7 +15,7 @@ namespace tensorizer::io {
 struct HttpHost {
   struct Waiting {
     std::string key;
-    std::unique_ptr<HttpLane> lane;
+    std::unique_ptr<HttpCarrier> carrier;
   };
   unsigned running = 0;
   unsigned users = 0;
@@ -28,7 +28,7 @@ class HttpPool {
   UniqueHttpPermit enter(HttpConnections& user, const std::string& origin,
                          const std::stop_token& stop);
   void leave(HttpPermit& permit) noexcept;
-  // Keeps the lane while anybody uses its origin, else leaves it to the caller.
+  // Keeps the carrier while anybody uses its origin, else leaves it to the caller.
   void keep(HttpPermit& permit) noexcept;
   // Ends the connections that nobody else uses.
   void close(const HttpConnections& user, bool for_ever) noexcept;
@@ -114,7 +114,7 @@ std::shared_ptr<HttpHost> HttpPool::host_of(User& user, const std::string& origi
 UniqueHttpPermit HttpPool::enter(HttpConnections& connections, const std::string& origin,
                                  const std::stop_token& stop) {
   UniqueHttpPermit permit;
-  std::unique_ptr<HttpLane> in_the_way;  // ends outside the lock
+  std::unique_ptr<HttpCarrier> in_the_way;  // ends outside the lock
   {
     MutexLock lock(mutex_);
     User& user = users_[&connections];
@@ -133,14 +133,14 @@ UniqueHttpPermit HttpPool::enter(HttpConnections& connections, const std::string
       return entry.key == connections.key;
     });
     if (found != waiting.rend()) {
-      permit->lane_ = std::move(found->lane);
+      permit->carrier_ = std::move(found->carrier);
       waiting.erase(std::next(found).base());
     } else if (!waiting.empty() && waiting.size() + host->running > connections.most) {
-      in_the_way = std::move(waiting.front().lane);
+      in_the_way = std::move(waiting.front().carrier);
       waiting.erase(waiting.begin());
     }
   }
-  if (!permit->lane_) permit->lane_ = std::make_unique<HttpLane>();
+  if (!permit->carrier_) permit->carrier_ = std::make_unique<HttpCarrier>();
   return permit;
 }
 
@@ -156,9 +156,9 @@ void HttpPool::keep(HttpPermit& permit) noexcept {
   if (permit.host_->users == 0) return;
   try {
     permit.host_->waiting.push_back({permit.user_.key, nullptr});
-    permit.host_->waiting.back().lane = std::move(permit.lane_);
+    permit.host_->waiting.back().carrier = std::move(permit.carrier_);
   } catch (const std::bad_alloc&) {
-    // the lane ends its connections instead
+    // the carrier ends its connections instead
   }
 }
 
@@ -189,7 +189,7 @@ void HttpPermit::leave() noexcept {
 }
 
 HttpPermit::~HttpPermit() {
-  if (lane_ && is_of_this_process()) pool_.keep(*this);
+  if (carrier_ && is_of_this_process()) pool_.keep(*this);
   leave();
 }
 

@@ -42,9 +42,9 @@ class ConnectionCount {
   TimePoint changed_ GUARDED_BY(mutex_){};
 };
 
-// What one request uses: a lane for libcurl, and a socket for direct_read.
-struct HttpLane {
-  CurlLane curl;
+// What one request uses: a driver of libcurl, and a socket for direct_read.
+struct HttpCarrier {
+  CurlDriver curl;
   std::unique_ptr<CurlSocket> socket;  // of the last direct read, if it can be used again
 };
 
@@ -52,7 +52,7 @@ class HttpConnections;
 class HttpPool;
 struct HttpHost;
 
-// Permission for one request, and the lane that it goes over. Gives both back.
+// Permission for one request, and the carrier that it goes over. Gives both back.
 class HttpPermit {
  public:
   HttpPermit(HttpPool& pool, const HttpConnections& user, std::shared_ptr<HttpHost> host) noexcept
@@ -61,9 +61,9 @@ class HttpPermit {
   HttpPermit(const HttpPermit&) = delete;
   HttpPermit& operator=(const HttpPermit&) = delete;
 
-  HttpLane& lane() const noexcept { return *lane_; }
+  HttpCarrier& carrier() const noexcept { return *carrier_; }
   ConnectionCount::TimePoint begun() const noexcept { return begun_; }
-  // Others may send a request; the lane stays.
+  // Others may send a request; the carrier stays.
   void leave() noexcept;
   // False in a child that was forked.
   bool is_of_this_process() const noexcept;
@@ -74,7 +74,7 @@ class HttpPermit {
   HttpPool& pool_;
   const HttpConnections& user_;
   const std::shared_ptr<HttpHost> host_;
-  std::unique_ptr<HttpLane> lane_;
+  std::unique_ptr<HttpCarrier> carrier_;
   bool has_place_ = false;
   ConnectionCount::TimePoint begun_{};
 };

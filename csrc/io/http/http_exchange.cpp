@@ -28,13 +28,12 @@ void StallWatch::check(uint64_t nbytes, int status) {
       1, options_.min_bytes_per_second * static_cast<uint64_t>(window.count()) / 1000);
   if (nbytes - nbytes_ >= due) return restart(nbytes);
   if (now - since_ < window) return;
-  HttpFailure failure;
-  failure.transient = true;
-  failure.reached = true;
-  failure.status = status;
-  failure.reason = "the transfer stalled: " + std::to_string(nbytes - nbytes_) + " bytes in " +
-                   std::to_string(window.count()) + " ms, wanted at least " + std::to_string(due);
-  throw failure;
+  throw HttpFailure{.reason = "the transfer stalled: " + std::to_string(nbytes - nbytes_) +
+                              " bytes in " + std::to_string(window.count()) +
+                              " ms, wanted at least " + std::to_string(due),
+                    .status = status,
+                    .transient = true,
+                    .reached = true};
 }
 
 void apply_connection_options(CURL* easy, const HttpOptions& options, const HttpUrl& url) {
@@ -53,60 +52,58 @@ void apply_connection_options(CURL* easy, const HttpOptions& options, const Http
 
 HttpFailure failure_of_curl(CURLcode code, const std::string& text) {
   const CurlVerdict verdict = curl_verdict(code, text);
-  HttpFailure failure;
-  failure.reason = text + " (" + verdict.name + ")";
-  failure.hint = verdict.hint;
-  failure.transient = verdict.transient;
-  return failure;
+  return {.reason = text + " (" + verdict.name + ")",
+          .hint = verdict.hint,
+          .transient = verdict.transient};
 }
 
-HttpExchange::HttpExchange(CurlLane& lane, const HttpOptions& options, const HttpRequest& request,
-                           Accept accept, HttpCounters& counters)
-    : lane_(lane),
+HttpExchange::HttpExchange(CurlDriver& driver, const HttpOptions& options,
+                           const HttpRequest& request, Accept accept, HttpCounters& counters)
+    : driver_(driver),
       options_(options),
       accept_(std::move(accept)),
       counters_(counters),
-      easy_(lane.take_easy()),
+      easy_(driver.take_easy()),
       error_text_(CURL_ERROR_SIZE, '\0'),
       watch_(options) {
   configure(request);
-  lane_.add(easy_.get());
+  driver_.add(easy_.get());
   counters_.requests.fetch_add(1, std::memory_order_relaxed);
 }
 
 HttpExchange::~HttpExchange() {
   if (!easy_) return;
-  if (!lane_.belongs_to_this_process()) {
+  if (!driver_.belongs_to_this_process()) {
     (void)easy_.release();
     return;
   }
-  lane_.remove(easy_.get());
-  lane_.give_easy(std::move(easy_));
+  driver_.remove(easy_.get());
+  driver_.give_easy(std::move(easy_));
 }
 
 void HttpExchange::configure(const HttpRequest& request) {
   CURL* easy = easy_.get();
   const HttpUrl& url = *request.url;
   apply_connection_options(easy, options_, url);
-  curl_easy_setopt(easy, CURLOPT_URL, url.text().c_str());
+  curl_easy_setopt(easy, CURLOPT_URL, url.text.c_str());
   curl_easy_setopt(easy, CURLOPT_USERAGENT, options_.user_agent.c_str());
-  secrets_.push_back(url.query());
+  secrets_.push_back(url.query);
   if (options_.proxy) secrets_.push_back(*options_.proxy);
   configure_headers(request);
   if (request.send_credentials && url.has_credentials()) {
     curl_easy_setopt(easy, CURLOPT_HTTPAUTH, static_cast<long>(CURLAUTH_BASIC));
-    curl_easy_setopt(easy, CURLOPT_USERNAME, url.user().c_str());
-    curl_easy_setopt(easy, CURLOPT_PASSWORD, url.password().c_str());
-    secrets_.push_back(url.password());
+    curl_easy_setopt(easy, CURLOPT_USERNAME, url.user.c_str());
+    curl_easy_setopt(easy, CURLOPT_PASSWORD, url.password.c_str());
+    secrets_.push_back(url.password);
   }
   if (request.fresh) curl_easy_setopt(easy, CURLOPT_FRESH_CONNECT, 1L);
   if (request.body) configure_upload(*request.body);
   curl_easy_setopt(easy, CURLOPT_HTTPHEADER, header_lines_.get());
   curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, error_text_.data());
   curl_easy_setopt(easy, CURLOPT_PRIVATE, reinterpret_cast<char*>(&completion_));
-  curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, &HttpExchange::on_header);
+  curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, &on_data<&HttpExchange::take_header_line>);
   curl_easy_setopt(easy, CURLOPT_HEADERDATA, this);
-  curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, &HttpExchange::on_body);
+  curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, &on_data<&HttpExchange::take_body>);
   curl_easy_setopt(easy, CURLOPT_WRITEDATA, this);
 }
 
@@ -173,45 +170,35 @@ int HttpExchange::on_seek(void* self, curl_off_t offset, int origin) noexcept {
   return CURL_SEEKFUNC_OK;
 }
 
-size_t HttpExchange::on_header(char* data, size_t size, size_t count, void* self) noexcept {
+// What libcurl calls with a header line, or bytes of the body.
+template <auto kTake>
+size_t HttpExchange::on_data(char* data, size_t size, size_t count, void* self) noexcept {
   auto& exchange = *static_cast<HttpExchange*>(self);
   try {
-    exchange.take_header_line(std::string_view(data, size * count));
-    return size * count;
+    return (exchange.*kTake)({data, size * count});
   } catch (...) {
     exchange.failure_ = std::current_exception();
     return 0;
   }
 }
 
-size_t HttpExchange::on_body(char* data, size_t size, size_t count, void* self) noexcept {
-  auto& exchange = *static_cast<HttpExchange*>(self);
-  try {
-    return exchange.take_body({reinterpret_cast<const std::byte*>(data), size * count});
-  } catch (...) {
-    exchange.failure_ = std::current_exception();
-    return 0;
-  }
-}
-
-void HttpExchange::take_header_line(std::string_view line) {
+size_t HttpExchange::take_header_line(std::string_view line) {
   head_nbytes_ += line.size();
   if (head_nbytes_ > kMaxHeadNbytes)
     throw HttpFailure{Errc::io,
                       head_complete_ ? "head and trailers of the response are larger than 256 KiB"
                                      : "the head of the response is larger than 256 KiB",
                       "", head_.status};
-  if (head_complete_) return;  // trailers of a chunked body
+  if (head_complete_) return line.size();  // trailers of a chunked body
   if (const auto status = parse_status_line(line)) {
     // After a 1xx, a second head follows.
     head_ = ResponseHead{*status, printable(line), {}};
-    return;
-  }
-  if (auto field = parse_header_line(line)) {
+  } else if (auto field = parse_header_line(line)) {
     head_.headers.add(std::move(field->first), std::move(field->second));
-  } else if (line == "\r\n" || line == "\n") {
-    if (head_.status >= 200) head_is_complete();
+  } else if ((line == "\r\n" || line == "\n") && head_.status >= 200) {
+    head_is_complete();
   }
+  return line.size();
 }
 
 void HttpExchange::head_is_complete() {
@@ -224,10 +211,11 @@ void HttpExchange::head_is_complete() {
   if ((status >= 200 && status < 300) || is_answer) sink_ = accept_(head_);
 }
 
-size_t HttpExchange::take_body(std::span<const std::byte> bytes) {
+size_t HttpExchange::take_body(std::string_view text) {
+  const auto bytes = std::as_bytes(std::span(text));
   if (sink_ == nullptr) {
     const size_t room = kKeptErrorNbytes - error_body_.size();
-    error_body_.append(reinterpret_cast<const char*>(bytes.data()), std::min(bytes.size(), room));
+    error_body_ += text.substr(0, room);
     error_body_nbytes_ += bytes.size();
     return error_body_nbytes_ > kMaxErrorNbytes ? 0 : bytes.size();
   }
@@ -266,12 +254,11 @@ bool HttpExchange::check() {
     throw failure_of_status(head_, error_body_);
   }
   if (completion_.code != CURLE_OK) fail(completion_.code);
-  if (sink_ == nullptr) {
-    HttpFailure failure{Errc::io, "the response ended within its head", "the connection broke",
-                        head_.status};
-    failure.transient = true;
-    throw failure;
-  }
+  if (sink_ == nullptr)
+    throw HttpFailure{.reason = "the response ended within its head",
+                      .hint = "the connection broke",
+                      .status = head_.status,
+                      .transient = true};
   return true;
 }
 

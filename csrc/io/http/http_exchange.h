@@ -1,8 +1,8 @@
-// One GET or PUT on one lane: sends it, judges the head as soon as it is in, hands the body to a
+// One GET or PUT on one driver: sends it, judges the head as soon as it is in, hands the body to a
 // sink, notices stalls.
 //
 // Confined to one thread. Nothing is written to the sink after the destructor. The caller drives
-// the lane (CurlLane::perform, wait) and looks at check() after every step.
+// the driver (CurlDriver::perform, wait) and looks at check() after every step.
 #pragma once
 
 #include <atomic>
@@ -16,11 +16,10 @@
 #include <vector>
 
 #include "io/curl/curl_handle.h"
-#include "io/http/http_check.h"
 #include "io/http/http_message.h"
 #include "io/http/http_options.h"
 #include "io/http/http_url.h"
-#include "io/scatter_cursor.h"
+#include "io/slices.h"
 
 namespace tensorizer::io {
 
@@ -81,7 +80,7 @@ class HttpExchange {
   // returns the sink of the body. Throws HttpFailure to refuse it.
   using Accept = std::function<BodySink*(const ResponseHead&)>;
 
-  HttpExchange(CurlLane& lane, const HttpOptions& options, const HttpRequest& request,
+  HttpExchange(CurlDriver& driver, const HttpOptions& options, const HttpRequest& request,
                Accept accept, HttpCounters& counters);
   ~HttpExchange();
   HttpExchange(const HttpExchange&) = delete;
@@ -105,20 +104,20 @@ class HttpExchange {
   std::chrono::duration<double> time_to_first_byte() const noexcept;
 
  private:
-  static size_t on_header(char* data, size_t size, size_t count, void* self) noexcept;
-  static size_t on_body(char* data, size_t size, size_t count, void* self) noexcept;
+  template <auto kTake>
+  static size_t on_data(char* data, size_t size, size_t count, void* self) noexcept;
   static size_t on_send(char* data, size_t size, size_t count, void* self) noexcept;
   static int on_seek(void* self, curl_off_t offset, int origin) noexcept;
-  void take_header_line(std::string_view line);
+  size_t take_header_line(std::string_view line);
   void head_is_complete();
-  size_t take_body(std::span<const std::byte> bytes);
+  size_t take_body(std::string_view text);
   void configure(const HttpRequest& request);
   void configure_headers(const HttpRequest& request);
   void configure_upload(ConstSlice body);
   void check_progress();
   [[noreturn]] void fail(CURLcode code) const;
 
-  CurlLane& lane_;
+  CurlDriver& driver_;
   const HttpOptions& options_;
   Accept accept_;
   HttpCounters& counters_;

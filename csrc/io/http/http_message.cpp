@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <ctime>
 
 namespace tensorizer::io {
 namespace {
@@ -122,6 +123,207 @@ std::string printable(std::string_view text, size_t max_nbytes) {
     if (static_cast<unsigned char>(c) < 0x20 || static_cast<unsigned char>(c) >= 0x7f) c = '?';
   if (cut) result += "...";
   return result;
+}
+
+namespace {
+
+[[noreturn]] void refuse(const ResponseHead& head, const std::string& reason,
+                         const std::string& hint) {
+  throw HttpFailure{Errc::io, reason + " (" + head.status_line + ")", hint, head.status};
+}
+
+[[noreturn]] void refuse_changed(const ResponseHead& head, const char* what) {
+  refuse(head, std::string("the object changed while it was read: ") + what,
+         "load it again once writing has ended");
+}
+
+std::optional<uint64_t> content_length(const ResponseHead& head) {
+  const auto text = head.headers.find("content-length");
+  // With a transfer coding the length is not the body's.
+  if (!text || head.headers.find("transfer-encoding")) return std::nullopt;
+  const auto length = parse_decimal(*text);
+  if (!length) refuse(head, "Content-Length is no number: '" + printable(*text, 60) + "'", "");
+  return length;
+}
+
+// A body that was packed for the way is not what its lengths and ranges count, and may unpack to
+// any size; nobody asked for one.
+void check_transfer_coding(const ResponseHead& head) {
+  for (const auto& [name, value] : head.headers.fields()) {
+    if (!equals_ignoring_case(name, "transfer-encoding")) continue;
+    // "identity" is RFC 2616's word for none.
+    if (!equals_ignoring_case(value, "chunked") && !equals_ignoring_case(value, "identity"))
+      refuse(head, "wanted a body as it is, found Transfer-Encoding '" + printable(value, 60) + "'",
+             "the server breaks the HTTP standard");
+  }
+}
+
+void check_identity(const ResponseHead& head, const ResourceIdentity& known,
+                    const ResourceIdentity& found) {
+  if (known.size && found.size && *known.size != *found.size) {
+    const std::string sizes =
+        std::to_string(*known.size) + " bytes at open, now " + std::to_string(*found.size);
+    refuse_changed(head, sizes.c_str());
+  }
+  // A server that no longer says what the object was recognised by may send another object.
+  if (known.etag) {
+    if (!found.etag) refuse_changed(head, "it had an ETag, and now has none");
+    if (*known.etag != *found.etag) refuse_changed(head, "its ETag is another one");
+  } else if (known.last_modified) {
+    if (!found.last_modified) refuse_changed(head, "it had a Last-Modified, and now has none");
+    if (*known.last_modified != *found.last_modified)
+      refuse_changed(head, "its Last-Modified is another one");
+  }
+}
+
+CheckedResponse check_partial(const RangeRequest& request, const ResponseHead& head) {
+  const uint64_t wanted_last = request.first + request.nbytes - 1;
+  const std::string wanted =
+      "wanted bytes " + std::to_string(request.first) + "-" + std::to_string(wanted_last);
+  const auto text = head.headers.find("content-range");
+  if (!text)
+    refuse(head, wanted + ", found no Content-Range", "the server breaks the HTTP standard");
+  const auto range = parse_content_range(*text);
+  const std::string found = ", found Content-Range '" + printable(*text, 80) + "'";
+  if (!range || !range->satisfied) refuse(head, wanted + found, "");
+  uint64_t expected_last = wanted_last;
+  if (range->total) expected_last = std::min(expected_last, *range->total - 1);
+  // Without a total, a shorter answer may be the end of the object: the next request will tell.
+  const bool last_fits = range->total ? range->last == expected_last : range->last <= expected_last;
+  if (range->first != request.first || !last_fits) refuse(head, wanted + found, "");
+  CheckedResponse result;
+  result.body_nbytes = range->last - range->first + 1;
+  const auto length = content_length(head);
+  if (length && *length != *result.body_nbytes)
+    refuse(head, wanted + found + " but Content-Length " + std::to_string(*length), "");
+  result.identity = identity_of(head, range->total);
+  return result;
+}
+
+CheckedResponse check_whole(const ResponseHead& head) {
+  CheckedResponse result;
+  result.partial = false;
+  result.body_nbytes = content_length(head);
+  result.identity = identity_of(head, result.body_nbytes);
+  return result;
+}
+
+// S3 servers name the reason in XML; everything else in such a body may hold signatures.
+std::string s3_error_code(std::string_view body) {
+  constexpr std::string_view kOpen = "<Code>";
+  const size_t begin = body.find(kOpen);
+  if (begin == std::string_view::npos) return {};
+  body.remove_prefix(begin + kOpen.size());
+  const size_t end = body.find("</Code>");
+  if (end == std::string_view::npos || end == 0 || end > 64) return {};
+  const std::string_view code = body.substr(0, end);
+  const bool is_word = std::all_of(code.begin(), code.end(), [](unsigned char c) {
+    return (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
+  });
+  return is_word ? std::string(code) : std::string();
+}
+
+constexpr const char* kOtherRegion =
+    "the bucket is in another region or at another endpoint: set s3_region_name or s3_endpoint";
+constexpr const char* kWrongKeys = "the S3 keys are wrong, or belong to another endpoint";
+constexpr const char* kNoKey = "there is no such bucket or key: check URI and endpoint";
+constexpr std::pair<std::string_view, const char*> kHintsOfS3[] = {
+    {"RequestTimeTooSkewed", "the clock of this computer is wrong"},
+    {"PermanentRedirect", kOtherRegion},
+    {"AuthorizationHeaderMalformed", kOtherRegion},
+    {"SignatureDoesNotMatch", kWrongKeys},
+    {"InvalidAccessKeyId", kWrongKeys},
+    {"NoSuchBucket", kNoKey},
+    {"NoSuchKey", kNoKey}};
+
+constexpr const char* kNoObject = "there is no such object: check host and path";
+constexpr std::pair<int, const char*> kHintsOfStatus[] = {
+    {401, "the server wants credentials: pass an Authorization header, or credentials in the URL"},
+    {403, "access was denied: check the permissions; a presigned URL may have expired"},
+    {404, kNoObject},
+    {407, "the proxy wants credentials"},
+    {410, kNoObject},
+    {412, "the object changed since it was opened: load it again"},
+    {416, "the range lies outside of the object"},
+    {429, "the server limits requests: use fewer connections"}};
+
+template <class Hints, class Key>
+const char* hint_in(const Hints& hints, const Key& key) {
+  const auto found = std::ranges::find(hints, key, [](const auto& hint) { return hint.first; });
+  return found == std::end(hints) ? "" : found->second;
+}
+
+}  // namespace
+
+bool is_passing(int status) noexcept {
+  // Not implemented and version not supported will not change by waiting.
+  if (status == 501 || status == 505) return false;
+  return status == 408 || status == 429 || status >= 500;
+}
+
+bool is_redirect(int status) noexcept {
+  return status == 301 || status == 302 || status == 303 || status == 307 || status == 308;
+}
+
+HttpFailure failure_of_status(const ResponseHead& head, std::string_view body) {
+  HttpFailure failure;
+  failure.status = head.status;
+  failure.reason = head.status_line;
+  const std::string code = s3_error_code(body);
+  if (!code.empty()) failure.reason += " [" + code + "]";
+  failure.hint = hint_in(kHintsOfS3, code);
+  if (failure.hint.empty()) failure.hint = hint_in(kHintsOfStatus, head.status);
+  if (head.status == 404 || head.status == 410) failure.code = Errc::not_found;
+  // S3 says so, with status 400, of an upload whose bytes came too slowly, or not as they were
+  // sent.
+  failure.transient = is_passing(head.status) || code == "RequestTimeout" || code == "BadDigest";
+  if (const auto after = head.headers.find("retry-after"))
+    failure.retry_after = parse_retry_after(*after, std::time(nullptr));
+  return failure;
+}
+
+CheckedResponse check_response(const RangeRequest& request, const ResponseHead& head) {
+  CheckedResponse result;
+  if (head.status == 206 || head.status == 200) check_transfer_coding(head);
+  if (head.status == 206) {
+    if (request.ranges_refused)
+      refuse(head, "a server without ranges answered with one",
+             "it may be several servers: load again");
+    result = check_partial(request, head);
+  } else if (head.status == 200) {
+    if (request.known != nullptr && !request.ranges_refused)
+      refuse(head, "wanted status 206 for a range, found the whole object",
+             "the server has stopped to answer ranges, or the object changed");
+    result = check_whole(head);
+  } else if (head.status == 416 && request.known == nullptr && request.first == 0) {
+    const auto text = head.headers.find("content-range");
+    const auto range = text ? parse_content_range(*text) : std::nullopt;
+    if (!range || range->satisfied || range->total != 0) throw failure_of_status(head, {});
+    result.body_nbytes = 0;
+    result.identity = identity_of(head, 0);
+  } else if (head.status >= 200 && head.status < 300) {
+    refuse(head, "wanted status 206 or 200", "the server gave no content");
+  } else {
+    throw failure_of_status(head, {});
+  }
+  if (request.known != nullptr) check_identity(head, *request.known, result.identity);
+  return result;
+}
+
+std::optional<std::string> condition_header(const ResourceIdentity& known) {
+  if (known.has_strong_etag()) return "If-Match: " + *known.etag;
+  if (known.last_modified) return "If-Unmodified-Since: " + *known.last_modified;
+  return std::nullopt;
+}
+
+Error to_error(const HttpFailure& failure, const std::string& operation, const std::string& name,
+               int tries, std::optional<uint64_t> offset) {
+  std::string text = operation + " " + name + ": " + failure.reason;
+  if (tries > 1) text += " (after " + std::to_string(tries) + " tries)";
+  if (!failure.hint.empty()) text += "; " + failure.hint;
+  Error error(failure.code, text, name, offset);
+  error.http_status = failure.status;
+  return error;
 }
 
 }  // namespace tensorizer::io

@@ -28,10 +28,7 @@ PutTarget target_of(const HttpUploader& uploader, const HttpPut& put) {
             provider ? provider() : HttpHeaderList()};
   } catch (...) {
     if (!uploader.counters.answered.load()) throw;
-    HttpFailure failure{Errc::io, "a fresh URL or fresh headers could not be had", ""};
-    failure.transient = true;
-    failure.cause = std::current_exception();
-    throw failure;
+    throw not_renewed(std::current_exception());
   }
 }
 
@@ -40,32 +37,29 @@ ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarge
                       const HttpDeadline& deadline, const std::stop_token& stop) {
   const HttpUrl& home = target.url;
   HttpUrl url = home;
-  const UniqueHttpPermit permit = uploader.connections.enter(home.origin(), stop);
-  CurlLane& lane = permit->lane().curl;
+  const UniqueHttpPermit permit = uploader.connections.enter(home.origin, stop);
+  CurlDriver& driver = permit->carrier().curl;
   NullSink sink;
   const auto accept = [&](const ResponseHead& head) -> BodySink* {
     if (head.status == 416) throw failure_of_status(head, {});
     return &sink;
   };
   for (int hops = 0;; ++hops) {
-    const bool is_home = url.origin() == home.origin();
+    const bool is_home = url.origin == home.origin;
     HttpRequest request{&url, is_home, "", {}, &target.further_headers, false, put.body};
     if (is_home) request.header_lines = target.header_lines;
-    HttpExchange exchange(lane, uploader.options, request, accept, uploader.counters);
-    drive(lane, stop, [&] {
+    HttpExchange exchange(driver, uploader.options, request, accept, uploader.counters);
+    drive(driver, stop, [&] {
       deadline.check();
       return exchange.check();
     });
     if (exchange.accepted()) return exchange.head();
     const ResponseHead& head = exchange.head();
-    const auto location = exchange.location();
-    auto next = location ? url.resolve(*location) : std::nullopt;
-    // 301 to 303 would turn a PUT into a GET.
-    if (!next || hops == uploader.options.max_redirects ||
-        (head.status != 307 && head.status != 308))
-      throw HttpFailure{Errc::io, "a redirect that is not followed (" + head.status_line + ")",
-                        "check endpoint and region", head.status};
-    url = std::move(*next);
+    if (head.status != 307 && head.status != 308)  // those would turn a PUT into a GET
+      throw HttpFailure{.reason = "a redirect that is not followed (" + head.status_line + ")",
+                        .hint = "check endpoint and region",
+                        .status = head.status};
+    url = next_hop(uploader.options, exchange, url, hops);
   }
 }
 
@@ -80,7 +74,7 @@ ResponseHead http_put(HttpUploader& uploader, const HttpPut& put, const std::sto
       [&] {
         while (true) {
           const PutTarget target = target_of(uploader, put);
-          if (put.display_name.empty()) name = target.url.shown();
+          if (put.display_name.empty()) name = target.url.shown;
           try {
             response = put_once(uploader, put, target, deadline, stop);
             return;

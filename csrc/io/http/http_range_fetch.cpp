@@ -46,12 +46,9 @@ class RangeFetch::Landing final : public BodySink {
   }
   void check_complete() const {
     if (received_ == expected_) return;
-    HttpFailure failure{Errc::io,
-                        "the body ended after " + std::to_string(received_) + " of " +
-                            std::to_string(expected_) + " bytes",
-                        ""};
-    failure.transient = true;
-    throw failure;
+    throw HttpFailure{.reason = "the body ended after " + std::to_string(received_) + " of " +
+                                std::to_string(expected_) + " bytes",
+                      .transient = true};
   }
 
   ScatterCursor into;
@@ -126,7 +123,7 @@ double RangeFetch::receive_directly(HttpClient::Permit& permit, Landing& landing
                             landing.conditions, target.headers.get(), lagged_ > 0};
   try {
     const DirectOutcome outcome = direct_read(
-        permit.connection->lane().socket,
+        permit.connection->carrier().socket,
         {client_.options, request, [&](const ResponseHead& head) { landing.accept(head); },
          landing.into, [&](uint64_t nbytes) { landing.note(nbytes); }, [&] { deadline_.check(); },
          client_.counters},
@@ -145,7 +142,7 @@ double RangeFetch::receive_by_curl(HttpClient::Permit& permit, Landing& landing,
   const auto exchange = client_.start(
       permit, landing.range, landing.conditions,
       [&](const ResponseHead& head) { return landing.accept(head); }, deadline_, stop, lagged_ > 0);
-  drive(permit.connection->lane().curl, stop, [&] {
+  drive(permit.connection->carrier().curl, stop, [&] {
     deadline_.check();
     return exchange->check();
   });

@@ -87,7 +87,7 @@ uint64_t SequentialBody::advance(HttpClient::Permit& permit, const ResourceIdent
     exchange_->resume();
     note_position();
     if (!sink_->satisfied() && !ended_) {
-      drive(connection_->lane().curl, stop, [&] {
+      drive(connection_->carrier().curl, stop, [&] {
         note_position();
         deadline.check();
         ended_ = exchange_->check();

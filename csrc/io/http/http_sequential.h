@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "io/http/http_client.h"
-#include "io/scatter_cursor.h"
+#include "io/slices.h"
 
 namespace tensorizer::io {
 
@@ -63,7 +63,7 @@ class SequentialBody {
                const HttpDeadline& deadline, const std::stop_token& stop);
 
   HttpClient& client_;
-  // In this order: the exchange ends before the sink and the lane that it uses.
+  // In this order: the exchange ends before the sink and the connection that it uses.
   UniqueHttpPermit connection_;  // without a place between reads
   std::unique_ptr<StreamSink> sink_;
   std::unique_ptr<HttpExchange> exchange_;

@@ -35,8 +35,8 @@ std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, HttpOptions op
   return source;
 }
 
-// The request that opens the object. In this order: the exchange ends before the sink and the lane
-// that it uses.
+// The request that opens the object. In this order: the exchange ends before the sink and the
+// connection that it uses.
 struct HttpSource::FirstRequest {
   HttpClient::Permit permit;
   std::unique_ptr<StreamSink> sink = std::make_unique<StreamSink>();
@@ -111,7 +111,7 @@ uint64_t HttpSource::receive_head(FirstRequest first, std::optional<HttpFailure>
   note_first(exchange);
   bool ended = false;
   try {
-    drive(first.permit.connection->lane().curl, stop, [&] {
+    drive(first.permit.connection->carrier().curl, stop, [&] {
       deadline.check();
       ended = exchange.check();
       // A ranged body is read to its end, so that the connection can be used again.

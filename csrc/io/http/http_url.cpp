@@ -45,34 +45,31 @@ HttpUrl HttpUrl::parse(const std::string& text) {
   if (bad || !is_http(url.get()))
     throw Error(Errc::io, "Failed to open stream: not a well-formed http(s) URL");
   HttpUrl result;
-  const std::string user = part(url.get(), CURLUPART_USER, CURLU_URLDECODE);
-  const std::string password = part(url.get(), CURLUPART_PASSWORD, CURLU_URLDECODE);
-  result.has_credentials_ = !user.empty() || !password.empty();
-  result.user_ = user;
-  result.password_ = password;
+  result.user = part(url.get(), CURLUPART_USER, CURLU_URLDECODE);
+  result.password = part(url.get(), CURLUPART_PASSWORD, CURLU_URLDECODE);
   for (const CURLUPart secret : {CURLUPART_USER, CURLUPART_PASSWORD, CURLUPART_FRAGMENT})
     curl_url_set(url.get(), secret, nullptr, 0);
-  result.text_ = part(url.get(), CURLUPART_URL);
-  result.query_ = part(url.get(), CURLUPART_QUERY);
+  result.text = part(url.get(), CURLUPART_URL);
+  result.query = part(url.get(), CURLUPART_QUERY);
   const std::string scheme = part(url.get(), CURLUPART_SCHEME);
   const std::string host = part(url.get(), CURLUPART_HOST);
   const std::string path = part(url.get(), CURLUPART_PATH);
   const std::string port = part(url.get(), CURLUPART_PORT, CURLU_DEFAULT_PORT);
   const std::string unusual_port = part(url.get(), CURLUPART_PORT, CURLU_NO_DEFAULT_PORT);
-  result.origin_ = scheme + "://" + host + ":" + port;
-  result.shown_ = printable(
+  result.origin = scheme + "://" + host + ":" + port;
+  result.shown = printable(
       scheme + "://" + host + (unusual_port.empty() ? "" : ":" + unusual_port) + path, 1000);
   const bool is_ipv6 = host.starts_with('[');
   if (part(url.get(), CURLUPART_ZONEID).empty())
-    result.host_ = is_ipv6 ? host.substr(1, host.size() - 2) : host;
-  result.port_ = static_cast<uint16_t>(parse_decimal(port).value_or(0));
-  result.path_and_query_ = path + (result.query_.empty() ? "" : "?" + result.query_);
+    result.host = is_ipv6 ? host.substr(1, host.size() - 2) : host;
+  result.port = static_cast<uint16_t>(parse_decimal(port).value_or(0));
+  result.path_and_query = path + (result.query.empty() ? "" : "?" + result.query);
   return result;
 }
 
 std::optional<HttpUrl> HttpUrl::resolve(const std::string& location) const {
   UniqueUrl url = new_url();
-  if (curl_url_set(url.get(), CURLUPART_URL, text_.c_str(), 0) != CURLUE_OK) return std::nullopt;
+  if (curl_url_set(url.get(), CURLUPART_URL, text.c_str(), 0) != CURLUE_OK) return std::nullopt;
   if (curl_url_set(url.get(), CURLUPART_URL, location.c_str(), CURLU_URLENCODE) != CURLUE_OK)
     return std::nullopt;
   if (!is_http(url.get())) return std::nullopt;
@@ -80,10 +77,9 @@ std::optional<HttpUrl> HttpUrl::resolve(const std::string& location) const {
     curl_url_set(url.get(), secret, nullptr, 0);
   HttpUrl result = parse(part(url.get(), CURLUPART_URL));
   if (is_https() && !result.is_https()) return std::nullopt;
-  if (result.origin_ == origin_) {
-    result.has_credentials_ = has_credentials_;
-    result.user_ = user_;
-    result.password_ = password_;
+  if (result.origin == origin) {
+    result.user = user;
+    result.password = password;
   }
   return result;
 }

@@ -15,7 +15,6 @@
 
 #include "core/checked_math.h"
 #include "core/error.h"
-#include "core/stop.h"
 #include "core/threads.h"
 #include "io/local/file_calls.h"
 

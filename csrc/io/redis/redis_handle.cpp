@@ -5,7 +5,7 @@
 #include <charconv>
 #include <cstring>
 
-#include "core/stop.h"
+#include "core/error.h"
 
 namespace tensorizer::io {
 namespace {
@@ -23,78 +23,23 @@ struct CommandDeleter {
   void operator()(char* command) const noexcept { redisFreeCommand(command); }
 };
 
-// hiredis builds replies through these functions. They may not throw: nullptr means out of memory
-// to it.
-RedisReply* place(const redisReadTask* task, RedisReply reply) noexcept {
-  try {
-    if (!task->parent) return new RedisReply(std::move(reply));
-    auto* parent = static_cast<RedisReply*>(task->parent->obj);
-    // Elements come in order, and an array is complete before its parent goes on: the addresses
-    // that hiredis holds stay valid. Growing as bytes arrive, and not by what the count promises,
-    // bounds the memory.
-    parent->items.push_back(std::move(reply));
-    return &parent->items.back();
-  } catch (...) {
-    return nullptr;
-  }
-}
-
-RedisReply::Kind text_kind(int type) noexcept {
-  if (type == REDIS_REPLY_ERROR) return RedisReply::Kind::error;
-  if (type == REDIS_REPLY_STATUS) return RedisReply::Kind::status;
-  return RedisReply::Kind::string;
-}
-
-void* create_string(const redisReadTask* task, char* text, size_t nbytes) noexcept {
-  try {
-    return place(task, {text_kind(task->type), 0, std::string(text, nbytes), {}});
-  } catch (...) {
-    return nullptr;
-  }
-}
+const redisReplyObjectFunctions* functions_of_hiredis = nullptr;
 
 // The count is an int in hiredis 0.14 and a size_t later; taking the address below picks the type.
+// nullptr means out of memory to hiredis.
 template <class Count>
 void* create_array(const redisReadTask* task, Count count) noexcept {
-  try {
-    if (static_cast<uint64_t>(count) > kMaxReplyItems) return nullptr;
-    return place(task, {RedisReply::Kind::array, 0, {}, {}});
-  } catch (...) {
-    return nullptr;
-  }
+  if (static_cast<uint64_t>(count) > kMaxReplyItems) return nullptr;
+  return functions_of_hiredis->createArray(task, count);
 }
 
-void* create_integer(const redisReadTask* task, long long value) noexcept {
-  return place(task, {RedisReply::Kind::integer, value, {}, {}});
-}
-
-void* create_nil(const redisReadTask* task) noexcept {
-  return place(task, {RedisReply::Kind::nil, 0, {}, {}});
-}
-
-void free_reply(void* reply) noexcept { delete static_cast<RedisReply*>(reply); }
-
-// Types of RESP3, which nobody asked for: known to hiredis 1.0 and later only.
-template <class Functions>
-void set_newer_types(Functions& functions) {
-  if constexpr (requires { functions.createDouble; })
-    functions.createDouble = [](const redisReadTask*, double, char*, size_t) -> void* {
-      return nullptr;
-    };
-  if constexpr (requires { functions.createBool; })
-    functions.createBool = [](const redisReadTask*, int) -> void* { return nullptr; };
-}
-
-redisReplyObjectFunctions* reply_functions() {
-  static redisReplyObjectFunctions functions = [] {
-    redisReplyObjectFunctions made{};
-    made.createString = &create_string;
-    made.createArray = &create_array;
-    made.createInteger = &create_integer;
-    made.createNil = &create_nil;
-    made.freeObject = &free_reply;
-    set_newer_types(made);
-    return made;
+// Those of hiredis, which makes room for as many items as an array announces, with a bound.
+redisReplyObjectFunctions* bounded_functions(const redisReader& reader) {
+  static redisReplyObjectFunctions functions = [&] {
+    functions_of_hiredis = reader.fn;
+    redisReplyObjectFunctions bounded = *reader.fn;
+    bounded.createArray = &create_array;
+    return bounded;
   }();
   return &functions;
 }
@@ -123,8 +68,9 @@ RedisHandle::RedisHandle(const RedisOptions& options, const std::stop_token& sto
     : server_(redis_server_name(options.socket)),
       socket_(options.socket, server_, stop),
       input_(kInputNbytes),
-      reader_(redisReaderCreateWithFunctions(reply_functions())) {
+      reader_(redisReaderCreate()) {
   if (!reader_) throw std::bad_alloc();
+  reader_->fn = bounded_functions(*reader_);
   log_in(options, stop);
 }
 
@@ -206,10 +152,10 @@ RedisReply RedisHandle::read_reply(const std::stop_token& stop) {
     if (redisReaderGetReply(reader_.get(), &raw) != REDIS_OK)
       fail_protocol(redisReaderGetError(reader_.get()));
     if (raw) {
-      std::unique_ptr<RedisReply> reply(static_cast<RedisReply*>(raw));
+      RedisReply reply(static_cast<redisReply*>(raw));
       answered_ = true;
-      if (reply->kind == RedisReply::Kind::error) fail_reply(reply->text);
-      return std::move(*reply);
+      if (reply->type == REDIS_REPLY_ERROR) fail_reply(std::string(text_of(*reply)));
+      return reply;
     }
     if (begin_ == end_) fill_input(stop);
     const ConstSlice bytes = input();
@@ -237,9 +183,8 @@ std::string RedisHandle::read_line(const std::stop_token& stop) {
   }
 }
 
-void RedisHandle::read_value(std::span<const Slice> into, std::string_view what, uint64_t& received,
-                             const std::stop_token& stop) {
-  const uint64_t wanted = total_nbytes(into);
+void RedisHandle::read_value(ScatterCursor& into, uint64_t wanted, std::string_view what,
+                             uint64_t& received, const std::stop_token& stop) {
   const std::string line = read_line(stop);
   if (line.starts_with('-')) fail_reply(line.substr(1));
   int64_t found = 0;
@@ -253,7 +198,12 @@ void RedisHandle::read_value(std::span<const Slice> into, std::string_view what,
                     " bytes, found " + (found < 0 ? "no value" : std::to_string(found)) +
                     "; the key was changed or removed while it was read",
                 server_);
-  for (const Slice& slice : into) receive_into(slice, received, stop);
+  for (uint64_t left = wanted; left > 0;) {
+    const Slice place = into.place(left);
+    receive_into(place, received, stop);
+    into.skip(place.size());
+    left -= place.size();
+  }
   std::array<std::byte, 2> end;
   uint64_t ignored = 0;
   receive_into(end, ignored, stop);

@@ -36,14 +36,15 @@ struct RedisOptions {
 // "redis://host:6379", "rediss://..." or "unix:///path", never with credentials.
 std::string redis_server_name(const SocketOptions& socket);
 
-// A small reply: status, integer, string, nil, or an array of them.
-struct RedisReply {
-  enum class Kind : uint8_t { nil, status, integer, string, array, error };
-  Kind kind = Kind::nil;
-  int64_t integer = 0;
-  std::string text;  // of a status, string or error
-  std::vector<RedisReply> items;
+struct RedisReplyDeleter {
+  void operator()(redisReply* reply) const noexcept { freeReplyObject(reply); }
 };
+using RedisReply = std::unique_ptr<redisReply, RedisReplyDeleter>;  // a small one
+
+// Of a status, string or error.
+inline std::string_view text_of(const redisReply& reply) noexcept {
+  return {reply.str, static_cast<size_t>(reply.len)};
+}
 
 // The server answered, with an error: the connection is still in step. `again` when waiting may
 // help.
@@ -85,10 +86,10 @@ class RedisHandle {
   // unreasonably large.
   RedisReply read_reply(const std::stop_token& stop);
 
-  // Like read_reply for a reply that must be a string of exactly the slices' total size, which
-  // lands in them. `received` grows as bytes arrive. A string of another size or nil is
-  // Errc::truncated; `what` names it.
-  void read_value(std::span<const Slice> into, std::string_view what, uint64_t& received,
+  // Like read_reply for a reply that must be a string of exactly `wanted` bytes, which land in
+  // `into`. `received` grows as bytes arrive. A string of another size or nil is Errc::truncated;
+  // `what` names it.
+  void read_value(ScatterCursor& into, uint64_t wanted, std::string_view what, uint64_t& received,
                   const std::stop_token& stop);
 
   // append, flush, read_reply.

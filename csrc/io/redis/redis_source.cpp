@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/stop.h"
+#include "core/error.h"
 
 namespace tensorizer::io {
 namespace {
@@ -13,29 +13,6 @@ constexpr uint64_t kPieceNbytes = uint64_t{1} << 20;
 constexpr size_t kPipelinedReads = 4;
 constexpr size_t kPipelinedLengths = 1024;
 constexpr std::string_view kScanCount = "4096";
-
-// Cuts consecutive stretches from a scatter list.
-class SliceCursor {
- public:
-  explicit SliceCursor(std::span<const Slice> slices) : left_(slices.begin(), slices.end()) {}
-
-  std::vector<Slice> take(uint64_t nbytes) {
-    std::vector<Slice> taken;
-    while (nbytes > 0) {
-      Slice& first = left_[next_];
-      const size_t n = static_cast<size_t>(std::min<uint64_t>(nbytes, first.size()));
-      if (n > 0) taken.push_back(first.first(n));
-      first = first.subspan(n);
-      if (first.empty()) ++next_;
-      nbytes -= n;
-    }
-    return taken;
-  }
-
- private:
-  std::vector<Slice> left_;
-  size_t next_ = 0;
-};
 
 }  // namespace
 
@@ -64,13 +41,15 @@ std::vector<std::string> RedisSource::list_keys(RedisHandle& redis,
   std::vector<std::string> keys;
   std::string cursor = "0";
   do {
-    RedisReply reply = redis.command({"SCAN", cursor, "MATCH", pattern, "COUNT", kScanCount}, stop);
-    using Kind = RedisReply::Kind;
-    if (reply.kind != Kind::array || reply.items.size() != 2 ||
-        reply.items[0].kind != Kind::string || reply.items[1].kind != Kind::array)
+    const RedisReply reply =
+        redis.command({"SCAN", cursor, "MATCH", pattern, "COUNT", kScanCount}, stop);
+    const auto is = [](const redisReply* part, int type) { return part->type == type; };
+    if (!is(reply.get(), REDIS_REPLY_ARRAY) || reply->elements != 2 ||
+        !is(reply->element[0], REDIS_REPLY_STRING) || !is(reply->element[1], REDIS_REPLY_ARRAY))
       throw Error(Errc::io, name_ + ": not an answer that Redis gives to SCAN", name_);
-    cursor = std::move(reply.items[0].text);
-    for (RedisReply& key : reply.items[1].items) keys.push_back(std::move(key.text));
+    cursor = text_of(*reply->element[0]);
+    for (const redisReply* key : std::span(reply->element[1]->element, reply->element[1]->elements))
+      keys.emplace_back(text_of(*key));
   } while (cursor != "0");
   // SCAN may name a key twice.
   std::sort(keys.begin(), keys.end());
@@ -103,9 +82,9 @@ std::vector<RedisValue> RedisSource::measure(RedisHandle& redis, std::vector<std
         throw Error(Errc::malformed,
                     name_ + ": key " + keys[i] + " does not end in a colon and a position", name_);
       const RedisReply reply = read_length(redis, keys[i], stop);
-      if (reply.kind != RedisReply::Kind::integer || reply.integer < 0)
+      if (reply->type != REDIS_REPLY_INTEGER || reply->integer < 0)
         throw Error(Errc::io, name_ + ": not an answer that Redis gives to STRLEN", name_);
-      values.push_back({std::move(keys[i]), *position, static_cast<uint64_t>(reply.integer)});
+      values.push_back({std::move(keys[i]), *position, static_cast<uint64_t>(reply->integer)});
     }
   }
   return values;
@@ -128,12 +107,9 @@ void RedisSource::read_at(uint64_t offset, std::span<const Slice> slices,
   with_connection(
       pool_, stop, [&] { return received; },
       [&](RedisHandle& redis) {
-        SliceCursor cursor(slices);
-        cursor.take(received);
-        std::vector<Slice> rest = cursor.take(wanted - received);
         const auto pieces =
             layout_->plan(name_, offset + received, wanted - received, kPieceNbytes);
-        fetch(redis, pieces, rest, received, stop);
+        fetch(redis, pieces, ScatterCursor(slices, received), received, stop);
       });
 }
 
@@ -144,10 +120,8 @@ uint64_t RedisSource::read_up_to(uint64_t offset, Slice into, const std::stop_to
   return into.size();
 }
 
-void RedisSource::fetch(RedisHandle& redis, std::span<const RedisPiece> pieces,
-                        std::span<const Slice> slices, uint64_t& received,
-                        const std::stop_token& stop) {
-  SliceCursor cursor(slices);
+void RedisSource::fetch(RedisHandle& redis, std::span<const RedisPiece> pieces, ScatterCursor into,
+                        uint64_t& received, const std::stop_token& stop) {
   size_t asked = 0;
   for (size_t i = 0; i < pieces.size(); ++i) {
     if (asked == i || asked - i <= kPipelinedReads / 2) {
@@ -155,8 +129,8 @@ void RedisSource::fetch(RedisHandle& redis, std::span<const RedisPiece> pieces,
         request(redis, pieces[asked]);
       redis.flush(stop);
     }
-    const std::vector<Slice> into = cursor.take(pieces[i].nbytes);
-    redis.read_value(into, layout_->values()[pieces[i].value].key, received, stop);
+    redis.read_value(into, pieces[i].nbytes, layout_->values()[pieces[i].value].key, received,
+                     stop);
   }
 }
 

@@ -57,7 +57,7 @@ class RedisSource final : public RangeSource {
   RedisReply read_length(RedisHandle& redis, const std::string& key,
                          const std::stop_token& stop) const;
   void open(const std::stop_token& stop);
-  void fetch(RedisHandle& redis, std::span<const RedisPiece> pieces, std::span<const Slice> slices,
+  void fetch(RedisHandle& redis, std::span<const RedisPiece> pieces, ScatterCursor into,
              uint64_t& received, const std::stop_token& stop);
   void request(RedisHandle& redis, const RedisPiece& piece) const;
 

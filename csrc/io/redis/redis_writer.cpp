@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "core/error.h"
 #include "core/run_units.h"
-#include "core/stop.h"
 
 namespace tensorizer::io {
 namespace {
@@ -49,7 +49,7 @@ std::vector<bool> RedisWriter::exist(const std::vector<std::string>& keys,
     const size_t last = std::min(keys.size(), first + kPipelinedWrites);
     for (size_t i = first; i < last; ++i) redis->append({"EXISTS", keys[i]});
     redis->flush(stop);
-    for (size_t i = first; i < last; ++i) found.push_back(redis->read_reply(stop).integer != 0);
+    for (size_t i = first; i < last; ++i) found.push_back(redis->read_reply(stop)->integer != 0);
   }
   pool_.give_back(std::move(redis));
   return found;

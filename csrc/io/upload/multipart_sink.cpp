@@ -8,7 +8,6 @@
 
 #include "core/checked_math.h"
 #include "core/error.h"
-#include "core/stop.h"
 
 namespace tensorizer::io {
 namespace {

@@ -5,21 +5,104 @@ The order of the sources is that of docs/remote_stores.md, "S3".
 
 from __future__ import annotations
 
+import configparser
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
-from tensorizer._io.s3.client import check_endpoint, chosen_checksums, configured_endpoint, make_client, make_session
-from tensorizer._io.s3.credentials import ParsedCredentials
-from tensorizer._io.s3.options import S3Defaults, S3Location, S3Options
+from tensorizer._io.s3.client import (
+    check_endpoint,
+    chosen_checksums,
+    configured_endpoint,
+    enforce_scheme,
+    make_client,
+    make_session,
+)
+from tensorizer._io.s3.options import ConfigPath, S3Location, S3Options
 from tensorizer._io.uri import split_uri
-from tensorizer._system.redaction import hidden
+from tensorizer._system.redaction import hidden, shown_uri
 
-__all__ = ["S3Access", "access_at", "named_endpoint", "resolve"]
+__all__ = ["ParsedCredentials", "S3Access", "access_at", "infer_credentials", "named_endpoint", "resolve"]
 
 logger = logging.getLogger("tensorizer.s3")
 
 _announced: set[tuple[str, str]] = set()  # what was logged already
+
+
+class ParsedCredentials(NamedTuple):
+    """What arguments and a configuration file of s3cmd say together. Shows no keys."""
+
+    config_file: Optional[str]
+    s3_endpoint: Optional[str]
+    s3_access_key: Optional[str]
+    s3_secret_key: Optional[str]
+    use_https: Optional[bool]
+
+    def __repr__(self) -> str:
+        endpoint = self.s3_endpoint and shown_uri(self.s3_endpoint)
+        return f"ParsedCredentials(config_file={self.config_file!r}, s3_endpoint={endpoint!r}, keys redacted)"
+
+
+def infer_credentials(
+    s3_access_key_id: Optional[str],
+    s3_secret_access_key: Optional[str],
+    s3_config_path: Optional[ConfigPath],
+    default_paths: Sequence[str],
+) -> ParsedCredentials:
+    """Keys from the arguments, and where one is missing from a configuration file of s3cmd.
+
+    Args:
+        s3_access_key_id: One of the keys.
+        s3_secret_access_key: The other one.
+        s3_config_path: The file; ``None`` for the first of `default_paths` that exists.
+        default_paths: Where such files usually are.
+
+    Raises:
+        ValueError: A key is still missing, or there is no default file.
+        FileNotFoundError: ``s3_config_path`` does not exist.
+        configparser.Error: The file is no INI file.
+    """
+    if s3_access_key_id is not None and s3_secret_access_key is not None:
+        return ParsedCredentials(None, None, s3_access_key_id, s3_secret_access_key, None)
+    path = _config_file(s3_config_path, default_paths)
+    parser = configparser.ConfigParser(interpolation=None)  # a secret may hold a percent sign
+    try:
+        with open(path, encoding="utf-8") as file:
+            parser.read_file(file, source=path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"S3 credentials were not provided, and {path} cannot be read: {error}") from None
+    except configparser.Error as error:  # which quotes lines
+        line = getattr(error, "lineno", None) or next((number for number, _ in getattr(error, "errors", ())), "?")
+        clean = type(error).__new__(type(error))  # of the same kind, without the lines
+        configparser.Error.__init__(clean, f"{path}, line {line}: not as files of s3cmd are ({type(error).__name__})")
+        raise clean from None
+    if "default" not in parser:
+        raise ValueError(f"S3 credentials were not provided, and {path} has no section [default]")
+    section = parser["default"]
+    found = ParsedCredentials(
+        config_file=path,
+        s3_endpoint=section.get("host_base") or None,
+        s3_access_key=s3_access_key_id or section.get("access_key") or None,
+        s3_secret_key=s3_secret_access_key or section.get("secret_key") or None,
+        use_https={"True": True, "False": False}.get(section.get("use_https", "")),
+    )
+    if found.s3_access_key is None or found.s3_secret_key is None:
+        missing = "s3_access_key_id" if found.s3_access_key is None else "s3_secret_access_key"
+        raise ValueError(f"S3 credentials are not complete: {missing} was not provided, and is not in {path} either")
+    return found
+
+
+def _config_file(wanted: Optional[ConfigPath], default_paths: Sequence[str]) -> str:
+    if wanted:
+        path = os.path.expanduser(os.fsdecode(wanted))
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"s3_config_path does not exist: {path}")
+        return path
+    for candidate in default_paths:
+        if os.path.exists(candidate):
+            return candidate
+    raise ValueError("S3 credentials were not provided, and there is no .s3cfg file")
 
 
 class _Identity(NamedTuple):
@@ -92,14 +175,13 @@ class S3Access:
             logger.info("S3 endpoint %s, %s", self.host, self.source)
 
 
-def resolve(location: S3Location, options: S3Options, defaults: S3Defaults, *, write: bool) -> S3Access:
+def resolve(location: S3Location, options: S3Options, *, write: bool) -> S3Access:
     """Finds credentials and endpoint.
 
     Args:
         location: Of the object.
-        options: What the caller passed.
-        defaults: What programs may replace. Its endpoints are used where no source names one, unless the credentials
-            are of the AWS chain, or the bucket is one that only AWS has.
+        options: What the caller passed. Its default endpoints are used where no source names one, unless the
+            credentials are of the AWS chain, or the bucket is one that only AWS has.
         write: For writing. Without any credentials, reads go on unsigned.
 
     Raises:
@@ -118,14 +200,14 @@ def resolve(location: S3Location, options: S3Options, defaults: S3Defaults, *, w
         return access
     if options.session_token is not None and None in (options.access_key_id, options.secret_access_key):
         raise ValueError("s3_session_token belongs to keys: pass s3_access_key_id and s3_secret_access_key with it")
-    config = _file_or_arguments(options, defaults)
+    config = _file_or_arguments(options)
     session = make_session(options.profile)
     identity = _identify(session, options, config, anonymous=not write)
-    endpoint = _endpoint(session, options, config, defaults)
+    endpoint = _endpoint(session, options, config)
     is_default = endpoint is None and not identity.from_chain and not location.is_express
     if is_default:
-        default = defaults.write_endpoint if write else defaults.read_endpoint
-        endpoint = _as_url(default, options, config, defaults, allow_http=False) if default else None
+        default = options.defaults.write_endpoint if write else options.defaults.read_endpoint
+        endpoint = _as_url(default, options, config, allow_http=False) if default else None
     access = _access(session, options, identity, endpoint, location)
     access.announce()
     if is_default and identity.has_keys:
@@ -133,12 +215,12 @@ def resolve(location: S3Location, options: S3Options, defaults: S3Defaults, *, w
     return access
 
 
-def named_endpoint(options: S3Options, defaults: S3Defaults) -> Optional[str]:
+def named_endpoint(options: S3Options) -> Optional[str]:
     """URL of the store that reads go to; ``None`` where nobody named one. Asks for no credentials."""
     if options.client_factory is not None:
         url: str = options.client_factory().meta.endpoint_url
         return url
-    return _endpoint(make_session(options.profile), options, _file_or_arguments(options, defaults), defaults)
+    return _endpoint(make_session(options.profile), options, _file_or_arguments(options))
 
 
 def access_at(location: S3Location, options: S3Options, endpoint: Optional[str], *, write: bool) -> S3Access:
@@ -159,13 +241,16 @@ def _warn_of_default(access: S3Access) -> None:
         )
 
 
-def _file_or_arguments(options: S3Options, defaults: S3Defaults) -> Optional[ParsedCredentials]:
+def _file_or_arguments(options: S3Options) -> Optional[ParsedCredentials]:
     """``None`` sends the search on to the AWS chain. A profile is part of that chain and goes before ``~/.s3cfg``."""
+    infer = options.defaults.infer_credentials
     incomplete = options.access_key_id is None or options.secret_access_key is None
     if options.profile is not None and incomplete and options.config_path is None:
         return None
+    if infer is None:
+        return None
     try:
-        return defaults.infer_credentials(options.access_key_id, options.secret_access_key, options.config_path)
+        return infer(options.access_key_id, options.secret_access_key, options.config_path)
     except (ValueError, FileNotFoundError):
         return None
 
@@ -188,24 +273,20 @@ def _identify(session: Any, options: S3Options, config: Optional[ParsedCredentia
     return _Identity(keys, source, from_chain=True, refreshes=hasattr(chain, "refresh_needed"))
 
 
-def _endpoint(
-    session: Any, options: S3Options, config: Optional[ParsedCredentials], defaults: S3Defaults
-) -> Optional[str]:
+def _endpoint(session: Any, options: S3Options, config: Optional[ParsedCredentials]) -> Optional[str]:
     """URL of the store; ``None`` where nobody named one."""
     endpoint = options.endpoint or (config.s3_endpoint if config is not None else None)
     if endpoint:
-        return _as_url(endpoint, options, config, defaults, allow_http=False)
+        return _as_url(endpoint, options, config, allow_http=False)
     endpoint = configured_endpoint(session)
-    return None if endpoint is None else _as_url(endpoint, options, config, defaults, allow_http=True)
+    return None if endpoint is None else _as_url(endpoint, options, config, allow_http=True)
 
 
-def _as_url(
-    endpoint: str, options: S3Options, config: Optional[ParsedCredentials], defaults: S3Defaults, allow_http: bool
-) -> str:
+def _as_url(endpoint: str, options: S3Options, config: Optional[ParsedCredentials], allow_http: bool) -> str:
     force_http = options.force_http
     if force_http is None:
         force_http = config is not None and config.use_https is False
-    return defaults.enforce_scheme(endpoint, allow_http, force_http)
+    return (options.defaults.enforce_scheme or enforce_scheme)(endpoint, allow_http, force_http)
 
 
 def _access(

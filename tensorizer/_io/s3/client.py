@@ -1,4 +1,4 @@
-"""The boto3 client: its session, its settings, and what botocore knows about endpoints and checksums.
+"""What botocore does for us: the client and its settings, signed requests, and its errors in our words.
 
 boto3 is imported when it is first needed.
 """
@@ -6,15 +6,31 @@ boto3 is imported when it is first needed.
 from __future__ import annotations
 
 import re
-from typing import Any, Optional, Union
+import threading
+from typing import Any, NamedTuple, Optional, Union
+from urllib.parse import parse_qs, urlsplit
 
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.uri import split_uri
 from tensorizer._system import checks
 from tensorizer._system.config import env_text
+from tensorizer._system.redaction import hidden, without_secrets
 from tensorizer._version import __version__
+from tensorizer.errors import StreamError, StreamNotFoundError
 
-__all__ = ["check_endpoint", "chosen_checksums", "configured_endpoint", "enforce_scheme", "make_client", "make_session"]
+__all__ = [
+    "SignedRequest",
+    "check_endpoint",
+    "chosen_checksums",
+    "configured_endpoint",
+    "enforce_scheme",
+    "explain",
+    "make_client",
+    "make_session",
+    "presign",
+    "s3_code",
+    "translated",
+]
 
 # What botocore knows about services, by the path it is read from. Reading it is most of the work of making a client.
 _loaders: dict[Optional[str], Any] = {}
@@ -156,3 +172,91 @@ def _trust(session: Any, certificates: Optional[CAInfo]) -> Union[str, bool, Non
     if env_text("AWS_CA_BUNDLE") or env_text("REQUESTS_CA_BUNDLE") or session.get_config_variable("ca_bundle"):
         return None
     return env_text("CURL_CA_BUNDLE") or env_text("SSL_CERT_FILE")
+
+
+# --- presigned requests: their URLs, and the headers that were signed with them -------------------------------------
+
+# The request that botocore is about to sign in this thread.
+_signing = threading.local()
+
+
+class SignedRequest(NamedTuple):
+    """What has to be sent as it is. Shows nothing of it."""
+
+    url: str
+    headers: dict[str, str]
+
+    def __repr__(self) -> str:
+        return "SignedRequest(<hidden>)"
+
+
+def presign(client: Any, method: str, params: dict[str, Any], seconds: int) -> SignedRequest:
+    """Signs one request.
+
+    Args:
+        client: A boto3 client.
+        method: Its method, ``"get_object"`` for example.
+        params: The method's parameters. Some become part of the URL, others headers.
+        seconds: For which the URL is good.
+
+    Raises:
+        botocore.exceptions.BotoCoreError: No credentials, a parameter that is missing or has another type.
+    """
+    _signing.headers = {}
+    events = getattr(client.meta, "events", None)
+    if events is not None:
+        events.register("before-sign.s3", _remember, unique_id="tensorizer-presign")
+    url = hidden(client.generate_presigned_url(method, Params=params, ExpiresIn=seconds))
+    assert url is not None
+    headers, _signing.headers = _signing.headers, {}
+    return SignedRequest(url, {name: value for name, value in headers.items() if _is_sent(name, url)})
+
+
+def _remember(request: Any, **_: Any) -> None:
+    _signing.headers = {
+        name.lower(): value.decode() if isinstance(value, bytes) else str(value)
+        for name, value in request.headers.items()
+    }
+
+
+def _is_sent(name: str, url: str) -> bool:
+    """Whether the header goes with the request, or is part of the URL already (signatures of version 2)."""
+    query = parse_qs(urlsplit(url).query)
+    if "X-Amz-SignedHeaders" in query:
+        return name != "host" and name in query["X-Amz-SignedHeaders"][0].split(";")
+    return "Signature" not in query and name not in ("host", "user-agent", "date", "expect", "content-length")
+
+
+# --- errors, without secrets ----------------------------------------------------------------------------------------
+
+_HINTS = {
+    "301": "the bucket is in another region or at another endpoint: set s3_region_name or s3_endpoint",
+    "403": "the credentials do not allow this, or are wrong",
+    "404": "there is no such bucket or key: check URI and endpoint",
+    "RequestTimeTooSkewed": "the clock of this computer is wrong",
+    "NoSuchBucket": "there is no such bucket at this endpoint",
+}
+
+
+def explain(error: Exception, operation: str, name: str) -> str:
+    """A message for a botocore error: object, endpoint, source of credentials, status, S3 code, hint; no secret."""
+    response = getattr(error, "response", None) or {}
+    code = str(response.get("Error", {}).get("Code", ""))
+    status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
+    hint = _HINTS.get(code) or _HINTS.get(status)
+    reason = f"status {status} [{code}]" if response else without_secrets(str(error))
+    return f"Failed to {operation} {name}: {reason}" + (f"; {hint}" if hint else "")
+
+
+def s3_code(error: Any) -> str:
+    """The S3 error code of a botocore error; empty where there is none."""
+    return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
+
+
+def translated(error: Any, operation: str, name: str) -> StreamError:
+    """The package's own error for one of botocore's."""
+    status = (getattr(error, "response", None) or {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    kind = StreamNotFoundError if status == 404 else StreamError
+    result = kind(explain(error, operation, name))
+    result.source, result.status = name, status
+    return result

@@ -1,4 +1,4 @@
-"""Object stores that speak S3: opening objects for reading and writing.
+"""Object stores that speak S3: opening objects for reading and writing, listing and deleting them.
 
 boto3 decides (credentials, region, signatures, beginning and end of uploads), libcurl moves the bytes: reads are ranged
 GETs of presigned URLs that are renewed before they expire, writes are PUTs of parts.
@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union, cast
 
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
 from tensorizer._io.s3.access import S3Access, access_at, named_endpoint, resolve
-from tensorizer._io.s3.extra_args import check_names
-from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, S3Defaults, S3Location, S3Options, parse_s3_uri
-from tensorizer._io.s3.signing import SignedRequest, presign
+from tensorizer._io.s3.client import SignedRequest, presign, s3_code, translated
+from tensorizer._io.s3.options import (
+    READ_ENDPOINT,
+    WRITE_ENDPOINT,
+    S3Location,
+    S3Options,
+    check_names,
+    parse_s3_uri,
+)
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import split_uri
 
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
     from tensorizer import _C
     from tensorizer._io.cache import Cache, CachedObject
 
-__all__ = ["open_read", "open_write", "s3_download", "s3_download_url", "s3_upload"]
+__all__ = ["S3Prefix", "open_read", "open_write", "s3_download", "s3_download_url", "s3_upload"]
 
 _DAY = 86400
 # Presigned URLs are replaced this long before they expire.
@@ -66,7 +73,7 @@ def _explicit_access(
     return access_at(location, options, endpoint or None, write=write)
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def s3_download_url(
@@ -143,7 +150,6 @@ def _open_presigned(
 def open_read(
     uri: str,
     options: S3Options,
-    defaults: S3Defaults,
     *,
     begin: Optional[int] = None,
     end: Optional[int] = None,
@@ -158,28 +164,30 @@ def open_read(
         OSError: It cannot be opened.
     """
     location = parse_s3_uri(uri)
-    cached = None if cache is None else _cached(cache, location, options, defaults)
+    cached = None if cache is None else _cached(cache, location, options)
     if cached is not None and cached.cache.offline:
         return cast(BinaryIO, cached.open_offline())
-    access = resolve(location, options, defaults, write=False)
+    access = resolve(location, options, write=False)
     make_url = None
     if options.extra("get"):
-        _refuse_extra_args("get", defaults.download or defaults.download_url)
+        _refuse_extra_args("get", options.defaults.download or options.defaults.download_url)
         check_names(access.client, "get", options.extra("get"))
-    if defaults.download_url is not None:
-        make_url = functools.partial(defaults.download_url, uri, *access.arguments)
-    if defaults.download is not None:
-        stream = defaults.download(uri, *access.arguments, buffer_size, begin, end, options.certificate_handling)
+    if options.defaults.download_url is not None:
+        make_url = functools.partial(options.defaults.download_url, uri, *access.arguments)
+    if options.defaults.download is not None:
+        stream = options.defaults.download(
+            uri, *access.arguments, buffer_size, begin, end, options.certificate_handling
+        )
         return cast(CURLStreamFile, stream)
     return _open_presigned(access, location, options, begin, end, buffer_size, make_url, cached)
 
 
-def _cached(cache: Cache, location: S3Location, options: S3Options, defaults: S3Defaults) -> Optional[CachedObject]:
+def _cached(cache: Cache, location: S3Location, options: S3Options) -> Optional[CachedObject]:
     """The object in the cache; ``None`` where it is not to be kept."""
     from tensorizer._io.cache import CachedObject
 
     # Without credentials: offline nobody is asked for them.
-    endpoint = named_endpoint(options, defaults)
+    endpoint = named_endpoint(options)
     host = "default" if endpoint is None else split_uri(endpoint).authority.rpartition("@")[2].lower()
     version = f"?versionId={location.version}" if location.version else ""
     found = CachedObject(cache, f"s3://{host}/{location.bucket}/{location.key}{version}", location.version)
@@ -198,7 +206,7 @@ def _refuse_extra_args(kind: str, replaced: Optional[Callable[..., Any]]) -> Non
         raise ValueError(f"s3_extra_args[{kind!r}]: the function {name} that replaces the package's own takes none")
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------------------------
 
 
 def s3_upload(
@@ -238,7 +246,7 @@ def _upload_file(
     access.client.upload_file(path, location.bucket, location.key, ExtraArgs=dict(extra), Config=config)
 
 
-def open_write(uri: str, options: S3Options, defaults: S3Defaults) -> BinaryIO:
+def open_write(uri: str, options: S3Options) -> BinaryIO:
     """A stream whose content becomes the object when it is closed; see :class:`UploadOnClose`.
 
     It begins empty in every mode. Credentials are used at the upload, not before. What is written by hand goes to a
@@ -249,12 +257,12 @@ def open_write(uri: str, options: S3Options, defaults: S3Defaults) -> BinaryIO:
         botocore.exceptions.BotoCoreError: Half of the credentials, an unknown profile.
     """
     location = _parse_target(uri)
-    access = resolve(location, options, defaults, write=True)
+    access = resolve(location, options, write=True)
     extra = options.extra("put")
     if extra:
-        _refuse_extra_args("put", defaults.upload)
+        _refuse_extra_args("put", options.defaults.upload)
         check_names(access.client, "put", extra)
-    replaced = defaults.upload
+    replaced = options.defaults.upload
     if replaced is not None:
         return cast(BinaryIO, UploadOnClose(lambda path, _: replaced(path, uri, *access.arguments), str(location)))
 
@@ -269,3 +277,66 @@ def open_write(uri: str, options: S3Options, defaults: S3Defaults) -> BinaryIO:
         return open_multipart_sink(access, location, options)
 
     return cast(BinaryIO, UploadOnClose(upload, str(location), open_sink))
+
+
+# -- listing and deleting --------------------------------------------------------------------------------------------
+
+# Requests at the same time. One request for many objects is not known to every store.
+_DELETIONS = 8
+
+
+class S3Prefix:
+    """A prefix, as if it were a folder: objects further down are not part of it.
+
+    Raises:
+        ValueError: Not an S3 URI.
+    """
+
+    def __init__(self, uri: str, options: S3Options) -> None:
+        location = parse_s3_uri(uri.rstrip("/") + "/_")  # URIs name objects
+        self._bucket = location.bucket
+        self._prefix = location.key[:-1]
+        self._access = resolve(location, options, write=True)
+        self._name = self._access.describe(location)
+
+    def names(self) -> list[str]:
+        """The names behind the prefix.
+
+        Raises:
+            OSError: The store refused, or did not answer.
+        """
+        pages = self._access.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=self._prefix, Delimiter="/"
+        )
+        begin = len(self._prefix)
+        found: list[str] = self._ask(
+            "list", lambda: [item["Key"][begin:] for page in pages for item in page.get("Contents", ())]
+        )
+        return found
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Deletes objects; those that are gone already are no error. Raises as :meth:`names`."""
+        if not names:
+            return
+        client = self._access.client  # made here: making clients is not safe from threads, using them is
+
+        def delete(name: str) -> None:
+            self._ask("delete", lambda: self._delete(client, self._prefix + name))
+
+        with ThreadPoolExecutor(min(_DELETIONS, len(names)), "tensorizer-delete") as threads:
+            list(threads.map(delete, names))
+
+    def _delete(self, client: Any, key: str) -> None:
+        try:
+            client.delete_object(Bucket=self._bucket, Key=key)
+        except Exception as error:
+            if s3_code(error) not in ("404", "NoSuchKey"):
+                raise
+
+    def _ask(self, operation: str, request: Any) -> Any:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return request()
+        except (BotoCoreError, ClientError) as error:
+            raise translated(error, operation, self._name) from error

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 from urllib.parse import parse_qs
 
 from tensorizer._io.options import HTTPOptions
-from tensorizer._io.s3.extra_args import check_kinds
 from tensorizer._io.uri import split_uri
 from tensorizer._system import checks
+from tensorizer._system.redaction import hidden
 
 if TYPE_CHECKING:
     from tensorizer._io.certificates import CAInfo
-    from tensorizer._io.s3.credentials import ConfigPath, ParsedCredentials
+    from tensorizer._io.s3.access import ParsedCredentials
 
-__all__ = ["READ_ENDPOINT", "WRITE_ENDPOINT", "S3Defaults", "S3Location", "S3Options", "parse_s3_uri"]
+__all__ = [
+    "READ_ENDPOINT",
+    "WRITE_ENDPOINT",
+    "ConfigPath",
+    "S3Defaults",
+    "S3Location",
+    "S3Options",
+    "check_names",
+    "params_of",
+    "parse_s3_uri",
+]
+
+ConfigPath = Union[str, bytes, "os.PathLike[Any]"]
 
 # Where keys go for which nobody names an endpoint.
 READ_ENDPOINT = "accel-object.ord1.coreweave.com"
@@ -63,6 +76,31 @@ def parse_s3_uri(uri: str) -> S3Location:
     return S3Location(parts.authority, parts.path.lstrip("/"), version)
 
 
+@dataclasses.dataclass(frozen=True)
+class S3Defaults:
+    """What :mod:`tensorizer.stream_io` lets programs replace, as it is at the time of one call.
+
+    Attributes:
+        infer_credentials: Finds keys from those of the arguments and a configuration file; ``None`` looks into none.
+        enforce_scheme: Makes an endpoint a URL; ``None`` for the package's own.
+        read_endpoint: Used where nobody names one, for reads.
+        write_endpoint: The same for writes.
+        download_url: Makes the URLs of reads; ``None`` for the package's own.
+        download: Opens objects for reading; ``None`` for the package's own.
+        upload: Uploads local files; ``None`` for the package's own.
+    """
+
+    infer_credentials: Optional[Callable[..., ParsedCredentials]] = None
+    enforce_scheme: Optional[Callable[[str, bool, bool], str]] = None
+    read_endpoint: str = READ_ENDPOINT
+    write_endpoint: str = WRITE_ENDPOINT
+    download_url: Optional[Callable[..., str]] = None
+    download: Optional[Callable[..., Any]] = None
+    upload: Optional[Callable[..., None]] = None
+
+
+_DEFAULTS = S3Defaults()
+
 _TEXTS = (
     "access_key_id", "secret_access_key", "endpoint", "region_name", "session_token", "profile",
 )  # fmt: skip
@@ -70,7 +108,8 @@ _TEXTS = (
 
 @dataclasses.dataclass(frozen=True)
 class S3Options:
-    """What the caller passed; the fields are keywords of :func:`tensorizer.stream_io.open_stream`, without ``s3_``."""
+    """All that is said of objects in a store, but which one: the keywords of :func:`tensorizer.stream_io.open_stream`,
+    without ``s3_``, and `defaults`."""
 
     access_key_id: Optional[str] = dataclasses.field(default=None, repr=False)
     secret_access_key: Optional[str] = dataclasses.field(default=None, repr=False)
@@ -86,6 +125,14 @@ class S3Options:
     memory_budget: Optional[int] = None
     certificate_handling: Optional[CAInfo] = None
     http_options: Optional[HTTPOptions] = None
+    defaults: S3Defaults = dataclasses.field(default=_DEFAULTS, repr=False)
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any], defaults: S3Defaults) -> S3Options:
+        """From keywords of ``open_stream``, of which those that S3 has no use for are passed over."""
+        names = {field.name for field in dataclasses.fields(cls)} - {"defaults"}
+        given = {name.removeprefix("s3_"): value for name, value in keywords.items()}
+        return cls(**{name: value for name, value in given.items() if name in names}, defaults=defaults)
 
     def __post_init__(self) -> None:
         for name in _TEXTS:
@@ -96,31 +143,68 @@ class S3Options:
             checks.integer("memory_budget", self.memory_budget, 1, wanted="a number of bytes above 0")
         if self.http_options is not None and not isinstance(self.http_options, HTTPOptions):
             raise TypeError(f"http_options: wanted HTTPOptions or None, found {type(self.http_options).__name__}")
-        object.__setattr__(self, "extra_args", check_kinds(self.extra_args))
+        object.__setattr__(self, "extra_args", _check_kinds(self.extra_args))
+        for name in ("secret_access_key", "session_token"):  # tools that record variables show these as <hidden>
+            object.__setattr__(self, name, hidden(getattr(self, name)))
 
     def extra(self, kind: str) -> Mapping[str, Any]:
         """The caller's own parameters of ``"get"`` or ``"put"`` requests."""
         return (self.extra_args or {}).get(kind, {})
 
 
-@dataclasses.dataclass(frozen=True)
-class S3Defaults:
-    """What :mod:`tensorizer.stream_io` lets programs replace, as it is at the time of one call.
+# --- parameters of requests that callers add: s3_extra_args={"get": {...}, "put": {...}} ----------------------------
 
-    Attributes:
-        infer_credentials: Finds keys from those of the arguments and a configuration file.
-        enforce_scheme: Makes an endpoint a URL.
-        read_endpoint: Used where nobody names one, for reads.
-        write_endpoint: The same for writes.
-        download_url: Makes the URLs of reads; ``None`` for the package's own.
-        download: Opens objects for reading; ``None`` for the package's own.
-        upload: Uploads local files; ``None`` for the package's own.
+_METHODS = {
+    "get": ("get_object",),
+    "put": ("put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload"),
+}
+# What the requests set themselves.
+_OWN = frozenset({"Bucket", "Key", "Body", "UploadId", "PartNumber", "MultipartUpload", "ContentLength", "ContentMD5"})
+_OWN_OF_GET = frozenset({"Range", "IfMatch", "IfUnmodifiedSince"})
+
+
+def _check_kinds(extra_args: Optional[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The argument with text in it that no ``repr`` shows: some of it is a key.
+
+    Raises:
+        ValueError: Something else than ``get`` and ``put``.
+        TypeError: No mappings.
     """
+    if extra_args is None:
+        return {}
+    if not isinstance(extra_args, Mapping) or not all(isinstance(names, Mapping) for names in extra_args.values()):
+        raise TypeError("s3_extra_args: wanted a mapping from 'get' and 'put' to mappings of parameters")
+    unknown = sorted(map(str, extra_args.keys() - _METHODS.keys()))
+    if unknown:
+        raise ValueError(f"s3_extra_args: wanted 'get' and 'put', found {', '.join(unknown)}")
+    return {
+        kind: {name: hidden(value) if isinstance(value, str) else value for name, value in names.items()}
+        for kind, names in extra_args.items()
+    }
 
-    infer_credentials: Callable[[Optional[str], Optional[str], Optional[ConfigPath]], ParsedCredentials]
-    enforce_scheme: Callable[[str, bool, bool], str]
-    read_endpoint: str = READ_ENDPOINT
-    write_endpoint: str = WRITE_ENDPOINT
-    download_url: Optional[Callable[..., str]] = None
-    download: Optional[Callable[..., Any]] = None
-    upload: Optional[Callable[..., None]] = None
+
+def check_names(client: Any, kind: str, given: Mapping[str, Any]) -> None:
+    """Refuses names that no request of this kind has, as botocore knows them.
+
+    Raises:
+        ValueError: Such names, or names of what the requests set themselves.
+    """
+    if not given:
+        return
+    methods = _METHODS[kind]
+    known = set().union(*(_members(client, method) for method in methods)) - _OWN
+    if kind == "get":
+        known -= _OWN_OF_GET
+    wrong = sorted(name for name in given if name not in known or (kind == "put" and name.startswith("Checksum")))
+    if wrong:
+        raise ValueError(f"s3_extra_args[{kind!r}]: no parameters that {', '.join(methods)} can be given: {wrong}")
+
+
+def params_of(client: Any, method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those parameters that belong to one method of the client."""
+    return {name: value for name, value in given.items() if name in _members(client, method)} if given else {}
+
+
+def _members(client: Any, method: str) -> set[str]:
+    operation = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[method])
+    return set(operation.input_shape.members)

@@ -12,10 +12,8 @@ from typing import Any, Optional
 from tensorizer import _C
 from tensorizer._io.options import HTTPOptions
 from tensorizer._io.s3.access import S3Access
-from tensorizer._io.s3.errors import explain, s3_code, translated
-from tensorizer._io.s3.extra_args import params_of
-from tensorizer._io.s3.options import S3Location, S3Options
-from tensorizer._io.s3.signing import presign
+from tensorizer._io.s3.client import explain, presign, s3_code, translated
+from tensorizer._io.s3.options import S3Location, S3Options, params_of
 from tensorizer.errors import StreamError
 
 __all__ = ["S3Upload", "open_multipart_sink"]

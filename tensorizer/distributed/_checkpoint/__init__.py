@@ -1,1 +1,1 @@
-"""Checkpoints of ``torch.distributed.checkpoint`` in ``.tensors`` files; docs/distributed_checkpoints.md says how."""
+"""Checkpoints of ``torch.distributed.checkpoint`` in ``.tensors`` files; docs/training.md says how."""

@@ -12,15 +12,13 @@ import torch
 from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import HashType
+from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import OpenedSource
-from tensorizer._load.authenticity import Trust
-from tensorizer._load.container import Container, ReadOptions, open_container
-from tensorizer._load.digests import missing_hashes
-from tensorizer._load.loaded_tensors import LoadedTensors
-from tensorizer._load.parts import PartReader
-from tensorizer._load.parts import Wanted as PartWanted
+from tensorizer._load.open_file import OpenFile, file_of
+from tensorizer._load.parts import PartReader, WantedPart
+from tensorizer._load.reader import ReadOptions, missing_hashes
 from tensorizer._system import cuda_engine
-from tensorizer._system.runs import runs
+from tensorizer._system.sizes import runs
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
 from tensorizer.encryption import DecryptionParams
@@ -81,13 +79,10 @@ class CheckpointFiles:
         max_workers: int = 0,
         require_authenticated: bool = False,
     ) -> None:
-        self._folder = folder
-        self._verify = verify
-        self._options = ReadOptions(
-            torch.device("cpu"), None, max_workers, encryption, False, trust=Trust(required=require_authenticated)
-        )
-        self._max_workers = max_workers
-        self._open: dict[SavedFile, Container] = {}
+        self._folder, self._verify = folder, verify
+        trust = Trust(required=require_authenticated)
+        self._access = Access(encryption, num_readers=max_workers or None, trust=trust)
+        self._open: dict[SavedFile, OpenFile] = {}
         self._closing = contextlib.ExitStack()
         self.bytes_read = 0  # by files that are closed
 
@@ -95,11 +90,11 @@ class CheckpointFiles:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.bytes_read += sum(container.bytes_read or 0 for container in self._open.values())
+        self.bytes_read += sum(file.bytes_read or 0 for file in self._open.values())
         self._open.clear()
         self._closing.close()
 
-    def container(self, file: SavedFile) -> Container:
+    def file(self, file: SavedFile) -> OpenFile:
         """An open file of the checkpoint.
 
         Raises:
@@ -108,17 +103,13 @@ class CheckpointFiles:
             AuthenticationError: It is not the file that the marker is about.
         """
         if file not in self._open:
-            opened = self._opened(file)
+            opened = file_of(self._opened(file), self._access, ReadOptions(verify_hash=self._verify))
             try:
-                container = open_container(opened, None, self._options)
-                _check_belongs(container, file)
+                _check_belongs(opened, file)
             except BaseException:
                 opened.close()
                 raise
-            self._open[file] = container
-            self._closing.callback(self._open[file].close)
-            if self._verify:
-                self._open[file].verify_index()
+            self._open[file] = self._closing.enter_context(opened)
         return self._open[file]
 
     def _opened(self, file: SavedFile) -> OpenedSource:
@@ -140,18 +131,18 @@ class CheckpointFiles:
             FormatError: Another record is in its place.
         """
         assert stored.file is not None
-        container = self.container(stored.file)
-        index = container.index
+        file = self.file(stored.file)
+        index = file.index
         i = stored.record
         found: Any = "no such record"
         if i < index.entry_count:
-            found = (container.names[i], index.dtype(i).decode("utf-8", "replace"), tuple(index.shape(i)))
+            found = (file.names[i], index.dtype(i).decode("utf-8", "replace"), tuple(index.shape(i)))
             as_named = isinstance(found[0], str) and (found[0] == name or found[0].startswith((f"{name}@", f"{name}'")))
             as_shaped = found[1:] == (stored_for_tensor(dtype), tuple(shape))
             if as_named and as_shaped and index.data_nbytes(i) == stored.nbytes:
                 return i
         raise FormatError(
-            f"{container.source_name}: record {i}: wanted {name!r}, {dtype}, {list(shape)}, found {found}: "
+            f"{file.source_name}: record {i}: wanted {name!r}, {dtype}, {list(shape)}, found {found}: "
             "not the file that belongs to this checkpoint"
         )
 
@@ -195,24 +186,14 @@ class CheckpointFiles:
                 entries = sorted(entry for on, entry in of_file if on == device)
                 parts = [of_file[device, entry] for entry in entries]
                 batches.append((file, parts, self._batch_into(file, entries, [p.target for p in parts])))
-        network = any(container.network for container in self._open.values())
+        network = any(file.network for file in self._open.values())
         _C.run_batches([batch for *_, batch in batches], _NETWORK_FILES_AT_ONCE if network else _LOCAL_FILES_AT_ONCE)
         for file, parts, batch in batches:
             self._check_digests(file, [(part.name, part.stored) for part in parts], batch.headers)
 
     def _batch_into(self, file: SavedFile, entries: list[int], targets: list[torch.Tensor]) -> _C.LoadBatch:
-        reader = self.container(file).reader
-        device = targets[0].device
-        return _C.LoadBatch(
-            reader.source,
-            reader.index,
-            entries,
-            verify=self._verify,
-            max_workers=self._max_workers,
-            keys=reader.keys,
-            addresses=[target.data_ptr() for target in targets],
-            engine=None if device.type == "cpu" else cuda_engine.engine_for(device),
-        )
+        (reader,) = self.file(file).readers
+        return reader.batch(entries, self._verify, targets[0].device, targets)
 
     def _read_parts(self, others: list[tuple[int, Wanted]]) -> None:
         """Boxes of which a part is wanted, or another dtype, or memory that is not contiguous."""
@@ -221,7 +202,7 @@ class CheckpointFiles:
             assert want.stored.file is not None
             by_file.setdefault(want.stored.file, []).append((entry, want))
         read = self._read_and_verify if self._verify else self._read_ranges
-        if not any(self.container(file).network for file in by_file):
+        if not any(self.file(file).network for file in by_file):
             for file, items in by_file.items():
                 read(file, items)
             return
@@ -230,16 +211,15 @@ class CheckpointFiles:
 
     def _read_ranges(self, file: SavedFile, items: list[tuple[int, Wanted]]) -> None:
         """Only the bytes that are wanted, joined where they are close; to their places, or by way of bounded copies."""
-        container = self.container(file)
-        parts = PartReader(container, LoadedTensors(container, False, False), self._options)
-        run: list[PartWanted] = []
+        parts = PartReader(self.file(file))
+        run: list[WantedPart] = []
         nbytes = 0
         for entry, want in sorted(items, key=lambda item: item[0]):
             copied = 0 if want.is_straight else want.target.numel() * want.dtype.itemsize
             if run and nbytes + copied > _STAGED_NBYTES:
                 parts.read(run, False)
                 run, nbytes = [], 0
-            run.append(PartWanted(entry, want.part, want.target.device, want.target))
+            run.append(WantedPart(entry, want.part, want.target.device, want.target))
             nbytes += copied
         parts.read(run, False)
 
@@ -248,7 +228,7 @@ class CheckpointFiles:
         by_entry: dict[int, list[Wanted]] = {}
         for entry, want in items:
             by_entry.setdefault(entry, []).append(want)
-        nbytes_of = self.container(file).reader.index.loaded_nbytes
+        nbytes_of = self.file(file).index.loaded_nbytes
         for run in runs(sorted(by_entry), nbytes_of, _STAGED_NBYTES):
             records = [(entry, by_entry[entry][0].name, by_entry[entry][0].stored) for entry in run]
             for entry, tensor in zip(run, self._raw(file, records)):
@@ -257,7 +237,8 @@ class CheckpointFiles:
 
     def _raw(self, file: Optional[SavedFile], items: Sequence[tuple[int, str, Stored]]) -> Sequence[torch.Tensor]:
         assert file is not None
-        loaded = self.container(file).reader.read_raw([entry for entry, *_ in items], self._verify)
+        (reader,) = self.file(file).readers
+        loaded = reader.read_raw([entry for entry, *_ in items], self._verify)
         self._check_digests(file, [(name, stored) for _, name, stored in items], loaded.headers)
         return loaded.tensors
 
@@ -265,7 +246,7 @@ class CheckpointFiles:
         """The digests of the records, with which the data agree, are those that the marker states."""
         if not self._verify:
             return
-        source = self.container(file).source_name
+        source = self.file(file).source_name
         stated = [{HashType(kind): value for kind, value in headers.hashes(i)} for i in range(len(items))]
         bare = [name for (name, stored), found in zip(items, stated) if stored.nbytes and not found]
         if bare:
@@ -279,15 +260,15 @@ class CheckpointFiles:
                 )
 
 
-def _check_belongs(container: Container, file: SavedFile) -> None:
+def _check_belongs(opened: OpenFile, file: SavedFile) -> None:
     """Whether an authenticated file is the one that an authenticated marker names."""
-    by_key = container.authenticated in ("key", "both")
-    if file.index_digest is not None and (not by_key or container.index_digest != file.index_digest):
+    by_key = opened.authenticated in ("key", "both")
+    if file.index_digest is not None and (not by_key or opened.index_digest != file.index_digest):
         raise AuthenticationError(
-            f"{container.source_name}: not the file that the checkpoint's marker was authenticated with"
+            f"{opened.source_name}: not the file that the checkpoint's marker was authenticated with"
         )
     if file.index_digest is None and by_key:
         raise AuthenticationError(
-            f"{container.source_name}: the file is authenticated and the checkpoint's marker is not: altered, or it "
+            f"{opened.source_name}: the file is authenticated and the checkpoint's marker is not: altered, or it "
             "belongs to another checkpoint"
         )

@@ -9,20 +9,21 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from tensorizer._crypto.keys import check_decryption, check_encryption
-from tensorizer._format.dtypes import stored_for_tensor
-from tensorizer._format.entries import TensorType
+from tensorizer._crypto.keys import check_decryption
+from tensorizer._files.write import WriteOptions, write_contents
+from tensorizer._format.names import Path
+from tensorizer._io.access import Access
 from tensorizer._io.file_types import TargetArgument
-from tensorizer._save.hashes import HASH_NAMES, check_hashes
-from tensorizer._save.one_call import written_in_one_call
+from tensorizer._save.records import Record
+from tensorizer._save.session import HASH_NAMES, check_hashes
+from tensorizer._system.checks import thread_limit
 from tensorizer._system.devices import empty
-from tensorizer._system.threads import thread_limit
 from tensorizer.distributed._boxes import check_cover
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
+from tensorizer.distributed._checkpoint.existing import read_markers
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike
+from tensorizer.distributed._checkpoint.json_values import encoded, from_json
 from tensorizer.distributed._checkpoint.marker import JSON, Marker
-from tensorizer.distributed._checkpoint.upkeep import read_markers
-from tensorizer.distributed._checkpoint.values import encoded, from_json
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import UnsupportedContentError
 
@@ -30,9 +31,6 @@ __all__ = ["ConsolidationReport", "consolidate"]
 
 #: Key of the file's metadata under which the simple values of the checkpoint are, as JSON by name.
 VALUES_KEY = "checkpoint.values"
-
-# Tensors that are put together at a time, unless one alone is larger.
-_BATCH_NBYTES = 256 << 20
 
 
 class ConsolidationReport(NamedTuple):
@@ -59,9 +57,9 @@ def consolidate(
 ) -> ConsolidationReport:
     """Puts the boxes of a checkpoint together, into one ``.tensors`` file of whole tensors under their names.
 
-    In one process, without the ranks that saved it. Memory is bounded: tensors are put together 256 MiB at a time, or
-    one at a time where it alone is larger. Numbers, texts and the like become JSON in the file's metadata, under
-    ``checkpoint.values``; other leaves are left out. Nothing is unpickled.
+    In one process, without the ranks that saved it. Memory is bounded: tensors are put together 64 MiB at a time, or
+    one at a time where it alone is larger, while those before are written. Numbers, texts and the like become JSON in
+    the file's metadata, under ``checkpoint.values``; other leaves are left out. Nothing is unpickled.
 
     Args:
         checkpoint: The folder or ``s3://`` prefix.
@@ -85,70 +83,60 @@ def consolidate(
     """
     folder = Folder.at(checkpoint, stream_options)
     check_decryption(decryption)
-    check_encryption(encryption)
+    access = Access.to_write(encryption, stream_options)
     max_workers = thread_limit("threads", threads)
+    check_hashes(hashes, encrypted=encryption is not None)
     markers = read_markers(folder, decryption)
-    tensors = _tensors(markers)
-    if not tensors:
+    records = _records(markers)
+    if not records:
         raise UnsupportedContentError(f"{folder.where}: wanted a checkpoint with tensors, found one without")
-    chosen = check_hashes(hashes, encrypted=encryption is not None)
     with CheckpointFiles(folder, verify=verify_hash, encryption=decryption, max_workers=max_workers) as files:
         values, left_out = _values(markers, files)
-        with written_in_one_call(
-            target,
-            [tensor.describe() for tensor in tensors],
-            hashes=chosen,
-            encryption=encryption,
-            metadata={VALUES_KEY: json.dumps(values)} if values else {},
-            max_workers=max_workers,
-            stream_options=stream_options,
-        ) as session:
-            for batch in _batches(tensors):
-                data = [empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in batch]
-                files.read(want for tensor, whole in zip(batch, data) for want in tensor.parts_of(whole))
-                session.write_payloads([(t.data_ptr() if t.numel() else 0, t.nbytes) for t in data])
-    return ConsolidationReport(len(tensors), sum(tensor.nbytes for tensor in tensors), tuple(left_out))
+        contents = _CheckpointContents(files, records, {VALUES_KEY: json.dumps(values)} if values else {})
+        options = WriteOptions(format="tensors", hashes=hashes, max_workers=max_workers)
+        plan, _ = write_contents(contents, target, options, access)
+    return ConsolidationReport(len(records), plan.nbytes, tuple(left_out))
 
 
-class _Whole(NamedTuple):
-    """One tensor, and the boxes that cover it."""
+class _CheckpointContents:
+    """Tensors that are put together from the boxes of a checkpoint; the source of each record is its boxes."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: Sequence[tuple[tuple[int, ...], Any]]  # offsets, Stored
+    label = "a checkpoint"
 
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    def __init__(self, files: CheckpointFiles, records: Sequence[Record], metadata: Mapping[str, str]) -> None:
+        self._files, self.records, self.metadata = files, records, metadata
+        self.ties: Mapping[Path, Path] = {}
 
-    def describe(self) -> tuple[Any, ...]:
-        """What the extension plans with."""
-        kind = int(TensorType.STATE_DICT)
-        return ((self.name,), stored_for_tensor(self.dtype).encode(), self.shape, kind, 0, self.nbytes, False)
-
-    def parts_of(self, whole: torch.Tensor) -> Iterator[Wanted]:
-        for offsets, stored in self.boxes:
-            part = tuple(slice(begin, begin + n) for begin, n in zip(offsets, stored.shape))
-            all_of_it = tuple(slice(0, n) for n in stored.shape)
-            yield Wanted(self.name, stored, self.dtype, stored.shape, all_of_it, whole[part])
+    def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
+        wholes = [empty(record.shape, dtype=record.dtype, device="cpu") for record in records]
+        self._files.read(want for record, whole in zip(records, wholes) for want in _parts_of(record, whole))
+        return wholes
 
 
-def _tensors(markers: Sequence[Marker]) -> list[_Whole]:
-    """The tensors by name. Those that ranks saved without collectives have their boxes in several markers."""
-    found: dict[str, _Whole] = {}
+def _parts_of(record: Record, whole: torch.Tensor) -> Iterator[Wanted]:
+    for offsets, stored in record.source:
+        part = tuple(slice(begin, begin + n) for begin, n in zip(offsets, stored.shape))
+        all_of_it = tuple(slice(0, n) for n in stored.shape)
+        yield Wanted(str(record.name), stored, record.dtype, stored.shape, all_of_it, whole[part])
+
+
+def _records(markers: Sequence[Marker]) -> list[Record]:
+    """The tensors by name, each with its boxes: their offsets, and where they are stored.
+
+    Those that ranks saved without collectives have their boxes in several markers.
+    """
+    found: dict[str, Record] = {}
     for marker in markers:
         for name, item in marker.metadata.state_dict_metadata.items():
             if not isinstance(item, TensorStorageMetadata):
                 continue
-            whole = found.setdefault(name, _Whole(name, item.properties.dtype, tuple(item.size), []))
-            taken = {offsets for offsets, _ in whole.boxes}
+            whole = found.setdefault(name, Record((name,), item.properties.dtype, tuple(item.size), source=[]))
+            taken = {offsets for offsets, _ in whole.source}
             boxes = [(tuple(chunk.offsets), chunk.offsets) for chunk in item.chunks if chunk.sizes.numel()]
-            new = [(o, marker.stored[MetadataIndex(name, at)]) for o, at in boxes if o not in taken]
-            found[name] = whole._replace(boxes=[*whole.boxes, *new])
-    for whole in found.values():
-        covered = [tuple((at, at + n) for at, n in zip(offsets, stored.shape)) for offsets, stored in whole.boxes]
-        check_cover(whole.name, whole.shape, covered)
+            whole.source.extend((o, marker.stored[MetadataIndex(name, at)]) for o, at in boxes if o not in taken)
+    for name, whole in found.items():
+        covered = [tuple((at, at + n) for at, n in zip(offsets, stored.shape)) for offsets, stored in whole.source]
+        check_cover(name, whole.shape, covered)
     return list(found.values())
 
 
@@ -166,16 +154,3 @@ def _values(markers: Sequence[Marker], files: CheckpointFiles) -> tuple[dict[str
             text = stored.text if stored.text is not None else files.read_bytes(name, stored).decode()
             values[name] = encoded(from_json(text))
     return values, left_out
-
-
-def _batches(tensors: Sequence[_Whole]) -> Iterator[list[_Whole]]:
-    batch: list[_Whole] = []
-    nbytes = 0
-    for tensor in tensors:
-        if batch and nbytes + tensor.nbytes > _BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(tensor)
-        nbytes += tensor.nbytes
-    if batch:
-        yield batch

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import threading
 from collections.abc import Iterator
 from typing import Any, Optional
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils, format_utils
 
+from tensorizer._system.patches import CountedPatch
 from tensorizer.distributed._checkpoint.folder import MARKER, Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.reader import TensorizerReader
 from tensorizer.distributed._checkpoint.writer import TensorizerWriter
 
 __all__ = ["dcp_default"]
 
-_lock = threading.RLock()
-_depth = 0
-_undo: Optional[contextlib.ExitStack] = None
-_options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+# Of the blocks that are active, in their order: keywords of writers and readers.
+_options: dict[object, tuple[dict[str, Any], dict[str, Any]]] = {}
 
 
 @contextlib.contextmanager
@@ -36,30 +34,25 @@ def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dic
         writer: Keywords of :class:`TensorizerWriter`.
         reader: Keywords of :class:`TensorizerReader`.
     """
-    global _depth, _undo
     # Wrong keywords fail here.
     TensorizerWriter(None, **(writer or {}))
     TensorizerReader(None, **(reader or {}))
-    with _lock:
-        _options.append((dict(writer or {}), dict(reader or {})))
-        own = _options[-1]
-        _depth += 1
-        if _depth == 1:
-            _undo = _replace_names()
-    try:
-        yield
-    finally:
-        with _lock:
-            _options[:] = [kept for kept in _options if kept is not own]
-            _depth -= 1
-            if _depth == 0 and _undo is not None:
-                _undo.close()
-                _undo = None
+    block = object()
+    with _patched_classes:
+        _options[block] = (dict(writer or {}), dict(reader or {}))
+        try:
+            yield
+        finally:
+            del _options[block]
 
 
-def _replace_names() -> contextlib.ExitStack:
-    """Puts our classes where torch looks its own up, until the stack is closed."""
-    undo = contextlib.ExitStack()
+def _innermost() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of the last block that is active; none for a save that goes on after it."""
+    return ([({}, {}), *_options.values()])[-1]
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    """Our classes, for where torch looks its own up."""
     modules = (dcp, _storage_utils, format_utils)
     places: list[tuple[Any, str]] = [(module, prefix) for module in modules for prefix in ("FileSystem", "Fsspec")]
     with contextlib.suppress(ImportError):  # fsspec is not installed
@@ -68,9 +61,10 @@ def _replace_names() -> contextlib.ExitStack:
         for name, replace in ((f"{prefix}Writer", _writer_instead_of), (f"{prefix}Reader", _reader_instead_of)):
             original = getattr(module, name, None)
             if original is not None:
-                undo.callback(setattr, module, name, original)
-                setattr(module, name, replace(original))
-    return undo
+                yield module, name, replace(original)
+
+
+_patched_classes = CountedPatch(_replacements)
 
 
 def _fsspec_module() -> Any:
@@ -103,7 +97,7 @@ def _writer_instead_of(replaced: Any) -> type:
         def __new__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
             if not TensorizerWriter.validate_checkpoint_id(path):
                 return replaced(path, *args, **kwargs)
-            return TensorizerWriter(path, **{**_understood(kwargs), **(_options[-1][0] if _options else {})})
+            return TensorizerWriter(path, **{**_understood(kwargs), **_innermost()[0]})
 
     return Writer
 
@@ -119,7 +113,7 @@ def _reader_instead_of(replaced: Any) -> type:
         original = replaced
 
         def __new__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
-            options = _options[-1][1] if _options else {}
+            options = _innermost()[1]
             if not TensorizerReader.validate_checkpoint_id(path) or _is_foreign(path, options.get("stream_options")):
                 return replaced(path, *args, **kwargs)
             return TensorizerReader(path, **options)

@@ -9,16 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 
-from tensorizer import _C
-from tensorizer._io.sinks import open_sink
+from tensorizer._io.sinks import NewFile, WholeFile
 from tensorizer._io.sources import OpenedSource, open_source, read_whole
-from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
 from tensorizer._system.os_errors import stream_errors
-from tensorizer._system.paths import expanded
 from tensorizer.errors import StreamExistsError, StreamNotFoundError
 
 if TYPE_CHECKING:
-    from tensorizer._io.s3.prefix import S3Prefix
+    from tensorizer._io.s3.objects import S3Prefix
 
 __all__ = [
     "MARKER",
@@ -169,43 +167,26 @@ class Folder(NamedTuple):
             StreamExistsError: There is one, and it is not to be replaced.
             OSError: It cannot be written.
         """
-        options = self.stream_options
-        if self.remote and not replace:
-            options = dict(options or {})
+        if not self.remote:
+            os.makedirs(self.where, exist_ok=True)
+            with NewFile(self.join(name)) as file:
+                file.write(content, fsync)
+                try:
+                    file.publish(exclusive=not replace)
+                except FileExistsError:
+                    raise self._exists(name) from None
+            return
+        options = dict(self.stream_options or {})
+        if not replace:
             extra = dict(options.get("s3_extra_args") or {})
             options["s3_extra_args"] = {**extra, "put": {**extra.get("put", {}), "IfNoneMatch": "*"}}
-        hidden = name if self.remote or replace else f".{name}.{os.urandom(8).hex()}.tmp"
-        opened = open_sink(self.join(hidden), fsync, options)
-        writer = _C.PlainWriter(opened.sink)
         try:
-            writer.reserve(len(content))
-            writer.write_bytes(0, content)
-            writer.publish(len(content))
-            writer.finish()
+            with WholeFile(self.join(name), options) as remote:
+                remote.append(content)
         except OSError as error:
-            writer.abandon()
-            if self.remote and not replace and getattr(error, "status", None) in (409, 412):
+            if not replace and getattr(error, "status", None) in (409, 412):
                 raise self._exists(name) from error
             raise
-        except BaseException:
-            writer.abandon()
-            raise
-        finally:
-            opened.close()
-        if hidden != name:
-            self._take_name(hidden, name, fsync)
-
-    def _take_name(self, hidden: str, name: str, fsync: bool) -> None:
-        """Gives a file its name unless that is taken."""
-        try:
-            with stream_errors():
-                os.link(self.join(hidden), self.join(name))
-        except FileExistsError:
-            raise self._exists(name) from None
-        finally:
-            os.unlink(self.join(hidden))
-        if fsync:
-            self.sync()
 
     def _exists(self, name: str) -> StreamExistsError:
         return StreamExistsError(errno.EEXIST, "a checkpoint is there already, and overwrite=False", self.join(name))

@@ -1,8 +1,8 @@
 """The marker of a checkpoint: which tensors it has, and where their boxes lie. JSON, written last, never unpickled.
 
 The first line is the head: what the body is, its size and its SHA-256. The body holds columns, one number per box, so
-that a million boxes stay a few tens of megabytes; it is compressed from 1 MiB on. docs/distributed_checkpoints.md,
-"Files", describes every field.
+that a million boxes stay a few tens of megabytes; it is compressed from 1 MiB on. docs/format.md,
+section 14, describes every field.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tensorizer._crypto.keys import encryption_key, key_ring
 from tensorizer._load.reader import no_collections
 from tensorizer._version import __version__
 from tensorizer.distributed._checkpoint.folder import is_data_file
-from tensorizer.distributed._checkpoint.values import NotSimple, decoded, encoded
+from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, encoded
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
     AuthenticationError,

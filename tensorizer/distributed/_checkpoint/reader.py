@@ -15,13 +15,13 @@ from torch.futures import Future
 
 from tensorizer._crypto.keys import check_decryption
 from tensorizer._load.authenticity import Trust
-from tensorizer._system.threads import thread_limit
+from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._boxes import check_cover
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
 from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
+from tensorizer.distributed._checkpoint.json_values import from_json, load_vetted, torch_saved
 from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marker
 from tensorizer.distributed._checkpoint.placements import check_described
-from tensorizer.distributed._checkpoint.values import from_json, load_vetted, saved
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError
 
@@ -45,7 +45,7 @@ class TensorizerReader(Located, StorageReader):
             says.
         verify_hash: Compares every box that is read with its digest, and that with the marker. Boxes are read whole
             for that, also where a part is wanted.
-        allow_pickle: Lets torch unpickle leaves that hold more than simple values: for trusted checkpoints alone.
+        allow_pickle: Lets torch unpickle leaves that hold more than simple values: only for trusted checkpoints.
         encryption: The key of an encrypted checkpoint, or a function without arguments that returns it. Marker and
             files are held against it.
         threads: Upper bound for reading threads; ``None`` uses as many as are useful.
@@ -60,7 +60,7 @@ class TensorizerReader(Located, StorageReader):
         ValueError: Another scheme than ``s3``; `threads` below 1.
         TypeError: An argument of the wrong type.
 
-    Source: docs/distributed_checkpoints.md.
+    Source: docs/training.md, "Distributed checkpoints".
     """
 
     def __init__(
@@ -195,9 +195,9 @@ class TensorizerReader(Located, StorageReader):
         """A leaf as bytes of ``torch.save`` that were made here, from a value that was found harmless."""
         if stored.kind == JSON:
             text = stored.text
-            return saved(from_json(files.read_bytes(fqn, stored).decode() if text is None else text))
+            return torch_saved(from_json(files.read_bytes(fqn, stored).decode() if text is None else text))
         data = io.BytesIO(files.read_bytes(fqn, stored))
-        return data if self._allow_pickle else saved(load_vetted(fqn, data))
+        return data if self._allow_pickle else torch_saved(load_vetted(fqn, data))
 
 
 def _check_boxes(metadata: Metadata) -> None:

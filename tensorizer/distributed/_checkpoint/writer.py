@@ -20,18 +20,17 @@ from torch.futures import Future
 
 from tensorizer import _C
 from tensorizer._crypto.keys import check_encryption
-from tensorizer._format.entries import TensorType
 from tensorizer._format.payloads import contiguous, is_copied, stored_dtype
-from tensorizer._save.hashes import check_hashes
-from tensorizer._save.one_call import written_in_one_call
+from tensorizer._save.records import Record
+from tensorizer._save.session import check_hashes, memory_of, on_fast_device, tensors_file
 from tensorizer._system import cuda_engine
-from tensorizer._system.threads import thread_limit
+from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._checkpoint import marker as markers
+from tensorizer.distributed._checkpoint.existing import remove_stale
 from tensorizer.distributed._checkpoint.folder import MARKER, Located, PathLike, data_file_name, marker_name
+from tensorizer.distributed._checkpoint.json_values import load_vetted, simple_value
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, pack_marker
 from tensorizer.distributed._checkpoint.placements import check_described
-from tensorizer.distributed._checkpoint.upkeep import remove_stale
-from tensorizer.distributed._checkpoint.values import load_vetted, simple_value
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import StreamExistsError
 
@@ -84,7 +83,7 @@ class TensorizerWriter(Located, StorageWriter):
         ValueError: Another scheme than ``s3``; unknown `hashes`; `threads` below 1.
         TypeError: An argument of the wrong type.
 
-    Source: docs/distributed_checkpoints.md.
+    Source: docs/training.md, "Distributed checkpoints".
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class TensorizerWriter(Located, StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results: list[WriteResult] = []
-        records: list[_Record] = []
+        records: list[_Planned] = []
         names: set[str] = set()
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
@@ -207,7 +206,9 @@ class TensorizerWriter(Located, StorageWriter):
                 if isinstance(leaf, Stored):
                     results.append(WriteResult(item.index, len(leaf.text or ""), leaf))
                 else:
-                    records.append(leaf._replace(name=_unused(item.index, names)))
+                    kind, content = leaf
+                    record = Record((_unused(item.index, names),), content.dtype, tuple(content.shape), source=content)
+                    records.append(_Planned(item, kind, record))
                 continue
             data = item.tensor_data
             assert data is not None
@@ -216,14 +217,14 @@ class TensorizerWriter(Located, StorageWriter):
             if shape.numel() == 0:
                 results.append(WriteResult(item.index, 0, Stored(markers.TENSOR)))
                 continue
-            name = _unused(item.index, names)
-            records.append(_Record(name, item, markers.TENSOR, data.properties.dtype, tuple(shape)))
+            path = (_unused(item.index, names),)
+            records.append(_Planned(item, markers.TENSOR, Record(path, data.properties.dtype, tuple(shape))))
         if records:
             results += self._write_file(int(plan.storage_data or 0), records, planner)
         return results
 
-    def _leaf(self, item: WriteItem, data: Any) -> Union[Stored, _Record]:
-        """A leaf that is no tensor: in the marker, or a record of bytes."""
+    def _leaf(self, item: WriteItem, data: Any) -> Union[Stored, tuple[str, torch.Tensor]]:
+        """A leaf that is no tensor: in the marker, or its kind and its bytes, for a record."""
         view = data.getbuffer() if isinstance(data, io.BytesIO) else memoryview(data)
         text = simple_value(view) if view.nbytes <= _MAX_SIMPLE_NBYTES else None
         if text is not None and len(text) <= _MAX_INLINE_NBYTES and self._encryption is None:
@@ -231,8 +232,7 @@ class TensorizerWriter(Located, StorageWriter):
         if text is None and not self._allow_pickle:
             self._check_loads(item.index.fqn, view)
         kind = markers.TORCH_SAVE if text is None else markers.JSON
-        content = torch.frombuffer(bytearray(view if text is None else text.encode()), dtype=torch.uint8)
-        return _Record("", item, kind, torch.uint8, tuple(content.shape), content)
+        return kind, torch.frombuffer(bytearray(view if text is None else text.encode()), dtype=torch.uint8)
 
     def _check_loads(self, name: str, data: memoryview) -> None:
         """Refuses now what a reader would refuse, when the run that could save it otherwise is over."""
@@ -244,12 +244,12 @@ class TensorizerWriter(Located, StorageWriter):
                 f"unless it has allow_pickle=True; with allow_pickle=True the writer stores it ({error.__cause__})"
             ) from None
 
-    def _write_file(self, rank: int, records: Sequence[_Record], planner: SavePlanner) -> list[WriteResult]:
+    def _write_file(self, rank: int, records: Sequence[_Planned], planner: SavePlanner) -> list[WriteResult]:
         folder, name = self._folder(), data_file_name(rank)
         params = self._encryption() if callable(self._encryption) else self._encryption
-        with written_in_one_call(
+        with tensors_file(
             folder.join(name),
-            [record.describe() for record in records],
+            [planned.record for planned in records],
             hashes=self._hashes,
             encryption=params,
             max_workers=self._max_workers,
@@ -262,34 +262,20 @@ class TensorizerWriter(Located, StorageWriter):
         file = SavedFile(name, session.published_nbytes, None if digest is None else digest.hex())
         return [
             WriteResult(
-                record.item.index,
+                item.index,
                 record.nbytes,
-                Stored(record.kind, file, i, offset, record.nbytes, crc32, None if sha256 is None else sha256.hex()),
+                Stored(kind, file, i, offset, record.nbytes, crc32, None if sha256 is None else sha256.hex()),
             )
-            for i, (record, (offset, crc32, sha256)) in enumerate(zip(records, facts))
+            for i, ((item, kind, record), (offset, crc32, sha256)) in enumerate(zip(records, facts))
         ]
 
 
-class _Record(NamedTuple):
-    """One record of a rank's file."""
+class _Planned(NamedTuple):
+    """One record of a rank's file, for an item of the plan."""
 
-    name: str
     item: WriteItem
     kind: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    content: Optional[torch.Tensor] = None  # of a leaf; tensors are asked for when their turn comes
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def describe(self) -> tuple[Any, ...]:
-        """What the extension plans with."""
-        from tensorizer._format.dtypes import stored_for_tensor
-
-        stored = stored_for_tensor(self.dtype).encode()
-        return ((self.name,), stored, self.shape, int(TensorType.STATE_DICT), 0, self.nbytes, False)
+    record: Record  # whose source is the content of a leaf; tensors are asked for when their turn comes
 
     def tensor(self, planner: SavePlanner) -> torch.Tensor:
         """The data, where they are; as planned.
@@ -297,17 +283,18 @@ class _Record(NamedTuple):
         Raises:
             ValueError: They are not what was planned.
         """
-        if self.content is not None:
-            return self.content
+        record = self.record
+        if isinstance(record.source, torch.Tensor):
+            return record.source
         tensor: Any = planner.resolve_data(self.item)
         wait = getattr(tensor, "trigger_wait", None)  # the result of a collective that may still run
         tensor = tensor if wait is None else wait()
-        if tensor.is_meta or tensor.dtype != self.dtype or tuple(tensor.shape) != self.shape:
+        if tensor.is_meta or tensor.dtype != record.dtype or tuple(tensor.shape) != record.shape:
             raise ValueError(
-                f"tensor {self.name!r}: wanted {self.dtype} {self.shape} with data, "
+                f"tensor {record.name!r}: wanted {record.dtype} {record.shape} with data, "
                 f"found {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             )
-        stored_dtype(self.name, tensor)
+        stored_dtype(record.name, tensor)
         return torch.Tensor.detach(tensor)
 
 
@@ -322,7 +309,7 @@ def _unused(index: MetadataIndex, names: set[str]) -> str:
     return name
 
 
-def _write_batches(session: _C.SaveSession, records: Sequence[_Record], planner: SavePlanner) -> None:
+def _write_batches(session: _C.SaveSession, records: Sequence[_Planned], planner: SavePlanner) -> None:
     """Writes all records; where tensors have to be copied, one batch is copied while the one before is written."""
     with ThreadPoolExecutor(1, "tensorizer-save") as thread:
         batches = _Batches(session, thread)
@@ -343,9 +330,9 @@ class _Batches:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Takes a tensor, or a copy of it where there has to be one and its memory fits."""
-        on_device = cuda_engine.is_fast_device(tensor.device)
+        on_device = on_fast_device(tensor)
         device = tensor.device if on_device else torch.device("cpu")
-        size = tensor.numel() * tensor.element_size() if is_copied(tensor, on_device) else 0
+        size = tensor.nbytes if is_copied(tensor, on_device) else 0
         if self._batch and (self._copied + size > _BATCH_NBYTES or self._batch[0].device != device):
             self._write_ahead()
         if self._pending_copied + self._copied + size > 2 * _BATCH_NBYTES:
@@ -376,7 +363,7 @@ class _Batches:
 
 def _prepared(session: _C.SaveSession, batch: list[torch.Tensor]) -> Callable[[], None]:
     """What writes a batch, whose copies on the device are in order after what the caller enqueued."""
-    payloads = [(t.data_ptr(), t.numel() * t.element_size()) for t in batch]
+    payloads = [memory_of(tensor) for tensor in batch]
     device = batch[0].device
     engine = None if device.type == "cpu" else cuda_engine.engine_for(device)
 

@@ -1,56 +1,76 @@
-"""Models of ``transformers``: straight from the file (P2), or by the library from a state dict (P1)."""
+"""Models of ``transformers``: filled from the file while they are empty, or made by the library from a state dict.
+
+Which class a folder is for is found without running code from it.
+"""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
+import functools
 import logging
-from typing import Any
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Optional
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from tensorizer._format.dtypes import torch_dtype
+from tensorizer._files.names import flat_names
+from tensorizer._format.dtypes import known_dtype, torch_dtype
+from tensorizer._load.arguments import as_device
+from tensorizer._load.fit import ModuleView, shown
+from tensorizer._load.modules import Filling, ModuleFill
+from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport
-from tensorizer.integrations._hf import device_maps
-from tensorizer.integrations._hf.classes import find_config, model_class_of
-from tensorizer.integrations._hf.options import LoadOptions, device_of
-from tensorizer.integrations._hf.place import Place
-from tensorizer.integrations._hf.straight import empty_on, fill_straight, meta_names
+from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder
 from tensorizer.integrations._hf.weights import Weights, find_weights
+from tensorizer.utils import no_init_or_tensor
 
-__all__ = ["dtype_of_file", "load_model"]
+__all__ = ["device_of", "dtype_of_file", "empty_on", "fill_empty", "load_model", "resolve_device_map"]
 
 logger = logging.getLogger("tensorizer.integrations.huggingface")
 
+_CONFIG = "config.json"
 _GENERATION = "generation_config.json"
-# What the constructor takes, and P2 can pass on; whatever else was asked for is the library's to do.
+# What the constructor takes, and what can be done without the library; whatever else was asked for is its own to do.
 _OF_CONSTRUCTION = {"attn_implementation", "experts_implementation", "max_memory", "ignore_mismatched_sizes"}
+_BALANCED = ("auto", "balanced", "balanced_low_0")
+
+# Methods of tensors and functions of torch.nn.init that give values to what is there.
+_FILLING = re.compile(
+    "(normal|uniform|trunc_normal|xavier_normal|xavier_uniform|kaiming_normal|kaiming_uniform|orthogonal|eye|dirac|sparse|"
+    "zero|zeros|ones|fill|constant|copy|add|sub|mul|div|clamp|erfinv|exponential|log)_"
+)
+_CONVERTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # what the engine's dtype= concerns
 
 
-def load_model(cls: Any, place: Place, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
+def load_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
     """A model in evaluation mode, and the loading information that the library would give."""
-    config, keywords = find_config(cls, place, options)
-    builder = model_class_of(cls, config, place, options)
-    weights = find_weights(place, "model", options)
+    config, keywords = find_config(cls, folder, options)
+    builder = model_class_of(cls, config, folder, options)
+    weights = find_weights(folder, "model", options)
     model: Any = None
-    if _can_go_straight(config, options, keywords):
-        model, info = _straight(builder, config, weights, options, keywords)
+    if _may_be_filled(config, options, keywords):
+        model, info = _filled(builder, config, weights, options, keywords)
     if model is None:
         model, info = _by_library(builder, config, weights, options, keywords)
     if hasattr(model, "can_generate") and model.can_generate():
-        _set_generation_config(model, place)
-    model.config.name_or_path = model.name_or_path = place.label
+        _set_generation_config(model, folder)
+    model.config.name_or_path = model.name_or_path = folder.label
     return model.eval(), info
 
 
-def _can_go_straight(config: Any, options: LoadOptions, keywords: dict[str, Any]) -> bool:
+def _may_be_filled(config: Any, options: LoadOptions, keywords: dict[str, Any]) -> bool:
     quantised = options.quantization_config is not None or getattr(config, "quantization_config", None) is not None
     return not quantised and not isinstance(options.dtype, dict) and not set(keywords) - _OF_CONSTRUCTION
 
 
-def _straight(
+def _filled(
     builder: Any, config: Any, weights: Weights, options: LoadOptions, keywords: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The model by P2; ``None`` where that is not the way."""
+    """The model, built empty and filled from the file; ``None`` where that is not the way."""
     config = copy.deepcopy(config)
     dtype = _dtype_of(config, weights, options)
     chosen = {name: keywords[name] for name in ("attn_implementation", "experts_implementation") if name in keywords}
@@ -59,18 +79,13 @@ def _straight(
         model = make(config, dtype=dtype, **chosen)
     devices: Any = device_of(options)
     if options.device_map is not None:
-        devices = device_maps.resolve(model, options.device_map, keywords.get("max_memory"), dtype)
-        if not device_maps.holds_everything(devices):
+        devices = resolve_device_map(model, options.device_map, keywords.get("max_memory"), dtype)
+        if "disk" in devices.values():  # the library alone arranges that
             return None, {}
-    report = fill_straight(model, weights, devices)
-    if report is None:
-        return None, {}
-    left = meta_names(model)
-    if left:  # buffers that the class computes when it initialises
-        logger.debug("%s: %s has no data yet; the library loads it", weights.label, ", ".join(left[:5]))
+    if not fill_empty(model, weights, devices):
         return None, {}
     if options.device_map is not None:
-        device_maps.dispatch(model, devices)
+        _dispatch(model, devices)
     return model, _nothing_wrong()
 
 
@@ -96,7 +111,7 @@ def dtype_of_file(weights: Weights) -> torch.dtype:
         stored = [tensor.dtype for tensor in weights.state_dict().values()]
     else:
         with weights.open() as file:
-            stored = [torch_dtype(entry.dtype) for entry in file.entries()]
+            stored = [torch_dtype(file.entry(i).dtype) for i in file.selection]
     return next((one for one in stored if one.is_floating_point), torch.get_default_dtype())
 
 
@@ -111,7 +126,7 @@ def _nothing_wrong() -> dict[str, Any]:
 def _by_library(
     builder: Any, config: Any, weights: Weights, options: LoadOptions, keywords: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The model by P1: the library renames, converts, quantises and places what is in a state dict."""
+    """The library's model: it renames, converts, quantises and places what is in a state dict."""
     builder = _concrete(builder, config)
     device_map = options.device_map
     if device_map is None and device_of(options).type != "cpu":
@@ -152,9 +167,222 @@ def _concrete(builder: Any, config: Any) -> Any:
         return type(builder.from_config(copy.deepcopy(config)))
 
 
-def _set_generation_config(model: Any, place: Place) -> None:
-    if not place.has(_GENERATION):
+def _set_generation_config(model: Any, folder: ModelFolder) -> None:
+    if not folder.has(_GENERATION):
         return
     from transformers import GenerationConfig
 
-    model.generation_config = GenerationConfig.from_pretrained(place.fetch(_GENERATION))
+    model.generation_config = GenerationConfig.from_pretrained(folder.fetch(_GENERATION))
+
+
+def find_config(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
+    """The configuration, and the keywords that are none of its members.
+
+    Args:
+        cls: The class that was asked for, or ``None``.
+        folder: The folder.
+        options: ``config`` is taken as it is, if there is one; ``model_kwargs`` that name members override them.
+
+    Raises:
+        ValueError: The configuration belongs to code in the repository.
+        FileNotFoundError: There is no ``config.json``.
+    """
+    from transformers import AutoConfig
+
+    keywords = dict(options.model_kwargs)
+    if options.config is not None:
+        config = copy.deepcopy(options.config)
+        for name in [name for name in keywords if hasattr(config, name)]:
+            if name != "attn_implementation":
+                setattr(config, name, keywords.pop(name))
+        return config, keywords
+    values = folder.read_json(_CONFIG)
+    if values is None:
+        raise FileNotFoundError(f"{folder.label}: wanted {_CONFIG} in it")
+    own = getattr(cls, "config_class", None) or getattr(options.model_class, "config_class", None)
+    if own is None and "auto_map" in values and not _is_native(values):
+        raise ValueError(
+            f"{folder.label}: its classes are code in the repository ({values['auto_map']}), which is never run; "
+            "import the class yourself and pass it as model_class="
+        )
+    source = own or AutoConfig
+    files = folder.fetch(_CONFIG)
+    config, rest = source.from_pretrained(files, return_unused_kwargs=True, **keywords, **_no_code(source))
+    return config, rest
+
+
+def _no_code(source: Any) -> dict[str, Any]:
+    """Said to AutoConfig, which would ask on the terminal otherwise; other classes would keep it as a member."""
+    return {"trust_remote_code": False} if hasattr(source, "for_model") else {}
+
+
+def _is_native(values: dict[str, Any]) -> bool:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    named = values.get("architectures") or []
+    return values.get("model_type") in CONFIG_MAPPING and (not named or hasattr(transformers, named[0]))
+
+
+def model_class_of(cls: Any, config: Any, folder: ModelFolder, options: LoadOptions) -> Any:
+    """The class, or ``AutoModel...`` class, that builds the model.
+
+    Raises:
+        ValueError: The configuration names no class of the library; the message says how to name one.
+    """
+    import transformers
+
+    if options.model_class is not None:
+        return options.model_class
+    if cls is not None:
+        return cls
+    for name in getattr(config, "architectures", None) or []:
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    named = getattr(config, "architectures", None)
+    raise ValueError(
+        f"{folder.label}: its configuration names {', '.join(named) if named else 'no class'}, which transformers "
+        f"{transformers.__version__} does not have; pass the class, as the first argument or as model_class="
+    )
+
+
+def device_of(options: LoadOptions) -> torch.device:
+    """The one device of a load without a device map: the CPU unless another was named, as the libraries do."""
+    return as_device(options.device)
+
+
+@contextlib.contextmanager
+def empty_on(device: torch.device) -> Iterator[None]:
+    """Models built here have their computed buffers on `device` and parameters without memory."""
+    with torch.device(device), no_init_or_tensor(), _NothingToInitialise():
+        yield
+
+
+class _NothingToInitialise(TorchFunctionMode):
+    """Filling a tensor without memory is nothing, and costs nothing: on the meta device torch takes milliseconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _FILLING.fullmatch(getattr(func, "__name__", "")):
+            target = args[0] if args else (kwargs or {}).get("tensor")
+            if isinstance(target, torch.Tensor) and target.is_meta:
+                return target
+        return func(*args, **(kwargs or {}))
+
+
+def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
+    """Fills an empty model where the file has exactly its tensors.
+
+    Args:
+        model: Its tensors are replaced. Untouched where the answer is ``False``.
+        weights: The file.
+        device: A device, or a mapping from prefixes of names to devices.
+
+    Returns:
+        Whether it did: not where names, shapes or kinds differ, modules do more with a state dict than keep it, or the
+        class computes buffers that are left without data.
+
+    Raises:
+        FormatError, HashMismatchError, CryptographyError, OSError: The file.
+    """
+    if weights.pickled:
+        return False
+    view = ModuleView(model)
+    wanted = _wanted_dtypes(view)
+    main = _most_common(wanted.values())
+    with weights.open(device, main) as file:
+        stored = flat_names(file)
+        fill = ModuleFill(view, file, stored, Filling(ties="equal"), strict=True)
+        if fill.hands_over or not fill.report.ok or not _kinds_fit(file, stored, wanted):
+            return False
+        if fill.left_on_meta:
+            logger.debug("%s: %s has no data; the library loads it", weights.label, ", ".join(fill.left_on_meta[:5]))
+            return False
+        if not {wanted[name] for name in stored} & (_CONVERTED - {main}):
+            fill.run()
+            return True
+    tensors: dict[str, torch.Tensor] = {}
+    for dtype in dict.fromkeys(wanted.values()):
+        chosen = {name for name, other in wanted.items() if other == dtype}
+        accepts = functools.partial(_is_among, chosen)
+        with weights.open(device, dtype if dtype in _CONVERTED else None, accepts) as part:
+            entries = flat_names(part)
+            tensors.update(zip(entries, part.load(list(entries.values()))))
+    fill.put(tensors)
+    return True
+
+
+def _is_among(chosen: Collection[str], stored_name: Any) -> bool:
+    return shown(str(stored_name)) in chosen
+
+
+def _wanted_dtypes(view: ModuleView) -> dict[str, torch.dtype]:
+    """The dtype of each tensor: that of the empty model, or float32 where the class says that halves will not do."""
+    plain = set(getattr(view.module, "_keep_in_fp32_modules", None) or ())
+    strict = set(getattr(view.module, "_keep_in_fp32_modules_strict", None) or ())
+    found = {name: slot.tensor.dtype for name, slot in view.slots.items() if slot.tensor is not None}
+    for half, patterns in ((torch.float16, plain | strict), (torch.bfloat16, strict)):
+        text = "|".join(map(re.escape, patterns))
+        keeps = re.compile(rf"(^|\.)({text})($|\.)").search
+        found.update({n: torch.float32 for n, dtype in found.items() if text and dtype == half and keeps(n)})
+    return found
+
+
+def _most_common(dtypes: Iterable[torch.dtype]) -> Optional[torch.dtype]:
+    counted = collections.Counter(dtype for dtype in dtypes if dtype in _CONVERTED)
+    return counted.most_common(1)[0][0] if counted else None
+
+
+def _kinds_fit(file: OpenFile, stored: Mapping[str, int], wanted: Mapping[str, torch.dtype]) -> bool:
+    """Whether what is stored is what the model wants, or can be converted to it by the engine."""
+    pairs = {(file.index.dtype(i), wanted[name]) for name, i in stored.items() if name in wanted}
+    kinds = [(known_dtype(dtype), target) for dtype, target in pairs]
+    # All of them numbers of one kind, floating point.
+    return all(found == target or {found, target} <= _CONVERTED for found, target in kinds)
+
+
+def resolve_device_map(
+    model: Any, device_map: Any, max_memory: Optional[dict[Any, Any]], dtype: torch.dtype
+) -> dict[str, Any]:
+    """From names of modules to devices, as the library would choose them for an empty model.
+
+    Args:
+        model: With parameters on the meta device.
+        device_map: A mapping, a device, or ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``.
+        max_memory: Bytes, or texts like ``"1GB"``, by device.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: Another word.
+        ImportError: ``accelerate`` is not installed.
+    """
+    if isinstance(device_map, (torch.device, int)):
+        return {"": device_map}
+    if not isinstance(device_map, str):
+        return dict(device_map)
+    if device_map not in (*_BALANCED, "sequential"):
+        try:
+            return {"": torch.device(device_map)}
+        except RuntimeError:
+            wanted = ", ".join((*_BALANCED, "sequential"))
+            raise ValueError(f"device_map: wanted {wanted}, a device or a mapping, found {device_map!r}") from None
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory, get_max_memory
+
+    whole = list(getattr(model, "_no_split_modules", None) or ())
+    limits: Any = max_memory
+    if device_map in _BALANCED:
+        limits = get_balanced_memory(model, max_memory, whole, dtype=dtype, low_zero=device_map == "balanced_low_0")
+    limits = get_max_memory(limits)
+    return dict(infer_auto_device_map(model, limits, whole, dtype=dtype))
+
+
+def _dispatch(model: Any, device_map: dict[str, Any]) -> None:
+    """Puts the hooks in folder where there is more than one device, and buffers where their modules are."""
+    devices = {torch.device(f"cuda:{folder}" if isinstance(folder, int) else folder) for folder in device_map.values()}
+    if len(devices) == 1:
+        model.to(devices.pop())  # buffers: the parameters are there
+        return
+    from accelerate import dispatch_model
+
+    dispatch_model(model, device_map=device_map)

@@ -13,16 +13,14 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from tensorizer._files.convert import convert
-from tensorizer._files.older_forms import older_forms, remove_forms
+from tensorizer._files.copy import other_forms, remove_files
+from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import scheme_of
-from tensorizer._io.whole_file import WholeFile
 from tensorizer._load.fit import shown
-from tensorizer._save.modules import walk_module
+from tensorizer._save.records import walk_module
 from tensorizer.errors import UnsupportedContentError
-from tensorizer.integrations._hf.adapters import is_peft
-from tensorizer.integrations._hf.pipelines import stem_of
-from tensorizer.integrations._hf.place import MANIFEST, is_weight
-from tensorizer.integrations._hf.sentences import is_sentence_transformer
+from tensorizer.integrations._hf.folders import MANIFEST, is_weight
+from tensorizer.integrations._hf.objects import is_peft, is_sentence_transformer, stem_of
 from tensorizer.torch import save_file, save_model
 
 __all__ = ["SaveOptions", "save_object"]
@@ -40,7 +38,7 @@ class SaveOptions(NamedTuple):
     stream_options: Optional[Mapping[str, Any]]
 
 
-class _Target:
+class _SavedFolder:
     """The folder or prefix that is written to; small files are written to a temporary folder first and go last."""
 
     def __init__(self, target: Any, options: SaveOptions, staging: Path) -> None:
@@ -112,7 +110,7 @@ class _Target:
         """What an earlier save left of the model as shards, now that it is one file; sharded saves do so themselves."""
         if self.options.max_shard_size is None:
             path, stream_options = self.join(name), self.options.stream_options
-            remove_forms(older_forms(path, [path], stream_options), stream_options)
+            remove_files(other_forms(path, [path], stream_options), stream_options)
 
     def finish(self) -> None:
         """Writes the small files."""
@@ -140,7 +138,7 @@ def save_object(obj: Any, target: Any, tokenizer: Any, options: SaveOptions) -> 
         UnsupportedContentError: Weights whose layout is not in their tensors (torchao).
     """
     with tempfile.TemporaryDirectory(prefix="tensorizer-") as folder:
-        where = _Target(target, options, Path(folder))
+        where = _SavedFolder(target, options, Path(folder))
         if is_sentence_transformer(obj):
             _save_sentence_transformer(obj, where)
         elif is_peft(obj):
@@ -159,7 +157,7 @@ def save_object(obj: Any, target: Any, tokenizer: Any, options: SaveOptions) -> 
         where.finish()
 
 
-def _save_model(model: Any, where: _Target, subfolder: str) -> None:
+def _save_model(model: Any, where: _SavedFolder, subfolder: str) -> None:
     folder = where.staging / subfolder
     folder.mkdir(parents=True, exist_ok=True)
     more = {"architecture": type(model).__name__, "names": "model"}
@@ -179,7 +177,7 @@ def _save_model(model: Any, where: _Target, subfolder: str) -> None:
     where.write_model(model, subfolder, stem_of(model), more)
 
 
-def _write_as_the_library(model: Any, where: _Target, subfolder: str) -> None:
+def _write_as_the_library(model: Any, where: _SavedFolder, subfolder: str) -> None:
     """The names that releases of the library agree on, which it alone knows: it writes, and its file is converted."""
     with tempfile.TemporaryDirectory(prefix="tensorizer-") as folder:
         model.save_pretrained(folder, max_shard_size="1000TB")
@@ -216,7 +214,7 @@ def _check_quantiser(model: Any) -> None:
         )
 
 
-def _save_adapters(model: Any, where: _Target) -> None:
+def _save_adapters(model: Any, where: _SavedFolder) -> None:
     from peft import get_peft_model_state_dict
 
     names = list(model.peft_config)
@@ -233,7 +231,7 @@ def _save_adapters(model: Any, where: _Target) -> None:
         where.write_state(state, subfolder, "adapter_model", {"peft_type": str(config.peft_type)})
 
 
-def _save_pipeline(pipeline: Any, where: _Target) -> None:
+def _save_pipeline(pipeline: Any, where: _SavedFolder) -> None:
     pipeline.save_config(where.staging)
     for name, component in pipeline.components.items():
         if component is None:
@@ -244,7 +242,7 @@ def _save_pipeline(pipeline: Any, where: _Target) -> None:
             component.save_pretrained(where.staging / name)
 
 
-def _save_sentence_transformer(model: Any, where: _Target) -> None:
+def _save_sentence_transformer(model: Any, where: _SavedFolder) -> None:
     model.save_pretrained(str(where.staging), create_model_card=False, safe_serialization=True)
     for path in sorted(_files(where.staging)):
         if path.suffix == ".safetensors":

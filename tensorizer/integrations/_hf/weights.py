@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
 
-from tensorizer._files.pickled import read_pickled
-from tensorizer._load.authenticity import Trust
+from tensorizer._files.contents import read_pickled
+from tensorizer._files.convert import convert
+from tensorizer._io.access import Access, Trust
+from tensorizer._load.arguments import target_device
+from tensorizer._load.open_file import OpenFile, open_file
+from tensorizer._load.reader import ReadOptions
 from tensorizer._system.redaction import shown_location
-from tensorizer.deserializer import TensorDeserializer
 from tensorizer.errors import AuthenticationError
-from tensorizer.integrations._hf.options import LoadOptions
-from tensorizer.integrations._hf.place import LocalPlace, Place
-from tensorizer.torch import load_file
+from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder, ModelFolder, is_weight
+from tensorizer.torch import load_file, save_file
 
-__all__ = ["Weights", "find_weights"]
+__all__ = ["Weights", "find_weights", "private_copy", "write_safetensors"]
 
 _PICKLED_STEMS = {"model": "pytorch_model"}  # the others are called the same in every format
+_IN_MEMORY = "/dev/shm"
 
 
 class Weights(NamedTuple):
@@ -33,7 +40,7 @@ class Weights(NamedTuple):
 
     source: Any
     pickled: bool
-    place: Place
+    folder: ModelFolder
     options: LoadOptions
 
     @property
@@ -47,23 +54,13 @@ class Weights(NamedTuple):
         checked = self.options.verify or self.options.public_key is not None
         return False if self.options.mmap is None and checked else self.options.mmap
 
-    def open(
-        self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None
-    ) -> TensorDeserializer:
+    def open(self, device: Any = "cpu", dtype: Optional[torch.dtype] = None, filter_func: Any = None) -> OpenFile:
         """The file, with nothing read but its index."""
-        return TensorDeserializer(
-            self.source,
-            device,
-            filter_func,
-            dtype,
-            lazy_load=True,
-            verify_hash=self.options.verify or None,
-            mmap=self._mmap,
-            encryption=self.options.encryption,
-            stream_options=self.place.stream_options,
-            public_key=self.options.public_key,
-            require_authenticated=self.options.require_authenticated,
-        )
+        options = self.options
+        trust = Trust.of(options.public_key, None, options.require_authenticated)
+        access = Access.to_read(options.encryption, self.folder.stream_options, trust=trust)
+        how = ReadOptions(target_device(device), dtype, self._mmap, options.verify or None)
+        return open_file(self.source, access, how, filter_func)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All tensors in host memory, with the dtypes that are stored."""
@@ -74,7 +71,7 @@ class Weights(NamedTuple):
             verify=self.options.verify,
             encryption=self.options.encryption,
             mmap=self._mmap,
-            stream_options=self.place.stream_options,
+            stream_options=self.folder.stream_options,
             public_key=self.options.public_key,
             require_authenticated=self.options.require_authenticated,
         )
@@ -84,14 +81,14 @@ class Weights(NamedTuple):
         if self.pickled:
             return False
         with self.open() as file:
-            return bool(file._container.index.encrypted)
+            return bool(file.index.encrypted)
 
 
-def find_weights(place: Place, stem: str, options: LoadOptions) -> Weights:
+def find_weights(folder: ModelFolder, stem: str, options: LoadOptions) -> Weights:
     """The weights under the usual names: ``.tensors``, else ``.safetensors``, else ``.bin`` if that is allowed.
 
     Args:
-        place: The folder.
+        folder: The folder.
         stem: ``model``, ``diffusion_pytorch_model`` or ``adapter_model``.
         options: Of the load; ``variant`` and ``allow_pickle`` are used.
 
@@ -100,42 +97,42 @@ def find_weights(place: Place, stem: str, options: LoadOptions) -> Weights:
         ValueError: Only pickled ones, and they are not allowed.
         AuthenticationError: Only pickled ones, and somebody has to vouch for them.
     """
-    if place.file is not None:
-        if not place.has(place.file):
-            raise FileNotFoundError(f"{place.label}: wanted {place.file}, found none")
-        return Weights(place.weight(place.file), False, place, options)
+    if folder.file is not None:
+        if not folder.has(folder.file):
+            raise FileNotFoundError(f"{folder.label}: wanted {folder.file}, found none")
+        return Weights(folder.weight(folder.file), False, folder, options)
     tried = []
     for extension in ("tensors", "safetensors"):
         for name in _names(stem, extension, options.variant):
-            if place.has(name):
-                _refuse_two_forms(place, name, extension)
-                if options.public_key is not None and place.has(f"{name}.sig"):
-                    place.weight(f"{name}.sig")  # beside the weights, where a cache holds what was asked for alone
-                return Weights(place.weight(name), False, place, options)
+            if folder.has(name):
+                _refuse_two_forms(folder, name, extension)
+                if options.public_key is not None and folder.has(f"{name}.sig"):
+                    folder.weight(f"{name}.sig")  # beside the weights, where a cache holds what was asked for alone
+                return Weights(folder.weight(name), False, folder, options)
             tried.append(name)
     for name in _names(_PICKLED_STEMS.get(stem, stem), "bin", options.variant):
-        if not place.has(name):
+        if not folder.has(name):
             continue
         if not options.allow_pickle:
             raise ValueError(
-                f"{place.label}: only {name} holds the weights, a pickle; allow_pickle=True reads it (weights only, "
+                f"{folder.label}: only {name} holds the weights, a pickle; allow_pickle=True reads it (weights only, "
                 "nothing in it is run)"
             )
         if options.public_key is not None or Trust.of(None, None, options.require_authenticated).required:
             raise AuthenticationError(
-                f"{place.label}: not authenticated: {name} is a pickle, for which nothing vouches"
+                f"{folder.label}: not authenticated: {name} is a pickle, for which nothing vouches"
             )
         if options.mmap:
-            raise ValueError(f"{place.label}: mmap: {name} is a pickle, which cannot be mapped")
-        return Weights(tuple(_pickled_files(place, name)), True, place, options)
-    raise FileNotFoundError(f"{place.label}: wanted {', '.join(tried)}, found none of them")
+            raise ValueError(f"{folder.label}: mmap: {name} is a pickle, which cannot be mapped")
+        return Weights(tuple(_pickled_files(folder, name)), True, folder, options)
+    raise FileNotFoundError(f"{folder.label}: wanted {', '.join(tried)}, found none of them")
 
 
-def _refuse_two_forms(place: Place, name: str, extension: str) -> None:
+def _refuse_two_forms(folder: ModelFolder, name: str, extension: str) -> None:
     """Refuses to guess between a file and shards, where the folder is here and asking costs nothing."""
-    if isinstance(place, LocalPlace) and name.endswith(f".{extension}") and place.has(f"{name}.index.json"):
+    if isinstance(folder, LocalFolder) and name.endswith(f".{extension}") and folder.has(f"{name}.index.json"):
         raise ValueError(
-            f"{place.label}: found both {name} and {name}.index.json, two forms of one model: remove the other one"
+            f"{folder.label}: found both {name} and {name}.index.json, two forms of one model: remove the other one"
         )
 
 
@@ -150,10 +147,11 @@ def _names(stem: str, extension: str, variant: Optional[str]) -> Iterator[str]:
     yield f"{stem}.{extension}.{variant}.index.json"
 
 
-def _pickled_files(place: Place, name: str) -> Iterator[str]:
-    path = str(place.weight(name))
+def _pickled_files(folder: ModelFolder, name: str) -> Iterator[str]:
+    path = str(folder.weight(name))
     if "://" in path:
-        raise ValueError(f"{place.label}: {name} is a pickle, which is read from local files and the hub's cache alone")
+        where = "which is read from local files and the hub's cache alone"
+        raise ValueError(f"{folder.label}: {name} is a pickle, {where}")
     if not name.endswith(".json"):
         yield path
         return
@@ -161,4 +159,55 @@ def _pickled_files(place: Place, name: str) -> Iterator[str]:
     for shard in sorted(set(weight_map.values())):
         if "/" in shard or "\\" in shard or ".." in shard:
             raise ValueError(f"{path}: wanted the name of a file in its folder, found {shard!r:.200}")
-        yield str(place.weight(shard))
+        yield str(folder.weight(shard))
+
+
+@contextlib.contextmanager
+def private_copy(source: Path, nbytes: int) -> Iterator[Path]:
+    """A copy of the small files of a folder, for its weights to be put beside; removed at the end, whatever ends it.
+
+    Args:
+        source: Where the files are.
+        nbytes: What will be written beside them; it goes to memory where there is twice the room.
+    """
+    room = None
+    if os.path.isdir(_IN_MEMORY) and os.access(_IN_MEMORY, os.W_OK):
+        room = _IN_MEMORY if shutil.disk_usage(_IN_MEMORY).free > 2 * nbytes else None
+    target = Path(tempfile.mkdtemp(prefix="tensorizer-", dir=room))  # mode 700
+    try:
+        shutil.copytree(source, target, dirs_exist_ok=True, ignore=_without_weights)
+        os.chmod(target, 0o700)  # copytree gave it the mode of the source
+        yield target
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def _without_weights(folder: str, names: list[str]) -> set[str]:
+    indexes = {name for name in names if name.endswith(".json") and is_weight(name.partition(".index")[0])}
+    return indexes | {name for name in names if is_weight(name)}
+
+
+def write_safetensors(weights: Weights, target: Path, allow_plaintext_temp: bool) -> None:
+    """The weights as a plain ``.safetensors`` file.
+
+    Raises:
+        ValueError: They are encrypted, and nobody said that their plaintext may be written to a file.
+    """
+    if weights.encrypted and not allow_plaintext_temp:
+        raise ValueError(
+            f"{weights.label}: encrypted, and the library reads its weights from files alone: "
+            "allow_plaintext_temp=True writes them decrypted to a private temporary folder"
+        )
+    if weights.pickled:
+        save_file(weights.state_dict(), target, {"format": "pt"})
+        return
+    convert(
+        weights.source,
+        target,
+        format="safetensors",
+        decryption=weights.options.encryption,
+        public_key=weights.options.public_key,
+        check=False,
+        flatten=True,
+        stream_options=weights.folder.stream_options,
+    )

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Reads sources.json, the lock file of the libraries that wheels hold; fetches, proves and patches their sources.
+
+    sources.py
+
+says which libraries have a later release than the lock file; exit status 1 if one has. Run weekly: a security fix in a
+library means a rebuilt wheel. The patches of ``patches/LIBRARY`` are security fixes that came after a release.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from pathlib import Path
+
+LOCK_FILE = Path(__file__).with_name("sources.json")
+PATCHES = Path(__file__).with_name("patches")
+TIMEOUT_SECONDS = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """One statically linked library.
+
+    Attributes:
+        sha256: Of the archive that the project publishes, in hexadecimal.
+        urls: Where the archive can be had; the first that answers with the right content is used. ``debian:PATH`` is
+            a copy below this machine's mirror of Debian, for machines that reach nothing else.
+        repository: The project's git repository.
+        tags: How the tags of the releases begin that we would move to.
+    """
+
+    name: str
+    version: str
+    licence: str
+    licence_file: str
+    homepage: str
+    sha256: str
+    urls: tuple[str, ...]
+    repository: str
+    tags: str
+
+    @property
+    def patches(self) -> list[Path]:
+        """In the order in which they are applied."""
+        return sorted((PATCHES / self.name).glob("*.patch"))
+
+
+def read_libraries() -> list[Library]:
+    """The libraries in the order in which they are built: each needs only those before it."""
+    return [
+        Library(**{**entry, "urls": tuple(entry["urls"])}) for entry in json.loads(LOCK_FILE.read_text())["libraries"]
+    ]
+
+
+def debian_mirror() -> str:
+    """The mirror of Debian that ``DEBIAN_MIRROR`` names, or the one that this machine's apt uses.
+
+    Raises:
+        LookupError: There is neither.
+    """
+    lists = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
+    words = [word for path in lists if path.is_file() for word in path.read_text(errors="replace").split()]
+    for word in [os.environ.get("DEBIAN_MIRROR", ""), *words]:
+        if re.match(r"https?://.*/debian/?$", word):
+            return word.rstrip("/")
+    raise LookupError("no mirror of Debian in the apt sources: name one with DEBIAN_MIRROR")
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def fetch(library: Library, folder: Path) -> Path:
+    """The archive in ``folder``, fetched unless it is there already.
+
+    Raises:
+        SystemExit: No address gave the content that the lock file names; says what each one gave.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{library.name}-{library.version}.tar.gz"
+    if path.is_file() and sha256_of(path) == library.sha256:
+        return path
+    part, complaints = path.with_name(path.name + ".part"), []
+    for url in library.urls:
+        try:
+            address = f"{debian_mirror()}/{url[len('debian:') :]}" if url.startswith("debian:") else url
+            with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer, part.open("wb") as file:
+                shutil.copyfileobj(answer, file)
+        except (OSError, LookupError) as error:
+            complaints.append(f"{url}: {error}")
+            continue
+        if sha256_of(part) == library.sha256:
+            return part.rename(path)
+        complaints.append(f"{url}: SHA-256 {sha256_of(part)}")
+        part.unlink()
+    sys.exit(f"{path.name}: wanted SHA-256 {library.sha256}, found\n  " + "\n  ".join(complaints))
+
+
+def unpack(library: Library, cache: Path, folder: Path) -> Path:
+    """The patched sources of ``library`` in ``folder``, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with tarfile.open(fetch(library, cache)) as archive:
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    (tree,) = folder.iterdir()
+    for patch in library.patches:
+        subprocess.run(["patch", "--directory", str(tree), "-p1", "-F0", "--quiet", "--input", str(patch)], check=True)
+    return tree
+
+
+def latest_release(library: Library) -> str:
+    """The version of the highest tag of the project that begins as ``library.tags`` says."""
+    command = ["git", "ls-remote", "--tags", "--refs", library.repository, f"{library.tags}*"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(rf"refs/tags/({re.escape(library.tags)}[\d._]+)$", listed, re.MULTILINE)
+    numbers = [re.findall(r"\d+", tag.rpartition("-")[2]) for tag in found]
+    return ".".join(max(numbers, key=lambda parts: [int(part) for part in parts], default=[]))
+
+
+def main() -> int:
+    late = False
+    for library in read_libraries():
+        latest = latest_release(library)
+        late = late or latest != library.version
+        print(f"{library.name} {library.version}" + (f": {latest} is out" if latest != library.version else ""))
+    return int(late)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

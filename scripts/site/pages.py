@@ -1,0 +1,23 @@
+"""Pages of the site that are files of the top folder; their links lead to the other pages (mkdocs.yml, hooks)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDE = ("errors.md", "performance.md", "what-ran-where.md")  # tables that need the room of the list of headings
+PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
+    name = PAGES.get(page.file.src_uri)
+    if name is None:
+        return markdown
+    text = (
+        (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](").replace("](CHANGELOG.md)", "](changelog.md)")
+    )
+    return re.sub(r"\[([^\]]+)\]\([A-Z]+(?:\.md)?\)", r"\1", text)  # the licence and the like are no pages

@@ -1,0 +1,112 @@
+"""What public functions are given and only pass on: the key, options for opening, threads, progress, who vouches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+
+from tensorizer._crypto.keys import check_decryption, check_encryption, public_key_bytes
+from tensorizer._system.checks import thread_limit
+from tensorizer._system.config import env_int
+
+if TYPE_CHECKING:
+    from tensorizer.progress import ProgressArgument
+
+__all__ = ["NOBODY", "Access", "Trust"]
+
+
+class Trust(NamedTuple):
+    """Who may vouch for a file, and whether somebody has to."""
+
+    public_keys: tuple[bytes, ...] = ()
+    signature: Any = None  # a path, URI or bytes; None: in the file, or beside it
+    required: bool = False
+
+    @classmethod
+    def of(cls, public_key: Any, signature: Any, require_authenticated: Optional[bool]) -> Trust:
+        """From the arguments of ``TensorDeserializer`` and what the environment says.
+
+        Raises:
+            ValueError: `signature` without `public_key`; a key file that holds none; a variable that is not 0 or 1.
+            TypeError: Arguments of other types.
+        """
+        if require_authenticated is None:
+            require_authenticated = env_int("TENSORIZER_REQUIRE_AUTHENTICATED", 0, 1) == 1
+        keys = () if public_key is None else public_key_bytes(public_key)
+        if signature is not None and not keys:
+            raise ValueError("signature: it says nothing without the public_key that it has to fit")
+        if signature is not None and not isinstance(signature, (str, bytes, os.PathLike)):
+            raise TypeError(f"signature: wanted a path, URI or bytes, found {type(signature).__name__}")
+        return cls(keys, signature, bool(require_authenticated))
+
+
+NOBODY = Trust()
+
+
+@dataclass(frozen=True)
+class Access:
+    """How one call gets at its files. Made by the public function that was called, and passed on as it is.
+
+    :meth:`to_read` and :meth:`to_write` check what users gave. The shown form has no key and no options, which may
+    hold passwords.
+
+    Attributes:
+        encryption: ``DecryptionParams`` where files are read, ``EncryptionParams`` where they are written.
+        stream_options: Keywords of ``stream_io.open_stream`` for URIs; whoever opens checks them.
+        num_readers: Upper bound for reading threads, not checked yet: :attr:`max_workers` does that, so that a file
+            that cannot be opened is reported first.
+        progress: What users gave; ``progress_reporter`` checks it.
+        trust: Who may vouch for what is read.
+    """
+
+    encryption: Any = field(default=None, repr=False)
+    stream_options: Optional[Mapping[str, Any]] = field(default=None, repr=False)
+    num_readers: Optional[int] = None
+    progress: ProgressArgument = False
+    trust: Trust = NOBODY
+
+    @classmethod
+    def to_read(
+        cls,
+        encryption: Any = None,
+        stream_options: Optional[Mapping[str, Any]] = None,
+        num_readers: Optional[int] = None,
+        progress: ProgressArgument = False,
+        trust: Trust = NOBODY,
+    ) -> Access:
+        """For reading.
+
+        Raises:
+            TypeError: `encryption` is neither ``DecryptionParams`` nor ``None``.
+            ValueError: It holds no key.
+        """
+        if encryption is not None:
+            check_decryption(encryption)
+        return cls(encryption, stream_options, num_readers, progress, trust)
+
+    @classmethod
+    def to_write(
+        cls,
+        encryption: Any = None,
+        stream_options: Optional[Mapping[str, Any]] = None,
+        progress: ProgressArgument = False,
+    ) -> Access:
+        """For writing.
+
+        Raises:
+            TypeError: `encryption` is neither ``EncryptionParams`` nor ``None``.
+        """
+        check_encryption(encryption)
+        return cls(encryption, stream_options, progress=progress)
+
+    @property
+    def max_workers(self) -> int:
+        """The bound as the extension takes it: 0 for as many threads as are useful.
+
+        Raises:
+            TypeError: ``num_readers`` is no number.
+            ValueError: It is below 1.
+        """
+        return 0 if self.num_readers is None else thread_limit("num_readers", self.num_readers)

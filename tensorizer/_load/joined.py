@@ -1,0 +1,151 @@
+"""The indexes of several files as one, held against the map that names the files of a model."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from tensorizer import _C
+from tensorizer._format.names import Name, path_of
+from tensorizer._io.shards import OpenedShards
+from tensorizer._load.reader import FileReader
+from tensorizer.errors import FormatError
+
+__all__ = ["JoinedIndex", "join"]
+
+logger = logging.getLogger("tensorizer.serialization")
+
+
+def _of_its_file(name: str) -> Callable[[JoinedIndex, int], Any]:
+    """A fact about one entry, which the index of its file tells."""
+
+    def fact(self: JoinedIndex, i: int) -> Any:
+        file, local = self.locate(i)
+        return getattr(self.indexes[file], name)(local)
+
+    return fact
+
+
+class JoinedIndex:
+    """What ``_C.Index`` says of one file, of several: entries are numbered through, names of the map alone come last.
+
+    Attributes:
+        indexes: Of the files.
+        begins: The number of each file's first entry, and of the first name of the map alone.
+    """
+
+    def __init__(self, indexes: Sequence[_C.Index], aliases: Sequence[int]) -> None:
+        self.indexes = indexes
+        self.begins = [0, *itertools.accumulate(map(len, indexes))]
+        self._aliases = aliases  # what the names that only the map gives stand for
+        self.entry_count = self.begins[-1]
+        first = indexes[0]
+        self.start = first.start
+        self.version = max(index.version for index in indexes)
+        self.flags = first.flags
+        self.format = first.format
+        self.encrypted = any(index.encrypted for index in indexes)
+        self.stores_hashes = all(index.stores_hashes for index in indexes)
+        self.metadata_is_sealed = any(index.metadata_is_sealed for index in indexes)
+        self.tensor_size = sum(index.tensor_size for index in indexes)
+
+    def __len__(self) -> int:
+        return self.entry_count + len(self._aliases)
+
+    def locate(self, i: int) -> tuple[int, int]:
+        """The file of an entry, and its number there."""
+        if i >= self.entry_count:
+            i = self._aliases[i - self.entry_count]
+        file = bisect.bisect_right(self.begins, i) - 1
+        return file, i - self.begins[file]
+
+    container_dtype = _of_its_file("container_dtype")
+    data_nbytes = _of_its_file("data_nbytes")
+    data_offset = _of_its_file("data_offset")
+    dtype = _of_its_file("dtype")
+    entry_version = _of_its_file("entry_version")
+    loaded_nbytes = _of_its_file("loaded_nbytes")
+    offset = _of_its_file("offset")
+    shape = _of_its_file("shape")
+    stored_name = _of_its_file("stored_name")
+    type = _of_its_file("type")
+
+    def total_loaded_nbytes(self, selection: Sequence[int]) -> int:
+        """Bytes of the selected tensors in memory, each counted once."""
+        local: dict[int, list[int]] = {}
+        for i in selection:
+            if i < self.entry_count:
+                file, position = self.locate(i)
+                local.setdefault(file, []).append(position)
+        return sum(self.indexes[file].total_loaded_nbytes(entries) for file, entries in local.items())
+
+    def targets(self) -> dict[int, int]:
+        """Names to the entries that hold their data, where they differ."""
+        found = {
+            begin + alias: begin + target
+            for begin, index in zip(self.begins, self.indexes)
+            for alias, target in index.targets().items()
+        }
+        found.update({self.entry_count + k: found.get(target, target) for k, target in enumerate(self._aliases)})
+        return found
+
+
+def join(opened: OpenedShards, readers: Sequence[FileReader]) -> tuple[JoinedIndex, list[Name]]:
+    """The index of all files, and the names of its entries, those that only the map gives among them.
+
+    Raises:
+        FormatError: A file lacks a tensor which the map says it has, or has one of another file.
+    """
+    names: list[Name] = list(itertools.chain.from_iterable(reader.names for reader in readers))
+    aliases = _aliases(opened.metadata, names)
+    _check_map(opened, readers, aliases)
+    index = JoinedIndex([reader.index for reader in readers], list(aliases.values()))
+    return index, [*names, *aliases]
+
+
+def _aliases(metadata: dict[str, str], names: list[Name]) -> dict[str, int]:
+    """Names that only the index's metadata gives, as savers of modules note them, and what they stand for."""
+    numbers = {name: i for i, name in enumerate(names)}
+    return {
+        alias: numbers[target]
+        for alias, target in metadata.items()
+        if target in numbers and alias not in numbers and _C.names_of_one_model(alias, target)
+    }
+
+
+def _check_map(opened: OpenedShards, readers: Sequence[FileReader], aliases: Collection[str]) -> None:
+    home: dict[Name, str] = {}
+    known: set[str] = set(aliases)  # as they are stored
+    unmapped = 0
+    for file, reader in zip(opened.files, readers):
+        for i, name in enumerate(reader.names):
+            if name in home:
+                raise FormatError(f"{opened.name}: tensor {name!r:.200} is in two shards, {home[name]!r} and {file!r}")
+            home[name] = file
+            stored = name if isinstance(name, str) else reader.index.stored_name(i).decode("utf-8", "replace")
+            known.add(stored)
+            wanted = opened.weight_map.get(stored)
+            if wanted is None:
+                unmapped += 1
+            elif wanted != file:
+                raise FormatError(f"{opened.name}: tensor {stored!r:.200}: wanted in {wanted!r}, found in {file!r}")
+    for stored, file in opened.weight_map.items():
+        if stored not in known:
+            raise FormatError(f"{opened.name}: tensor {stored!r:.200}: wanted in {file!r}, found in no shard")
+    _check_paths(opened.name, home)
+    if unmapped:
+        logger.warning("%s: %d tensors of its shards are not in its map; they are loaded too", opened.name, unmapped)
+
+
+def _check_paths(index: str, home: dict[Name, str]) -> None:
+    """Paths of several files form one tree: no tensor lies below another one."""
+    if all(isinstance(name, str) for name in home):
+        return
+    paths = {path_of(name) for name in home}
+    for path in paths:
+        for length in range(1, len(path)):
+            if path[:length] in paths:
+                raise FormatError(f"{index}: tensor {path!r:.200} lies below another tensor")

@@ -1,0 +1,755 @@
+"""An open file, or the shards of a model as one: names and facts of its tensors, and those that were loaded of it.
+
+Whatever reads files stands on this: ``TensorDeserializer`` is its face; ``tensorizer.torch``, inspect, verify, diff,
+convert and the loads of several ranks use it as it is. How the bytes lie, and in how many files, is decided here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Optional, cast
+
+import torch
+
+from tensorizer import _C
+from tensorizer._format import dtypes, extra_state
+from tensorizer._format.dtypes import known_dtype
+from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
+from tensorizer._format.names import Name, listed
+from tensorizer._format.payloads import contiguous, same_bits
+from tensorizer._format.tree import Node, build_tree
+from tensorizer._io.access import Access
+from tensorizer._io.shards import OpenedFiles, OpenedShards, open_files
+from tensorizer._load.arguments import check_dtype, check_filter
+from tensorizer._load.joined import JoinedIndex, join
+from tensorizer._load.reader import (
+    AS_STORED,
+    FileReader,
+    LoadedBatch,
+    Progress,
+    ReadOptions,
+    missing_hashes,
+    open_reader,
+)
+from tensorizer._system.devices import ordinary_tensors
+from tensorizer._system.sizes import runs
+from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
+from tensorizer.progress import progress_reporter
+
+__all__ = ["BATCH_NBYTES", "OpenFile", "file_of", "open_file", "open_whole"]
+
+logger = logging.getLogger("tensorizer.serialization")
+
+#: Memory for payloads that are on their way from file to file, unless one tensor alone is larger.
+BATCH_NBYTES = 64 << 20
+
+# Files read at a time: one keeps a disk busy, and its end should not leave it idle; a network takes more.
+_LOCAL_FILES_AT_ONCE = 2
+_NETWORK_FILES_AT_ONCE = 4
+
+# Reading ahead over a network: after so many tensors in a row, and how much.
+_ROW = 3
+_FIRST_AHEAD_NBYTES = 1 << 20
+_MAX_AHEAD_NBYTES = 16 << 20
+
+# Magic to metadata length (docs/format.md, "Prologue").
+_PROLOGUE_NBYTES = 73
+
+_AUTHENTICATED = {(False, False): None, (True, False): "key", (False, True): "signature", (True, True): "both"}
+
+
+class _Part(NamedTuple):
+    """The entries of a read that one file holds."""
+
+    reader: FileReader
+    begin: int  # the number of the file's first entry
+    entries: Sequence[int]  # numbered as in the file
+
+    def of_all(self, batch: LoadedBatch) -> LoadedBatch:
+        return batch._replace(entries=[self.begin + i for i in batch.entries]) if self.begin else batch
+
+
+class OpenFile(AbstractContextManager["OpenFile"]):
+    """The readers of one file, or of the shards of one model, under one numbering of their entries.
+
+    May be used from several threads; every read is independent of the others, and everybody gets the same parameters.
+    Facts, record headers and loaded tensors stay when it is closed.
+
+    Attributes:
+        readers: One for each file, in the order of their entries.
+        index: What all of them say of their tensors.
+        names: Of all entries.
+        targets: From names to the entries that hold their data, where they differ.
+        selection: The entries that exist for the user, ascending.
+        opened: The sources.
+        files: Paths or URIs of what is open: the file, or the index and its shards.
+        shard_names: Of the files of a sharded model, in order; none for a single file.
+        stream: The caller's object, or the stream opened for a URI; ``None`` for local paths.
+        access: How it was opened.
+        options: How its tensors are read.
+        kept: Loaded parameters, by the entry that holds the data.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedFiles,
+        readers: list[FileReader],
+        access: Access,
+        options: ReadOptions,
+        filter_func: Optional[FilterFuncType],
+    ) -> None:
+        shards = opened if isinstance(opened, OpenedShards) else None
+        self.readers, self.access, self.options = readers, access, options
+        self.opened, self.source_name, self.stream = opened, opened.name, opened.stream
+        self.files = [opened.name]
+        self.shard_names: list[str] = []
+        self._map_metadata: Optional[dict[str, str]] = None
+        self.index: Any
+        self.names: list[Name]
+        self.selection: Sequence[int]
+        if shards is None:
+            (only,) = readers
+            self.index, self.names, self.selection = only.index, only.names, only.selection
+        else:
+            self.files += [shard.name for shard in shards.files.values()]
+            self.shard_names, self._map_metadata = list(shards.files), shards.metadata
+            self.index, self.names = join(shards, readers)
+            chosen = [begin + i for begin, c in zip(self.index.begins, readers) for i in c.selection]
+            further = range(self.index.entry_count, len(self.names))
+            self.selection = chosen + [i for i in further if filter_func is None or filter_func(self.names[i])]
+        self.targets: dict[int, int] = self.index.targets()
+        self.network = any(reader.network for reader in readers)
+        self.kept: dict[int, torch.nn.Parameter] = {}
+        self._verified: set[int] = set()  # those of `kept` that were compared with their digests
+        self._headers: dict[int, tuple[Sequence[int], _C.LoadedHeaders]] = {}
+        self._verify = False
+        self._ahead = _ReadAhead(self.index, self.selection) if self.network else None
+        self._lock = threading.Lock()
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes the files and forgets keys."""
+        for reader in self.readers:
+            reader.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        return all(reader.closed for reader in self.readers)
+
+    @property
+    def source(self) -> Optional[_C.RangeSource]:
+        """The bytes of a single file; ``None`` for shards, and once it is closed."""
+        return None if self.closed or self.shard_names else self.readers[0].handle.source
+
+    @property
+    def bytes_read(self) -> Optional[int]:
+        """Bytes that came from the sources so far; ``None`` once it is closed."""
+        return None if self.closed else sum(c.handle.source.bytes_read for c in self.readers if not c.closed)
+
+    @property
+    def total_bytes_read(self) -> int:
+        """Bytes that came from the sources so far, as the stream counts them where it does; those of a mapping too."""
+        counter = getattr(self.stream, "bytes_read", None)
+        if isinstance(counter, int):
+            return counter
+        nbytes = self.bytes_read
+        if nbytes is None:
+            return self.total_tensor_bytes
+        mapped = sum(map(self.index.data_nbytes, self.kept)) if self.readers[0].mapped else 0
+        return nbytes + mapped
+
+    @property
+    def cached_bytes_read(self) -> int:
+        """Bytes that came from the cache of the node so far, also when the file is closed."""
+        return sum(reader.cached_bytes_read for reader in self.readers)
+
+    # ---- facts of the file ------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def total_tensor_bytes(self) -> int:
+        """Bytes of the selected tensors once they are loaded."""
+        return int(self.index.total_loaded_nbytes(list(self.selection)))
+
+    @property
+    def nbytes(self) -> Optional[int]:
+        """Of all files; ``None`` where a source does not say."""
+        sizes = [reader.handle.source.size() for reader in self.readers]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    @property
+    def kind_text(self) -> str:
+        """What it is, for messages."""
+        return f"data version {self.index.version}" if self.index.format == "tensors" else str(self.index.format)
+
+    @property
+    def readable(self) -> bool:
+        """Whether payloads can be read: there is a key, or none is needed."""
+        return self.access.encryption is not None or not self.index.encrypted
+
+    def metadata(self) -> Optional[dict[str, str]]:
+        """What the writer noted: the map of shards first, then the files, the first of which decides where they differ.
+
+        ``None`` where that is nothing, or encrypted and there is no key. Decrypted when it is first asked for.
+
+        Raises:
+            RuntimeError: It is encrypted, and the file is closed.
+        """
+        if self.index.metadata_is_sealed and self.access.encryption is None:
+            return None
+        if self._map_metadata is None:
+            return self.readers[0].metadata()
+        found = dict(self._map_metadata)
+        for reader in self.readers:
+            for key, value in (reader.metadata() or {}).items():
+                found.setdefault(key, value)
+        return found or None
+
+    def ties(self) -> dict[Name, Name]:
+        """Names that stand for another tensor of the file, and which one."""
+        return {self.names[alias]: self.names[target] for alias, target in self.targets.items()}
+
+    def extra_states(self) -> dict[str, Any]:
+        """Extra states of modules by module path, their new tensors on the device of the load."""
+        states: dict[str, Any] = {}
+        for reader in self.readers:
+            text = (reader.metadata() or {}).get(extra_state.KEY, "") if reader.index.has_annex else ""
+            if text:
+                states.update(extra_state.unpack(text))
+        with ordinary_tensors():
+            return {path: _moved(state, self.device_of(extra_state.state_name(path))) for path, state in states.items()}
+
+    @property
+    def index_matches(self) -> Optional[bool]:
+        """Whether the indexes agree with their digests; ``None`` where there are none."""
+        found = {reader.index.index_matches for reader in self.readers}
+        return False if False in found else True if True in found else None
+
+    def verify_index(self) -> None:
+        """Compares the index with its digest, where the file has one.
+
+        Raises:
+            HashMismatchError: They disagree.
+        """
+        if self.index_matches is False:
+            raise HashMismatchError("the index does not match its digest: entries or metadata were changed")
+
+    @property
+    def authenticated(self) -> Optional[str]:
+        """What vouches for all of it: ``"key"``, ``"signature"``, ``"both"``, or ``None``."""
+        vouched = [_C.vouched(reader.index) for reader in self.readers]
+        return _AUTHENTICATED[all(key for key, _ in vouched), all(bool(signers) for _, signers in vouched)]
+
+    @property
+    def signers(self) -> list[bytes]:
+        """The public keys of the signatures that were found right, in every file."""
+        first, *others = (_C.vouched(reader.index)[1] for reader in self.readers)
+        return [signer for signer in first if all(signer in found for found in others)]
+
+    @property
+    def index_digest(self) -> Optional[str]:
+        """Hexadecimal SHA-256 of the index, as computed; ``None`` for shards, and where the format has none."""
+        if self.shard_names or self.index.format != "tensors":
+            return None
+        return _C.index_digest(self.index).hex()
+
+    @functools.cached_property
+    def checks_whole(self) -> bool:
+        """Whether only whole tensors can be read: their data are bound to a signature by nothing but hashes."""
+        return any(bool(_C.vouched(c.index)[1]) and not c.index.encrypted for c in self.readers)
+
+    @functools.cached_property
+    def shows_all(self) -> bool:
+        """Whether the index gives the dtype and the shape of every tensor, so that no record header has to."""
+        return all(reader.shows_all for reader in self.readers)
+
+    def prologue(self, source: _C.RangeSource) -> bytes:
+        """The bytes from the magic to the end of the index, in `source`, this single file."""
+        return source.read(self.index.start, _PROLOGUE_NBYTES + self.index.metadata_nbytes)
+
+    def stored_records(self, entries: Sequence[int]) -> list[tuple[bytes, int, int, int]]:
+        """(name as stored, header offset, payload offset, payload bytes) of the records that `entries` need."""
+        index = self.index
+        wanted = {i for i in entries if i < index.entry_count} | {self.targets.get(i, i) for i in entries}
+        return [
+            (index.stored_name(i), index.offset(i), index.data_offset(i), index.data_nbytes(i)) for i in sorted(wanted)
+        ]
+
+    # ---- facts of one entry -----------------------------------------------------------------------------------------
+
+    def accepted_by(self, filter_func: Optional[FilterFuncType]) -> list[int]:
+        """The entries that a filter (``None``: every entry) wants."""
+        return [i for i in self.selection if filter_func is None or filter_func(self.names[i])]
+
+    @functools.cached_property
+    def numbers(self) -> dict[Name, int]:
+        """From the names of the selection to their entries."""
+        return {self.names[i]: i for i in self.selection}
+
+    @functools.cached_property
+    def root(self) -> Node:
+        """The names of the selection as a tree, whose leaves are entries."""
+        return build_tree(self.names, self.selection)
+
+    @functools.cached_property
+    def stored(self) -> list[int]:
+        """The entries that have data of their own in the file, be they those of another one once more."""
+        return [i for i in range(len(self.names)) if self.is_stored(i)]
+
+    def is_stored(self, i: int) -> bool:
+        """Whether a name has data of its own in the file."""
+        file, local = self._locate(i)
+        return bool(i < self.index.entry_count and local < self.readers[file].index.entry_count)
+
+    def _locate(self, i: int) -> tuple[int, int]:
+        return self.index.locate(i) if isinstance(self.index, JoinedIndex) else (0, i)
+
+    def part(self, i: int) -> tuple[FileReader, int]:
+        """The reader of the file that holds the data of an entry, and the number of those data there."""
+        file, local = self._locate(self.targets.get(i, i))
+        return self.readers[file], local
+
+    def file_of(self, i: int) -> Optional[str]:
+        """Which of :attr:`shard_names` holds an entry; ``None`` in a single file."""
+        return self.shard_names[self._locate(i)[0]] if self.shard_names else None
+
+    def device_of(self, name: Name) -> torch.device:
+        """Where the tensor of a name is put."""
+        device = self.options.device
+        return device if isinstance(device, torch.device) else device(name)
+
+    def type(self, i: int) -> TensorType:
+        return TensorType(self.index.type(i))
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        """The shape that the index shows."""
+        return tuple(self.index.shape(i))
+
+    def stored_dtype(self, i: int) -> Optional[torch.dtype]:
+        """The dtype that the index shows; ``None`` where only the record header names it, or torch does not know it."""
+        return known_dtype(self.index.dtype(i))
+
+    def may_be_scalar(self, i: int) -> bool:
+        """Whether the index shows a scalar without data, whose shape it writes as ``(1,)``."""
+        return bool(self.index.data_nbytes(i) == 0 and self.index.shape(i) == (1,))
+
+    def casts(self, stored: Optional[torch.dtype]) -> bool:
+        """Whether ``dtype=`` converts tensors of a stored dtype, or may where that is not known."""
+        return dtypes.casts(stored, self.options.dtype)
+
+    # ---- facts of record headers ------------------------------------------------------------------------------------
+
+    def has_header(self, i: int) -> bool:
+        """Whether the record header of an entry was read, which holds its module index and digests."""
+        return i in self._headers or self.targets.get(i) in self._headers
+
+    def header(self, i: int) -> tuple[_C.LoadedHeaders, int]:
+        """The headers among which that of an entry is, and its position there."""
+        if i not in self._headers:
+            i = self.targets[i]
+        entries, headers = self._headers[i]
+        return headers, bisect.bisect_left(entries, i)
+
+    def described(self, i: int) -> tuple[bytes, tuple[int, ...], int]:
+        """Dtype as stored, shape and module index: of the record header where it was read, else what the index shows.
+
+        The index writes scalars without data as ``(1,)``, in old files no dtype, and never a module index (0 here).
+        """
+        if not self.has_header(i):
+            return self.index.dtype(i), self.index.shape(i), 0
+        headers, position = self.header(i)
+        return headers.dtype(position), headers.shape(position), headers.module_idx(position)
+
+    def dtype_text(self, i: int) -> str:
+        """The dtype as torch calls it, without ``torch.``; as the file has it where this torch lacks it."""
+        stored = self.described(i)[0].decode("utf-8", "replace")
+        return dtypes.dtype_text(stored or str(self.index.container_dtype(i)))
+
+    def hashes(self, i: int) -> list[TensorHash]:
+        """The digests of a tensor whose record header was read; none of others."""
+        if not self.index.stores_hashes or not self.has_header(i):
+            return []
+        headers, position = self.header(i)
+        return [TensorHash(HashType(kind), value) for kind, value in headers.hashes(position)]
+
+    def lacks_hashes(self, i: int) -> bool:
+        """Whether a tensor that was read has data and no digest, so that nothing vouches for it."""
+        return self.index.data_nbytes(i) > 0 and not self.hashes(i)
+
+    def entry(self, i: int) -> TensorEntry:
+        """What the file says about one tensor; digests are known once it was read."""
+        index = self.index
+        known = index.stores_hashes and self.has_header(i)
+        dtype, shape, _ = self.described(i) if known else (index.dtype(i), index.shape(i), 0)
+        return TensorEntry(
+            metadata_version=index.entry_version(i),
+            name=self.names[i],
+            type=self.type(i),
+            dtype=dtype.decode("utf-8", "replace"),
+            shape=shape,
+            offset=index.offset(i),
+            data_offset=index.data_offset(i),
+            data_length=index.data_nbytes(i),
+            hashes=self.hashes(i) if known else None,
+            header_hashes=None,
+        )
+
+    def holds(self, i: int, tensor: torch.Tensor) -> Optional[bool]:
+        """Whether the bytes of a tensor, wherever they are, are those that the file vouches for.
+
+        ``None``: the tensor was stored with data and without a digest, so nothing can be said.
+        """
+        data = contiguous(tensor, on_device=False)
+        nbytes = data.numel() * data.element_size()
+        if self.index.data_nbytes(i) == 0 and self.index.loaded_nbytes(i) > 0:  # written without data: zeros
+            flat = data.reshape(-1).view(torch.uint8)
+            return nbytes == self.index.loaded_nbytes(i) and not bool(flat.any())
+        if self.lacks_hashes(i):
+            return None
+        headers, position = self.header(i)
+        return bool(headers.matches(position, data.data_ptr() if nbytes else 0, nbytes))
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def read_batches(
+        self, entries: Sequence[int], verify: bool, progress: Progress = None, *, plain: bool = False
+    ) -> Iterator[LoadedBatch]:
+        """Batches of the entries (ascending) on their device, in the wanted dtype, as Parameters or plain tensors."""
+        parts = self._parts(entries)
+        if len(parts) > 1:
+            yield from self._read_together(parts, verify, progress, plain)
+            return
+        for part in parts:
+            for batch in part.reader.read(part.entries, verify, progress, plain=plain):
+                yield self._noted(part.of_all(batch))
+
+    def _parts(self, entries: Iterable[int]) -> list[_Part]:
+        if not isinstance(self.index, JoinedIndex):
+            return [_Part(self.readers[0], 0, entries if isinstance(entries, Sequence) else list(entries))]
+        by_file: dict[int, list[int]] = {}
+        for i in entries:
+            file, local = self.index.locate(i)
+            by_file.setdefault(file, []).append(local)
+        return [
+            _Part(self.readers[file], self.index.begins[file], sorted(local)) for file, local in sorted(by_file.items())
+        ]
+
+    def _read_together(
+        self, parts: Sequence[_Part], verify: bool, progress: Progress, plain: bool
+    ) -> Iterator[LoadedBatch]:
+        pending = [part.reader.begin(part.entries, verify, plain=plain) for part in parts]
+        if all(batches is not None for batches in pending):
+            flat = [(part, batch) for part, batches in zip(parts, pending) for batch in batches or ()]
+            at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
+            _C.run_batches([batch.batch for _, batch in flat], at_once, progress)
+            for part, batch in flat:
+                yield self._noted(part.of_all(batch.finish()))
+            return
+        done = 0
+        for part in parts:
+            before = done
+            report = None if progress is None else (lambda n, before=before: progress(before + n))
+            for loaded in part.reader.read(part.entries, verify, report, plain=plain):
+                yield self._noted(part.of_all(loaded))
+            done += sum(map(part.reader.index.data_nbytes, part.entries))
+
+    def _noted(self, batch: LoadedBatch) -> LoadedBatch:
+        """A batch whose record headers are kept."""
+        with self._lock:
+            self._headers.update(dict.fromkeys(batch.entries, (batch.entries, batch.headers)))
+        return batch
+
+    def read(self, entries: Sequence[int], verify: bool) -> list[torch.Tensor]:
+        """Plain tensors of the stored dtype in host memory.
+
+        Raises:
+            CryptographyError: The file is encrypted and there is no key.
+        """
+        self._check_readable()
+        records = [i if self.is_stored(i) else self.targets[i] for i in entries]
+        tensors: dict[int, torch.Tensor] = {}
+        for part in self._parts(sorted(set(records))):
+            loaded = self._noted(part.of_all(part.reader.read_raw(part.entries, verify)))
+            tensors.update(zip(loaded.entries, loaded.tensors))
+        return [tensors[i] for i in records]
+
+    def read_plain(self, entries: Sequence[int]) -> list[torch.Tensor]:
+        """Plain tensors of `entries` (ascending) on their device, in the wanted dtype, as users are given them.
+
+        Names that stand for one tensor get one tensor. Nothing is kept.
+        """
+        wanted = [self.targets.get(i, i) for i in entries] if self.targets else entries
+        distinct = sorted(set(wanted)) if self.targets else entries
+        tensors: dict[int, torch.Tensor] = {}
+        with self._reporting(distinct) as report:
+            for batch in self.read_batches(distinct, self._verify, report, plain=True):
+                tensors.update(zip(batch.entries, batch.tensors))
+        return [tensors[i] for i in wanted]
+
+    def read_headers(self, entries: Sequence[int]) -> None:
+        """Reads the record headers of `entries` (ascending), where the format has any and they were not read yet."""
+        self._check_readable()
+        if not self.index.stores_hashes:
+            return
+        for part in self._parts([i for i in entries if i < self.index.entry_count and i not in self._headers]):
+            wanted = [i for i in part.entries if i < part.reader.index.entry_count]
+            if wanted:
+                self._noted(part.of_all(part.reader.read_headers(wanted)))
+
+    def runs(self, entries: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Runs of `entries` whose payloads fit :data:`BATCH_NBYTES`, or single larger ones."""
+        return runs(entries, self.index.loaded_nbytes, BATCH_NBYTES)
+
+    def _check_readable(self) -> None:
+        if not self.readable:
+            raise CryptographyError(f"{self.source_name} is encrypted: a key is needed")
+
+    # ---- tensors that are kept --------------------------------------------------------------------------------------
+
+    def verify_by(self, verify_hash: Optional[bool]) -> None:
+        """Decides whether loads verify: ``None`` means where hashes are what binds data to a checked signature.
+
+        Raises:
+            ValueError: That is the case, and `verify_hash` is false.
+            HashMismatchError: Loads verify, and the index does not agree with its digest.
+        """
+        if self.checks_whole and verify_hash is not None and not verify_hash:
+            raise ValueError("verify_hash=False: in a file in clear, hashes are what binds the data to its signature")
+        self._verify = self.checks_whole if verify_hash is None else bool(verify_hash)
+        if self._verify:
+            self.verify_index()
+
+    def must_verify(self, verify_hash: Optional[bool]) -> bool:
+        """What a call's ``verify_hash`` means; ``None`` is what :meth:`verify_by` was told."""
+        return self._verify if verify_hash is None else bool(verify_hash)
+
+    def load(self, entries: Sequence[int], verify_hash: Optional[bool] = None) -> list[torch.nn.Parameter]:
+        """The parameters of `entries` (ascending), read where they are not kept, kept from then on.
+
+        Names that stand for one tensor get one parameter.
+        Those that are kept are verified as well where they were not verified when they were read, or where the caller
+        asks for it: ``verify_hash=True``.
+
+        Raises:
+            VerificationError: A tensor, read now or before, is not what the file vouches for.
+            ValueError: A tensor that is kept, and was not verified when it was read, cannot be verified any more.
+        """
+        if self.targets:
+            wanted = [self.targets.get(i, i) for i in entries]
+            self._load(sorted(set(wanted)), verify_hash)
+            if wanted != list(entries) and not self.closed:
+                self.read_headers([i for i in entries if i in self.targets])
+            return [self.kept[i] for i in wanted]
+        self._load(entries, verify_hash)
+        return [self.kept[i] for i in entries]
+
+    def load_one(self, i: int) -> torch.nn.Parameter:
+        """One tensor; over a network, those that a loop will ask for next come along."""
+        i = self.targets.get(i, i)
+        if self._ahead is None and i in self.kept and (i in self._verified or not self._verify):
+            return self.kept[i]
+        together = [i] if self._ahead is None else self._ahead.together_with(i, self.kept)
+        if len(together) > 1:
+            try:
+                return self.load(together)[0]
+            except (FormatError, VerificationError, CryptographyError):
+                self._ahead = None  # it may be another one that is damaged: from now on each for itself
+        return self.load([i])[0]
+
+    def _load(self, entries: Sequence[int], verify_hash: Optional[bool]) -> None:
+        verify = self.must_verify(verify_hash)
+        missing = [i for i in entries if i not in self.kept]
+        asked_again = set(entries).difference(missing) if verify_hash else ()
+        if missing:
+            with self._reporting(missing) as report:
+                self._read_and_keep(missing, verify, report)
+        if verify:
+            self._verify_kept([i for i in entries if i in asked_again or i not in self._verified])
+
+    def _reporting(self, entries: Sequence[int]) -> AbstractContextManager[Progress]:
+        """What is told how much of `entries` has been read; ``None`` where nobody listens."""
+        progress = self.access.progress
+        if progress is None or progress is False:
+            return contextlib.nullcontext()
+        return progress_reporter(progress, sum(map(self.index.data_nbytes, entries)), "loading")
+
+    def _read_and_keep(self, entries: Sequence[int], verify: bool, report: Progress) -> None:
+        for batch in self.read_batches(entries, verify, report):
+            tensors = cast("Sequence[torch.nn.Parameter]", batch.tensors)
+            with self._lock:
+                if self.kept.keys().isdisjoint(batch.entries):
+                    self.kept.update(zip(batch.entries, tensors))
+                    mine = batch.entries
+                else:  # another thread read some of them meanwhile: everybody gets the first
+                    mine = [i for i, t in zip(batch.entries, tensors) if self.kept.setdefault(i, t) is t]
+                if verify:
+                    self._verified.update(mine)
+
+    def _verify_kept(self, entries: Sequence[int]) -> None:
+        """Compares tensors that were read before with what the file vouches for."""
+        if not entries:
+            return
+        converted = [i for i in entries if not self._is_as_stored(i)]
+        wrong, bare = [], []
+        for i in sorted(set(entries).difference(converted)):
+            matches = self.holds(i, self.kept[i])
+            if matches is None:
+                bare.append(i)
+            elif not matches:
+                wrong.append(i)
+        wrong += self._read_differently(converted)
+        if wrong:
+            names = listed([self.names[i] for i in wrong])
+            error = HashMismatchError(
+                f"{self.source_name}: {len(wrong)} loaded tensors are not what their hashes say: {names}"
+            )
+            error.source = self.source_name
+            raise error
+        if bare and not self.options.allow_missing_hashes:
+            raise missing_hashes(self.source_name, [self.names[i] for i in bare])
+        self._verified.update(entries)
+
+    def _is_as_stored(self, i: int) -> bool:
+        """Whether a kept tensor has the bytes that the digests are about: not after a conversion, not without data."""
+        stored = dtypes.torch_dtype(self.described(i)[0].decode("utf-8", "replace"))
+        return self.kept[i].dtype == stored and not self.kept[i].is_meta
+
+    def _read_differently(self, entries: Sequence[int]) -> list[int]:
+        """Reads tensors again, verified; those that differ from what is kept."""
+        if self.closed:  # those that were verified when they were read passed then, before the conversion
+            entries = [i for i in entries if i not in self._verified]
+        if not entries:
+            return []
+        if self.closed:
+            raise ValueError(
+                f"{self.source_name} is closed: {len(entries)} tensors that were converted while they were loaded "
+                f"cannot be verified any more: {listed([self.names[i] for i in entries])}; give verify_hash=True "
+                "to the constructor"
+            )
+        return [
+            i
+            for batch in self.read_batches(entries, True)
+            for i, tensor in zip(batch.entries, batch.tensors)
+            if not same_bits(tensor, self.kept[i])
+        ]
+
+
+def open_file(
+    source: Any,
+    access: Access,
+    options: ReadOptions = AS_STORED,
+    filter_func: Optional[FilterFuncType] = None,
+) -> OpenFile:
+    """Opens one file, or the shards that a folder or an index stands for; no payload is read.
+
+    Args:
+        source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
+        access: How to get at it.
+        options: How its tensors are read.
+        filter_func: Which tensors exist for the user.
+
+    Raises:
+        FormatError: Not a file of tensors, an unknown version, a damaged index; shards that are not those of their map.
+        CryptographyError: The file is encrypted and there is no key, or the other way round.
+        AuthenticationError: Its index is not what its key or a signature vouches for.
+        ValueError: A mapping is wanted of what cannot be mapped; `num_readers` below 1.
+        TypeError: An argument of another type.
+        OSError: It cannot be opened.
+    """
+    return file_of(open_files(source, access.stream_options), access, options, filter_func)
+
+
+def file_of(
+    opened: OpenedFiles,
+    access: Access,
+    options: ReadOptions = AS_STORED,
+    filter_func: Optional[FilterFuncType] = None,
+) -> OpenFile:
+    """What :func:`open_file` gives, of sources that are open already, which are closed after an error."""
+    try:
+        check_filter(filter_func)
+        check_dtype(options.dtype)
+        if isinstance(opened, OpenedShards):
+            if access.trust.signature is not None:
+                raise ValueError(
+                    f"signature: wanted one file, found the shards of {opened.name}, each with its own beside it"
+                )
+            access = _of_each(access, len(opened.files))
+            readers = [open_reader(shard, access, options, filter_func) for shard in opened.files.values()]
+        else:
+            readers = [open_reader(opened, access, options, filter_func)]
+        file = OpenFile(opened, readers, access, options, filter_func)
+        if not options.without_key:
+            file.verify_by(options.verify_hash)
+    except BaseException:
+        opened.close()
+        raise
+    index = file.index
+    logger.debug(
+        "opened %s: %d tensors, %s, encrypted %s", opened.name, len(file.selection), file.kind_text, index.encrypted
+    )
+    return file
+
+
+def open_whole(source: Any, access: Access) -> OpenFile:
+    """Opens a file for work on the whole of it; without its key, the index can be read all the same.
+
+    Reads verify where they say so, and take tensors without a digest.
+    """
+    return open_file(source, access, ReadOptions(allow_missing_hashes=True, without_key=True))
+
+
+def _of_each(access: Access, files: int) -> Access:
+    """How each of several files is read, some of them at once: the bound for threads holds for all of them."""
+    if not access.max_workers:
+        return access
+    return dataclasses.replace(access, num_readers=max(1, access.max_workers // min(files, _LOCAL_FILES_AT_ONCE)))
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    return {key: _moved(value, device) for key, value in state.items()}
+
+
+class _ReadAhead:
+    """Which tensors a loop over single ones should read together, where each request costs a round trip.
+
+    Tensors that are asked for in file order are read ahead from the fourth on, 1 MiB at first and up to 16 MiB. Others
+    are read alone. May be used from several threads: at worst too little or too much is read ahead.
+    """
+
+    def __init__(self, index: Any, selection: Sequence[int]) -> None:
+        self._index, self._selection = index, selection
+        self._next = -1  # position in the selection that would go on with the row
+        self._row = 0
+        self._window_nbytes = _FIRST_AHEAD_NBYTES
+
+    def together_with(self, entry: int, kept: Collection[int]) -> list[int]:
+        """`entry`, and what to read with it."""
+        position = bisect.bisect_left(self._selection, entry)
+        self._row = self._row + 1 if position == self._next else 0
+        self._next = position + 1
+        if self._row < _ROW:
+            self._window_nbytes = _FIRST_AHEAD_NBYTES
+        if self._row < _ROW or entry in kept:
+            return [entry]
+        chosen, nbytes = [entry], self._index.data_nbytes(entry)
+        for following in itertools.islice(self._selection, position + 1, None):
+            nbytes += self._index.data_nbytes(following)
+            if nbytes > self._window_nbytes or following in kept:
+                break
+            chosen.append(following)
+        self._window_nbytes = min(2 * self._window_nbytes, _MAX_AHEAD_NBYTES)
+        return chosen

@@ -1,0 +1,190 @@
+"""One ``.tensors`` file on its way: what is checked before, and how tensors are handed to the extension."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Optional, Union
+
+import torch
+
+from tensorizer import _C
+from tensorizer._crypto.keys import check_encryption, encryption_key, signer_of
+from tensorizer._format.payloads import contiguous, is_copied
+from tensorizer._io.sinks import open_sink
+from tensorizer._save.records import Record, Tie
+from tensorizer._system import cuda_engine
+from tensorizer._system.sizes import runs
+
+__all__ = [
+    "HASH_NAMES",
+    "batches_to_copy",
+    "check_hashes",
+    "check_metadata",
+    "check_signer",
+    "check_ties",
+    "memory_of",
+    "on_fast_device",
+    "tensors_file",
+    "write_tensors",
+]
+
+HASH_NAMES = ("crc32", "sha256")
+
+_TIES = ("twice", "once")
+
+# Bytes of copies (non-contiguous tensors, other devices) that exist at a time.
+_COPY_BUDGET_NBYTES = 256 << 20
+
+
+def check_hashes(hashes: Union[str, Collection[str], None], encrypted: bool) -> frozenset[str]:
+    """The chosen names; without a CRC-32 for encrypted tensors, whose four bytes would say too much about short ones.
+
+    Raises:
+        ValueError: Another name.
+    """
+    chosen = frozenset((hashes,) if isinstance(hashes, str) else hashes or ())
+    unknown = sorted(map(str, chosen.difference(HASH_NAMES)))
+    if unknown:
+        raise ValueError(f"hashes: wanted names out of {', '.join(HASH_NAMES)}, found {', '.join(unknown)}")
+    return chosen - {"crc32"} if encrypted else chosen
+
+
+def check_signer(signing_key: Any, hashes: Collection[str], encrypted: bool) -> Optional[_C.Signer]:
+    """What signs a file whose tensors get these digests.
+
+    Raises:
+        TypeError: Neither a ``SigningKey`` nor ``None``.
+        ValueError: Nothing would bind the data of the file to the signature.
+    """
+    signer = signer_of(signing_key)
+    if signer is not None and "sha256" not in hashes and not encrypted:
+        raise ValueError(
+            "signing_key: wanted 'sha256' among hashes, which is what a signature of a file in clear covers"
+        )
+    return signer
+
+
+def check_ties(ties: Any) -> bool:
+    """Whether aliases are left out.
+
+    Raises:
+        ValueError: Not one of the choices.
+    """
+    if ties not in _TIES:
+        raise ValueError(f"ties: wanted one of {', '.join(_TIES)}, found {ties!r}")
+    return bool(ties == "once")
+
+
+def check_metadata(metadata: Any) -> dict[str, str]:
+    """The texts to store.
+
+    Raises:
+        TypeError: Not a mapping from ``str`` to ``str``.
+        ValueError: Text with lone surrogates, which UTF-8 cannot hold.
+    """
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata: wanted a mapping from str to str, found {type(metadata).__name__}")
+    for key, value in metadata.items():
+        for text in (key, value):
+            if not isinstance(text, str):
+                raise TypeError(f"metadata: wanted str, found {type(text).__name__} at {key!r:.100}")
+            try:
+                text.encode()
+            except UnicodeEncodeError:  # halves of surrogate pairs, as names of files have for bytes of no encoding
+                raise ValueError(f"metadata: {ascii(key)[:100]}: text that is no Unicode cannot be stored") from None
+    return dict(metadata)
+
+
+# --- payloads -------------------------------------------------------------------------------------------------------
+
+
+def batches_to_copy(records: Sequence[Record], frees: bool = False) -> Iterator[Sequence[Record]]:
+    """Consecutive tensors of one device whose copies fit the budget together; all of them count where writing `frees`
+    the tensors, so that memory becomes free in steps."""
+
+    def nbytes(record: Record) -> int:
+        return record.nbytes if frees or is_copied(record.source, on_fast_device(record.source)) else 0
+
+    return runs(records, nbytes, _COPY_BUDGET_NBYTES, lambda record: record.source.device)
+
+
+def on_fast_device(tensor: torch.Tensor) -> bool:
+    """Whether the extension takes the tensor's data from the device that it is on."""
+    return tensor.is_cuda and cuda_engine.is_fast_device(tensor.device)
+
+
+def write_tensors(session: _C.SaveSession, tensors: Sequence[torch.Tensor], progress: Any = None) -> None:
+    """Writes the next tensors, which are on one device, from where they are; copies are made where they have to be."""
+    fast = on_fast_device(tensors[0])
+    data = [contiguous(tensor, on_device=fast) for tensor in tensors]  # alive until the call returns
+    engine = cuda_engine.engine_for(tensors[0].device) if fast else None
+    session.write_payloads([memory_of(tensor) for tensor in data], engine=engine, progress=progress)
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and number of bytes of contiguous data."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return (tensor.data_ptr() if nbytes else 0, nbytes)
+
+
+# --- a file that is written by a single call ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def tensors_file(
+    target: Any,
+    records: Sequence[Record],
+    ties: Sequence[Tie] = (),
+    *,
+    hashes: Collection[str],
+    encryption: Any = None,
+    metadata: Optional[Mapping[str, str]] = None,
+    max_workers: int = 0,
+    fsync: bool = True,
+    stream_options: Optional[Mapping[str, Any]] = None,
+) -> Iterator[_C.SaveSession]:
+    """The session to which the block hands the payloads of `records`, in order.
+
+    The file is there when the block ends; after an exception what was under its name before stays.
+
+    Args:
+        target: A path, URI, descriptor or open binary file object.
+        records: What is written.
+        ties: Aliases.
+        hashes: ``"crc32"``, ``"sha256"``; encrypted files hold no CRC-32.
+        encryption: ``EncryptionParams``, or ``None``.
+        metadata: Texts for the annex, extra state of modules among them.
+        max_workers: Threads, 0 for as many as help.
+        fsync: Whether the bytes are on the device before the file takes its name.
+        stream_options: Keywords for opening a URI.
+
+    Raises:
+        OSError: The target cannot be written.
+    """
+    check_encryption(encryption)
+    key, derivation = encryption_key(encryption)
+    opened = open_sink(target, fsync, stream_options)
+    with opened.discarded_by_errors():
+        session = _C.SaveSession(
+            opened.sink,
+            opened.start,
+            crc32="crc32" in hashes and key is None,
+            sha256="sha256" in hashes,
+            max_workers=max_workers,
+            key=key,
+            derivation=derivation,
+            metadata=list((metadata or {}).items()),
+        )
+        try:
+            session.begin_call([record.begin() for record in records], False, list(ties))
+            yield session
+            session.finish_call()
+            session.finish()
+        except BaseException:
+            with contextlib.suppress(Exception):  # the exception that is on its way tells more
+                session.abandon()
+            raise
+    opened.close()

@@ -1,0 +1,415 @@
+"""What happens inside one ``torch.save`` or ``torch.load`` under torch_compat, where storages live in the sidecar.
+
+A *session* belongs to one call. The pickler asks it for a persistent id of each storage; the unpickler gives such ids
+back. The pair is also told apart from others: behind the pickle, where every unpickler has stopped reading, stand the
+sizes of the storages and a random number, and the same number stands in the eight reserved bytes of the sidecar's
+prologue, which every reader skips.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import secrets
+import struct
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+
+from tensorizer._io.uri import expanded
+from tensorizer._system.devices import empty
+from tensorizer._system.redaction import shown_location
+from tensorizer.errors import FormatError
+
+__all__ = [
+    "LoadSession",
+    "PickleForLoading",
+    "PickleForSaving",
+    "SafeUnpickler",
+    "SaveSession",
+    "current_load",
+    "default_load",
+    "default_save",
+]
+
+# A persistent id: (marker, version, kind, index in the sidecar, dtype of a typed storage or None).
+_MARKER = "TensorizerPickler"
+_VERSION = 0
+_KIND = "storage"
+
+
+# --- the note behind the pickle ------------------------------------------------------------------------------------
+
+
+# sizes (u64 each), then: pair_id (u64), number of sizes (u64), magic; all little-endian
+_FOOTER = struct.Struct("<QQ8s")
+_FOOTER_MAGIC = b"TZRPAIR1"
+
+
+class PairNote(NamedTuple):
+    """What a ``.pt`` file knows about its sidecar."""
+
+    pair_id: int  # 0: the sidecar carries none
+    sizes: tuple[int, ...]  # bytes of each storage
+
+    def to_bytes(self) -> bytes:
+        sizes: bytes = struct.pack(f"<{len(self.sizes)}Q", *self.sizes)
+        return sizes + _FOOTER.pack(self.pair_id, len(self.sizes), _FOOTER_MAGIC)
+
+    @classmethod
+    def behind_pickle(cls, data: memoryview) -> Optional[PairNote]:
+        """The note at the end of a pickled record; ``None`` where there is none (another writer)."""
+        footer_at = len(data) - _FOOTER.size
+        if footer_at < 1:
+            return None
+        pair_id, count, magic = _FOOTER.unpack_from(data, footer_at)
+        sizes_at = footer_at - 8 * count
+        if magic != _FOOTER_MAGIC or sizes_at < 1 or data[sizes_at - 1] != pickle.STOP[0]:
+            return None
+        return cls(pair_id, struct.unpack_from(f"<{count}Q", data, sizes_at))
+
+
+_SIDECAR_MAGIC = b"|TZR|"
+_RESERVED_AT, _RESERVED_NBYTES = 49, 8
+
+
+def _local_path(location: Any) -> Optional[str]:
+    if isinstance(location, str):
+        return None if "://" in location else expanded(location)
+    return expanded(os.fsdecode(location)) if isinstance(location, (bytes, os.PathLike)) else None
+
+
+def _stamp(location: Any, pair_id: int) -> bool:
+    """Put the number into a finished local sidecar. False where that is not possible: the pair is then not numbered."""
+    path = _local_path(location)
+    if path is None:
+        return False
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            if file.read(len(_SIDECAR_MAGIC)) != _SIDECAR_MAGIC:
+                return False
+            file.seek(_RESERVED_AT)
+            return file.write(pair_id.to_bytes(_RESERVED_NBYTES, "little")) == _RESERVED_NBYTES
+    except OSError:
+        return False
+
+
+def _stamp_of(location: Any) -> int:
+    """The number in a local sidecar; 0 where there is none or it cannot be seen from here."""
+    path = _local_path(location)
+    if path is None:
+        return 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(_RESERVED_AT)
+            return int.from_bytes(file.read(_RESERVED_NBYTES), "little")
+    except OSError:
+        return 0  # opening it for its tensors says what is wrong
+
+
+# --- saving --------------------------------------------------------------------------------------------------------
+
+
+def default_save(file_obj: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> None:
+    """Write the storages as a list, the way every release reads them."""
+    from tensorizer import serialization
+
+    with serialization.TensorSerializer(file_obj, **kwargs) as serializer:
+        serializer.write_state_dict(tensors)
+
+
+class SaveSession:
+    """One ``torch.save``: collects the storages it meets and writes them once the pickle is complete."""
+
+    def __init__(self, location: Any, save: Callable[..., Any], kwargs: dict[str, Any], target: Any) -> None:
+        self.before_writing: Callable[[], None] = lambda: None  # may raise
+        self.storages: list[torch.Tensor] = []  # also keeps them alive, so that an address stays one storage's own
+        self._indices: dict[tuple[str, int, int], int] = {}
+        self._location, self._save, self._kwargs, self._target = location, save, kwargs, target
+
+    def persistent_id(self, obj: Any) -> Optional[tuple[Any, ...]]:
+        """The id of a storage with data; ``None`` leaves the object to torch."""
+        dtype: Optional[torch.dtype] = None
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype = obj._untyped_storage, obj.dtype
+        elif isinstance(obj, torch.UntypedStorage):
+            storage = obj
+        else:
+            return None
+        if storage.device.type == "meta" or storage.nbytes() == 0 or storage.data_ptr() == 0:
+            return None
+        return (_MARKER, _VERSION, _KIND, self._index_of(storage), dtype)
+
+    def _index_of(self, storage: torch.UntypedStorage) -> int:
+        key = (str(storage.device), storage.data_ptr(), storage.nbytes())
+        index = self._indices.setdefault(key, len(self.storages))
+        if index == len(self.storages):
+            # device and dtype are explicit: the caller may have set defaults
+            self.storages.append(empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        return index
+
+    def finish(self, pickle_file: Any) -> None:
+        """Write the sidecar, then note behind the pickle what it must look like."""
+        if not self.storages:
+            return
+        sizes = tuple(tensor.numel() for tensor in self.storages)
+        self.before_writing()
+        self._save(self._location, self.storages, self._kwargs)
+        # In torch's zip format the pickle is a record of its own, built in memory; in the older one other pickles
+        # follow in the same file, and nothing may stand between.
+        if isinstance(pickle_file, io.BytesIO) and pickle_file is not self._target:
+            pair_id = 0
+            if self._save is default_save:
+                pair_id = secrets.randbits(64) | 1
+                pair_id = pair_id if _stamp(self._location, pair_id) else 0
+            pickle_file.write(PairNote(pair_id, sizes).to_bytes())
+
+
+class _Pickle:
+    """Stands in for the module ``pickle``, as far as torch uses it."""
+
+    __name__ = "pickle"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pickle, name)
+
+
+class PickleForSaving(_Pickle):
+    """A ``pickle_module`` for ``torch.save`` whose pickler asks the session first."""
+
+    def __init__(self, session: SaveSession) -> None:
+        def session_first(torchs: Callable[..., Any]) -> Callable[..., Any]:
+            def persistent_id(*args: Any) -> Any:  # (obj) as an attribute of the pickler, (self, obj) as a method
+                ours = session.persistent_id(args[-1])
+                return torchs(*args) if ours is None else ours
+
+            return persistent_id
+
+        class Pickler(pickle.Pickler):
+            def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
+                super().__init__(file, *args, **kwargs)
+                self._pickle_file = file
+
+            def __init_subclass__(cls) -> None:  # torch defines the method in a subclass ...
+                super().__init_subclass__()
+                if "persistent_id" in cls.__dict__:
+                    setattr(cls, "persistent_id", session_first(cls.__dict__["persistent_id"]))  # noqa: B010
+
+            def __setattr__(self, name: str, value: Any) -> None:  # ... or, before 2.4, sets it on the object
+                super().__setattr__(name, session_first(value) if name == "persistent_id" else value)
+
+            def dump(self, obj: Any) -> None:
+                super().dump(obj)
+                session.finish(self._pickle_file)
+
+        self.Pickler = Pickler
+
+
+# --- loading -------------------------------------------------------------------------------------------------------
+
+
+def default_load(file_obj: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Load the storages that :func:`default_save` wrote."""
+    from tensorizer import serialization
+
+    if kwargs.get("dtype") not in (None, torch.uint8):
+        raise ValueError(
+            f"tensorizer_loading: dtype={kwargs['dtype']} cannot be applied to whole storages; convert the tensors "
+            "after torch.load"
+        )
+    with serialization.TensorDeserializer(file_obj, **kwargs) as deserializer:
+        tensors: Any = deserializer.tree(default=[])
+    is_list = isinstance(tensors, list) and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    if not is_list or any(tensor.dtype != torch.uint8 or tensor.dim() != 1 for tensor in tensors):
+        raise FormatError(
+            f"{shown_location(file_obj)}: wanted a list of storages written under tensorizer_saving, found others"
+        )
+    result: list[torch.Tensor] = tensors
+    return result
+
+
+def _default_tag() -> str:
+    """Where tensors go when nobody says: what map_location is told as their original place."""
+    from tensorizer.utils import get_device
+
+    return f"cuda:{torch.cuda.current_device()}" if get_device().type == "cuda" else "cpu"
+
+
+def load_device(map_location: Any) -> Optional[torch.device]:
+    """The device that ``map_location`` asks for; ``None`` where it does not say.
+
+    A function is given CPU storages, as torch does, and moves them itself.
+    """
+    if map_location is None:
+        return None
+    if isinstance(map_location, torch.device):
+        return map_location
+    if isinstance(map_location, (str, bytes)):
+        return torch.device(os.fsdecode(map_location))
+    if isinstance(map_location, dict):
+        tag = _default_tag()
+        return torch.device(map_location.get(tag, tag))
+    return torch.device("cpu")
+
+
+class LoadSession:
+    """One ``torch.load``: loads the sidecar at the first reference to it and hands out its storages."""
+
+    def __init__(
+        self, location: Any, load: Callable[[Any, dict[str, Any]], Any], kwargs: dict[str, Any], map_location: Any
+    ) -> None:
+        self.note: Optional[PairNote] = None  # the unpickler's to fill in
+        self._location, self._load, self._kwargs, self._map_location = location, load, kwargs, map_location
+        self._storages: Optional[list[torch.UntypedStorage]] = None
+
+    def persistent_load(self, pid: Any) -> Optional[torch.storage.TypedStorage]:
+        """The storage that a persistent id stands for; ``None`` leaves the id to torch."""
+        if not (isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == _MARKER):
+            return None
+        version, kind = pid[1], pid[2]
+        if not isinstance(version, int) or version > _VERSION or kind != _KIND:
+            raise pickle.UnpicklingError(
+                f"wanted a storage reference of version {_VERSION}, found version {version!r} of kind {kind!r}: "
+                "saved by a newer release of tensorizer?"
+            )
+        index, dtype = (pid[3], pid[4]) if len(pid) >= 5 else (None, None)
+        if not isinstance(index, int) or not (dtype is None or isinstance(dtype, torch.dtype)):
+            raise pickle.UnpicklingError(f"malformed storage reference {pid!r}")
+        if self._storages is None:
+            self._storages = self._load_storages()
+        if not 0 <= index < len(self._storages):
+            raise FormatError(
+                f"{shown_location(self._location)} does not belong to this file: "
+                f"it holds {len(self._storages)} storages, number {index} is wanted"
+            )
+        return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=self._storages[index], dtype=torch.uint8 if dtype is None else dtype, _internal=True
+        )
+
+    def _load_storages(self) -> list[torch.UntypedStorage]:
+        if self._load is not default_load:
+            tensors: Iterable[torch.Tensor] = self._load(self._location, self._kwargs)
+            storages = [tensor.untyped_storage() for tensor in tensors]
+            self._check_sizes(storages, exact=False)
+            return storages
+        self._check_stamp()
+        kwargs = self._kwargs
+        move: Optional[Callable[[Any, str], Any]] = None
+        if kwargs.get("device") is None and self._map_location is not None:
+            kwargs = {**kwargs, "device": load_device(self._map_location)}
+            move = self._map_location if callable(self._map_location) else None
+        storages = [tensor.untyped_storage() for tensor in self._load(self._location, kwargs)]
+        self._check_sizes(storages, exact=True)
+        return storages if move is None else _moved(storages, move)
+
+    def _check_stamp(self) -> None:
+        wanted = self.note.pair_id if self.note else 0
+        found = _stamp_of(self._location) if wanted else 0
+        if found not in (0, wanted):
+            raise FormatError(
+                f"{shown_location(self._location)} does not belong to this file: it was written with another one "
+                f"(pair number {wanted:016x} wanted, {found:016x} found)"
+            )
+
+    def _check_sizes(self, storages: list[torch.UntypedStorage], exact: bool) -> None:
+        if self.note is None:
+            return
+        wanted, found = self.note.sizes, [storage.nbytes() for storage in storages]
+        problem = None
+        if len(found) != len(wanted):
+            problem = f"{len(wanted)} storages wanted, {len(found)} found"
+        for index, (want, have) in enumerate(zip(wanted, found)):
+            if problem is None and (have != want if exact else have < want):
+                problem = f"storage {index}: {want} bytes wanted, {have} found"
+        if problem:
+            raise FormatError(f"{shown_location(self._location)} does not belong to this file: {problem}")
+
+
+def _moved(storages: list[torch.UntypedStorage], move: Callable[[Any, str], Any]) -> list[torch.UntypedStorage]:
+    tag = _default_tag()
+    moved = []
+    for storage in storages:
+        result = move(storage, tag)
+        if result is None:
+            result = torch.serialization.default_restore_location(storage, tag)  # type: ignore[no-untyped-call]
+        moved.append(result._untyped_storage if isinstance(result, torch.storage.TypedStorage) else result)
+    return moved
+
+
+current_load: ContextVar[Optional[LoadSession]] = ContextVar("tensorizer_current_load", default=None)
+
+
+def _session_first(session: Optional[LoadSession], torchs: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if session is None:
+        return torchs
+
+    def persistent_load(pid: Any) -> Any:
+        ours = session.persistent_load(pid)
+        return torchs(pid) if ours is None else ours
+
+    return persistent_load
+
+
+def _take_note(session: Optional[LoadSession], file: Any) -> None:
+    if session is not None and isinstance(file, io.BytesIO):
+        session.note = PairNote.behind_pickle(file.getbuffer())
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, **kwargs: Any) -> None:
+        super().__init__(file, **kwargs)
+        self._session = current_load.get()
+        _take_note(self._session, file)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # torch sets persistent_load on the object
+        super().__setattr__(name, _session_first(self._session, value) if name == "persistent_load" else value)
+
+
+class PickleForLoading(_Pickle):
+    """A ``pickle_module`` for ``torch.load`` whose unpickler asks the current session first."""
+
+    Unpickler = _Unpickler
+
+
+class _StorageWord(str):
+    """The marker of our ids, for torch's restricted unpickler, which admits only ids that begin with "storage"."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other == _KIND or str.__eq__(self, other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class SafeUnpickler(torch._weights_only_unpickler.Unpickler):
+    """Torch's unpickler for ``weights_only=True``, which also accepts the ids of sidecar storages.
+
+    It stands in for torch's while a loading block is active anywhere; without a session it is torch's. What may be
+    unpickled stays entirely torch's decision: an id yields a storage of raw bytes or an error.
+    """
+
+    def __init__(self, file: Any, **kwargs: Any) -> None:
+        super().__init__(file, **kwargs)
+        self._session = current_load.get()
+        _take_note(self._session, file)
+
+    @property
+    def persistent_load(self) -> Any:
+        return self.__dict__.get("_persistent_load") or super().persistent_load
+
+    @persistent_load.setter
+    def persistent_load(self, value: Any) -> None:
+        self.__dict__["_persistent_load"] = _session_first(self._session, value)
+
+    def pop_mark(self) -> list[Any]:
+        items: list[Any] = super().pop_mark()  # type: ignore[no-untyped-call]
+        if self._session is not None and len(items) == 5 and items[0] == _MARKER and items[2] == _KIND:
+            items[0] = _StorageWord(_MARKER)
+        return items

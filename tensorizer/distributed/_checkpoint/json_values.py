@@ -1,0 +1,188 @@
+"""Leaves that are no tensors: numbers, texts and containers of them as JSON, so that no pickle is needed for them.
+
+JSON has fewer types than Python. Containers and what JSON cannot hold are objects with one member, whose name is the
+kind: ``t`` tuple, ``d`` dict and ``o`` OrderedDict (lists of pairs), ``b`` bytes (Base64), ``s`` a stream of bytes in
+memory (its Base64 and its position), ``n`` a scalar of numpy (its dtype and Base64), ``f`` a float that is no number or
+infinite, ``i`` an integer of more than 64 bits (hexadecimal), ``x`` what the caller knows.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import functools
+import io
+import json
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any, Optional
+
+import numpy as np
+import torch
+
+from tensorizer.errors import FormatError
+
+__all__ = ["NotSimple", "decoded", "encoded", "from_json", "load_vetted", "simple_value", "to_json", "torch_saved"]
+
+_MAX_JSON_INT = 1 << 63
+
+
+class NotSimple(TypeError):
+    """A value that JSON does not hold, and the keys that lead to it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason, self.path = reason, ""
+
+    def below(self, key: Any) -> NotSimple:
+        """The same, seen from the container that has it under `key`."""
+        self.path = f"[{key!r:.100}]{self.path}"
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}" if self.path else self.reason
+
+
+def to_json(value: Any) -> Optional[str]:
+    """The text that stands for a value; ``None`` for one that is not made of simple types alone."""
+    try:
+        return json.dumps(encoded(value), separators=(",", ":"), allow_nan=False)
+    except (NotSimple, RecursionError):
+        return None
+
+
+def from_json(text: str) -> Any:
+    """The value that :func:`to_json` gave the text for.
+
+    Raises:
+        FormatError: Another text.
+    """
+    try:
+        return decoded(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(f"a value that is none: {text[:80]!r} ({error})") from None
+
+
+def encoded(value: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
+    """What JSON can hold of a value: the way back is :func:`decoded`.
+
+    Args:
+        value: Any value.
+        leaf: Gives what stands for a value of another type, which JSON must hold.
+
+    Raises:
+        NotSimple: It is not made of simple types alone, and there is no `leaf`.
+        RecursionError: It contains itself, or is nested hundreds of times.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if -_MAX_JSON_INT <= value < _MAX_JSON_INT else {"i": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"f": repr(value)}
+    if kind is bytes:
+        return {"b": base64.b64encode(value).decode()}
+    if kind is io.BytesIO:
+        return {"s": [base64.b64encode(value.getbuffer()).decode(), value.tell()]}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return {"n": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+    if kind in (list, tuple):
+        items = [_encoded_below(i, item, leaf) for i, item in enumerate(value)]
+        return items if kind is list else {"t": items}
+    if kind in (dict, collections.OrderedDict):
+        pairs = [[_encoded_below(key, key, leaf), _encoded_below(key, item, leaf)] for key, item in value.items()]
+        return {"d" if kind is dict else "o": pairs}
+    if leaf is None:
+        raise NotSimple(f"wanted numbers, texts, bytes and containers of them, found {kind.__name__}")
+    return {"x": leaf(value)}
+
+
+def _encoded_below(key: Any, value: Any, leaf: Optional[Callable[[Any], Any]]) -> Any:
+    try:
+        return encoded(value, leaf)
+    except NotSimple as error:
+        raise error.below(key) from None
+
+
+def decoded(node: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
+    """The value of :func:`encoded`; `leaf` gives the values of other types.
+
+    Raises:
+        ValueError, TypeError, AttributeError: The node is none that :func:`encoded` gives.
+    """
+    if isinstance(node, list):
+        return [decoded(item, leaf) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, content),) = node.items()
+    if kind == "t":
+        return tuple(decoded(item, leaf) for item in content)
+    if kind in ("d", "o"):
+        pairs = [(decoded(key, leaf), decoded(item, leaf)) for key, item in content]
+        return dict(pairs) if kind == "d" else collections.OrderedDict(pairs)
+    if kind == "b":
+        return base64.b64decode(content, validate=True)
+    if kind == "s":
+        stream = io.BytesIO(base64.b64decode(content[0], validate=True))
+        stream.seek(content[1])
+        return stream
+    if kind == "n":
+        return np.frombuffer(base64.b64decode(content[1], validate=True), np.dtype(content[0]))[0]
+    if kind == "f":
+        return float(content)
+    if kind == "i":
+        return int(content, 16)
+    if kind == "x" and leaf is not None:
+        return leaf(content)
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def simple_value(data: memoryview) -> Optional[str]:
+    """The JSON text for the value in bytes of ``torch.save``; ``None`` where it is not simple, or not such bytes."""
+    try:
+        value = _load_harmless(io.BytesIO(data))
+    except Exception:  # whatever a planner may have written: its bytes are kept as they are
+        return None
+    return to_json(value)
+
+
+def _load_harmless(data: io.BytesIO) -> Any:
+    """``torch.load(weights_only=True)``, which may make streams in memory and numpy's scalars too: they run nothing."""
+    allow = getattr(torch.serialization, "safe_globals", None)
+    if allow is None:  # before torch 2.5
+        return torch.load(data, map_location="cpu", weights_only=True)
+    with allow([io.BytesIO, *_numpy_scalars()]):
+        return torch.load(data, map_location="cpu", weights_only=True)
+
+
+@functools.lru_cache(1)
+def _numpy_scalars() -> list[Any]:
+    """What the pickle of a scalar of numpy names."""
+    scalar = np.int64(0).__reduce__()[0]
+    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdFD"}
+    return [scalar, np.dtype, *dtypes]
+
+
+def torch_saved(value: Any) -> io.BytesIO:
+    """The value as planners of torch expect it: in bytes of ``torch.save``, made here and now."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def load_vetted(name: str, data: io.BytesIO) -> Any:
+    """The value in bytes of ``torch.save``, by the loader that calls nothing that the bytes name.
+
+    Raises:
+        pickle.UnpicklingError: They hold more than tensors and simple values, or cannot be read.
+    """
+    try:
+        return _load_harmless(data)
+    except Exception as error:
+        raise pickle.UnpicklingError(
+            f"{name!r} was refused by torch.load(weights_only=True); with allow_pickle=True its pickle would be "
+            f"executed, which is for checkpoints from trusted sources alone: {error}"
+        ) from error

@@ -1,0 +1,423 @@
+"""Folders of models wherever they are: a local one, a prefix of a store, a repository of the hub at one commit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import glob
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+
+from tensorizer import stream_io
+from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._system.redaction import shown_location, shown_uri
+from tensorizer.errors import StreamNotFoundError
+
+__all__ = ["MANIFEST", "LoadOptions", "LocalFolder", "ModelFolder", "RemoteFolder", "is_weight", "open_folder"]
+
+#: The list of files that ``save_pretrained`` leaves where a loader cannot know their names: prefixes have no listing.
+MANIFEST = "tensorizer_files.json"
+
+_WEIGHTS = (".tensors", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+# The files that say what a folder holds.
+_DESCRIPTIONS = ("config.json", "adapter_config.json", "model_index.json", "modules.json", "generation_config.json")
+
+_PART = r"[A-Za-z0-9][\w.-]*"
+_REPO_ID = re.compile(rf"{_PART}(?:/{_PART})?\Z")
+_URI = re.compile(rf"hf://(?:models/)?((?!(?:datasets|spaces)/){_PART}/{_PART})(?:@([^/]+))?(?:/(.*))?\Z")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """What a load was asked for: the arguments of ``from_pretrained``, but for the class and the source."""
+
+    revision: Optional[str] = None
+    subfolder: str = ""
+    cache: bool = True
+    local_files_only: bool = False
+    token: Any = None
+    stream_options: Optional[Mapping[str, Any]] = None
+    variant: Optional[str] = None
+    dtype: Union[torch.dtype, str, None] = "auto"
+    device: Union[torch.device, str, None] = None
+    device_map: Any = None
+    quantization_config: Any = None
+    config: Any = None
+    model_class: Any = None
+    strict: bool = True
+    verify: bool = False
+    encryption: Any = None
+    public_key: Any = None
+    require_authenticated: Optional[bool] = None
+    allow_pickle: bool = False
+    allow_plaintext_temp: bool = False
+    mmap: Optional[bool] = None
+    model_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> LoadOptions:
+        """Those of a function's arguments (its ``locals()``) that are options; the others have their defaults."""
+        return cls(**{f.name: arguments[f.name] for f in dataclasses.fields(cls) if f.name in arguments})
+
+    def of_base_model(self) -> LoadOptions:
+        """For a model of another folder: nothing that was said about this one's files holds for it."""
+        of_model = ("dtype", "device", "device_map", "quantization_config", "model_class", "model_kwargs")
+        of_hub = ("cache", "local_files_only", "token", "allow_pickle")
+        return LoadOptions(**{name: getattr(self, name) for name in (*of_model, *of_hub)})
+
+
+def is_weight(name: str) -> bool:
+    """Whether a file holds weights, in whatever format."""
+    return name.endswith(_WEIGHTS)
+
+
+class ModelFolder:
+    """One folder of a model.
+
+    Attributes:
+        label: What the caller named, without secrets; becomes ``model.config.name_or_path``.
+        stream_options: Keywords for opening what :meth:`weight` gives.
+    """
+
+    label: str
+    stream_options: Optional[Mapping[str, Any]] = None
+    has_revision = False  # whether it is one revision of a repository
+    file: Optional[str] = None  # the file of weights that the caller named
+    _below = ""  # the folder inside of what was opened, and a slash
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name (with ``/`` for folders inside)."""
+        return self._has(self._below + name)
+
+    def fetch(self, *names: str) -> Path:
+        """A local folder with those of the small files `names` that exist, under their names."""
+        return self._fetch([self._below + name for name in names]) / self._below
+
+    def fetch_all(self) -> Path:
+        """A local folder with every file that holds no weights.
+
+        Raises:
+            FileNotFoundError: The files cannot be listed.
+        """
+        names = [name for name in self._names() if name.startswith(self._below) and not is_weight(name)]
+        return self._fetch(names) / self._below
+
+    def weight(self, name: str) -> Any:
+        """What the engine opens: the path or URI of a file of weights, or of an index of some."""
+        return self._weight(self._below + name)
+
+    def _has(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def _fetch(self, names: Sequence[str]) -> Path:
+        raise NotImplementedError
+
+    def _names(self) -> Collection[str]:
+        raise NotImplementedError
+
+    def _weight(self, name: str) -> Any:
+        raise NotImplementedError
+
+    def below(self, subfolder: str) -> ModelFolder:
+        """The folder of that name in this one; it is closed with this one.
+
+        Raises:
+            ValueError: It is not below this one.
+        """
+        if subfolder in ("", "."):
+            return self
+        subfolder = subfolder.strip("/")
+        if not _is_plain(subfolder):
+            raise ValueError(f"{self.label}: {subfolder!r:.200} is not a folder below it")
+        folder = copy.copy(self)
+        folder._below, folder.file = f"{self._below}{subfolder}/", None
+        return folder
+
+    def read_json(self, name: str, kind: type = dict) -> Any:
+        """The content of a small file, a `kind`; ``None`` where there is none.
+
+        Raises:
+            ValueError: It is no JSON, or of another kind.
+        """
+        if not self.has(name):
+            return None
+        path = self.fetch(name) / name
+        try:
+            content = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.label}: {name} is not JSON: {error}") from None
+        if not isinstance(content, kind):
+            found = type(content).__name__
+            raise ValueError(f"{self.label}: {name}: wanted a {kind.__name__} as its content, found a {found}")
+        return content
+
+    def close(self) -> None:
+        """Removes what was made for this load."""
+
+
+class LocalFolder(ModelFolder):
+    """A folder of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.label, self._folder = str(folder), folder
+
+    def _has(self, name: str) -> bool:
+        return (self._folder / name).is_file()
+
+    def _fetch(self, names: Sequence[str]) -> Path:
+        return self._folder
+
+    def _names(self) -> Collection[str]:
+        return ()  # they are all there
+
+    def _weight(self, name: str) -> Any:
+        return str(self._folder / name)
+
+
+class RemoteFolder(ModelFolder):
+    """A prefix of a store, which cannot be listed: names are tried. Small files go to a private temporary folder.
+
+    Args:
+        prefix: URI of the folder.
+        stream_options: Keywords for opening its files.
+        label: For messages; ``None`` is the URI without secrets.
+        names: Its files, where they are known after all.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        stream_options: Optional[Mapping[str, Any]],
+        label: Optional[str] = None,
+        names: Optional[Collection[str]] = None,
+    ) -> None:
+        self._prefix = prefix.rstrip("/")
+        self.label = shown_uri(self._prefix) if label is None else label
+        self.stream_options, self._listing, self.has_revision = stream_options, names, names is not None
+        self._known: dict[str, bool] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="tensorizer-"))
+
+    def _has(self, name: str) -> bool:
+        if self._listing is not None:
+            return name in self._listing
+        if name not in self._known:
+            self._known[name] = self._is_there(name) if is_weight(name) else self._copy(name)
+        return self._known[name]
+
+    def _weight(self, name: str) -> Any:
+        return f"{self._prefix}/{name}"
+
+    def _is_there(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError), self._open(name) as stream:
+            return bool(stream.read(1))
+        return False
+
+    def _open(self, name: str) -> Any:
+        return stream_io.open_stream(self._weight(name), "rb", **dict(self.stream_options or {}))
+
+    def _copy(self, name: str) -> bool:
+        if not _is_plain(name):
+            raise ValueError(f"{self.label}: {name!r:.200} is not a file of the folder")
+        try:
+            with self._open(name) as stream:
+                content = stream.read()
+        except FileNotFoundError:
+            return False
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return True
+
+    def _fetch(self, names: Sequence[str]) -> Path:
+        for name in names:
+            if self._has(name) and not (self._folder / name).exists():
+                self._copy(name)
+        return self._folder
+
+    def _names(self) -> Collection[str]:
+        if self._listing is not None:
+            return self._listing
+        listed = self.read_json(MANIFEST, list)
+        if listed is None:
+            raise StreamNotFoundError(
+                f"{self.label}: wanted {MANIFEST}, which save_pretrained writes and which lists the files of the folder"
+            )
+        for name in listed:
+            if not _is_plain(name):
+                raise ValueError(f"{self.label}: {MANIFEST} names {name!r:.200}, which is not a file of the folder")
+        return [self._below + name for name in listed]
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _is_plain(name: Any) -> bool:
+    parts = name.split("/") if isinstance(name, str) else [""]
+    return not {"", ".", ".."} & set(parts) and "\\" not in name and ":" not in name
+
+
+def is_repo_id(text: str) -> bool:
+    """Whether a text can be ``org/name`` or the name of one of the oldest repositories."""
+    return _REPO_ID.match(text) is not None and ".." not in text and "--" not in text
+
+
+def parse_uri(uri: str) -> tuple[str, Optional[str], str]:
+    """Repository, revision and subfolder of ``hf://org/name[@revision][/subfolder]``.
+
+    Raises:
+        ValueError: Another form, or a repository that holds no models.
+    """
+    match = _URI.match(uri)
+    if match is None:
+        raise ValueError(f"wanted hf://org/name[@revision][/subfolder], found {shown_uri(uri)}")
+    revision = match[2]
+    return match[1], None if revision is None else revision.replace("%2F", "/"), (match[3] or "").strip("/")
+
+
+def _open_repo(repo: str, revision: Optional[str], options: LoadOptions) -> ModelFolder:
+    """A repository at one commit.
+
+    With ``cache`` files come through the cache of ``huggingface_hub``; otherwise they are read over HTTPS, and no file
+    of weights touches the disk.
+
+    Raises:
+        FileNotFoundError: No such repository or revision, or not in the cache.
+        ValueError: What can be no revision.
+        ImportError: The package ``huggingface_hub`` is not installed.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined,unused-ignore]
+
+    shown = repo if revision is None else f"{repo}@{revision}"
+    if revision is not None and not _is_plain(revision):  # the cache has a file of that name
+        raise ValueError(f"{repo}: wanted the name of a branch or tag as revision, found {revision!r}")
+    offline = options.local_files_only or constants.HF_HUB_OFFLINE
+    if offline and not options.cache:
+        raise ValueError(f"{repo}: cache=False reads from the hub, and local_files_only or HF_HUB_OFFLINE forbids that")
+    below = options.subfolder.strip("/")
+    described = [f"{below}/{name}" if below else name for name in _DESCRIPTIONS]
+    try:
+        if options.cache:  # notes which commit a branch is, so that all files are of that one
+            folder = _download(repo, revision, options.token, described, offline)
+            if offline:
+                names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+                return _CachedRepo(repo, folder, names, None)
+            revision = folder.name
+        info = huggingface_hub.HfApi(token=options.token).model_info(repo, revision=revision)
+    except LocalEntryNotFoundError:
+        if not offline:
+            raise
+        raise FileNotFoundError(f"{shown}: not in the cache, and the hub may not be asked") from None
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise FileNotFoundError(f"{shown}: {str(error).strip().splitlines()[0]}") from None
+    names = {sibling.rfilename for sibling in info.siblings or ()}
+    if options.cache:
+        return _CachedRepo(repo, folder, names, options.token)
+    prefix = huggingface_hub.hf_hub_url(repo, "x", revision=info.sha)[: -len("/x")]
+    headers = build_hf_headers(token=options.token)  # they go to the host of the hub alone
+    return RemoteFolder(prefix, {"http_options": stream_io.HTTPOptions(headers=headers)}, repo, names)
+
+
+def _download(repo: str, revision: Optional[str], token: Any, names: Iterable[str], offline: bool = False) -> Path:
+    """The folder of a commit in the cache, with these files of it; several are fetched at the same time."""
+    import huggingface_hub
+
+    patterns = [glob.escape(name) for name in names]
+    return Path(
+        huggingface_hub.snapshot_download(
+            repo, revision=revision, token=token, allow_patterns=patterns, local_files_only=offline
+        )
+    )
+
+
+class _CachedRepo(ModelFolder):
+    """Files of one commit, in the cache of ``huggingface_hub`` or fetched into it when they are asked for."""
+
+    has_revision = True
+
+    def __init__(self, repo: str, folder: Path, names: Collection[str], token: Any) -> None:
+        self.label = repo
+        self._folder, self._listing, self._token = folder, names, token
+
+    def _has(self, name: str) -> bool:
+        return name in self._listing
+
+    def _fetch(self, names: Sequence[str]) -> Path:
+        absent = [name for name in names if name in self._listing and not (self._folder / name).exists()]
+        if absent:
+            _download(self.label, self._folder.name, self._token, absent)
+        return self._folder
+
+    def _names(self) -> Collection[str]:
+        return self._listing
+
+    def _weight(self, name: str) -> Any:
+        self._fetch([name])
+        if name.endswith(".json"):  # an index, and all of its shards have to be there
+            shards = json.loads((self._folder / name).read_bytes()).get("weight_map")
+            below = name.rpartition("/")[0]
+            files = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
+            self._fetch([f"{below}/{file}" if below else file for file in files])
+        return str(self._folder / name)
+
+
+def _names_weights(name: str) -> bool:
+    """Whether a name is that of a file of tensors, which then stands for the folder that it is in."""
+    return name.endswith((".tensors", ".safetensors"))
+
+
+@contextlib.contextmanager
+def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
+    """The folder that a caller named, or that holds the file named.
+
+    It is a path, a URI, ``hf://org/name[@revision]`` or a hub id.
+
+    Raises:
+        FileNotFoundError: No such folder or repository.
+        ValueError: A source of another kind; a revision for what is not on the hub.
+    """
+    folder: ModelFolder
+    revision, inside = options.revision, ""
+    scheme = scheme_of(source)
+    if scheme is None or scheme in LOCAL_SCHEMES:
+        path = Path(os.path.expanduser(source if scheme is None else path_of_file_uri(source)))
+        if path.is_dir():
+            folder = LocalFolder(path)
+        elif _names_weights(path.name) and path.is_file():
+            folder = LocalFolder(path.parent)
+            folder.file = path.name
+        elif isinstance(source, str) and not path.exists() and is_repo_id(source):
+            folder = _open_repo(source, revision, options)
+        else:
+            found = "a file" if path.exists() else "nothing"
+            wanted = "a folder, a .tensors or .safetensors file, a URI or the id of a hub repository"
+            raise FileNotFoundError(f"{shown_location(source)}: wanted {wanted}, found {found}")
+    elif scheme == "hf":
+        repo, named, inside = parse_uri(source)
+        if named and revision and named != revision:
+            raise ValueError(f"{shown_location(source)}: the URI names revision {named!r}, the argument {revision!r}")
+        below = "/".join(filter(None, (inside, options.subfolder.strip("/"))))
+        folder = _open_repo(repo, named or revision, dataclasses.replace(options, subfolder=below))
+    elif _names_weights(source) and "?" not in source:
+        prefix, _, name = source.rpartition("/")
+        folder = RemoteFolder(prefix, options.stream_options)
+        folder.file = name
+    else:
+        folder = RemoteFolder(source, options.stream_options)
+    try:
+        if revision is not None and not folder.has_revision:
+            raise ValueError(f"revision: only repositories of the hub have one, found {revision!r} for {folder.label}")
+        yield folder.below(inside)
+    finally:
+        folder.close()

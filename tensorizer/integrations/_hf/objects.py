@@ -1,0 +1,278 @@
+"""What a folder holds, and who loads it: models, pipelines of ``diffusers``, adapters, sentence transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from tensorizer._system.redaction import shown_location
+from tensorizer.errors import LoadError
+from tensorizer.integrations._hf import models
+from tensorizer.integrations._hf.folders import LoadOptions, ModelFolder, open_folder
+from tensorizer.integrations._hf.models import device_of
+from tensorizer.integrations._hf.weights import Weights, find_weights, private_copy, write_safetensors
+
+__all__ = ["is_peft", "is_sentence_transformer", "load", "load_adapter_into", "stem_of"]
+
+_ADAPTER = "adapter_config.json"
+_PIPELINE = "model_index.json"
+_SENTENCES = "modules.json"
+_DIFFUSERS_STEM = "diffusion_pytorch_model"
+_LORA_STEM = "pytorch_lora_weights"
+_WRAPPER = "base_model.model."
+_DENOISERS = ("unet", "transformer")
+
+
+def load(cls: Any, source: Any, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
+    """The object of a folder, by the files in it, and the loading information of ``transformers`` models.
+
+    Raises:
+        FileNotFoundError: None of the files that say what it is.
+    """
+    with open_folder(source, options) as opened:
+        return _load_object(cls, opened.below(options.subfolder), options)
+
+
+def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, Optional[dict[str, Any]]]:
+    if folder.has(_PIPELINE):
+        return _load_pipeline(cls, folder, options), None
+    if folder.has(_SENTENCES) and (cls is None or is_sentence_transformer(cls)):
+        return _load_sentence_transformer(cls, folder, options), None
+    if folder.has(_ADAPTER) and not folder.has("config.json"):
+        return _load_with_base(cls, folder, options), None
+    values = folder.read_json("config.json")
+    if values is None and options.config is None:
+        raise FileNotFoundError(
+            f"{folder.label}: wanted config.json, {_ADAPTER}, {_PIPELINE} or {_SENTENCES} in it, found none of them"
+        )
+    if values is not None and "_class_name" in values:
+        return _load_diffusers_model(cls, folder, options)[0], None
+    return models.load_model(cls, folder, options)
+
+
+def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
+    """One model of ``diffusers``, in evaluation mode."""
+    import diffusers
+
+    _only_on_one_device(options)
+    values = folder.read_json("config.json")
+    if values is None:
+        raise FileNotFoundError(f"{folder.label}: wanted config.json in it")
+    if cls is None:
+        name = values.get("_class_name")
+        cls = options.model_class or getattr(diffusers, str(name), None)
+        if cls is None:
+            raise ValueError(f"{folder.label}: diffusers has no class {name}; pass the class, or model_class=")
+    weights = find_weights(folder, _DIFFUSERS_STEM, options)
+    config = cls.load_config(folder.fetch("config.json"))
+    with models.empty_on(device_of(options)):
+        model = cls.from_config(config)
+    model = _with_dtype(model, weights, options)
+    if not models.fill_empty(model, weights, device_of(options)):
+        model = _by_library(cls, folder, weights, options)
+    model.register_to_config(_name_or_path=folder.label)
+    return model.eval(), {}
+
+
+def _only_on_one_device(options: LoadOptions) -> None:
+    if options.device_map is not None:
+        raise ValueError("device_map: models of diffusers are loaded to one device; wanted device=")
+
+
+def _with_dtype(model: Any, weights: Weights, options: LoadOptions) -> Any:
+    """The empty model in the dtype that was asked for, or in that of the file."""
+    dtype = options.dtype
+    if dtype == "auto" and not weights.pickled:
+        dtype = models.dtype_of_file(weights)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    if isinstance(dtype, torch.dtype):
+        torch.nn.Module.to(model, dtype=dtype)  # parts that stay in float32 are seen to when they are filled
+    return model
+
+
+def _by_library(cls: Any, folder: ModelFolder, weights: Weights, options: LoadOptions) -> Any:
+    """The library's model, from a temporary file: it renames and converts, but takes no state dict."""
+    keywords = {} if options.dtype in (None, "auto") else {"torch_dtype": options.dtype}
+    with private_copy(folder.fetch("config.json"), 0) as files:
+        write_safetensors(weights, files / f"{_DIFFUSERS_STEM}.safetensors", options.allow_plaintext_temp)
+        model, info = cls.from_pretrained(
+            files, output_loading_info=True, low_cpu_mem_usage=False, use_safetensors=True, **keywords
+        )
+    left = [*info.get("missing_keys", ()), *info.get("unexpected_keys", ())]
+    if options.strict and left:
+        raise LoadError(f"{weights.label}: missing from it or unexpected in it: {', '.join(map(str, left[:20]))}")
+    return model.to(device_of(options))
+
+
+def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
+    """A pipeline with all its components."""
+    import diffusers
+
+    _only_on_one_device(options)
+    files = folder.fetch_all()
+    components = folder.read_json(_PIPELINE)
+    loaded: dict[str, Any] = {}
+    for name, entry in components.items():
+        if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
+            continue
+        if len(entry) != 2 or not all(isinstance(text, str) for text in entry):
+            raise ValueError(f"{folder.label}: {_PIPELINE}: wanted library and class of {name!r}, found {entry!r:.200}")
+        component = _load_component(name, entry, folder.below(name), options)
+        if component is not None:
+            loaded[name] = component
+    keywords = {**options.model_kwargs, **loaded}
+    pipeline = (cls or diffusers.DiffusionPipeline).from_pretrained(files, **keywords)
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.to(device_of(options))
+    return pipeline
+
+
+def _load_component(name: str, entry: Any, folder: ModelFolder, options: LoadOptions) -> Any:
+    """A component that has weights; ``None`` for those that the pipeline reads itself."""
+    library, class_name = entry
+    plain = dataclasses.replace(options, model_kwargs={}, config=None, model_class=None)
+    found: Any = None
+    with contextlib.suppress(ImportError):
+        module = __import__(library) if library in ("diffusers", "transformers") else None
+        found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+        return None
+    if library == "diffusers":
+        return _load_diffusers_model(found, folder, plain)[0]
+    return models.load_model(found, folder, plain)[0]
+
+
+def stem_of(component: Any) -> str:
+    """The name of the weights of a component: that of its library."""
+    return _DIFFUSERS_STEM if type(component).__module__.partition(".")[0] == "diffusers" else "model"
+
+
+def _is_of(package: str, obj: Any) -> bool:
+    kind = obj if isinstance(obj, type) else type(obj)
+    return any(base.__module__.partition(".")[0] == package for base in kind.__mro__)
+
+
+def is_sentence_transformer(obj: Any) -> bool:
+    """Whether an object or class is a model of ``sentence-transformers``."""
+    return _is_of("sentence_transformers", obj)
+
+
+def _load_sentence_transformer(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
+    """A model with all its modules, which read their weights from files alone."""
+    from sentence_transformers import SentenceTransformer
+
+    modules = folder.read_json(_SENTENCES, list)
+    with private_copy(folder.fetch_all(), 0) as files:
+        for module in modules:
+            if not isinstance(module, dict) or not isinstance(module.get("path"), str):
+                raise ValueError(f"{folder.label}: {_SENTENCES}: wanted modules with a path, found {module!r:.200}")
+            part = folder.below(module["path"])
+            try:
+                weights = find_weights(part, "model", options)
+            except FileNotFoundError:
+                continue  # a module without parameters, such as pooling
+            target = Path(files, module["path"].strip("/"), "model.safetensors")
+            write_safetensors(weights, target, options.allow_plaintext_temp)
+        keywords = dict(options.model_kwargs)
+        if options.dtype not in (None, "auto"):
+            keywords["model_kwargs"] = {**keywords.get("model_kwargs", {}), "torch_dtype": options.dtype}
+        model = (cls or SentenceTransformer)(
+            str(files), device=str(device_of(options)), local_files_only=True, **keywords
+        )
+    return model.eval()
+
+
+def is_peft(obj: Any) -> bool:
+    """Whether an object or class is of ``peft``."""
+    return _is_of("peft", obj)
+
+
+def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
+    """An adapter on the model that its configuration names.
+
+    Without a class, or with one of ``peft``, the result is a ``PeftModel``; with a class of ``transformers`` its model,
+    with the adapter in it.
+
+    Raises:
+        ValueError: None is named.
+    """
+    values = folder.read_json(_ADAPTER)
+    named = values.get("base_model_name_or_path")
+    if not named:
+        raise ValueError(f"{folder.label}: {_ADAPTER} names no base model (base_model_name_or_path)")
+    wraps = cls is None or is_peft(cls)
+    model, _ = load(None if wraps else cls, named, options.of_base_model())
+    return _wrapped(model, folder, options) if wraps else load_adapter_into(model, folder, options, "default")
+
+
+def load_adapter_into(model: Any, folder: ModelFolder, options: LoadOptions, name: str) -> Any:
+    """Puts an adapter into a model or pipeline, and gives that back.
+
+    Raises:
+        LoadError: Tensors of the adapter are missing or have no folder.
+    """
+    if hasattr(model, "load_lora_weights"):
+        model.load_lora_weights(_for_pipeline(model, folder, options), adapter_name=name)
+        return model
+    if is_peft(model):
+        config = _config(folder)
+        if name not in model.peft_config:
+            model.add_adapter(name, config)
+        return _filled(model, folder, options, name)
+    if hasattr(model, "load_adapter"):
+        state = find_weights(folder, "adapter_model", options).state_dict()
+        model.load_adapter(peft_config=_config(folder), adapter_state_dict=state, adapter_name=name)
+        return model.eval()
+    raise TypeError(f"wanted a model of transformers or peft or a pipeline of diffusers, found {type(model).__name__}")
+
+
+def _config(folder: ModelFolder) -> Any:
+    from peft import PeftConfig
+
+    if not folder.has(_ADAPTER):
+        raise FileNotFoundError(f"{folder.label}: wanted {_ADAPTER}, found none")
+    config = PeftConfig.from_pretrained(str(folder.fetch(_ADAPTER)))
+    config.inference_mode = True
+    # It is shown wherever the model is; the model has been loaded from it already.
+    config.base_model_name_or_path = shown_location(config.base_model_name_or_path or "") or None
+    return config
+
+
+def _wrapped(model: Any, folder: ModelFolder, options: LoadOptions) -> Any:
+    """As ``PeftModel.from_pretrained``, with tensors from our engine."""
+    from peft import get_peft_model
+
+    return _filled(get_peft_model(model, _config(folder), "default"), folder, options, "default")
+
+
+def _filled(model: Any, folder: ModelFolder, options: LoadOptions, name: str) -> Any:
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    weights = find_weights(folder, "adapter_model", options)
+    state = weights.state_dict()
+    wanted = set(get_peft_model_state_dict(model, adapter_name=name))
+    result = set_peft_model_state_dict(model, state, adapter_name=name)
+    missing, unexpected = sorted(wanted - set(state)), list(getattr(result, "unexpected_keys", ()))
+    if options.strict and (missing or unexpected):
+        raise LoadError(
+            f"{weights.label}: the adapter does not fit {type(model).__name__}: missing {missing[:10]}, "
+            f"unexpected {unexpected[:10]}"
+        )
+    return model.eval()
+
+
+def _for_pipeline(pipeline: Any, folder: ModelFolder, options: LoadOptions) -> Mapping[str, torch.Tensor]:
+    """The tensors by the names that pipelines know: those of ``save_lora_weights``, or of one PEFT model."""
+    try:
+        return find_weights(folder, _LORA_STEM, options).state_dict()
+    except FileNotFoundError:
+        state = find_weights(folder, "adapter_model", options).state_dict()
+    part = next((name for name in _DENOISERS if getattr(pipeline, name, None) is not None), _DENOISERS[0])
+    return {f"{part}.{name.removeprefix(_WRAPPER)}": tensor for name, tensor in state.items()}
