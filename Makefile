@@ -150,8 +150,14 @@ gpu-check:  ## build and run the GPU tests with this machine's own torch (GPU_AR
 
 bench-gpu:  ## loads to and saves from the GPU against the link and others (SIZE=16GB; BENCH_FAKE_CUDA=1 to try it out)
 	@scripts/gpu_check.sh --build $(if $(BENCH_FAKE_CUDA),--fake)
+	$(if $(BENCH_FAKE_CUDA),build/gpu-venv/bin/python -m benchmarks.model_gpu --runs $(RUNS))
 	build/gpu-venv/bin/python -m benchmarks --size $(SIZE) --runs $(RUNS) --cases $(GPU_CASES) \
 	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)
+
+# The share of a modelled link that loads and saves fill, on a machine without a GPU (CASES, SIZE as a number of bytes, RUNS).
+.PHONY: model-gpu
+model-gpu: $(VENV)/stamp-build  ## loads and saves over a modelled link (CASES='plain save'; BENCH_ARGS='--package FOLDER' compares)
+	$(BIN)/python -m benchmarks.model_gpu --runs $(RUNS) $(if $(CASES),--cases $(CASES)) $(BENCH_ARGS)
 
 # ---- the kernels of the device: compiled by nvcc to text that is committed; a build needs no nvcc -------------------------
 

@@ -1,4 +1,4 @@
-"""The pinned host memory through which loads to and saves from CUDA devices pass (docs/gpu.md)."""
+"""Loads to and saves from CUDA devices: the pinned host memory that they pass, and who decrypts (docs/gpu.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tensorizer import _C
 from tensorizer._system import cuda_engine
 
-__all__ = ["PinnedMemory", "pinned_memory", "release_pinned_memory", "set_pinned_memory"]
+__all__ = ["PinnedMemory", "decrypts_on", "pinned_memory", "release_pinned_memory", "set_pinned_memory"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,27 @@ def set_pinned_memory(*, slots: Optional[int] = None, slot_nbytes: Optional[int]
     if slot_nbytes is not None and slot_nbytes < 2 << 20:
         raise ValueError(f"slot_nbytes: wanted 2 MiB ({2 << 20}) or more, found {slot_nbytes}")
     cuda_engine.set_ring_size(slots, slot_nbytes)
+
+
+def decrypts_on(device: Union[torch.device, str, int] = 0) -> tuple[bool, str]:
+    """Tells whether a load of an encrypted file to this device is decrypted there.
+
+    Where ``TENSORIZER_CUDA_DECRYPT=1`` asks for it, this compiles and tests the device's kernels, unless a load has
+    done that.
+
+    Args:
+        device: A CUDA device with an index, or the index.
+
+    Returns:
+        Whether the device decrypts, and where it does not, why. What the kernels do not take (docs/gpu.md) the host
+        decrypts in any case.
+
+    Raises:
+        DeviceError: There is no such device.
+        ValueError: It is no CUDA device with an index, or the variable has another value than auto, 0 and 1.
+    """
+    why = cuda_engine.why_host_decrypts(torch.device("cuda", _index(device)))
+    return not why, why
 
 
 def _index(device: Union[torch.device, str, int]) -> int:

@@ -66,6 +66,8 @@ class FakeDriver:
         self._declare("set_delay", None, number, number)
         self._declare("calls", number, ctypes.c_char_p)
         self._declare("leaks", ctypes.c_char_p)
+        self._declare("model", None, ctypes.c_char_p)
+        self._declare("report", ctypes.c_char_p)
         self._declare("reset", None)
 
     def _declare(self, name: str, result: Any, *arguments: Any) -> None:

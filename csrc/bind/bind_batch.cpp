@@ -6,14 +6,15 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
+#include "bind/python_error.h"
 #include "bind/slice_index.h"
 #include "bind/torch_bridge.h"
 #include "core/error.h"
-#include "core/run_units.h"
 #include "format/tensor_path.h"
 #include "io/local/file_mapping.h"
 #include "load/allocate.h"
 #include "load/load_session.h"
+#include "load/load_together.h"
 
 namespace tensorizer::bind {
 namespace {
@@ -49,8 +50,15 @@ class LoadBatch {
       for (LoadTarget& target : targets_) target.in_place = true;
     }
     if (addresses) check_stored_sizes();
-    give_memory(addresses, allocate ? memory_of(*allocate) : load::host_memory(*opened_, *source_));
-    start(std::move(keys), std::move(engine), {.verify = verify, .max_workers = max_workers});
+    load::LoadOptions options{.verify = verify, .max_workers = max_workers};
+    if (engine && allocate && !addresses && !headers_only) {
+      start(std::move(keys), std::move(engine), options);
+      give_memory_later(memory_of(*allocate));
+    } else {
+      give_memory(addresses,
+                  allocate ? memory_of(*allocate) : load::host_memory(*opened_, *source_));
+      start(std::move(keys), std::move(engine), options);
+    }
   }
 
   // Parts of tensors: what stands between the brackets of tensor[...], one index per entry.
@@ -76,29 +84,13 @@ class LoadBatch {
           {.max_workers = max_workers, .parts = true, .gap_nbytes = gap_nbytes});
   }
 
-  void run(const py::object& progress) {
-    load::LoadSession& planned = session();
-    run_interruptible(
-        planned.is_brief() ? Where::here : Where::helper_thread,
-        [&](const std::stop_token& stop) { planned.run(stop); },
-        report_to(progress, [&] { return planned.nbytes_done(); }));
-  }
+  void run(const py::object& progress) { run_together({this}, 1, progress); }
 
-  // Runs several loads, at most `at_once` of them at a time; the first failure stops the others.
+  // Runs several loads, of those that do not share their workers at most `at_once` at a time; the
+  // first failure stops the others.
   static void run_all(const std::vector<LoadBatch*>& batches, unsigned at_once,
                       const py::object& progress) {
-    run_interruptible(
-        Where::helper_thread,
-        [&](const std::stop_token& stop) {
-          for_each_index(
-              batches.size(), at_once, stop,
-              [&](size_t i, const std::stop_token& token) { batches[i]->session().run(token); });
-        },
-        report_to(progress, [&] {
-          uint64_t done = 0;
-          for (const LoadBatch* batch : batches) done += batch->session().nbytes_done();
-          return done;
-        }));
+    run_together(batches, at_once, progress);
   }
 
   std::shared_ptr<const LoadedHeaders> headers() const { return session().headers(); }
@@ -132,6 +124,28 @@ class LoadBatch {
     is_of_parts_ = true;
   }
 
+  static void run_together(const std::vector<LoadBatch*>& batches, unsigned at_once,
+                           const py::object& progress) {
+    std::vector<load::LoadSession*> sessions;
+    for (const LoadBatch* batch : batches) sessions.push_back(&batch->session());
+    // Memory is allocated by Python, on the thread that waits.
+    const auto on_caller = [](const std::function<void()>& work) {
+      on_calling_thread([&work] { call_python(work); });
+    };
+    run_interruptible(
+        batches.size() == 1 && batches.front()->is_brief() ? Where::here : Where::helper_thread,
+        [&](const std::stop_token& stop) {
+          load::load_together(sessions, at_once, on_caller, stop);
+        },
+        report_to(progress, [&] {
+          uint64_t done = 0;
+          for (const load::LoadSession* session : sessions) done += session->nbytes_done();
+          return done;
+        }));
+  }
+
+  bool is_brief() const { return session().is_brief() && (!engine_ || engine_->is_ready()); }
+
   load::LoadSession& session() const {
     if (!session_) throw Error(Errc::invalid_argument, "the parts have no plan yet");
     return *session_;
@@ -139,8 +153,11 @@ class LoadBatch {
 
   void give_memory(const std::optional<std::vector<uint64_t>>& addresses,
                    const load::MemoryMaker& memory) {
-    if (!addresses)
-      return load::allocate(*opened_, source_->size().has_value(), is_of_parts_, memory, targets_);
+    if (!addresses) {
+      for (const load::MemoryGroup& group : plan_memory(memory))
+        load::allocate(group, *opened_, source_->size().has_value(), memory, targets_);
+      return;
+    }
     if (addresses->size() != targets_.size())
       throw Error(Errc::invalid_argument, "one address per tensor is wanted");
     for (size_t i = 0; i < targets_.size(); ++i) {
@@ -148,6 +165,20 @@ class LoadBatch {
           is_of_parts_ ? part_nbytes(i) : opened_->index[targets_[i].entry].data_nbytes;
       targets_[i].destination = {reinterpret_cast<std::byte*>((*addresses)[i]), nbytes, nullptr};
     }
+  }
+
+  std::vector<load::MemoryGroup> plan_memory(const load::MemoryMaker& memory) const {
+    return load::plan_memory(*opened_, is_of_parts_, memory, targets_);
+  }
+
+  // Memory of a device, while the load runs; a load of a few milliseconds has it before.
+  void give_memory_later(load::MemoryMaker memory) {
+    std::vector<load::MemoryGroup> groups = plan_memory(memory);
+    session_->allocate_while_it_runs(std::move(groups), std::move(memory),
+                                     source_->size().has_value());
+    if (!session_->is_brief()) return;
+    session_->allocate_now();
+    engine_->order_after_caller();
   }
 
   void start(std::shared_ptr<load::KeyRing> keys, std::shared_ptr<device::CopyEngine> engine,
@@ -169,7 +200,8 @@ class LoadBatch {
           factory.dtype(is_of_parts_ ? opened_->index[targets_[i].entry].dtype : headers.dtype(i));
       const std::span<const uint64_t> shape =
           is_of_parts_ ? std::span<const uint64_t>(shapes_[i]) : headers.shape(i);
-      result[i] = finish(dtype, factory.tensor(dtype, shape, targets_[i].destination, place_));
+      result[i] =
+          finish(dtype, factory.tensor(dtype, shape, session().targets()[i].destination, place_));
     }
     return result;
   }

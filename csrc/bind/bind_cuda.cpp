@@ -98,7 +98,11 @@ void register_cuda(py::module_& m) {
   py::class_<CudaCopyEngine, CopyEngine, std::shared_ptr<CudaCopyEngine>>(m, "CudaCopyEngine")
       .def(py::init(&make_engine), py::arg("device"), py::arg("stream"), py::kw_only(),
            py::arg("slots") = defaults.slots, py::arg("slot_nbytes") = defaults.slot_nbytes,
-           py::arg("keep_idle_seconds") = 30.0, py::arg("open_on_device") = false);
+           py::arg("keep_idle_seconds") = 30.0, py::arg("open_on_device") = false)
+      .def("why_not_opened", [](CudaCopyEngine& engine) {
+        return run_interruptible(
+            [&](const std::stop_token& stop) { return engine.why_not_opened(stop); });
+      });
   m.def("cuda_set_driver_library", &cuda::set_driver_library, py::arg("path"));
   m.def("cuda_driver_is_present", &cuda::driver_is_present, Unlocked());
   m.def("cuda_driver_version", [] { return cuda::driver().version; });

@@ -54,10 +54,11 @@ void run_units(size_t count, std::atomic<size_t>& next, unsigned workers,
     for (;;) {
       throw_if_stopped(token);
       if (worker->help()) continue;
-      worker->prepare();
-      const size_t unit = next.fetch_add(1, std::memory_order_relaxed);
+      size_t unit = next.load(std::memory_order_relaxed);
       if (unit >= count) break;
-      worker->process(unit);
+      worker->prepare(unit);
+      if (next.compare_exchange_strong(unit, unit + 1, std::memory_order_relaxed))
+        worker->process(unit);
     }
     worker->finish();
   });

@@ -47,14 +47,26 @@ class Lane {
   // is none, waits until the budget has a buffer. Throws Error: cancelled, device.
   virtual void wait(const std::stop_token& stop) = 0;
 
-  // Starts copying pieces of the buffer to the device; returns at once. Once per buffer. The first
-  // call waits until the caller's earlier work on the device's memory is done, as fetch() does.
-  // Throws Error: cancelled, device.
+  // Gives back every buffer from which nothing was sent, the one that try_acquire() returned last
+  // too.
+  virtual void give_back_unused() noexcept {}
+
+  // Returns when the caller's work is done that was asked for before the latest
+  // CopyEngine::order_after_caller(): the memory may be written to. Throws Error: cancelled,
+  // device.
+  virtual void pass_fence(const std::stop_token& /*stop*/) {}
+
+  // Starts copying pieces of the buffer to the device; returns at once. Once per buffer. Passes the
+  // fence first, as begin_fetch() does. Throws Error: cancelled, device.
   virtual void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) = 0;
 
-  // Room for what the device is told about the encrypted chunks of the buffer, as many as it has
-  // room for; empty where it does not open chunks. It is wiped with the use of the buffer.
-  virtual std::span<ChunkToOpen> chunks_to_open() { return {}; }
+  // How many encrypted chunks of one buffer the device opens; 0 where it opens none now. Throws
+  // Error: cancelled, device.
+  virtual size_t most_chunks_to_open(const std::stop_token& /*stop*/) { return 0; }
+
+  // Room for what the device is told about so many chunks of the buffer. It is wiped with the use
+  // of the buffer.
+  virtual std::span<ChunkToOpen> chunks_to_open(const std::stop_token& /*stop*/) { return {}; }
 
   // As send(); then the device opens the first `count` of chunks_to_open(), in place, those that
   // are genuine. Where one is not, wait() and finish() call `refuse` with the number of the first
@@ -66,8 +78,10 @@ class Lane {
     send(pieces, stop);
   }
 
-  // Copies pieces from the device into the buffer and waits for them.
-  virtual void fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) = 0;
+  // Starts copying pieces from the device into the buffer. Once per buffer.
+  virtual void begin_fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) = 0;
+  // Returns when the oldest fetch that was begun and not ended is done; its buffer stays in use.
+  virtual void end_fetch(const std::stop_token& stop) = 0;
 
   // Returns when all copies are done. Throws Error: cancelled, device.
   virtual void finish(const std::stop_token& stop) = 0;
@@ -104,8 +118,9 @@ class CopyEngine {
   virtual std::unique_ptr<Lane> make_lane(bool secret) = 0;
 
   // After a failed load, when all its lanes are gone: overwrites destinations with zeros and waits
-  // until they are. Writes nothing where no copy had begun at all; gives up, silently, where
-  // the device takes no more orders: the first failure is on its way to the caller.
+  // until they are. Gives up, silently, where the device takes no more orders: the first failure is
+  // on its way to the caller. REQUIRES: a lane has passed the fence that stands for this memory;
+  // work of the caller may still use other memory.
   virtual void wipe(std::span<const DeviceRange> destinations) noexcept = 0;
 };
 

@@ -4,13 +4,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
+#include <fstream>
 #include <string>
 #include <utility>
 
 #include "core/checked_math.h"
 #include "core/error.h"
-#include "core/run_units.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -35,25 +34,19 @@ void prefer_numa_node([[maybe_unused]] void* data, [[maybe_unused]] uint64_t nby
 #endif
 }
 
-void fault_in(std::byte* data, uint64_t nbytes) {
-  if (::madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) return;
-  const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));  // kernels before 5.14
-  for (uint64_t at = 0; at < nbytes; at += page)
-    *reinterpret_cast<volatile unsigned char*>(data + at) = 0;
-}
-
-void fault_in_parallel(std::byte* data, uint64_t nbytes, unsigned threads) {
-  const uint64_t share =
-      align_up(std::max<uint64_t>(ceil_div(nbytes, std::max(threads, 1U)), 1), kHugePage);
-  for_each_index(ceil_div(nbytes, share), threads, {}, [&](size_t i, const std::stop_token&) {
-    fault_in(data + i * share, std::min(share, nbytes - i * share));
-  });
+// Whether the system makes room for huge pages while a thread waits for memory, which can take
+// seconds, as of its setting for those who ask for huge pages.
+bool huge_pages_stall() {
+  std::ifstream file("/sys/kernel/mm/transparent_hugepage/defrag");
+  std::string word;
+  while (file >> word)
+    if (word == "[always]" || word == "[madvise]" || word == "[defer+madvise]") return true;
+  return false;
 }
 
 }  // namespace
 
-HostMapping::HostMapping(uint64_t nbytes, int numa_node, unsigned threads)
-    : nbytes_(align_up(nbytes, kHugePage)) {
+HostMapping::HostMapping(uint64_t nbytes, int numa_node) : nbytes_(align_up(nbytes, kHugePage)) {
   // One huge page more than needed, so that the part kept begins at one; the rest goes back at
   // once.
   const uint64_t reserved = nbytes_ + kHugePage;
@@ -67,16 +60,18 @@ HostMapping::HostMapping(uint64_t nbytes, int numa_node, unsigned threads)
   const uint64_t tail = begin + reserved - (aligned + nbytes_);
   if (tail > 0) ::munmap(reinterpret_cast<void*>(aligned + nbytes_), tail);
   data_ = reinterpret_cast<std::byte*>(aligned);
-  ::madvise(data_, nbytes_, MADV_HUGEPAGE);
+  if (!huge_pages_stall()) ::madvise(data_, nbytes_, MADV_HUGEPAGE);
   ::madvise(data_, nbytes_, MADV_DONTFORK);
   ::madvise(data_, nbytes_, MADV_DONTDUMP);  // plaintext of encrypted files passes through
   prefer_numa_node(data_, nbytes_, numa_node);
-  try {
-    fault_in_parallel(data_, nbytes_, threads);
-  } catch (...) {  // no memory for the threads' state
-    ::munmap(data_, nbytes_);
-    throw;
-  }
+}
+
+void HostMapping::fault_in(uint64_t offset, uint64_t nbytes) const noexcept {
+  std::byte* const data = data_ + offset;
+  if (::madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) return;
+  const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));  // kernels before 5.14
+  for (uint64_t at = 0; at < nbytes; at += page)
+    *reinterpret_cast<volatile unsigned char*>(data + at) = 0;
 }
 
 HostMapping::HostMapping(HostMapping&& other) noexcept

@@ -142,6 +142,8 @@ class StepsInBuffers {
 
   size_t buffers() const noexcept { return buffers_.size(); }
   void begin_buffer() { buffers_.emplace_back(); }
+  // The buffer that was begun last, to which no step was added.
+  void drop_newest() { buffers_.pop_back(); }
   // In the buffer that was begun last; the digester has it.
   void add(Step step) { buffers_.back().push_back(step); }
   // Returns when nobody needs the bytes of the oldest buffer any more; at once if there is none.

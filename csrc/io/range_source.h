@@ -33,6 +33,9 @@ struct SourceTraits {
   // True when a read needs no copy where bytes go to the same place in a page of memory as they
   // have in a page of the source (kPageNbytes).
   bool direct = false;
+  // True when the answer to a read comes from another machine: whoever reads waits, and others may
+  // use what he does not need yet.
+  bool waits = false;
 };
 
 // A source that is not as it was when it was opened.

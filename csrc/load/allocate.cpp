@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "core/checked_math.h"
 #include "core/error.h"
@@ -22,24 +21,30 @@ constexpr uint64_t kHostAlignment = 64;
 constexpr uint64_t kElementAlignment = 8;                // of all dtypes
 constexpr uint64_t kPlacedNbytes = uint64_t{256} << 10;  // smaller ones are copied as quickly
 
-// Serves the targets with data, or those without.
-class Allocator {
+// Surplus bytes of old files included.
+uint64_t memory_nbytes(const format::IndexEntry& entry) {
+  return std::max(entry.data_nbytes, entry.loaded_nbytes);
+}
+
+// Plans the targets with data, or those without.
+class MemoryPlanner {
  public:
-  Allocator(const OpenedIndex& opened, bool sized, bool parts, const MemoryMaker& memory,
-            bool zeros, std::span<LoadTarget> targets)
+  MemoryPlanner(const OpenedIndex& opened, bool parts, const MemoryMaker& memory, bool zeros,
+                std::span<const LoadTarget> targets, std::vector<MemoryGroup>& groups)
       : opened_(opened),
-        sized_(sized),
         parts_(parts),
         memory_(memory),
         zeros_(zeros),
-        targets_(targets) {}
+        targets_(targets),
+        groups_(groups) {}
 
   void run() {
-    for (size_t i = 0; i < targets_.size();) {
+    for (uint32_t i = 0; i < targets_.size();) {
       if (!needs_memory(i)) {
         ++i;
       } else if (wanted(i) >= kOwnMemoryNbytes) {
-        targets_[i].destination = own_memory(i);
+        const uint64_t at = place(i, 0);
+        groups_.push_back({at + wanted(i), zeros_, {{i, at, wanted(i)}}});
         ++i;
       } else {
         i = share_memory(i);
@@ -49,10 +54,8 @@ class Allocator {
 
  private:
   const format::IndexEntry& entry(size_t i) const { return opened_.index[targets_[i].entry]; }
-  // Surplus bytes of old files included.
   uint64_t wanted(size_t i) const {
-    if (parts_) return targets_[i].runs.nbytes();
-    return std::max(entry(i).data_nbytes, entry(i).loaded_nbytes);
+    return parts_ ? targets_[i].runs.nbytes() : memory_nbytes(entry(i));
   }
   bool needs_memory(size_t i) const {
     return !targets_[i].in_place && wanted(i) > 0 && entry(i).zero_filled() == zeros_;
@@ -66,44 +69,28 @@ class Allocator {
     return align_up(used - std::min(used, in_page), kPageNbytes) + in_page;
   }
 
-  TensorMemory own_memory(size_t i) const {
-    const uint64_t at = place(i, 0);
-    try {
-      const TensorMemory memory = memory_.make(at + wanted(i), zeros_);
-      return {memory.data + at, wanted(i), memory.owner};
-    } catch (const Error& error) {
-      // What the source's size vouches for is honest; the rest is only claimed.
-      if (error.code() != Errc::out_of_memory || (sized_ && !zeros_)) throw;
-      throw Error(Errc::malformed, "tensor " + format::display_name(entry(i).name) + " claims " +
-                                       std::to_string(wanted(i)) + " bytes" +
-                                       (zeros_ ? " of zeros" : "") + ", more than memory can be");
-    }
-  }
-
   // Memory for target `first` and the small ones behind it; the number of the first that is not in
   // it.
-  size_t share_memory(size_t first) {
-    std::vector<std::pair<size_t, uint64_t>> group;  // target, its place
-    uint64_t used = 0;
-    size_t i = first;
+  uint32_t share_memory(uint32_t first) {
+    MemoryGroup group{0, zeros_, {}};
+    uint32_t i = first;
     for (; i < targets_.size(); ++i) {
       if (!needs_memory(i)) continue;
-      const uint64_t at = place(i, used);
+      const uint64_t at = place(i, group.nbytes);
       if (wanted(i) >= kOwnMemoryNbytes || at + wanted(i) > kSharedNbytes) break;
-      group.emplace_back(i, at);
-      used = at + wanted(i);
+      group.members.push_back({i, at, wanted(i)});
+      group.nbytes = at + wanted(i);
     }
-    const TensorMemory shared = memory_.make(used, zeros_);
-    for (const auto& [target, at] : group)
-      targets_[target].destination = {shared.data + at, wanted(target), shared.owner};
+    groups_.push_back(std::move(group));
     return i;
   }
 
   const OpenedIndex& opened_;
-  const bool sized_, parts_;
+  const bool parts_;
   const MemoryMaker& memory_;
   const bool zeros_;
-  const std::span<LoadTarget> targets_;
+  const std::span<const LoadTarget> targets_;
+  std::vector<MemoryGroup>& groups_;
 };
 
 }  // namespace
@@ -117,10 +104,33 @@ MemoryMaker host_memory(const OpenedIndex& opened, const io::RangeSource& source
   return {make, kHostAlignment, source.traits().direct && !secret};
 }
 
-void allocate(const OpenedIndex& opened, bool sized, bool parts, const MemoryMaker& memory,
-              std::span<LoadTarget> targets) {
+std::vector<MemoryGroup> plan_memory(const OpenedIndex& opened, bool parts,
+                                     const MemoryMaker& memory,
+                                     std::span<const LoadTarget> targets) {
+  std::vector<MemoryGroup> groups;
   for (const bool zeros : {false, true})
-    Allocator(opened, sized, parts, memory, zeros, targets).run();
+    MemoryPlanner(opened, parts, memory, zeros, targets, groups).run();
+  return groups;
+}
+
+void allocate(const MemoryGroup& group, const OpenedIndex& opened, bool sized,
+              const MemoryMaker& memory, std::span<LoadTarget> targets) {
+  TensorMemory made;
+  try {
+    made = memory.make(group.nbytes, group.zeros);
+  } catch (const Error& error) {
+    // What the source's size vouches for is honest; the rest is only claimed.
+    if (error.code() != Errc::out_of_memory || group.nbytes < kOwnMemoryNbytes ||
+        (sized && !group.zeros))
+      throw;
+    const format::IndexEntry& entry = opened.index[targets[group.members.front().target].entry];
+    throw Error(Errc::malformed, "tensor " + format::display_name(entry.name) + " claims " +
+                                     std::to_string(group.members.front().nbytes) + " bytes" +
+                                     (group.zeros ? " of zeros" : "") +
+                                     ", more than memory can be");
+  }
+  for (const MemoryGroup::Member& member : group.members)
+    targets[member.target].destination = {made.data + member.place, member.nbytes, made.owner};
 }
 
 }  // namespace tensorizer::load

@@ -26,14 +26,29 @@ struct MemoryMaker {
 // A source that reads to pages without a copy gets tensors whose places let it.
 MemoryMaker host_memory(const OpenedIndex& opened, const io::RangeSource& source);
 
-// Gives every target that has none (in_place) and takes some a destination, in their order. A
-// tensor, or part (`parts`: all are), of at least 8 MiB has memory of its own; smaller ones share
-// at most 16 MiB, so a tensor that stays alive keeps at most 16 MiB beyond its own bytes. Tensors
-// without data share with each other: theirs is zero.
-//
-// `sized`: the size of the source is known, and the index within it. Throws what `memory` throws,
-// Error(malformed) instead of out_of_memory for a tensor that only claims its size.
-void allocate(const OpenedIndex& opened, bool sized, bool parts, const MemoryMaker& memory,
-              std::span<LoadTarget> targets);
+// What is allocated at once: for one target, or for several that share it.
+struct MemoryGroup {
+  uint64_t nbytes = 0;
+  bool zeros = false;
+  struct Member {
+    uint32_t target;
+    uint64_t place, nbytes;
+  };
+  std::vector<Member> members;  // in their order
+};
+
+// The memory of every target that has none (in_place) and takes some, in their order, those without
+// data last. A tensor, or part (`parts`: all are), of at least 8 MiB has memory of its own; smaller
+// ones share at most 16 MiB, so a tensor that stays alive keeps at most 16 MiB beyond its own
+// bytes. Tensors without data share with each other: theirs is zero. Pure.
+std::vector<MemoryGroup> plan_memory(const OpenedIndex& opened, bool parts,
+                                     const MemoryMaker& memory,
+                                     std::span<const LoadTarget> targets);
+
+// Gives the targets of a group their destinations. `sized`: the size of the source is known, and
+// the index within it. Throws what `memory` throws, Error(malformed) instead of out_of_memory for a
+// tensor that only claims its size.
+void allocate(const MemoryGroup& group, const OpenedIndex& opened, bool sized,
+              const MemoryMaker& memory, std::span<LoadTarget> targets);
 
 }  // namespace tensorizer::load

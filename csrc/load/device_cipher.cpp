@@ -15,9 +15,8 @@ constexpr uint64_t kMostNbytes = uint64_t{device::kMaxSegments} * device::kSegme
 
 }  // namespace
 
-bool device_opens(const std::byte* address, uint64_t nbytes) noexcept {
-  return nbytes >= kLeastNbytes && nbytes <= kMostNbytes &&
-         reinterpret_cast<uintptr_t>(address) % cuda::kPolyBlockNbytes == 0;
+bool device_opens(uint64_t address, uint64_t nbytes) noexcept {
+  return nbytes >= kLeastNbytes && nbytes <= kMostNbytes && address % cuda::kPolyBlockNbytes == 0;
 }
 
 void describe_chunk(device::ChunkToOpen& chunk, const std::byte* address, uint64_t nbytes,

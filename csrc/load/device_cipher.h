@@ -12,7 +12,7 @@
 namespace tensorizer::load {
 
 // Whether kernels take a chunk of that size whose plaintext will lie at that address of the device.
-bool device_opens(const std::byte* address, uint64_t nbytes) noexcept;
+bool device_opens(uint64_t address, uint64_t nbytes) noexcept;
 
 // Fills the descriptor of a chunk whose ciphertext will lie at `address`; its first segment is the
 // caller's to count. What it holds opens this chunk alone; it is as secret as the chunk's

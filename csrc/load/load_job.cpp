@@ -78,6 +78,18 @@ std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t record,
   return std::nullopt;
 }
 
+void LoadJob::begin_plan() {
+  reads = std::make_unique<Turns>();
+  progress_ = std::vector<std::atomic<Progress>>(plan.units.size());
+}
+
+void LoadJob::wait_for_memory(uint32_t target, const std::stop_token& stop) {
+  const auto is_here = [&] { return has_memory(target); };
+  if (is_here()) return;
+  const MutexLock lock(mutex_);
+  if (!changed_.wait(mutex_, stop, is_here)) throw Error(Errc::cancelled, "cancelled");
+}
+
 void LoadJob::wait_for_header(uint32_t record, const std::stop_token& stop) {
   const auto is_here = [&] { return accepted_[record].load(std::memory_order_acquire); };
   if (is_here()) return;

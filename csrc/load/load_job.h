@@ -94,9 +94,37 @@ struct LoadJob {
     }
   }
 
+  // Destinations that are allocated while the load runs: the targets have theirs, and the engine
+  // is ordered after them. REQUIRES: expect_memory() was called before the workers began.
+  void expect_memory() { ready_ = std::vector<std::atomic<bool>>(targets.size()); }
+  template <class Members>
+  void memory_is_ready(const Members& members) {
+    {
+      const MutexLock lock(mutex_);
+      for (const auto& member : members)
+        ready_[member.target].store(true, std::memory_order_release);
+    }
+    changed_.notify_all();
+  }
+  bool has_memory(uint32_t target) const noexcept {
+    return ready_.empty() || ready_[target].load(std::memory_order_acquire);
+  }
+  void wait_for_memory(uint32_t target, const std::stop_token& stop);
+
+  // How far a unit of the plan has come: begun; something may be in its destinations.
+  enum class Progress : uint8_t { none, begun, placed };
+  void note(size_t unit, Progress progress) noexcept {
+    progress_[unit].store(progress, std::memory_order_relaxed);
+  }
+  Progress progress_of(size_t unit) const noexcept {
+    return progress_[unit].load(std::memory_order_relaxed);
+  }
+  // Before the workers begin.
+  void begin_plan();
+
   io::RangeSource& source;
   const std::shared_ptr<const OpenedIndex> opened;
-  const std::vector<LoadTarget> targets;
+  std::vector<LoadTarget> targets;
   LoadOptions options;
   std::vector<uint32_t> records;  // per part
   std::vector<uint32_t> entries;  // per record
@@ -104,16 +132,18 @@ struct LoadJob {
   const std::shared_ptr<LoadedHeaders> headers;
   const std::unique_ptr<PayloadCipher> cipher;       // set iff the file has crypt_info
   std::unique_ptr<digest::RecordDigester> digester;  // set iff verifying
-  std::atomic<size_t> next_unit{0};
   std::unique_ptr<Turns> reads;  // of the plan's units, where the source is sequential
   Mutex out_of_order;            // held by reads of a sequential source, which may not overlap
+  unsigned read_buffers = 1;     // of a worker, where the source waits and there is an engine
   std::atomic<uint64_t> nbytes_done{0};
 
  private:
   // In a handler.
   [[noreturn]] void rethrow_named(uint32_t record, const Error& error) const;
 
-  std::vector<std::atomic<bool>> accepted_;  // per record
+  std::vector<std::atomic<bool>> accepted_;      // per record
+  std::vector<std::atomic<bool>> ready_;         // per target; empty: all are
+  std::vector<std::atomic<Progress>> progress_;  // per unit
   Mutex mutex_;
   CondVar changed_;
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "core/error.h"
 #include "core/pages.h"
@@ -12,7 +13,7 @@
 #include "digest/deal.h"
 #include "format/safetensors.h"
 #include "load/changed_source.h"
-#include "load/load_worker.h"
+#include "load/load_together.h"
 #include "load/request_costs.h"
 #include "load/slice_plan.h"
 
@@ -28,6 +29,9 @@ constexpr uint64_t kCachedPartGapNbytes = 4096;
 // Between two values of a store there may be a hole, so that its source asks for nothing in vain;
 // within a tensor is none.
 constexpr uint64_t kLeastRunGapNbytes = 4096;
+// Of units for a device that come from a source that waits: for each worker, where they are hashed
+// from there.
+constexpr uint64_t kReadBuffers = 3;
 
 // A container without record headers has no digests to compare: its index says all there is to
 // know. Nor has a part. Data of a signed file in clear are compared whether or not somebody asks
@@ -112,9 +116,11 @@ unsigned LoadSession::workers_of_plan() const {
 
 uint64_t LoadSession::unit_nbytes() const {
   const io::SourceTraits traits = job_.source.traits();
-  if (job_.has_crypt_info() && traits.gap_nbytes <= kCheapRequestNbytes)
-    return format::kCipherChunkNbytes;
   const device::CopyEngine* const engine = job_.options.engine;
+  // A unit for a device fills a buffer, whose chunks are opened a few at a time.
+  const bool in_cache = engine == nullptr || job_.options.parts;
+  if (in_cache && job_.has_crypt_info() && traits.gap_nbytes <= kCheapRequestNbytes)
+    return format::kCipherChunkNbytes;
   return engine ? std::min(traits.unit_nbytes, engine->buffer_nbytes()) : traits.unit_nbytes;
 }
 
@@ -191,42 +197,55 @@ bool LoadSession::is_brief_plan() const {
 }
 
 void LoadSession::run(const std::stop_token& stop) {
-  try {
-    run_and_compare(stop);
-  } catch (...) {
-    if (job_.has_crypt_info()) wipe_destinations();
-    throw;
-  }
+  LoadSession* const alone = this;
+  load_together({&alone, 1}, 1, {}, stop);
 }
 
-// A source that changed meanwhile explains what is wrong with its bytes, or that nothing seems to
-// be.
-void LoadSession::run_and_compare(const std::stop_token& stop) {
-  try {
-    if (job_.options.parts) fill_zeros();
-    run_plan(stop);
-    if (job_.options.parts && job_.has_crypt_info()) {
-      job_.plan = plan_parts();
-      run_plan(stop);
-    }
-  } catch (const Error& error) {
-    const bool of_bytes = error.code() == Errc::malformed || error.code() == Errc::truncated ||
-                          error.code() == Errc::hash_mismatch || error.code() == Errc::crypto ||
-                          error.code() == Errc::authentication;
-    if (of_bytes) {
-      blame_change(job_.source);
-      drop_damaged_copy(job_.source, error);
-    }
-    throw;
-  }
-  check_unchanged(job_, stop);
+void LoadSession::allocate_while_it_runs(std::vector<MemoryGroup> groups, MemoryMaker memory,
+                                         bool sized) {
+  groups_ = std::move(groups);
+  memory_ = std::move(memory);
+  sized_ = sized;
+  if (!groups_.empty()) job_.expect_memory();
 }
 
-void LoadSession::run_plan(const std::stop_token& stop) {
-  job_.reads = std::make_unique<Turns>();
-  job_.next_unit = 0;
-  run_units(job_.plan.units.size(), job_.next_unit, workers_of_plan(), stop,
-            [&](const std::stop_token& token) { return make_load_worker(job_, token); });
+void LoadSession::allocate_now() {
+  for (size_t group = 0; group < groups_.size(); ++group) allocate_group(group);
+  for (const MemoryGroup& group : std::exchange(groups_, {})) job_.memory_is_ready(group.members);
+}
+
+void LoadSession::allocate_group(size_t group) {
+  allocate(groups_[group], *job_.opened, sized_, memory_, job_.targets);
+}
+
+void LoadSession::memory_is_ready(std::span<const size_t> groups) {
+  for (const size_t group : groups) job_.memory_is_ready(groups_[group].members);
+}
+
+bool LoadSession::begin_plan(unsigned workers) {
+  const unsigned number = plans_begun_++;
+  if (number == 0 && job_.options.parts) fill_zeros();
+  // Where the chunks of parts are is known once their headers are read.
+  if (number > 0) {
+    if (number > 1 || !job_.options.parts || !job_.has_crypt_info()) return false;
+    job_.plan = plan_parts();
+  }
+  job_.begin_plan();
+  if (job_.options.engine != nullptr) {
+    const uint64_t each = job_.options.engine->buffer_nbytes() * std::max(workers, 1U);
+    job_.read_buffers = static_cast<unsigned>(
+        std::clamp<uint64_t>(kReadBuffersNbytes / each, 1, job_.digester ? kReadBuffers : 1));
+  }
+  return true;
+}
+
+void LoadSession::blame_source(const Error& error) {
+  const bool of_bytes = error.code() == Errc::malformed || error.code() == Errc::truncated ||
+                        error.code() == Errc::hash_mismatch || error.code() == Errc::crypto ||
+                        error.code() == Errc::authentication;
+  if (!of_bytes) return;
+  blame_change(job_.source);
+  drop_damaged_copy(job_.source, error);
 }
 
 // Parts of tensors that were written without data.
@@ -241,11 +260,11 @@ void LoadSession::fill_zeros() {
 // Only what a worker may have filled: touching the rest would cost its memory and its time. Nobody
 // can stop this, so it must be short: pages of ours are given back, not written.
 void LoadSession::wipe_destinations() noexcept {
-  const std::span<const Unit> begun =
-      std::span(job_.plan.units).first(std::min(job_.next_unit.load(), job_.plan.units.size()));
-  if (job_.options.engine != nullptr) return wipe_on_device(begun);
+  if (!job_.has_crypt_info()) return;
+  if (job_.options.engine != nullptr) return wipe_on_device();
   const auto wipe_unit = [&](size_t i, const std::stop_token&) {
-    for (const Piece& piece : job_.plan.pieces_of(begun[i])) {
+    if (job_.progress_of(i) == LoadJob::Progress::none) return;
+    for (const Piece& piece : job_.plan.pieces_of(job_.plan.units[i])) {
       const device::DeviceRange range = filled_by(piece);
       const std::span<std::byte> bytes(range.device_address, range.nbytes);
       if (!bytes.empty() && job_.targets[piece.target].destination.owner) {
@@ -255,20 +274,30 @@ void LoadSession::wipe_destinations() noexcept {
       }
     }
   };
+  const size_t count = plans_begun_ == 0 ? 0 : job_.plan.units.size();
   try {
-    for_each_index(begun.size(), workers_of_plan(), {}, wipe_unit);
+    for_each_index(count, workers_of_plan(), {}, wipe_unit);
   } catch (...) {  // no memory for threads: here, then
-    for (size_t i = 0; i < begun.size(); ++i) wipe_unit(i, {});
+    for (size_t i = 0; i < count; ++i) wipe_unit(i, {});
   }
 }
 
-void LoadSession::wipe_on_device(std::span<const Unit> begun) noexcept {
+// On a device, what was begun goes too where copies came that far: the caller's work that was to
+// come first is over then. Where it may not be, only what copies have begun to fill.
+void LoadSession::wipe_on_device() noexcept {
+  const size_t units = plans_begun_ == 0 ? 0 : job_.plan.units.size();
+  bool all = false;
+  for (size_t i = 0; i < units; ++i) all = all || job_.progress_of(i) == LoadJob::Progress::placed;
+  all = all && job_.options.engine->is_ready();
   std::array<device::DeviceRange, kWipedAtOnce> ranges;
   size_t count = 0;
-  for (const Unit& unit : begun) {
-    for (const Piece& piece : job_.plan.pieces_of(unit)) {
+  for (size_t i = 0; i < units; ++i) {
+    const LoadJob::Progress progress = job_.progress_of(i);
+    if (progress != LoadJob::Progress::placed && (!all || progress == LoadJob::Progress::none))
+      continue;
+    for (const Piece& piece : job_.plan.pieces_of(job_.plan.units[i])) {
       const device::DeviceRange range = filled_by(piece);
-      if (range.nbytes == 0) continue;
+      if (range.nbytes == 0 || !job_.has_memory(piece.target)) continue;
       ranges[count++] = range;
       if (count < ranges.size()) continue;
       job_.options.engine->wipe(ranges);

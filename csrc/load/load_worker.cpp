@@ -2,32 +2,69 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/checked_math.h"
 #include "core/pages.h"
 #include "crypto/secret_key.h"
-#include "load/chunks_for_device.h"
 
 namespace tensorizer::load {
 namespace {
 
-class Worker final : public UnitWorker {
+class Worker final : public LoadWorker {
  public:
-  Worker(LoadJob& job, const std::stop_token& stop) : job_(job), stop_(stop) {
+  Worker(LoadJob& job, const std::stop_token& stop, std::function<void()> before_waiting)
+      : job_(job), stop_(stop), before_waiting_(std::move(before_waiting)) {
     const auto places = [](const Unit& unit) { return unit.placed_nbytes > 0; };
-    if (job_.options.engine != nullptr && std::ranges::any_of(job_.plan.units, places))
+    if (job_.options.engine != nullptr && std::ranges::any_of(job_.plan.units, places)) {
       lane_ = job_.options.engine->make_lane(job_.cipher != nullptr);
+      const io::SourceTraits traits = job_.source.traits();
+      waits_ = traits.waits && !traits.sequential;
+      if (waits_) read_buffers_.resize(job_.read_buffers);
+    }
   }
 
   bool help() override { return job_.digester && job_.digester->help(); }
 
-  void prepare() override {
-    if (lane_) take_buffer();
+  bool prepare(bool may_wait) override {
+    if (!lane_ || prepared_) return true;
+    if (waits_) {
+      take_read_buffer();
+    } else if (const auto next = lane_->try_acquire(); !next.empty()) {
+      begin_buffer(next);
+    } else if (may_wait) {
+      take_slot();
+    } else {
+      return false;
+    }
+    prepared_ = true;
+    return true;
+  }
+
+  void unprepare() override {
+    if (!std::exchange(prepared_, false)) return;
+    if (job_.digester) hashing_.drop_newest();
+    if (waits_) {
+      --next_read_buffer_;
+    } else {
+      lane_->give_back_unused();
+    }
+  }
+
+  void release_buffers() override {
+    if (!lane_) return;
+    if (!waits_)
+      while (hashing_.buffers() > 0) hashing_.release_oldest(stop_);
+    lane_->finish(stop_);
+    lane_->give_back_unused();
   }
 
   void process(size_t number) override {
+    unit_ = number;
+    prepared_ = false;
     const Unit& unit = job_.plan.units[number];
     const std::span<const Piece> pieces = job_.plan.pieces_of(unit);
+    job_.note(number, LoadJob::Progress::begun);
     give_places(unit, pieces);
     const std::byte* image = job_.in_order(number, stop_, [&] { return read(unit, pieces); });
     if (job_.options.parts && job_.cipher && unit.placed_nbytes > 0)
@@ -35,13 +72,15 @@ class Worker final : public UnitWorker {
     for (size_t i = 0; i < pieces.size(); ++i) {
       const Piece& piece = pieces[i];
       if (piece.kind == Piece::Kind::header) {
+        if (image) read_up_to(unit, piece.unit_offset + piece.nbytes);
         accept_header(piece.target, {image ? image + piece.unit_offset : places_[i], piece.nbytes});
       } else if (places_[i] == nullptr) {
         pack(unit, piece, image);
       } else if (open(unit, piece, image, places_[i])) {
         if (job_.digester) digest(piece, places_[i]);
         if (lane_)
-          copies_.push_back({place_in_buffer(places_[i]), destination_of(piece), piece.nbytes});
+          outgoing_.push_back({place_in_buffer(places_[i]), piece.nbytes, piece.target, piece.place,
+                               std::exchange(chunks_, 0)});
       }
     }
     if (job_.digester) job_.digester->add_whole(whole_);
@@ -58,6 +97,18 @@ class Worker final : public UnitWorker {
   }
 
  private:
+  // A piece in the buffer that is to be sent; `chunks`: how many of it the device opens.
+  struct Outgoing {
+    uint64_t at, nbytes;
+    uint32_t target;
+    uint64_t place;
+    size_t chunks;
+  };
+  struct Origin {
+    uint32_t target;
+    uint64_t chunk;
+  };
+
   std::byte* destination_of(const Piece& piece) const {
     return job_.targets[piece.target].destination.data + piece.place;
   }
@@ -65,14 +116,36 @@ class Worker final : public UnitWorker {
     return static_cast<uint64_t>(place - buffer_.data());
   }
 
-  // A buffer goes on once its copies are done and its steps are hashed. Two or three are under way,
-  // so that a worker has steps of several tensors to hash side by side.
-  void take_buffer() {
-    buffer_ = device::next_buffer(*lane_, stop_, [this] {
-      if (job_.digester) hashing_.release_oldest(stop_);
-    });
+  // --- buffers ---
+
+  void begin_buffer(std::span<std::byte> buffer) {
+    buffer_ = buffer;
     if (job_.digester) hashing_.begin_buffer();
     used_ = 0;
+  }
+
+  void take_buffer() {
+    if (waits_) {
+      take_read_buffer();
+    } else {
+      take_slot();
+    }
+  }
+
+  // A buffer goes on once its copies are done and its steps are hashed. Two or three are under way,
+  // so that a worker has steps of several tensors to hash side by side.
+  void take_slot() {
+    begin_buffer(device::next_buffer(*lane_, stop_, [this] {
+      if (job_.digester) hashing_.release_oldest(stop_);
+    }));
+  }
+
+  // The copies from it are made when send() returns: it goes on once its steps are hashed.
+  void take_read_buffer() {
+    if (hashing_.buffers() == read_buffers_.size()) hashing_.release_oldest(stop_);
+    crypto::SecretBuffer& next = read_buffers_[next_read_buffer_++ % read_buffers_.size()];
+    if (next.size() == 0) next = crypto::SecretBuffer(job_.options.engine->buffer_nbytes());
+    begin_buffer(next.bytes());
   }
 
   // Where the bytes of each piece come together: at their destination on the host; in the lane's
@@ -102,11 +175,7 @@ class Worker final : public UnitWorker {
   // The image of the unit; null where its bytes are in their places.
   const std::byte* read(const Unit& unit, std::span<const Piece> pieces) {
     const bool whole_to_device = lane_ && !job_.options.parts;
-    if (whole_to_device && !job_.cipher && unit.placed_nbytes > 0) {
-      const io::Slice into = buffer_.subspan(used_, unit.nbytes);
-      job_.source.read_at(unit.offset, into, stop_);
-      return into.data();
-    }
+    if (whole_to_device && unit.placed_nbytes > 0) return read_to_buffer(unit);
     if (whole_to_device || job_.cipher || unit.read == Unit::Read::image) return read_image(unit);
     if (unit.read == Unit::Read::apart) {
       for_each_stretch(unit, pieces, [&](size_t, uint64_t begin, std::byte* to, uint64_t nbytes) {
@@ -118,7 +187,35 @@ class Worker final : public UnitWorker {
     return nullptr;
   }
 
+  // Chunks are opened while they are in the cache: of those, no more is read at once than the
+  // source likes. What is in memory already is opened from there.
+  const std::byte* read_to_buffer(const Unit& unit) {
+    const io::SourceTraits traits = job_.source.traits();
+    in_buffer_ = unit.nbytes;
+    if (job_.cipher) {
+      if (const std::byte* there = job_.source.view(unit.offset, unit.nbytes)) return there;
+      if (!traits.waits && !traits.sequential) {
+        in_buffer_ = 0;
+        return buffer_.data() + used_;
+      }
+    }
+    const io::Slice into = buffer_.subspan(used_, unit.nbytes);
+    job_.source.read_at(unit.offset, into, stop_);
+    return into.data();
+  }
+
+  // Of a unit that is read to the buffer bit by bit: all up to there.
+  void read_up_to(const Unit& unit, uint64_t end) {
+    while (in_buffer_ < end) {
+      const uint64_t n = std::min(std::max(end - in_buffer_, format::kCipherChunkNbytes),
+                                  unit.nbytes - in_buffer_);
+      job_.source.read_at(unit.offset + in_buffer_, buffer_.subspan(used_ + in_buffer_, n), stop_);
+      in_buffer_ += n;
+    }
+  }
+
   const std::byte* read_image(const Unit& unit) {
+    in_buffer_ = unit.nbytes;
     if (const std::byte* there = job_.source.view(unit.offset, unit.nbytes)) return there;
     grow_image(unit.nbytes + kPageNbytes);
     const io::Slice into(image_.get() + place_in_page(unit, image_.get_deleter().nbytes),
@@ -210,25 +307,45 @@ class Worker final : public UnitWorker {
     if (job_.cipher && !job_.options.parts) {
       if (job_.plan.hash_steps[piece.target] > 0) job_.wait_for_header(piece.target, stop_);
       if (job_.cipher->straddles(piece.target)) return false;
-      if (opens_on_device(piece, image + piece.unit_offset, place)) return true;
-      job_.naming(piece.target, [&] {
-        job_.cipher->open(piece.target, piece.place, {image + piece.unit_offset, piece.nbytes},
-                          place, stop_);
-      });
+      open_piece(unit, piece, image + piece.unit_offset, place);
     } else if (image != nullptr && image + piece.unit_offset != place) {
       copy_runs(unit, piece, 0, piece.nbytes, image, place);
     }
     return true;
   }
 
+  // Whole chunks; for a device a few at a time, while they are in the cache.
+  void open_piece(const Unit& unit, const Piece& piece, const std::byte* stored, std::byte* place) {
+    chunks_ = chunks_for_device(piece);
+    const uint64_t chunk_nbytes = job_.cipher->chunk_nbytes(piece.target);
+    const uint64_t step =
+        std::max(chunk_nbytes, align_down(format::kCipherChunkNbytes, chunk_nbytes));
+    for (uint64_t done = 0; done < piece.nbytes;) {
+      const uint64_t n = lane_ ? std::min(step, piece.nbytes - done) : piece.nbytes;
+      if (lane_) read_up_to(unit, piece.unit_offset + done + n);
+      if (chunks_ == 0) {
+        job_.naming(piece.target, [&] {
+          job_.cipher->open(piece.target, piece.place + done, {stored + done, n}, place + done,
+                            stop_);
+        });
+      } else if (stored != place) {
+        std::memcpy(place + done, stored + done, n);
+      }
+      done += n;
+    }
+  }
+
   // Ciphertext goes to the device where the kernels can open it and nobody hashes the plaintext.
-  bool opens_on_device(const Piece& piece, const std::byte* stored, std::byte* place) {
-    if (!lane_ || job_.digester ||
-        !sealed_.add(*lane_, *job_.cipher, piece.target, piece.place, piece.nbytes,
-                     destination_of(piece)))
-      return false;
-    std::memcpy(place, stored, piece.nbytes);
-    return true;
+  // Memory that is not allocated yet will be aligned.
+  size_t chunks_for_device(const Piece& piece) {
+    if (!lane_ || job_.digester) return 0;
+    const uint64_t at = job_.has_memory(piece.target)
+                            ? reinterpret_cast<uintptr_t>(destination_of(piece))
+                            : piece.place;
+    const size_t count = job_.cipher->chunks_for_device(piece.target, piece.nbytes, at);
+    if (count == 0 || sealed_ + count > lane_->most_chunks_to_open(stop_)) return 0;
+    sealed_ += count;
+    return count;
   }
 
   // Opens the chunks that the unit's parts lie in, each once. One that a single part takes whole is
@@ -291,16 +408,47 @@ class Worker final : public UnitWorker {
   // --- place ---
 
   void send() {
-    if (!copies_.empty()) {
-      const auto refuse = [this](uint32_t target, uint64_t chunk) {
-        job_.naming(target, [&] { job_.cipher->refuse(target, chunk); });
-      };
-      sealed_.send(*lane_, copies_, refuse, stop_);
+    if (outgoing_.empty()) return;
+    for (const Outgoing& piece : outgoing_) job_.wait_for_memory(piece.target, stop_);
+    lane_->pass_fence(stop_);
+    if (waits_) copy_to_slot();
+    job_.note(unit_, LoadJob::Progress::placed);
+    std::vector<Origin> origins;
+    for (const Outgoing& piece : outgoing_) {
+      std::byte* const address = job_.targets[piece.target].destination.data + piece.place;
+      copies_.push_back({piece.at, address, piece.nbytes});
+      if (piece.chunks > 0) describe(piece, address, origins);
     }
+    outgoing_.clear();
+    sealed_ = 0;
+    const size_t count = origins.size();
+    const auto refuse = [this, origins = std::move(origins)](size_t i) {
+      const auto [target, chunk] = origins[i];
+      job_.naming(target, [&] { job_.cipher->refuse(target, chunk); });
+    };
+    lane_->send_sealed(copies_, count, refuse, stop_);
     copies_.clear();
   }
 
-  // From an image to as many buffers of the lane as it takes.
+  void copy_to_slot() {
+    std::span<std::byte> slot = lane_->try_acquire();
+    if (slot.empty()) {
+      before_waiting_();
+      slot = device::next_buffer(*lane_, stop_, [] {});
+    }
+    for (const Outgoing& piece : outgoing_)
+      std::memcpy(slot.data() + piece.at, buffer_.data() + piece.at, piece.nbytes);
+  }
+
+  // What the device opens of the buffer that is about to be sent.
+  void describe(const Outgoing& piece, const std::byte* address, std::vector<Origin>& origins) {
+    const uint64_t first = piece.place / job_.cipher->chunk_nbytes(piece.target);
+    job_.cipher->describe(piece.target, piece.place, piece.nbytes, address,
+                          lane_->chunks_to_open(stop_).subspan(origins.size()));
+    for (size_t i = 0; i < piece.chunks; ++i) origins.push_back({piece.target, first + i});
+  }
+
+  // From an image to as many buffers as it takes.
   void pack(const Unit& unit, const Piece& piece, const std::byte* image) {
     for (uint64_t done = 0; done < piece.nbytes;) {
       if (used_ == buffer_.size()) {
@@ -309,7 +457,7 @@ class Worker final : public UnitWorker {
       }
       const uint64_t n = std::min<uint64_t>(piece.nbytes - done, buffer_.size() - used_);
       copy_runs(unit, piece, done, n, image, buffer_.data() + used_);
-      copies_.push_back({used_, destination_of(piece) + done, n});
+      outgoing_.push_back({used_, n, piece.target, piece.place + done, 0});
       used_ += n;
       done += n;
     }
@@ -352,8 +500,13 @@ class Worker final : public UnitWorker {
 
   LoadJob& job_;
   const std::stop_token stop_;
+  const std::function<void()> before_waiting_;
+  size_t unit_ = 0;                     // at hand
   std::unique_ptr<device::Lane> lane_;  // set iff bound for a device
-  std::span<std::byte> buffer_;         // of the lane, for the unit at hand
+  bool waits_ = false;                  // units are read to memory of ours first
+  bool prepared_ = false;               // buffer_ is for the next unit
+  std::span<std::byte> buffer_;         // for the unit at hand
+  uint64_t in_buffer_ = 0;              // bytes of the unit that have been read
   uint64_t used_ = 0;                   // of the buffer: by parts, or before the image of a unit
   std::vector<std::byte*> places_;      // of the unit's pieces
   std::vector<io::Slice> slices_;
@@ -362,15 +515,20 @@ class Worker final : public UnitWorker {
   crypto::SecretBuffer plain_;  // chunks of parts
   std::vector<digest::RecordDigester::Whole> whole_;
   std::vector<uint32_t> straddling_;  // records whose header is in the unit
+  std::vector<Outgoing> outgoing_;
+  size_t chunks_ = 0;  // of the piece at hand that the device opens
+  size_t sealed_ = 0;  // of outgoing_
   std::vector<device::CopyPiece> copies_;
-  ChunksForDevice sealed_;                               // of copies_, what the device opens
+  std::vector<crypto::SecretBuffer> read_buffers_;  // where the source waits
+  size_t next_read_buffer_ = 0;
   digest::StepsInBuffers hashing_{job_.digester.get()};  // behind the buffers
 };
 
 }  // namespace
 
-std::unique_ptr<UnitWorker> make_load_worker(LoadJob& job, const std::stop_token& stop) {
-  return std::make_unique<Worker>(job, stop);
+std::unique_ptr<LoadWorker> make_load_worker(LoadJob& job, const std::stop_token& stop,
+                                             std::function<void()> before_waiting) {
+  return std::make_unique<Worker>(job, stop, std::move(before_waiting));
 }
 
 }  // namespace tensorizer::load

@@ -60,32 +60,30 @@ void PayloadCipher::open(uint32_t target, uint64_t offset, std::span<const std::
   }
 }
 
-size_t PayloadCipher::describe(uint32_t target, uint64_t offset, uint64_t nbytes,
-                               const std::byte* address,
-                               std::span<device::ChunkToOpen> room) const noexcept {
-  const Target& state = *targets_[target];
-  const uint64_t first = offset / state.chunk_nbytes;
-  const auto each_chunk = [&](auto&& fn) {
-    for (uint64_t done = 0, i = 0; done < nbytes; done += state.chunk_nbytes, ++i) {
-      if (!fn(i, address + done, std::min<uint64_t>(state.chunk_nbytes, nbytes - done)))
-        return false;
-    }
-    return true;
-  };
-  if (!each_chunk([&](uint64_t i, const std::byte* at, uint64_t n) {
-        return i < room.size() && device_opens(at, n);
-      }))
-    return 0;
+size_t PayloadCipher::chunks_for_device(uint32_t target, uint64_t nbytes,
+                                        uint64_t address) const noexcept {
+  const uint64_t chunk_nbytes = targets_[target]->chunk_nbytes;
   size_t count = 0;
-  each_chunk([&](uint64_t i, const std::byte* at, uint64_t n) {
-    const auto mac = std::span<const std::byte>(state.macs)
-                         .subspan((first + i) * crypto::kMacNbytes)
-                         .first<crypto::kMacNbytes>();
-    const auto nonce = crypto::nonce_plus(crypto::NonceView(state.nonce), first + i);
-    describe_chunk(room[count++], at, n, mac, nonce, *state.key);
-    return true;
-  });
+  for (uint64_t done = 0; done < nbytes; done += chunk_nbytes, ++count) {
+    if (!device_opens(address + done, std::min(chunk_nbytes, nbytes - done))) return 0;
+  }
   return count;
+}
+
+void PayloadCipher::describe(uint32_t target, uint64_t offset, uint64_t nbytes,
+                             const std::byte* address,
+                             std::span<device::ChunkToOpen> room) const noexcept {
+  const Target& state = *targets_[target];
+  uint64_t chunk = offset / state.chunk_nbytes;
+  size_t i = 0;
+  for (uint64_t done = 0; done < nbytes; done += state.chunk_nbytes, ++chunk) {
+    const auto mac = std::span<const std::byte>(state.macs)
+                         .subspan(chunk * crypto::kMacNbytes)
+                         .first<crypto::kMacNbytes>();
+    const auto nonce = crypto::nonce_plus(crypto::NonceView(state.nonce), chunk);
+    describe_chunk(room[i++], address + done, std::min(state.chunk_nbytes, nbytes - done), mac,
+                   nonce, *state.key);
+  }
 }
 
 void PayloadCipher::refuse(uint32_t target, uint64_t chunk) const {

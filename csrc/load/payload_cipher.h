@@ -39,11 +39,16 @@ class PayloadCipher {
   void open(uint32_t target, uint64_t offset, std::span<const std::byte> cipher, std::byte* plain,
             const std::stop_token& stop) const;
 
-  // Fills in what a device needs to open the chunks that begin at `offset`, `nbytes` together, with
-  // their ciphertext at `address` of the device; how many they are. 0 where the device does not
-  // open them, or `room` is not enough for all. REQUIRES: they do not straddle pieces.
-  size_t describe(uint32_t target, uint64_t offset, uint64_t nbytes, const std::byte* address,
-                  std::span<device::ChunkToOpen> room) const noexcept;
+  // How many chunks of the stretch a device would open, all of them: 0 where it leaves one of them
+  // to the host. `address`: of the device, where the ciphertext will lie, or any that is aligned as
+  // that one will be.
+  // REQUIRES: they do not straddle pieces.
+  size_t chunks_for_device(uint32_t target, uint64_t nbytes, uint64_t address) const noexcept;
+
+  // Fills in what a device needs to open them. REQUIRES: chunks_for_device() counted them, and
+  // there is room.
+  void describe(uint32_t target, uint64_t offset, uint64_t nbytes, const std::byte* address,
+                std::span<device::ChunkToOpen> room) const noexcept;
 
   // Error(crypto) as open() throws it, for the chunk with that number.
   [[noreturn]] void refuse(uint32_t target, uint64_t chunk) const;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/checked_math.h"
@@ -126,22 +128,26 @@ class Worker final : public UnitWorker {
 
   bool help() override { return shared_.digester.help(); }
 
-  void prepare() override {
-    if (is_staged()) take_buffer();
+  void prepare(size_t) override {
+    if (is_staged() && !std::exchange(prepared_, true)) take_buffer();
   }
 
+  // From a device: begins to fetch this unit, and writes the one before it meanwhile.
   void process(size_t number) override {
-    const Unit& unit = shared_.plan.units[number];
-    if (is_staged()) fill_buffer(unit);
-    if (unit.count > 0) {
-      write_whole_records(unit);
+    prepared_ = false;
+    if (is_staged()) fill_buffer(shared_.plan.units[number]);
+    if (lane_) {
+      write_fetched();
+      fetched_ = {number, next_buffer_};
     } else {
-      write_step(unit);
+      write(number);
     }
-    job_.nbytes_done.fetch_add(unit.nbytes, std::memory_order_relaxed);
   }
 
-  void finish() override { shared_.digester.finish(stop_); }
+  void finish() override {
+    write_fetched();
+    shared_.digester.finish(stop_);
+  }
 
  private:
   bool is_staged() const noexcept { return job_.is_staged(); }
@@ -150,14 +156,39 @@ class Worker final : public UnitWorker {
   void take_buffer() {
     const auto release = [this] { hashing_.release_oldest(stop_); };
     if (lane_) {
-      buffer_ = device::next_buffer(*lane_, stop_, release);
+      std::span<std::byte> next = lane_->try_acquire();
+      if (next.empty()) {
+        write_fetched();  // others may wait for it: before this waits for them
+        next = device::next_buffer(*lane_, stop_, release);
+      }
+      next_buffer_ = next;
     } else {
       if (hashing_.buffers() == kHostBuffers) release();
       crypto::SecretBuffer& next = host_buffers_[next_host_buffer_++ % kHostBuffers];
       if (next.size() == 0) next = crypto::SecretBuffer(kUnitNbytes);
       buffer_ = next.bytes();
     }
+    if (!lane_) hashing_.begin_buffer();
+  }
+
+  // Writes the unit whose fetch was begun last, if there is one.
+  void write_fetched() {
+    if (!fetched_) return;
+    const Fetched unit = *std::exchange(fetched_, std::nullopt);
+    lane_->end_fetch(stop_);
+    buffer_ = unit.buffer;
     hashing_.begin_buffer();
+    write(unit.number);
+  }
+
+  void write(size_t number) {
+    const Unit& unit = shared_.plan.units[number];
+    if (unit.count > 0) {
+      write_whole_records(unit);
+    } else {
+      write_step(unit);
+    }
+    job_.nbytes_done.fetch_add(unit.nbytes, std::memory_order_relaxed);
   }
 
   // The unit's plaintext, one payload behind the other. The only time that the caller's memory is
@@ -171,7 +202,7 @@ class Worker final : public UnitWorker {
       at += nbytes;
     }
     if (lane_ && !pieces_.empty()) {
-      lane_->fetch(pieces_, stop_);
+      lane_->begin_fetch(pieces_, stop_);
     } else {
       for (const device::CopyPiece& piece : pieces_)
         std::memcpy(buffer_.data() + piece.buffer_offset, piece.device_address, piece.nbytes);
@@ -243,6 +274,14 @@ class Worker final : public UnitWorker {
   const std::stop_token stop_;
   std::unique_ptr<device::Lane> lane_;  // set iff the payloads are on a device
   std::span<std::byte> buffer_;         // with the plaintext of the unit at hand, if staged
+  // From a device: a buffer that nothing was fetched to yet; a unit that is on its way.
+  struct Fetched {
+    size_t number;
+    std::span<std::byte> buffer;
+  };
+  bool prepared_ = false;
+  std::span<std::byte> next_buffer_;
+  std::optional<Fetched> fetched_;
   std::array<crypto::SecretBuffer, kHostBuffers>
       host_buffers_;  // host tensors are only staged to be encrypted
   size_t next_host_buffer_ = 0;

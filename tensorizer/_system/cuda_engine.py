@@ -9,9 +9,9 @@ import torch
 from tensorizer import _C
 from tensorizer._system.checks import share_of_node
 from tensorizer._system.config import env_int, env_seconds, env_text
-from tensorizer._system.devices import empty
+from tensorizer._system.devices import empty, ordinary_tensors
 
-__all__ = ["allocate", "engine_for", "is_fast_device", "set_ring_size", "use_driver_library"]
+__all__ = ["allocate", "engine_for", "is_fast_device", "set_ring_size", "use_driver_library", "why_host_decrypts"]
 
 _MEBIBYTE = 1 << 20
 # 16 slots of 8 MiB keep a PCIe link busy while workers fill the others; more gains nothing.
@@ -64,18 +64,35 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
         slots=share_of_node(DEFAULT_RING_SLOTS, LEAST_RING_SLOTS) if slots is None else slots,
         slot_nbytes=DEFAULT_RING_SLOT_NBYTES if slot_nbytes is None else slot_nbytes,
         keep_idle_seconds=DEFAULT_IDLE_SECONDS if idle_seconds is None else idle_seconds,
-        open_on_device=_device_decrypts(),
+        # auto means the host until the kernels have run on a GPU (docs/gpu.md).
+        open_on_device=_who_decrypts() == "1",
     )
 
 
-def _device_decrypts() -> bool:
-    """What ``TENSORIZER_CUDA_DECRYPT`` says: 1, or 0, or ``auto``: 0 until the kernels have run on a GPU."""
+def why_host_decrypts(device: torch.device) -> str:
+    """Why encrypted chunks for this device are opened by the host; empty where the device opens them.
+
+    Waits for the device's kernels where they are asked for.
+    """
+    if not is_fast_device(device):
+        return "it is no CUDA device with a driver"
+    chosen = _who_decrypts()
+    if chosen == "0":
+        return "TENSORIZER_CUDA_DECRYPT is 0"
+    if chosen == "auto":
+        return "TENSORIZER_CUDA_DECRYPT is auto, which means the host until the kernels have run on a GPU"
+    return engine_for(device).why_not_opened()
+
+
+def _who_decrypts() -> str:
+    """What ``TENSORIZER_CUDA_DECRYPT`` says."""
     text = env_text("TENSORIZER_CUDA_DECRYPT") or "auto"
     if text not in ("auto", "0", "1"):
         raise ValueError(f"environment variable TENSORIZER_CUDA_DECRYPT: wanted auto, 0 or 1, found {text!r}")
-    return text == "1"
+    return text
 
 
 def allocate(device: torch.device, nbytes: int, zeros: bool) -> torch.Tensor:
     """A flat byte tensor on `device`, in order of the caller's current stream; without `zeros` it may hold anything."""
-    return (torch.zeros if zeros else empty)(nbytes, dtype=torch.uint8, device=device)
+    with ordinary_tensors():
+        return (torch.zeros if zeros else empty)(nbytes, dtype=torch.uint8, device=device)

@@ -19,6 +19,7 @@ import pytest
 import samples
 import torch
 from places import TESTS
+from servers.file_server import serve_folder
 
 import tensorizer.cuda
 from tensorizer import _C, CryptographyError, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
@@ -177,6 +178,21 @@ def test_a_load_says_so_where_the_device_was_told_to_decrypt_and_cannot(fake, gp
     assert load_encrypted(gpu) is True
 
 
+def test_decrypts_on_tells_who_decrypts_and_why(fake, gpu, monkeypatch):
+    for setting, why in [("auto", "auto, which means the host"), ("0", "DECRYPT is 0")]:
+        monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", setting)
+        decrypts, reason = tensorizer.cuda.decrypts_on("cuda:0")
+        assert not decrypts
+        assert why in reason
+    monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", "1")
+    fake.fail(b"cuModuleLoadData:1:222")
+    decrypts, reason = tensorizer.cuda.decrypts_on("cuda:0")
+    assert not decrypts
+    assert "loading the kernels" in reason
+    assert _C.cuda_release_pinned(0)
+    assert tensorizer.cuda.decrypts_on(0) == (True, "")
+
+
 def test_a_wrong_word_for_who_decrypts_is_refused(gpu, monkeypatch):
     monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", "yes")
     with pytest.raises(ValueError, match="TENSORIZER_CUDA_DECRYPT: wanted auto, 0 or 1, found 'yes'"):
@@ -298,6 +314,90 @@ def test_a_mapping_spreads_one_file_over_two_devices(gpu):
     state = {f"{part}.{i}": samples.tensor((300_000 + i,), torch.uint8, i) for part in "ab" for i in range(3)}
     found = gpu.load(written(state), device={"a": "cuda:0", "b": "cuda:1"})
     assert all(samples.same(found[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_two_devices_are_served_by_one_load(gpu, fake, tmp_path, monkeypatch, verify):
+    """Neither waits for the other: memory of both is asked for before either has all of its own."""
+    path = tmp_path / "model.tensors"
+    state = {f"{i}": samples.tensor((9 * MIB + i,), torch.uint8, i) for i in range(8)}
+    path.write_bytes(written(state).getvalue())
+    asked, allocate = [], cuda_engine.allocate
+    monkeypatch.setattr(
+        cuda_engine, "allocate", lambda device, *args: asked.append((device.index, *args)) or allocate(device, *args)
+    )
+    found = gpu.load(path, device=lambda name: f"cuda:{int(name) >= 4:d}", verify_hash=verify)
+    order = [index for index, nbytes, _ in asked if nbytes]
+    assert sorted(order) == [0] * 4 + [1] * 4
+    assert 1 in order[:4]
+    samples.assert_same(found, state)
+
+
+def test_an_allocation_that_fails_ends_the_load_with_torchs_own_error(gpu, fake, tmp_path, monkeypatch):
+    path = tmp_path / "model.tensors"
+    state = {f"{i}": samples.tensor((9 * MIB + i,), torch.uint8, i) for i in range(5)}
+    path.write_bytes(written(state).getvalue())
+    allocate = cuda_engine.allocate
+    alive: list[weakref.ref] = []
+    for nth in (1, 2, 5):
+
+        def fail(device, nbytes, zeros, nth=nth):
+            if nbytes and len(alive) + 1 == nth:
+                raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate")
+            tensor = allocate(device, nbytes, zeros)
+            if nbytes:
+                alive.append(weakref.ref(tensor))
+            return tensor
+
+        monkeypatch.setattr(cuda_engine, "allocate", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"):
+            gpu.load(path)
+        assert not [reference for reference in alive if reference() is not None]
+        alive.clear()
+        monkeypatch.setattr(cuda_engine, "allocate", allocate)
+        samples.assert_same(gpu.load(path), state)
+
+
+def test_ctrl_c_while_memory_is_allocated_ends_the_load(gpu, fake, tmp_path, monkeypatch):
+    path = tmp_path / "model.tensors"
+    path.write_bytes(written({f"{i}": samples.tensor((9 * MIB,), torch.uint8, i) for i in range(5)}).getvalue())
+    allocate, asked = cuda_engine.allocate, []
+
+    def interrupted(*args):
+        asked.append(args)
+        if len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return allocate(*args)
+
+    monkeypatch.setattr(cuda_engine, "allocate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.load(path)
+
+
+def test_a_file_object_of_python_is_read_while_memory_is_allocated(gpu):
+    """Both are done by the thread that called: neither may wait for the other."""
+    state = {f"{i}": samples.tensor((9 * MIB + i,), torch.uint8, i) for i in range(4)}
+
+    class Reader(io.BytesIO):
+        def readinto(self, buffer):
+            time.sleep(0.001)
+            return super().readinto(buffer)
+
+    samples.assert_same(gpu.load(Reader(written(state).getvalue())), state)
+
+
+@pytest.mark.parametrize("slots", ["2", "16"])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_what_comes_over_a_network_arrives_to_the_bit(gpu, monkeypatch, tmp_path, slots, encrypted):
+    monkeypatch.setenv("TENSORIZER_RING_SLOTS", slots)
+    state = {f"{i}": samples.tensor((5 * MIB + i,), torch.uint8, i) for i in range(8)}
+    state.update({f"small{i}": samples.tensor((i,), torch.float32, i) for i in range(50)})
+    encryption = EncryptionParams.random() if encrypted else None
+    keys = {"encryption": DecryptionParams.from_key(encryption.key)} if encrypted else {}
+    (tmp_path / "model.tensors").write_bytes(written(state, encryption=encryption).getvalue())
+    with serve_folder(tmp_path) as url:
+        for verify in (False, True):
+            samples.assert_same(gpu.load(f"{url}/model.tensors", verify_hash=verify, **keys), state)
 
 
 @pytest.mark.parametrize("encrypted", [False, True])

@@ -80,7 +80,8 @@ inline Bytes save(CopyEngine& engine, uint64_t nbytes, const std::vector<Unit>& 
     const std::unique_ptr<Lane> lane = engine.make_lane(false);
     for (size_t n = next++; n < units.size(); n = next++) {
       const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
-      lane->fetch(units[n].pieces, stop);
+      lane->begin_fetch(units[n].pieces, stop);
+      lane->end_fetch(stop);
       for (const CopyPiece& piece : units[n].pieces)
         std::copy_n(buffer.data() + piece.buffer_offset, piece.nbytes,
                     result.data() + units[n].offset + piece.buffer_offset);

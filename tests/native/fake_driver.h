@@ -48,6 +48,8 @@ struct FakeDriver {
   FAKE_CONTROL(write);
   FAKE_CONTROL(read);
   FAKE_CONTROL(set_capturing);
+  FAKE_CONTROL(forbid);
+  FAKE_CONTROL(model);
 #undef FAKE_CONTROL
 
  private:

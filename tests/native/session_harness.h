@@ -83,6 +83,7 @@ class PlainSource final : public io::RangeSource {
     throw_if_stopped(stop);
     if (fail_at >= 0 && reads_.fetch_add(1) >= fail_at)
       throw Error(Errc::io, "the source broke", name_);
+    if (before_read) before_read();
     if (offset + io::total_nbytes(slices) > bytes_.size())
       io::throw_truncated(name_, offset, io::total_nbytes(slices), bytes_.size());
     for (const io::Slice& slice : slices) {
@@ -94,6 +95,7 @@ class PlainSource final : public io::RangeSource {
 
   io::SourceTraits settings{.concurrency = 4};
   int fail_at = -1;
+  std::function<void()> before_read;  // by the reading thread
 
  private:
   const Bytes& bytes_;
@@ -151,7 +153,8 @@ class HostEngine final : public device::CopyEngine {
       for (const device::CopyPiece& piece : pieces)
         std::memcpy(piece.device_address, bytes() + piece.buffer_offset, piece.nbytes);
     }
-    void fetch(std::span<const device::CopyPiece> pieces, const std::stop_token&) override {
+    void end_fetch(const std::stop_token&) override {}
+    void begin_fetch(std::span<const device::CopyPiece> pieces, const std::stop_token&) override {
       for (const device::CopyPiece& piece : pieces)
         std::memcpy(bytes() + piece.buffer_offset, piece.device_address, piece.nbytes);
     }

@@ -36,7 +36,7 @@ class CudaKernels : public FakeDriverTest {
       const size_t first = 4 * group;
       const std::unique_ptr<Lane> lane = engine.make_lane(true);
       const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
-      const std::span<ChunkToOpen> chunks = lane->chunks_to_open();
+      const std::span<ChunkToOpen> chunks = lane->chunks_to_open({});
       for (const ChunkToOpen& chunk : chunks.first(4))
         if (chunk.nbytes != 0) left_behind_ = true;
       size_t nbytes = 0;
@@ -65,7 +65,7 @@ class CudaKernels : public FakeDriverTest {
   void expect_loads() {
     fake().write(memory_.data(), Bytes(memory_.size(), std::byte{0x5A}).data(), memory_.size());
     CudaCopyEngine engine(options());
-    EXPECT_EQ(engine.why_not_opened(), "");
+    EXPECT_EQ(engine.why_not_opened({}), "");
     load(engine);
     for (size_t i = 0; i < messages_.size(); ++i) EXPECT_TRUE(holds(i, messages_[i].plain)) << i;
     EXPECT_FALSE(left_behind_) << "a chunk's description was left in pinned memory";
@@ -131,13 +131,14 @@ TEST_F(CudaKernels, AreDoneWithoutWhereTheyCannotBeHad) {
     fake().fail(call);
     {
       CudaCopyEngine engine(options(OpenOnDevice::if_possible));
-      EXPECT_NE(engine.why_not_opened(), "") << call;
+      EXPECT_NE(engine.why_not_opened({}), "") << call;
       const std::unique_ptr<Lane> lane = engine.make_lane(true);
       ASSERT_FALSE(lane->try_acquire().empty());
-      EXPECT_TRUE(lane->chunks_to_open().empty()) << call;
+      EXPECT_TRUE(lane->chunks_to_open({}).empty()) << call;
       // nor are they asked for again
       const std::string what = error_of_load(Errc::device);
-      EXPECT_NE(what.find("cannot decrypt: " + engine.why_not_opened()), std::string::npos) << what;
+      EXPECT_NE(what.find("cannot decrypt: " + engine.why_not_opened({})), std::string::npos)
+          << what;
     }
     EXPECT_EQ(fake().calls("cuModuleLoadData"), 1U);
     EXPECT_TRUE(release_pinned(0)) << call;
@@ -150,7 +151,7 @@ TEST_F(CudaKernels, AreNotUsedWhereTheyComputeSomethingElse) {
   fake().break_kernels(1);
   {
     CudaCopyEngine engine(options(OpenOnDevice::if_possible));
-    EXPECT_NE(engine.why_not_opened().find("when they were tested"), std::string::npos);
+    EXPECT_NE(engine.why_not_opened({}).find("when they were tested"), std::string::npos);
   }
   EXPECT_TRUE(release_pinned(0));
 }
@@ -166,7 +167,7 @@ TEST_F(CudaKernels, ThatDoNotRunAreAnErrorAndNotAGenuineChunk) {
 TEST_F(CudaKernels, AreNotLoadedWhereNobodyAskedForThem) {
   CudaCopyEngine engine(options(OpenOnDevice::never));
   EXPECT_EQ(fake().calls("cuModuleLoadData"), 0U);
-  EXPECT_EQ(engine.why_not_opened(), "it was not asked for");
+  EXPECT_EQ(engine.why_not_opened({}), "it was not asked for");
 }
 
 // --- whole loads of encrypted files --------------------------------------------------------------
@@ -237,8 +238,9 @@ TEST_F(CudaKernelsLoad, RefusesAForgedChunkInTheWordsOfTheHostPathAndWipesTheDes
     EXPECT_EQ(testing::expect_error(Errc::crypto, [&] { load(OpenOnDevice::always, 1); }), by_host);
     for (const auto& memory : memory_) {  // zeros, or where nothing had arrived what was there
       const Bytes found = memory->bytes();
-      EXPECT_TRUE(found[0] == std::byte{0} || found[0] == std::byte{0x5A}) << from_end;
-      EXPECT_TRUE(same(found, Bytes(memory->size(), found[0]))) << from_end;
+      EXPECT_TRUE(std::ranges::all_of(found, [](std::byte byte) {
+        return byte == std::byte{0} || byte == std::byte{0x5A};
+      })) << from_end;
     }
     EXPECT_EQ(memory_[0]->bytes()[0], std::byte{0});
   }

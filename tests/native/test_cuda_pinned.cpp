@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <set>
 
 #include "device_harness.h"
 
@@ -107,6 +108,65 @@ TEST_F(CudaPinned, OfNoIdleTimeGoesBackAtOnce) {
   EXPECT_STREQ(fake().leaks(), "");
 }
 
+// --- growth --------------------------------------------------------------------------------------
+
+CudaCopyOptions ring_of(unsigned slots) {
+  CudaCopyOptions large = options();
+  large.pinned = {slots, 8 << 20, 60'000ms};
+  return large;
+}
+
+TEST_F(CudaPinned, ASmallLoadPinsSixteenMebibytesOfWhatItMay) {
+  const Bytes source = random_bytes(8 << 20, 5);
+  DeviceMemory memory(source.size());
+  CudaCopyEngine engine(ring_of(16));
+  load(engine, source, plan(memory.data(), source.size(), engine.buffer_nbytes(), 1 << 20), 1);
+  EXPECT_TRUE(same(memory.bytes(), source));
+  EXPECT_EQ(Device::get(0).status().slots, 2U);
+  EXPECT_EQ(fake().calls("cuMemHostRegister"), 1U);
+}
+
+TEST_F(CudaPinned, ALoadThatNeedsMoreGetsItUpToTheSizeAskedFor) {
+  CudaCopyEngine engine(ring_of(5));
+  std::vector<std::unique_ptr<Lane>> lanes;
+  std::set<std::byte*> buffers;
+  for (unsigned i = 0; i < 3; ++i) {
+    lanes.push_back(engine.make_lane(false));
+    for (auto buffer = lanes.back()->try_acquire(); !buffer.empty();
+         buffer = lanes.back()->try_acquire()) {
+      EXPECT_EQ(buffer.size(), 8U << 20);
+      EXPECT_TRUE(buffers.insert(buffer.data()).second) << "a buffer has one owner";
+    }
+  }
+  EXPECT_EQ(buffers.size(), 5U);
+  EXPECT_EQ(Device::get(0).status().slots, 5U);
+  EXPECT_EQ(fake().calls("cuMemHostRegister"), 3U);
+}
+
+TEST_F(CudaPinned, WhereOneStepIsRefusedTheLoadGoesOnWithWhatThereIs) {
+  const Bytes source = random_bytes(50 << 20, 5);
+  DeviceMemory memory(source.size());
+  CudaCopyEngine engine(ring_of(16));
+  fake().set_delay(1000, 3000);
+  fake().fail("cuMemHostRegister:1:2");
+  load(engine, source, plan(memory.data(), source.size(), engine.buffer_nbytes(), 8 << 20), 1);
+  EXPECT_TRUE(same(memory.bytes(), source));
+  EXPECT_EQ(Device::get(0).status().slots, 2U);
+  EXPECT_NE(engine.shortage().find("only 16 MiB of 128 MiB"), std::string::npos)
+      << engine.shortage();
+}
+
+TEST_F(CudaPinned, StepsOfADriverThatRegistersNothingAreItsOwnMemory) {
+  fake().fail("cuMemHostRegister:1:801");
+  CudaCopyEngine engine(ring_of(6));
+  const auto lane = engine.make_lane(false);
+  while (!lane->try_acquire().empty()) {
+  }
+  EXPECT_EQ(Device::get(0).status().slots, 6U);
+  EXPECT_EQ(fake().calls("cuMemHostRegister"), 1U);
+  EXPECT_EQ(fake().calls("cuMemHostAlloc"), 3U);
+}
+
 TEST_F(CudaPinned, HasTheSizeAskedForUnlessItIsInUse) {
   CudaCopyOptions larger = options();
   larger.pinned.slots = 6;
@@ -157,7 +217,7 @@ TEST_F(CudaPinned, ManySmallLoadsShareStreamsAndEvents) {
     CudaCopyEngine engine(options());
     load(engine, source, plan(memory.data(), source.size(), engine.buffer_nbytes(), 1 << 20), 1);
   }
-  EXPECT_EQ(fake().calls("cuStreamCreate"), 1U);
+  EXPECT_EQ(fake().calls("cuStreamCreate"), 4U);
   EXPECT_EQ(fake().calls("cuEventCreate"), kFewBuffers.slots + 1);
   EXPECT_TRUE(same(memory.bytes(), source));
 }

@@ -1,7 +1,6 @@
 #include "device/cuda/copy_stream.h"
 
 #include <algorithm>
-#include <atomic>
 #include <string>
 
 namespace tensorizer::device::cuda {
@@ -36,20 +35,17 @@ std::vector<CopyPiece> merge_adjacent(std::span<const CopyPiece> pieces) {
   return merged;
 }
 
-CopyStream::CopyStream(const Driver& driver, bool pinned)
-    : driver_(driver), batches_(pinned && driver.cuMemcpyBatchAsync != nullptr) {
+CopyStream::CopyStream(const Driver& driver, std::atomic<bool>& batches)
+    : driver_(driver), batches_(batches) {
   check(driver_, driver_.cuStreamCreate(&stream_, kStreamNonBlocking), "creating a CUDA stream");
 }
 
 CopyStream::~CopyStream() { static_cast<void>(driver_.cuStreamDestroy(stream_)); }
 
 void CopyStream::issue(std::byte* buffer, Event event, std::span<const CopyPiece> pieces,
-                       Direction direction) {
+                       Direction direction, const std::function<void(Stream)>& more) {
   copy_many(buffer, merge_adjacent(pieces), direction);
-  record(event);
-}
-
-void CopyStream::record(Event event) {
+  if (more) more(stream_);
   check(driver_, driver_.cuEventRecord(event, stream_), "recording a CUDA event");
 }
 
@@ -116,14 +112,6 @@ bool CopyStream::copy_batched(std::byte* buffer, std::span<const CopyPiece> piec
                          " pieces at once)");
   batches_ = false;
   return false;
-}
-
-void keep_for_good(std::unique_ptr<CopyStream> stream) noexcept {
-  static std::atomic<CopyStream*> last{nullptr};
-  CopyStream* const kept = stream.release();
-  kept->kept_before_ = last.load(std::memory_order_relaxed);
-  while (!last.compare_exchange_weak(kept->kept_before_, kept, std::memory_order_acq_rel)) {
-  }
 }
 
 }  // namespace tensorizer::device::cuda

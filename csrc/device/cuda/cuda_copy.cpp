@@ -45,14 +45,14 @@ CudaCopyEngine::CudaCopyEngine(const CudaCopyOptions& options)
   }
 }
 
-std::string CudaCopyEngine::why_not_opened() {
+std::string CudaCopyEngine::why_not_opened(const std::stop_token& stop) {
   LaneState& state = this->state();
   if (state.open_on_device == OpenOnDevice::never) return "it was not asked for";
-  const ContextGuard current(state.device.driver(), state.context);
   try {
-    static_cast<void>(state.buffers->kernels());
+    if (!state.buffers->kernels(stop)) throw Error(Errc::cancelled, "cancelled");
     return {};
   } catch (const Error& error) {
+    if (error.code() == Errc::cancelled) throw;
     return error.what();
   }
 }
@@ -93,7 +93,7 @@ void CudaCopyEngine::order_after_caller() {
                   "the current stream is capturing a graph: copies cannot be ordered after it");
     check(driver, driver.cuEventRecord(state.fence, caller_),
           "recording an event on the caller's CUDA stream");
-    state.copies_began.store(false);
+    state.fences.fetch_add(1);
   });
 }
 
@@ -112,20 +112,19 @@ std::unique_ptr<Lane> CudaCopyEngine::make_lane(bool secret) {
   return naming(state.device, [&] { return std::make_unique<CudaLane>(state, secret); });
 }
 
-// Copies that began came after the caller's earlier work, so zeros do too. Without any, that work
-// may still use the memory, which holds nothing of ours.
 void CudaCopyEngine::wipe(std::span<const DeviceRange> destinations) noexcept {
-  if (::getpid() != owner_ || state_->cancelled.load() || !state_->copies_began.load()) return;
+  if (::getpid() != owner_ || state_->cancelled.load()) return;
   try {
     const ContextGuard current(state_->device.driver(), state_->context);
-    std::unique_ptr<CopyStream> stream = state_->buffers->take_stream();
-    try {
-      stream->zero(destinations);
-    } catch (const Error&) {
-      // What was enqueued before the failure touches the caller's memory too.
-      if (stream->settle() != kSuccess) keep_for_good(std::move(stream));
-    }
-    if (stream) state_->buffers->give_back(std::move(stream));
+    state_->buffers->on_stream(0, [&](CopyStream& stream) {
+      try {
+        stream.zero(destinations);
+      } catch (const Error&) {
+        // What was enqueued before the failure touches the caller's memory too.
+        if (const Result end = stream.settle(); end != kSuccess)
+          state_->device.condemn(*state_->buffers, end);
+      }
+    });
   } catch (...) {  // the failure that led here is the one to report
   }
 }

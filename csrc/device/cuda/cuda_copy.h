@@ -52,8 +52,9 @@ class CudaCopyEngine final : public CopyEngine {
   // Waits until its lanes are gone, or `patience` is over.
   void wait_for_lanes(std::chrono::milliseconds patience) noexcept;
 
-  // Why the host opens chunks; empty where the device does. Makes the kernels if nobody has yet.
-  std::string why_not_opened();
+  // Why the host opens chunks; empty where the device does. Waits for the kernels, which are made
+  // if nobody has yet. Throws Error(cancelled).
+  std::string why_not_opened(const std::stop_token& stop);
 
   // Why there is less pinned memory than was asked for; empty where there is not.
   std::string shortage() const;

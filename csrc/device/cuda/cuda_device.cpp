@@ -1,5 +1,6 @@
 #include "device/cuda/cuda_device.h"
 
+#include <algorithm>
 #include <system_error>
 #include <utility>
 
@@ -30,19 +31,6 @@ Registry& registry() {
 }
 
 }  // namespace
-
-ContextGuard::ContextGuard(const Driver& driver, Context context)
-    : driver_(driver), capture_mode_(kCaptureModeRelaxed) {
-  check(driver_, driver_.cuCtxPushCurrent(context), "making the CUDA context current");
-  if (driver_.cuThreadExchangeStreamCaptureMode(&capture_mode_) != kSuccess)
-    capture_mode_ = kCaptureModeRelaxed;
-}
-
-ContextGuard::~ContextGuard() {
-  static_cast<void>(driver_.cuThreadExchangeStreamCaptureMode(&capture_mode_));
-  Context popped = nullptr;
-  static_cast<void>(driver_.cuCtxPopCurrent(&popped));
-}
 
 Device& Device::get(Ordinal ordinal) {
   const Driver& driver = cuda::driver();
@@ -83,7 +71,7 @@ void Device::make_pinned(const PinnedSettings& settings) {
         "starting to use the CUDA device");
   try {
     const ContextGuard current(driver_, context);
-    pinned_ = std::make_unique<PinnedBuffers>(driver_, handle, settings);
+    pinned_ = std::make_unique<PinnedBuffers>(driver_, handle, context, settings);
   } catch (...) {
     static_cast<void>(driver_.cuDevicePrimaryCtxRelease(handle));
     throw;
@@ -196,7 +184,8 @@ void Device::condemn(const PinnedBuffers& buffers, Result why) {
 PinnedStatus Device::status() const {
   MutexLock lock(mutex_);
   if (!pinned_) return {};
-  return {true, users_, pinned_->count(), pinned_->free_count(), pinned_->nbytes()};
+  const unsigned free = pinned_->free_count();
+  return {true, users_, std::max(free, pinned_->count()), free, pinned_->nbytes()};
 }
 
 }  // namespace tensorizer::device::cuda

@@ -12,24 +12,11 @@
 #include <vector>
 
 #include "core/sync.h"
+#include "device/cuda/context_guard.h"
 #include "device/cuda/driver.h"
 #include "device/cuda/pinned_buffers.h"
 
 namespace tensorizer::device::cuda {
-
-// Makes a device's primary context current for this thread, and its driver calls invisible to a
-// stream capture that some other thread may be running. Confined to one thread.
-class ContextGuard {
- public:
-  ContextGuard(const Driver& driver, Context context);
-  ~ContextGuard();
-  ContextGuard(const ContextGuard&) = delete;
-  ContextGuard& operator=(const ContextGuard&) = delete;
-
- private:
-  const Driver& driver_;
-  int capture_mode_;
-};
 
 struct PinnedStatus {
   bool present = false;

@@ -31,12 +31,19 @@ void wait_for_event(const Driver& driver, Event event, const std::stop_token& st
   }
 }
 
+// Calls `fn` with the device's context current; an error gets the device's name.
+template <class Fn>
+auto CudaLane::in_context(Fn&& fn) const {
+  return naming(shared_.device, [&] {
+    const ContextGuard current(shared_.device.driver(), shared_.context);
+    return fn();
+  });
+}
+
 CudaLane::CudaLane(LaneState& shared, bool secret)
-    : shared_(shared),
-      secret_(secret),
-      buffers_(*shared.buffers),
-      current_(shared.device.driver(), shared.context),
-      stream_(buffers_.take_stream()) {
+    : shared_(shared), secret_(secret), buffers_(*shared.buffers) {
+  if (secret && shared_.open_on_device != OpenOnDevice::never) buffers_.start_kernels();
+  ++shared_.lane_count;
   MutexLock lock(shared_.mutex);
   ++shared_.lanes;
 }
@@ -44,20 +51,17 @@ CudaLane::CudaLane(LaneState& shared, bool secret)
 // Copies are never left behind. Where the driver can no longer tell whether they ended, the memory
 // is given up for good.
 CudaLane::~CudaLane() {
-  const bool copies =
-      std::any_of(in_use_.begin(), in_use_.end(), [](const Use& use) { return use.copies; });
-  const Result end = copies ? stream_->settle() : kSuccess;
+  const Result end = settle();
   if (end == kSuccess) {
     for (const Use& use : in_use_) {
       forget_chunks(use);
       give_back(use.buffer);
     }
     for (const unsigned buffer : spare_) give_back(buffer);
-    buffers_.give_back(std::move(stream_));
   } else {
     shared_.device.condemn(buffers_, end);
-    keep_for_good(std::move(stream_));
   }
+  --shared_.lane_count;
   {
     MutexLock lock(shared_.mutex);
     --shared_.lanes;
@@ -65,8 +69,32 @@ CudaLane::~CudaLane() {
   shared_.changed.notify_all();
 }
 
-void CudaLane::forget_chunks(const Use& use) noexcept {
-  if (use.described) (*kernels_)->wipe(use.buffer);
+// Only where a load ends early: the streams, not the events, since a failure may have come between
+// a copy and its event.
+Result CudaLane::settle() noexcept {
+  Result end = kSuccess;
+  for (const Use& use : in_use_) {
+    if (!use.copies) continue;
+    try {
+      const ContextGuard current(shared_.device.driver(), shared_.context);
+      buffers_.on_stream(use.buffer, [&](CopyStream& stream) {
+        if (const Result result = stream.settle(); result != kSuccess) end = result;
+      });
+    } catch (const Error&) {
+      end = kInvalidValue;
+    }
+  }
+  return end;
+}
+
+// Of few lanes each may have more, so that all buffers are of use.
+size_t CudaLane::most_buffers() const noexcept {
+  return std::max<size_t>(kBuffersOfLane,
+                          buffers_.most() / std::max(1U, shared_.lane_count.load()));
+}
+
+void CudaLane::forget_chunks(const Use& use) const noexcept {
+  if (use.described) kernels_->wipe(use.buffer);
 }
 
 void CudaLane::give_back(unsigned buffer) noexcept {
@@ -82,28 +110,28 @@ std::span<std::byte> CudaLane::try_acquire() {
   if (!spare_.empty()) {
     buffer = spare_.back();
     spare_.pop_back();
-  } else if (in_use_.size() < kBuffersOfLane) {
-    const auto taken = buffers_.try_take();
+  } else if (in_use_.size() < most_buffers()) {
+    const auto taken = in_context([&] { return buffers_.try_take(); });
     if (!taken) return {};
     buffer = *taken;
   } else {
     return {};
   }
-  in_use_.push_back({buffer});
+  in_use_.push_back({.buffer = buffer, .refuse = {}});
   return buffers_.bytes(buffer);
 }
 
 void CudaLane::wait(const std::stop_token& stop) {
   Use oldest;
   std::optional<Kernels::Refused> refused;
-  naming(shared_.device, [&] {
-    if (in_use_.empty()) return wait_for_line(stop);
+  if (in_use_.empty()) return naming(shared_.device, [&] { wait_for_line(stop); });
+  in_context([&] {
     if (in_use_.front().copies)
       wait_for_event(shared_.device.driver(), buffers_.event(in_use_.front().buffer), stop,
                      shared_.cancelled, "waiting for copies");
     oldest = std::move(in_use_.front());
     in_use_.pop_front();
-    if (oldest.chunks > 0) refused = (*kernels_)->first_refused(oldest.buffer, oldest.chunks);
+    if (oldest.chunks > 0) refused = kernels_->first_refused(oldest.buffer, oldest.chunks);
     forget_chunks(oldest);
     if (buffers_.has_waiters()) {
       give_back(oldest.buffer);
@@ -127,6 +155,16 @@ void CudaLane::wait_for_line(const std::stop_token& stop) {
   throw Error(Errc::cancelled, "cancelled");
 }
 
+void CudaLane::give_back_unused() noexcept {
+  if (!in_use_.empty() && !in_use_.back().copies) {
+    forget_chunks(in_use_.back());
+    give_back(in_use_.back().buffer);
+    in_use_.pop_back();
+  }
+  for (const unsigned buffer : spare_) give_back(buffer);
+  spare_.clear();
+}
+
 void CudaLane::check_pieces(std::span<const CopyPiece> pieces) const {
   const uint64_t limit = buffers_.nbytes();
   for (const CopyPiece& piece : pieces) {
@@ -137,74 +175,89 @@ void CudaLane::check_pieces(std::span<const CopyPiece> pieces) const {
   }
 }
 
-CudaLane::Use& CudaLane::begin(std::span<const CopyPiece> pieces) {
-  check_pieces(pieces);
-  if (shared_.cancelled.load()) throw Error(Errc::cancelled, "cancelled");
-  in_use_.back().copies = true;
-  return in_use_.back();
-}
-
-void CudaLane::issue(std::span<const CopyPiece> pieces, Direction direction) {
-  const Use& use = begin(pieces);
-  stream_->issue(buffers_.bytes(use.buffer).data(), buffers_.event(use.buffer), pieces, direction);
-}
-
 // The host waits for the caller's work, so that what is enqueued runs at once: an error or a stop
 // need not wait for work that may take minutes.
 void CudaLane::pass_fence(const std::stop_token& stop) {
-  if (fence_passed_) return;
-  wait_for_event(shared_.device.driver(), shared_.fence, stop, shared_.cancelled,
-                 "waiting for earlier work on the caller's stream");
-  fence_passed_ = true;
+  // Read before the event is asked: a record that comes meanwhile covers this one.
+  const uint64_t fences = shared_.fences.load();
+  if (fences_passed_ == fences) return;
+  in_context([&] {
+    wait_for_event(shared_.device.driver(), shared_.fence, stop, shared_.cancelled,
+                   "waiting for earlier work on the caller's stream");
+  });
+  fences_passed_ = fences;
 }
 
-void CudaLane::send(std::span<const CopyPiece> pieces, const std::stop_token& stop) {
-  naming(shared_.device, [&] {
-    pass_fence(stop);
-    shared_.copies_began.store(true);
-    issue(pieces, Direction::to_device);
+void CudaLane::enqueue(std::span<const CopyPiece> pieces, Direction direction,
+                       const std::function<void(Stream)>& more, const std::stop_token& stop) {
+  pass_fence(stop);
+  in_context([&] {
+    check_pieces(pieces);
+    if (shared_.cancelled.load()) throw Error(Errc::cancelled, "cancelled");
+    Use& use = in_use_.back();
+    use.copies = true;
+    buffers_.on_stream(use.buffer, [&](CopyStream& stream) {
+      stream.issue(buffers_.bytes(use.buffer).data(), buffers_.event(use.buffer), pieces, direction,
+                   more);
+    });
   });
 }
 
-const Kernels* CudaLane::find_kernels() {
+void CudaLane::send(std::span<const CopyPiece> pieces, const std::stop_token& stop) {
+  enqueue(pieces, Direction::to_device, {}, stop);
+}
+
+// Where the host may do it as well, it does until the kernels are there.
+const Kernels* CudaLane::find_kernels(const std::stop_token& stop) {
   if (shared_.open_on_device == OpenOnDevice::never) return nullptr;
   try {
-    return &buffers_.kernels();
+    if (shared_.open_on_device == OpenOnDevice::if_possible) return buffers_.kernels_now();
+    const Kernels* const kernels = buffers_.kernels(stop);
+    if (!kernels) throw Error(Errc::cancelled, "cancelled");
+    return kernels;
   } catch (const Error& error) {
+    if (error.code() == Errc::cancelled) throw;
     if (shared_.open_on_device == OpenOnDevice::if_possible) return nullptr;
     throw Error(error.code(), "it cannot decrypt: " + std::string(error.what()));
   }
 }
 
-std::span<ChunkToOpen> CudaLane::chunks_to_open() {
-  if (!kernels_) kernels_ = naming(shared_.device, [&] { return find_kernels(); });
-  if (!*kernels_) return {};
-  in_use_.back().described = true;
-  return (*kernels_)->chunks(in_use_.back().buffer);
+size_t CudaLane::most_chunks_to_open(const std::stop_token& stop) {
+  if (!kernels_) kernels_ = naming(shared_.device, [&] { return find_kernels(stop); });
+  return kernels_ ? kernels_->room() : 0;
+}
+
+std::span<ChunkToOpen> CudaLane::chunks_to_open(const std::stop_token& stop) {
+  if (most_chunks_to_open(stop) == 0) return {};
+  Use& use = in_use_.back();
+  use.described = true;
+  return kernels_->chunks(use.buffer);
 }
 
 void CudaLane::send_sealed(std::span<const CopyPiece> pieces, size_t count,
                            const std::function<void(size_t)>& refuse, const std::stop_token& stop) {
   if (count == 0) return send(pieces, stop);
-  naming(shared_.device, [&] {
-    pass_fence(stop);
-    shared_.copies_began.store(true);
-    Use& use = begin(pieces);
-    use.chunks = count;
-    use.refuse = refuse;
-    stream_->issue(buffers_.bytes(use.buffer).data(), buffers_.event(use.buffer), pieces,
-                   [&](Stream stream) { (*kernels_)->enqueue_open(stream, use.buffer, count); });
-  });
+  Use& use = in_use_.back();
+  use.chunks = count;
+  use.refuse = refuse;
+  enqueue(
+      pieces, Direction::to_device,
+      [&](Stream stream) { kernels_->enqueue_open(stream, use.buffer, count); }, stop);
 }
 
-void CudaLane::fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) {
-  naming(shared_.device, [&] {
-    pass_fence(stop);
-    issue(pieces, Direction::to_host);
-    wait_for_event(shared_.device.driver(), buffers_.event(in_use_.back().buffer), stop,
-                   shared_.cancelled, "waiting for copies");
-    in_use_.back().copies = false;
+void CudaLane::begin_fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) {
+  enqueue(pieces, Direction::to_host, {}, stop);
+}
+
+void CudaLane::end_fetch(const std::stop_token& stop) {
+  const auto oldest =
+      std::find_if(in_use_.begin(), in_use_.end(), [](const Use& use) { return use.copies; });
+  if (oldest == in_use_.end()) return;
+  in_context([&] {
+    wait_for_event(shared_.device.driver(), buffers_.event(oldest->buffer), stop, shared_.cancelled,
+                   "waiting for copies");
   });
+  oldest->copies = false;
 }
 
 void CudaLane::finish(const std::stop_token& stop) {

@@ -6,7 +6,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "device/copy_engine.h"
@@ -23,9 +22,10 @@ struct LaneState {
   const std::shared_ptr<PinnedBuffers> buffers;
   const Context context;
   const OpenOnDevice open_on_device;
-  Event fence = nullptr;  // copies wait for it
+  Event fence = nullptr;            // copies wait for its latest record
+  std::atomic<uint64_t> fences{0};  // how often it was recorded
   std::atomic<bool> cancelled{false};
-  std::atomic<bool> copies_began{false};  // to the device, since the fence was set up
+  std::atomic<unsigned> lane_count{0};
   Mutex mutex;
   CondVar changed;
   unsigned lanes GUARDED_BY(mutex) = 0;
@@ -38,11 +38,15 @@ class CudaLane final : public Lane {
 
   std::span<std::byte> try_acquire() override;
   void wait(const std::stop_token& stop) override;
+  void give_back_unused() noexcept override;
+  void pass_fence(const std::stop_token& stop) override;
   void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
-  std::span<ChunkToOpen> chunks_to_open() override;
+  size_t most_chunks_to_open(const std::stop_token& stop) override;
+  std::span<ChunkToOpen> chunks_to_open(const std::stop_token& stop) override;
   void send_sealed(std::span<const CopyPiece> pieces, size_t count,
                    const std::function<void(size_t)>& refuse, const std::stop_token& stop) override;
-  void fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
+  void begin_fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
+  void end_fetch(const std::stop_token& stop) override;
   void finish(const std::stop_token& stop) override;
 
  private:
@@ -54,25 +58,25 @@ class CudaLane final : public Lane {
     std::function<void(size_t)> refuse;
   };
 
-  void pass_fence(const std::stop_token& stop);
-  void issue(std::span<const CopyPiece> pieces, Direction direction);
+  size_t most_buffers() const noexcept;
+  template <class Fn>
+  auto in_context(Fn&& fn) const;
+  void enqueue(std::span<const CopyPiece> pieces, Direction direction,
+               const std::function<void(Stream)>& more, const std::stop_token& stop);
   void check_pieces(std::span<const CopyPiece> pieces) const;
   void wait_for_line(const std::stop_token& stop);
-
-  Use& begin(std::span<const CopyPiece> pieces);
-  const Kernels* find_kernels();
-  void forget_chunks(const Use& use) noexcept;
+  const Kernels* find_kernels(const std::stop_token& stop);
+  void forget_chunks(const Use& use) const noexcept;
   void give_back(unsigned buffer) noexcept;
+  Result settle() noexcept;
 
   LaneState& shared_;
   const bool secret_;
   PinnedBuffers& buffers_;
-  const ContextGuard current_;
-  std::unique_ptr<CopyStream> stream_;
   std::deque<Use> in_use_;  // oldest first
   std::vector<unsigned> spare_;
-  bool fence_passed_ = false;
-  std::optional<const Kernels*> kernels_;  // null: the host opens chunks; nothing: nobody has asked
+  uint64_t fences_passed_ = 0;
+  const Kernels* kernels_ = nullptr;  // null: the host opens chunks, up to now
 };
 
 // Asks until the event has happened, or the stop comes. Throws Error: cancelled, device. `action`

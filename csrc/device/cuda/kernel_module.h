@@ -29,6 +29,8 @@ class Kernels {
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
 
+  // Chunks that one buffer has room for.
+  size_t room() const noexcept { return room_; }
   // To be filled; first_segment is left to enqueue_open().
   std::span<ChunkToOpen> chunks(unsigned buffer) const noexcept;
 

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <cctype>
 #include <fstream>
+#include <system_error>
 #include <utility>
 
 #include "core/checked_math.h"
+#include "device/cuda/context_guard.h"
 
 namespace tensorizer::device::cuda {
 namespace {
@@ -15,8 +17,10 @@ namespace {
 constexpr uint64_t kPage = 4096;
 constexpr unsigned kMaxSlots = 4096;
 constexpr uint64_t kMaxNbytes = 64ULL << 30;
-constexpr unsigned kFaultThreads = 4;  // zeroing pages is bound by memory bandwidth soon after
 constexpr unsigned kFewestSlots = 2;
+constexpr uint64_t kStepNbytes = 16ULL << 20;
+// Drivers pin for one thread at a time; a second one faults in its pages meanwhile.
+constexpr unsigned kGrowAtOnce = 2;
 // A chunk of the cipher is never cut; smaller buffers than that are only made where asked for.
 constexpr uint64_t kSmallestSlotNbytes = 2ULL << 20;
 
@@ -54,102 +58,217 @@ void validate(const PinnedSettings& settings) {
                     std::to_string(settings.slot_nbytes));
 }
 
-PinnedBuffers::PinnedBuffers(const Driver& driver, Ordinal device, const PinnedSettings& wanted)
-    : driver_(driver), device_(device), wanted_(wanted) {
-  unsigned slots = wanted.slots;
-  uint64_t slot_nbytes = align_up(wanted.slot_nbytes, kPage);
-  const uint64_t wanted_nbytes = slots * slot_nbytes;
-  while (!pin(slots, slot_nbytes)) {
-    if (slots > kFewestSlots) {
-      slots = std::max(slots / 2, kFewestSlots);
-    } else if (slot_nbytes >= 2 * kSmallestSlotNbytes) {
-      slot_nbytes = align_up(slot_nbytes / 2, kPage);
+PinnedBuffers::PinnedBuffers(const Driver& driver, Ordinal device, Context context,
+                             const PinnedSettings& wanted)
+    : driver_(driver), device_(device), context_(context), wanted_(wanted) {
+  buffer_nbytes_ = align_up(wanted.slot_nbytes, kPage);
+  most_ = wanted.slots;
+  buffers_.resize(most_);
+  const auto per_step =
+      static_cast<unsigned>(std::max<uint64_t>(kFewestSlots, kStepNbytes / buffer_nbytes_));
+  unsigned first = std::min(most_, per_step);
+  const uint64_t wanted_nbytes = most_ * buffer_nbytes_;
+  while (!pin(0, first, buffer_nbytes_)) {
+    if (first > kFewestSlots) {
+      most_ = first = std::max(first / 2, kFewestSlots);
+    } else if (buffer_nbytes_ >= 2 * kSmallestSlotNbytes) {
+      buffer_nbytes_ = align_up(buffer_nbytes_ / 2, kPage);
+      most_ = first;
     } else {
       pinned_ = false;
-      mapping_ = HostMapping(slots * slot_nbytes, numa_node_of(driver_, device_), kFaultThreads);
-      data_ = mapping_.data();
-      break;
+      most_ = first;
+      mapping_ = HostMapping(first * buffer_nbytes_, numa_node_of(driver_, device_));
+      for (unsigned i = 0; i < first; ++i) buffers_[i] = mapping_.data() + i * buffer_nbytes_;
     }
+    if (!pinned_) break;
   }
-  buffer_nbytes_ = slot_nbytes;
-  if (!pinned_) {
-    shortage_ = "host memory cannot be pinned, copies will be slower: " + shortage_;
-  } else if (slots * slot_nbytes < wanted_nbytes) {
-    shortage_ = "only " + mebibytes(slots * slot_nbytes) + " of " + mebibytes(wanted_nbytes) +
-                " of host memory could be pinned, copies may be slower: " + shortage_;
-  } else {
-    shortage_.clear();
-  }
+  set_free(first, wanted_nbytes);
   try {
-    for (unsigned slot = 0; slot < slots; ++slot) events_.push_back(take_event());
+    for (unsigned buffer = 0; buffer < most_; ++buffer) events_.push_back(take_event());
+    batches_ = pinned_ && driver_.cuMemcpyBatchAsync != nullptr;
+    for (SharedStream& shared : streams_) {
+      MutexLock lock(shared.mutex);
+      shared.stream = std::make_unique<CopyStream>(driver_, batches_);
+    }
   } catch (...) {
     release();
     throw;
   }
-  MutexLock lock(mutex_);
-  for (unsigned slot = slots; slot-- > 0;) free_.push_back(slot);
 }
 
 PinnedBuffers::~PinnedBuffers() { release(); }
 
-// False where the driver refuses; shortage_ says what it said.
-bool PinnedBuffers::pin(unsigned slots, uint64_t slot_nbytes) {
-  const uint64_t nbytes = slots * slot_nbytes;
-  Result result = kNotSupported;
-  if (registers_host_memory(driver_, device_)) {
-    mapping_ = HostMapping(nbytes, numa_node_of(driver_, device_), kFaultThreads);
-    result = driver_.cuMemHostRegister(mapping_.data(), mapping_.nbytes(), kHostRegisterPortable);
-    if (result == kSuccess) {
-      registered_ = true;
-      data_ = mapping_.data();
-      return true;
-    }
-    mapping_ = HostMapping();
+// After the first step.
+void PinnedBuffers::set_free(unsigned first, uint64_t wanted_nbytes) {
+  MutexLock lock(mutex_);
+  if (!pinned_) {
+    shortage_ = "host memory cannot be pinned, copies will be slower: " + shortage_;
+  } else if (most_ * buffer_nbytes_ < wanted_nbytes) {
+    shortage_ = "only " + mebibytes(most_ * buffer_nbytes_) + " of " + mebibytes(wanted_nbytes) +
+                " of host memory could be pinned, copies may be slower: " + shortage_;
+  } else {
+    shortage_.clear();
   }
-  void* address = nullptr;
-  const Result second = driver_.cuMemHostAlloc(&address, nbytes, kHostAllocPortable);
-  if (second == kSuccess) {
-    data_ = allocated_ = static_cast<std::byte*>(address);
-    ::madvise(address, nbytes, MADV_DONTDUMP);
-    return true;
-  }
-  shortage_ = describe(driver_, second);
-  return false;
+  begun_ = made_ = first;
+  free_.reserve(most_);
+  for (unsigned buffer = first; buffer-- > 0;) free_.push_back(buffer);
 }
 
-const Kernels& PinnedBuffers::kernels() {
-  MutexLock lock(kernels_mutex_);
-  if (!kernels_ && kernels_refused_.empty()) {
-    try {
-      if (!pinned_) throw Error(Errc::device, "host memory cannot be pinned");
-      kernels_ = std::make_unique<Kernels>(driver_, count(), buffer_nbytes_);
-    } catch (const Error& error) {
-      kernels_refused_ = error.what();
+// Memory for `count` buffers from number `first` on. False where the driver refuses; shortage_ says
+// what it said.
+bool PinnedBuffers::pin(unsigned first, unsigned count, uint64_t slot_nbytes) {
+  const uint64_t nbytes = count * slot_nbytes;
+  std::byte* data = nullptr;
+  Result result = kNotSupported;
+  bool registered = false;
+  if (first == 0) registers_ = registers_host_memory(driver_, device_);
+  if (registers_) {
+    if (first == 0) mapping_ = HostMapping(most_ * slot_nbytes, numa_node_of(driver_, device_));
+    data = mapping_.data() + first * slot_nbytes;
+    mapping_.fault_in(first * slot_nbytes, nbytes);
+    result = driver_.cuMemHostRegister(data, nbytes, kHostRegisterPortable);
+    registered = result == kSuccess;
+    if (first == 0) registers_ = registered;  // further steps are made as the first one was
+  }
+  if (!registered && !registers_) {
+    mapping_ = HostMapping();
+    void* address = nullptr;
+    result = driver_.cuMemHostAlloc(&address, nbytes, kHostAllocPortable);
+    data = static_cast<std::byte*>(address);
+    if (result == kSuccess) ::madvise(address, nbytes, MADV_DONTDUMP);
+  }
+  MutexLock lock(mutex_);
+  if (result != kSuccess) {
+    shortage_ = describe(driver_, result);
+    return false;
+  }
+  steps_.push_back({data, registered});
+  for (unsigned i = 0; i < count; ++i) buffers_[first + i] = data + i * slot_nbytes;
+  return true;
+}
+
+// One more step, where there may be one and few others grow. True where a buffer may be free now.
+bool PinnedBuffers::grow() {
+  const auto per_step = static_cast<unsigned>(std::max<uint64_t>(1, kStepNbytes / buffer_nbytes_));
+  unsigned first = 0, count = 0;
+  {
+    MutexLock lock(mutex_);
+    if (begun_ == most_ || growing_ == kGrowAtOnce || closed_by_ != kSuccess) return false;
+    first = begun_;
+    count = std::min(most_ - begun_, per_step);
+    begun_ += count;
+    ++growing_;
+  }
+  const bool grown = pin(first, count, buffer_nbytes_);
+  {
+    MutexLock lock(mutex_);
+    --growing_;
+    if (grown) {
+      made_ += count;
+      for (unsigned buffer = first + count; buffer-- > first;) free_.push_back(buffer);
+    } else {
+      begun_ = most_;  // what is there has to do
+      shortage_ = "only " + mebibytes(made_ * buffer_nbytes_) + " of " +
+                  mebibytes(most_ * buffer_nbytes_) +
+                  " of host memory could be pinned, copies may be slower: " + shortage_;
     }
   }
-  if (!kernels_) throw Error(Errc::device, kernels_refused_);
-  return *kernels_;
+  changed_.notify_all();
+  return grown;
+}
+
+unsigned PinnedBuffers::count() const {
+  MutexLock lock(mutex_);
+  return made_;
+}
+
+std::string PinnedBuffers::shortage() const {
+  MutexLock lock(mutex_);
+  return shortage_;
+}
+
+void PinnedBuffers::start_kernels() {
+  {
+    MutexLock lock(kernels_mutex_);
+    if (std::exchange(kernels_begun_, true)) return;
+    try {
+      kernels_thread_ = std::thread([this] { make_kernels(); });
+      return;
+    } catch (const std::system_error&) {  // no thread to be had: here, then
+    }
+  }
+  make_kernels();
+}
+
+void PinnedBuffers::make_kernels() noexcept {
+  std::unique_ptr<Kernels> made;
+  std::string refused;
+  try {
+    if (!pinned_) throw Error(Errc::device, "host memory cannot be pinned");
+    const ContextGuard current(driver_, context_);
+    made = std::make_unique<Kernels>(driver_, most_, buffer_nbytes_);
+  } catch (const std::exception& error) {
+    refused = error.what();
+  }
+  {
+    MutexLock lock(kernels_mutex_);
+    kernels_ = std::move(made);
+    kernels_refused_ = std::move(refused);
+  }
+  kernels_changed_.notify_all();
+}
+
+const Kernels* PinnedBuffers::kernels_now() const {
+  MutexLock lock(kernels_mutex_);
+  if (!kernels_refused_.empty()) throw Error(Errc::device, kernels_refused_);
+  return kernels_.get();
+}
+
+const Kernels* PinnedBuffers::kernels(const std::stop_token& stop) {
+  start_kernels();
+  {
+    MutexLock lock(kernels_mutex_);
+    if (!kernels_changed_.wait(kernels_mutex_, stop, [&]() REQUIRES_LOCK(kernels_mutex_) {
+          return kernels_ || !kernels_refused_.empty();
+        }))
+      return nullptr;
+  }
+  return kernels_now();
 }
 
 void PinnedBuffers::release() noexcept {
+  std::thread thread;
+  {
+    MutexLock lock(kernels_mutex_);
+    thread = std::move(kernels_thread_);
+  }
+  if (thread.joinable()) thread.join();
   {
     MutexLock lock(kernels_mutex_);
     kernels_.reset();
   }
-  {
-    MutexLock lock(mutex_);
-    idle_streams_.clear();
-    events_.insert(events_.end(), idle_events_.begin(), idle_events_.end());
-    idle_events_.clear();
+  for (SharedStream& shared : streams_) {
+    MutexLock lock(shared.mutex);
+    shared.stream.reset();
   }
+  MutexLock lock(mutex_);
+  events_.insert(events_.end(), idle_events_.begin(), idle_events_.end());
+  idle_events_.clear();
   for (Event event : events_) static_cast<void>(driver_.cuEventDestroy(event));
   events_.clear();
-  if (std::exchange(registered_, false))
-    static_cast<void>(driver_.cuMemHostUnregister(mapping_.data()));
-  if (allocated_) static_cast<void>(driver_.cuMemFreeHost(std::exchange(allocated_, nullptr)));
+  for (; !steps_.empty(); steps_.pop_back()) {  // the newest first
+    const Step& step = steps_.back();
+    static_cast<void>(step.registered ? driver_.cuMemHostUnregister(step.data)
+                                      : driver_.cuMemFreeHost(step.data));
+  }
 }
 
 std::optional<unsigned> PinnedBuffers::try_take() {
+  const auto is_empty = [&] {
+    MutexLock lock(mutex_);
+    return free_.empty();
+  };
+  if (is_empty() && !grow()) return std::nullopt;
   MutexLock lock(mutex_);
   if (closed_by_ != kSuccess || free_.empty() || has_waiters()) return std::nullopt;
   const unsigned buffer = free_.back();
@@ -202,26 +321,6 @@ Result PinnedBuffers::closed_by() const {
 unsigned PinnedBuffers::free_count() const {
   MutexLock lock(mutex_);
   return static_cast<unsigned>(free_.size());
-}
-
-std::unique_ptr<CopyStream> PinnedBuffers::take_stream() {
-  {
-    MutexLock lock(mutex_);
-    if (!idle_streams_.empty()) {
-      std::unique_ptr<CopyStream> stream = std::move(idle_streams_.back());
-      idle_streams_.pop_back();
-      return stream;
-    }
-  }
-  return std::make_unique<CopyStream>(driver_, pinned_);
-}
-
-void PinnedBuffers::give_back(std::unique_ptr<CopyStream> stream) noexcept {
-  try {
-    MutexLock lock(mutex_);
-    if (closed_by_ == kSuccess) idle_streams_.push_back(std::move(stream));
-  } catch (...) {  // no memory to remember it: it is destroyed
-  }
 }
 
 Event PinnedBuffers::take_event() {

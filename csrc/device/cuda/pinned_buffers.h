@@ -1,11 +1,14 @@
-// The staging memory of one CUDA device: a number of equal buffers with one event each, lent out
-// one at a time, and the streams and events that loads and saves have no use for at the moment,
-// kept for the next ones. Internally locked.
+// What loads and saves of one CUDA device share: its staging memory, a number of equal buffers with
+// one event each that are lent out one at a time; the streams that copy from and to them; the
+// kernels. Internally locked.
 //
-// Where memory cannot be pinned there is less of it, and in the end copies go through memory that
-// is not pinned: slower, but a load never fails for want of it.
+// Staging memory is made in steps, by whoever finds no free buffer, up to the size that was asked
+// for: a small load pins little, and a large one copies while more is pinned. Where memory cannot
+// be pinned there is less of it, and in the end copies go through memory that is not pinned:
+// slower, but a load never fails for want of it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -14,6 +17,7 @@
 #include <span>
 #include <stop_token>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/sync.h"
@@ -38,28 +42,32 @@ void validate(const PinnedSettings& settings);
 
 class PinnedBuffers {
  public:
-  // Tries, in this order: memory of ours that the driver registers, memory that the driver
-  // allocates, the same with fewer and smaller buffers, memory that is not pinned. Throws
-  // Error(out_of_memory) or Error(device). REQUIRES: the device's context is current, here and in
-  // the destructor.
-  PinnedBuffers(const Driver& driver, Ordinal device, const PinnedSettings& wanted);
+  // Makes the first step. Tries, in this order: memory of ours that the driver registers, memory
+  // that the driver allocates, the same with fewer and smaller buffers, memory that is not pinned.
+  // Throws Error(out_of_memory) or Error(device). REQUIRES: the device's context is current, here
+  // and in the destructor.
+  PinnedBuffers(const Driver& driver, Ordinal device, Context context,
+                const PinnedSettings& wanted);
   ~PinnedBuffers();
   PinnedBuffers(const PinnedBuffers&) = delete;
   PinnedBuffers& operator=(const PinnedBuffers&) = delete;
 
   const PinnedSettings& wanted() const noexcept { return wanted_; }
-  unsigned count() const noexcept { return static_cast<unsigned>(events_.size()); }
+  // Buffers there may be.
+  unsigned most() const noexcept { return most_; }
+  // Those there are.
+  unsigned count() const;
   uint64_t nbytes() const noexcept { return buffer_nbytes_; }
-  bool is_pinned() const noexcept { return pinned_; }
   // Why there is less pinned memory than wanted; empty where there is not.
-  const std::string& shortage() const noexcept { return shortage_; }
+  std::string shortage() const;
 
   std::span<std::byte> bytes(unsigned buffer) const noexcept {
-    return {data_ + buffer * buffer_nbytes_, static_cast<size_t>(buffer_nbytes_)};
+    return {buffers_[buffer], static_cast<size_t>(buffer_nbytes_)};
   }
   Event event(unsigned buffer) const noexcept { return events_[buffer]; }
 
-  // A free buffer, if there is one and nobody waits for it.
+  // A free buffer, if there is one and nobody waits for it; makes some where there may be more.
+  // REQUIRES: the device's context is current.
   std::optional<unsigned> try_take();
   // Waits in line for one. nullopt when `stop` came, or `given_up` became true and wake_all() was
   // called.
@@ -74,31 +82,59 @@ class PinnedBuffers {
   // Success as long as they are open.
   Result closed_by() const;
 
-  // REQUIRES: the device's context is current.
-  std::unique_ptr<CopyStream> take_stream();
-  void give_back(std::unique_ptr<CopyStream> stream) noexcept;
-  Event take_event();
+  // Calls fn(stream) with the stream that copies from and to the buffer, which is this thread's
+  // meanwhile. A few streams serve all buffers: with more of them kernels of one buffer would not
+  // hold up copies of the next any less. REQUIRES: the device's context is current.
+  template <class Fn>
+  void on_stream(unsigned buffer, Fn&& fn) {
+    SharedStream& shared = streams_[buffer % kStreams];
+    MutexLock lock(shared.mutex);
+    fn(*shared.stream);
+  }
 
-  // Made by the first call and tested; a device on which that failed is not asked again while its
-  // memory lives. Throws Error(device). REQUIRES: the device's context is current.
-  const Kernels& kernels();
+  // REQUIRES: the device's context is current.
+  Event take_event();
   void give_back_event(Event event) noexcept;
 
+  // Begins to make the kernels on a thread of its own, unless somebody has: the driver may compile
+  // for longer than a load takes.
+  void start_kernels();
+  // The kernels where they are made and tested; null where they are not yet. Throws Error(device)
+  // where they cannot be had, as long as this memory lives.
+  const Kernels* kernels_now() const;
+  // The same, waiting for them; starts them. Null where the stop came.
+  const Kernels* kernels(const std::stop_token& stop);
+
  private:
-  bool pin(unsigned slots, uint64_t slot_nbytes);
+  static constexpr unsigned kStreams = 4;
+  struct SharedStream {
+    Mutex mutex;
+    std::unique_ptr<CopyStream> stream GUARDED_BY(mutex);
+  };
+  struct Step {
+    std::byte* data;
+    bool registered;  // memory of mapping_; else the driver's own
+  };
+
+  void set_free(unsigned first, uint64_t wanted_nbytes);
+  bool pin(unsigned first, unsigned count, uint64_t slot_nbytes);
+  bool grow();
   void release() noexcept;
+  void make_kernels() noexcept;
 
   const Driver& driver_;
   const Ordinal device_;
+  const Context context_;
   const PinnedSettings wanted_;
-  HostMapping mapping_;             // registered memory, or memory that is not pinned, or
-  std::byte* allocated_ = nullptr;  // the driver's own
-  std::byte* data_ = nullptr;
+  HostMapping mapping_;  // registered step by step, or memory that is not pinned
   uint64_t buffer_nbytes_ = 0;
+  unsigned most_ = 0;
   bool pinned_ = true;
-  bool registered_ = false;
-  std::string shortage_;
+  bool registers_ = false;           // else steps are allocated by the driver
+  std::vector<std::byte*> buffers_;  // `most_` of them; null before their step
   std::vector<Event> events_;
+  std::atomic<bool> batches_{false};
+  std::array<SharedStream, kStreams> streams_;
 
   mutable Mutex mutex_;
   CondVar changed_;
@@ -106,12 +142,19 @@ class PinnedBuffers {
   Result closed_by_ GUARDED_BY(mutex_) = kSuccess;
   // The last one returned goes out first: its cache lines are warm.
   std::vector<unsigned> free_ GUARDED_BY(mutex_);
-  std::vector<std::unique_ptr<CopyStream>> idle_streams_ GUARDED_BY(mutex_);
   std::vector<Event> idle_events_ GUARDED_BY(mutex_);
+  std::vector<Step> steps_ GUARDED_BY(mutex_);
+  unsigned begun_ GUARDED_BY(mutex_) = 0;  // buffers of steps that somebody has begun
+  unsigned made_ GUARDED_BY(mutex_) = 0;
+  unsigned growing_ GUARDED_BY(mutex_) = 0;
+  std::string shortage_ GUARDED_BY(mutex_);
 
-  Mutex kernels_mutex_;  // held while the driver compiles
+  mutable Mutex kernels_mutex_;
+  CondVar kernels_changed_;
+  bool kernels_begun_ GUARDED_BY(kernels_mutex_) = false;
   std::unique_ptr<Kernels> kernels_ GUARDED_BY(kernels_mutex_);
   std::string kernels_refused_ GUARDED_BY(kernels_mutex_);  // why, where they were
+  std::thread kernels_thread_ GUARDED_BY(kernels_mutex_);
 };
 
 }  // namespace tensorizer::device::cuda

@@ -209,6 +209,7 @@ SourceTraits HttpSource::traits() const {
   traits.gap_nbytes = kGapNbytes;
   traits.sequential = !has_ranges_ && !is_in_memory();
   if (traits.sequential || is_in_memory()) return traits;
+  traits.waits = true;
   traits.concurrency = client_.connections.count.most();
   if (const auto end = size()) {
     const uint64_t units = std::max<uint64_t>(1, ceil_div(*end, traits.unit_nbytes));

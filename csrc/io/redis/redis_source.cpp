@@ -92,7 +92,7 @@ std::vector<RedisValue> RedisSource::measure(RedisHandle& redis, std::vector<std
 
 SourceTraits RedisSource::traits() const {
   // Between two values there may be a hole, so bytes nobody asked for are never fetched along.
-  return {.concurrency = pool_.options().connections, .gap_nbytes = 0};
+  return {.concurrency = pool_.options().connections, .gap_nbytes = 0, .waits = true};
 }
 
 void RedisSource::read_at(uint64_t offset, std::span<const Slice> slices,

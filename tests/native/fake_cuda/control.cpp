@@ -120,7 +120,22 @@ CONTROL void fake_cuda_forget_leaks() {
   for (const auto& context : model().contexts) context->retained = 0;
 }
 
+CONTROL void fake_cuda_model(const char* text) { model().link->configure(text); }
+
+CONTROL void fake_cuda_forbid(const void* bytes, size_t nbytes) {
+  const Lock lock(model().mutex);
+  const auto* const begin = static_cast<const std::byte*>(bytes);
+  model().forbidden.assign(begin, begin + nbytes);
+}
+
+CONTROL const char* fake_cuda_report() {
+  static thread_local std::string text;
+  text = model().link->report();
+  return text.c_str();
+}
+
 CONTROL void* fake_cuda_allocate(int device, size_t nbytes) {
+  model().link->allocate(nbytes);
   const Lock lock(model().mutex);
   auto block = std::make_unique<Block>();
   map_device(*block, nbytes);

@@ -51,8 +51,10 @@ CUcontext current_context() {
 // The beginning of every call: the lock, and the code to return at once if it is not 0.
 struct Call {
   explicit Call(const char* name, bool needs_context = true, bool works_when_lost = false)
-      : lock(model().mutex) {
+      : lock(model().mutex, std::defer_lock) {
     Model& m = model();
+    m.link->spend_call();
+    lock.lock();
     if (m.initialised_by != 0 && m.initialised_by != ::getpid())
       violation(std::string(name) + " was called in a forked child");
     code = m.fault(name);
@@ -122,6 +124,11 @@ std::byte* locate(const void* address, uint64_t nbytes, StreamTag& stream, bool 
   return block->bytes + (static_cast<const std::byte*>(address) - block->address);
 }
 
+// A model of time has no checksums.
+uint64_t sum_of(const std::byte* bytes, uint64_t nbytes) {
+  return model().link->is_on() ? 0 : checksum(bytes, nbytes);
+}
+
 // One copy that will run on a stream.
 struct PlannedCopy {
   std::byte* to;
@@ -131,7 +138,8 @@ struct PlannedCopy {
   bool to_device;
 
   void run() const {
-    if (to_device && checksum(from, nbytes) != source_sum)
+    if (model().link->discards()) return;
+    if (to_device && source_sum != sum_of(from, nbytes))
       violation("a slot was changed before the copies from it had run");
     std::memcpy(to, from, nbytes);
   }
@@ -144,8 +152,12 @@ bool is_pageable(const void* address, uint64_t nbytes) {
 
 PlannedCopy plan_to_device(CUdeviceptr to, const void* from, size_t nbytes, StreamTag& stream) {
   const std::byte* source = locate(from, nbytes, stream, false, false);
+  const std::vector<std::byte>& forbidden = model().forbidden;
+  if (!forbidden.empty() &&
+      std::search(source, source + nbytes, forbidden.begin(), forbidden.end()) != source + nbytes)
+    violation("a copy carries bytes that may not leave the host");
   std::byte* target = locate(reinterpret_cast<void*>(to), nbytes, stream, true, true);
-  return {target, source, nbytes, checksum(source, nbytes), true};
+  return {target, source, nbytes, sum_of(source, nbytes), true};
 }
 
 PlannedCopy plan_to_host(void* to, CUdeviceptr from, size_t nbytes, StreamTag& stream) {
@@ -153,18 +165,22 @@ PlannedCopy plan_to_host(void* to, CUdeviceptr from, size_t nbytes, StreamTag& s
   const Block* block = model().find(model().host_blocks, to, nbytes);
   const bool at_rest = block && model().is_at_rest(*block, to, nbytes);
   std::byte* target = locate(to, nbytes, stream, false, true);
-  if (at_rest) std::memset(target, kPoison, nbytes);
+  if (at_rest && !model().link->is_on()) std::memset(target, kPoison, nbytes);
   return {target, source, nbytes, 0, false};
 }
 
 CUresult enqueue_copies(std::vector<PlannedCopy> copies, const std::shared_ptr<StreamTag>& stream) {
+  Cost cost{copies.front().to_device ? Engine::up : Engine::down, 0,
+            static_cast<unsigned>(copies.size())};
+  for (const PlannedCopy& copy : copies) cost.nbytes += copy.nbytes;
   model().enqueue(stream, {[copies = std::move(copies)] {
                              for (const PlannedCopy& copy : copies) {
                                if (execution_fails()) return;
                                copy.run();
                              }
                            },
-                           {}});
+                           {},
+                           cost});
   return 0;
 }
 
@@ -386,7 +402,18 @@ API CUresult cuEventSynchronize(CUevent event) {
   return model().lost;
 }
 
+namespace {
+
+void note_pinned() {
+  uint64_t nbytes = 0;
+  for (const auto& [address, block] : model().host_blocks) nbytes += block->nbytes;
+  model().link->note_pinned(nbytes);
+}
+
+}  // namespace
+
 API CUresult cuMemHostRegister_v2(void* address, size_t nbytes, unsigned) {
+  model().link->pin(nbytes);
   const Call call("cuMemHostRegister");
   if (call.code) return call.code;
   if (!model().can_register) return kNotSupported;
@@ -396,6 +423,7 @@ API CUresult cuMemHostRegister_v2(void* address, size_t nbytes, unsigned) {
   block->address = block->bytes = static_cast<std::byte*>(address);
   block->nbytes = nbytes;
   model().host_blocks[block->address] = std::move(block);
+  note_pinned();
   return 0;
 }
 
@@ -410,6 +438,7 @@ API CUresult cuMemHostUnregister(void* address) {
 }
 
 API CUresult cuMemHostAlloc(void** address, size_t nbytes, unsigned) {
+  model().link->pin(nbytes);
   const Call call("cuMemHostAlloc");
   if (call.code) return call.code;
   auto block = std::make_unique<Block>();
@@ -418,6 +447,7 @@ API CUresult cuMemHostAlloc(void** address, size_t nbytes, unsigned) {
   block->nbytes = nbytes;
   *address = block->address;
   model().host_blocks[block->address] = std::move(block);
+  note_pinned();
   return 0;
 }
 
@@ -513,6 +543,7 @@ API CUresult cuMemFree_v2(CUdeviceptr address) {
 }
 
 API CUresult cuModuleLoadData(ModuleTag** module, const void* image) {
+  model().link->load_module();
   const Call call("cuModuleLoadData");
   if (call.code) return call.code;
   const std::string_view text(static_cast<const char*>(image));
@@ -565,7 +596,7 @@ struct PlannedKernel {
 
   void run() {
     if (execution_fails()) return;
-    if (model().wrong_kernels) return;
+    if (model().wrong_kernels || model().link->discards()) return;
     const auto* const part_of = reinterpret_cast<const uint32_t*>(parameters[1]);
     if (name == "tz_convert") {
       run_with<tensorizer::device::PieceToConvert>(part_of, [](auto& piece) {
@@ -617,7 +648,10 @@ API CUresult cuLaunchKernel(FunctionTag* function, unsigned x, unsigned y, unsig
         reinterpret_cast<uint64_t>(locate(address, 4, *kept, true, i >= 2)));
     if (count > 2) model().control.insert(model().find(model().device_blocks, address, 4)->address);
   }
-  model().enqueue(kept, {[kernel]() mutable { kernel.run(); }, {}});
+  // Each thread block of the cipher takes 128 KiB; its first pass is paid for with its second one.
+  constexpr uint64_t kSegmentNbytes = 128 << 10;
+  const uint64_t nbytes = function->name == "tz_open" ? x * kSegmentNbytes : 0;
+  model().enqueue(kept, {[kernel]() mutable { kernel.run(); }, {}, {Engine::kernel, nbytes, 1}});
   return 0;
 }
 

@@ -25,7 +25,7 @@
 // Environment, read by the first call: FAKE_CUDA_VERSION (13000), FAKE_CUDA_DEVICES (2),
 // FAKE_CUDA_DELAY_US ("0:0"), FAKE_CUDA_SEED (1), FAKE_CUDA_FAIL (see fake_cuda_fail),
 // FAKE_CUDA_NO_REGISTER (1: memory cannot be registered), FAKE_CUDA_ANY_ADDRESS (1: any host
-// address passes for a device address).
+// address passes for a device address), FAKE_CUDA_MODEL (how long things take: see link.h).
 #pragma once
 
 #include <stddef.h>
@@ -79,6 +79,12 @@ void fake_cuda_write(void* address, const void* from, size_t nbytes);
 void fake_cuda_read(const void* address, void* to, size_t nbytes);
 // Kernels that are started from now on do nothing.
 void fake_cuda_break_kernels(int broken);
+// As FAKE_CUDA_MODEL; an empty text takes it away. REQUIRES: no copy is under way.
+void fake_cuda_model(const char* text);
+// What the engines of the model did since the last report, as JSON.
+const char* fake_cuda_report(void);
+// Copies to a device may not carry these bytes; nothing is forbidden for 0.
+void fake_cuda_forbid(const void* bytes, size_t nbytes);
 // The stream behaves as if it captured a graph.
 void fake_cuda_set_capturing(void* stream, int device, int capturing);
 

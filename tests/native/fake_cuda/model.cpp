@@ -44,6 +44,7 @@ Model::Model() {
   if (const char* delay = std::getenv("FAKE_CUDA_DELAY_US"))
     std::sscanf(delay, "%u:%u", &min_delay_us, &max_delay_us);
   if (const char* faults_wanted = std::getenv("FAKE_CUDA_FAIL")) parse_faults(faults_wanted);
+  link = std::make_unique<LinkModel>(devices);
   for (int device = 0; device < devices; ++device) {
     contexts.push_back(std::make_unique<ContextTag>(ContextTag{device}));
     default_streams.push_back(make_stream(device, true));
@@ -77,7 +78,10 @@ void Model::run_stream(StreamTag& stream) {
     stream.running = runs;
     lock.unlock();
     if (runs && delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
+    const auto over = runs && link->is_on() ? link->book(stream.device, operation.cost)
+                                            : LinkModel::Clock::time_point();
     if (runs) operation.run();
+    if (runs && link->is_on()) std::this_thread::sleep_until(over);
     operation = {};
     lock.lock();
     stream.running = false;

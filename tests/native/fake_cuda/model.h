@@ -18,6 +18,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "link.h"
+
 namespace fake_cuda {
 
 // Ends the process: the program under test broke a rule of CUDA.
@@ -67,6 +69,7 @@ struct ContextTag {
 struct Operation {
   std::function<void()> run;      // without the lock
   std::function<bool()> may_run;  // under the lock; empty: at once
+  Cost cost = {};
 };
 
 struct StreamTag {
@@ -123,11 +126,14 @@ struct Model {
   bool can_register = true;
   bool any_address = false;
   std::atomic<bool> wrong_kernels{false};
-  bool pageable_allowed = false;  // copies may use host memory that is not pinned
-  bool held = false;              // see fake_cuda_hold
+  bool pageable_allowed = false;     // copies may use host memory that is not pinned
+  std::vector<std::byte> forbidden;  // see fake_cuda_forbid
+  bool held = false;                 // see fake_cuda_hold
   unsigned min_delay_us = 0;
   unsigned max_delay_us = 0;
   std::mt19937 random;
+
+  std::unique_ptr<LinkModel> link;  // internally locked
 
   int lost = 0;  // what every call returns once the device is lost
   std::vector<Fault> faults;
