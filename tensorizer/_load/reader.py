@@ -199,7 +199,7 @@ class FileReader:
         Where they stay where they land (host or CUDA, no cast) the entries of a device are one batch; otherwise batches
         hold at most 256 MiB.
         """
-        together = None if isinstance(self.device, torch.device) else self.begin(entries, verify, plain=plain)
+        together = None if isinstance(self._options.device, torch.device) else self.begin(entries, verify, plain=plain)
         if together is not None:
             with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
                 _C.run_batches([pending.batch for pending in together], len(together), progress)
