@@ -95,6 +95,7 @@ class OnFakeDevice(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
 
 
 class Accelerator:
