@@ -293,7 +293,7 @@ def fail_to_load(folder: Path, rank: int, number: int) -> None:
 
     gone = FileNotFoundError(2, "not seen by this rank")
     for owner, name, word in (
-        (CheckpointFiles, "container", "not seen by this rank"),
+        (CheckpointFiles, "file", "not seen by this rank"),
         (td.TensorizerReader, "read_data", "not seen by this rank"),
         (Folder, "read", ""),  # the marker; torch says what it likes
     ):

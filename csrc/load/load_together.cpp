@@ -246,7 +246,7 @@ class Together {
     void process(size_t unit) override {
       const auto [load, number] = unit_at(pool_, unit);
       prepared_.reset();
-      guarded(load, [&] { worker(load).process(number); });
+      guarded(load, [&, which = load, at = number] { worker(which).process(at); });
     }
 
     void finish() override {

@@ -423,8 +423,8 @@ class Worker final : public LoadWorker {
     sealed_ = 0;
     const size_t count = origins.size();
     const auto refuse = [this, origins = std::move(origins)](size_t i) {
-      const auto [target, chunk] = origins[i];
-      job_.naming(target, [&] { job_.cipher->refuse(target, chunk); });
+      const Origin& origin = origins[i];
+      job_.naming(origin.target, [&] { job_.cipher->refuse(origin.target, origin.chunk); });
     };
     lane_->send_sealed(copies_, count, refuse, stop_);
     copies_.clear();

@@ -444,12 +444,11 @@ TEST(Kernels, AreToldNothingThatOpensAnotherChunk) {
 }
 
 TEST(Kernels, AreGivenAlignedChunksOf64KiBTo4MiB) {
-  const auto at = [](uintptr_t address) { return reinterpret_cast<const std::byte*>(address); };
-  EXPECT_TRUE(load::device_opens(at(4096), 65'536));
-  EXPECT_TRUE(load::device_opens(at(4112), 4 << 20));
-  EXPECT_FALSE(load::device_opens(at(4096), 65'535));
-  EXPECT_FALSE(load::device_opens(at(4096), (4 << 20) + 1));
-  EXPECT_FALSE(load::device_opens(at(4104), 65'536));
+  EXPECT_TRUE(load::device_opens(4096, 65'536));
+  EXPECT_TRUE(load::device_opens(4112, 4 << 20));
+  EXPECT_FALSE(load::device_opens(4096, 65'535));
+  EXPECT_FALSE(load::device_opens(4096, (4 << 20) + 1));
+  EXPECT_FALSE(load::device_opens(4104, 65'536));
 }
 
 // --- conversion ----------------------------------------------------------------------------------

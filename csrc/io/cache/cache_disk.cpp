@@ -44,21 +44,23 @@ void CacheDisk::give_back(uint64_t nbytes) noexcept {
   changed_.notify_all();
 }
 
-void CacheDisk::add(Lane& lane, Job job) {
+void CacheDisk::add(Lane CacheDisk::* which, Job job) {
   MutexLock lock(mutex_);
+  Lane& lane = this->*which;
   lane.jobs.push_back(std::move(job));
   if (lane.jobs.size() > 1) return;
   try {
-    std::thread([this, &lane] { work(lane); }).detach();  // nobody may be left to join it
+    std::thread([this, which] { work(which); }).detach();  // nobody may be left to join it
   } catch (...) {
     lane.jobs.pop_back();
     throw;
   }
 }
 
-void CacheDisk::work(Lane& lane) noexcept {
+void CacheDisk::work(Lane CacheDisk::* which) noexcept {
   step_back();
   mutex_.lock();
+  Lane& lane = this->*which;
   while (!lane.jobs.empty()) {
     Job job = std::move(lane.jobs.front());
     mutex_.unlock();

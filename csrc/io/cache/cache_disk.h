@@ -29,8 +29,8 @@ class CacheDisk {
   bool reserve(uint64_t nbytes, bool patient, const std::stop_token& stop);
   void give_back(uint64_t nbytes) noexcept;
   // Throws std::system_error where the system has no thread to give.
-  void write(Job job) { add(writing_, std::move(job)); }
-  void sync(Job job) { add(syncing_, std::move(job)); }
+  void write(Job job) { add(&CacheDisk::writing_, std::move(job)); }
+  void sync(Job job) { add(&CacheDisk::syncing_, std::move(job)); }
   // Until nothing waits to be written. False: a stop, or nothing was written for so long.
   bool finish(std::chrono::milliseconds patience, const std::stop_token& stop);
 
@@ -44,8 +44,8 @@ class CacheDisk {
     std::deque<Job> jobs;  // the first one is being done
     uint64_t done = 0;
   };
-  void add(Lane& lane, Job job);
-  void work(Lane& lane) noexcept;
+  void add(Lane CacheDisk::* which, Job job);
+  void work(Lane CacheDisk::* which) noexcept;
 
   Mutex mutex_;
   CondVar changed_;
