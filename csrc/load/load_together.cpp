@@ -112,6 +112,7 @@ class Together {
   static void order(Pool& pool) {
     if (pool.sessions.size() < 2) return;
     std::vector<UnitsOfLoad> loads;
+    loads.reserve(pool.sessions.size());
     for (const LoadSession* session : pool.sessions)
       loads.push_back(
           {session->job_.plan.units, &session->job_.source, session->job_.source.traits().waits});
