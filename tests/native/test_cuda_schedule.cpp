@@ -162,7 +162,8 @@ TEST_F(CudaSchedule, CopiesBeginBeforeTheLastDestinationIsAllocated) {
   CudaCopyEngine engine(ring(4));
   Load load(file, engine);
   load.before_allocation = [](size_t so_far) {
-    if (so_far < 3) return;
+    if (so_far < 3)
+      return std::this_thread::sleep_for(10ms);  // longer than a look at signals waits
     const auto deadline = std::chrono::steady_clock::now() + 1min;
     while (copies() == 0 && std::chrono::steady_clock::now() < deadline)
       std::this_thread::sleep_for(1ms);

@@ -116,15 +116,16 @@ void CudaCopyEngine::wipe(std::span<const DeviceRange> destinations) noexcept {
   if (::getpid() != owner_ || state_->cancelled.load()) return;
   try {
     const ContextGuard current(state_->device.driver(), state_->context);
+    Result end = kSuccess;
     state_->buffers->on_stream(0, [&](CopyStream& stream) {
       try {
         stream.zero(destinations);
       } catch (const Error&) {
-        // What was enqueued before the failure touches the caller's memory too.
-        if (const Result end = stream.settle(); end != kSuccess)
-          state_->device.condemn(*state_->buffers, end);
+        end = stream.settle();  // what was enqueued before touches the caller's memory too
       }
     });
+    // Not below the lock of the stream, which whoever makes the buffers takes below the device's.
+    if (end != kSuccess) state_->device.condemn(*state_->buffers, end);
   } catch (...) {  // the failure that led here is the one to report
   }
 }
