@@ -640,7 +640,7 @@ def test_a_loop_over_single_tensors_makes_no_streams_events_or_threads(gpu, fake
 
 def test_ctrl_c_ends_a_load_with_copies_in_flight_and_the_next_load_works(gpu, fake):
     file = written({"x": samples.tensor((40 * MIB,), torch.uint8)})
-    fake.set_delay(20_000, 20_000)  # of each copy of a MiB: 0.8 s in all
+    fake.set_delay(120_000, 120_000)  # of each copy of a MiB: 1.2 s in all on four streams
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
