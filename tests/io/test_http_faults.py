@@ -7,6 +7,7 @@ import gzip
 import logging
 import os
 import re
+import socket
 import threading
 import time
 import traceback
@@ -196,10 +197,11 @@ def test_who_waits_for_a_retry_leaves_its_place_to_others():
 
 
 def test_a_server_that_never_answered_is_given_up_sooner_with_a_hint():
-    with FaultyServer() as server:
-        url = server.url
-    with within(30), pytest.raises(StreamError, match="the server has not answered once"):
-        open_stream(url, http_options=quick(retries=None, first_answer_seconds=0.5))
+    with socket.socket() as taken:  # nobody listens there, and nobody else can
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/x"
+        with within(30), pytest.raises(StreamError, match="the server has not answered once"):
+            open_stream(url, http_options=quick(retries=None, first_answer_seconds=0.5))
 
 
 def test_time_alone_bounds_the_tries_unless_a_number_is_given():
