@@ -39,19 +39,6 @@ cuda::CudaCopyOptions make_options(int device, uintptr_t stream, unsigned slots,
   return options;
 }
 
-// At exit the driver is taken down by its own handlers; nothing of ours may be inside it then.
-void shut_down_at_exit() {
-  static bool registered = false;  // under the interpreter lock
-  if (registered) return;
-  registered = true;
-  const auto end_work = [] {
-    ActiveWork::instance().shut_down(std::chrono::seconds(10));
-    cuda::shut_down();
-  };
-  py::module_::import("atexit").attr("register")(
-      py::cpp_function(end_work, py::call_guard<py::gil_scoped_release>()));
-}
-
 // Once per process: it is the same for every load.
 void warn_of_shortage(const std::string& shortage) {
   static bool warned = false;  // under the interpreter lock
@@ -66,7 +53,6 @@ std::shared_ptr<cuda::CudaCopyEngine> make_engine(int device, uintptr_t stream, 
                                                   bool open_on_device) {
   const auto options =
       make_options(device, stream, slots, slot_nbytes, keep_idle_seconds, open_on_device);
-  shut_down_at_exit();
   std::shared_ptr<cuda::CudaCopyEngine> engine;
   {
     const py::gil_scoped_release unlocked;

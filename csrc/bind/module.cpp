@@ -3,14 +3,20 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
+#include "device/cuda/cuda_copy.h"
 
 namespace {
 
-// Loads of other threads must have ended before the interpreter frees what they use.
+// Loads of other threads must have ended before the interpreter frees what they use, and before the
+// driver is taken down by its own handlers. What is registered later runs earlier, so uploads and
+// caches that end at exit still can.
 void end_work_at_exit() {
   namespace py = pybind11;
   py::module_::import("atexit").attr("register")(py::cpp_function(
-      [] { tensorizer::bind::ActiveWork::instance().shut_down(std::chrono::seconds(10)); },
+      [] {
+        tensorizer::bind::ActiveWork::instance().shut_down(std::chrono::seconds(10));
+        tensorizer::device::cuda::shut_down();
+      },
       py::call_guard<py::gil_scoped_release>()));
 }
 

@@ -698,6 +698,18 @@ def test_the_interpreter_ends_cleanly_with_a_load_in_flight(model_file):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a real device")
+def test_caches_and_uploads_still_end_at_exit_after_a_load_to_a_device(model_file):
+    result = run_script(
+        """
+        import tensorizer._io.cache, tensorizer._io.upload_on_close  # what they do at exit is registered here
+        device.load(path)
+        """,
+        model_file,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a real device")
 def test_a_forked_child_gets_an_error_that_names_spawn_and_the_parent_goes_on(model_file):
     result = run_script(
         """

@@ -114,9 +114,9 @@ TEST_F(CacheSourceTest, what_was_read_once_is_not_fetched_again_the_short_last_b
   {
     const auto source = open(first);
     expect_right(*source, 100, object.size() - 200);
+    EXPECT_TRUE(written());
     EXPECT_EQ(source->present_nbytes(), object.size());
     EXPECT_FALSE(source->was_complete());
-    EXPECT_TRUE(written());
   }
   EXPECT_EQ(first->nbytes, object.size());
   EXPECT_EQ(first->reads, 1U);
@@ -133,6 +133,7 @@ TEST_F(CacheSourceTest, a_part_is_rounded_out_to_blocks_and_the_rest_comes_later
   const auto source = open(from);
   expect_right(*source, 3 * kB + 10, 20);
   EXPECT_EQ(from->nbytes, kB);
+  EXPECT_TRUE(written());
   struct stat found{};
   ASSERT_EQ(stat(path("data").c_str(), &found), 0);
   EXPECT_LE(static_cast<uint64_t>(found.st_blocks) * 512, kB + 65536);
@@ -171,8 +172,8 @@ TEST_F(CacheSourceTest, one_pass_is_kept_without_going_back) {
     at += step;
   }
   EXPECT_FALSE(from->went_back);
-  EXPECT_EQ(source->present_nbytes(), object.size());
   EXPECT_TRUE(written());
+  EXPECT_EQ(source->present_nbytes(), object.size());
   const auto again = network(true);
   const auto second = open(again);
   EXPECT_FALSE(second->traits().sequential);
