@@ -15,7 +15,7 @@ import torch
 from tensorizer import _C
 from tensorizer._files.contents import Contents, FileContents, contents_of_tensors, pickled_files, read_pickled
 from tensorizer._files.copy import copies_beside, copy_file
-from tensorizer._files.write import WriteOptions, file_in_folder, write_contents
+from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import is_path
@@ -137,7 +137,8 @@ def convert(
         FormatError: The source is no file of tensors.
         ImportError: The source is pickled, and this torch is one that cannot read such files safely.
         OSError: It cannot be read or written.
-        ValueError: An argument that is none of those above; `all_files` of a source that is not local.
+        ValueError: An argument that is none of those above; `all_files` of a source that is not local, or to a `target`
+            that is no folder and has no known extension.
     """
     begin = time.monotonic()
     access = Access.to_write(encryption, stream_options, progress)
@@ -158,6 +159,8 @@ def convert(
             reads={path if "://" in path else os.path.abspath(path) for path in files_read},
         )
         target = file_in_folder(target, format)
+        if all_files:
+            _check_is_told_from_folders(target)
         beside = copies_beside(source, target, force, stream_options) if all_files else []
         plan, files = write_contents(contents, target, options, access)
         if not dry_run:
@@ -176,6 +179,15 @@ def convert(
             checked=check and not dry_run,
             dry_run=dry_run,
             seconds=time.monotonic() - begin,
+        )
+
+
+def _check_is_told_from_folders(target: Any) -> None:
+    """Rejects a name like ``served``: the other files would go beside it, where a folder may be meant."""
+    if is_path(target) and not format_of(target, None, default=""):
+        raise ValueError(
+            f"all_files: {shown_location(target)} does not end in .tensors or .safetensors; put / at the end to write "
+            "into a folder of that name"
         )
 
 

@@ -3,56 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import pty
 import subprocess
 import sys
-import unittest.mock
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import samples
 import torch
+from command_line import run
 from places import ROOT
 from servers.file_server import serve_folder
 
 import tensorizer._C
 import tensorizer.torch
 from tensorizer import EncryptionParams, TensorDeserializer, TensorSerializer
-from tensorizer.cli.main import main, make_parser
+from tensorizer.cli.main import make_parser
 from tensorizer.cli.output import table
 
 KEY = bytes(range(32))
-
-
-class Result(NamedTuple):
-    """What one command left."""
-
-    returncode: int
-    stdout: bytes
-    stderr: bytes
-
-
-def run(*arguments, stdin=b"", **environment) -> Result:
-    """One command, in this process: importing torch takes longer than most commands. Streams are pipes to it."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TENSORIZER_", "AWS_"))}
-    streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (stdin, b"", b"")]
-    saved = sys.stdin, sys.stdout, sys.stderr
-    with unittest.mock.patch.dict(os.environ, {**clean, **environment}, clear=True):
-        sys.stdin, sys.stdout, sys.stderr = streams
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as exit_request:
-            status = exit_request.code
-        finally:
-            for stream in streams[1:]:
-                stream.flush()
-            sys.stdin, sys.stdout, sys.stderr = saved
-    return Result(status, *(stream.buffer.getvalue() for stream in streams[1:]))
 
 
 def write(path: Path, tensors, **options) -> Path:
