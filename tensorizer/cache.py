@@ -214,7 +214,7 @@ def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, 
 def _chosen(cache: Folder) -> Cache:
     chosen = Cache.chosen(cache)
     if chosen is None:
-        raise ValueError("no cache is named: pass a folder, or set TENSORIZER_CACHE")
+        raise ValueError("no cache: pass a folder or set TENSORIZER_CACHE")
     return chosen
 
 

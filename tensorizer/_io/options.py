@@ -49,41 +49,38 @@ class HTTPOptions:
         stall_timeout: A request that brings fewer than ``min_bytes_per_second * stall_timeout`` bytes in this time has
             stalled and is tried again (``TENSORIZER_HTTP_STALL_TIMEOUT``).
         min_bytes_per_second: See ``stall_timeout``; 0 still wants one byte. At most 16 GiB.
-        total_timeout: For one read, all its tries included; ``None`` sets no limit. A read is one unit of a load, not
+        total_timeout: For one read with all its tries; ``None`` sets no limit. A read is one unit of a load, not
             the load.
         retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``); if ``None``, only time bounds them.
-        retry_seconds: How long a read goes on without progress (``TENSORIZER_HTTP_RETRY_SECONDS``). Connection errors,
-            timeouts, bodies cut short and the statuses 408, 429 and 5xx are tried again, from the byte where the body
-            broke, until so much time has passed since the first failure; every 256 KiB that arrive start time and count
-            anew.
-        first_answer_seconds: The same for a server that has never answered, since the first request began: it is more
-            likely the wrong one than one that will come back. A 429 or 5xx is an answer.
-        first_retry_delay: Pause before the second try; doubles with each one, half of it by chance. A longer
-            ``Retry-After`` of the server is obeyed.
+        retry_seconds: How long a read is retried without progress (``TENSORIZER_HTTP_RETRY_SECONDS``), from its first
+            failure on. Connection errors, timeouts, bodies cut short and the statuses 408, 429 and 5xx are retried,
+            from the byte where the body ended. Every 256 KiB that arrive restart the time and the count.
+        first_answer_seconds: The same for a server that has never answered, from the first request on, because the
+            address is probably wrong. A 429 or 5xx is an answer.
+        first_retry_delay: Pause before the second try. It doubles with each try, and half of it is random. A longer
+            ``Retry-After`` of the server takes precedence.
         max_retry_delay: Upper bound of that pause.
-        max_redirects: Redirects followed per request. ``headers`` and the credentials of the URL do not go to another
-            host, and https is not left for http.
-        connections: Requests at the same time; ``None`` for 16, or 32 where the server takes 10 ms or more to answer,
-            and half as many for a while each time it says that it is overloaded (429, 503).
-        max_connections: Upper bound of ``connections``, and of the requests that all streams and loads of this process
-            together have at one host: 64, or this rank's share of them, 4 at least, where ``LOCAL_WORLD_SIZE`` says
-            that the machine has several (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values are lowered to
-            it).
+        max_redirects: Redirects followed per request. ``headers`` and the credentials of the URL are not sent to
+            another host. Redirects from https to http are not followed.
+        connections: Requests at the same time; ``None`` for 16, or 32 if the server takes 10 ms or more to answer.
+            Each time the server says that it is overloaded (429, 503), the number is halved for a while.
+        max_connections: Upper bound of ``connections``, and of all requests of this process at one host: 64. If
+            ``LOCAL_WORLD_SIZE`` names several ranks, each gets its share, at least 4. ``TENSORIZER_MAX_CONNECTIONS``
+            sets it, and lowers larger values.
         head_nbytes: Bytes of the first request, kept in memory: format header, index, often the first tensors.
         unit_nbytes: Bytes of each further request of a load.
-        direct_nbytes: Over HTTP/1.1 in clear, a read of at least this many bytes goes from the socket into its tensor;
-            smaller ones, TLS and proxies pass through a buffer of libcurl. 256 KiB: below that the copy that is saved
-            costs less than the connection of its own that such reads use. 1 for all.
-        hedge_after: A request that has waited for its answer for this long, and for four times as long as answers
-            usually take, is given up; likewise one whose body takes so much longer than others. What it has not brought
-            is asked for on a new connection; that request has four times as long. 0 for never.
-        http_version: ``"auto"`` (HTTP/2 where a TLS server offers it, else 1.1), ``"1.1"`` or ``"2"``.
-        headers: Extra request headers; values go through ``str``, except ``None`` and bytes, which are refused. Or a
-            callable without arguments that returns them, for tokens that expire: it is called before the first request,
-            again a minute later at the earliest, and when the server answers 401 or 403 (the request is then repeated
+        direct_nbytes: Over plain HTTP/1.1, a read of at least this many bytes goes from the socket into its tensor.
+            Smaller reads, TLS and proxies use a buffer of libcurl. A direct read uses a separate
+            connection, which costs more than the copy below 256 KiB, the default. 1 for all.
+        hedge_after: A request is abandoned after this time if it also takes four times as long as requests usually
+            take. The missing bytes are requested on a new connection; that request has four times as long. 0 for never.
+        http_version: ``"auto"`` (HTTP/2 if a TLS server offers it, otherwise 1.1), ``"1.1"`` or ``"2"``.
+        headers: Extra request headers; values are converted with ``str``, except ``None`` and bytes, which raise. For
+            tokens that expire, pass a callable without arguments that returns them. It is called before the first
+            request, then at most once a minute, and when the server answers 401 or 403 (the request is then repeated
             once). It may be called from another thread. Not shown in ``repr``.
         certificate_handling: Which server certificates are trusted; ``None`` for ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``,
-            ``SSL_CERT_DIR`` or ``REQUESTS_CA_BUNDLE`` where they are set, else the system's.
+            ``SSL_CERT_DIR`` or ``REQUESTS_CA_BUNDLE`` if set, otherwise the system's.
         proxy: URL of a proxy, ``""`` for none, ``None`` for ``http_proxy``, ``https_proxy`` and ``all_proxy`` as
             libcurl reads them. Not shown in ``repr``.
         no_proxy: Hosts that are reached without it, separated by commas; ``None`` for ``no_proxy``.

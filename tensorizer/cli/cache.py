@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer._system.config import env_text
 
     if not arguments.cache and env_text("TENSORIZER_CACHE") is None:
-        raise UsageError("no cache is named: pass --cache DIR, or set TENSORIZER_CACHE")
+        raise UsageError("no cache: pass --cache DIR or set TENSORIZER_CACHE")
     action = {"ls": _list, "add": _add, "prune": _prune, "verify": _verify}[arguments.action]
     return action(arguments, output)
 

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         if not output.json and not output.quiet:
             output.line(f"{escaped(report.signature)}: signed by {report.public_key}")
             if not report.checked and not arguments.no_check:
-                output.note("  encrypted, and no key: its structure alone was checked")
+                output.note("  encrypted, and no key: only its structure was checked")
     if output.json:
         output.document({"files": documents})
     return OK

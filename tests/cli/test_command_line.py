@@ -368,7 +368,7 @@ def test_cp_verifies_digests_or_bytes_and_says_in_a_sentence_what_is_wrong(tmp_p
     assert run("encrypt", "--key-file", key_file, model, encrypted).returncode == 0
     without_key = run("cp", "--verify", "--no-input", encrypted, tmp_path / "none")
     assert without_key.returncode == 5
-    assert b"encrypted; name the key with --key-file" in without_key.stderr
+    assert b"encrypted; pass --key-file" in without_key.stderr
     assert not (tmp_path / "none").exists()
     assert run("cp", "--verify", "--key-file", key_file, encrypted, tmp_path / "encrypted.copy").returncode == 0
     damaged = tmp_path / "damaged.tensors"
@@ -878,4 +878,4 @@ def test_bench_drops_every_local_file_from_the_cache_and_says_that_remote_ones_h
     assert done.returncode == 0, done.stderr
     refused = run("bench", "--cold", "https://127.0.0.1:9/model.tensors")
     assert refused.returncode == 2
-    assert b"--cold drops a local file" in refused.stderr
+    assert b"--cold needs a local file" in refused.stderr

@@ -369,7 +369,7 @@ def test_what_writes_a_file_anew_warns_that_signatures_are_gone(tmp_path, caplog
     encrypt = ("--generate-key", tmp_path / "key")
     result = run("encrypt", embedded, tmp_path / "encrypted.tensors", *encrypt)
     assert result.returncode == 0, result.stderr
-    assert "sign that anew" in caplog.records[-1].message
+    assert "sign it again" in caplog.records[-1].message
 
 
 def test_cp_takes_the_signature_along(tmp_path):

@@ -57,8 +57,8 @@ def consolidate(
 ) -> ConsolidationReport:
     """Puts the boxes of a checkpoint together, into one ``.tensors`` file of whole tensors under their names.
 
-    In one process, without the ranks that saved it. Memory is bounded: tensors are put together 64 MiB at a time, or
-    one at a time where it alone is larger, while those before are written. Numbers, texts and the like become JSON in
+    It runs in one process, without the ranks that saved the checkpoint. Memory is bounded: tensors are put together
+    64 MiB at a time (or one larger tensor) while the previous ones are written. Numbers and texts become JSON in
     the file's metadata, under ``checkpoint.values``; other leaves are left out. Nothing is unpickled.
 
     Args:
