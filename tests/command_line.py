@@ -19,10 +19,10 @@ class Result(NamedTuple):
     stderr: bytes
 
 
-def run(*arguments, stdin=b"", **environment) -> Result:
+def run(*arguments, stdin=b"", encoding="utf-8", **environment) -> Result:
     """One command, without the settings of the environment. Its streams are pipes."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TENSORIZER_", "AWS_"))}
-    streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (stdin, b"", b"")]
+    streams = [io.TextIOWrapper(io.BytesIO(content), encoding=encoding) for content in (stdin, b"", b"")]
     saved = sys.stdin, sys.stdout, sys.stderr
     with unittest.mock.patch.dict(os.environ, {**clean, **environment}, clear=True):
         sys.stdin, sys.stdout, sys.stderr = streams
