@@ -92,10 +92,7 @@ def _s3_options(**keywords: Any) -> S3Options:
     return S3Options.of(keywords, defaults)
 
 
-_get, __dir__ = names_on_demand(
-    __name__,
-    {"CacheOptions": "_io.cache", "RedisStreamFile": "_io.redis", "_parse_redis_uri": "_io.redis"},
-)
+_get, __dir__ = names_on_demand(__name__)
 
 
 def __getattr__(name: str) -> Any:
