@@ -5,7 +5,6 @@ What needs boto3, redis or fsspec has a module of its own, which is imported whe
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import logging
 import os
@@ -39,11 +38,6 @@ __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa
 
 logger = logging.getLogger(__name__)
 
-_S3_KEYWORDS = frozenset(
-    {"force_http", "certificate_handling", "http_options", "memory_budget"}.union(
-        f"s3_{field.name}" for field in dataclasses.fields(S3Options)
-    )
-)
 _S3_MODES = {frozenset(mode) for mode in ("rb", "wb", "wb+", "ab", "ab+")}
 
 
@@ -92,10 +86,7 @@ def _s3_options(**keywords: Any) -> S3Options:
     return S3Options.of(keywords, defaults)
 
 
-_get, __dir__ = names_on_demand(
-    __name__,
-    {"CacheOptions": "_io.cache", "RedisStreamFile": "_io.redis", "_parse_redis_uri": "_io.redis"},
-)
+_get, __dir__ = names_on_demand(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -222,7 +213,7 @@ def open_stream(
         _require_mode(mode, _S3_MODES, scheme)
         # Tools that record local variables show these as <hidden>.
         s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
-        options = _s3_options(**{name: value for name, value in locals().items() if name in _S3_KEYWORDS})
+        options = _s3_options(**locals())
         if "r" in mode:
             return objects.open_read(uri, options, begin=begin, end=end, buffer_size=buffer_size, cache=chosen)
         return objects.open_write(uri, options)
