@@ -24,12 +24,42 @@ from tensorizer._load.modules import Filling, ModuleFill, check_module, module_n
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.parts import PartReader, TensorSlice
 from tensorizer._load.reader import ReadOptions
-from tensorizer._load.report import LoadedCount, LoadReport
+from tensorizer._load.report import LoadReport, Misfit
 from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import PublicKeyArgument
 
 __all__ = ["TensorDeserializer"]
+
+
+class LoadedCount(int):
+    """How many tensors were placed in a module; also knows which, and what did not fit."""
+
+    report: LoadReport
+
+    def __new__(cls, report: LoadReport) -> LoadedCount:
+        count = super().__new__(cls, len(report.loaded))
+        count.report = report
+        return count
+
+    def __getnewargs__(self) -> tuple[LoadReport]:  # type: ignore[override]
+        return (self.report,)
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        return self.report.loaded
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return self.report.missing
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        return self.report.unexpected
+
+    @property
+    def mismatched(self) -> tuple[Misfit, ...]:
+        return self.report.mismatched
 
 
 class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["TensorDeserializer"]):

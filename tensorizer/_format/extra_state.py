@@ -20,7 +20,18 @@ from tensorizer._format.payloads import contiguous, stored_dtype
 from tensorizer._system.devices import empty
 from tensorizer.errors import FormatError
 
-__all__ = ["KEY", "Nodes", "gives_state", "is_without_state", "pack", "state_name", "takes_state", "to_text", "unpack"]
+__all__ = [
+    "KEY",
+    "Nodes",
+    "gives_state",
+    "is_without_state",
+    "modules_of",
+    "pack",
+    "state_name",
+    "takes_state",
+    "to_text",
+    "unpack",
+]
 
 #: Under which name the text is among the metadata.
 KEY = "tensorizer.extra_state"
@@ -32,6 +43,14 @@ Nodes = dict[str, dict[str, Any]]
 _MAX_NBYTES = 64 << 20
 # Nesting that a file may ask for; Python's own limit is far above.
 _MAX_DEPTH = 100
+
+
+def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """All modules by path, under each path that ``state_dict`` goes through."""
+    try:
+        return dict(model.named_modules(remove_duplicate=False))
+    except TypeError:  # a class that overrides the method with fewer arguments
+        return dict(model.named_modules())
 
 
 def state_name(path: str) -> str:

@@ -22,7 +22,7 @@ from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.parts import PartReader
 from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadReport, RankReport
-from tensorizer._system.checks import share_of_node
+from tensorizer._system.config import share_of_node
 from tensorizer.distributed._ranks import Ranks
 from tensorizer.errors import StreamError
 
