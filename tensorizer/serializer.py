@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Optional, Union
 import numpy as np
 import torch
 
-from tensorizer import _C, module_tree
+from tensorizer import _C
 from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._format import extra_state
 from tensorizer._format.entries import TensorType
@@ -263,7 +263,7 @@ class TensorSerializer:
             TypeError: With `include_extra_state`, a state of another kind. Nothing was written then.
             OSError: The data could not be written.
         """
-        module_tree.check_module(m, "write_state_dict writes state dicts")
+        extra_state.check_module(m, "write_state_dict writes state dicts")
         held = list(walk_module(m, include_non_persistent_buffers))
         extra = {**self._extra_state, **extra_state.pack(extra_states(m))} if include_extra_state else None
         records = [record_of(one) for one in held]

@@ -23,6 +23,7 @@ from tensorizer.errors import FormatError
 __all__ = [
     "KEY",
     "Nodes",
+    "check_module",
     "gives_state",
     "is_without_state",
     "modules_of",
@@ -43,6 +44,26 @@ Nodes = dict[str, dict[str, Any]]
 _MAX_NBYTES = 64 << 20
 # Nesting that a file may ask for; Python's own limit is far above.
 _MAX_DEPTH = 100
+
+
+def check_module(module: object, for_mappings: str = "") -> None:
+    """Refuses what is no module; an object that answers ``named_modules()`` with modules counts as one.
+
+    Args:
+        module: What was passed.
+        for_mappings: What to use for a state dict, as the end of a sentence.
+
+    Raises:
+        TypeError: Another type.
+    """
+    if isinstance(module, type) and issubclass(module, torch.nn.Module):
+        raise TypeError(f"wanted a torch.nn.Module, found the class {module.__name__} itself: pass an instance")
+    if isinstance(module, torch.nn.Module) or callable(getattr(module, "named_modules", None)):
+        return
+    hint = for_mappings if isinstance(module, Mapping) else ""
+    if isinstance(module, torch.Tensor):
+        hint = "write_tensor writes single tensors"
+    raise TypeError(f"wanted a torch.nn.Module, found {type(module).__name__}" + (hint and f"; {hint}"))
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
