@@ -16,8 +16,7 @@ from tensorizer._format.extra_state import check_module
 from tensorizer._format.names import Key, Name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
 from tensorizer._io.access import Access, Trust
-from tensorizer._io.file_types import SourceArgument
-from tensorizer._io.sources import SameFile
+from tensorizer._io.sources import SameFile, SourceArgument
 from tensorizer._load.arguments import DeviceArgument, target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.reader import ReadOptions

@@ -7,7 +7,6 @@ import logging
 import operator
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NoReturn, Optional, Union
 
 import numpy as np
@@ -20,8 +19,8 @@ from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, Path, display
 from tensorizer._format.payloads import adopt, stored_dtype
 from tensorizer._format.tree import flatten
-from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
+from tensorizer._io.sources import TargetArgument
 from tensorizer._io.upload_on_close import tell_if_unclosed
 from tensorizer._save.records import (
     Record,
@@ -191,12 +190,7 @@ class TensorSerializer:
     def __enter__(self) -> TensorSerializer:
         return self
 
-    def __exit__(
-        self,
-        exc_type: Optional[type[BaseException]],
-        exc: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, exc_type: Optional[type[BaseException]], *_: object) -> None:
         if exc_type is None:
             self.close()
             return

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Optional, Union
 
@@ -24,8 +25,8 @@ from tensorizer._io.access import NOBODY, Access
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.arguments import DeviceChooser
 from tensorizer._load.authenticity import authenticate
-from tensorizer._system import cgroup, cuda_engine, kept_memory, perf
-from tensorizer._system.config import env_text, ranks_of_node
+from tensorizer._system import cgroup, cuda_engine, perf
+from tensorizer._system.config import env_seconds, env_text, ranks_of_node
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, MissingHashError
@@ -136,7 +137,7 @@ class FileReader:
         self._metadata: Optional[dict[str, str]] = None
         self._metadata_is_known = False
         self._cached_bytes_read = 0
-        kept_memory.configure()
+        _keep_memory()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -451,6 +452,30 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+# --- memory that is kept for the next load --------------------------------------------------------------------------
+
+_KEPT_SECONDS = 3.0
+_KEPT_SHARE = 4
+
+
+@functools.cache
+def _keep_memory() -> None:
+    """Says how much memory of dropped tensors this process keeps for its next load; called before the first one.
+
+    Memory of tensors that came from plain files stays with the process for its next load, and the kernel may take it at
+    any time. What is older than ``TENSORIZER_KEEP_MEMORY_SECONDS`` goes when more is kept: 3 by default, since a
+    process that loads again does so at once; 0 keeps nothing. At most a quarter of the memory that the machine or the
+    container has is kept.
+
+    Raises:
+        ValueError: The environment variable is no number >= 0.
+    """
+    seconds = env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS")
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = min(physical, cgroup.memory_limit() or physical)
+    _C.keep_memory(limit // _KEPT_SHARE, _KEPT_SECONDS if seconds is None else seconds)
 
 
 # --- past the page cache --------------------------------------------------------------------------------------------

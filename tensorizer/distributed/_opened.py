@@ -16,7 +16,7 @@ import torch
 from tensorizer import _C
 from tensorizer._format.names import Name
 from tensorizer._io.access import Access
-from tensorizer._io.file_types import SourceArgument
+from tensorizer._io.sources import SourceArgument
 from tensorizer._load.arguments import target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.parts import PartReader
