@@ -1,8 +1,8 @@
 // What one process does for its caches beside the loads: a thread writes what they have handed
 // over, in that order, and another one syncs entries that are not in use any more. Both run while
-// there is something to do, and a moment longer. What waits to be written is bounded, and its memory
-// is used again, since new pages cost more than the copies into them. Internally locked; one for the
-// process, never destroyed. A forked child starts with nothing.
+// there is something to do, and a moment longer. What waits to be written is bounded, and its
+// memory is used again, since new pages cost more than the copies into them. Internally locked; one
+// for the process, never destroyed. A forked child starts with nothing.
 #pragma once
 
 #include <chrono>

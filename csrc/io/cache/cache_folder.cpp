@@ -299,19 +299,25 @@ bool CacheFolder::make_room(uint64_t nbytes, const CacheLimits& limits) {
   const UniqueFd held = lock_user(user_.get());
   if (!held) return false;
   sweep();
-  const std::vector<CachedVersion> entries = scan();
   uint64_t used = 0;
-  for (const CachedVersion& entry : entries) used += entry.disk_nbytes;
-  const auto fits = [&] {
-    const uint64_t free = disk_nbytes().second;
-    return (!limits.max_nbytes || used + nbytes <= *limits.max_nbytes) &&
-           (limits.min_free_nbytes == 0 || free >= limits.min_free_nbytes + nbytes);
+  const auto fits = [&](uint64_t removed) {
+    return (!limits.max_nbytes || used - removed + nbytes <= *limits.max_nbytes) &&
+           (limits.min_free_nbytes == 0 ||
+            disk_nbytes().second + removed >= limits.min_free_nbytes + nbytes);
   };
-  for (auto next = entries.begin(); !fits(); ++next) {
-    if (next == entries.end()) return false;
-    if (remove(next->location, next->version, false)) used -= std::min(used, next->disk_nbytes);
+  if (!limits.max_nbytes && fits(0)) return true;
+  std::vector<CachedVersion> entries = scan();
+  for (const CachedVersion& entry : entries) used += entry.disk_nbytes;
+  if (fits(0)) return true;
+  std::erase_if(entries, [&](const CachedVersion& entry) { return is_used(entry); });
+  uint64_t removable = 0;
+  for (const CachedVersion& entry : entries) removable += entry.disk_nbytes;
+  if (!fits(removable)) return false;  // nothing goes in vain
+  for (const CachedVersion& entry : entries) {
+    if (remove(entry.location, entry.version, false)) used -= entry.disk_nbytes;
+    if (fits(0)) return true;
   }
-  return true;
+  return false;
 }
 
 void CacheFolder::sweep() const {
