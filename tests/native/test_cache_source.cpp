@@ -2,7 +2,6 @@
 // believed of it later.
 #include <fcntl.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -215,25 +214,6 @@ TEST_F(CacheSourceTest, damaged_files_are_a_miss_and_go) {
     ASSERT_TRUE(source);
     expect_right(*source, 0, object.size());
     EXPECT_EQ(from->nbytes, object.size());
-  }
-}
-
-TEST_F(CacheSourceTest, an_entry_stays_where_only_the_process_has_no_descriptors_left) {
-  open(network())->fill({});
-  rlimit before{};
-  getrlimit(RLIMIT_NOFILE, &before);
-  const int next = dup(0);
-  close(next);
-  for (unsigned more = 0; more < 8; ++more) {
-    const rlimit few{static_cast<rlim_t>(next) + more, before.rlim_max};
-    setrlimit(RLIMIT_NOFILE, &few);
-    try {
-      open(network());
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), Errc::io);
-    }
-    setrlimit(RLIMIT_NOFILE, &before);
-    ASSERT_TRUE(std::filesystem::exists(path("data"))) << more;
   }
 }
 
