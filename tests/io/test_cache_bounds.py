@@ -19,7 +19,7 @@ from servers.fuse import fuse_folder
 from servers.http_faults import FaultyServer, Reply
 
 from tensorizer import TensorDeserializer
-from tensorizer.errors import StreamError
+from tensorizer.errors import StreamError, StreamNotFoundError
 from tensorizer.stream_io import CacheOptions, open_stream
 
 environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
@@ -197,6 +197,19 @@ def test_redis_is_not_cached(folder, caplog):
         open_stream("redis://127.0.0.1:9/x", cache=folder)
     assert "Redis tells no versions" in caplog.text
     assert not folder.exists() or files_below(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("uri", "options"),
+    [
+        ("http://127.0.0.1:9/x", {"begin": 1}),
+        ("redis://127.0.0.1:9/x", {}),
+        ("s3://b/k", {"s3_extra_args": {"get": {"SSECustomerKey": "k" * 32}}}),
+    ],
+)
+def test_offline_nobody_is_asked_for_what_is_never_cached(uri, options, folder):
+    with pytest.raises(StreamNotFoundError, match="offline is set: "):
+        open_stream(uri, cache=CacheOptions(folder, offline=True), **options)
 
 
 def test_mapping_a_cached_object_is_refused(site, folder):
