@@ -134,7 +134,7 @@ def test_the_example_fills_a_cache_and_loads_offline(site, folder):
 
 
 def test_without_a_folder_the_command_is_used_wrongly(capsys):
-    command("ls", status=2, err="no cache is named", capsys=capsys)
+    command("ls", status=2, err="no cache: pass", capsys=capsys)
 
 
 @pytest.mark.parametrize(
