@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <stop_token>
 #include <string>
@@ -45,6 +46,16 @@ class RangeSink {
 
   void write_at(uint64_t offset, ConstSlice from, const std::stop_token& stop) {
     write_at(offset, std::span<const ConstSlice>(&from, 1), stop);
+  }
+
+  // Calls `fill` with memory of the sink for the bytes [offset, offset + nbytes), all of which it
+  // fills, and takes them as written; saves who makes them a buffer and a copy. False, without a
+  // call: there is no such memory in one piece, and write_at() does it. REQUIRES: `fill` throws
+  // nothing.
+  virtual bool fill_at(uint64_t /*offset*/, uint64_t /*nbytes*/,
+                       const std::function<void(Slice)>& /*fill*/,
+                       const std::stop_token& /*stop*/) {
+    return false;
   }
 
   // Moves the bytes [from, from + nbytes) to `to` >= `from`, for a file whose index outgrew its

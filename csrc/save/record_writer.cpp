@@ -22,7 +22,10 @@ namespace {
 using digest::RecordDigester;
 
 constexpr size_t kUnitRecords = 512;
-constexpr size_t kHostBuffers = 2;  // so that a worker has steps of two tensors to hash
+// What is encrypted from host memory is copied chunk by chunk, so that cipher and sink find it in
+// the processor's cache; several, so that a worker has steps of two tensors to hash.
+constexpr uint64_t kHostBufferNbytes = format::kCipherChunkNbytes;
+constexpr size_t kHostBuffers = 8;
 
 // Whole small records that are neighbours, or one step of a large one.
 struct Unit {
@@ -165,7 +168,7 @@ class Worker final : public UnitWorker {
     } else {
       if (hashing_.buffers() == kHostBuffers) release();
       crypto::SecretBuffer& next = host_buffers_[next_host_buffer_++ % kHostBuffers];
-      if (next.size() == 0) next = crypto::SecretBuffer(kUnitNbytes);
+      if (next.size() == 0) next = crypto::SecretBuffer(kHostBufferNbytes);
       buffer_ = next.bytes();
     }
     if (!lane_) hashing_.begin_buffer();
@@ -229,7 +232,7 @@ class Worker final : public UnitWorker {
     at = 0;
     for (const RecordDigester::Whole& record : whole) {
       slices.emplace_back(job_.records[record.record].header.bytes);
-      slices.push_back(stored_bytes(record.record, 0, at, record.bytes));
+      slices.push_back(stored_bytes(record.record, at, record.bytes));
       at += record.bytes.size();
     }
     shared_.sink.write_at(job_.records[unit.first].offset, slices, stop_);
@@ -237,36 +240,59 @@ class Worker final : public UnitWorker {
 
   void write_step(const Unit& unit) {
     const std::span<const std::byte> plain = plaintext(unit, unit.first, 0, unit.nbytes);
-    shared_.sink.write_at(job_.records[unit.first].data_offset() + unit.offset,
-                          stored_bytes(unit.first, unit.offset, 0, plain), stop_);
+    PlannedRecord& record = job_.records[unit.first];
+    if (record.encrypted) {
+      write_sealed(record, unit.offset, plain);
+    } else {
+      shared_.sink.write_at(record.data_offset() + unit.offset, plain, stop_);
+    }
     // Only now: the record may be complete with it.
     shared_.digester.add(unit.first, unit.step, plain);
     if (is_staged()) hashing_.add({unit.first, unit.step});
   }
 
-  // What the file holds of these bytes: themselves, or their ciphertext, made at `at` of a buffer.
-  io::ConstSlice stored_bytes(uint32_t record, uint64_t offset, uint64_t at,
-                              std::span<const std::byte> plain) {
+  // What the file holds of a whole payload: itself, or its ciphertext, made at `at` of a buffer.
+  io::ConstSlice stored_bytes(uint32_t record, uint64_t at, std::span<const std::byte> plain) {
     if (!job_.records[record].encrypted) return plain;
-    cipher_.resize(kUnitNbytes);
+    cipher_.resize(buffer_.size());
     const std::span<std::byte> cipher(cipher_.data() + at, plain.size());
-    seal_chunks(job_.records[record], offset, plain, cipher);
+    for_each_chunk(plain, [&](uint64_t done, std::span<const std::byte> chunk) {
+      seal_chunk(job_.records[record], done, chunk, cipher.subspan(done, chunk.size()));
+    });
     return cipher;
   }
 
-  // Chunks of `plain`, which starts at `offset` of the record's payload; MACs go to the header.
-  void seal_chunks(PlannedRecord& record, uint64_t offset, std::span<const std::byte> plain,
-                   std::span<std::byte> cipher) const {
+  // Seals and writes a step, each chunk while it is in the processor's cache; into the sink's own
+  // memory where it has some.
+  void write_sealed(PlannedRecord& record, uint64_t offset, std::span<const std::byte> plain) {
+    for_each_chunk(plain, [&](uint64_t done, std::span<const std::byte> chunk) {
+      const uint64_t at = record.data_offset() + offset + done;
+      const auto seal = [&](io::Slice room) { seal_chunk(record, offset + done, chunk, room); };
+      if (shared_.sink.fill_at(at, chunk.size(), seal, stop_)) return;
+      cipher_.resize(buffer_.size());
+      const io::Slice room = std::span(cipher_).first(chunk.size());
+      seal(room);
+      shared_.sink.write_at(at, room, stop_);
+    });
+  }
+
+  template <class Fn>
+  void for_each_chunk(std::span<const std::byte> plain, Fn&& fn) const {
     for (uint64_t done = 0; done < plain.size(); done += format::kCipherChunkNbytes) {
-      const uint64_t chunk = (offset + done) / format::kCipherChunkNbytes;
-      const uint64_t n = std::min(format::kCipherChunkNbytes, plain.size() - done);
-      const auto nonce = crypto::nonce_plus(crypto::NonceView(record.nonce), chunk);
-      const auto mac = std::span(record.header.bytes)
-                           .subspan(record.header.macs_at + chunk * crypto::kMacNbytes)
-                           .first<crypto::kMacNbytes>();
-      crypto::seal(cipher.subspan(done, n), mac, plain.subspan(done, n), nonce, *job_.key);
       throw_if_stopped(stop_);
+      fn(done, plain.subspan(done, std::min(format::kCipherChunkNbytes, plain.size() - done)));
     }
+  }
+
+  // The chunk at `offset` of the record's payload; its MAC goes to the header.
+  void seal_chunk(PlannedRecord& record, uint64_t offset, std::span<const std::byte> plain,
+                  std::span<std::byte> cipher) const noexcept {
+    const uint64_t chunk = offset / format::kCipherChunkNbytes;
+    const auto nonce = crypto::nonce_plus(crypto::NonceView(record.nonce), chunk);
+    const auto mac = std::span(record.header.bytes)
+                         .subspan(record.header.macs_at + chunk * crypto::kMacNbytes)
+                         .first<crypto::kMacNbytes>();
+    crypto::seal(cipher, mac, plain, nonce, *job_.key);
   }
 
   Shared& shared_;
@@ -294,9 +320,11 @@ class Worker final : public UnitWorker {
 
 void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::stop_token& stop) {
   uint64_t unit_nbytes = kUnitNbytes;
-  if (job.engine != nullptr)
-    unit_nbytes =
-        std::min(unit_nbytes, align_down(job.engine->buffer_nbytes(), format::kCipherChunkNbytes));
+  if (job.is_staged())
+    unit_nbytes = job.engine == nullptr
+                      ? kHostBufferNbytes
+                      : std::min(unit_nbytes, align_down(job.engine->buffer_nbytes(),
+                                                         format::kCipherChunkNbytes));
   Plan plan = cut(job.records, job.payloads, unit_nbytes);
   const unsigned useful = std::max(sink.concurrency(), cpu_quota());
   const unsigned allowed = job.max_workers > 0 ? std::min(job.max_workers, useful) : useful;

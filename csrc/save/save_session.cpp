@@ -30,8 +30,6 @@ struct SaveSession::Call {
   size_t path_mark = 0;
   size_t entry_mark = 0;
   size_t tie_mark = 0;
-  uint64_t shift = 0;  // how far the records moved into a new file
-  bool aside = false;  // they did, and the published file is as it was
   bool brief = false;
   bool may_wait = false;      // the content need not be published with this call
   uint64_t index_nbytes = 0;  // with the entries of this call
@@ -126,7 +124,7 @@ void SaveSession::begin_call(std::vector<TensorToWrite> tensors,
     call->tensors = std::move(tensors);
     make_room(*call, growing, stop);
     place_records(*call);
-    call->may_wait = growing && published_end_ > 0 && !call->aside &&
+    call->may_wait = growing && published_end_ > 0 && !aside_ &&
                      (sink_->may_wait(call->records_end - published_end_) ||
                       (published_annex_ && sink_->relocates_aside()));
     sink_->reserve_head(start_ + format::kPrologueNbytes + head_.room);
@@ -168,23 +166,24 @@ void SaveSession::make_room(Call& call, bool growing, const std::stop_token& sto
     relayout(call, std::max(head_.room, index_room(needed, true)), stop);
 }
 
-// All records move behind a larger index. Where the sink copies them into a new file, the published
-// one stays as it is until this call is finished; where it moves them in place, the content is
-// published again in its new place before anything new is written.
+// All records move behind a larger index. Where they move in place, the content is published again
+// before anything new is written.
 void SaveSession::relayout(Call& call, uint64_t room, const std::stop_token& stop) {
-  const uint64_t begin = start_ + format::kPrologueNbytes + head_.room;
-  call.shift = room - head_.room;
-  const bool aside = sink_->relocates_aside();
-  sink_->relocate(begin, head_.end - begin, begin + call.shift, stop);
-  call.aside = aside_ = aside;
-  move_records(call.shift);
-  head_.room = room;
-  head_.indexed = false;
-  if (call.aside) return;
+  move_content(room - head_.room, stop);
+  if (aside_) return;
+  unfinished_ = Way::in_place;  // the head describes what is no longer there
   call.before = head_;
-  prologue_touched_ = index_touched_ = true;  // it describes what is no longer there
   publish(stop);
   call.before = head_;
+}
+
+// Where the sink copies the records into a new file, the published one stays as it is until the
+// next publish().
+void SaveSession::move_content(uint64_t distance, const std::stop_token& stop) {
+  const uint64_t begin = start_ + format::kPrologueNbytes + head_.room;
+  sink_->relocate(begin, head_.end - begin, begin + distance, stop);
+  if (sink_->relocates_aside()) aside_ = distance;
+  move_records(distance);
 }
 
 // By a distance modulo 2^64, so that adding the negated one undoes it.
@@ -194,6 +193,8 @@ void SaveSession::move_records(uint64_t distance) noexcept {
     entry.data_offset += distance;
   }
   head_.end += distance;
+  head_.room += distance;
+  if (distance != 0) head_.indexed = false;
 }
 
 void SaveSession::place_records(Call& call) {
@@ -293,40 +294,41 @@ void SaveSession::digest_headers(const Call& call) {
   }
 }
 
+// An annex lies where further entries would go, and has a digest of all of them.
+SaveSession::Way SaveSession::way() const noexcept {
+  if (published_end_ == 0) return Way::first;
+  if (aside_) return Way::aside;
+  if (head_.indexed && unfinished_ != Way::in_place && !published_annex_ && !has_annex())
+    return Way::append;
+  return sink_->relocates_aside() ? Way::aside : Way::in_place;
+}
+
 void SaveSession::publish(const std::stop_token& stop) {
-  // An annex lies where further entries would go, and has a digest of all of them.
-  const bool whole = !head_.indexed || index_touched_ || published_annex_ || has_annex();
-  if (whole && published_end_ > 0 && !aside_ && sink_->relocates_aside()) {
-    publish_aside(stop);
-    return;
-  }
+  const Way how = way();
+  if (how == Way::aside && !aside_) move_content(0, stop);
   const std::array<std::byte, kEndMarkNbytes> end_mark{};
   sink_->write_at(head_.end, io::ConstSlice(end_mark), stop);
-  if (whole) {
-    write_head(stop);
-  } else {
+  if (how == Way::append) {
     write_new_entries(stop);
+  } else {
+    write_head(how, stop);
   }
   sink_->publish(head_.end + kEndMarkNbytes, stop);
   published_end_ = head_.end;
   published_prologue_ = stored_prologue();
   published_annex_ = has_annex();
-  prologue_touched_ = index_touched_ = aside_ = false;
+  unfinished_.reset();
+  aside_.reset();
 }
 
-// A published head is not written over where another file can take the place of this one: the
-// records go there, to the same offsets.
-void SaveSession::publish_aside(const std::stop_token& stop) {
-  const uint64_t begin = start_ + format::kPrologueNbytes + head_.room;
+// What calls before this one left to be published.
+void SaveSession::publish_waiting(const std::stop_token& stop) {
+  if (published_end_ == 0 || waiting_nbytes() == 0) return;
   const Head before = head_;
-  sink_->relocate(begin, head_.end - begin, begin, stop);
-  aside_ = true;
   try {
     publish(stop);
   } catch (...) {
-    sink_->undo_relocate();
-    head_ = before;
-    prologue_touched_ = index_touched_ = aside_ = false;
+    take_back(before);
     throw;
   }
 }
@@ -341,15 +343,14 @@ void SaveSession::write_new_entries(const std::stop_token& stop) {
   sink_->write_at(start_ + format::kPrologueNbytes + head_.written_nbytes, io::ConstSlice(bytes),
                   stop);
   sink_->barrier(stop);
-  prologue_touched_ = true;
+  unfinished_ = Way::append;
   sink_->write_at(start_, io::ConstSlice(stored_prologue()), stop);
   head_.written = entries_.size();
   head_.written_nbytes += bytes.size();
 }
 
-// All of it, with zeros to the end of the index's room: into files that nobody sees yet, the
-// prologue last; into those that can only be written in place, with a single write.
-void SaveSession::write_head(const std::stop_token& stop) {
+// All of it, with zeros to the end of the index's room.
+void SaveSession::write_head(Way way, const std::stop_token& stop) {
   std::vector<std::byte> index;
   for (const SavedEntry& entry : entries_)
     format::append_index_entry(index, entry.view(), head_.prologue.tagged_entries());
@@ -370,8 +371,8 @@ void SaveSession::write_head(const std::stop_token& stop) {
   }
   index.resize(head_.room);
   sink_->barrier(stop);
-  prologue_touched_ = index_touched_ = true;
-  if (published_end_ == 0) {
+  unfinished_ = way;
+  if (way == Way::first) {
     sink_->write_at(start_ + prologue.size(), io::ConstSlice(index), stop);
     sink_->write_at(start_, io::ConstSlice(prologue), stop);
   } else {
@@ -447,19 +448,30 @@ std::array<std::byte, format::kPrologueNbytes> SaveSession::stored_prologue() co
   return format::serialize_prologue(stored);
 }
 
-// After a failure the prologue, or all of the head, in the file may count records that are void.
-// Puts back those of the last published content; where that fails too, the next publish() writes
-// all of it.
+// After a failed publish() the file shows what was published last again.
+void SaveSession::take_back(const Head& before) noexcept {
+  if (aside_) {
+    sink_->undo_relocate();
+    move_records(-*aside_);
+    aside_.reset();
+    unfinished_.reset();
+  }
+  head_ = before;
+  if (unfinished_) restore_head();
+}
+
+// The prologue, or all of the head, in the file may count records that are void. Puts back those of
+// the last published content; where that fails too, the next publish() writes all of it.
 void SaveSession::restore_head() noexcept {
   try {
-    if (index_touched_) {
-      write_head({});
+    if (unfinished_ == Way::in_place) {
+      write_head(Way::in_place, {});
     } else {
       sink_->write_at(start_, io::ConstSlice(published_prologue_), {});
     }
-    prologue_touched_ = index_touched_ = false;
+    unfinished_.reset();
   } catch (...) {  // what failed first tells more
-    index_touched_ = true;
+    unfinished_ = Way::in_place;
   }
 }
 
@@ -474,17 +486,11 @@ void SaveSession::undo(Call& call) noexcept {
   ties_.resize(call.tie_mark);
   if (published_end_ == 0) {
     head_ = call.before;
-    prologue_touched_ = index_touched_ = false;
+    unfinished_.reset();
     sink_->rollback(0);
     return;
   }
-  if (call.aside) {
-    sink_->undo_relocate();
-    move_records(-call.shift);
-    prologue_touched_ = index_touched_ = aside_ = false;
-  }
-  head_ = call.before;
-  if (prologue_touched_) restore_head();
+  take_back(call.before);
   sink_->rollback(head_.end + kEndMarkNbytes);
 }
 
@@ -494,16 +500,15 @@ uint64_t SaveSession::published_nbytes() const noexcept {
 
 void SaveSession::finish(const std::stop_token& stop) {
   if (is_copy_of_fork()) return abandon();
-  if (published_end_ > 0 && waiting_nbytes() > 0) publish(stop);
+  publish_waiting(stop);
   sink_->finish(stop);
 }
 
 void SaveSession::abandon() noexcept {
   try {
     abort_call();
-    if (published_end_ > 0 && waiting_nbytes() > 0 && !is_copy_of_fork()) publish({});
+    if (!is_copy_of_fork()) publish_waiting({});
   } catch (...) {  // the content that was published before stays
-    if (prologue_touched_) restore_head();
   }
   sink_->abandon();
 }

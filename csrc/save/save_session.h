@@ -109,6 +109,14 @@ class SaveSession {
   bool is_copy_of_fork() const noexcept;
   struct Call;
 
+  // How the content is published.
+  enum class Way : uint8_t {
+    first,     // nothing is published yet: the index, then the prologue
+    append,    // entries behind those of the published index, then the prologue
+    aside,     // the whole head, in a new file that takes the place of the published one
+    in_place,  // the whole head, over the published one, with a single write
+  };
+
   // The layout of the complete content, and how much of its index is in the file.
   struct Head {
     format::Prologue prologue;
@@ -134,11 +142,14 @@ class SaveSession {
   void relayout(Call& call, uint64_t room, const std::stop_token& stop);
   void move_records(uint64_t distance) noexcept;
   void place_records(Call& call);
+  Way way() const noexcept;
   void publish(const std::stop_token& stop);
-  void publish_aside(const std::stop_token& stop);
+  void publish_waiting(const std::stop_token& stop);
+  void move_content(uint64_t distance, const std::stop_token& stop);
   void write_new_entries(const std::stop_token& stop);
-  void write_head(const std::stop_token& stop);
+  void write_head(Way way, const std::stop_token& stop);
   std::array<std::byte, format::kPrologueNbytes> stored_prologue() const;
+  void take_back(const Head& before) noexcept;
   void restore_head() noexcept;
   void undo(Call& call) noexcept;
   uint64_t waiting_nbytes() const noexcept { return head_.end - published_end_; }
@@ -160,12 +171,14 @@ class SaveSession {
   // Of the published content; 0: nothing is published.
   uint64_t published_end_ = 0;
   std::array<std::byte, format::kPrologueNbytes> published_prologue_{};
-  // What a failed publish() may have spoiled in the file: the prologue; the index too.
-  bool prologue_touched_ = false;
-  bool index_touched_ = false;
   bool published_annex_ = false;
+  // Set while the prologue in the file may be another one than the published one; after in_place,
+  // the index too.
+  std::optional<Way> unfinished_;
+  // Set while the sink writes a new file and the published one is as it was: how far the records
+  // have moved in it.
+  std::optional<uint64_t> aside_;
   std::optional<format::Sha256Digest> digest_;  // of the index that was written last
-  bool aside_ = false;  // the sink writes a new file, and the published one is as it was
   std::unique_ptr<Call> call_;
   std::atomic<uint64_t> nbytes_done_{0};
 };

@@ -46,6 +46,16 @@ class MemorySink final : public io::RangeSink {
       offset += slice.size();
     }
   }
+  bool fill_at(uint64_t offset, uint64_t nbytes, const std::function<void(io::Slice)>& fill,
+               const std::stop_token& stop) override {
+    if (!lends) return false;
+    write_at(offset, io::ConstSlice{}, stop);
+    MutexLock lock(mutex_);
+    if (bytes.size() < offset + nbytes) bytes.resize(offset + nbytes);
+    fill(std::span(bytes).subspan(offset, nbytes));
+    ++filled;
+    return true;
+  }
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token&) override {
     ++relocations;
     bytes.resize(std::max<size_t>(bytes.size(), to + nbytes));
@@ -61,6 +71,8 @@ class MemorySink final : public io::RangeSink {
   Bytes published;
   int fail_at = -1;
   int relocations = 0;
+  bool lends = false;                          // room of its own
+  int filled = 0;                              // how often
   std::function<void(uint64_t)> before_write;  // by the writing thread, with the offset
 
  private:
@@ -122,6 +134,7 @@ class HostEngine final : public device::CopyEngine {
     for (const device::DeviceRange& range : destinations)
       std::memset(range.device_address, 0, range.nbytes);
   }
+  std::function<void()> before_copy;  // by the lane's thread; may throw
   size_t free_buffers() {
     MutexLock lock(mutex_);
     return free_.size();
@@ -150,11 +163,13 @@ class HostEngine final : public device::CopyEngine {
       engine_.give_back(oldest);
     }
     void send(std::span<const device::CopyPiece> pieces, const std::stop_token&) override {
+      if (engine_.before_copy) engine_.before_copy();
       for (const device::CopyPiece& piece : pieces)
         std::memcpy(piece.device_address, bytes() + piece.buffer_offset, piece.nbytes);
     }
     void end_fetch(const std::stop_token&) override {}
     void begin_fetch(std::span<const device::CopyPiece> pieces, const std::stop_token&) override {
+      if (engine_.before_copy) engine_.before_copy();
       for (const device::CopyPiece& piece : pieces)
         std::memcpy(bytes() + piece.buffer_offset, piece.device_address, piece.nbytes);
     }

@@ -161,6 +161,20 @@ void MultipartSink::write_at(uint64_t offset, std::span<const ConstSlice> slices
   }
 }
 
+bool MultipartSink::fill_at(uint64_t offset, uint64_t nbytes,
+                            const std::function<void(Slice)>& fill, const std::stop_token& stop) {
+  {
+    MutexLock lock(mutex_);
+    throw_if_failed();
+    if (offset + nbytes > parts_[part_at(offset)].end()) return false;
+  }
+  const Room room = enter_part(offset, nbytes, stop);
+  fill(room.bytes);
+  leave_part(room.index, offset, offset + nbytes);
+  upload_here();
+  return true;
+}
+
 // Whole, and final: not of the head, not at the tail of this or the last call.
 bool MultipartSink::is_due(size_t index) const {
   const Part& part = parts_[index];

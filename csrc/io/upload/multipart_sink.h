@@ -93,6 +93,8 @@ class MultipartSink final : public RangeSink {
   using RangeSink::write_at;
   void write_at(uint64_t offset, std::span<const ConstSlice> slices,
                 const std::stop_token& stop) override;
+  bool fill_at(uint64_t offset, uint64_t nbytes, const std::function<void(Slice)>& fill,
+               const std::stop_token& stop) override;
   void relocate(uint64_t from, uint64_t nbytes, uint64_t to, const std::stop_token& stop) override;
   void publish(uint64_t end, const std::stop_token& stop) override;
   void rollback(uint64_t end) noexcept override;
