@@ -29,7 +29,7 @@ from huggingface_hub import constants
 from tensorizer import PublicKey
 from tensorizer.integrations.huggingface import from_pretrained
 
-TOKEN, FIRST, SECOND, KEY = sys.argv[1:]
+TOKEN, FIRST, SECOND, KEY, NODE = sys.argv[1:]
 steps = []
 
 def load(what, *arguments, **keywords):
@@ -61,6 +61,10 @@ load("unsigned", "hf://org/tiny", **signed)
 load("without a token", "org/tiny", token=False)
 load("no such revision", "org/tiny", revision="nothing", token=TOKEN)
 load("two revisions", f"hf://org/tiny@{FIRST}", revision=SECOND, token=TOKEN)
+os.environ.update(TENSORIZER_CACHE=NODE, TENSORIZER_CACHE_MIN_FREE="0")
+load("streamed, kept on the node", f"hf://org/tiny@{FIRST}", token=TOKEN, cache=False)
+os.environ["TENSORIZER_CACHE_OFFLINE"] = "1"
+load("from the node", f"hf://org/tiny@{FIRST}", token=TOKEN, cache=False)
 """
 
 
@@ -82,6 +86,7 @@ def commits(tmp_path_factory):
 
 def test_a_repository_is_read_at_one_commit_and_the_token_goes_to_the_hub_alone(commits, tmp_path):
     pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    node = tmp_path / "node"
     with hub_repository.serve_hub(commits, FIRST) as server, (tmp_path / "stderr").open("w") as stderr:
         server.moves_to = SECOND  # once somebody has asked what the main branch is
         environment = {
@@ -95,7 +100,7 @@ def test_a_repository_is_read_at_one_commit_and_the_token_goes_to_the_hub_alone(
         for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "no_proxy"):
             environment.pop(name, None)
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, hub_repository.TOKEN, FIRST, SECOND, str(SIGNER.public_key)],
+            [sys.executable, "-c", PROGRAM, hub_repository.TOKEN, FIRST, SECOND, str(SIGNER.public_key), str(node)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -140,6 +145,14 @@ def test_a_repository_is_read_at_one_commit_and_the_token_goes_to_the_hub_alone(
     assert answers["unsigned"][0] == "AuthenticationError"
     assert answers["without a token"][0] == answers["no such revision"][0] == "FileNotFoundError"
     assert answers["two revisions"][0] == "ValueError"
+
+    assert answers["streamed, kept on the node"] == answers["from the node"] == [1.0, "org/tiny"]
+    assert not [request for request in requests["from the node"] if request.host == "storage"]
+    weights = (commits[FIRST] / "model.tensors").read_bytes()
+    assert [path for path in node.rglob("data") if path.read_bytes() == weights]
+    assert not [
+        path for path in node.rglob("*") if path.is_file() and hub_repository.TOKEN.encode() in path.read_bytes()
+    ]
 
     every = [request for step in requests.values() for request in step]
     assert {request.token for request in every if request.host == "storage"} == {""}
