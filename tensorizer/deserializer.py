@@ -7,27 +7,29 @@ import functools
 import os
 import types
 from collections.abc import Iterable, Iterator, KeysView, Mapping
-from typing import Any, NoReturn, Optional, Union
+from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import torch
 
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
+from tensorizer._format.extra_state import check_module
 from tensorizer._format.names import Key, Name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
 from tensorizer._io.access import Access, Trust
-from tensorizer._io.file_types import SourceArgument
-from tensorizer._io.sources import SameFile
+from tensorizer._io.sources import SameFile, SourceArgument
 from tensorizer._load.arguments import DeviceArgument, target_device
-from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
-from tensorizer._load.fit import ModuleView
-from tensorizer._load.modules import Filling, ModuleFill, check_module, module_names, verify_module
 from tensorizer._load.open_file import OpenFile, open_file
-from tensorizer._load.parts import PartReader, TensorSlice
 from tensorizer._load.reader import ReadOptions
-from tensorizer._load.report import LoadedCount, LoadReport
 from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import PublicKeyArgument
+
+# Modules for what only some callers do are imported when it is done.
+if TYPE_CHECKING:
+    from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
+    from tensorizer._load.modules import LoadedCount
+    from tensorizer._load.parts import PartReader, TensorSlice
+    from tensorizer._load.report import LoadReport
 
 __all__ = ["TensorDeserializer"]
 
@@ -305,6 +307,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
     @functools.cached_property
     def _parts(self) -> PartReader:
+        from tensorizer._load.parts import PartReader
+
         return PartReader(self._open_file)
 
     def get_slice(self, name: Name) -> TensorSlice:
@@ -357,6 +361,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
     @functools.cached_property
     def _cursor(self) -> Cursor:
+        from tensorizer._load.cursor import Cursor
+
         return Cursor(self._open_file)
 
     def read_tensors(
@@ -455,6 +461,9 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             VerificationError: As in the constructor. `m` is as it was.
             ValueError: As in :meth:`read_tensors`.
         """
+        from tensorizer._load.fit import ModuleView
+        from tensorizer._load.modules import Filling, LoadedCount, ModuleFill, module_names
+
         try:
             check_module(m, "for a state dict use module.load_state_dict(deserializer)")
             file = self._open_file
@@ -479,6 +488,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             RuntimeError: A tensor of the file was not read yet, so its hashes are unknown.
             NotImplementedError: A tensor of `m` is on the meta device.
         """
+        from tensorizer._load.modules import verify_module
+
         check_module(m)
         results = verify_module(self._open_file, m)
         return all(matches for _, matches in results), results

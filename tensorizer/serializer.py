@@ -6,25 +6,23 @@ import contextlib
 import logging
 import operator
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn, Optional, Union
 
 import numpy as np
 import torch
 
-from tensorizer import _C, module_tree
+from tensorizer import _C
 from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._format import extra_state
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, Path, display
 from tensorizer._format.payloads import adopt, stored_dtype
 from tensorizer._format.tree import flatten
-from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
+from tensorizer._io.sources import TargetArgument
 from tensorizer._io.upload_on_close import tell_if_unclosed
 from tensorizer._save.records import (
-    ModuleTensor,
     Record,
     check_name,
     extra_states,
@@ -189,12 +187,7 @@ class TensorSerializer:
     def __enter__(self) -> TensorSerializer:
         return self
 
-    def __exit__(
-        self,
-        exc_type: Optional[type[BaseException]],
-        exc: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, exc_type: Optional[type[BaseException]], *_: object) -> None:
         if exc_type is None:
             self.close()
             return
@@ -261,10 +254,13 @@ class TensorSerializer:
             TypeError: With `include_extra_state`, a state of another kind. Nothing was written.
             OSError: The data could not be written.
         """
-        module_tree.check_module(m, "write_state_dict writes state dicts")
+        extra_state.check_module(m, "write_state_dict writes state dicts")
         held = list(walk_module(m, include_non_persistent_buffers))
         extra = {**self._extra_state, **extra_state.pack(extra_states(m))} if include_extra_state else None
-        self._write([record_of(one) for one in held], extra=extra, remove=held if remove_tensors else ())
+        records = [record_of(one) for one in held]
+        homes = [(one.module, one.attribute) for one in held] if remove_tensors else []
+        held.clear()  # from here on only the records keep tensors alive that are taken out of the module
+        self._write(records, extra=extra, homes=homes)
         left_out = [] if include_extra_state else [extra_state.state_name(path) for path in modules_with_extra_state(m)]
         if left_out:
             _warn_of("extra state of modules, which include_extra_state=True would store", left_out)
@@ -326,17 +322,24 @@ class TensorSerializer:
         records: Sequence[Record],
         growing: bool = False,
         extra: Optional[extra_state.Nodes] = None,
-        remove: Sequence[ModuleTensor] = (),
+        homes: Sequence[tuple[torch.nn.Module, str]] = (),
     ) -> None:
-        """One call: its records become visible together. `remove` are taken out of their modules once they are
-        written; where those are given, there is one for each record."""
+        """One call: its records become visible together.
+
+        `homes` are the module and the attribute of each record, where tensors are taken out of their modules, and let
+        go of, once they are written.
+        """
         if self._closed:
             raise ValueError("the serializer is closed")
-        owners = dict(zip((record.path for record in records), remove))
+        home_of = dict(zip((record.path for record in records), homes))
         aliases = ties_of(records)
         left_out = {r.path for r in records if r.path in aliases and (self._once or r.is_second_name)}
         ties = [(alias, kept, alias not in left_out) for alias, kept in aliases.items()]
         written = [record for record in records if record.path not in left_out]
+        left_out_with: dict[Path, list[Record]] = {}
+        for record in records:
+            if record.path in left_out:
+                left_out_with.setdefault(aliases[record.path], []).append(record)
         total = sum(record.nbytes for record in written)
         begun = False
         try:
@@ -345,11 +348,13 @@ class TensorSerializer:
             self._session.begin_call([record.begin() for record in written], growing, ties)
             begun = True
             with progress_reporter(self._progress, total, "saving") as report:
-                for batch in batches_to_copy(written, frees=bool(owners)):
+                for batch in batches_to_copy(written, frees=bool(home_of)):
                     write_tensors(self._session, [record.source for record in batch], report)
-                    _release(owners, (record.path for record in batch))
+                    for record in batch if home_of else ():
+                        for name in (record, *left_out_with.get(record.path, ())):
+                            setattr(*home_of[name.path], None)
+                            name.source = None
             self._session.finish_call()
-            _release(owners, left_out)
         except BaseException:
             if begun and self._unclosed is not None:
                 self._unclosed.detach()  # the failure says that nothing will be stored
@@ -361,13 +366,6 @@ class TensorSerializer:
         if logger.isEnabledFor(logging.DEBUG):
             for record in written:
                 logger.debug("wrote %s", str(record))  # text: a kept record must not keep the tensor
-
-
-def _release(owners: Mapping[Path, ModuleTensor], paths: Iterable[Path]) -> None:
-    """Takes tensors that were written out of their modules, where ``remove_tensors`` wants that."""
-    if owners:
-        for path in paths:
-            setattr(owners[path].module, owners[path].attribute, None)
 
 
 def _warn_of(what: str, names: list[str]) -> None:

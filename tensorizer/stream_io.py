@@ -184,7 +184,7 @@ def open_stream(
         return _open_local(path_of_file_uri(uri), mode, buffer_size, begin)
     chosen = _chosen_cache(cache) if "r" in mode else None
     if chosen is not None and (begin is not None or end is not None):
-        _not_cached(uri, "only a part of it is read (begin, end)")
+        chosen.leave(shown_uri(uri), "only a part of it is read (begin, end)")
         chosen = None
     if scheme in ("http", "https"):
         _require_mode(mode, {frozenset("rb")}, scheme)
@@ -203,7 +203,7 @@ def open_stream(
     if scheme in ("redis", "rediss"):
         _require_mode(mode, {frozenset("rb")}, scheme)
         if chosen is not None:
-            _not_cached(uri, "Redis tells no versions")
+            chosen.leave(shown_uri(uri), "Redis tells no versions")
         from tensorizer._io.redis import RedisStreamFile
 
         return RedisStreamFile(
@@ -236,10 +236,6 @@ def _cached_http(cache: Cache, uri: str) -> CachedObject:
     from tensorizer._io.cache import http_location
 
     return cache.object_at(http_location(uri))
-
-
-def _not_cached(uri: str, reason: str) -> None:
-    logging.getLogger("tensorizer.cache").info("%s is not cached: %s", shown_uri(uri), reason)
 
 
 def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:

@@ -163,10 +163,10 @@ def _of_environment(secure: bool) -> Optional[Trust]:
         if secure:
             for name, value in values.items():
                 _require_readable(name, value, variables[name])
-        first, *others = (value or "" for value in values.values())
+        first = next(iter(values.values())) or ""
         if "REQUESTS_CA_BUNDLE" in values and os.path.isdir(first):
             return Trust(path=first)
-        return Trust(first, *others)
+        return Trust(first, values.get("SSL_CERT_DIR") or "")
     return None
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 from tensorizer._io.certificates import CAInfo, Trust, check_certificates, named_trust, system_trust, trust_for
 from tensorizer._system import checks, config
-from tensorizer._system.checks import share_of_node
+from tensorizer._system.config import share_of_node
 from tensorizer._version import __version__
 
 if TYPE_CHECKING:

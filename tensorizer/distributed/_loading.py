@@ -11,7 +11,7 @@ import torch
 
 from tensorizer._format.names import Name, listed
 from tensorizer._io.access import Access, Trust
-from tensorizer._io.file_types import SourceArgument
+from tensorizer._io.sources import SourceArgument
 from tensorizer._load.reader import missing_hashes
 from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import empty

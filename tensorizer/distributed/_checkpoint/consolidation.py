@@ -13,7 +13,7 @@ from tensorizer._crypto.keys import check_decryption
 from tensorizer._files.write import WriteOptions, write_contents
 from tensorizer._format.names import Path
 from tensorizer._io.access import Access
-from tensorizer._io.file_types import TargetArgument
+from tensorizer._io.sources import TargetArgument
 from tensorizer._save.records import Record
 from tensorizer._save.session import HASH_NAMES, check_hashes
 from tensorizer._system.checks import thread_limit

@@ -16,12 +16,11 @@ from torch.futures import Future
 from tensorizer._crypto.keys import check_decryption
 from tensorizer._io.access import Trust
 from tensorizer._system.checks import thread_limit
-from tensorizer.distributed._boxes import check_cover
+from tensorizer.distributed._boxes import check_cover, check_described
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
 from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
 from tensorizer.distributed._checkpoint.json_values import from_json, load_vetted, torch_saved
 from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marker
-from tensorizer.distributed._checkpoint.placements import check_described
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError
 from tensorizer.signing import PublicKeyArgument

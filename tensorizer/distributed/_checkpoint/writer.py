@@ -25,12 +25,12 @@ from tensorizer._save.records import Record
 from tensorizer._save.session import check_hashes, memory_of, on_fast_device, tensors_file
 from tensorizer._system import cuda_engine
 from tensorizer._system.checks import thread_limit
+from tensorizer.distributed._boxes import check_described
 from tensorizer.distributed._checkpoint import marker as markers
 from tensorizer.distributed._checkpoint.existing import remove_stale
 from tensorizer.distributed._checkpoint.folder import MARKER, Located, PathLike, data_file_name, marker_name
 from tensorizer.distributed._checkpoint.json_values import load_vetted, simple_value
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, pack_marker
-from tensorizer.distributed._checkpoint.placements import check_described
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import StreamExistsError
 
