@@ -45,7 +45,7 @@ def pinned_memory(device: Union[torch.device, str, int] = 0) -> PinnedMemory:
 
 
 def release_pinned_memory(device: Optional[Union[torch.device, str, int]] = None) -> bool:
-    """Gives pinned memory back now instead of after 30 s without use. Does not initialise CUDA.
+    """Frees pinned memory now instead of after 30 s without use. Does not initialise CUDA.
 
     The next load or save pins it again, which takes some tens of milliseconds.
 
@@ -53,7 +53,7 @@ def release_pinned_memory(device: Optional[Union[torch.device, str, int]] = None
         device: A CUDA device with an index, or the index; ``None`` means every device.
 
     Returns:
-        Whether it is gone; otherwise it goes with the last load or save that uses it.
+        Whether it is freed; otherwise the last load or save that uses it frees it.
 
     Raises:
         DeviceError: There is no such device.
@@ -85,17 +85,16 @@ def set_pinned_memory(*, slots: Optional[int] = None, slot_nbytes: Optional[int]
 
 
 def decrypts_on(device: Union[torch.device, str, int] = 0) -> tuple[bool, str]:
-    """Tells whether a load of an encrypted file to this device is decrypted there.
+    """Returns whether this device decrypts encrypted files that are loaded to it.
 
-    Where ``TENSORIZER_CUDA_DECRYPT=1`` asks for it, this compiles and tests the device's kernels, unless a load has
-    done that.
+    With ``TENSORIZER_CUDA_DECRYPT=1``, this compiles and tests the device's kernels, unless a load has done that.
 
     Args:
         device: A CUDA device with an index, or the index.
 
     Returns:
-        Whether the device decrypts, and where it does not, why. What the kernels do not take (docs/gpu.md) the host
-        decrypts in any case.
+        Whether the device decrypts, and if not, why. The host always decrypts what the kernels do not support
+        (docs/gpu.md).
 
     Raises:
         DeviceError: There is no such device.

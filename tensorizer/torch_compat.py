@@ -224,7 +224,7 @@ _patched_load = CountedPatch(
 def tensorizer_saving(
     file_obj: LocationSpec = None, *, save_func: Optional[SaveFunc] = None, **kwargs: Any
 ) -> Iterator[None]:
-    """While active, ``torch.save`` writes the tensors to a ``.tensors`` file of their own.
+    """While active, ``torch.save`` writes the tensors to a separate ``.tensors`` file.
 
     Works as a context manager and as a decorator, and applies only to the current thread and task. Blocks nest; the
     innermost one's arguments apply. References to ``torch.save`` taken before the block (``from torch import save``)
@@ -271,12 +271,12 @@ def tensorizer_loading(
     Files of plain ``torch.save`` load as always: the ``.tensors`` file is opened at the first reference to it. All
     of it is loaded. Works as a context manager and as a decorator; scope and nesting as for :func:`tensorizer_saving`.
 
-    The device is ``device`` if given here, else what ``map_location`` asks of ``torch.load``, else CUDA where
-    available. (The files do not record where a tensor came from: a dictionary or function given as ``map_location``
-    sees that last default as the original location.)
+    The device is ``device``, otherwise ``map_location`` of ``torch.load``, otherwise CUDA if available. (The files do
+    not record the device of a tensor. If ``map_location`` is a dictionary or function, it sees that default as the
+    original location.)
 
-    ``weights_only=True`` works for what torch itself accepts under it. Without it ``torch.load`` unpickles, and so may
-    execute code: load files of people you trust.
+    ``weights_only=True`` accepts what torch itself accepts. Without it, ``torch.load`` unpickles, which may
+    execute code: load only files that you trust.
 
     Args:
         file_obj: Where the tensors are, as for :func:`tensorizer_saving`; one fixed location may be loaded many times.

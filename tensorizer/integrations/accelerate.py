@@ -39,16 +39,16 @@ def install_hooks(
     into the parameters, so optimizers keep theirs. Further models are ``model_1.tensors`` and so on. Checkpoints
     without such files are loaded by accelerate itself.
 
-    Optimizers, schedulers and random states stay accelerate's own files, which hooks cannot change; where they should
-    be written in parallel too, put ``tensorizer_saving()`` and ``tensorizer_loading()`` of
-    :mod:`tensorizer.torch_compat` around the calls. Under FSDP the hooks have nothing to do, because accelerate writes
-    shards before it calls them: use :func:`tensorizer.distributed.dcp_default` there. The same goes for DeepSpeed and
-    Megatron-LM, whose files are their own.
+    Optimizers, schedulers and random states stay accelerate's own files, which hooks cannot change. To write their
+    tensors in parallel too, put ``tensorizer_saving()`` and ``tensorizer_loading()`` of
+    :mod:`tensorizer.torch_compat` around the calls. With FSDP, accelerate writes shards before it calls the hooks, so
+    they have no effect: use :func:`tensorizer.distributed.dcp_default`. With DeepSpeed and Megatron-LM, which write
+    their own files, they have no effect either.
 
     Args:
         accelerator: An ``accelerate.Accelerator``.
-        encryption: Encrypts the weights; accelerate's other files stay in clear, and what the optimizer keeps tells
-            about the weights.
+        encryption: Encrypts the weights. Accelerate's other files are not encrypted, and the state of the optimizer
+            reveals much about the weights.
         decryption: The key that belongs to it.
         hashes: Digests to store: ``"crc32"``, ``"sha256"``, both (default) or ``None``.
         verify_hash: Compares the weights with their digests when they are loaded.

@@ -48,31 +48,31 @@ def save_pretrained(
 ) -> None:
     """Write an object as its library's ``save_pretrained`` would, with the weights in ``.tensors`` files.
 
-    The configuration, the generation configuration and the tokenizer lie beside them, so that ``AutoConfig`` and
-    ``AutoTokenizer`` open the folder; :func:`from_pretrained` opens all of it. A local file takes its name when it is
-    complete, the weights first; shards and the single file of an earlier save under the same name are removed. In a
-    bucket the one that readers would try is; shards that no index names stay.
+    It writes the configuration, the generation configuration and the tokenizer beside them, so that ``AutoConfig`` and
+    ``AutoTokenizer`` open the folder; :func:`from_pretrained` opens all of it. A local file appears when it is
+    complete, the weights first. Shards and the single file of an earlier save under the same name are removed. In a
+    bucket, only the file that readers would try is removed; shards that no index names stay.
 
     Args:
         obj: A model of ``transformers`` or ``diffusers``, a ``PeftModel`` (only its adapters), a pipeline, or a
             ``SentenceTransformer``.
-        folder: A local folder, made where missing, or an ``s3://`` prefix.
+        folder: A local folder, created if missing, or an ``s3://`` prefix.
         tokenizer: Anything else with ``save_pretrained(folder)`` that belongs to it: a tokenizer or processor.
         metadata: Texts to store in the files of weights, beside the ones that say what wrote them.
         ties: Names that share one tensor are stored ``"once"``, the others recorded, or ``"twice"``.
         encryption: Encrypts the weights (:class:`tensorizer.EncryptionParams`); configurations stay in clear.
         max_shard_size: Bytes, or a text like ``"5GB"``: writes several files and an index. Default: one file.
         variant: A word in the names of the files of weights, as in ``model.fp16.tensors``.
-        names: ``"model"`` stores tensors under the names of ``state_dict()``, which load without a detour where the
-            library has the same ones. ``"library"`` stores those of transformers' own files, for other releases of it:
+        names: ``"model"`` stores tensors under the names of ``state_dict()``, which load directly if the library has
+            the same ones. ``"library"`` stores those of transformers' own files, for other releases of it:
             version 5 keeps experts fused, and names some models' parts differently than version 4. The library then
-            writes a temporary file first. ``metadata`` is not stored with it.
+            writes a temporary file first, and ``metadata`` is not stored.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
 
     Raises:
         TypeError: An object of another kind.
         ValueError: Tensors without data, on the meta device or offloaded; another word for `names`.
-        UnsupportedContentError: What is quantised by ``torchao``, whose layout is not in its tensors.
+        UnsupportedContentError: A model quantised by ``torchao``, because its layout is not in its tensors.
         OSError: The folder cannot be written.
     """
     from tensorizer.integrations._hf.saving import SaveOptions, save_object
@@ -111,12 +111,12 @@ def from_pretrained(
     stream_options: StreamOptions = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Load a model, pipeline or adapter from the weights that are there: ``.tensors``, ``.safetensors`` or ``.bin``.
+    """Load a model, pipeline or adapter from ``.tensors``, ``.safetensors`` or ``.bin`` weights.
 
-    What comes back is what the library's own ``from_pretrained`` gives: in evaluation mode, tied, with its generation
-    configuration. Tensors go straight to the device where names and shapes of the file are those of the model; where
-    the library has to rename, convert or quantise, it gets a state dict; where it reads files alone, a temporary one
-    (docs/huggingface.md says which is which).
+    The result is that of the library's own ``from_pretrained``: in evaluation mode, tied, with its generation
+    configuration. If names and shapes of the file are those of the model, tensors go straight to the device. If the
+    library has to rename, convert or quantise, it gets a state dict; if it reads only files, a temporary one
+    (docs/huggingface.md lists the cases).
 
     Args:
         cls: The class, an ``AutoModel...``, or ``None``: the one that the configuration names.
@@ -131,15 +131,15 @@ def from_pretrained(
         quantization_config: Quantises while loading, by the library.
         config: A configuration instead of the one of the folder.
         model_class: The class of a model whose code is not in the library; code of a repository is never run.
-        strict: Raises where tensors are missing or unexpected. ``False`` leaves that to the library, which initialises
-            what is missing: from a base model to one with a head and back.
-        verify: Compares the data with the stored digests; ``.safetensors`` files hold none and are refused.
+        strict: Raises if tensors are missing or unexpected. ``False`` leaves that to the library, which initialises
+            missing ones: from a base model to one with a head and back.
+        verify: Compares the data with the stored digests; ``.safetensors`` files have none and raise.
         encryption: The key of encrypted weights (:class:`tensorizer.DecryptionParams`).
         public_key: Who has to have signed the weights, as for :class:`tensorizer.TensorDeserializer`; configurations
             are not covered.
         require_authenticated: Whether the key or a signature has to vouch for the weights, likewise.
         cache: ``False`` reads a hub repository over HTTPS instead of through the cache.
-        local_files_only: Asks nothing of the hub; so does ``HF_HUB_OFFLINE``.
+        local_files_only: Sends no request to the hub; ``HF_HUB_OFFLINE`` does the same.
         token: For the hub, as ``huggingface_hub`` takes it; it is sent only to the hub's host.
         allow_pickle: Reads ``.bin`` files where there is nothing else, by ``torch.load(weights_only=True)``.
         allow_plaintext_temp: Lets encrypted weights be decrypted to a private temporary file, where the library reads

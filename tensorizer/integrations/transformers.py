@@ -33,8 +33,8 @@ class TensorsTrainerMixin:
     DeepSpeed, which keep models in pieces, nothing is changed.
 
     Attributes:
-        encryption: Encrypts the weights of checkpoints (:class:`tensorizer.EncryptionParams`); the trainer's other
-            files stay in clear, and what the optimizer keeps tells about the weights.
+        encryption: Encrypts the weights of checkpoints (:class:`tensorizer.EncryptionParams`). The trainer's other
+            files are not encrypted, and the state of the optimizer reveals much about the weights.
         decryption: The key that belongs to it, for resuming.
     """
 

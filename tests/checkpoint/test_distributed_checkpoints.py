@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import hashlib
 import io
 import json
@@ -230,41 +231,50 @@ def test_damage_is_named_and_never_becomes_a_tensor_where_it_is_verified(tmp_pat
     load({name: torch.zeros(1000) for name in state}, tmp_path / "one", verify_hash=True)
 
 
-def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is_right(tmp_path):
+NESTED = functools.reduce(lambda inner, _: [inner], range(600), [])
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value"),
+    [
+        (["boxes", "file"], 0, 1),
+        (["boxes", "file"], 0, -2),
+        (["boxes", "offset"], 1, -1),
+        (["boxes", "nbytes"], -1, None),
+        (["boxes", "crc32"], -1, None),
+        (["boxes"], "record", None),
+        (["boxes", "record"], 0, "x"),
+        (["bounds"], -1, None),
+        (["tensors", 0], 3, 2),
+        (["tensors", 0], 1, 7),
+        (["leaves", 0], 3, 5),
+        (["files", 0], 0, "../x.tensors"),
+        ([], "planner", NESTED),
+        ([], "world_size", 10**30),
+        ([], "world_size", 0),
+    ],
+    ids=lambda value: "-".join(map(str, value)) or "body" if isinstance(value, list) and value is not NESTED else None,
+)
+def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is_right(tmp_path, place, key, value):
     save({"a": torch.arange(10.0), "b": torch.arange(6.0).view(2, 3), "leaf": list(range(3000))}, tmp_path)
     marker = tmp_path / ".metadata"
     first, body = marker.read_bytes().split(b"\n", 1)
 
-    def complete_with(change):
-        changed = json.loads(body)
-        change(changed)
-        content = json.dumps(changed).encode()
+    def write(body):
+        content = json.dumps(body).encode()
         sizes = {"nbytes": len(content), "content_nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         marker.write_bytes(json.dumps({**json.loads(first), **sizes}).encode() + b"\n" + content)
-        return td.is_complete(tmp_path)
 
-    nested = []
-    for _ in range(600):
-        nested = [nested]
-    assert complete_with(lambda body: None)
-    for change in (
-        lambda body: body["boxes"]["file"].__setitem__(0, 1),
-        lambda body: body["boxes"]["file"].__setitem__(0, -2),
-        lambda body: body["boxes"]["offset"].__setitem__(1, -1),
-        lambda body: body["boxes"]["nbytes"].pop(),
-        lambda body: body["boxes"]["crc32"].pop(),
-        lambda body: body["boxes"].pop("record"),
-        lambda body: body["boxes"]["record"].__setitem__(0, "x"),
-        lambda body: body["bounds"].pop(),
-        lambda body: body["tensors"][0].__setitem__(3, 2),
-        lambda body: body["tensors"][0].__setitem__(1, 7),
-        lambda body: body["leaves"][0].__setitem__(3, 5),
-        lambda body: body["files"][0].__setitem__(0, "../x.tensors"),
-        lambda body: body.__setitem__("planner", nested),
-        lambda body: body.__setitem__("world_size", 10**30),
-        lambda body: body.__setitem__("world_size", 0),
-    ):
-        assert not complete_with(change)
+    changed = json.loads(body)
+    write(changed)
+    assert td.is_complete(tmp_path)
+    column = functools.reduce(lambda inner, step: inner[step], place, changed)
+    if value is None:
+        column.pop(key)
+    else:
+        column[key] = value
+    write(changed)
+    assert not td.is_complete(tmp_path)
 
 
 def test_boxes_cover_a_tensor_exactly_once_or_are_refused_by_name(tmp_path):

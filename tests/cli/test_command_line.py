@@ -195,54 +195,60 @@ def test_names_cannot_act_on_the_terminal(tmp_path):
     assert b"\\x1b[31mb\\u202ec" in output
 
 
-def test_every_exit_status_says_what_happened(tmp_path, model, tensors, key_file):
-    damaged = tmp_path / "damaged.tensors"
-    damaged.write_bytes(model.read_bytes())
-    flip(damaged, damaged.stat().st_size - 12)
-    garbage = tmp_path / "garbage"
-    garbage.write_bytes(b"no tensors in here" * 100)
+@pytest.fixture
+def places(tmp_path, model, tensors, key_file):
+    """Files of every kind, by the names that command lines in tables have for them."""
+    content = model.read_bytes()
+    found = {name: tmp_path / name for name in ("damaged", "garbage", "cut", "missing", "fresh", "wrong")}
+    found["damaged"].write_bytes(content)
+    flip(found["damaged"], len(content) - 12)
+    found["garbage"].write_bytes(b"no tensors in here" * 100)
+    found["cut"].write_bytes(content[:-1000])
+    found["wrong"].write_bytes(bytes(32))
+    found["wrong"].chmod(0o600)
     other = write(tmp_path / "other.tensors", {**tensors, "steps": torch.tensor(8)})
-    complex_file = write(tmp_path / "complex.tensors", {"c": torch.zeros(2, dtype=torch.complex128)})
+    wide = write(tmp_path / "complex.tensors", {"c": torch.zeros(2, dtype=torch.complex128)})
     secret = write(tmp_path / "secret.tensors", tensors, encryption=EncryptionParams(KEY))
-    cut = tmp_path / "cut"
-    cut.write_bytes(model.read_bytes()[:-1000])
-    missing, fresh = tmp_path / "missing", tmp_path / "fresh"
-    wrong = tmp_path / "wrong"
-    wrong.write_bytes(bytes(32))
-    wrong.chmod(0o600)
-    cases = [
-        (0, "verify", model),
-        (0, "diff", model, model),
-        (1, "verify", damaged),
-        (1, "diff", model, other),
+    return {**found, "model": model, "other": other, "complex": wide, "secret": secret, "key": key_file}
+
+
+@pytest.mark.parametrize(
+    ("status", "command"),
+    [
+        (0, "verify MODEL"),
+        (0, "diff MODEL MODEL"),
+        (1, "verify DAMAGED"),
+        (1, "diff MODEL OTHER"),
         (2, "inspect"),
         (2, "frobnicate"),
-        (2, "inspect", "--jso", model),
-        (2, "encrypt", model, fresh),
-        (3, "inspect", missing),
-        (3, "verify", missing),
-        (3, "diff", model, missing),
-        (3, "cp", missing, fresh),
-        (4, "inspect", garbage),
-        (4, "verify", cut),
-        (4, "diff", model, garbage),
-        (5, "verify", secret),
-        (5, "verify", secret, "--key-file", wrong),
-        (5, "verify", model, "--key-file", key_file),
-        (5, "decrypt", secret, fresh),
-        (5, "rekey", secret, fresh, "--new-key-file", key_file),
-        (6, "cp", model, other),
-        (6, "convert", complex_file, tmp_path / "c.safetensors"),
-        (6, "encrypt", model, fresh, "--generate-key", key_file),
-    ]
-    for expected, *arguments in cases:
-        result = run(*arguments, stdin=b"")
-        assert result.returncode == expected, (arguments, result.stdout, result.stderr)
-        if expected > 1:
-            assert b"Traceback" not in result.stderr, arguments
-            assert result.stdout == b"", arguments
-        assert not fresh.exists(), arguments
-    assert key_file.read_bytes() == KEY
+        (2, "inspect --jso MODEL"),
+        (2, "encrypt MODEL FRESH"),
+        (3, "inspect MISSING"),
+        (3, "verify MISSING"),
+        (3, "diff MODEL MISSING"),
+        (3, "cp MISSING FRESH"),
+        (4, "inspect GARBAGE"),
+        (4, "verify CUT"),
+        (4, "diff MODEL GARBAGE"),
+        (5, "verify SECRET"),
+        (5, "verify SECRET --key-file WRONG"),
+        (5, "verify MODEL --key-file KEY"),
+        (5, "decrypt SECRET FRESH"),
+        (5, "rekey SECRET FRESH --new-key-file KEY"),
+        (6, "cp MODEL OTHER"),
+        (6, "convert COMPLEX c.safetensors"),
+        (6, "encrypt MODEL FRESH --generate-key KEY"),
+    ],
+)
+def test_exit_status(places, tmp_path, monkeypatch, status, command):
+    monkeypatch.chdir(tmp_path)
+    result = run(*(places[word.lower()] if word.isupper() else word for word in command.split()))
+    assert result.returncode == status, result
+    if status > 1:
+        assert b"Traceback" not in result.stderr
+        assert result.stdout == b""
+    assert not places["fresh"].exists()
+    assert places["key"].read_bytes() == KEY
 
 
 def test_encrypt_rekey_and_decrypt_give_the_same_tensors(tmp_path, model, tensors, key_file):
@@ -755,23 +761,30 @@ def test_a_new_key_stays_only_where_something_was_encrypted_with_it(tmp_path, mo
     assert run("verify", target, "--key-file", key).returncode == 0
 
 
-def test_standard_streams_are_for_cp_alone(model, tmp_path, key_file, monkeypatch):
+@pytest.mark.parametrize(
+    "command",
+    [
+        "convert MODEL -",
+        "convert - m.tensors",
+        "encrypt MODEL - --key-file KEY",
+        "decrypt - m.tensors --key-file KEY",
+        "rekey MODEL - --key-file KEY",
+        "inspect -",
+        "verify -",
+        "diff MODEL -",
+        "bench -",
+    ],
+)
+def test_standard_streams_are_refused_by_other_commands_than_cp(places, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
-    for command in (
-        ("convert", model, "-"),
-        ("convert", "-", "m.tensors"),
-        ("encrypt", model, "-", "--key-file", key_file),
-        ("decrypt", "-", "m.tensors", "--key-file", key_file),
-        ("rekey", model, "-", "--key-file", key_file),
-        ("inspect", "-"),
-        ("verify", "-"),
-        ("diff", model, "-"),
-        ("bench", "-"),
-    ):
-        result = run(*command)
-        assert result.returncode == 2, (command, result)
-        assert b"./-" in result.stderr
+    result = run(*(places[word.lower()] if word.isupper() else word for word in command.split()))
+    assert result.returncode == 2, result
+    assert b"./-" in result.stderr
     assert not (tmp_path / "-").exists()
+
+
+def test_a_file_may_be_called_dash(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert run("convert", model, "./-").returncode == 0
     assert run("inspect", "./-").returncode == 0
 

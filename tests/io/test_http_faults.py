@@ -114,50 +114,53 @@ def test_a_broken_body_is_resumed_at_its_byte():
         ]
 
 
-def test_reads_from_the_socket_and_through_libcurl_come_to_the_same_end():
-    def raw(head: str, body: bytes = b"") -> Reply:
-        return Reply(raw=head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+def raw(head: str, body: bytes = b"") -> Reply:
+    return Reply(raw=head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
 
-    body = CONTENT[10_000:20_000]
-    partial = f"HTTP/1.1 206 Partial Content\nContent-Range: bytes 10000-19999/{len(CONTENT)}\n"
-    length = "Content-Length: 10000"
-    replies = {
-        "chunks": Reply(chunked=True),
-        "no length": Reply(no_length=True),
-        "HTTP/1.0": Reply(http10=True),
-        "the whole object": Reply(ignore_range=True),
-        "another range": Reply(headers={"Content-Range": f"bytes 0-9999/{len(CONTENT)}"}),
-        "another object": Reply(headers={"ETag": '"another"'}),
-        "bytes behind the body": Reply(surplus=b"surplus"),
-        "the end of the connection behind the body": Reply(close=True),
-        "404": Reply(status=404),
-        "412": Reply(status=412),
-        "416": Reply(status=416),
-        "a redirect to nowhere": Reply(status=302),
-        "an interim response first": raw("HTTP/1.1 103 Early Hints\nLink: x\n\n" + partial + length, body),
-        "one length twice": raw(partial + length + "\n" + length, body),
-        "two lengths": raw(partial + length + "\nContent-Length: 9999", body),
-        "a length that is none": raw(partial + "Content-Length: ten", body),
-        "a length and chunks": raw(
-            partial + length + "\nTransfer-Encoding: chunked", b"2710\r\n" + body + b"\r\n0\r\n\r\n"
-        ),
-        "a folded line": raw(partial + length + "\nX-Note: a\n  b", body),
-        "a line that is no field": raw(partial + length + "\nnonsense", body),
-        "no HTTP": raw("SSH-2.0-OpenSSH_9.6"),
-    }
-    for name, reply in replies.items():
-        ends = []
-        for direct_nbytes in BOTH_WAYS:
-            with nothing_left(), FaultyServer(CONTENT, [GOOD, reply, reply]) as server, within(20):
-                source = open_source(server, direct_nbytes=direct_nbytes, retries=0)
-                try:
-                    got = source.read(10_000, 10_000)
-                    assert got == body, name
-                    ends.append("read")
-                except OSError as error:
-                    ends.append(f"{type(error).__name__}: {error}".replace(server.url, "URL"))
-                del source
-        assert ends[0] == ends[1], name
+
+BODY = CONTENT[10_000:20_000]
+PARTIAL = f"HTTP/1.1 206 Partial Content\nContent-Range: bytes 10000-19999/{len(CONTENT)}\n"
+LENGTH = "Content-Length: 10000"
+ENDS = {
+    "chunks": Reply(chunked=True),
+    "no length": Reply(no_length=True),
+    "HTTP/1.0": Reply(http10=True),
+    "the whole object": Reply(ignore_range=True),
+    "another range": Reply(headers={"Content-Range": f"bytes 0-9999/{len(CONTENT)}"}),
+    "another object": Reply(headers={"ETag": '"another"'}),
+    "bytes behind the body": Reply(surplus=b"surplus"),
+    "the end of the connection behind the body": Reply(close=True),
+    "404": Reply(status=404),
+    "412": Reply(status=412),
+    "416": Reply(status=416),
+    "a redirect to nowhere": Reply(status=302),
+    "an interim response first": raw("HTTP/1.1 103 Early Hints\nLink: x\n\n" + PARTIAL + LENGTH, BODY),
+    "one length twice": raw(PARTIAL + LENGTH + "\n" + LENGTH, BODY),
+    "two lengths": raw(PARTIAL + LENGTH + "\nContent-Length: 9999", BODY),
+    "a length that is none": raw(PARTIAL + "Content-Length: ten", BODY),
+    "a length and chunks": raw(
+        PARTIAL + LENGTH + "\nTransfer-Encoding: chunked", b"2710\r\n" + BODY + b"\r\n0\r\n\r\n"
+    ),
+    "a folded line": raw(PARTIAL + LENGTH + "\nX-Note: a\n  b", BODY),
+    "a line that is no field": raw(PARTIAL + LENGTH + "\nnonsense", BODY),
+    "no HTTP": raw("SSH-2.0-OpenSSH_9.6"),
+}
+
+
+@pytest.mark.parametrize("reply", ENDS.values(), ids=list(ENDS))
+def test_reads_from_the_socket_and_through_libcurl_come_to_the_same_end(reply):
+    ends = []
+    for direct_nbytes in BOTH_WAYS:
+        with nothing_left(), FaultyServer(CONTENT, [GOOD, reply, reply]) as server, within(20):
+            source = open_source(server, direct_nbytes=direct_nbytes, retries=0)
+            try:
+                got = source.read(10_000, 10_000)
+                assert got == BODY
+                ends.append("read")
+            except OSError as error:
+                ends.append(f"{type(error).__name__}: {error}".replace(server.url, "URL"))
+            del source
+    assert ends[0] == ends[1]
 
 
 def test_a_broken_head_is_resumed_at_its_byte():

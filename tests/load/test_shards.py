@@ -127,29 +127,32 @@ def refused(folder, error, words):
     assert words in str(caught.value)
 
 
-def test_every_lie_of_a_map_is_refused_before_the_first_payload(folder, leaves_no_descriptors):
-    first, second, third = CONTENT
-    for weight_map, words in (
-        ({**MAP, "a.weight": second}, f"wanted in '{second}', found in '{first}'"),
-        ({**MAP, "z": second}, "'z': wanted in"),
-        ({**MAP, "z": "../x.safetensors"}, "'../x.safetensors'"),
-        ({**MAP, "z": "/etc/x.safetensors"}, "'/etc/x.safetensors'"),
-        ({**MAP, "z": "C:x.safetensors"}, "'C:x.safetensors'"),
-        ({**MAP, "z": "..\\x.safetensors"}, "x.safetensors'"),
-        ({**MAP, "z": "//host/x.safetensors"}, "x.safetensors'"),
-        ({**MAP, "z": "http://host/x.safetensors"}, "x.safetensors'"),
-        ({**MAP, "z": "a/../x.safetensors"}, "x.safetensors'"),
-        ({**MAP, "z": "x.bin"}, "wanted .safetensors files"),
-        ({}, "no tensor"),
-        ([], "weight_map"),
-        ({"a.weight": 1}, "weight_map"),
-    ):
-        write_index(folder, weight_map)
-        refused(folder, FormatError, words)
-    write_index(folder, {**MAP, "z": "missing.safetensors"})
-    refused(folder, FileNotFoundError, "missing.safetensors")
-    write_index(folder)
-    st.save_file({**CONTENT[third], "a.weight": torch.ones(1)}, folder / third)
+FIRST, SECOND, THIRD = CONTENT
+OUTSIDE = [f"{place}x.safetensors" for place in ("../", "/etc/", "C:", "..\\", "//host/", "http://host/", "a/../")]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "error", "words"),
+    [
+        pytest.param({**MAP, "a.weight": SECOND}, FormatError, f"'{SECOND}', found in '{FIRST}'", id="another shard"),
+        pytest.param({**MAP, "z": SECOND}, FormatError, "'z': wanted in", id="no tensor of that name"),
+        *(pytest.param({**MAP, "z": place}, FormatError, repr(place), id=place) for place in OUTSIDE),
+        pytest.param({**MAP, "z": "x.bin"}, FormatError, "wanted .safetensors files", id="x.bin"),
+        pytest.param({}, FormatError, "no tensor", id="empty"),
+        pytest.param([], FormatError, "weight_map", id="a list"),
+        pytest.param({"a.weight": 1}, FormatError, "weight_map", id="a number"),
+        pytest.param({**MAP, "z": "missing.safetensors"}, FileNotFoundError, "missing.safetensors", id="no shard"),
+    ],
+)
+def test_every_lie_of_a_map_is_refused_before_the_first_payload(
+    folder, leaves_no_descriptors, weight_map, error, words
+):
+    write_index(folder, weight_map)
+    refused(folder, error, words)
+
+
+def test_a_tensor_in_two_shards_is_refused_before_the_first_payload(folder, leaves_no_descriptors):
+    st.save_file({**CONTENT[THIRD], "a.weight": torch.ones(1)}, folder / THIRD)
     refused(folder, FormatError, "in two shards")
 
 
