@@ -32,6 +32,7 @@ from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.joined import JoinedIndex, join
 from tensorizer._load.reader import (
     AS_STORED,
+    Converters,
     FileReader,
     LoadedBatch,
     Progress,
@@ -461,7 +462,8 @@ class OpenFile(AbstractContextManager["OpenFile"]):
     def _read_together(
         self, parts: Sequence[_Part], verify: bool, progress: Progress, plain: bool
     ) -> Iterator[LoadedBatch]:
-        pending = [part.reader.begin(part.entries, verify, plain=plain) for part in parts]
+        converters: Converters = {}
+        pending = [part.reader.begin(part.entries, verify, converters, plain=plain) for part in parts]
         if all(batches is not None for batches in pending):
             flat = [(part, batch) for part, batches in zip(parts, pending) for batch in batches or ()]
             at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
@@ -469,6 +471,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             for part, batch in flat:
                 yield self._noted(part.of_all(batch.finish()))
             return
+        del pending, converters
         done = 0
         for part in parts:
             before = done
