@@ -7,6 +7,7 @@
 #include "core/checked_math.h"
 #include "core/pages.h"
 #include "crypto/secret_key.h"
+#include "device/host_arena.h"
 
 namespace tensorizer::load {
 namespace {
@@ -104,6 +105,10 @@ class Worker final : public LoadWorker {
     uint64_t place;
     size_t chunks;
   };
+  struct ReadBuffer {
+    std::span<std::byte> bytes;
+    std::shared_ptr<void> owner;
+  };
   struct Origin {
     uint32_t target;
     uint64_t chunk;
@@ -143,9 +148,19 @@ class Worker final : public LoadWorker {
   // The copies from it are made when send() returns: it goes on once its steps are hashed.
   void take_read_buffer() {
     if (hashing_.buffers() == read_buffers_.size()) hashing_.release_oldest(stop_);
-    crypto::SecretBuffer& next = read_buffers_[next_read_buffer_++ % read_buffers_.size()];
-    if (next.size() == 0) next = crypto::SecretBuffer(job_.options.engine->buffer_nbytes());
-    begin_buffer(next.bytes());
+    ReadBuffer& next = read_buffers_[next_read_buffer_++ % read_buffers_.size()];
+    if (next.bytes.empty()) next = make_read_buffer(job_.options.engine->buffer_nbytes());
+    begin_buffer(next.bytes);
+  }
+
+  // Of a plain file in pages that are there already, where earlier loads have left some.
+  ReadBuffer make_read_buffer(uint64_t nbytes) const {
+    if (job_.cipher) {
+      auto secret = std::make_shared<crypto::SecretBuffer>(nbytes);
+      return {secret->bytes(), secret};
+    }
+    auto arena = device::HostArena::recycle(nbytes);
+    return {arena->bytes(), arena};
   }
 
   // Where the bytes of each piece come together: at their destination on the host; in the lane's
@@ -545,7 +560,7 @@ class Worker final : public LoadWorker {
   size_t chunks_ = 0;  // of the piece at hand that the device opens
   size_t sealed_ = 0;  // of outgoing_
   std::vector<device::CopyPiece> copies_;
-  std::vector<crypto::SecretBuffer> read_buffers_;  // where the source waits
+  std::vector<ReadBuffer> read_buffers_;  // where the source waits
   size_t next_read_buffer_ = 0;
   digest::StepsInBuffers hashing_{job_.digester.get()};  // behind the buffers
 };
