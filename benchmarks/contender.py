@@ -111,6 +111,14 @@ class Contender:
         """All tensors, in memory of their own."""
         raise NotImplementedError
 
+    def load_direct(self, path: Path) -> State:
+        """As :meth:`load`, with ``O_DIRECT``."""
+        raise NotImplementedError
+
+    def load_buffered(self, path: Path) -> State:
+        """As :meth:`load`, through the page cache."""
+        raise NotImplementedError
+
     def load_mapped(self, path: Path) -> State:
         """All tensors, as views of the file."""
         raise NotImplementedError

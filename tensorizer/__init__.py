@@ -99,48 +99,7 @@ __all__ = [
     "SigningKey",
 ]
 
-# Names that are resolved on demand, and where they are defined. Type checkers read the imports above instead.
-_DEFINED_IN = {
-    "DecryptionParams": "encryption",
-    "EncryptionParams": "encryption",
-    "FilterFuncType": "_format.entries",
-    "LoadReport": "_load.report",
-    "TensorDeserializer": "deserializer",
-    "TensorSerializer": "serializer",
-    "TensorType": "_format.entries",
-    "ConversionReport": "_files.convert",
-    "DiffReport": "_files.diff",
-    "FileInfo": "_files.inspect",
-    "TensorInfo": "_files.inspect",
-    "VerifyReport": "_files.verify",
-    "convert": "_files.convert",
-    "diff": "_files.diff",
-    "inspect": "_files.inspect",
-    "sign": "_files.sign",
-    "verify": "_files.verify",
-    "PublicKey": "signing",
-    "SigningKey": "signing",
-    "load": "torch",  # this one and the next five: functions of safetensors.torch
-    "load_file": "torch",
-    "safe_open": "torch",
-    "save": "torch",
-    "save_file": "torch",
-    "save_model": "torch",
-    "load_model": "legacy",  # this one and the next: names of releases before 1.0
-    "serialize_model": "legacy",
-}
-
-# Submodules that are attributes without being imported first.
-_SUBMODULES = frozenset(
-    {
-        "cache", "cli", "cuda", "deserializer", "distributed", "encryption", "errors", "integrations", "legacy",
-        "module_tree", "progress", "protobuf", "s3", "serialization", "serializer", "signing", "stream_io",
-        "tensors_pb2", "torch", "torch_compat", "utils",
-    }
-)  # fmt: skip
-
-
-__getattr__, __dir__ = names_on_demand(__name__, _DEFINED_IN, _SUBMODULES)
+__getattr__, __dir__ = names_on_demand(__name__)
 
 
 def _require_build() -> None:

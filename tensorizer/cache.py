@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
 from tensorizer._io.cache import Cache, CachedFile, CacheOptions, parse_about
+from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
+from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import parse_size
 from tensorizer.errors import FormatError, StreamError
 
@@ -37,7 +40,7 @@ class Entry:
     """Bytes of it that are here."""
     disk: int
     """Bytes that they take on the disk."""
-    used: float
+    last_used: float
     """When it was last used, in seconds since 1970."""
     in_use: bool
     newest: bool
@@ -55,6 +58,10 @@ class Entry:
         if self.in_use:
             return "in use"
         return "old" if not self.newest else "complete" if self.complete else "partial"
+
+    @property
+    def _key(self) -> tuple[str, str]:
+        return self.path.parent.name, self.path.name
 
 
 class Pruned(NamedTuple):
@@ -87,8 +94,7 @@ def entries(cache: Folder = None) -> list[Entry]:
         ValueError: There is no cache: pass a folder, or set ``TENSORIZER_CACHE``.
         OSError: The folder cannot be used.
     """
-    folder, path = _open(cache)
-    return [] if folder is None else _entries(folder, path)
+    return _entries(_open(cache)[0])
 
 
 def prune(
@@ -117,32 +123,36 @@ def prune(
         ValueError: There is no cache, or a size is malformed.
         OSError: The folder cannot be used.
     """
-    folder, path = _open(cache)
-    if folder is None:
-        return Pruned([], [])
     limit = None if max_size is None else parse_size("max_size", max_size)
+    if older_than is not None and not older_than >= 0:
+        raise ValueError(f"older_than: wanted a number of days >= 0, found {older_than}")
+    folder, chosen = _open(cache)
+    pruned = Pruned([], [])
+    if folder is None:
+        return pruned
     by_default = max_size is None and older_than is None and location is None and not all
     least_free = 0
     if by_default:
-        chosen = _chosen(cache)
-        least_free, limit = chosen.limits(folder)["min_free_nbytes"], chosen.max_nbytes
+        limit, least_free = chosen.limits(folder).values()
         if not dry_run:
             folder.sweep()
-    found = _entries(folder, path)
+    found = _entries(folder)
     used = sum(entry.disk for entry in found)
     free = folder.disk_nbytes()[1]
-    now = time.time()
-    pruned = Pruned([], [])
+    oldest = -math.inf if older_than is None else time.time() - older_than * _DAY
+    by_location = location is not None and older_than is None and max_size is None
     for entry in found:
-        matches = location is None or fnmatch.fnmatchcase(entry.location, location)
-        wanted = all or (by_default and not entry.newest) or free < least_free
-        wanted = wanted or (older_than is not None and now - entry.used > older_than * _DAY)
-        wanted = wanted or (limit is not None and used > limit)
-        only_location = location is not None and older_than is None and max_size is None
-        if not matches or not (wanted or only_location):
+        wanted = (
+            all
+            or by_location
+            or (by_default and not entry.newest)
+            or free < least_free
+            or entry.last_used < oldest
+            or (limit is not None and used > limit)
+        )
+        if not wanted or not fnmatch.fnmatchcase(entry.location, location or "*"):
             continue
-        name = entry.path.parent.name, entry.path.name
-        if entry.in_use or not (dry_run or folder.remove(*name)):
+        if entry.in_use or not (dry_run or folder.remove(*entry._key)):
             pruned.skipped.append(entry)
             continue
         used -= entry.disk
@@ -165,15 +175,14 @@ def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Veri
         ValueError: There is no cache: pass a folder, or set ``TENSORIZER_CACHE``.
         OSError: The folder cannot be used.
     """
-    folder, path = _open(cache)
+    folder, _ = _open(cache)
     result = []
-    for entry in [] if folder is None else _entries(folder, path):
-        if location is not None and not fnmatch.fnmatchcase(entry.location, location):
+    for entry in _entries(folder):
+        if folder is None or not fnmatch.fnmatchcase(entry.location, location or "*"):
             continue
-        assert folder is not None
         problem, checked = _problem_of(folder, entry)
         if problem is not None:
-            folder.remove(entry.path.parent.name, entry.path.name, force=True)
+            folder.remove(*entry._key, force=True)
         result.append(Verified(entry, problem, checked))
     return result
 
@@ -187,64 +196,65 @@ def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, 
         stream_options: Further keywords for it.
 
     Raises:
-        ValueError: There is no cache, or a URI is that of a local file.
+        ValueError: There is no cache, it is set to be offline, or a URI is that of a local file.
         OSError: An object cannot be read, must not be cached, or finds no room.
     """
     from tensorizer import stream_io
 
     chosen = _chosen(cache)
+    if chosen.offline:
+        raise ValueError("nothing can be added to a cache with offline set")
+    chosen.must_keep = True
     added = []
     for uri in uris:
-        stream: Any = stream_io.open_stream(uri, "rb", **{**(stream_options or {}), "cache": cache})
+        if (scheme_of(uri) or LOCAL_SCHEMES[0]) in LOCAL_SCHEMES:
+            raise ValueError(f"{shown_uri(uri)} is a local file, which needs no cache")
+        stream: Any = stream_io.open_stream(uri, "rb", **{**(stream_options or {}), "cache": chosen})
         with stream:
-            offer = getattr(stream, "_tensorizer_source", None)
-            source = None if offer is None else offer()
+            source = stream._tensorizer_source()
             if not isinstance(source, _C.CacheSource):
-                raise StreamError(f"{getattr(stream, 'name', uri)} is not cached: the log of tensorizer.cache says why")
+                raise StreamError(f"{shown_uri(uri)} is not cached: the log of tensorizer.cache says why")
             source.fill()
-            key = source.key
-        folder = _C.CacheFolder(chosen.path, False)
-        added += [e for e in _entries(folder, chosen.path) if (e.path.parent.name, e.path.name) == key]
+        added += [entry for entry in _entries(_open(chosen)[0]) if entry._key == source.key]
     return added
 
 
 # -- how ---------------------------------------------------------------------------------------------------------------
 
 
-def _chosen(cache: Folder) -> Cache:
+def _chosen(cache: Union[Folder, Cache]) -> Cache:
     chosen = Cache.chosen(cache)
     if chosen is None:
-        raise ValueError("no cache is named: pass a folder, or set TENSORIZER_CACHE")
+        raise ValueError("no cache: pass a folder or set TENSORIZER_CACHE")
     return chosen
 
 
-def _open(cache: Folder) -> tuple[Optional[_C.CacheFolder], str]:
+def _open(cache: Union[Folder, Cache]) -> tuple[Optional[_C.CacheFolder], Cache]:
     """The folder; ``None`` where nothing was ever cached."""
     chosen = _chosen(cache)
     try:
-        return _C.CacheFolder(chosen.path, False), chosen.path
+        return _C.CacheFolder(os.fsencode(chosen.path), False), chosen
     except FileNotFoundError:
-        return None, chosen.path
+        return None, chosen
 
 
-def _entries(folder: _C.CacheFolder, path: str) -> list[Entry]:
-    found = []
-    abouts: dict[str, dict[str, Any]] = {}
-    for version in folder.scan():
-        if version.location not in abouts:
-            abouts[version.location] = dict(folder.versions(version.location))
-        about = parse_about(abouts[version.location].get(version.version, b"")) or {}
+def _entries(folder: Optional[_C.CacheFolder]) -> list[Entry]:
+    found: list[Entry] = []
+    if folder is None:
+        return found
+    for one in folder.scan():
+        about = parse_about(dict(folder.versions(one.location)).get(one.version, b"")) or {}
         found.append(
             Entry(
-                location=str(about.get("location", "?")),
-                version=str(about.get("version", "?")),
-                size=version.nbytes,
-                cached=folder.present_nbytes(version.location, version.version, version.nbytes),
-                disk=version.disk_nbytes,
-                used=version.used / 1e9,
-                in_use=folder.is_used(version.location, version.version),
-                newest=version.newest,
-                path=Path(folder.path_of(version.location, version.version)),
+                location=about.get("location", "?"),
+                version=about.get("version", "?"),
+                size=one.nbytes,
+                cached=folder.present_nbytes(one.location, one.version, one.nbytes),
+                disk=one.disk_nbytes,
+                last_used=one.used / 1e9,
+                in_use=folder.is_used(one),
+                newest=one.newest,
+                path=Path(os.fsdecode(folder.path_of(one))),
             )
         )
     return found
@@ -258,7 +268,7 @@ def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], in
 
     try:
         source = _C.CacheSource.open(
-            folder, None, location=entry.path.parent.name, version=entry.path.name, nbytes=entry.size, about="",
+            folder, None, location=entry._key[0], version=entry._key[1], nbytes=entry.size, about="",
             max_nbytes=None, min_free_nbytes=0, name=entry.location,
         )  # fmt: skip
         if source is None:

@@ -7,27 +7,29 @@ import functools
 import os
 import types
 from collections.abc import Iterable, Iterator, KeysView, Mapping
-from typing import Any, NoReturn, Optional, Union
+from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import torch
 
 from tensorizer._format.entries import FileFeatureFlags, FilterFuncType, TensorEntry
+from tensorizer._format.extra_state import check_module
 from tensorizer._format.names import Key, Name, path_of
 from tensorizer._format.tree import branch, leaves, read_only
 from tensorizer._io.access import Access, Trust
-from tensorizer._io.file_types import SourceArgument
-from tensorizer._io.sources import SameFile
+from tensorizer._io.sources import SameFile, SourceArgument
 from tensorizer._load.arguments import DeviceArgument, target_device
-from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
-from tensorizer._load.fit import ModuleView
-from tensorizer._load.modules import Filling, ModuleFill, check_module, module_names, verify_module
 from tensorizer._load.open_file import OpenFile, open_file
-from tensorizer._load.parts import PartReader, TensorSlice
 from tensorizer._load.reader import ReadOptions
-from tensorizer._load.report import LoadedCount, LoadReport
 from tensorizer.encryption import DecryptionParams
 from tensorizer.progress import ProgressArgument
 from tensorizer.signing import PublicKeyArgument
+
+# Modules for what only some callers do are imported when it is done.
+if TYPE_CHECKING:
+    from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
+    from tensorizer._load.modules import LoadedCount
+    from tensorizer._load.parts import PartReader, TensorSlice
+    from tensorizer._load.report import LoadReport
 
 __all__ = ["TensorDeserializer"]
 
@@ -41,44 +43,43 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
     Args:
         file_obj: What to read: a local path (``str``, ``bytes``, ``PathLike``), a descriptor, an ``http(s)://``,
-            ``s3://`` or ``redis://`` URI, or an open binary file object, read from its current position on. Objects are
-            closed by this one, descriptors are not. A folder, a ``*.index.json``, or an ``http(s)://`` or ``s3://``
-            prefix stands for all shards of its model (docs/safetensors.md).
-        device: Target device; ``None`` is CUDA where available, else the CPU (surrounding CPU contexts do not count). A
-            mapping from (prefixes of) names to devices, like a ``device_map``, or a callable that is given each name,
-            spreads one file over several devices.
-        filter_func: Loads only the tensors whose name it accepts; the others do not exist for this object. It gets a
-            ``str`` for names on a flat top level, else the full path as a tuple.
+            ``s3://`` or ``redis://`` URI, or an open binary file object, read from its current position on.
+            :meth:`close` closes file objects but not descriptors. A folder, a ``*.index.json``, or an ``http(s)://``
+            or ``s3://`` prefix loads all shards of its model (docs/safetensors.md).
+        device: Target device; ``None`` is CUDA if available, otherwise the CPU (a surrounding CPU context is ignored).
+            To spread one file over several devices, pass a mapping from (prefixes of) names to devices, like a
+            ``device_map``, or a callable that gets each name.
+        filter_func: Loads only the tensors whose name it accepts; this object ignores the others. It gets a
+            ``str`` for names on a flat top level, otherwise the full path as a tuple.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype. Integers, bool,
             complex, float8 and packed types stay as stored: converting them destroys quantized weights.
         lazy_load: Reads tensors when they are first asked for, instead of all of them now.
         plaid_mode: Accepted, without effect.
         plaid_mode_buffers: Accepted, without effect.
         num_readers: Upper bound for reading threads; ``None`` uses as many as are useful.
-        verify_hash: Compares the stored hashes with the data; ``None`` means ``False``, and ``True`` for files in clear
-            whose signature is checked. A tensor with data and without a stored hash is an error then.
+        verify_hash: Compares the stored hashes with the data; a tensor with data and without a stored hash raises.
+            ``None`` means ``False``, but ``True`` for plain files whose signature is checked.
         encryption: The key of an encrypted file.
         mmap: Makes tensors copy-on-write views of a local file instead of reading it. They keep the mapping alive.
-            Tensors of older files that are not aligned are copied. ``None`` maps where all tensors go to the CPU as
-            they are stored, and the file is not encrypted and not on a network file system; it reads elsewhere.
+            Tensors of older files that are not aligned are copied. ``None`` maps if all tensors go to the CPU as
+            they are stored and the file is neither encrypted nor on a network file system; otherwise it reads.
         progress: ``True`` shows a bar; a callable is told about bytes done (docs/quickstart.md).
-        stream_options: Keywords for :func:`tensorizer.stream_io.open_stream` where it opens a URI.
-        allow_missing_hashes: With ``verify_hash``, takes tensors that have no stored hash, unverified.
+        stream_options: Keywords for :func:`tensorizer.stream_io.open_stream` if it opens a URI.
+        allow_missing_hashes: With ``verify_hash``, loads tensors without a stored hash unverified.
         public_key: Loads only what one of these keys has signed: a :class:`PublicKey`, a path, or a sequence of either.
-            A part of a tensor of a file in clear is read and hashed with the whole tensor then (docs/signing.md).
-        signature: Where the signature is: a path, a URI or its bytes; ``None``: in the file, else beside it, in the
-            file of that name with ``.sig`` behind it.
-        require_authenticated: Refuses files that neither their key nor a signature vouches for; ``None`` is what
-            ``TENSORIZER_REQUIRE_AUTHENTICATED`` says (``1`` or ``0``), else ``False``.
-        direct_io: How a local file is read: ``"always"`` past the page cache, straight from the disk, where the file
-            system lets it; ``"never"``; or ``"auto"``, past it where the file is not in the cache and so large that it
-            would drive out what is (docs/performance-tuning.md). ``None`` is what ``TENSORIZER_DIRECT_IO`` says, else
-            ``"auto"``. Mappings are of the page cache: ``mmap=None`` makes none where it is ``"always"``.
+            To load a part of a tensor of a plain file, it reads and hashes the whole tensor (docs/signing.md).
+        signature: The signature: a path, a URI or its bytes. ``None`` looks in the file, then in the file of the same
+            name with ``.sig`` appended.
+        require_authenticated: Rejects files that neither their key nor a signature vouches for. ``None`` takes the
+            value of ``TENSORIZER_REQUIRE_AUTHENTICATED`` (``1`` or ``0``), otherwise ``False``.
+        direct_io: How a local file is read (docs/performance-tuning.md). ``"always"`` bypasses the page cache if the
+            file system allows it; ``"never"`` does not. ``"auto"`` bypasses it if the file is large and not cached.
+            ``None`` takes the value of ``TENSORIZER_DIRECT_IO``, otherwise ``"auto"``. With ``"always"``, ``mmap=None``
+            does not map.
 
     Attributes:
         total_tensor_bytes: Bytes of the (selected) tensors once they are loaded.
-        total_file_bytes: Bytes of tensor data in the whole file, as its header says; not the size of the file. The
-            name is that of earlier releases.
+        total_file_bytes: Bytes of tensor data in the whole file, as its header says; not the size of the file.
         read_bytes: Always 0, as in earlier releases; :attr:`total_bytes_read` counts.
         total_compressed_tensor_bytes: Always 0, as in earlier releases: nothing is compressed.
 
@@ -87,12 +88,12 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             a text file; ``num_readers`` below 1; ``mmap`` with a source that cannot be mapped.
         TypeError: An argument of the wrong type.
         OSError: The source cannot be opened or read (:class:`StreamError`).
-        CryptographyError: The file is encrypted and there is no key, or the other way round.
-        AuthenticationError: The key is wrong, the file is not what its key or a signature vouches for, or nothing
-            vouches for it and something has to.
+        CryptographyError: The file is encrypted and you passed no key, or the other way round.
+        AuthenticationError: The key is wrong, the file differs from what its key or signature vouches for, or
+            `require_authenticated` is set and nothing vouches for it.
         HashMismatchError: Data disagree with their stored hash.
-        MissingHashError: Verification was asked for, and a tensor with data has no stored hash.
-        RuntimeError: CUDA was asked for and is not available.
+        MissingHashError: With `verify_hash`, a tensor with data has no stored hash.
+        RuntimeError: `device` is a CUDA device, and CUDA is not available.
 
     Source: docs/format.md for the bytes, docs/errors.md for the errors.
     """
@@ -145,7 +146,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closes the file and forgets keys. Loaded tensors and counters stay available; may be called repeatedly."""
+        """Closes the file and forgets keys. Loaded tensors and counters stay available. A second call does nothing."""
         file: Optional[OpenFile] = getattr(self, "_open_file", None)  # none where opening it failed
         if file is not None:
             file.close()
@@ -192,17 +193,17 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
     @property
     def total_bytes_read(self) -> int:
-        """Bytes that came from the source so far."""
+        """Bytes read from the source so far."""
         return self._open_file.total_bytes_read
 
     @property
     def cached_bytes_read(self) -> int:
-        """Those of them that came from the cache of the node (docs/node-cache.md); 0 without one."""
+        """Bytes of :attr:`total_bytes_read` from the cache of the node (docs/node-cache.md); 0 without one."""
         return self._open_file.cached_bytes_read
 
     @property
     def format(self) -> str:
-        """What the source holds: ``"tensors"`` or ``"safetensors"``, told by its content."""
+        """The format of the source, found from its content: ``"tensors"`` or ``"safetensors"``."""
         return str(self._open_file.index.format)
 
     @property
@@ -211,29 +212,29 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
         Raises:
             CryptographyError: It is encrypted with another key, or was altered.
-            RuntimeError: It is encrypted, and the file was closed before it was asked for.
+            RuntimeError: It is encrypted, and the file was closed before you first asked for it.
         """
         return self._open_file.metadata() or {}
 
     @property
     def ties(self) -> dict[Name, Name]:
-        """Names that stand for another tensor of the file, and which one; both give the same parameter."""
+        """From the name of an alias to the name of its tensor. Both return the same parameter."""
         return self._open_file.ties()
 
     @property
     def authenticated(self) -> Optional[str]:
-        """What was found to vouch for the file: ``"key"``, ``"signature"``, ``"both"``, or ``None`` for nothing."""
+        """What vouches for the file: ``"key"``, ``"signature"``, ``"both"``, or ``None`` for nothing."""
         return self._open_file.authenticated
 
     @property
     def index_digest(self) -> Optional[str]:
-        """The SHA-256 of the index as hexadecimal digits, computed from what was read; ``None`` for ``.safetensors``
-        files and for shards. In files that are authenticated it stands for all of their content."""
+        """The SHA-256 of the index in hexadecimal digits, computed from the bytes read; ``None`` for ``.safetensors``
+        files and for shards. In authenticated files it identifies the whole content."""
         return self._open_file.index_digest
 
     @property
     def cache_status(self) -> Optional[str]:
-        """The ``x-cache-status`` response header of an HTTP source, else ``None``."""
+        """The ``x-cache-status`` response header of an HTTP source, otherwise ``None``."""
         headers = getattr(self._open_file.stream, "response_headers", None)
         return None if headers is None else headers.get("x-cache-status")
 
@@ -247,7 +248,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         return FileFeatureFlags(self._open_file.index.flags)
 
     def entries(self) -> list[TensorEntry]:
-        """What the file says about every (selected) tensor, in file order, without loading any.
+        """Describes every (selected) tensor, in file order, without loading any.
 
         Digests are in the record headers, so ``hashes`` is ``None`` for tensors that were not read yet.
         """
@@ -306,10 +307,12 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
     @functools.cached_property
     def _parts(self) -> PartReader:
+        from tensorizer._load.parts import PartReader
+
         return PartReader(self._open_file)
 
     def get_slice(self, name: Name) -> TensorSlice:
-        """A tensor of which parts can be read: ``d.get_slice("w")[10:20]``. Reads nothing by itself.
+        """Returns a tensor of which you can read parts: ``d.get_slice("w")[10:20]``. Reads nothing itself.
 
         Args:
             name: As in :meth:`entries`: a path of keys for tensors in nested containers.
@@ -320,10 +323,10 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         return self._parts.get_slice(name)
 
     def slices(self) -> dict[Name, TensorSlice]:
-        """All tensors by name, each as what parts can be read of; in file order.
+        """Returns a :class:`TensorSlice` for every tensor, by name, in file order.
 
-        What takes a state dict of ``safetensors`` slices takes this: ``Model.from_pretrained(None, config=config,
-        state_dict=d.slices())`` of transformers 5.
+        Functions that accept a state dict of ``safetensors`` slices accept it, such as ``Model.from_pretrained(None,
+        config=config, state_dict=d.slices())`` of transformers 5.
         """
         return self._parts.slices()
 
@@ -335,12 +338,12 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         *,
         verify_hash: Optional[bool] = None,
     ) -> dict[Name, torch.Tensor]:
-        """Reads parts of many tensors by one plan: ranges that are close are read together, all threads are busy.
+        """Reads parts of many tensors at once: ranges that are close are read together, on all threads.
 
         Args:
-            parts: Names, and what :class:`TensorSlice` takes between brackets.
-            out: Tensors of the parts' shapes to read to, for every name; they come back. Contiguous ones of the stored
-                dtype are read to without a copy, others are copied and converted to. ``None`` makes new ones.
+            parts: From names to indices that :class:`TensorSlice` accepts.
+            out: Tensors of the parts' shapes, for every name, to read into and return. A contiguous one of the stored
+                dtype is filled without a copy; others are copied and converted into. ``None`` makes new ones.
             device: Where new tensors go; ``None`` is the deserializer's device.
             verify_hash: Overrides the constructor's value.
 
@@ -349,7 +352,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
         Raises:
             KeyError: There is no such tensor, or `out` lacks a name.
-            ValueError: Verification was asked for and a part is not the whole tensor; an `out` tensor of another shape.
+            ValueError: With verification, a part is not the whole tensor; an `out` tensor has another shape.
             IndexError, TypeError: As for :class:`TensorSlice`.
         """
         return self._parts.get_slices(parts, out, device, verify_hash=verify_hash)
@@ -358,6 +361,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
     @functools.cached_property
     def _cursor(self) -> Cursor:
+        from tensorizer._load.cursor import Cursor
+
         return Cursor(self._open_file)
 
     def read_tensors(
@@ -374,13 +379,13 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             filter_func: Skips tensors it does not accept.
             num_tensors: At most this many; ``-1`` is all.
             verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
-            cache: ``False`` keeps nothing of what is yielded, and reads at most 64 MiB (or one tensor) ahead, so files
-                larger than memory can be streamed.
+            cache: ``False`` keeps no yielded tensor and reads at most 64 MiB (or one tensor) ahead, so you can stream
+                files larger than memory.
 
         Raises:
-            ValueError: `num_tensors` below -1; a tensor was loaded unverified and cannot be verified any more: the file
-                is closed, and the constructor's ``dtype`` converted it. (What was verified before it was converted is
-                not compared again then.)
+            ValueError: `num_tensors` below -1; a tensor was loaded unverified and converted to the constructor's
+                ``dtype``, and the file is closed, so it cannot be verified. (A tensor that was verified before its
+                conversion is not verified again.)
         """
         yield from self._cursor.read_tensors(filter_func, num_tensors, verify_hash, cache)
 
@@ -406,8 +411,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             cache: As in :meth:`read_tensors`.
 
         Raises:
-            RuntimeError: The target device is not the CPU; the file is closed (as after an eager load) and the tensor
-                was converted by the constructor's ``dtype``, so that its stored form is gone.
+            RuntimeError: The target device is not the CPU; the constructor's ``dtype`` converted the tensor and the
+                file is closed (as after an eager load), so its stored form is gone.
             ValueError: A dtype that numpy lacks, without `allow_raw_data`; `num_tensors` below -1.
         """
         device = self._open_file.options.device
@@ -427,35 +432,38 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
     ) -> LoadedCount:
         """Replaces the parameters and buffers of `m` by those of the file; closes the file.
 
-        A file that was written from a state dict, or a ``.safetensors`` file, is taken by the names of the state dict
-        of `m`; what `m` lacks is reported as unexpected and not placed.
+        If the file was written from a state dict, or is a ``.safetensors`` file, its names are those of the state dict
+        of `m`. Names that `m` lacks are reported as unexpected and skipped.
 
-        Parameters are replaced, not copied into, so `m` may be on the meta device; they need gradients where those of
-        `m` do. Buffers become plain tensors and keep their persistence. Extra states that the file has are given to
-        ``set_extra_state``. Tensors of `m` that the file lacks stay as they are, except that names which `m` ties to a
-        name of the file follow it. Those that the file ties are tied again, other ties are broken.
+        Parameters are replaced, not copied into, so `m` may be on the meta device. ``requires_grad`` is kept from `m`.
+        Buffers become plain tensors and keep their persistence. Extra states of the file are passed to
+        ``set_extra_state``. Tensors of `m` that the file lacks stay as they are, unless `m` ties them to a
+        name of the file. Ties of the file are restored; other ties are broken.
 
         Args:
             m: The module, with the structure it had when it was written.
-            filter_func: Takes only the tensors it accepts. It is asked about names of the file; with `strict` about
-                what `m` has and the file lacks, too, and what it refuses is not missing.
+            filter_func: Loads only the tensors it accepts. It gets names of the file; with `strict`, also names
+                that only `m` has. A name that it rejects does not count as missing.
             verify_hash: Overrides the constructor's value. ``True`` verifies tensors that were loaded before, too.
-            strict: Raises where names are missing or unexpected, or shapes or kinds differ, as ``load_state_dict``.
+            strict: Raises if names are missing or unexpected, or shapes or kinds differ, as ``load_state_dict``.
 
         Returns:
-            The number of tensors placed, which also carries ``.loaded``, ``.missing``, ``.unexpected`` and
+            The number of tensors placed, which also has ``.loaded``, ``.missing``, ``.unexpected`` and
             ``.mismatched``; the whole :class:`LoadReport` is :attr:`report`.
 
         Raises:
             LoadError: Tensors of `m` with data have another shape or kind (floating point, complex, integer, bool) than
-                the file's; all are named. With `strict`, everything else that does not fit. `m` is as it was. Without
-                `strict` tensors of `m` on the meta device are replaced all the same, with one warning.
+                the file's; the message names all of them. With `strict`, any other difference. `m` is as it was.
+                Without `strict`, tensors of `m` on the meta device are replaced even so, with one warning.
             KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
             NotImplementedError: The file holds nested containers; use ``m.load_state_dict(...)`` with one of
                 :meth:`tree`.
             VerificationError: As in the constructor. `m` is as it was.
             ValueError: As in :meth:`read_tensors`.
         """
+        from tensorizer._load.fit import ModuleView
+        from tensorizer._load.modules import Filling, LoadedCount, ModuleFill, module_names
+
         try:
             check_module(m, "for a state dict use module.load_state_dict(deserializer)")
             file = self._open_file
@@ -474,28 +482,29 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
         Returns:
             Whether everything matches, and one ``(name, matches)`` per stored tensor. Stored tensors that `m` lacks do
-            not match, nor do those with data and without a stored hash, which nothing vouches for; tensors of `m` that
-            are not in the file are ignored.
+            not match, nor do those with data and without a stored hash. Tensors of `m` that the file lacks are ignored.
 
         Raises:
-            RuntimeError: A tensor of the file was not read yet, so that its hashes are unknown.
+            RuntimeError: A tensor of the file was not read yet, so its hashes are unknown.
             NotImplementedError: A tensor of `m` is on the meta device.
         """
+        from tensorizer._load.modules import verify_module
+
         check_module(m)
         results = verify_module(self._open_file, m)
         return all(matches for _, matches in results), results
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
-        """Stores the file in Redis, so that ``redis://host/key_prefix`` reads it; bytes are copied as they are.
+        """Copies the file to Redis unchanged, so that ``redis://host/key_prefix`` reads it.
 
         Args:
             redis_client: A ``redis.Redis``.
-            key_prefix: Everything is stored below ``key_prefix:``.
-            force: Stores tensors again that are there already.
+            key_prefix: All keys begin with ``key_prefix:``.
+            force: Also stores tensors that Redis already has.
 
         Raises:
-            ValueError: The shards of a model; a file object of the caller that is closed, as after an eager load.
-            StreamError: The file is closed, as after an eager load, and was replaced by another version since.
+            ValueError: The shards of a model; your file object is closed, as after an eager load.
+            StreamError: The file is closed, as after an eager load, and another version has replaced it.
         """
         from tensorizer._io.redis_export import export_to_redis
 

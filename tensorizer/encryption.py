@@ -44,9 +44,8 @@ class _Params(key_material.Immutable):
         """A key that comes from elsewhere, such as a key management service.
 
         Args:
-            provider: Called without arguments when the key is first needed, and once only for this object; its 32
-                bytes are kept from then on. What it raises reaches whoever needed the key, and it is asked again the
-                next time.
+            provider: Called without arguments when the key is first needed, and only once for this object, which keeps
+                its 32 bytes. If it raises, the load or save raises that error, and the next one calls it again.
 
         Raises:
             TypeError: ``provider`` is not callable.
@@ -110,7 +109,7 @@ class EncryptionParams(_Params):
 
     @classmethod
     def random(cls) -> EncryptionParams:
-        """A new random key. Keep :attr:`key`: without it nothing that is encrypted with it can be read again."""
+        """A new random key. Keep :attr:`key`: nobody can read the file without it."""
         key_material.require_crypto()
         return cls._of(_C.random_key())
 
@@ -126,16 +125,16 @@ class EncryptionParams(_Params):
     ) -> EncryptionParams:
         """A key derived from a passphrase with Argon2id.
 
-        Everything but the passphrase is stored in the file, so reading needs the passphrase alone. Takes about half a
-        second and 256 MiB with the defaults, and cannot be interrupted meanwhile.
+        The file stores everything but the passphrase, so reading needs only the passphrase. With the defaults, the
+        derivation takes about half a second and 256 MiB, and cannot be interrupted.
 
         Args:
-            source: The passphrase; used as it is, without trimming.
+            source: The passphrase; it is not trimmed.
             opslimit: Passes over the memory, 1 to 4294967295; default ``OpsLimit.MODERATE`` (3).
             memlimit: Memory in bytes, 8192 to 4398046510080; default ``MemLimit.MODERATE`` (256 MiB).
-            salt: 16 bytes, or a text that encodes to 16 bytes; default random, which is right unless two files must
-                share a key.
-            encoding: How ``source`` and ``salt`` become bytes where they are ``str``.
+            salt: 16 bytes, or a text that encodes to 16 bytes; default random. Pass one only if two files must
+                have the same key.
+            encoding: Of ``source`` and ``salt``, if they are ``str``.
 
         Raises:
             TypeError: An argument of the wrong type; the presets of ``opslimit`` and ``memlimit`` exchanged.
@@ -168,7 +167,7 @@ class EncryptionParams(_Params):
 
     @property
     def derivation(self) -> Optional[tuple[int, int, bytes]]:
-        """``(opslimit, memlimit, salt)`` of a key from :meth:`from_string`, else ``None``."""
+        """``(opslimit, memlimit, salt)`` of a key from :meth:`from_string`, otherwise ``None``."""
         return self._derivation
 
     def _secret(self) -> _C.SecretKey:
@@ -197,8 +196,8 @@ class EncryptionParams(_Params):
 class DecryptionParams(_Params):
     """What :class:`~tensorizer.TensorDeserializer` decrypts with: a key, or the passphrase that gives it.
 
-    Made by :meth:`from_key`, :meth:`from_string`, :meth:`from_file` or :meth:`from_provider`; the constructor makes an
-    empty object, which is of no use. Instances are immutable, compare by value (in constant time) and never show
+    Use :meth:`from_key`, :meth:`from_string`, :meth:`from_file` or :meth:`from_provider`; the constructor makes an
+    empty object, which opens no file. Instances are immutable, compare by value (in constant time) and never show
     secrets in their ``repr``.
     """
 
@@ -206,7 +205,7 @@ class DecryptionParams(_Params):
 
     _source: Optional[bytes]
     max_opslimit: int
-    """Most passes that a file may ask for; above it reading fails with ``CryptographyError``. Default 16."""
+    """Most passes that a file may ask for; reading raises ``CryptographyError`` above it. Default 16."""
     max_memlimit: int
     """Most bytes of memory that a file may ask for. Default 4 GiB."""
     max_derivations: int
@@ -236,12 +235,12 @@ class DecryptionParams(_Params):
     ) -> DecryptionParams:
         """The passphrase with which a file was encrypted.
 
-        The cost of deriving the key is written in the file, where somebody may have put gigabytes of memory or
-        billions of passes; a file that asks for more than these limits is refused.
+        The file stores the cost of deriving the key, so a hostile file could ask for terabytes of memory or
+        billions of passes. Reading raises if it asks for more than these limits.
 
         Args:
             source: The passphrase.
-            encoding: How ``source`` becomes bytes where it is ``str``.
+            encoding: Of ``source``, if it is a ``str``.
             max_opslimit: Most passes allowed; default 16, four times ``OpsLimit.SENSITIVE``.
             max_memlimit: Most memory allowed, in bytes; default 4 GiB, four times ``MemLimit.SENSITIVE``.
             max_derivations: Most different keys derived in one load; default 16. Usual files need one.

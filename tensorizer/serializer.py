@@ -6,25 +6,23 @@ import contextlib
 import logging
 import operator
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn, Optional, Union
 
 import numpy as np
 import torch
 
-from tensorizer import _C, module_tree
+from tensorizer import _C
 from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._format import extra_state
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, Path, display
 from tensorizer._format.payloads import adopt, stored_dtype
 from tensorizer._format.tree import flatten
-from tensorizer._io.file_types import TargetArgument
 from tensorizer._io.sinks import open_sink
+from tensorizer._io.sources import TargetArgument
 from tensorizer._io.upload_on_close import tell_if_unclosed
 from tensorizer._save.records import (
-    ModuleTensor,
     Record,
     check_name,
     extra_states,
@@ -59,55 +57,52 @@ class TensorSerializer:
     When the content appears:
 
     - A local path: after each successful call of :meth:`write_module` or :meth:`write_state_dict`, before
-      :meth:`close`; after calls of :meth:`write_tensor` as said below. It is written without a name and takes it at
-      the end of the first successful call; until then an existing file is untouched. A later call that fails leaves
-      the last complete content readable. An open file object likewise, but in place.
-    - A URI of a store (``s3://…``): when :meth:`close` returns, or the ``with`` block is left, and not before. A
-      failure, an exception in the block, or a serializer that is never closed stores nothing; the latter is a
+      :meth:`close`. The serializer writes a file without a name and names it at the end of the first successful call;
+      until then an existing file is untouched. If a later call fails, the last complete content stays readable. The
+      same holds for an open file object, which is changed in place.
+    - A URI of a store (``s3://…``): when :meth:`close` returns or you leave the ``with`` block. A
+      failure, an exception in the block, or a serializer that is never closed stores nothing; the latter gives a
       ``ResourceWarning`` and a line in the log.
-    - A new, empty stream of ``open_stream("s3://…", "wb+")``: as for a URI, and also when the stream is closed after a
-      successful call, even if the serializer is not. Nothing but closing can be done with the stream any more.
+    - A new, empty stream of ``open_stream("s3://…", "wb+")``: as for a URI, and also when you close the stream after a
+      successful call, even if you do not close the serializer. You can only close the stream from then on.
 
-    A crash of the machine, at any moment, leaves a path with the old file, or with the content of whole calls: what
-    took the name was synced before, what a later call adds is on the disk before the file says so, and all of it is
-    on the disk when :meth:`close` returns. That needs a sync per call. Tensors of :meth:`write_tensor` therefore wait
-    for each other: what has been written since the last sync becomes part of the content with the next call that
-    writes many tensors, when 64 MiB have come together, with the first call a second later, and at the latest when
-    the serializer is closed or dropped. On paths with metadata or ties, and where the file is encrypted or signed, they
-    wait for the end alone, since the file is laid out anew for them. With ``fsync=False``, and in descriptors and file
-    objects, each call is visible when it returns.
+    If the machine crashes, a path has the old file or the content of whole calls, and after :meth:`close` all of it.
+    That needs a sync per call, so tensors of :meth:`write_tensor` wait for each other. They become part of the content
+    with the next call that writes many tensors, when 64 MiB have come together, with the first call a second later, and
+    at the latest when the serializer is closed or dropped. If the file has metadata or ties, or is encrypted or signed,
+    they wait for the end. With ``fsync=False``, and in descriptors and file objects, each call is visible when it
+    returns.
 
-    Tensors must not change while a call that writes them runs. Contiguous tensors in host memory are read where they
-    are, once to be written and once for the digests, so a change in between gives a file that fails its own
-    verification. Where a copy is made anyway (encryption, other devices, tensors that are not contiguous) both come
-    from that copy: the file verifies, and may hold a mix of old and new bytes.
+    Do not change tensors while a call writes them. The serializer reads contiguous tensors in host memory twice, once
+    to write and once for the digests, so a change in between gives a file that fails verification. In other cases
+    (encryption, other devices, tensors that are not contiguous) it makes a copy first: the file verifies, and may hold
+    a mix of old and new bytes.
 
-    As a context manager it closes the file; an exception inside the block abandons what was not complete.
+    As a context manager, it closes the file. An exception inside the block abandons what is not complete.
 
     Args:
         file_obj: Where to write: a local path (``str``, ``bytes``, ``PathLike``; missing folders are made), a
             descriptor (which stays the caller's), an ``s3://`` URI, or an open, readable, writable and seekable binary
             file object, which is written from its current position on and closed by :meth:`close`.
         compress_tensors: Accepted, without effect.
-        encryption: Encrypts every tensor with this key, and authenticates the file as a whole.
+        encryption: Encrypts every tensor with this key, and authenticates the whole file.
         limit_cpu_concurrency: Upper bound for threads; ``None`` uses as many as are useful.
         hashes: Digests to store per tensor: ``"crc32"``, ``"sha256"``, a collection of these; ``None`` or an empty
-            collection stores none. The default is both, as readers expect. Encrypted tensors never get a CRC32, whose
-            four bytes would say too much about short plaintexts.
-        fsync: Syncs a local path before it takes its name, before what later calls add becomes part of it, and at the
-            end, so that a crash of the machine leaves the old file or whole calls of the new one. ``False`` is faster
-            and gives that up; the end of the process alone, however sudden, does no harm either way.
+            collection stores none. The default is both, as readers expect. Encrypted tensors never get a CRC32, which
+            would reveal too much about short plaintexts.
+        fsync: Syncs a local path, so that a crash of the machine leaves the old file or whole calls of the new one.
+            ``False`` is faster and gives that up. If only the process ends, the file is safe with both.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI, as for :func:`tensorizer.stream_io.open_stream`.
-        metadata: Text to keep in the file, by key, up to 100 MB; :attr:`TensorDeserializer.metadata` gives it back. In
-            encrypted files it is encrypted too. Releases before this one do not see it. Keys that begin with
-            ``tensorizer.`` are this library's own.
-        ties: What becomes of tensors that a call writes under several names, such as tied embeddings. ``"twice"``
-            stores their data under each name, as every release expects; ``"once"`` under the first one, and earlier
-            releases do not see the others. Either way the file says that they are one, they are one tensor again after
-            loading, and a module that they are loaded into is tied.
-        signing_key: A :class:`SigningKey` that signs the file each time that its content is complete: at the end of a
-            call that writes many tensors, and when it is closed. Files in clear need SHA-256 among `hashes` then.
+        metadata: Text to keep in the file, by key, up to 100 MB; :attr:`TensorDeserializer.metadata` returns it. In
+            encrypted files it is encrypted too. Earlier releases ignore it. Keys that begin with ``tensorizer.`` are
+            reserved.
+        ties: How to store tensors that a call writes under several names, such as tied embeddings. ``"twice"``
+            stores their data under each name, as every release expects. ``"once"`` stores them under the first name;
+            earlier releases do not see the others. With both, they are one tensor again after loading, and
+            ``load_into_module`` ties the module.
+        signing_key: A :class:`SigningKey` that signs the file after each call that writes many tensors, and when you
+            close it. Plain files then need SHA-256 among `hashes`.
 
     Raises:
         ValueError: An object in the wrong mode (text, append, not readable, not seekable); a read-only scheme; a
@@ -172,10 +167,10 @@ class TensorSerializer:
         return int(self._session.tensor_nbytes)
 
     def close(self) -> None:
-        """Closes the file, also one passed in. A second call does nothing.
+        """Closes the file, also a file object that you passed. A second call does nothing.
 
         Raises:
-            OSError: What was written could not be completed.
+            OSError: The file could not be completed.
         """
         if self._closed:
             return
@@ -192,12 +187,7 @@ class TensorSerializer:
     def __enter__(self) -> TensorSerializer:
         return self
 
-    def __exit__(
-        self,
-        exc_type: Optional[type[BaseException]],
-        exc: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, exc_type: Optional[type[BaseException]], *_: object) -> None:
         if exc_type is None:
             self.close()
             return
@@ -246,28 +236,31 @@ class TensorSerializer:
     ) -> None:
         """Writes every parameter and buffer of a module, named ``"<module path>.<tensor name>"``.
 
-        Tensors of the root module get names that start with a dot. Tensors shared by different modules are written
-        as the constructor's ``ties`` says.
+        Tensors of the root module get names that start with a dot. The constructor's ``ties`` says how tensors that
+        modules share are stored.
 
         Args:
             m: The module; never modified, unless `remove_tensors`.
             remove_tensors: Sets each parameter and buffer to ``None`` once its data are written, to free memory early.
             include_non_persistent_buffers: Writes also buffers that are not part of the state dict.
-            include_extra_state: Stores also what ``get_extra_state`` of the modules returns, where that is tensors or
-                nested dictionaries of tensors (64 MiB at most), for ``load_into_module`` to give it to
-                ``set_extra_state``. Releases before this one do not see it. Otherwise one warning names the modules
+            include_extra_state: Stores also what ``get_extra_state`` of the modules returns: tensors or
+                nested dictionaries of tensors (64 MiB at most). ``load_into_module`` passes it to
+                ``set_extra_state``. Earlier releases ignore it. With ``False``, one warning names the modules
                 whose extra state is left out.
 
         Raises:
-            ValueError: A name that is in the file already.
+            ValueError: The file already has a tensor of that name.
             NotImplementedError: Quantized, sparse or nested tensors; tensors without memory of their own.
-            TypeError: With `include_extra_state`, a state of another kind. Nothing was written then.
+            TypeError: With `include_extra_state`, a state of another kind. Nothing was written.
             OSError: The data could not be written.
         """
-        module_tree.check_module(m, "write_state_dict writes state dicts")
+        extra_state.check_module(m, "write_state_dict writes state dicts")
         held = list(walk_module(m, include_non_persistent_buffers))
         extra = {**self._extra_state, **extra_state.pack(extra_states(m))} if include_extra_state else None
-        self._write([record_of(one) for one in held], extra=extra, remove=held if remove_tensors else ())
+        records = [record_of(one) for one in held]
+        homes = [(one.module, one.attribute) for one in held] if remove_tensors else []
+        held.clear()  # from here on only the records keep tensors alive that are taken out of the module
+        self._write(records, extra=extra, homes=homes)
         left_out = [] if include_extra_state else [extra_state.state_name(path) for path in modules_with_extra_state(m)]
         if left_out:
             _warn_of("extra state of modules, which include_extra_state=True would store", left_out)
@@ -275,11 +268,11 @@ class TensorSerializer:
     def write_state_dict(self, state_dict: Any) -> None:
         """Writes nested mappings (with ``str`` keys) and sequences of tensors; sequences come back as lists.
 
-        Nothing is left of mappings and sequences without anything in them; one warning names them.
+        Empty mappings and sequences are not stored; one warning names them.
 
         Raises:
-            TypeError: A key that is not a ``str``, a leaf that is not a tensor. Nothing was written then.
-            ValueError: A name that is in the file already, or that conflicts with one.
+            TypeError: A key that is not a ``str``, a leaf that is not a tensor. Nothing was written.
+            ValueError: The file already has a tensor of that name, or one that conflicts with it.
             NotImplementedError: As for :meth:`write_module`.
             OSError: The data could not be written.
         """
@@ -329,17 +322,24 @@ class TensorSerializer:
         records: Sequence[Record],
         growing: bool = False,
         extra: Optional[extra_state.Nodes] = None,
-        remove: Sequence[ModuleTensor] = (),
+        homes: Sequence[tuple[torch.nn.Module, str]] = (),
     ) -> None:
-        """One call: its records become visible together. `remove` are taken out of their modules once they are
-        written; where those are given, there is one for each record."""
+        """One call: its records become visible together.
+
+        `homes` are the module and the attribute of each record, where tensors are taken out of their modules, and let
+        go of, once they are written.
+        """
         if self._closed:
             raise ValueError("the serializer is closed")
-        owners = dict(zip((record.path for record in records), remove))
+        home_of = dict(zip((record.path for record in records), homes))
         aliases = ties_of(records)
         left_out = {r.path for r in records if r.path in aliases and (self._once or r.is_second_name)}
         ties = [(alias, kept, alias not in left_out) for alias, kept in aliases.items()]
         written = [record for record in records if record.path not in left_out]
+        left_out_with: dict[Path, list[Record]] = {}
+        for record in records:
+            if record.path in left_out:
+                left_out_with.setdefault(aliases[record.path], []).append(record)
         total = sum(record.nbytes for record in written)
         begun = False
         try:
@@ -348,11 +348,13 @@ class TensorSerializer:
             self._session.begin_call([record.begin() for record in written], growing, ties)
             begun = True
             with progress_reporter(self._progress, total, "saving") as report:
-                for batch in batches_to_copy(written, frees=bool(owners)):
+                for batch in batches_to_copy(written, frees=bool(home_of)):
                     write_tensors(self._session, [record.source for record in batch], report)
-                    _release(owners, (record.path for record in batch))
+                    for record in batch if home_of else ():
+                        for name in (record, *left_out_with.get(record.path, ())):
+                            setattr(*home_of[name.path], None)
+                            name.source = None
             self._session.finish_call()
-            _release(owners, left_out)
         except BaseException:
             if begun and self._unclosed is not None:
                 self._unclosed.detach()  # the failure says that nothing will be stored
@@ -364,13 +366,6 @@ class TensorSerializer:
         if logger.isEnabledFor(logging.DEBUG):
             for record in written:
                 logger.debug("wrote %s", str(record))  # text: a kept record must not keep the tensor
-
-
-def _release(owners: Mapping[Path, ModuleTensor], paths: Iterable[Path]) -> None:
-    """Takes tensors that were written out of their modules, where ``remove_tensors`` wants that."""
-    if owners:
-        for path in paths:
-            setattr(owners[path].module, owners[path].attribute, None)
 
 
 def _warn_of(what: str, names: list[str]) -> None:

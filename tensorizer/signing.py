@@ -42,7 +42,7 @@ class PublicKey(key_material.Immutable):
 
         Raises:
             TypeError: Not bytes-like.
-            ValueError: Another length, or no key: bytes that are no point, or one of small order.
+            ValueError: Another length, or not a public key (no point, or one of small order).
         """
         if not isinstance(key, (bytes, bytearray, memoryview)):
             raise TypeError(f"public key: wanted 32 bytes, found {type(key).__name__}")
@@ -90,7 +90,7 @@ class PublicKey(key_material.Immutable):
         """Writes a PEM file, as ``openssl`` reads it.
 
         Raises:
-            FileExistsError: There is a file.
+            FileExistsError: The file exists.
             OSError: It cannot be written.
         """
         _write_new(path, _pem("PUBLIC KEY", _PUBLIC_PREFIX + self._bytes), None)
@@ -117,8 +117,8 @@ class PublicKey(key_material.Immutable):
 class SigningKey:
     """A private Ed25519 key, which signs ``.tensors`` files: ``TensorSerializer(..., signing_key=...)``.
 
-    Made by :meth:`generate`, :meth:`from_file`, :meth:`from_bytes` or :meth:`from_provider`. The key is kept in memory
-    that is locked, where the system allows it, and left out of core dumps; objects show only their public key, and
+    Use :meth:`generate`, :meth:`from_file`, :meth:`from_bytes` or :meth:`from_provider`. The key stays in memory
+    that is locked if the system allows it, and is left out of core dumps. Objects show only their public key and
     cannot be pickled.
     """
 
@@ -132,7 +132,7 @@ class SigningKey:
 
     @classmethod
     def generate(cls) -> SigningKey:
-        """A new random key. :meth:`save` it: nobody can sign as you without it, nor can you."""
+        """A new random key. :meth:`save` it: without it you cannot sign again."""
         key_material.require_crypto()
         return cls._of(_C.random_key())
 
@@ -170,12 +170,12 @@ class SigningKey:
 
     @classmethod
     def from_provider(cls, sign: Callable[[bytes], bytes], public_key: PublicKey) -> SigningKey:
-        """A key that stays with somebody else, such as a key management service.
+        """A key that stays elsewhere, such as in a key management service.
 
         Args:
             sign: Called with a message of 40 bytes each time a file is signed; returns the 64 bytes of its Ed25519
-                signature (pure Ed25519, not Ed25519ph). If it raises, signing raises that.
-            public_key: The public half; signatures that do not fit it are refused.
+                signature (pure Ed25519, not Ed25519ph). If it raises, signing raises that error.
+            public_key: The public half. Signing raises if a signature does not match it.
 
         Raises:
             TypeError: Arguments of other types.
@@ -198,9 +198,9 @@ class SigningKey:
         """Writes the private key to a PEM file that only its owner may read (mode 0600).
 
         Raises:
-            FileExistsError: There is a file; it stays as it is.
+            FileExistsError: The file exists; it stays as it is.
             OSError: It cannot be written.
-            ValueError: The key is somebody else's: :meth:`from_provider`.
+            ValueError: The key is from :meth:`from_provider`.
         """
         if self._seed is None:
             raise ValueError("this key stays with its provider, so it cannot be saved")

@@ -5,7 +5,6 @@ What needs boto3, redis or fsspec has a module of its own, which is imported whe
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import logging
 import os
@@ -39,11 +38,6 @@ __all__ = ["open_stream", "CURLStreamFile", "RedisStreamFile", "CAInfo"]  # noqa
 
 logger = logging.getLogger(__name__)
 
-_S3_KEYWORDS = frozenset(
-    {"force_http", "certificate_handling", "http_options", "memory_budget"}.union(
-        f"s3_{field.name}" for field in dataclasses.fields(S3Options)
-    )
-)
 _S3_MODES = {frozenset(mode) for mode in ("rb", "wb", "wb+", "ab", "ab+")}
 
 
@@ -92,10 +86,7 @@ def _s3_options(**keywords: Any) -> S3Options:
     return S3Options.of(keywords, defaults)
 
 
-_get, __dir__ = names_on_demand(
-    __name__,
-    {"CacheOptions": "_io.cache", "RedisStreamFile": "_io.redis", "_parse_redis_uri": "_io.redis"},
-)
+_get, __dir__ = names_on_demand(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -193,7 +184,7 @@ def open_stream(
         return _open_local(path_of_file_uri(uri), mode, buffer_size, begin)
     chosen = _chosen_cache(cache) if "r" in mode else None
     if chosen is not None and (begin is not None or end is not None):
-        _not_cached(uri, "only a part of it is read (begin, end)")
+        chosen.leave(shown_uri(uri), "only a part of it is read (begin, end)")
         chosen = None
     if scheme in ("http", "https"):
         _require_mode(mode, {frozenset("rb")}, scheme)
@@ -212,7 +203,7 @@ def open_stream(
     if scheme in ("redis", "rediss"):
         _require_mode(mode, {frozenset("rb")}, scheme)
         if chosen is not None:
-            _not_cached(uri, "Redis tells no versions")
+            chosen.leave(shown_uri(uri), "Redis tells no versions")
         from tensorizer._io.redis import RedisStreamFile
 
         return RedisStreamFile(
@@ -222,7 +213,7 @@ def open_stream(
         _require_mode(mode, _S3_MODES, scheme)
         # Tools that record local variables show these as <hidden>.
         s3_secret_access_key, s3_session_token = hidden(s3_secret_access_key), hidden(s3_session_token)
-        options = _s3_options(**{name: value for name, value in locals().items() if name in _S3_KEYWORDS})
+        options = _s3_options(**locals())
         if "r" in mode:
             return objects.open_read(uri, options, begin=begin, end=end, buffer_size=buffer_size, cache=chosen)
         return objects.open_write(uri, options)
@@ -245,10 +236,6 @@ def _cached_http(cache: Cache, uri: str) -> CachedObject:
     from tensorizer._io.cache import http_location
 
     return cache.object_at(http_location(uri))
-
-
-def _not_cached(uri: str, reason: str) -> None:
-    logging.getLogger("tensorizer.cache").info("%s is not cached: %s", shown_uri(uri), reason)
 
 
 def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:

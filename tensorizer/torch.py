@@ -51,25 +51,25 @@ def load_file(
     require_authenticated: Optional[bool] = None,
     direct_io: Optional[str] = None,
 ) -> dict[str, Any]:
-    """Loads all tensors of a ``.tensors`` or ``.safetensors`` file; its content tells which.
+    """Loads all tensors of a ``.tensors`` or ``.safetensors`` file; the content decides which.
 
     Args:
         filename: A path, URI, descriptor, open file object (it stays open), a folder of shards or their index.
         device: Where the tensors go; the CPU by default.
-        backend: As ``safetensors`` has it: ``"mmap"`` maps a local file that goes to the CPU as it is, ``"pread"``
-            reads into memory of its own, as does the default ``None``.
+        backend: As ``safetensors`` has it: ``"mmap"`` maps a local file that goes to the CPU unchanged; ``"pread"``
+            and the default ``None`` read into new memory.
         dtype: Converts ``float16``, ``bfloat16``, ``float32`` and ``float64`` tensors to this dtype.
         filter_func: Loads only the tensors whose name it accepts.
         verify: Compares the data with the stored digests. A ``.safetensors`` file holds none and raises.
         encryption: The key of an encrypted file.
-        mmap: Makes tensors copy-on-write views of a local file instead of reading it. ``None`` does so where nothing
-            speaks against it, as for :class:`tensorizer.TensorDeserializer`.
+        mmap: Makes tensors copy-on-write views of a local file instead of reading it. ``None`` does so if
+            possible, as for :class:`tensorizer.TensorDeserializer`.
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
-        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        signature: Where the signature is, likewise.
-        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
+        public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        signature: The signature, likewise.
+        require_authenticated: Whether the key or a signature must vouch for the file, likewise.
         direct_io: Whether a local file is read past the page cache, likewise.
 
     Returns:
@@ -114,21 +114,21 @@ def save_file(
 ) -> None:
     """Writes tensors to one file, or to shards and their index.
 
-    Tensors may be on any device, share memory, be views of larger storages, and need not be contiguous. What is written
-    to ``.safetensors`` is what the reference's writer would write, byte for byte.
+    Tensors may be on any device, share memory, be views of larger storages, and need not be contiguous. A
+    ``.safetensors`` file is the same, byte for byte, as that of the reference's writer.
 
     Args:
         tensors: By name.
         filename: A path, ``s3://`` URI or open binary file object (it stays open). A file appears when it is complete.
         metadata: Texts to store, in their order.
-        format: ``"tensors"`` or ``"safetensors"``; ``None``: ``"tensors"`` for a name that ends in ``.tensors``, else
-            ``"safetensors"``.
-        ties: What becomes of names that share one tensor: ``"once"`` stores it once and records the other names,
-            ``"twice"`` stores it under each name, ``"error"`` refuses as ``safetensors`` does.
+        format: ``"tensors"`` or ``"safetensors"``; ``None`` is ``"tensors"`` for a name that ends in ``.tensors``,
+            otherwise ``"safetensors"``.
+        ties: How to store a tensor with several names: ``"once"`` stores it once and records the other names,
+            ``"twice"`` stores it under each name, ``"error"`` raises as ``safetensors`` does.
         encryption: Encrypts the file (``.tensors`` only).
         hashes: Digests to store (``.tensors`` only), as for :class:`tensorizer.TensorSerializer`.
         max_shard_size: Bytes, or a text like ``"5GB"``: writes several files beside the name `filename`, and then
-            removes what an earlier save of that name left in another form (a single file, other shards, their index).
+            removes files of an earlier save of that name in another form (a single file, other shards, their index).
             ``None``, the default, writes one file and removes nothing.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.
@@ -182,19 +182,19 @@ def load_model(
 ) -> LoadReport:
     """Fills a model from a file, by the names of its state dict.
 
-    What fits is decided from the index and the model, before a payload is read or a tensor touched. Tensors that the
-    model shares stay shared. Models with hooks, extra state, or a ``load_state_dict`` or ``_load_from_state_dict`` of
-    their own get a state dict: what such modules may rename or resize shows only when they have taken it.
+    Index and model are compared before a payload is read or a tensor changed. Tensors that the
+    model shares stay shared. Models with hooks, extra state, or their own ``load_state_dict`` or
+    ``_load_from_state_dict`` get a state dict, because such modules may rename or resize tensors.
 
     Args:
         model: The model; its parameters may be on the meta device.
         filename: As for :func:`load_file`.
-        strict: Raises where names are missing or unexpected, or where names that the model ties hold other contents.
-        device: Where tensors are read to; ``None``: where the model has them, and to the CPU what it has on meta.
+        strict: Raises if names are missing or unexpected, or if names that the model ties have different contents.
+        device: Where tensors are read to; ``None`` is the device of the model's tensor, and the CPU for one on meta.
         assign: ``False`` copies into the tensors of the model, which keep their dtype, device and identity; ``True``
             replaces them; ``"auto"`` replaces those on the meta device and copies into the others (or replaces all of a
-            model that gets a state dict and has any on meta). Copying is not atomic: an error of reading comes before
-            it, an error of the device may come in the middle.
+            model that gets a state dict and has any on meta). Copying is not atomic: reading raises before it, but a
+            device may fail in the middle.
         ignore_mismatched_sizes: Leaves tensors of another shape or kind as they are, and reports them.
         backend: As for :func:`load_file`.
         dtype: As for :func:`load_file`.
@@ -202,16 +202,16 @@ def load_model(
         encryption: The key of an encrypted file.
         num_readers: Upper bound for reading threads.
         stream_options: Keywords for opening a URI.
-        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        signature: Where the signature is, likewise.
-        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
+        public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        signature: The signature, likewise.
+        require_authenticated: Whether the key or a signature must vouch for the file, likewise.
 
     Returns:
         The report; ``missing, unexpected = load_model(…)`` works as with ``safetensors``.
 
     Raises:
-        LoadError: What does not fit, in the words of ``load_state_dict``, with the report as ``.report``; the model is
-            as it was, unless a module of its own ways refused the state dict that it got.
+        LoadError: Something does not fit. The message is that of ``load_state_dict``; ``.report`` has the report. The
+            model is as it was, unless a module with its own ``load_state_dict`` rejected the state dict.
     """
     if assign not in (True, False, "auto"):
         raise ValueError(f"assign: wanted True, False or 'auto', found {assign!r}")
@@ -239,8 +239,8 @@ def save_model(
 ) -> None:
     """Writes the state dict of a model; shared tensors once, their other names recorded.
 
-    Extra state (``get_extra_state``) is part of it: tensors in both formats, dictionaries of tensors in ``.tensors``;
-    what else it may be is refused.
+    Extra state (``get_extra_state``) is part of it: tensors in both formats, dictionaries of tensors in ``.tensors``.
+    Any other extra state raises.
 
     Args:
         model: The model; never modified.

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
@@ -266,13 +263,3 @@ def ways(tmp_path: Path, data: bytes, signature: Optional[bytes] = None):
                 ),
             ]
         yield found
-
-
-def command(*arguments: Any, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "tensorizer", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )

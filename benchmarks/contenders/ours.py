@@ -35,6 +35,16 @@ class Ours(Contender):
 
         return TensorDeserializer(path, device="cpu")
 
+    def load_direct(self, path: Path) -> State:
+        from tensorizer import TensorDeserializer
+
+        return TensorDeserializer(path, device="cpu", direct_io="always")
+
+    def load_buffered(self, path: Path) -> State:
+        from tensorizer import TensorDeserializer
+
+        return TensorDeserializer(path, device="cpu", direct_io="never")
+
     def load_mapped(self, path: Path) -> State:
         from tensorizer import TensorDeserializer
 

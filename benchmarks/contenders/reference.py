@@ -37,6 +37,8 @@ class Reference(Contender):
 
         return TensorDeserializer(str(path), device="cpu")
 
+    load_buffered = load
+
     def load_verified(self, path: Path) -> State:
         from tensorizer import TensorDeserializer
 

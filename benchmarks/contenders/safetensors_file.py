@@ -28,6 +28,8 @@ class Safetensors(Contender):
     def load(self, path: Path) -> State:
         return {name: tensor.clone() for name, tensor in self.load_mapped(path).items()}
 
+    load_buffered = load
+
     def load_mapped(self, path: Path) -> State:
         from safetensors.torch import load_file
 

@@ -55,24 +55,19 @@ void register_cache(py::module_& m) {
       .def("versions", &versions, py::arg("location"))
       .def("scan", &CacheFolder::scan, unlocked)
       .def(
-          "is_used",
-          [](const CacheFolder& folder, const std::string& location, const std::string& version) {
-            return folder.is_used({location, version});
-          },
-          py::arg("location"), py::arg("version"))
-      .def(
           "present_nbytes",
           [](const CacheFolder& folder, const std::string& location, const std::string& version,
              uint64_t nbytes) { return folder.present_nbytes({location, version, nbytes}); },
           py::arg("location"), py::arg("version"), py::arg("nbytes"))
       .def("remove", &CacheFolder::remove, py::arg("location"), py::arg("version"), py::kw_only(),
            py::arg("force") = false, unlocked)
+      .def("is_used", &CacheFolder::is_used, py::arg("entry"))
       .def(
           "path_of",
-          [](const CacheFolder& folder, const std::string& location, const std::string& version) {
-            return shown(folder.path_of({location, version}));
+          [](const CacheFolder& folder, const CachedVersion& entry) {
+            return py::bytes(folder.path_of(entry));
           },
-          py::arg("location"), py::arg("version"))
+          py::arg("entry"))
       .def("sweep", &CacheFolder::sweep, unlocked);
   py::class_<CacheSource, io::RangeSource, std::shared_ptr<CacheSource>>(m, "CacheSource")
       .def_static("open", &open_source, py::arg("folder"), py::arg("network"), py::kw_only(),

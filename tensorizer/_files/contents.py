@@ -13,7 +13,7 @@ import torch
 from tensorizer import _C
 from tensorizer._format import extra_state
 from tensorizer._format.dtypes import stored_for_tensor
-from tensorizer._format.names import Path, modules_of, path_of
+from tensorizer._format.names import Path, path_of
 from tensorizer._format.payloads import stored_dtype
 from tensorizer._io.shards import MAX_INDEX_NBYTES
 from tensorizer._load.open_file import OpenFile
@@ -77,8 +77,10 @@ class FileContents:
     def _record(self, i: int) -> Record:
         file = self._file
         without_data = file.index.data_nbytes(i) == 0 and file.index.loaded_nbytes(i) > 0
-        _, shape, module_idx = file.described(i)
-        return Record(path_of(file.names[i]), file.dtype_of(i), shape, file.type(i), module_idx, without_data, i)
+        stored, shape, module_idx = file.described(i)
+        return Record(
+            path_of(file.names[i]), file.dtype_of(i, stored), shape, file.type(i), module_idx, without_data, i
+        )
 
     def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
         entries = sorted({record.source for record in records})  # names of one tensor that are stored apart have one
@@ -201,7 +203,7 @@ def _is_of_modules(model: torch.nn.Module, state: Mapping[str, Any]) -> bool:
         held[_state_dict_name(one)] = one.tensor
         if not (one.is_buffer and one.attribute in one.module._non_persistent_buffers_set):
             persistent.add(_state_dict_name(one))
-    extra = {extra_state.state_name(path) for path in modules_of(model)}
+    extra = {extra_state.state_name(path) for path in extra_state.modules_of(model)}
     tensors = {name: value for name, value in state.items() if name not in extra}
     return persistent <= tensors.keys() <= held.keys() and all(
         isinstance(value, torch.Tensor) and place_of(value) == place_of(held[name]) for name, value in tensors.items()

@@ -15,7 +15,7 @@ import torch
 from tensorizer import _C
 from tensorizer._files.contents import Contents, FileContents, contents_of_tensors, pickled_files, read_pickled
 from tensorizer._files.copy import copies_beside, copy_file
-from tensorizer._files.write import WriteOptions, file_in_folder, write_contents
+from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import is_path
@@ -90,32 +90,32 @@ def convert(
 ) -> ConversionReport:
     """Writes the tensors of one file to another, in another format, dtype or encryption.
 
-    Payloads are read 64 MiB at a time (or one tensor, where that is larger) while the ones before are written, so that
-    files larger than memory can be converted. The target appears when it is complete; a conversion that fails leaves
-    what was there.
+    Payloads are read 64 MiB at a time (or one tensor, if that is larger) while the previous ones are written, so files
+    may be larger than memory. The target appears when it is complete. A conversion that fails leaves an existing target
+    as it was.
 
     Args:
         source: A ``.tensors``, ``.safetensors``, ``.pt`` or ``.bin`` file: a path, URI or open binary file object; or
-            the shards of a model: their folder, index or URI prefix. The format is told by the content. Pickled files
-            have to be local.
+            the shards of a model: their folder, index or URI prefix. The content decides the format. Pickled files
+            must be local.
         target: A path or URI. In a folder that exists, or with a slash at the end: the file ``model.tensors`` or
             ``model.safetensors`` there.
-        format: ``"tensors"`` or ``"safetensors"``; ``None`` goes by the extension of `target`, ``"tensors"`` without
-            one that is known.
+        format: ``"tensors"`` or ``"safetensors"``; ``None`` uses the extension of `target`, and ``"tensors"`` if it has
+            no known one.
         dtype: Converts floating-point tensors of 16 bits and more; others stay as they are.
         max_shard_size: Writes several files and an index beside the name of `target`, each of at most so many bytes,
             or a text like ``"5GB"``, and then removes other files of the model of that name (a single file, other
             shards, their index), but none that it read; ``None``, the default, writes one file and removes nothing.
-        ties: What becomes of names that share one tensor: ``"once"`` stores it once and records the other names,
-            ``"twice"`` stores it under each name, ``"error"`` refuses.
+        ties: How to store a tensor with several names: ``"once"`` stores it once and records the other names,
+            ``"twice"`` stores it under each name, ``"error"`` raises.
         encryption: Encrypts the target (``.tensors`` only).
         decryption: The key of an encrypted source.
-        all_files: Copies what else is in the local folder of `source` (configuration, tokenizer) to that of `target`:
-            its files, without hidden ones, subfolders, and models in any format.
+        all_files: Also copies the other files in the local folder of `source` (configuration, tokenizer) to that of
+            `target`, without hidden files, subfolders, and models in any format.
         check: Reads the target back and compares every payload with what was read from the source: a local file before
             it appears under its name, an object of a store when it is there.
-        keep_order: Keeps the order of the source in a ``.safetensors`` target, instead of that of the reference's
-            writer: a file that came from there is the same again, byte for byte.
+        keep_order: Keeps the order of the source in a ``.safetensors`` target, instead of using that of the reference's
+            writer. A file converted from ``.safetensors`` and back is the same, byte for byte.
         flatten: Joins the steps of nested names with dots, for a ``.safetensors`` target.
         key: Where the state dict is in a pickled file, in dots.
         skip_non_tensors: Leaves out what is no tensor in a pickled file.
@@ -126,7 +126,7 @@ def convert(
         public_key: Who has to have signed the source, as for :class:`tensorizer.TensorDeserializer`.
 
     Returns:
-        What was done. Signatures of the source do not hold for the target, and are not there; a warning says so.
+        What was done. The target has no signatures; a warning says so if the source has any.
 
     Raises:
         UnsupportedContentError: The target's format cannot hold something; nothing was written.
@@ -137,7 +137,8 @@ def convert(
         FormatError: The source is no file of tensors.
         ImportError: The source is pickled, and this torch is one that cannot read such files safely.
         OSError: It cannot be read or written.
-        ValueError: An argument that is none of those above; `all_files` of a source that is not local.
+        ValueError: An argument that is none of those above; `all_files` of a source that is not local, or to a `target`
+            that is no folder and has no known extension.
     """
     begin = time.monotonic()
     access = Access.to_write(encryption, stream_options, progress)
@@ -158,6 +159,8 @@ def convert(
             reads={path if "://" in path else os.path.abspath(path) for path in files_read},
         )
         target = file_in_folder(target, format)
+        if all_files:
+            _check_is_told_from_folders(target)
         beside = copies_beside(source, target, force, stream_options) if all_files else []
         plan, files = write_contents(contents, target, options, access)
         if not dry_run:
@@ -176,6 +179,15 @@ def convert(
             checked=check and not dry_run,
             dry_run=dry_run,
             seconds=time.monotonic() - begin,
+        )
+
+
+def _check_is_told_from_folders(target: Any) -> None:
+    """Rejects a name like ``served``: the other files would go beside it, where a folder may be meant."""
+    if is_path(target) and not format_of(target, None, default=""):
+        raise ValueError(
+            f"all_files: {shown_location(target)} does not end in .tensors or .safetensors; put / at the end to write "
+            "into a folder of that name"
         )
 
 
@@ -199,4 +211,4 @@ def _warn_of_signatures(file: OpenFile, source: Any) -> None:
     beside = signature_place(source) if is_path(source) and scheme_of(source) in (None, *LOCAL_SCHEMES) else None
     signed = file.index.format == "tensors" and file.source is not None and bool(_C.embedded_signers(file.index))
     if signed or (isinstance(beside, (str, bytes)) and scheme_of(beside) is None and os.path.exists(beside)):
-        logger.warning("%s: its signatures do not hold for what is written from it: sign that anew", file.source_name)
+        logger.warning("%s: the new file has no signatures: sign it again", file.source_name)

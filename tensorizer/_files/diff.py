@@ -42,9 +42,9 @@ class DiffReport:
     a: str
     b: str
     added: tuple[Name, ...]
-    """Tensors of the second file alone."""
+    """Tensors that only the second file has."""
     removed: tuple[Name, ...]
-    """Tensors of the first file alone."""
+    """Tensors that only the first file has."""
     changed: tuple[Change, ...]
     same: int
     """Tensors that are equal, or within the tolerance."""

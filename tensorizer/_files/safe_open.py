@@ -33,9 +33,9 @@ class safe_open(AbstractContextManager["safe_open"]):
         backend: As for :func:`tensorizer.torch.load_file`.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
-        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        signature: Where the signature is, likewise.
-        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
+        public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        signature: The signature, likewise.
+        require_authenticated: Whether the key or a signature must vouch for the file, likewise.
 
     Raises:
         ValueError: Another framework.

@@ -59,7 +59,7 @@ def sign(
             behind it. Signatures of the same content that are there already are kept.
         check: Reads every tensor first and compares it with its digests.
         force: Replaces a signature of another content.
-        encryption: The key of an encrypted file; without it `check` looks at its structure alone.
+        encryption: The key of an encrypted file; without it `check` checks only its structure.
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.

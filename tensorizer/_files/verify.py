@@ -97,9 +97,9 @@ def verify(
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
-        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`.
-        signature: Where the signature is, likewise.
-        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
+        public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        signature: The signature, likewise.
+        require_authenticated: Whether the key or a signature must vouch for the file, likewise.
 
     Returns:
         The report. Tensors without data count as verified: there is nothing that could be wrong. A ``.safetensors``

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import math
+import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
@@ -129,6 +130,10 @@ def format_of(target: Any, format: Optional[str], default: str = "tensors") -> s
 # --- what will be written -------------------------------------------------------------------------------------------
 
 
+_source_of = operator.attrgetter("source")
+_nbytes_of = operator.attrgetter("nbytes")
+
+
 class Plan(NamedTuple):
     """Tensors in the order of the target, by file."""
 
@@ -143,7 +148,7 @@ class Plan(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(record.nbytes for record in self.records)
+        return sum(map(_nbytes_of, self.records))
 
     def names_in(self, run: range) -> Sequence[str]:
         """What an index of shards maps to the shard of `run`: stored names, as far as they are in it."""
@@ -162,7 +167,9 @@ def _plan(contents: Contents, format: str, options: WriteOptions, access: Access
     if format == "safetensors" and access.encryption is not None:
         raise UnsupportedContentError("a .safetensors file cannot be encrypted")
     limit = math.inf if options.max_shard_size is None else shards.nbytes_of(options.max_shard_size)
-    all_records = [_cast(record, options.dtype) for record in contents.records]
+    all_records = contents.records
+    if options.dtype is not None:
+        all_records = [_cast(record, options.dtype) for record in all_records]
     own = {record.path: record for record in all_records}
     stored_twice: Mapping[Path, Path] = {}
     aliases = contents.ties
@@ -198,9 +205,9 @@ def _plan(contents: Contents, format: str, options: WriteOptions, access: Access
     return Plan(format, records, names, cuts, contents.metadata, aliases, stored_twice)
 
 
-def _cast(record: Record, dtype: Optional[torch.dtype]) -> Record:
+def _cast(record: Record, dtype: torch.dtype) -> Record:
     """The record as ``dtype=`` changes it: floating point of 16 bits and more only."""
-    if dtype is None or record.dtype not in CASTABLE or dtype not in CASTABLE:
+    if record.dtype not in CASTABLE or dtype not in CASTABLE:
         return record
     return dataclasses.replace(record, dtype=dtype, stored=None)
 
@@ -214,8 +221,11 @@ def _stored_apart(aliases: Mapping[Path, Path], own: Mapping[Path, Record]) -> l
 
 def _cuts(records: Sequence[Record], limit: float) -> list[range]:
     """What lies in each file: at most `limit` bytes, or one larger tensor."""
-    cuts = runs(range(len(records)), lambda i: records[i].nbytes, limit)
-    return [range(cut[0], cut[-1] + 1) for cut in cuts] or [range(0)]
+    begin, cuts = 0, []
+    for run in runs(records, _nbytes_of, limit):
+        cuts.append(range(begin, begin + len(run)))
+        begin += len(run)
+    return cuts or [range(0)]
 
 
 def _is_told(alias: str, kept: str, metadata: Mapping[str, str]) -> bool:
@@ -353,7 +363,7 @@ class _Writing:
                 crcs += _C.crc32_of([memory_of(tensor) for tensor in tensors])
             write(tensors)
             del tensors  # before the next ones are waited for
-            self._add(sum(record.nbytes for record in batch))
+            self._add(sum(map(_nbytes_of, batch)))
         return crcs
 
     def _batches(self, records: Sequence[Record]) -> Iterator[Sequence[Record]]:
@@ -369,6 +379,8 @@ class _Writing:
         def device(record: Record) -> Optional[torch.device]:
             return record.source.device if isinstance(record.source, torch.Tensor) else None
 
+        if not any(map(torch.is_tensor, map(_source_of, records))):
+            return runs(records, _nbytes_of, BATCH_NBYTES)
         return runs(records, nbytes, BATCH_NBYTES, device)
 
     def _read_ahead(self, records: Sequence[Record]) -> Iterator[tuple[Sequence[Record], list[torch.Tensor]]]:
@@ -387,7 +399,7 @@ class _Writing:
             ahead = collections.deque()  # a future that is taken out keeps no tensors of the caller's alive
             nbytes_ahead = 0
             for batch in self._batches(records):
-                nbytes = sum(record.nbytes for record in batch)
+                nbytes = sum(map(_nbytes_of, batch))
                 if ahead and nbytes_ahead + nbytes > _AHEAD_NBYTES:
                     yield ahead.popleft().result()
                 ahead.append(reader.submit(read, batch))
@@ -417,7 +429,7 @@ class _Writing:
                             f"wanted CRC-32 {crcs[i]:08x}, as read from the source, found {crc:08x}"
                         )
                 del tensors  # before the next ones are read
-                self._add(sum(records[i].nbytes for i in entries))
+                self._add(sum(map(_nbytes_of, map(records.__getitem__, entries))))
 
     def _add(self, nbytes: int) -> None:
         self._done += nbytes

@@ -20,7 +20,19 @@ from tensorizer._format.payloads import contiguous, stored_dtype
 from tensorizer._system.devices import empty
 from tensorizer.errors import FormatError
 
-__all__ = ["KEY", "Nodes", "gives_state", "is_without_state", "pack", "state_name", "takes_state", "to_text", "unpack"]
+__all__ = [
+    "KEY",
+    "Nodes",
+    "check_module",
+    "gives_state",
+    "is_without_state",
+    "modules_of",
+    "pack",
+    "state_name",
+    "takes_state",
+    "to_text",
+    "unpack",
+]
 
 #: Under which name the text is among the metadata.
 KEY = "tensorizer.extra_state"
@@ -32,6 +44,34 @@ Nodes = dict[str, dict[str, Any]]
 _MAX_NBYTES = 64 << 20
 # Nesting that a file may ask for; Python's own limit is far above.
 _MAX_DEPTH = 100
+
+
+def check_module(module: object, for_mappings: str = "") -> None:
+    """Refuses what is no module; an object that answers ``named_modules()`` with modules counts as one.
+
+    Args:
+        module: What was passed.
+        for_mappings: What to use for a state dict, as the end of a sentence.
+
+    Raises:
+        TypeError: Another type.
+    """
+    if isinstance(module, type) and issubclass(module, torch.nn.Module):
+        raise TypeError(f"wanted a torch.nn.Module, found the class {module.__name__} itself: pass an instance")
+    if isinstance(module, torch.nn.Module) or callable(getattr(module, "named_modules", None)):
+        return
+    hint = for_mappings if isinstance(module, Mapping) else ""
+    if isinstance(module, torch.Tensor):
+        hint = "write_tensor writes single tensors"
+    raise TypeError(f"wanted a torch.nn.Module, found {type(module).__name__}" + (hint and f"; {hint}"))
+
+
+def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """All modules by path, under each path that ``state_dict`` goes through."""
+    try:
+        return dict(model.named_modules(remove_duplicate=False))
+    except TypeError:  # a class that overrides the method with fewer arguments
+        return dict(model.named_modules())
 
 
 def state_name(path: str) -> str:

@@ -1,14 +1,11 @@
-"""Names of tensors: plain text on a flat top level, else the path through nested containers; of modules, paths."""
+"""Names of tensors: plain text on a flat top level, else the path through nested containers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Union
+from typing import Union
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Key", "Name", "Path", "display", "listed", "modules_of", "name_of", "name_text", "path_of"]
+__all__ = ["Key", "Name", "Path", "display", "listed", "name_of", "name_text", "path_of"]
 
 # Names in a message that is about many tensors.
 _SHOWN_NAMES = 5
@@ -43,11 +40,3 @@ def name_text(name: Name) -> str:
 def listed(names: Sequence[Name]) -> str:
     """Names for a message, the first few of many."""
     return ", ".join(repr(name) for name in names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")
-
-
-def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """All modules by path, under each path that ``state_dict`` goes through."""
-    try:
-        return dict(model.named_modules(remove_duplicate=False))
-    except TypeError:  # a class that overrides the method with fewer arguments
-        return dict(model.named_modules())

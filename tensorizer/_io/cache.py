@@ -54,7 +54,6 @@ _SIGNING = re.compile(
 )
 _INFO_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "md5", "version_id")
 _PATIENCE_SECONDS = 10.0  # with a disk that takes nothing, when the process ends
-_LIMITED = "the cache has no room within its limits"
 
 _warned: set[tuple[str, str]] = set()
 
@@ -108,16 +107,14 @@ def _parse_free(name: str, value: Union[int, str]) -> tuple[int, float]:
 
 def parse_about(text: bytes) -> Optional[dict[str, Any]]:
     """What ``about.json`` says; ``None`` where it is damaged."""
-    try:
-        about = json.loads(text)
-    except ValueError:
-        return None
     times = (int, float)
     kinds: dict[str, Any] = {"location": str, "version": str, "size": int, "created": times, "confirmed": times}
-    if not isinstance(about, dict) or about.get("schema") != 1:
+    try:
+        about = json.loads(text)
+        right = about["schema"] == 1 and all(isinstance(about[name], kind) for name, kind in kinds.items())
+        return about if right and about["size"] >= 0 and math.isfinite(about["confirmed"]) else None
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         return None
-    right = all(isinstance(about.get(name), kind) for name, kind in kinds.items()) and about["size"] >= 0
-    return about if right and math.isfinite(about["confirmed"]) else None
 
 
 class Known(NamedTuple):
@@ -136,7 +133,7 @@ class Known(NamedTuple):
 class Cache:
     """One folder with its settings."""
 
-    def __init__(self, options: CacheOptions, environment: bool = True) -> None:
+    def __init__(self, options: CacheOptions) -> None:
         def chosen(value: Any, variable: str, default: Any) -> tuple[str, Any]:
             if value is not None:
                 return "cache", value
@@ -152,6 +149,7 @@ class Cache:
             raise ValueError(f"{name}: wanted 1 or 0, found {offline!r}")
         self.offline = offline in (True, "1")
         self.path = os.path.abspath(expanded(os.fspath(options.folder)))
+        self.must_keep = False  # what is not to be cached is an error
 
     @classmethod
     def chosen(cls, value: Any) -> Optional[Cache]:
@@ -167,6 +165,8 @@ class Cache:
             value = env_text("TENSORIZER_CACHE")
             if value is None:
                 return None
+        if isinstance(value, Cache):
+            return value
         if isinstance(value, CacheOptions):
             return cls(value)
         if not isinstance(value, (str, os.PathLike)):
@@ -182,13 +182,28 @@ class Cache:
         try:
             if not self.offline:
                 _make_folder(self.path)
-            return _C.CacheFolder(self.path, not self.offline)
+            return _C.CacheFolder(os.fsencode(self.path), not self.offline)
         except OSError as error:
             if self.offline and not isinstance(error, FileNotFoundError):
-                raise StreamError(f"the cache cannot be used, and offline is set: {error}") from None
+                raise self.useless(error) from None
             if not self.offline:
                 _warn(self.path, str(error))
             return None
+
+    def useless(self, error: OSError) -> StreamError:
+        return StreamError(f"the cache {self.path} cannot be used, and offline is set: {error}")
+
+    def leave(self, shown: str, reason: str) -> None:
+        """Says why an object is not cached.
+
+        Raises:
+            OSError: It has to be.
+        """
+        if self.offline:
+            raise StreamNotFoundError(f"{shown} is not in the cache {self.path}, and offline is set: {reason}")
+        if self.must_keep:
+            raise StreamError(f"{shown} is not cached: {reason}")
+        logger.info("%s is not cached: %s", shown, reason)
 
     def limits(self, folder: _C.CacheFolder) -> dict[str, Any]:
         free = max(self._min_free, int(self._min_free_share * folder.disk_nbytes()[0]))
@@ -277,7 +292,7 @@ class CachedObject:
         return self._over(network, version, nbytes, name, has_ranges)
 
     def leave(self, reason: str) -> None:
-        logger.info("%s is not cached: %s", self._shown, reason)
+        self.cache.leave(self._shown, reason)
 
     def _over(
         self, network: Optional[_C.RangeSource], version: str, nbytes: int, name: str, has_ranges: bool
@@ -308,13 +323,14 @@ class CachedObject:
                 name=name,
                 **self.cache.limits(self._folder),
             )
-        except OSError as error:
-            if network is None:
-                raise
+        except (OSError, MemoryError) as error:  # a size that is none, for one
+            if network is None and isinstance(error, OSError):
+                raise self.cache.useless(error) from None
             _warn(self.cache.path, str(error))
             return None
         if source is None:
-            self.leave(_LIMITED)
+            if network is not None:
+                self.leave("the cache has no room within its limits")
             return None
         is_newest = self.known is not None and self.known.version == version
         is_fresh = before is None or (is_newest and now - min(before["confirmed"], now) < _CONFIRMED_AGAIN_SECONDS)

@@ -146,32 +146,39 @@ def system_trust() -> Trust:
     return _of_system(True)
 
 
+# The variables, first the one that is asked first, each with what it may name.
+_VARIABLES = (
+    {"CURL_CA_BUNDLE": "file"},
+    {"SSL_CERT_FILE": "file", "SSL_CERT_DIR": "folder"},
+    {"REQUESTS_CA_BUNDLE": "file or folder"},
+)
+_FITS = {"file": os.path.isfile, "folder": os.path.isdir, "file or folder": os.path.exists}
+
+
 def _of_environment(secure: bool) -> Optional[Trust]:
-    for names in (("CURL_CA_BUNDLE",), ("SSL_CERT_FILE", "SSL_CERT_DIR"), ("REQUESTS_CA_BUNDLE",)):
-        values = {name: env_text(name) for name in names}
+    for variables in _VARIABLES:
+        values = {name: env_text(name) for name in variables}
         if not any(values.values()):
             continue
         if secure:
             for name, value in values.items():
-                _require_readable(name, value)
-        first = values[names[0]] or ""
-        if names[0] == "REQUESTS_CA_BUNDLE" and os.path.isdir(first):
+                _require_readable(name, value, variables[name])
+        first = next(iter(values.values())) or ""
+        if "REQUESTS_CA_BUNDLE" in values and os.path.isdir(first):
             return Trust(path=first)
-        return Trust(file=first, path=values.get("SSL_CERT_DIR") or "")
+        return Trust(first, values.get("SSL_CERT_DIR") or "")
     return None
 
 
-def _require_readable(name: str, value: Optional[str]) -> None:
+def _require_readable(name: str, value: Optional[str], wanted: str) -> None:
     """Refuses a variable that would end in trusting nobody, or in a message that does not name it."""
     if value is None:
         return
-    wanted = "file" if name in ("CURL_CA_BUNDLE", "SSL_CERT_FILE") else "folder" if name == "SSL_CERT_DIR" else ""
     # OpenSSL takes a list of folders.
     paths = value.split(os.pathsep) if wanted == "folder" else [value]
-    fits = {"file": os.path.isfile, "folder": os.path.isdir, "": os.path.exists}[wanted]
-    if not any(fits(path) and _is_readable(path) for path in paths):
+    if not any(_FITS[wanted](path) and _is_readable(path) for path in paths):
         raise StreamError(
-            f"no certificate to trust: environment variable {name} names {value}: wanted a readable {wanted or 'file'}"
+            f"no certificate to trust: environment variable {name} names {value}: wanted a readable {wanted}"
         )
 
 

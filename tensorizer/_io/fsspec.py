@@ -63,7 +63,7 @@ def open(
     wanted = "".join(sorted(mode, key="rwaxb+".find))
     if wanted not in _MODES:
         raise ValueError(f"mode for {scheme_of(uri)}:// must be one of {', '.join(_MODES)}, found {mode!r}")
-    fs, path = _file_system(uri)
+    fs, path = _file_system(uri, is_asked=cache is None or not cache.offline)
     if wanted == "rb":
         cached = None
         if cache is not None:
@@ -92,7 +92,8 @@ def _network_errors(name: str) -> Iterator[None]:
         raise StreamError(f"{name}: {type(error).__name__}: {message}") from cause
 
 
-def _file_system(uri: str) -> tuple[Any, str]:
+def _file_system(uri: str, is_asked: bool = True) -> tuple[Any, str]:
+    """The file system, or its class where nobody asks it anything: drivers look for credentials; and the path."""
     scheme = scheme_of(uri)
     try:
         import fsspec
@@ -101,6 +102,9 @@ def _file_system(uri: str) -> tuple[Any, str]:
             f"{scheme}:// is no scheme that tensorizer speaks itself; install tensorizer[fsspec] for what fsspec speaks"
         ) from None
     try:
+        if not is_asked and "::" not in uri:
+            driver = fsspec.get_filesystem_class(scheme)
+            return driver, driver._strip_protocol(uri)
         fs, path = fsspec.core.url_to_fs(uri)
     except ImportError as error:
         raise ValueError(f"{scheme}:// needs a driver of fsspec that is not installed: {error}") from error
@@ -203,14 +207,13 @@ class FsspecReader(WindowedReader):
         try:
             with _network_errors(self.name):
                 info = self._fs.info(self._path)
-        except FileNotFoundError:
+            size = info.get("size")
+            return cached.over(self._ranges(size or 0), version_of_info(info), size, self.name)
+        except BaseException as error:
             super().close()
-            raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
-        except BaseException:
-            super().close()
+            if isinstance(error, FileNotFoundError):
+                raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
             raise
-        size = info.get("size")
-        return cached.over(self._ranges(size or 0), version_of_info(info), size, self.name)
 
     def _ranges(self, size: int) -> _C.RangeSource:
         from tensorizer import _C

@@ -6,13 +6,15 @@ Source: docs/remote.md; the defaults are those of csrc/io/http/http_options.h.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 from tensorizer._io.certificates import CAInfo, Trust, check_certificates, named_trust, system_trust, trust_for
 from tensorizer._system import checks, config
-from tensorizer._system.checks import share_of_node
+from tensorizer._system.config import share_of_node
 from tensorizer._version import __version__
 
 if TYPE_CHECKING:
@@ -25,16 +27,40 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _OWN_HEADERS = frozenset({"range", "if-range", "if-match", "if-unmodified-since"})
 # A mapping, or what gives a fresh one.
 Headers = Union[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
-_MAX_RETRIES = 1000
 _HTTP_VERSIONS = {"auto": "automatic", "1.1": "http1", "2": "http2"}
 
 
-def _environment_seconds(name: str, default: float, *, above_zero: bool = False) -> Any:
-    def value() -> float:
-        found = config.env_seconds(name, above_zero=above_zero)
-        return default if found is None else found
+# The extension rounds to milliseconds, and its 0 is no limit.
+_LEAST_SECONDS = 0.001
 
-    return dataclasses.field(default_factory=value)
+
+def _number(default: Any, check: Callable[[str, Any], Any], variable: Optional[Callable[[], Any]] = None) -> Any:
+    """A field of a number, for which C++ has one of the same name.
+
+    Args:
+        default: Its default, or what gives it; if ``None``, the field takes ``None``, too.
+        check: Gives the number as it is kept, or raises; it gets the name and the value.
+        variable: Reads the variable of the environment that changes the default; ``None`` where it is unset.
+    """
+    metadata = {"check": check, "takes_none": default is None}
+    if variable is None and not callable(default):
+        return dataclasses.field(default=default, metadata=metadata)
+
+    def initial() -> Any:
+        found = variable() if variable is not None else None
+        return found if found is not None else default() if callable(default) else default
+
+    return dataclasses.field(default_factory=initial, metadata=metadata)
+
+
+def _seconds(default: Optional[float], variable: Optional[str] = None, *, above_zero: bool = False) -> Any:
+    read = variable and partial(config.env_seconds, variable, above_zero=above_zero)
+    return _number(default, partial(checks.seconds, above_zero=above_zero), read or None)
+
+
+def _integer(default: Any, least: int, most: int, wanted: str, variable: Optional[str] = None) -> Any:
+    read = variable and partial(config.env_int, variable, least, most)
+    return _number(default, partial(checks.integer, least=least, most=most, wanted=wanted), read or None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,41 +75,38 @@ class HTTPOptions:
         stall_timeout: A request that brings fewer than ``min_bytes_per_second * stall_timeout`` bytes in this time has
             stalled and is tried again (``TENSORIZER_HTTP_STALL_TIMEOUT``).
         min_bytes_per_second: See ``stall_timeout``; 0 still wants one byte. At most 16 GiB.
-        total_timeout: For one read, all its tries included; ``None`` sets no limit. A read is one unit of a load, not
+        total_timeout: For one read with all its tries; ``None`` sets no limit. A read is one unit of a load, not
             the load.
         retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``); if ``None``, only time bounds them.
-        retry_seconds: How long a read goes on without progress (``TENSORIZER_HTTP_RETRY_SECONDS``). Connection errors,
-            timeouts, bodies cut short and the statuses 408, 429 and 5xx are tried again, from the byte where the body
-            broke, until so much time has passed since the first failure; every 256 KiB that arrive start time and count
-            anew.
-        first_answer_seconds: The same for a server that has never answered, since the first request began: it is more
-            likely the wrong one than one that will come back. A 429 or 5xx is an answer.
-        first_retry_delay: Pause before the second try; doubles with each one, half of it by chance. A longer
-            ``Retry-After`` of the server is obeyed.
+        retry_seconds: How long a read is retried without progress (``TENSORIZER_HTTP_RETRY_SECONDS``), from its first
+            failure on. Connection errors, timeouts, bodies cut short and the statuses 408, 429 and 5xx are retried,
+            from the byte where the body ended. Every 256 KiB that arrive restart the time and the count.
+        first_answer_seconds: The same for a server that has never answered, from the first request on, because the
+            address is probably wrong. A 429 or 5xx is an answer.
+        first_retry_delay: Pause before the second try. It doubles with each try, and half of it is random. A longer
+            ``Retry-After`` of the server takes precedence.
         max_retry_delay: Upper bound of that pause.
-        max_redirects: Redirects followed per request. ``headers`` and the credentials of the URL do not go to another
-            host, and https is not left for http.
-        connections: Requests at the same time; ``None`` for 16, or 32 where the server takes 10 ms or more to answer,
-            and half as many for a while each time it says that it is overloaded (429, 503).
-        max_connections: Upper bound of ``connections``, and of the requests that all streams and loads of this process
-            together have at one host: 64, or this rank's share of them, 4 at least, where ``LOCAL_WORLD_SIZE`` says
-            that the machine has several (``TENSORIZER_MAX_CONNECTIONS``; where it is set, larger values are lowered to
-            it).
+        max_redirects: Redirects followed per request. ``headers`` and the credentials of the URL are not sent to
+            another host. Redirects from https to http are not followed.
+        connections: Requests at the same time; ``None`` for 16, or 32 if the server takes 10 ms or more to answer.
+            Each time the server says that it is overloaded (429, 503), the number is halved for a while.
+        max_connections: Upper bound of ``connections``, and of all requests of this process at one host: 64. If
+            ``LOCAL_WORLD_SIZE`` names several ranks, each gets its share, at least 4. ``TENSORIZER_MAX_CONNECTIONS``
+            sets it, and lowers larger values.
         head_nbytes: Bytes of the first request, kept in memory: format header, index, often the first tensors.
         unit_nbytes: Bytes of each further request of a load.
-        direct_nbytes: Over HTTP/1.1 in clear, a read of at least this many bytes goes from the socket into its tensor;
-            smaller ones, TLS and proxies pass through a buffer of libcurl. 256 KiB: below that the copy that is saved
-            costs less than the connection of its own that such reads use. 1 for all.
-        hedge_after: A request that has waited for its answer for this long, and for four times as long as answers
-            usually take, is given up; likewise one whose body takes so much longer than others. What it has not brought
-            is asked for on a new connection; that request has four times as long. 0 for never.
-        http_version: ``"auto"`` (HTTP/2 where a TLS server offers it, else 1.1), ``"1.1"`` or ``"2"``.
-        headers: Extra request headers; values go through ``str``, except ``None`` and bytes, which are refused. Or a
-            callable without arguments that returns them, for tokens that expire: it is called before the first request,
-            again a minute later at the earliest, and when the server answers 401 or 403 (the request is then repeated
+        direct_nbytes: Over plain HTTP/1.1, a read of at least this many bytes goes from the socket into its tensor.
+            Smaller reads, TLS and proxies use a buffer of libcurl. A direct read uses a separate
+            connection, which costs more than the copy below 256 KiB, the default. 1 for all.
+        hedge_after: A request is abandoned after this time if it also takes four times as long as requests usually
+            take. The missing bytes are requested on a new connection; that request has four times as long. 0 for never.
+        http_version: ``"auto"`` (HTTP/2 if a TLS server offers it, otherwise 1.1), ``"1.1"`` or ``"2"``.
+        headers: Extra request headers; values are converted with ``str``, except ``None`` and bytes, which raise. For
+            tokens that expire, pass a callable without arguments that returns them. It is called before the first
+            request, then at most once a minute, and when the server answers 401 or 403 (the request is then repeated
             once). It may be called from another thread. Not shown in ``repr``.
         certificate_handling: Which server certificates are trusted; ``None`` for ``CURL_CA_BUNDLE``, ``SSL_CERT_FILE``,
-            ``SSL_CERT_DIR`` or ``REQUESTS_CA_BUNDLE`` where they are set, else the system's.
+            ``SSL_CERT_DIR`` or ``REQUESTS_CA_BUNDLE`` if set, otherwise the system's.
         proxy: URL of a proxy, ``""`` for none, ``None`` for ``http_proxy``, ``https_proxy`` and ``all_proxy`` as
             libcurl reads them. Not shown in ``repr``.
         no_proxy: Hosts that are reached without it, separated by commas; ``None`` for ``no_proxy``.
@@ -93,24 +116,24 @@ class HTTPOptions:
         TypeError: A field has another type. No message quotes ``headers`` or ``proxy``.
     """
 
-    connect_timeout: float = _environment_seconds("TENSORIZER_HTTP_CONNECT_TIMEOUT", 10.0, above_zero=True)
-    stall_timeout: float = _environment_seconds("TENSORIZER_HTTP_STALL_TIMEOUT", 30.0, above_zero=True)
-    min_bytes_per_second: int = 1024
-    total_timeout: Optional[float] = None
-    retries: Optional[int] = dataclasses.field(
-        default_factory=lambda: config.env_int("TENSORIZER_HTTP_RETRIES", 0, _MAX_RETRIES)
+    connect_timeout: float = _seconds(10.0, "TENSORIZER_HTTP_CONNECT_TIMEOUT", above_zero=True)
+    stall_timeout: float = _seconds(30.0, "TENSORIZER_HTTP_STALL_TIMEOUT", above_zero=True)
+    min_bytes_per_second: int = _integer(1024, 0, 1 << 34, "an integer from 0 to 16 GiB")
+    total_timeout: Optional[float] = _seconds(None, above_zero=True)
+    retries: Optional[int] = _integer(
+        None, 0, 1000, "an integer from 0 to 1000, or None", variable="TENSORIZER_HTTP_RETRIES"
     )
-    retry_seconds: float = _environment_seconds("TENSORIZER_HTTP_RETRY_SECONDS", 120.0)
-    first_answer_seconds: float = 10.0
-    first_retry_delay: float = 0.2
-    max_retry_delay: float = 15.0
-    max_redirects: int = 10
-    connections: Optional[int] = None
-    max_connections: int = dataclasses.field(default_factory=lambda: share_of_node(64, 4))
-    head_nbytes: int = 1 << 20
-    unit_nbytes: int = 8 << 20
-    direct_nbytes: int = 256 << 10
-    hedge_after: float = 1.0
+    retry_seconds: float = _seconds(120.0, "TENSORIZER_HTTP_RETRY_SECONDS")
+    first_answer_seconds: float = _seconds(10.0)
+    first_retry_delay: float = _seconds(0.2)
+    max_retry_delay: float = _seconds(15.0)
+    max_redirects: int = _integer(10, 0, 1000, "an integer from 0 to 1000")
+    connections: Optional[int] = _integer(None, 1, (1 << 31) - 1, "an integer >= 1, or None")
+    max_connections: int = _integer(lambda: share_of_node(64, 4), 1, 1024, "an integer from 1 to 1024")
+    head_nbytes: int = _integer(1 << 20, 1, 1 << 30, "an integer from 1 to 1 GiB")
+    unit_nbytes: int = _integer(8 << 20, 1, 1 << 30, "an integer from 1 to 1 GiB")
+    direct_nbytes: int = _integer(256 << 10, 1, (1 << 63) - 1, "an integer from 1 to 2**63 - 1")
+    hedge_after: float = _seconds(1.0)
     http_version: str = "auto"
     headers: Headers = dataclasses.field(default_factory=dict, repr=False)
     certificate_handling: Optional[CAInfo] = None
@@ -118,14 +141,10 @@ class HTTPOptions:
     no_proxy: Optional[str] = None
 
     def __post_init__(self) -> None:
-        for name in (*_TIMES, *_TIMES_ABOVE_ZERO):
-            if name != "total_timeout" or self.total_timeout is not None:
-                time = checks.seconds(f"HTTPOptions: {name}", getattr(self, name), above_zero=name in _TIMES_ABOVE_ZERO)
-                object.__setattr__(self, name, time)
-        for name, (least, most, wanted) in _INTEGERS.items():
-            value = getattr(self, name)
-            if value is not None or not wanted.endswith("None"):
-                object.__setattr__(self, name, checks.integer(f"HTTPOptions: {name}", value, least, most, wanted))
+        for field in _numbers():
+            value = getattr(self, field.name)
+            if value is not None or not field.metadata["takes_none"]:
+                object.__setattr__(self, field.name, field.metadata["check"](f"HTTPOptions: {field.name}", value))
         if checks.text("HTTPOptions: http_version", self.http_version) not in _HTTP_VERSIONS:
             known = sorted(_HTTP_VERSIONS)
             raise ValueError(f"HTTPOptions: http_version: wanted one of {known}, found {self.http_version!r}")
@@ -154,12 +173,12 @@ class HTTPOptions:
         from tensorizer import _C
 
         native = _C.HttpOptions()
-        for name in _PLAIN_FIELDS:
-            setattr(native, name, getattr(self, name))
-        for name in (*_TIMES, *_TIMES_ABOVE_ZERO):
-            time = getattr(self, name) or 0.0
-            setattr(native, name, max(time, _LEAST_SECONDS) if time else 0.0)
-        native.connections = self.connections or 0
+        for field in _numbers():
+            value = getattr(self, field.name)
+            if isinstance(value, float):
+                value = value and max(value, _LEAST_SECONDS)
+            # Zero is how C++ says that nobody has chosen; zero retries are a choice.
+            setattr(native, field.name, value if value is not None or field.name == "retries" else 0)
         native.version = getattr(_C.HttpVersion, _HTTP_VERSIONS[self.http_version])
         native.user_agent = f"Tensorizer/{__version__} (curl)"
         all_headers = (self.headers, headers or {})
@@ -192,24 +211,9 @@ def _places_of_system() -> tuple[str, str]:
     return trust.file, trust.path
 
 
-_TIMES = ("retry_seconds", "first_answer_seconds", "first_retry_delay", "max_retry_delay", "hedge_after")
-_TIMES_ABOVE_ZERO = ("connect_timeout", "stall_timeout", "total_timeout")
-# The extension rounds to milliseconds, and its 0 is no limit.
-_LEAST_SECONDS = 0.001
-_INTEGERS = {
-    "retries": (0, _MAX_RETRIES, "an integer from 0 to 1000, or None"),
-    "max_redirects": (0, 1000, "an integer from 0 to 1000"),
-    "connections": (1, (1 << 31) - 1, "an integer >= 1, or None"),
-    "max_connections": (1, 1024, "an integer from 1 to 1024"),
-    "min_bytes_per_second": (0, 1 << 34, "an integer from 0 to 16 GiB"),
-    "head_nbytes": (1, 1 << 30, "an integer from 1 to 1 GiB"),
-    "unit_nbytes": (1, 1 << 30, "an integer from 1 to 1 GiB"),
-    "direct_nbytes": (1, (1 << 63) - 1, "an integer from 1 to 2**63 - 1"),
-}
-_PLAIN_FIELDS = (
-    "min_bytes_per_second", "retries", "max_redirects", "max_connections", "head_nbytes", "unit_nbytes",
-    "direct_nbytes",
-)  # fmt: skip
+@functools.cache
+def _numbers() -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(HTTPOptions) if "check" in field.metadata]
 
 
 def check_header(name: Any, value: Any) -> None:

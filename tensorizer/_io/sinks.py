@@ -10,7 +10,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Optional
 
 from tensorizer import _C
@@ -262,12 +261,7 @@ class WholeFile(contextlib.AbstractContextManager["WholeFile"]):
         """The whole of a source, as the whole of a target that begins at its first byte."""
         self._end = self._writer.copy_from(source, progress)
 
-    def __exit__(
-        self,
-        exc_type: Optional[type[BaseException]],
-        exc: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, exc_type: Optional[type[BaseException]], *_: object) -> None:
         if exc_type is not None:
             self._abandon()
             return
@@ -383,12 +377,7 @@ class NewFile(contextlib.AbstractContextManager["NewFile"]):
         os.replace(self._hidden, self._path)
         self._hidden = None
 
-    def __exit__(
-        self,
-        exc_type: Optional[type[BaseException]],
-        exc: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, exc_type: Optional[type[BaseException]], *_: object) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         if self._hidden is not None:

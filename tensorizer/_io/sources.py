@@ -12,7 +12,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Protocol, Union
 
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
@@ -23,7 +23,13 @@ from tensorizer.errors import StreamError
 __all__ = [
     "Lent",
     "OpenedSource",
+    "PathArgument",
+    "ReadableFile",
+    "ReadintoFile",
     "SameFile",
+    "SourceArgument",
+    "TargetArgument",
+    "WritableFile",
     "check_stream_options",
     "describe",
     "inside",
@@ -33,6 +39,46 @@ __all__ = [
     "read_whole",
     "real_file",
 ]
+
+
+# --- what callers may pass as ``file_obj``, for type checkers and readers -------------------------------------------
+
+
+class _PositionedFile(Protocol):
+    def seek(self, offset: int, whence: int = ..., /) -> Any: ...
+
+    def tell(self) -> int: ...
+
+    def close(self) -> object: ...
+
+
+class ReadableFile(_PositionedFile, Protocol):
+    """A binary file object that can be read and positioned: what ``open(path, "rb")`` returns, ``io.BytesIO``."""
+
+    def read(self, size: int = ..., /) -> Optional[bytes]: ...
+
+
+class ReadintoFile(_PositionedFile, Protocol):
+    """One that reads into memory it is given, as :class:`io.RawIOBase` does; faster."""
+
+    def readinto(self, buffer: Any, /) -> Optional[int]: ...
+
+
+class WritableFile(ReadableFile, Protocol):
+    """A binary file object that can be written and read back: what ``open(path, "wb+")`` returns, ``io.BytesIO``."""
+
+    def write(self, data: Any, /) -> Optional[int]: ...
+
+
+#: A local path or a URI as ``str``; a local path as ``bytes`` or ``PathLike``; a descriptor.
+PathArgument = Union[str, bytes, os.PathLike[str], os.PathLike[bytes], int]
+#: What can be read.
+SourceArgument = Union[PathArgument, ReadableFile, ReadintoFile]
+#: What can be written.
+TargetArgument = Union[PathArgument, WritableFile]
+
+
+# --- opening it -------------------------------------------------------------------------------------------------------
 
 
 class Lent(NamedTuple):

@@ -13,8 +13,7 @@ import torch
 
 from tensorizer._format.dtypes import known_dtype
 from tensorizer._format.entries import TensorType
-from tensorizer._format.extra_state import is_without_state, state_name, takes_state
-from tensorizer._format.names import modules_of
+from tensorizer._format.extra_state import is_without_state, modules_of, state_name, takes_state
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport, Misfit, kind_of
 

@@ -24,9 +24,9 @@ from tensorizer.errors import LoadError
 
 __all__ = [
     "Filling",
+    "LoadedCount",
     "ModuleFill",
     "as_trainable_as",
-    "check_module",
     "insert_into_module",
     "live_tensors",
     "module_names",
@@ -49,6 +49,36 @@ class Filling(NamedTuple):
     """Whether the file lists what modules hold, as ``load_into_module`` takes it, and not a state dict."""
     ignores_sizes: bool = False
     """Whether tensors of another shape or kind stay as they are."""
+
+
+class LoadedCount(int):
+    """How many tensors were placed in a module; also knows which, and what did not fit."""
+
+    report: LoadReport
+
+    def __new__(cls, report: LoadReport) -> LoadedCount:
+        count = super().__new__(cls, len(report.loaded))
+        count.report = report
+        return count
+
+    def __getnewargs__(self) -> tuple[LoadReport]:  # type: ignore[override]
+        return (self.report,)
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        return self.report.loaded
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return self.report.missing
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        return self.report.unexpected
+
+    @property
+    def mismatched(self) -> tuple[Misfit, ...]:
+        return self.report.mismatched
 
 
 class ModuleFill:
@@ -454,26 +484,6 @@ def _with_ties(listing: Callable[..., Iterator[tuple[str, torch.Tensor]]]) -> di
         return dict(listing(remove_duplicate=False))
     except TypeError:
         return dict(listing())
-
-
-def check_module(module: object, for_mappings: str = "") -> None:
-    """Refuses what is no module; an object that answers ``named_modules()`` with modules counts as one.
-
-    Args:
-        module: What was passed.
-        for_mappings: What to use for a state dict, as the end of a sentence.
-
-    Raises:
-        TypeError: Another type.
-    """
-    if isinstance(module, type) and issubclass(module, torch.nn.Module):
-        raise TypeError(f"wanted a torch.nn.Module, found the class {module.__name__} itself: pass an instance")
-    if isinstance(module, torch.nn.Module) or callable(getattr(module, "named_modules", None)):
-        return
-    hint = for_mappings if isinstance(module, Mapping) else ""
-    if isinstance(module, torch.Tensor):
-        hint = "write_tensor writes single tensors"
-    raise TypeError(f"wanted a torch.nn.Module, found {type(module).__name__}" + (hint and f"; {hint}"))
 
 
 def verify_module(file: OpenFile, module: torch.nn.Module) -> list[tuple[Name, bool]]:

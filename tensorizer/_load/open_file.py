@@ -35,6 +35,7 @@ from tensorizer._load.reader import (
     Converters,
     FileReader,
     LoadedBatch,
+    PendingBatch,
     Progress,
     ReadOptions,
     missing_hashes,
@@ -306,6 +307,8 @@ class OpenFile(AbstractContextManager["OpenFile"]):
     @functools.cached_property
     def stored(self) -> list[int]:
         """The entries that have data of their own in the file, be they those of another one once more."""
+        if not self.shard_names:
+            return list(range(self.index.entry_count))
         return [i for i in range(len(self.names)) if self.is_stored(i)]
 
     def is_stored(self, i: int) -> bool:
@@ -372,13 +375,17 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         headers, position = self.header(i)
         return headers.dtype(position), headers.shape(position), headers.module_idx(position)
 
-    def dtype_of(self, i: int) -> torch.dtype:
+    def dtype_of(self, i: int, stored: Optional[bytes] = None) -> torch.dtype:
         """The stored dtype, of the record header where that was read.
+
+        Args:
+            i: The entry.
+            stored: What :meth:`described` says of it, where the caller has asked already.
 
         Raises:
             FormatError: This torch has no such dtype; the message names the tensor.
         """
-        stored = self.described(i)[0]
+        stored = self.described(i)[0] if stored is None else stored
         try:
             return dtypes.torch_dtype(stored.decode("utf-8", "replace") or str(self.index.container_dtype(i)))
         except FormatError as error:
@@ -441,12 +448,24 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """Batches of the entries (ascending) on their device, in the wanted dtype, as Parameters or plain tensors."""
         parts = self._parts(entries)
         _expect(parts)
+        converters: Converters = {}
+        pending: list[Optional[list[PendingBatch]]] = [None]
         if len(parts) > 1:
-            yield from self._read_together(parts, verify, progress, plain)
+            pending = [part.reader.begin(part.entries, verify, converters, plain=plain) for part in parts]
+        if all(batches is not None for batches in pending):
+            flat = [(part, batch) for part, batches in zip(parts, pending) for batch in batches or ()]
+            at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
+            _C.run_batches([batch.batch for _, batch in flat], at_once, progress)
+            for part, batch in flat:
+                yield self._noted(part.of_all(batch.finish()))
             return
+        del pending, converters
+        done = 0
         for part in parts:
-            for batch in part.reader.read(part.entries, verify, progress, plain=plain):
-                yield self._noted(part.of_all(batch))
+            report = None if progress is None else (lambda n, before=done: progress(before + n))
+            for loaded in part.reader.read(part.entries, verify, report, plain=plain):
+                yield self._noted(part.of_all(loaded))
+            done += sum(map(part.reader.index.data_nbytes, part.entries)) if len(parts) > 1 else 0
 
     def _parts(self, entries: Iterable[int]) -> list[_Part]:
         if not isinstance(self.index, JoinedIndex):
@@ -458,27 +477,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         return [
             _Part(self.readers[file], self.index.begins[file], sorted(local)) for file, local in sorted(by_file.items())
         ]
-
-    def _read_together(
-        self, parts: Sequence[_Part], verify: bool, progress: Progress, plain: bool
-    ) -> Iterator[LoadedBatch]:
-        converters: Converters = {}
-        pending = [part.reader.begin(part.entries, verify, converters, plain=plain) for part in parts]
-        if all(batches is not None for batches in pending):
-            flat = [(part, batch) for part, batches in zip(parts, pending) for batch in batches or ()]
-            at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
-            _C.run_batches([batch.batch for _, batch in flat], at_once, progress)
-            for part, batch in flat:
-                yield self._noted(part.of_all(batch.finish()))
-            return
-        del pending, converters
-        done = 0
-        for part in parts:
-            before = done
-            report = None if progress is None else (lambda n, before=before: progress(before + n))
-            for loaded in part.reader.read(part.entries, verify, report, plain=plain):
-                yield self._noted(part.of_all(loaded))
-            done += sum(map(part.reader.index.data_nbytes, part.entries))
 
     def _noted(self, batch: LoadedBatch) -> LoadedBatch:
         """A batch whose record headers are kept."""
@@ -493,7 +491,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             CryptographyError: The file is encrypted and there is no key.
         """
         self._check_readable()
-        records = [i if self.is_stored(i) else self.targets[i] for i in entries]
+        records = [i if self.is_stored(i) else self.targets[i] for i in entries] if self.targets else entries
         tensors: dict[int, torch.Tensor] = {}
         parts = self._parts(sorted(set(records)))
         _expect(parts)

@@ -53,17 +53,17 @@ class _Read(NamedTuple):
 
 
 class TensorSlice:
-    """One tensor of an open file; ``slice[index]`` reads the part that `index` names, and no more than it has to.
+    """One tensor of an open file; ``slice[index]`` reads only the part that `index` selects.
 
-    `index` is what torch takes between brackets: integers, slices with positive steps, ``...``, ``None``, lists and
-    tensors of integers, masks, and tuples of these. Rows of dimension 0 that a list, tensor or mask names are read
-    alone; of other dimensions everything between the first and the last. The result is a plain tensor on the
+    Indexing accepts what ``torch.Tensor`` accepts: integers, slices with positive steps, ``...``, ``None``, lists and
+    tensors of integers, masks, and tuples of these. For a list, tensor or mask in dimension 0, only the selected rows
+    are read; in other dimensions, everything between the first and the last. The result is a plain tensor on the
     deserializer's device, in its ``dtype``. Parts of encrypted tensors are authenticated: they are read in chunks of
-    the cipher (2 MiB). May be used from several threads.
+    the cipher (2 MiB). Thread-safe.
 
     Raises:
         IndexError: Out of range, or more dimensions than the tensor has.
-        ValueError: A step below 1; a part of a deserializer that verifies hashes, which are of whole tensors.
+        ValueError: A step below 1; a part of a tensor with `verify_hash`, because hashes cover whole tensors.
         OSError, FormatError, CryptographyError: As for whole tensors.
     """
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Optional, Union
 
@@ -24,8 +25,8 @@ from tensorizer._io.access import NOBODY, Access
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.arguments import DeviceChooser
 from tensorizer._load.authenticity import authenticate
-from tensorizer._load.direct_io import DirectIO, check_direct_io
-from tensorizer._system import cuda_engine, kept_memory, perf
+from tensorizer._system import cgroup, cuda_engine, perf
+from tensorizer._system.config import env_seconds, env_text, ranks_of_node
 from tensorizer._system.devices import ordinary_tensors, resolve_cuda_device
 from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, MissingHashError
@@ -33,6 +34,7 @@ from tensorizer.errors import CryptographyError, FormatError, MissingHashError
 __all__ = [
     "AS_STORED",
     "Converters",
+    "DirectIO",
     "FileReader",
     "Handle",
     "LoadedBatch",
@@ -146,7 +148,7 @@ class FileReader:
         self._metadata: Optional[dict[str, str]] = None
         self._metadata_is_known = False
         self._cached_bytes_read = 0
-        kept_memory.configure()
+        _keep_memory()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -503,3 +505,86 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+# --- memory that is kept for the next load --------------------------------------------------------------------------
+
+_KEPT_SECONDS = 3.0
+_KEPT_SHARE = 4
+
+
+@functools.cache
+def _keep_memory() -> None:
+    """Says how much memory of dropped tensors this process keeps for its next load; called before the first one.
+
+    Memory of tensors that came from plain files stays with the process for its next load, and the kernel may take it at
+    any time. What is older than ``TENSORIZER_KEEP_MEMORY_SECONDS`` goes when more is kept: 3 by default, since a
+    process that loads again does so at once; 0 keeps nothing. At most a quarter of the memory that the machine or the
+    container has is kept.
+
+    Raises:
+        ValueError: The environment variable is no number >= 0.
+    """
+    seconds = env_seconds("TENSORIZER_KEEP_MEMORY_SECONDS")
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = min(physical, cgroup.memory_limit() or physical)
+    _C.keep_memory(limit // _KEPT_SHARE, _KEPT_SECONDS if seconds is None else seconds)
+
+
+# --- past the page cache --------------------------------------------------------------------------------------------
+
+_DIRECT_IO = ("auto", "always", "never")
+
+# ``auto`` reads past the cache what takes so much of it that it drives out what others have there, or itself.
+_LARGE_NBYTES = 8 << 30
+_SHARE_OF_MEMORY = 4
+
+
+def check_direct_io(choice: Optional[str]) -> str:
+    """The choice for a load: `choice`, else what ``TENSORIZER_DIRECT_IO`` says, else ``"auto"``.
+
+    Raises:
+        TypeError: Not a ``str`` or ``None``.
+        ValueError: None of the three; the message names the argument, or the variable.
+    """
+    if choice is not None and not isinstance(choice, str):
+        raise TypeError(f"direct_io: wanted one of {', '.join(map(repr, _DIRECT_IO))}, found {type(choice).__name__}")
+    named = "direct_io" if choice is not None else "environment variable TENSORIZER_DIRECT_IO"
+    found = choice if choice is not None else env_text("TENSORIZER_DIRECT_IO") or "auto"
+    if found not in _DIRECT_IO:
+        raise ValueError(f"{named}: wanted one of {', '.join(map(repr, _DIRECT_IO))}, found {found!r:.100}")
+    return found
+
+
+class DirectIO:
+    """Whether one open file is read past the page cache, straight from the disk to where its bytes go.
+
+    May be used from several threads.
+    """
+
+    def __init__(self, source: _C.RangeSource, choice: str) -> None:
+        self._undecided: Optional[_C.FileSource] = None
+        self._alone = ranks_of_node() == 1  # others find in the cache what this one reads
+        if not isinstance(source, _C.FileSource) or choice == "never":
+            return
+        if choice == "always":
+            source.set_direct(True)
+        elif not source.was_cached:
+            self._undecided = source
+
+    def read_alone(self) -> None:
+        """Says that no other rank of the node reads the same: what one leaves in the cache is of no use to them."""
+        self._alone = True
+
+    def expect(self, nbytes: Callable[[], int]) -> None:
+        """To be called before a load, with what tells how many bytes it takes of this file and others together.
+
+        A large load decides for all that follow: what it did not leave in the cache is not there for them either.
+        """
+        source = self._undecided
+        if source is None or not self._alone:
+            return
+        wanted = nbytes()
+        if wanted >= _LARGE_NBYTES or wanted >= cgroup.available_nbytes() // _SHARE_OF_MEMORY:
+            source.set_direct(True)
+            self._undecided = None

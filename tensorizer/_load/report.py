@@ -12,7 +12,7 @@ import torch
 
 from tensorizer.errors import LoadError
 
-__all__ = ["LoadReport", "LoadedCount", "Misfit", "RankReport", "kind_of"]
+__all__ = ["LoadReport", "Misfit", "RankReport", "kind_of"]
 
 _MAX_LINES = 100  # of a cell in a notebook
 
@@ -168,36 +168,6 @@ def _listed(lines: Sequence[str]) -> str:
     shown = [escape(line) for line in lines[:_MAX_LINES]]
     left_out = len(lines) - len(shown)
     return "<br>".join([*shown, f"… and {left_out:,} more"] if left_out else shown)
-
-
-class LoadedCount(int):
-    """How many tensors were placed in a module; also knows which, and what did not fit."""
-
-    report: LoadReport
-
-    def __new__(cls, report: LoadReport) -> LoadedCount:
-        count = super().__new__(cls, len(report.loaded))
-        count.report = report
-        return count
-
-    def __getnewargs__(self) -> tuple[LoadReport]:  # type: ignore[override]
-        return (self.report,)
-
-    @property
-    def loaded(self) -> tuple[str, ...]:
-        return self.report.loaded
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return self.report.missing
-
-    @property
-    def unexpected(self) -> tuple[str, ...]:
-        return self.report.unexpected
-
-    @property
-    def mismatched(self) -> tuple[Misfit, ...]:
-        return self.report.mismatched
 
 
 def kind_of(dtype: torch.dtype) -> str:

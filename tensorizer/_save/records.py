@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
@@ -12,8 +11,8 @@ import torch
 
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import TensorType
-from tensorizer._format.extra_state import gives_state
-from tensorizer._format.names import Name, Path, modules_of, name_of, path_of
+from tensorizer._format.extra_state import gives_state, modules_of
+from tensorizer._format.names import Name, Path, name_of, path_of
 from tensorizer._format.payloads import stored_dtype
 
 __all__ = [
@@ -64,6 +63,14 @@ class Record:
     """The dtype as the file has it, where that is not what the torch dtype is usually called."""
     is_second_name: bool = False
     """Left out and told as a tie, whatever becomes of other ties."""
+    tensor_nbytes: int = dataclasses.field(init=False)
+    """Of the tensor in memory."""
+    nbytes: int = dataclasses.field(init=False)
+    """Of its data."""
+
+    def __post_init__(self) -> None:
+        self.tensor_nbytes = math.prod(self.shape) * self.dtype.itemsize
+        self.nbytes = 0 if self.without_data else self.tensor_nbytes
 
     @classmethod
     def of_tensor(
@@ -83,16 +90,6 @@ class Record:
     def name(self) -> Name:
         """What users call it."""
         return name_of(self.path)
-
-    @functools.cached_property
-    def tensor_nbytes(self) -> int:
-        """Of the tensor in memory."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @functools.cached_property
-    def nbytes(self) -> int:
-        """Of its data."""
-        return 0 if self.without_data else self.tensor_nbytes
 
     @property
     def stored_dtype(self) -> str:

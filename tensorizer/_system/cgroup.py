@@ -6,11 +6,12 @@ limit, no Linux, or nothing readable, the answer is ``None``: a figure is an aid
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-__all__ = ["memory_available", "memory_limit"]
+__all__ = ["available_nbytes", "memory_available", "memory_limit"]
 
 # cgroup v1 says "no limit" with a number near 2**63 (rounded down to a page); nothing real comes close to this.
 _UNLIMITED = 1 << 60
@@ -160,3 +161,15 @@ def memory_limit(root: Path = _ROOT) -> Optional[int]:
         and limit < _UNLIMITED
     ]
     return min(limits, default=None)
+
+
+def available_nbytes() -> int:
+    """Memory that this process may still take, of the machine or of its groups; the cache of files counts as free."""
+    group = memory_available()
+    try:
+        machine = (
+            int(re.findall(r"^MemAvailable: *(\d+)", _read_text(Path("/proc/meminfo")) or "", re.MULTILINE)[0]) << 10
+        )
+    except IndexError:
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return machine if group is None else min(machine, group)

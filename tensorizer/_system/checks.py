@@ -10,9 +10,9 @@ import math
 import operator
 from typing import Any, Optional
 
-from tensorizer._system.config import MAX_SECONDS, env_int, wanted_seconds
+from tensorizer._system.config import MAX_SECONDS, wanted_seconds
 
-__all__ = ["integer", "ranks_of_node", "seconds", "share_of_node", "text", "thread_limit"]
+__all__ = ["integer", "seconds", "text", "thread_limit"]
 
 
 def text(name: str, value: Any) -> str:
@@ -90,14 +90,3 @@ def thread_limit(name: str, limit: Optional[int]) -> int:
     if limit < 1:
         raise ValueError(f"{name}: wanted 1 or more, found {limit}")
     return min(int(limit), _MORE_THAN_THERE_WILL_EVER_BE)
-
-
-def share_of_node(most: int, least: int) -> int:
-    """This process's share of what the ranks of one machine have together: `most`, or fewer, but not below `least`."""
-    ranks = ranks_of_node()
-    return most if ranks == 1 else max(least, most // ranks)
-
-
-def ranks_of_node() -> int:
-    """How many ranks this machine has: ``LOCAL_WORLD_SIZE``, which torchrun and its like set; without it 1."""
-    return env_int("LOCAL_WORLD_SIZE", 1) or 1

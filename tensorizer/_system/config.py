@@ -13,6 +13,8 @@ __all__ = [
     "http_proxy_is_named",
     "http_proxy_is_secure",
     "is_secure_proxy",
+    "ranks_of_node",
+    "share_of_node",
     "wanted_seconds",
 ]
 
@@ -82,3 +84,14 @@ def env_seconds(name: str, *, above_zero: bool = False) -> Optional[float]:
 def wanted_seconds(above_zero: bool) -> str:
     """Which times are taken, in words."""
     return f"a number {'above 0' if above_zero else '>= 0'} (seconds)"
+
+
+def share_of_node(most: int, least: int) -> int:
+    """This process's share of what the ranks of one machine have together: `most`, or fewer, but not below `least`."""
+    ranks = ranks_of_node()
+    return most if ranks == 1 else max(least, most // ranks)
+
+
+def ranks_of_node() -> int:
+    """How many ranks this machine has: ``LOCAL_WORLD_SIZE``, which torchrun and its like set; without it 1."""
+    return env_int("LOCAL_WORLD_SIZE", 1) or 1

@@ -7,8 +7,7 @@ from typing import Optional
 import torch
 
 from tensorizer import _C
-from tensorizer._system.checks import share_of_node
-from tensorizer._system.config import env_int, env_seconds, env_text
+from tensorizer._system.config import env_int, env_seconds, env_text, share_of_node
 from tensorizer._system.devices import empty, ordinary_tensors
 
 __all__ = [

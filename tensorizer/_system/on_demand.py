@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable
+from importlib.abc import InspectLoader
+from types import CodeType
+from typing import Any, cast
 
 __all__ = ["names_on_demand"]
 
 
-def names_on_demand(
-    module: str, defined_in: Mapping[str, str], submodules: Collection[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions ``__getattr__`` and ``__dir__`` of a module.
+def names_on_demand(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The functions ``__getattr__`` and ``__dir__`` of a module, for the names that it imports for type checkers only.
 
-    Args:
-        module: Its ``__name__``.
-        defined_in: From names to the modules that define them, without ``tensorizer.`` in front.
-        submodules: Names of modules of ``tensorizer``.
+    Its block ``if TYPE_CHECKING:`` gives each name and where it is defined. These functions look the imports up in the
+    module's compiled code, which is there without the source, too.
     """
 
+    @functools.cache
+    def origins() -> dict[str, str]:
+        spec = sys.modules[module].__spec__
+        assert spec is not None
+        return _imports(cast(CodeType, cast(InspectLoader, spec.loader).get_code(module)))
+
     def get(name: str) -> Any:
-        if name in submodules:
-            return importlib.import_module(f"tensorizer.{name}")
-        if name not in defined_in:
+        # Python asks for names with underscores at both ends by itself, `__path__` for example.
+        if name[:2] == "__" or name not in origins():
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"tensorizer.{defined_in[name]}"), name)
+        origin = origins()[name]
+        if origin == module:
+            return importlib.import_module(f"{module}.{name}")
+        value = getattr(importlib.import_module(origin), name)
         setattr(sys.modules[module], name, value)
         return value
 
-    return get, lambda: sorted({*vars(sys.modules[module]), *defined_in, *submodules})
+    return get, lambda: sorted({*vars(sys.modules[module]), *origins()})
+
+
+def _imports(code: CodeType) -> dict[str, str]:
+    """From the names that the code of a module imports, whether it runs or not, to the modules they come from."""
+    import dis
+
+    origin, found = "", {}
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            origin = step.argval
+        elif step.opname == "IMPORT_FROM":
+            found[step.argval] = origin
+    return found

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     _check_device(arguments.device)
     options = stream_options(arguments, arguments.file)
     if arguments.cold and scheme_of(arguments.file) not in (None, *LOCAL_SCHEMES):
-        raise UsageError("--cold drops a local file from the page cache; a remote one is in nobody's here")
+        raise UsageError("--cold needs a local file: a remote one is not in the page cache of this machine")
     info = inspect(arguments.file, stream_options=options)
     key = decryption(arguments, output, info.encrypted, what=escaped(info.source))
     phases: list[tuple[str, Any]] = []

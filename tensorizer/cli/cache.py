@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from tensorizer._system.sizes import convert_bytes
 from tensorizer.cli.options import add_common, stream_options
 from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped, table
 
@@ -46,8 +48,8 @@ def _add_action(actions: Any, name: str, text: str) -> Any:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer._system.config import env_text
 
-    if not arguments.cache and env_text("TENSORIZER_CACHE") is None:
-        raise UsageError("no cache is named: pass --cache DIR, or set TENSORIZER_CACHE")
+    if arguments.cache is None and env_text("TENSORIZER_CACHE") is None:
+        raise UsageError("no cache: pass --cache DIR or set TENSORIZER_CACHE")
     action = {"ls": _list, "add": _add, "prune": _prune, "verify": _verify}[arguments.action]
     return action(arguments, output)
 
@@ -56,10 +58,27 @@ def _list(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer import cache
 
     found = cache.entries(arguments.cache)
+    totals = {"count": len(found), **{name: sum(getattr(e, name) for e in found) for name in ("cached", "disk")}}
     if output.json:
-        output.document({**_totals(found), "entries": [_document(entry) for entry in found]})
+        output.document({**totals, "entries": [_document(entry) for entry in found]})
         return OK
-    _print(found, output)
+    rows = [
+        (
+            escaped(entry.location),
+            escaped(entry.version)[:24],
+            convert_bytes(entry.size),
+            convert_bytes(entry.cached),
+            f"{100 * entry.cached // max(entry.size, 1)}%",
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used)),
+            entry.state,
+        )
+        for entry in found
+    ]
+    header = ("LOCATION", "VERSION", "SIZE", "CACHED", "", "LAST USED", "STATE")
+    for line in table(header, rows, frozenset({2, 3, 4}), output.width()):
+        output.line(line)
+    cached, disk = convert_bytes(totals["cached"]), convert_bytes(totals["disk"])
+    output.line(f"{totals['count']:,} entries, {cached} cached, {disk} on the disk")
     return OK
 
 
@@ -68,37 +87,28 @@ def _add(arguments: argparse.Namespace, output: Output) -> int:
 
     added = []
     for uri in arguments.uris:
-        added += cache.add(uri, cache=arguments.cache, stream_options=stream_options(arguments, uri))
-    if output.json:
-        output.document({"entries": [_document(entry) for entry in added]})
-    else:
-        for entry in added:
+        for entry in cache.add(uri, cache=arguments.cache, stream_options=stream_options(arguments, uri)):
+            added.append(_document(entry))
             output.note(f"{escaped(entry.location)}: {entry.cached:,} bytes")
+    if output.json:
+        output.document({"entries": added})
     return OK
 
 
 def _prune(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer import cache
 
-    pruned = cache.prune(
-        arguments.cache,
-        max_size=arguments.max_size,
-        older_than=arguments.older_than,
-        location=arguments.location,
-        all=arguments.all,
-        dry_run=arguments.dry_run,
-    )
+    names = ("max_size", "older_than", "location", "all", "dry_run")
+    pruned = cache.prune(arguments.cache, **{name: getattr(arguments, name) for name in names})
     if output.json:
-        output.document({"dry_run": arguments.dry_run, **{
-            name: [_document(entry) for entry in found] for name, found in pruned._asdict().items()
-        }})  # fmt: skip
+        rows = {name: [_document(entry) for entry in found] for name, found in pruned._asdict().items()}
+        output.document({"dry_run": arguments.dry_run, **rows})
         return OK
+    did = "would remove" if arguments.dry_run else "removed"
     for entry in pruned.removed:
-        output.line(
-            f"{'would remove' if arguments.dry_run else 'removed'} {escaped(entry.location)} ({_size(entry.disk)})"
-        )
+        output.line(f"{did} {escaped(entry.location)} ({convert_bytes(entry.disk)})")
     for entry in pruned.skipped:
-        output.note(f"in use, not removed: {escaped(entry.location)} ({_size(entry.disk)})")
+        output.note(f"in use, not removed: {escaped(entry.location)} ({convert_bytes(entry.disk)})")
     return OK
 
 
@@ -106,64 +116,19 @@ def _verify(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer import cache
 
     results = cache.verify(arguments.cache, location=arguments.location)
-    damaged = [result for result in results if result.problem is not None]
+    is_ok = all(result.problem is None for result in results)
     if output.json:
         rows = [{**_document(r.entry), "problem": r.problem, "checked": r.checked} for r in results]
-        output.document({"ok": not damaged, "entries": rows})
-        return DIFFERS if damaged else OK
-    for result in results:
-        if result.problem is not None:
-            output.line(f"{escaped(result.entry.location)}: FAILED, removed: {escaped(result.problem)}")
-        elif not output.quiet:
-            output.line(f"{escaped(result.entry.location)}: ok: {result.checked:,} tensors")
-    return DIFFERS if damaged else OK
-
-
-def _print(found: list[Entry], output: Output) -> None:
-    rows = [
-        (
-            escaped(entry.location),
-            escaped(entry.version)[:24],
-            _size(entry.size),
-            _size(entry.cached),
-            f"{100 * entry.cached // max(entry.size, 1)}%",
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)),
-            entry.state,
-        )
-        for entry in found
-    ]
-    header = ("LOCATION", "VERSION", "SIZE", "CACHED", "", "LAST USED", "STATE")
-    for line in table(header, rows, frozenset({2, 3, 4}), output.width()):
-        output.line(line)
-    totals = _totals(found)
-    output.line(f"{totals['count']:,} entries, {_size(totals['cached'])} cached, {_size(totals['disk'])} on the disk")
-
-
-def _totals(found: list[Entry]) -> dict[str, Any]:
-    return {
-        "count": len(found),
-        "cached": sum(entry.cached for entry in found),
-        "disk": sum(entry.disk for entry in found),
-    }
+        output.document({"ok": is_ok, "entries": rows})
+    else:
+        for entry, problem, checked in results:
+            if problem is not None:
+                output.line(f"{escaped(entry.location)}: FAILED, removed: {escaped(problem)}")
+            elif not output.quiet:
+                output.line(f"{escaped(entry.location)}: ok: {checked:,} tensors")
+    return OK if is_ok else DIFFERS
 
 
 def _document(entry: Entry) -> dict[str, Any]:
-    return {
-        "location": entry.location,
-        "version": entry.version,
-        "size": entry.size,
-        "cached": entry.cached,
-        "disk": entry.disk,
-        "last_used": entry.used,
-        "state": entry.state,
-        "complete": entry.complete,
-        "in_use": entry.in_use,
-        "newest": entry.newest,
-        "path": str(entry.path),
-    }
-
-
-def _size(nbytes: int) -> str:
-    from tensorizer._system.sizes import convert_bytes
-
-    return convert_bytes(nbytes)
+    more = {"path": str(entry.path), "state": entry.state, "complete": entry.complete}
+    return {**dataclasses.asdict(entry), **more}

@@ -44,12 +44,12 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     options = stream_options(arguments, source, target)
     check_names_object(source, target)
     if arguments.verify and source == "-":
-        raise UsageError("--verify reads the source twice, which standard input cannot give")
+        raise UsageError("--verify reads the source twice, but standard input can be read only once")
     if target == "-":
         if sys.stdout.isatty():
             raise UsageError("standard output is a terminal: redirect it")
         if output.json:
-            raise UsageError("--json and a target of - would share standard output")
+            raise UsageError("--json and - as the target both write to standard output")
     else:
         check_target(target, arguments.force, options)
     compares_bytes = False
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         if compares_bytes and target == "-":
             raise UsageError(
                 f"{escaped(shown_uri(source))} holds tensors without a digest, and --verify cannot read "
-                "standard output again to compare bytes: copy it to a name"
+                "standard output again to compare bytes: copy it to a file"
             )
     signature = signature_beside(source, target)
     if signature:

@@ -122,7 +122,7 @@ def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> Non
     for number, line in enumerate(table(header, rows, right, output.width())):
         output.line(output.coloured(line, "dim") if number == 0 else line)
     if len(rows) > _MANY_ROWS and output.width() is not None and not arguments.group:
-        output.note(f"{len(rows):,} rows: --group has one for names that differ in numbers alone")
+        output.note(f"{len(rows):,} rows: --group shows one for names that differ only in numbers")
 
 
 def _single(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
@@ -135,7 +135,7 @@ def _single(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]
 
 
 def _grouped(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
-    """Names that differ in numbers alone share a row; the numbers are shown as a range where they have no gap."""
+    """Names that differ only in numbers share a row; the numbers are shown as a range where they have no gap."""
     from tensorizer._format.names import name_text
     from tensorizer._system.sizes import convert_bytes
 

@@ -31,7 +31,7 @@ class Secret(NamedTuple):
 
 
 def add_key_options(parser: argparse.ArgumentParser, what: str, prefix: str = "", generate: bool = False) -> None:
-    """``--key-file`` and its sisters; `prefix` stands in front of each name, `what` says which key in the help."""
+    """Adds the options for a key; `prefix` is put before each name, `what` says in the help which key it is."""
     group = parser.add_argument_group(f"key of {what}").add_mutually_exclusive_group()
     group.add_argument(f"--{prefix}key-file", metavar="PATH", help="a file of 32 bytes or 64 hexadecimal digits")
     group.add_argument(f"--{prefix}key-env", metavar="VAR", help="an environment variable with 64 hexadecimal digits")
@@ -70,7 +70,10 @@ def decryption(
     if secret is None and encrypted:
         secret = _from_defaults(output) or _from_terminal(arguments, f"Passphrase for {what}: ", repeat=False)
         if secret is None:
-            raise CryptographyError(f"{what}: encrypted; name the key with --{prefix}key-file or its sisters")
+            raise CryptographyError(
+                f"{what}: encrypted; pass --{prefix}key-file, --{prefix}key-env, --{prefix}passphrase-file or "
+                f"--{prefix}passphrase-env"
+            )
     if secret is None:
         return None
     if secret.is_key:
@@ -105,7 +108,7 @@ def encryption(
         secret = _from_defaults(output) or _from_terminal(arguments, "New passphrase: ", repeat=True)
         if secret is None:
             raise UsageError(
-                f"no key: name one with --{prefix}key-file, --{prefix}key-env, --{prefix}passphrase-file, "
+                f"no key: pass --{prefix}key-file, --{prefix}key-env, --{prefix}passphrase-file, "
                 f"--{prefix}passphrase-env or --{prefix}generate-key"
             )
     if secret is None:
@@ -245,4 +248,4 @@ def _passphrase_of_file(path: str, output: Output) -> bytes:
 
 def _warn_if_readable_by_others(path: str, output: Output) -> None:
     if os.stat(path).st_mode & stat.S_IROTH and os.path.isfile(path):
-        output.note(f"warning: {path} can be read by everybody on this machine (chmod 600 {path})")
+        output.note(f"warning: every user of this machine can read {path} (chmod 600 {path})")

@@ -66,7 +66,7 @@ def stream_options(arguments: argparse.Namespace, *uris: str) -> Optional[dict[s
         UsageError: One is ``-``, which only ``cp`` takes for a standard stream; or it names nothing.
     """
     if "-" in uris and arguments.command != "cp":
-        raise UsageError("- is standard input or output for cp alone; a file of that name is ./-")
+        raise UsageError("only cp accepts - for standard input or output; for a file of that name, write ./-")
     for uri in uris:
         _check_names_something(uri)
     if not any(uri.lower().startswith("s3://") for uri in uris):
@@ -94,7 +94,7 @@ def _check_names_something(uri: str) -> None:
     scheme, location = scheme_of(uri), uri.partition("://")[2]
     location = re.split(r"[?#]", location)[0]
     if scheme is not None and not (location if scheme in LOCAL_SCHEMES else location.strip("/")):
-        raise UsageError(f"{shown_uri(uri)}: malformed URI: there is nothing behind {scheme}://")
+        raise UsageError(f"{shown_uri(uri)}: malformed URI: nothing follows {scheme}://")
     if not uri.endswith("/"):  # else it is a folder, where one may be
         check_names_object(uri)
 

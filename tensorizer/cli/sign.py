@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from tensorizer.cli.keys import add_key_options, decryption
@@ -55,19 +56,11 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             progress=output.progress(),
             stream_options=options,
         )
-        documents.append(
-            {
-                "source": report.source,
-                "signature": report.signature,
-                "public_key": report.public_key,
-                "signers": list(report.signers),
-                "checked": report.checked,
-            }
-        )
+        documents.append(dataclasses.asdict(report))
         if not output.json and not output.quiet:
             output.line(f"{escaped(report.signature)}: signed by {report.public_key}")
             if not report.checked and not arguments.no_check:
-                output.note("  encrypted, and no key: its structure alone was checked")
+                output.note("  encrypted, and no key: only its structure was checked")
     if output.json:
         output.document({"files": documents})
     return OK

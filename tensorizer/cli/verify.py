@@ -102,7 +102,7 @@ def _print(report: VerifyReport, output: Output) -> None:
         output.line(f"  SHA-256 of the file {'matches' if report.sha256_matches else 'differs: found'} {report.sha256}")
     elif report.format == "safetensors":
         hint = "" if report.sharded else " (--sha256 checks the bytes of a file)"
-        output.note(f"  .safetensors hold no digests: the structure alone was checked{hint}")
+        output.note(f"  a .safetensors file has no digests: only its structure was checked{hint}")
 
 
 def _document(report: VerifyReport) -> dict[str, Any]:

@@ -23,32 +23,26 @@ if TYPE_CHECKING:
     from tensorizer.distributed._loading import load as load
     from tensorizer.distributed._loading import load_sharded as load_sharded
 
-# From the public names to the modules that define them.
-_MODULES = {
-    "LoadReport": "distributed._report",
-    "RankReport": "distributed._report",
-    "TensorizerReader": "distributed._checkpoint.reader",
-    "TensorizerWriter": "distributed._checkpoint.writer",
-    "VerifyReport": "distributed._checkpoint.existing",
-    "consolidate": "distributed._checkpoint.consolidation",
-    "dcp_default": "distributed._checkpoint.defaults",
-    "is_complete": "distributed._checkpoint.existing",
-    "load": "distributed._loading",
-    "load_sharded": "distributed._loading",
-    "prune": "distributed._checkpoint.existing",
-    "verify": "distributed._checkpoint.existing",
-}
-
 __all__ = [
-    *_MODULES,
+    "LoadReport",
+    "RankReport",
+    "TensorizerReader",
+    "TensorizerWriter",
+    "VerifyReport",
+    "consolidate",
+    "dcp_default",
+    "is_complete",
+    "load",
+    "load_sharded",
+    "prune",
+    "verify",
 ]
 
-
-_get, __dir__ = names_on_demand(__name__, _MODULES)
+_get, __dir__ = names_on_demand(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in __all__:
         import torch.distributed
 
         if not torch.distributed.is_available():

@@ -11,7 +11,7 @@ import torch
 
 from tensorizer._format.names import Name, listed
 from tensorizer._io.access import Access, Trust
-from tensorizer._io.file_types import SourceArgument
+from tensorizer._io.sources import SourceArgument
 from tensorizer._load.reader import missing_hashes
 from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import empty
@@ -52,27 +52,27 @@ def load(
     """Loads all tensors of a file on every rank of a group. Collective.
 
     Args:
-        file: What :class:`tensorizer.TensorDeserializer` takes; every rank names the same content.
-        group: A process group; ``None`` is the default one, or this process alone where there is none.
+        file: As for :class:`tensorizer.TensorDeserializer`; every rank passes the same content.
+        group: A process group; ``None`` is the default one, or only this process if there is none.
         device: Where the tensors go; ``None`` is CUDA where available, else the CPU.
         exchange: ``"all_gather"``: every rank reads 1/N of the bytes and gathers the rest from the others, in windows
-            of N times 16 MiB. ``"none"``: every rank reads all. ``"auto"``: none where the file is in this machine's
-            memory and bound for the CPU, or where there is one rank; else ``"all_gather"``.
+            of N times 16 MiB. ``"none"``: every rank reads all. ``"auto"``: ``"none"`` if the file is in this machine's
+            memory and goes to the CPU, or if there is only one rank; otherwise ``"all_gather"``.
         dtype: As for :class:`tensorizer.TensorDeserializer`.
         verify_hash: Compares the stored hashes with what has arrived; the ranks share this work.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
-        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`. Every rank reads
-            whole tensors of a file in clear then.
-        signature: Where the signature is, likewise.
-        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
+        public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`. Every
+            rank then reads whole tensors of a plain file.
+        signature: The signature, likewise.
+        require_authenticated: Whether the key or a signature must vouch for the file, likewise.
 
     Returns:
         A dict of plain tensors; its attribute ``report`` is a :class:`LoadReport`.
 
     Raises:
         StreamError: The ranks see different contents.
-        Exception: What :class:`tensorizer.TensorDeserializer` raises. Where one rank fails, all raise an error of the
+        Exception: As for :class:`tensorizer.TensorDeserializer`. If one rank fails, all raise an error of the
             same class, which names the rank.
     """
     begin = time.perf_counter()
@@ -135,45 +135,45 @@ def load_sharded(
 ) -> LoadReport:
     """Fills a module or state dict with this rank's part of a file. Collective.
 
-    What a rank gets is decided by the placements of the target's DTensors (FSDP2, tensor parallelism), else by `plan`,
-    else it is all of a tensor. Parts are cut as ``torch.chunk`` cuts, as torch shards.
+    The placements of the target's DTensors (FSDP2, tensor parallelism) decide what a rank gets. Other tensors follow
+    `plan`; tensors that it does not match are loaded whole. Tensors are split as by ``torch.chunk``, as torch shards.
 
     Args:
-        target: A module: what is on the meta device is replaced, the rest is filled in part. Or a mapping of names:
-            DTensors are filled in part, other values are replaced, by DTensors where a mesh is given, else by this
-            rank's part as a plain tensor. After an error, tensors that were to be filled in part hold anything.
-        file: What :class:`tensorizer.TensorDeserializer` takes; every rank names the same content.
-        mesh: A ``DeviceMesh`` for what `plan` places.
-        group: The ranks that call this; ``None`` is that of a mesh of one dimension, else the default group.
+        target: A module: tensors on the meta device are replaced, others are filled in place. Or a mapping of names:
+            DTensors are filled in place; other values are replaced, by DTensors if you pass a mesh, otherwise by this
+            rank's part as a plain tensor. After an error, tensors that were being filled hold arbitrary values.
+        file: As for :class:`tensorizer.TensorDeserializer`; every rank passes the same content.
+        mesh: A ``DeviceMesh`` for tensors that `plan` places.
+        group: The ranks that call this; ``None`` is that of a mesh of one dimension, otherwise the default group.
         plan: From patterns of names (``"*.q_proj.weight"``; the first that matches counts) to a placement, or a
-            sequence of placements, one for each dimension of the mesh. Without a mesh the group is one of one
-            dimension.
-        exchange: ``"none"``: every rank reads its part. ``"all_gather"``: every rank reads 1/N of what anybody wants,
-            and cuts its part out of what it gathers. ``"auto"``: all_gather where several ranks want the same bytes of
-            a file that is not in memory, else none.
-        device: Where new tensors go; ``None`` is the device of the mesh, or what
-            :class:`tensorizer.TensorDeserializer` would choose.
-        strict: Raises where names are missing or, for modules, unexpected. Not missing are names of a tensor that the
-            file has under another one of its names, and buffers that state dicts leave out; where the file has the
-            latter, they are filled. Extra state goes to the modules that take it, and is missing where the file has
-            none for a module that has some, unexpected where the module takes none. In a mapping it is a name like
-            others, whose value is replaced whatever its shape.
-        verify_hash: For loads in which every rank gets whole tensors, of the dtypes of the file. Extra state that a
-            file holds apart from its tensors has no hash.
+            sequence of placements, one for each dimension of the mesh. Without a mesh, the group counts as a mesh of
+            one dimension.
+        exchange: ``"none"``: every rank reads its part. ``"all_gather"``: every rank reads 1/N of the bytes that any
+            rank needs, gathers the rest, and takes its part. ``"auto"``: ``"all_gather"`` if several ranks need the
+            same bytes of a file that is not in memory, otherwise ``"none"``.
+        device: Where new tensors go; ``None`` is the device of the mesh, or the default of
+            :class:`tensorizer.TensorDeserializer`.
+        strict: Raises if names are missing or, for modules, unexpected. A name is not missing if the file has its
+            tensor under another name, or if state dicts leave its buffer out; such a buffer is filled if the file has
+            it. Extra state goes to the modules that accept it; it is missing if a module has some and the file none,
+            and unexpected if the module accepts none. In a mapping it is an ordinary name, whose value is replaced,
+            whatever its shape.
+        verify_hash: Only for loads in which every rank gets whole tensors, in the dtypes of the file. Extra state that
+            a file holds apart from its tensors has no hash.
         encryption: The key of an encrypted file.
         stream_options: Keywords for opening a URI.
-        public_key: Who has to have signed the file, as for :class:`tensorizer.TensorDeserializer`. Every rank reads
-            whole tensors of a file in clear then.
-        signature: Where the signature is, likewise.
-        require_authenticated: Whether the key or a signature has to vouch for the file, likewise.
+        public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`. Every
+            rank then reads whole tensors of a plain file.
+        signature: The signature, likewise.
+        require_authenticated: Whether the key or a signature must vouch for the file, likewise.
 
     Raises:
         LoadError: Shapes differ; with `strict`, names are missing or unexpected, or the file holds different contents
-            for names of one tensor (else what it has under the first of them counts).
-        ValueError: A placement that is no box (``Partial``); `verify_hash` and a part of a tensor, or a part of
-            another dtype, whose hash nobody stores.
+            for names of one tensor (otherwise the first name counts).
+        ValueError: A placement that is no box (``Partial``); `verify_hash` with a part of a tensor or another dtype,
+            for which the file has no hash.
         StreamError: The ranks see different contents.
-        Exception: As for :func:`load`; where one rank fails, all raise.
+        Exception: As for :func:`load`; if one rank fails, all raise.
     """
     begin = time.perf_counter()
     _check_exchange(exchange)

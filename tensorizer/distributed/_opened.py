@@ -16,13 +16,13 @@ import torch
 from tensorizer import _C
 from tensorizer._format.names import Name
 from tensorizer._io.access import Access
-from tensorizer._io.file_types import SourceArgument
+from tensorizer._io.sources import SourceArgument
 from tensorizer._load.arguments import target_device
 from tensorizer._load.open_file import OpenFile, open_file
 from tensorizer._load.parts import PartReader
 from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadReport, RankReport
-from tensorizer._system.checks import share_of_node
+from tensorizer._system.config import share_of_node
 from tensorizer.distributed._ranks import Ranks
 from tensorizer.errors import StreamError
 

@@ -44,9 +44,7 @@ if TYPE_CHECKING:
         TensorizerModelParallelStrategy as TensorizerModelParallelStrategy,
     )
 
-_STRATEGIES = ("TensorizerFSDPStrategy", "TensorizerModelParallelStrategy")
-
-__all__ = ["TensorizerCheckpointIO", *_STRATEGIES]
+__all__ = ["TensorizerCheckpointIO", "TensorizerFSDPStrategy", "TensorizerModelParallelStrategy"]
 
 _KEY = "lightning.checkpoint"
 _ZIP = b"PK\x03\x04"  # what files of torch.save begin with
@@ -276,4 +274,4 @@ def _mapped(tensor: torch.Tensor, map_location: MapLocation) -> torch.Tensor:
     return tensor.to(map_location)
 
 
-__getattr__, __dir__ = names_on_demand(__name__, dict.fromkeys(_STRATEGIES, "integrations.lightning_strategies"))
+__getattr__, __dir__ = names_on_demand(__name__)

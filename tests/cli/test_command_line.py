@@ -3,56 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import pty
 import subprocess
 import sys
-import unittest.mock
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import samples
 import torch
+from command_line import run
 from places import ROOT
 from servers.file_server import serve_folder
 
 import tensorizer._C
 import tensorizer.torch
 from tensorizer import EncryptionParams, TensorDeserializer, TensorSerializer
-from tensorizer.cli.main import main, make_parser
+from tensorizer.cli.main import make_parser
 from tensorizer.cli.output import table
 
 KEY = bytes(range(32))
-
-
-class Result(NamedTuple):
-    """What one command left."""
-
-    returncode: int
-    stdout: bytes
-    stderr: bytes
-
-
-def run(*arguments, stdin=b"", **environment) -> Result:
-    """One command, in this process: importing torch takes longer than most commands. Streams are pipes to it."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TENSORIZER_", "AWS_"))}
-    streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (stdin, b"", b"")]
-    saved = sys.stdin, sys.stdout, sys.stderr
-    with unittest.mock.patch.dict(os.environ, {**clean, **environment}, clear=True):
-        sys.stdin, sys.stdout, sys.stderr = streams
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as exit_request:
-            status = exit_request.code
-        finally:
-            for stream in streams[1:]:
-                stream.flush()
-            sys.stdin, sys.stdout, sys.stderr = saved
-    return Result(status, *(stream.buffer.getvalue() for stream in streams[1:]))
 
 
 def write(path: Path, tensors, **options) -> Path:
@@ -396,7 +368,7 @@ def test_cp_verifies_digests_or_bytes_and_says_in_a_sentence_what_is_wrong(tmp_p
     assert run("encrypt", "--key-file", key_file, model, encrypted).returncode == 0
     without_key = run("cp", "--verify", "--no-input", encrypted, tmp_path / "none")
     assert without_key.returncode == 5
-    assert b"encrypted; name the key with --key-file" in without_key.stderr
+    assert b"encrypted; pass --key-file" in without_key.stderr
     assert not (tmp_path / "none").exists()
     assert run("cp", "--verify", "--key-file", key_file, encrypted, tmp_path / "encrypted.copy").returncode == 0
     damaged = tmp_path / "damaged.tensors"
@@ -597,26 +569,46 @@ def test_no_command_tells_the_credentials_or_the_query_of_a_uri(tmp_path, model,
     assert not told, "\n".join(f"{command}\n    {text}" for command, text in told)
 
 
-def test_closed_streams_end_a_command_without_a_traceback(model, tmp_path):
-    for command, statuses in (
-        (f"inspect {model} >&-", [0]),
-        (f"inspect --json {model} >&-", [0]),
-        (f"inspect {model} 2>&-", [0]),
-        ("inspect /nowhere 2>&-", [3]),
-        ("inspect /nowhere >&- 2>&-", [3]),
-        (f"cp - {tmp_path / 'empty'} <&-", [0]),
-        (f"cp {model} - >&-", [0]),
-        ("decrypt /nowhere /nowhere.too <&-", [3, 5]),
-        ("--help | true", [0]),
-        ("inspect /nowhere 2>&1 | true", [0]),
-        (f"convert {model} {tmp_path / 'out.tensors'} >&- <&-", [0]),
-    ):
-        result = subprocess.run(
-            ["bash", "-c", f"{sys.executable} -m tensorizer {command}"], capture_output=True, timeout=120, check=False
-        )
-        assert result.returncode in statuses, (command, result)
-        assert b"Traceback" not in result.stderr, (command, result.stderr)
-        assert b"Exception ignored" not in result.stderr, (command, result.stderr)
+@pytest.mark.parametrize(
+    ("closed", "command", "statuses"),
+    [
+        ("1", "inspect MODEL", [0]),
+        ("1", "inspect --json MODEL", [0]),
+        ("2", "inspect MODEL", [0]),
+        ("2", "inspect /nowhere", [3]),
+        ("12", "inspect /nowhere", [3]),
+        ("0", "cp - EMPTY", [0]),
+        ("1", "cp MODEL -", [0]),
+        ("0", "decrypt /nowhere /nowhere.too", [3, 5]),
+        ("01", "convert MODEL OUT.tensors", [0]),
+    ],
+)
+def test_closed_streams_end_a_command_without_a_traceback(model, tmp_path, fresh_process, closed, command, statuses):
+    program = """
+        import os, sys
+        for number in map(int, sys.argv[1]):
+            os.close(number)
+            setattr(sys, ("stdin", "stdout", "stderr")[number], None)  # as Python starts without them
+        from tensorizer.cli.main import main
+        sys.exit(main(sys.argv[2:]))
+    """
+    places = {"MODEL": model, "EMPTY": tmp_path / "empty", "OUT.tensors": tmp_path / "out.tensors"}
+    result = fresh_process(program, closed, *(places.get(word, word) for word in command.split()))
+    assert result.returncode in statuses, result
+    assert "Traceback" not in result.stderr, result.stderr
+    assert "Exception ignored" not in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "status"), [("--help | true", 0), ("inspect /nowhere 2>&1 | true", 0), ("inspect /nowhere >&- 2>&-", 3)]
+)
+def test_the_shell_may_close_streams(command, status):
+    result = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m tensorizer {command}"], capture_output=True, timeout=120, check=False
+    )
+    assert result.returncode == status, result
+    assert b"Traceback" not in result.stderr
+    assert b"Exception ignored" not in result.stderr
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of nested and quantised tensors
@@ -880,9 +872,7 @@ def test_a_full_disk_under_the_output_is_one_line_and_a_status(model):
 def test_names_that_the_outputs_encoding_lacks_are_written_out(tmp_path):
     path = write(tmp_path / "m.tensors", {"重み": torch.ones(2)})
     for encoding in ("ascii", "latin-1"):
-        environment = {**os.environ, "PYTHONIOENCODING": encoding}
-        command = [sys.executable, "-m", "tensorizer", "inspect", str(path)]
-        result = subprocess.run(command, capture_output=True, env=environment, check=False)
+        result = run("inspect", path, encoding=encoding)
         assert result.returncode == 0, result.stderr
         assert rb"\u91cd\u307f" in result.stdout
 
@@ -906,4 +896,4 @@ def test_bench_drops_every_local_file_from_the_cache_and_says_that_remote_ones_h
     assert done.returncode == 0, done.stderr
     refused = run("bench", "--cold", "https://127.0.0.1:9/model.tensors")
     assert refused.returncode == 2
-    assert b"--cold drops a local file" in refused.stderr
+    assert b"--cold needs a local file" in refused.stderr

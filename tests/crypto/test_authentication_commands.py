@@ -4,47 +4,48 @@ from __future__ import annotations
 
 import json
 
-from authentic_files import OTHER, PUBLIC, SIGNER, command, encrypted, plain, renamed
+from authentic_files import OTHER, PUBLIC, SIGNER, encrypted, plain, renamed
+from command_line import run
 
 from tensorizer import PublicKey
 
 
 def test_the_command_line_makes_keys_signs_and_verifies(tmp_path):
     key = tmp_path / "release.pem"
-    made = command("sign", "--generate-key", key)
+    made = run("sign", "--generate-key", key)
     assert made.returncode == 0, made.stderr
     assert key.stat().st_mode & 0o777 == 0o600
     public = tmp_path / "release.pem.pub"
-    assert str(PublicKey.from_file(public)) in made.stdout
-    assert command("sign", "--generate-key", key).returncode == 6
+    assert str(PublicKey.from_file(public)) in made.stdout.decode()
+    assert run("sign", "--generate-key", key).returncode == 6
     path = tmp_path / "m.tensors"
     path.write_bytes(plain())
-    result = command("sign", path, "--key", key)
-    assert (result.returncode, result.stderr) == (0, ""), result
+    result = run("sign", path, "--key", key)
+    assert (result.returncode, result.stderr) == (0, b""), result
     assert (tmp_path / "m.tensors.sig").exists()
-    result = command("verify", path, "--public-key", public, "--json")
+    result = run("verify", path, "--public-key", public, "--json")
     assert result.returncode == 0, result.stderr
     (report,) = json.loads(result.stdout)["files"]
     assert report["authenticated"] == "signature"
     assert report["signers"] == [str(PublicKey.from_file(public))]
     other = tmp_path / "other"
     OTHER.public_key.save(other)
-    wrong = command("verify", path, "--public-key", other)
+    wrong = run("verify", path, "--public-key", other)
     assert wrong.returncode == 5
-    assert "signed by other keys" in wrong.stderr
+    assert b"signed by other keys" in wrong.stderr
     path.write_bytes(renamed(plain(), {b"d": b"z"}))
-    assert command("verify", path, "--public-key", public).returncode == 5
-    assert command("sign", path, "--key", key, "--no-check").returncode == 6
-    assert command("sign", path, "--key", key, "--no-check", "--force").returncode == 0
-    assert command("verify", path, TENSORIZER_REQUIRE_AUTHENTICATED="1").returncode == 5
+    assert run("verify", path, "--public-key", public).returncode == 5
+    assert run("sign", path, "--key", key, "--no-check").returncode == 6
+    assert run("sign", path, "--key", key, "--no-check", "--force").returncode == 0
+    assert run("verify", path, TENSORIZER_REQUIRE_AUTHENTICATED="1").returncode == 5
 
 
 def test_the_command_line_shows_signers_as_not_checked(tmp_path):
     path = tmp_path / "m.tensors"
     path.write_bytes(encrypted(signing_key=SIGNER))
-    shown = command("inspect", path)
+    shown = run("inspect", path)
     assert shown.returncode == 0
-    assert PUBLIC in shown.stdout
-    assert "not checked" in shown.stdout
-    (report,) = json.loads(command("inspect", path, "--json").stdout)["files"]
+    assert PUBLIC in shown.stdout.decode()
+    assert b"not checked" in shown.stdout
+    (report,) = json.loads(run("inspect", path, "--json").stdout)["files"]
     assert report["signers"] == [PUBLIC]

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import subprocess
 import time
 
@@ -15,9 +16,10 @@ import torch
 from cache_tools import MIB, entries, files_below, load, same, tensors, write
 from http_tools import random_bytes
 from servers.fuse import fuse_folder
+from servers.http_faults import FaultyServer, Reply
 
 from tensorizer import TensorDeserializer
-from tensorizer.errors import StreamError
+from tensorizer.errors import StreamError, StreamNotFoundError
 from tensorizer.stream_io import CacheOptions, open_stream
 
 environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
@@ -53,6 +55,20 @@ def test_a_small_disk_of_which_some_stays_free_gets_nothing(small_disk, site):
     cache = CacheOptions(small_disk / "cache", min_free="10%")
     assert same(load(f"{site.url}/m.tensors", cache)[0], wanted)
     assert entries(small_disk / "cache") == []
+
+
+def test_room_that_cannot_be_made_costs_no_entry(site, folder):
+    write(site.root / "a.tensors", tensors())
+    load(f"{site.url}/a.tensors", folder)
+    wanted = write(site.root / "b.tensors", tensors(seed=1))
+    (of_a,) = entries(folder)
+    assert same(load(f"{site.url}/b.tensors", CacheOptions(folder, min_free="100%"))[0], wanted)
+    assert entries(folder) == [of_a]
+    write(site.root / "c.tensors", tensors(4 * MIB))
+    with TensorDeserializer(f"{site.url}/a.tensors", device="cpu", lazy_load=True, stream_options={"cache": folder}):
+        load(f"{site.url}/c.tensors", folder)
+        load(f"{site.url}/b.tensors", CacheOptions(folder, max_size=20 * MIB))
+        assert len(entries(folder)) == 2, "with what is open, there is no room, whatever else goes"
 
 
 def test_room_for_one_and_a_half_holds_the_last_one(site, folder):
@@ -104,6 +120,57 @@ def test_a_folder_that_cannot_be_used_is_a_warning_and_offline_an_error(site, tm
         load(f"{site.url}/m.tensors", CacheOptions(tmp_path / "file", offline=True))
 
 
+def test_a_folder_that_cannot_be_written_to_is_a_warning_and_offline_an_error_that_says_so(small_disk, site, caplog):
+    wanted = write(site.root / "m.tensors", tensors(4 * MIB))
+    load(f"{site.url}/m.tensors", small_disk)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with caplog.at_level(logging.WARNING):
+        found, file = load(f"{site.url}/m.tensors", small_disk)
+    assert same(found, wanted)
+    assert file.cached_bytes_read == 0
+    assert "Read-only file system" in caplog.text
+    with pytest.raises(StreamError, match="Read-only file system"):
+        load(f"{site.url}/m.tensors", CacheOptions(small_disk, offline=True))
+
+
+def test_a_folder_that_is_removed_under_an_open_file_is_begun_anew(site, folder):
+    wanted = write(site.root / "m.tensors", tensors(24 * MIB))
+    uri = f"{site.url}/m.tensors"
+    load(uri, folder)
+    with TensorDeserializer(uri, device="cpu", lazy_load=True, stream_options={"cache": folder}) as file:
+        assert torch.equal(file["t0"], wanted["t0"])
+        shutil.rmtree(folder)
+        assert torch.equal(file["t5"], wanted["t5"])
+        assert same(load(uri, folder)[0], wanted)
+    assert len(entries(folder)) == 1
+    assert load(uri, folder)[1].cached_bytes_read >= 24 * MIB
+
+
+def test_a_folder_of_any_name_serves(site, tmp_path):
+    from tensorizer import cache
+
+    wanted = write(site.root / "m.tensors", tensors(MIB))
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    for _ in range(2):
+        found, file = load(f"{site.url}/m.tensors", folder)
+        assert same(found, wanted)
+    assert file.cached_bytes_read >= MIB
+    (entry,) = cache.entries(folder)
+    assert (entry.path / "data").exists()
+    assert [len(found) for found in cache.prune(folder, all=True)] == [1, 0]
+
+
+def test_an_object_of_a_size_that_no_disk_has_is_read_without_a_cache(tmp_path, folder):
+    content = random_bytes(2 * MIB)
+    absurd = Reply(headers={"Content-Range": f"bytes 0-1048575/{1 << 60}"})
+    with (
+        FaultyServer(content, default=absurd) as server,
+        open_stream(f"{server.url}/m", cache=folder) as stream,
+    ):
+        assert stream.read(100) == content[:100]
+    assert entries(folder) == []
+
+
 def test_a_folder_that_a_program_serves_is_not_used(site, tmp_path, caplog):
     wanted = write(site.root / "m.tensors", tensors())
     folder = tmp_path / "served"
@@ -130,6 +197,19 @@ def test_redis_is_not_cached(folder, caplog):
         open_stream("redis://127.0.0.1:9/x", cache=folder)
     assert "Redis tells no versions" in caplog.text
     assert not folder.exists() or files_below(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("uri", "options"),
+    [
+        ("http://127.0.0.1:9/x", {"begin": 1}),
+        ("redis://127.0.0.1:9/x", {}),
+        ("s3://b/k", {"s3_extra_args": {"get": {"SSECustomerKey": "k" * 32}}}),
+    ],
+)
+def test_offline_nobody_is_asked_for_what_is_never_cached(uri, options, folder):
+    with pytest.raises(StreamNotFoundError, match="offline is set: "):
+        open_stream(uri, cache=CacheOptions(folder, offline=True), **options)
 
 
 def test_mapping_a_cached_object_is_refused(site, folder):

@@ -10,8 +10,9 @@ import sys
 import time
 
 import cache_tools
+import pytest
 import torch
-from cache_tools import BLOCK, MIB, entries, load, load_one, same, sent, tensors, write
+from cache_tools import BLOCK, MIB, entries, load, load_one, result, same, sent, start, tensors, write
 from places import EXAMPLES
 from servers.http_faults import FaultyServer
 
@@ -21,11 +22,12 @@ from tensorizer.stream_io import CacheOptions, open_stream
 environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
 
 
-def command(*arguments, status=0, capsys=None):
+def command(*arguments, status=0, err="", capsys=None):
     from tensorizer.cli.main import main
 
     assert main(["cache", *map(str, arguments)]) == status
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert err in said
     return json.loads(out) if "--json" in arguments else out
 
 
@@ -95,10 +97,13 @@ def test_verifying_removes_what_is_damaged_and_takes_parts_for_what_they_are(sit
     assert by_name["c.tensors"]["problem"] is None
     assert damaged not in entries(folder)
     assert len(entries(folder)) == 2
+    for path in entries(folder):
+        os.utime(path / "about.json", (1e9, 1e9))
     command("verify", "--cache", folder, capsys=capsys)
+    assert {(path / "about.json").stat().st_mtime for path in entries(folder)} == {1e9}, "checking is no use"
 
 
-def test_adding_completes_what_is_partial_and_says_what_cannot_be_stored(site, folder, capsys, tmp_path):
+def test_adding_completes_what_is_partial_and_says_what_cannot_be_stored(site, folder, capsys, tmp_path, monkeypatch):
     content = tensors(48 * MIB)
     write(site.root / "a.tensors", content)
     size = (site.root / "a.tensors").stat().st_size
@@ -110,7 +115,11 @@ def test_adding_completes_what_is_partial_and_says_what_cannot_be_stored(site, f
     assert nbytes[: len(nbytes) // 2] == nbytes[len(nbytes) // 2 :], "all of it is durable"
     command("add", f"{site.url}/nothing", "--cache", folder, status=3, capsys=capsys)
     with FaultyServer(b"x" * 1000, etag=None) as server:
-        command("add", server.url, "--cache", folder, status=3, capsys=capsys)
+        command("add", server.url, "--cache", folder, status=3, err="the server tells no version", capsys=capsys)
+    (tmp_path / "file").write_bytes(b"x")
+    command("add", tmp_path / "file", "--cache", folder, status=2, err="is a local file", capsys=capsys)
+    monkeypatch.setenv("TENSORIZER_CACHE_OFFLINE", "1")
+    command("add", uri, "--cache", folder, status=2, err="offline", capsys=capsys)
 
 
 def test_the_example_fills_a_cache_and_loads_offline(site, folder):
@@ -125,7 +134,58 @@ def test_the_example_fills_a_cache_and_loads_offline(site, folder):
 
 
 def test_without_a_folder_the_command_is_used_wrongly(capsys):
-    command("ls", status=2, capsys=capsys)
+    command("ls", status=2, err="no cache: pass", capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--max-size", "much"), ("--max-size", "-1"), ("--older-than", "-1"), ("--older-than", "nan")]
+)
+def test_what_prune_cannot_mean_is_refused_whatever_is_there(wrong, folder, capsys):
+    command(
+        "prune",
+        "--cache",
+        folder,
+        f"{wrong[0]}={wrong[1]}",
+        status=2,
+        err="older_than" if "older" in wrong[0] else "max_size",
+        capsys=capsys,
+    )
+
+
+def test_after_a_crash_of_the_machine_the_list_has_durable_blocks_only(site, folder):
+    from tensorizer import cache
+
+    write(site.root / "a.tensors", tensors())
+    result(start(f"{site.url}/a.tensors", folder))  # a process that has ended notes nothing any more
+    (entry,) = entries(folder)
+    with (entry / "map").open("r+b") as file:
+        half = ((entry / "map").stat().st_size - 64) // 2
+        file.seek(24)
+        file.write(b"another boot")
+        file.seek(64 + half)
+        file.write(b"\1" + b"\0" * (half - 1))
+    assert cache.entries(folder)[0].cached == BLOCK
+
+
+def test_whatever_lies_in_an_entry_the_list_comes_to_its_end(site, folder, capsys):
+    write(site.root / "a.tensors", tensors())
+    load(f"{site.url}/a.tensors", folder)
+    (entry,) = entries(folder)
+    for about in (
+        b"[" * 60000,
+        b'{"confirmed": ' + b"9" * 400 + b"}",
+        b"\xff",
+        b"null",
+        b'{"schema": 1, "size": 1e999}',
+    ):
+        (entry / "about.json").write_bytes(about)
+        assert command("ls", "--cache", folder, "--json", capsys=capsys)["entries"][0]["location"] == "?"
+    os.truncate(entry / "data", 1 << 43)
+    (entry / "map").unlink()
+    os.mkfifo(entry / "map")
+    assert command("ls", "--cache", folder, "--json", capsys=capsys)["entries"][0]["cached"] == 0
+    command("verify", "--cache", folder, status=1, capsys=capsys)
+    assert entries(folder) == []
 
 
 def test_a_thousand_entries_are_listed_by_one_scan(folder):

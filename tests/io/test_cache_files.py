@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 
 import cache_tools
 import pytest
@@ -131,6 +132,33 @@ def test_damaged_files_of_the_cache_are_a_miss(name, how, site, folder):
     if (name, how) != ("data", "zeros"):
         assert file.cached_bytes_read == 0
     assert same(load(f"{site.url}/m.tensors", folder)[0], wanted)
+
+
+def test_an_entry_stays_where_only_the_process_has_no_descriptors_left(site, folder):
+    from tensorizer import _C
+
+    write(site.root / "m.tensors", tensors(MIB))
+    load(f"{site.url}/m.tensors", folder)
+    (entry,) = entries(folder)
+    cache = _C.CacheFolder(str(folder), False)
+    nbytes = (entry / "data").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first = os.dup(0)
+    os.close(first)
+    refused = 0
+    for more in range(8):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first + more, before[1]))
+        try:
+            _C.CacheSource.open(
+                cache, None, location=entry.parent.name, version=entry.name, nbytes=nbytes, about="",
+                max_nbytes=None, min_free_nbytes=0, name="m",
+            )  # fmt: skip
+        except OSError:
+            refused += 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert entries(folder) == [entry], more
+    assert refused > 1
 
 
 @pytest.mark.parametrize("durable", [True, False])

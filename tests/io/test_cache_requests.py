@@ -63,14 +63,17 @@ def test_the_variable_alone_caches_every_way_of_reading(site, folder, monkeypatc
     for path in site.root.rglob("*.*"):
         os.utime(path, (time.time() - 3600,) * 2)
     monkeypatch.setenv("TENSORIZER_CACHE", str(folder))
-    for _ in range(2):
+    statuses = []
+    for offline in ("0", "0", "1"):
         site.requests()
+        monkeypatch.setenv("TENSORIZER_CACHE_OFFLINE", offline)
         assert same(load(f"{site.url}/m.tensors")[0], wanted)
         assert torch.equal(load(f"{site.url}/s.safetensors")[0]["w"], torch.arange(100_000))
         assert same(load(f"{site.url}/model/model.tensors.index.json")[0], content)
         with open_stream(f"{site.url}/m.tensors") as stream:
             assert stream.read() == (site.root / "m.tensors").read_bytes()
-    assert {status for status, _ in site.requests()} == {304}
+        statuses.append({status for status, _ in site.requests()})
+    assert statuses[1:] == [{304}, set()]
 
 
 def test_false_turns_the_variable_off(site, folder, monkeypatch):
@@ -165,6 +168,33 @@ def test_a_server_that_ignores_the_condition_or_refuses_it_is_as_good(tmp_path, 
         server.default = lambda request: Reply(status=412) if "if-none-match" in request.headers else Reply()
         assert same(load(f"{server.url}/m.tensors", folder)[0], wanted)
         assert len(server.requests) == before + 3
+
+
+def test_an_object_that_is_replaced_after_the_opening_is_never_mixed(tmp_path, folder):
+    wanted = write(tmp_path / "m.tensors", tensors(24 * MIB))
+    write(tmp_path / "new.tensors", tensors(24 * MIB, seed=8))
+    with FaultyServer((tmp_path / "m.tensors").read_bytes()) as server:
+        uri = f"{server.url}/m.tensors"
+        assert torch.equal(load_one(uri, "t0", folder), wanted["t0"])
+        options = {"cache": folder}
+        with TensorDeserializer(uri, device="cpu", lazy_load=True, stream_options=options) as file:
+            server.content = (tmp_path / "new.tensors").read_bytes()
+            assert torch.equal(file["t0"], wanted["t0"])
+            with pytest.raises(StreamError, match="changed"):
+                file["t5"]
+        finish()
+        assert same(load(uri, folder)[0], tensors(24 * MIB, seed=8))
+
+
+def test_versions_of_headers_and_of_uris():
+    from tensorizer._io.cache import _version_of_headers
+
+    assert _version_of_headers({"etag": '"a"'}, "v1") == '"a"'
+    assert _version_of_headers({"etag": 'W/"a"'}, "v1") == "versionId=v1"
+    old = {"last-modified": "Mon, 01 Jan 2024 00:00:00 GMT", "date": "Mon, 01 Jan 2024 00:01:00 GMT"}
+    assert _version_of_headers(old, None) == "Last-Modified=Mon, 01 Jan 2024 00:00:00 GMT"
+    for odd in ({"last-modified": "yesterday"}, {"last-modified": "Mon, 01 Jan 2024 00:00:00"}, {"date": None}):
+        assert _version_of_headers({**old, **odd}, None) is None
 
 
 def test_a_server_without_ranges_is_read_in_one_pass_and_then_not_at_all(tmp_path, folder):
@@ -300,7 +330,10 @@ def test_a_file_system_of_fsspec_is_cached_by_the_version_that_it_tells(tmp_path
     assert file.cached_bytes_read >= 12 * MIB
     with open_stream("versioned://m.tensors", cache=folder) as stream:
         assert stream.read() == (tmp_path / "m.tensors").read_bytes()
-    assert same(load("versioned://m.tensors", CacheOptions(folder, offline=True))[0], wanted)
+    Versioned.clear_instance_cache()
+    with pytest.MonkeyPatch.context() as patched:  # drivers look for credentials there
+        patched.setattr(Versioned, "__init__", None)
+        assert same(load("versioned://m.tensors", CacheOptions(folder, offline=True))[0], wanted)
     Versioned.tag = "two"
     assert same(load("versioned://m.tensors", folder)[0], wanted)
     assert Versioned.reads > before

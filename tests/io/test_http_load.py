@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import threading
 
 import golden_files
@@ -217,7 +215,7 @@ def test_a_failing_server_fails_the_load_with_its_url_alone(contents):
         assert "s3cret" not in str(caught.value)
 
 
-def test_ctrl_c_ends_a_load_that_waits(contents):
+def test_ctrl_c_ends_a_load_that_waits(contents, fresh_process):
     program = """
 import os, signal, sys, threading
 from tensorizer import TensorDeserializer
@@ -230,7 +228,5 @@ except KeyboardInterrupt:
     print("interrupted", threading.active_count())
 """
     with FaultyServer(contents["plain"], [GOOD], default=Reply(stall_after=1000)) as server:
-        run = subprocess.run(
-            [sys.executable, "-c", program, server.url], capture_output=True, text=True, timeout=100, check=False
-        )
+        run = fresh_process(program, server.url, timeout=100)
         assert run.stdout == "interrupted 1\n", run.stderr

@@ -7,9 +7,6 @@ import gc
 import os
 import random
 import resource
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -250,14 +247,13 @@ class TestWritingFiles:
                 assert not exists(store, "failed")
         assert "nothing will be stored" in caplog.text
 
-    def test_an_open_file_is_uploaded_when_the_interpreter_ends(self, store):
-        program = (
-            "import sys, tensorizer.stream_io as s\n"
-            "f = s.open_stream('s3://bucket/atexit', 'wb', *sys.argv[1:4], force_http=True)\n"
-            "f.write(b'x' * 9_000_000)\n"
-        )
-        arguments = [store.access_key, store.secret_key, store.endpoint]
-        run = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    def test_an_open_file_is_uploaded_when_the_interpreter_ends(self, store, fresh_process):
+        program = """
+            import sys, tensorizer.stream_io as s
+            f = s.open_stream('s3://bucket/atexit', 'wb', *sys.argv[1:4], force_http=True)
+            f.write(b'x' * 9_000_000)
+        """
+        run = fresh_process(program, store.access_key, store.secret_key, store.endpoint)
         assert (run.returncode, run.stderr) == (0, "")
         assert store.boto.head_object(Bucket="bucket", Key="atexit")["ContentLength"] == 9_000_000
 
@@ -367,7 +363,7 @@ class TestStreamingWrites:
         assert store.boto.head_object(Bucket="bucket", Key="old")["ContentLength"] > 12 * MIB
 
     @pytest.mark.parametrize("ending", ["exit", "exception", "signal"])
-    def test_a_process_that_ends_early_leaves_neither_object_nor_upload(self, store, ending):
+    def test_a_process_that_ends_early_leaves_neither_object_nor_upload(self, store, fresh_process, ending):
         program = """
 import sys, os, signal, threading, torch
 import tensorizer, tensorizer._io.s3.upload as u
@@ -380,12 +376,9 @@ if sys.argv[4] == "signal":
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     while True: s.write_state_dict({os.urandom(8).hex(): torch.ones(1 << 20)})
 """
-        arguments = [store.access_key, store.secret_key, store.endpoint, ending]
-        run = subprocess.run(
-            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, timeout=200
-        )
-        wanted = {"exit": 0, "exception": 1, "signal": -signal.SIGINT}[ending]
-        assert run.returncode in (wanted, 128 + signal.SIGINT if ending == "signal" else wanted), run.stderr
+        run = fresh_process(program, store.access_key, store.secret_key, store.endpoint, ending)
+        assert run.returncode == (0 if ending == "exit" else 1), run.stderr
+        assert ("KeyboardInterrupt" in run.stderr) == (ending == "signal")
         assert store.secret_key not in run.stderr
         assert not exists(store, "early")
         assert uploads(store) == []

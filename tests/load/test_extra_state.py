@@ -9,7 +9,7 @@ import warnings
 import pytest
 import samples
 import torch
-from test_module_loading import module_bytes, open_bytes
+from test_load_into_module import module_bytes, open_bytes
 from torch import nn
 
 from tensorizer import DecryptionParams, EncryptionParams, FormatError, LoadError, TensorDeserializer, TensorSerializer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import compileall
+import importlib
 import os
 import pickle
 import shutil
@@ -50,7 +52,7 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "numpy", "
 def test_every_submodule_is_an_attribute_without_being_imported_first():
     public = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     public = {name for name in public if not name.startswith("_")}
-    assert public == set(tensorizer._SUBMODULES)
+    assert public == {name for name, origin in for_type_checkers("__init__.py").items() if origin == "tensorizer"}
     succeed(
         f"""
 import tensorizer
@@ -90,12 +92,31 @@ def test_every_exception_is_on_the_top_level():
     assert raised == set(errors.__all__)
 
 
-def test_type_checkers_see_the_names_that_are_resolved_on_demand():
-    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+def for_type_checkers(path: str) -> dict[str, str]:
+    """From the names that a file imports below ``if TYPE_CHECKING:`` to the modules they come from."""
+    tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.asname: node.module for node in block.body for alias in node.names}
-    resolved = {name: f"tensorizer.{module}" for name, module in tensorizer._DEFINED_IN.items()}
-    assert seen == {**resolved, **dict.fromkeys(tensorizer._SUBMODULES, "tensorizer")}
+    return {alias.name: node.module for node in block.body for alias in node.names}
+
+
+@pytest.mark.parametrize("path", ["__init__.py", "distributed/__init__.py", "stream_io.py"])
+def test_names_that_type_checkers_see_are_resolved_on_demand(path):
+    module = importlib.import_module(
+        ".".join(["tensorizer", *Path(path).with_suffix("").parts]).removesuffix(".__init__")
+    )
+    for name, origin in for_type_checkers(path).items():
+        value = getattr(module, name)
+        assert name in dir(module)
+        assert value is getattr(importlib.import_module(origin), name)
+
+
+def test_names_are_resolved_where_only_compiled_files_are(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "tensorizer", ignore=shutil.ignore_patterns("__pycache__"))
+    assert compileall.compile_dir(tmp_path / "tensorizer", quiet=1, legacy=True)
+    for source in (tmp_path / "tensorizer").rglob("*.py"):
+        source.unlink()
+    result = run("import tensorizer; print(tensorizer.sign, tensorizer.stream_io.CacheOptions)", tmp_path)
+    assert result.returncode == 0, result.stderr
 
 
 def test_objects_of_the_package_survive_pickling(tmp_path):

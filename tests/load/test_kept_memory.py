@@ -9,7 +9,8 @@ import samples
 import torch
 from samples import tensor
 
-from tensorizer._system import cgroup, config, kept_memory
+from tensorizer._load import reader
+from tensorizer._system import cgroup, config
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs MADV_FREE")
 
@@ -168,10 +169,10 @@ assert load(sys.argv[1], verify_hash=True)
 
 
 def test_the_setting_is_a_number_of_seconds(monkeypatch):
-    kept_memory.configure.cache_clear()
+    reader._keep_memory.cache_clear()
     monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", "-1")
     with pytest.raises(ValueError, match="TENSORIZER_KEEP_MEMORY_SECONDS"):
-        kept_memory.configure()
+        reader._keep_memory()
     for value in ("nan", "-0.1", "x"):
         monkeypatch.setenv("TENSORIZER_KEEP_MEMORY_SECONDS", value)
         with pytest.raises(ValueError, match="TENSORIZER_KEEP_MEMORY_SECONDS"):

@@ -36,26 +36,26 @@ def assert_words(text: str, *words: str) -> None:
         assert word in text, text
 
 
-def test_devices_that_torch_does_not_have_are_named_with_those_that_work(path):
-    for device in ("auto", "gpu", "CUDA", "cpuu:0"):
-        text = message(RuntimeError, TensorDeserializer, path, device=device)
-        assert_words(text, "device", repr(device), "None", "cuda")
-    assert_words(message(RuntimeError, TensorDeserializer, path, device="auto"), "mapping")
-    assert_words(message(RuntimeError, TensorDeserializer, path, device={"": "auto"}), "'auto'")
-    assert_words(message(TypeError, TensorDeserializer, path, device=1.5), "device", "float")
-
-
-def test_a_dtype_in_the_place_of_another_argument_is_told_its_own(path):
-    assert_words(message(TypeError, TensorDeserializer, path, torch.float16), "device", "float16", "dtype=")
-    assert_words(message(TypeError, TensorDeserializer, path, "cpu", torch.float16), "filter_func", "dtype=")
-    assert_words(message(TypeError, TensorDeserializer, path, "cpu", dtype="float16"), "torch.float16", "str")
-    assert_words(message(TypeError, TensorDeserializer, path, "cpu", dtype=float), "torch.dtype", "type")
-
-
-def test_a_filter_that_is_no_function_says_what_a_filter_is(path):
-    for names in (["weight"], {"weight"}, "weight"):
-        text = message(TypeError, TensorDeserializer, path, "cpu", names)
-        assert_words(text, "filter_func", type(names).__name__, "function")
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        pytest.param({"device": "auto"}, RuntimeError, ["device", "'auto'", "None", "cuda", "mapping"], id="auto"),
+        pytest.param({"device": "gpu"}, RuntimeError, ["device", "'gpu'", "None", "cuda"], id="gpu"),
+        pytest.param({"device": "CUDA"}, RuntimeError, ["device", "'CUDA'", "None", "cuda"], id="CUDA"),
+        pytest.param({"device": "cpuu:0"}, RuntimeError, ["device", "'cpuu:0'", "None", "cuda"], id="misspelt device"),
+        pytest.param({"device": {"": "auto"}}, RuntimeError, ["'auto'"], id="auto in a mapping"),
+        pytest.param({"device": 1.5}, TypeError, ["device", "float"], id="float as device"),
+        pytest.param({"device": torch.float16}, TypeError, ["device", "float16", "dtype="], id="dtype as device"),
+        pytest.param({"filter_func": torch.float16}, TypeError, ["filter_func", "dtype="], id="dtype as filter"),
+        pytest.param({"filter_func": ["w"]}, TypeError, ["filter_func", "list", "function"], id="list as filter"),
+        pytest.param({"filter_func": {"w"}}, TypeError, ["filter_func", "set", "function"], id="set as filter"),
+        pytest.param({"filter_func": "w"}, TypeError, ["filter_func", "str", "function"], id="name as filter"),
+        pytest.param({"dtype": "float16"}, TypeError, ["torch.float16", "str"], id="name as dtype"),
+        pytest.param({"dtype": float}, TypeError, ["torch.dtype", "type"], id="type as dtype"),
+    ],
+)
+def test_deserializer_refuses_an_argument_and_says_what_to_pass(path, arguments, kind, words):
+    assert_words(message(kind, TensorDeserializer, path, **{"device": "cpu", **arguments}), *words)
 
 
 def test_arguments_that_are_refused_leave_no_file_open(path):
@@ -65,46 +65,49 @@ def test_arguments_that_are_refused_leave_no_file_open(path):
         assert stream.closed
 
 
-def test_a_state_dict_given_for_a_module_is_sent_to_the_method_that_takes_it(tmp_path):
-    module = torch.nn.Linear(2, 2)
+@pytest.mark.parametrize(
+    ("method", "value", "words"),
+    [
+        pytest.param(
+            "write_module", torch.nn.Linear(2, 2).state_dict(), ["OrderedDict", "write_state_dict"], id="dict"
+        ),
+        pytest.param("write_module", torch.ones(1), ["Tensor", "write_tensor"], id="tensor as module"),
+        pytest.param("write_module", torch.nn.Linear, ["class", "Linear"], id="class as module"),
+        pytest.param("write_state_dict", torch.nn.Linear(2, 2), ["Linear", "write_module"], id="module as state dict"),
+        pytest.param("write_state_dict", torch.ones(1), ["Tensor", "write_tensor"], id="tensor as state dict"),
+        *(
+            pytest.param("write_state_dict", {"model": {}, **extra}, words, id=name)
+            for name, extra, words in [
+                ("int", {"epoch": 3}, ["epoch", "int", "torch.tensor(3)", "tensorizer_saving"]),
+                ("float", {"lr": 0.1}, ["lr", "float", "torch.tensor(0.1)", "tensorizer_saving"]),
+                ("bool", {"done": True}, ["done", "bool", "torch.tensor(True)", "tensorizer_saving"]),
+                ("None", {"scheduler": {"last": None}}, ["scheduler/last", "NoneType", "tensorizer_saving"]),
+                ("str", {"name": "bert"}, ["name", "str", "tensorizer_saving"]),
+                ("array", {"table": torch.ones(2).numpy()}, ["table", "ndarray", "torch.from_numpy"]),
+                ("module", {"model2": torch.nn.Linear(1, 1)}, ["model2", "Linear", "state_dict()"]),
+                ("int key", {"state": {0: {"step": torch.ones(1)}}}, ["state", "int", "(0)", "tensorizer_saving"]),
+            ]
+        ),
+    ],
+)
+def test_serializer_refuses_a_value_and_says_what_to_call(tmp_path, method, value, words):
     with TensorSerializer(tmp_path / "f") as serializer:
-        assert_words(
-            message(TypeError, serializer.write_module, module.state_dict()), "OrderedDict", "write_state_dict"
-        )
-        assert_words(message(TypeError, serializer.write_module, torch.ones(1)), "Tensor", "write_tensor")
-        assert_words(message(TypeError, serializer.write_module, torch.nn.Linear), "class", "Linear")
-        assert_words(message(TypeError, serializer.write_state_dict, module), "Linear", "write_module")
-        assert_words(message(TypeError, serializer.write_state_dict, torch.ones(1)), "Tensor", "write_tensor")
-        serializer.write_module(module)
-    with TensorDeserializer(tmp_path / "f", "cpu", lazy_load=True) as deserializer:
-        text = message(TypeError, deserializer.load_into_module, module.state_dict())
-        assert_words(text, "OrderedDict", "load_state_dict")
-
-
-def test_values_of_a_checkpoint_that_are_no_tensors_say_where_to_keep_them(tmp_path):
-    weights = {"weight": torch.ones(2)}
-    with TensorSerializer(tmp_path / "f") as serializer:
-
-        def refused(**extra) -> str:
-            return message(TypeError, serializer.write_state_dict, {"model": weights, **extra})
-
-        for name, value, kind in (("epoch", 3, "int"), ("lr", 0.1, "float"), ("done", True, "bool")):
-            assert_words(refused(**{name: value}), name, kind, f"torch.tensor({value!r})", "tensorizer_saving")
-        assert_words(refused(scheduler={"last": None}), "scheduler/last", "NoneType", "tensorizer_saving")
-        assert_words(refused(name="bert"), "name", "str", "tensorizer_saving")
-        assert_words(refused(table=torch.ones(2).numpy()), "table", "ndarray", "torch.from_numpy")
-        assert_words(refused(model2=torch.nn.Linear(1, 1)), "model2", "Linear", "state_dict()")
-        assert_words(refused(state={0: {"step": torch.ones(1)}}), "state", "int", "(0)", "tensorizer_saving")
-        serializer.write_state_dict(weights)  # nothing was written before
+        assert_words(message(TypeError, getattr(serializer, method), value), *words)
+        serializer.write_state_dict({"weight": torch.ones(2)})  # nothing was written before
     with TensorDeserializer(tmp_path / "f", "cpu") as deserializer:
         assert list(deserializer) == ["weight"]
 
 
-def test_what_is_no_file_at_all_is_named_with_what_is(path):
-    module = torch.nn.Linear(2, 2)
-    for value in (None, module, module.state_dict(), 1.5, True):
-        for kind in (TensorDeserializer, TensorSerializer):
-            assert_words(message(TypeError, kind, value), "path", "file", type(value).__name__)
+def test_load_into_module_refuses_a_state_dict_and_names_load_state_dict(path):
+    with TensorDeserializer(path, "cpu", lazy_load=True) as deserializer:
+        text = message(TypeError, deserializer.load_into_module, torch.nn.Linear(2, 2).state_dict())
+        assert_words(text, "OrderedDict", "load_state_dict")
+
+
+@pytest.mark.parametrize("kind", [TensorDeserializer, TensorSerializer])
+@pytest.mark.parametrize("value", [None, torch.nn.Linear(2, 2), {}, 1.5, True], ids=lambda value: type(value).__name__)
+def test_what_is_no_file_at_all_is_refused_by_its_type(kind, value):
+    assert_words(message(TypeError, kind, value), "path", "file", type(value).__name__)
 
 
 # --- arguments that stand beside secrets -----------------------------------------------------------------------------
@@ -127,9 +130,12 @@ def assert_no_secret(call, *words: str) -> None:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def test_a_wrong_argument_beside_a_url_is_named_and_the_url_is_not_shown():
-    url = f"http://user:{SECRET}@127.0.0.1:1/x?sig={SECRET}"
-    wrong = [
+URL = f"http://user:{SECRET}@127.0.0.1:1/x?sig={SECRET}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
         *(("begin", value) for value in (1.5, "x", 2**64, -1)),
         *(("end", value) for value in (1.5, "x", 0)),
         *(("buffer_size", value) for value in (1.5, "x")),
@@ -139,12 +145,12 @@ def test_a_wrong_argument_beside_a_url_is_named_and_the_url_is_not_shown():
         ("url_provider", SECRET),
         ("http_options", {"proxy": SECRET}),
         ("certificate_handling", SECRET),
-    ]
-    for name, value in wrong:
-        keywords = {"http_options": BRIEF, name: value}
-        assert_no_secret(lambda keywords=keywords: CURLStreamFile(url, **keywords), name)
-    for uri in (url + LONE, f"http://user:{SECRET}@ho{LONE}st/", url.encode(), None):
-        assert_no_secret(lambda uri=uri: CURLStreamFile(uri, http_options=BRIEF), "uri")
+        *(("uri", value) for value in (URL + LONE, f"http://user:{SECRET}@ho{LONE}st/", URL.encode(), None)),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else type(value).__name__,
+)
+def test_a_wrong_argument_beside_a_url_is_named_and_the_url_is_not_shown(name, value):
+    assert_no_secret(lambda: CURLStreamFile(**{"uri": URL, "http_options": BRIEF, name: value}), name)
 
 
 def test_a_wrong_http_option_is_named_and_neither_proxy_nor_header_is_shown():

@@ -178,7 +178,7 @@ bool is_content(std::span<const std::byte> bytes, uint64_t offset) {
   return std::memcmp(bytes.data(), content().data() + offset, bytes.size()) == 0;
 }
 
-TEST(StressHttpSource, many_threads_read_the_right_bytes_over_bodies_that_break) {
+TEST(StressHttpSource, ManyThreadsReadTheRightBytesOverBodiesThatBreak) {
   constexpr uint64_t kSize = 3'000'000;
   RangeServer server(kSize, 4);
   const auto source =
@@ -203,7 +203,7 @@ TEST(StressHttpSource, many_threads_read_the_right_bytes_over_bodies_that_break)
   EXPECT_GT(source->requests(), 200u);
 }
 
-TEST(StressHttpSource, one_large_read_is_spread_over_connections) {
+TEST(StressHttpSource, OneLargeReadIsSpreadOverConnections) {
   constexpr uint64_t kSize = 4'000'000;
   RangeServer server(kSize, 7);
   const auto source =
@@ -214,7 +214,7 @@ TEST(StressHttpSource, one_large_read_is_spread_over_connections) {
   EXPECT_GT(source->connections(), 1u);
 }
 
-TEST(StressHttpSource, a_stop_ends_reads_that_wait_and_nothing_writes_afterwards) {
+TEST(StressHttpSource, AStopEndsReadsThatWaitAndNothingWritesAfterwards) {
   RangeServer server(1'000'000, 0, /*stalls=*/true);
   const auto source =
       HttpSource::open({server.url(), {}, {}, {}}, quick_options(), 0, std::nullopt, {});
@@ -238,7 +238,7 @@ TEST(StressHttpSource, a_stop_ends_reads_that_wait_and_nothing_writes_afterwards
       std::all_of(buffer.begin(), buffer.end(), [](std::byte b) { return b == std::byte{7}; }));
 }
 
-TEST(StressHttpSource, addresses_are_renewed_by_one_thread_at_a_time) {
+TEST(StressHttpSource, AddressesAreRenewedByOneThreadAtATime) {
   RangeServer server(1'000'000, 0);
   std::atomic<int> inside{0};
   std::atomic<int> calls{0};
@@ -267,7 +267,7 @@ TEST(StressHttpSource, addresses_are_renewed_by_one_thread_at_a_time) {
   EXPECT_EQ(endpoint.name(), "object");
 }
 
-TEST(StressHttpPut, uploads_from_several_threads_arrive_whole) {
+TEST(StressHttpPut, UploadsFromSeveralThreadsArriveWhole) {
   RangeServer server(1, 0);
   HttpUploader uploader(quick_options());
   const ConstSlice body = ConstSlice(content()).first(300'000);

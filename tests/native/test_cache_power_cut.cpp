@@ -87,7 +87,7 @@ class CachePowerCutTest : public testing::TestWithParam<unsigned> {
   WatchedDisk disk;
 };
 
-TEST_P(CachePowerCutTest, a_durable_bit_covers_bytes_that_are_on_the_disk_whenever_the_power_goes) {
+TEST_P(CachePowerCutTest, ADurableBitCoversBytesThatAreOnTheDiskWheneverThePowerGoes) {
   const auto entry = CacheEntry::open(open_root(), object.size(), disk);
   ASSERT_TRUE(entry);
   std::vector<uint64_t> order(CacheEntry::blocks_of(object.size()));
@@ -116,7 +116,7 @@ TEST_P(CachePowerCutTest, a_durable_bit_covers_bytes_that_are_on_the_disk_whenev
   EXPECT_EQ(durable, order.size()) << "in the end all of them are durable";
 }
 
-TEST_P(CachePowerCutTest, a_sync_that_fails_makes_nothing_durable) {
+TEST_P(CachePowerCutTest, ASyncThatFailsMakesNothingDurable) {
   const auto entry = CacheEntry::open(open_root(), object.size(), disk);
   uint64_t end = 0;
   ASSERT_EQ(entry->write({0, 3}, bytes_of({0, 3}), end), 0);

@@ -109,7 +109,7 @@ class CacheSourceTest : public testing::Test {
   std::vector<std::byte> object = random_object(10 * kB + 1234);
 };
 
-TEST_F(CacheSourceTest, what_was_read_once_is_not_fetched_again_the_short_last_block_included) {
+TEST_F(CacheSourceTest, WhatWasReadOnceIsNotFetchedAgainTheShortLastBlockIncluded) {
   const auto first = network();
   {
     const auto source = open(first);
@@ -128,7 +128,7 @@ TEST_F(CacheSourceTest, what_was_read_once_is_not_fetched_again_the_short_last_b
   EXPECT_EQ(source->cached_nbytes_read(), object.size());
 }
 
-TEST_F(CacheSourceTest, a_part_is_rounded_out_to_blocks_and_the_rest_comes_later_without_it) {
+TEST_F(CacheSourceTest, APartIsRoundedOutToBlocksAndTheRestComesLaterWithoutIt) {
   const auto from = network();
   const auto source = open(from);
   expect_right(*source, 3 * kB + 10, 20);
@@ -142,7 +142,7 @@ TEST_F(CacheSourceTest, a_part_is_rounded_out_to_blocks_and_the_rest_comes_later
   EXPECT_EQ(from->repeated, 0U);
 }
 
-TEST_F(CacheSourceTest, readers_at_the_same_time_fetch_each_byte_once) {
+TEST_F(CacheSourceTest, ReadersAtTheSameTimeFetchEachByteOnce) {
   const auto from = network(), other = network();
   from->delay = other->delay = std::chrono::milliseconds(2);
   const auto one = open(from), two = open(other);  // as if of two processes
@@ -162,7 +162,7 @@ TEST_F(CacheSourceTest, readers_at_the_same_time_fetch_each_byte_once) {
   EXPECT_EQ(from->nbytes + other->nbytes, object.size());
 }
 
-TEST_F(CacheSourceTest, one_pass_is_kept_without_going_back) {
+TEST_F(CacheSourceTest, OnePassIsKeptWithoutGoingBack) {
   const auto from = network(true);
   const auto source = open(from);
   std::mt19937_64 random(5);
@@ -181,7 +181,7 @@ TEST_F(CacheSourceTest, one_pass_is_kept_without_going_back) {
   EXPECT_EQ(again->reads, 0U);
 }
 
-TEST_F(CacheSourceTest, bits_of_an_earlier_boot_count_only_where_they_are_durable) {
+TEST_F(CacheSourceTest, BitsOfAnEarlierBootCountOnlyWhereTheyAreDurable) {
   open(network())->fill({});
   overwrite("map", 24, "another boot of this machine");
   {
@@ -198,7 +198,7 @@ TEST_F(CacheSourceTest, bits_of_an_earlier_boot_count_only_where_they_are_durabl
   EXPECT_EQ(from->nbytes, object.size());
 }
 
-TEST_F(CacheSourceTest, damaged_files_are_a_miss_and_go) {
+TEST_F(CacheSourceTest, DamagedFilesAreAMissAndGo) {
   const std::function<void()> damages[] = {
       [&] { std::filesystem::resize_file(path("map"), 40); },
       [&] { std::filesystem::resize_file(path("data"), 40); },
@@ -217,7 +217,7 @@ TEST_F(CacheSourceTest, damaged_files_are_a_miss_and_go) {
   }
 }
 
-TEST_F(CacheSourceTest, data_that_is_cut_while_it_is_open_is_a_miss_and_goes) {
+TEST_F(CacheSourceTest, DataThatIsCutWhileItIsOpenIsAMissAndGoes) {
   const auto from = network();
   const auto source = open(from);
   source->fill({});
@@ -226,7 +226,7 @@ TEST_F(CacheSourceTest, data_that_is_cut_while_it_is_open_is_a_miss_and_goes) {
   EXPECT_FALSE(std::filesystem::exists(path("data")));
 }
 
-TEST_F(CacheSourceTest, nothing_that_is_open_is_removed_for_room) {
+TEST_F(CacheSourceTest, NothingThatIsOpenIsRemovedForRoom) {
   const CacheLimits limits{object.size() * 3 / 2, 0};
   auto first = open(network(), limits, '1');
   first->fill({});
@@ -239,7 +239,7 @@ TEST_F(CacheSourceTest, nothing_that_is_open_is_removed_for_room) {
   EXPECT_EQ(open(network(), {object.size() - 1, 0}, '4'), nullptr);
 }
 
-TEST_F(CacheSourceTest, offline_only_what_is_there_is_read) {
+TEST_F(CacheSourceTest, OfflineOnlyWhatIsThereIsRead) {
   EXPECT_EQ(open(nullptr), nullptr);
   expect_right(*open(network()), 3 * kB, kB);
   EXPECT_TRUE(written());
@@ -251,7 +251,7 @@ TEST_F(CacheSourceTest, offline_only_what_is_there_is_read) {
 
 #if !defined( \
     __SANITIZE_THREAD__)  // which does not support threads in a child of a threaded process
-TEST_F(CacheSourceTest, a_forked_child_goes_on_with_locks_of_its_own) {
+TEST_F(CacheSourceTest, AForkedChildGoesOnWithLocksOfItsOwn) {
   const auto from = network();
   const auto source = open(from);
   expect_right(*source, 0, kB);
@@ -270,7 +270,7 @@ TEST_F(CacheSourceTest, a_forked_child_goes_on_with_locks_of_its_own) {
 }
 #endif
 
-TEST_F(CacheSourceTest, folders_that_others_can_write_to_are_refused) {
+TEST_F(CacheSourceTest, FoldersThatOthersCanWriteToAreRefused) {
   open(network())->fill({});
   const std::string user = root + "/tensorizer-1/" + std::to_string(geteuid());
   chmod((user + "/" + std::string(32, '1')).c_str(), 0777);

@@ -13,7 +13,7 @@ ConnectionCount::TimePoint at(milliseconds time) {
   return ConnectionCount::TimePoint(seconds(1000) + time);
 }
 
-TEST(ConnectionCount, a_near_server_gets_sixteen_and_one_that_is_far_away_thirty_two) {
+TEST(ConnectionCount, ANearServerGetsSixteenAndOneThatIsFarAwayThirtyTwo) {
   ConnectionCount count(0, 64);
   count.note_latency(milliseconds(9));
   EXPECT_EQ(count.at(at(seconds(0))), 16u);
@@ -22,7 +22,7 @@ TEST(ConnectionCount, a_near_server_gets_sixteen_and_one_that_is_far_away_thirty
   EXPECT_EQ(count.most(), 32u);
 }
 
-TEST(ConnectionCount, the_bound_holds_for_every_number) {
+TEST(ConnectionCount, TheBoundHoldsForEveryNumber) {
   ConnectionCount count(0, 5);
   EXPECT_EQ(count.at(at(seconds(0))), 5u);
   EXPECT_EQ(ConnectionCount(20, 5).most(), 5u);
@@ -32,7 +32,7 @@ TEST(ConnectionCount, the_bound_holds_for_every_number) {
   EXPECT_EQ(count.at(at(seconds(0))), 1u);
 }
 
-TEST(ConnectionCount, an_overloaded_server_gets_half_and_after_a_while_all_again) {
+TEST(ConnectionCount, AnOverloadedServerGetsHalfAndAfterAWhileAllAgain) {
   ConnectionCount count(0, 64);
   count.note_overload(at(seconds(0)), at(milliseconds(100)));
   EXPECT_EQ(count.at(at(milliseconds(100))), 8u);
@@ -45,13 +45,13 @@ TEST(ConnectionCount, an_overloaded_server_gets_half_and_after_a_while_all_again
   EXPECT_EQ(count.at(at(seconds(60))), 16u);
 }
 
-TEST(ConnectionCount, requests_that_began_before_the_number_changed_do_not_halve_it_again) {
+TEST(ConnectionCount, RequestsThatBeganBeforeTheNumberChangedDoNotHalveItAgain) {
   ConnectionCount count(0, 64);
   for (int i = 0; i < 16; ++i) count.note_overload(at(milliseconds(i)), at(milliseconds(100 + i)));
   EXPECT_EQ(count.at(at(milliseconds(200))), 8u);
 }
 
-TEST(ConnectionCount, never_goes_below_one_and_a_fixed_number_stays) {
+TEST(ConnectionCount, NeverGoesBelowOneAndAFixedNumberStays) {
   ConnectionCount count(0, 20);
   for (int i = 1; i < 20; ++i) count.note_overload(at(seconds(i)), at(seconds(i)));
   EXPECT_EQ(count.at(at(seconds(19))), 1u);

@@ -52,7 +52,7 @@ void expect_reads(FileSource& source, const Bytes& content, uint64_t offset, Pla
   ASSERT_TRUE(places.rest_is_untouched());
 }
 
-TEST(DirectFile, any_stretch_arrives_at_any_place_and_nothing_else_does) {
+TEST(DirectFile, AnyStretchArrivesAtAnyPlaceAndNothingElseDoes) {
   const Bytes content = testing::random_bytes((11 << 20) + 1234);
   const DiskFile file(content);
   const auto source = file.source(true);
@@ -83,7 +83,7 @@ TEST(DirectFile, any_stretch_arrives_at_any_place_and_nothing_else_does) {
   }
 }
 
-TEST(DirectFile, edges_of_pages_and_of_calls) {
+TEST(DirectFile, EdgesOfPagesAndOfCalls) {
   const Bytes content = testing::random_bytes((9 << 20) + 5);
   const DiskFile file(content);
   const auto source = file.source(true);
@@ -107,7 +107,7 @@ TEST(DirectFile, edges_of_pages_and_of_calls) {
   ASSERT_NO_FATAL_FAILURE(expect_reads(*source, content, content.size() - 5, last));
 }
 
-TEST(DirectFile, leaves_the_page_cache_as_it_is) {
+TEST(DirectFile, LeavesThePageCacheAsItIs) {
   const Bytes content = testing::random_bytes((5 << 20) + 77);
   const DiskFile file(content);
   if (!file.can_be_uncached()) GTEST_SKIP() << "a file system in memory, or without O_DIRECT";
@@ -122,7 +122,7 @@ TEST(DirectFile, leaves_the_page_cache_as_it_is) {
   EXPECT_GT(file.cached_pages(), found.size() / 4096 / 2);
 }
 
-TEST(DirectFile, sees_what_was_written_and_is_on_no_disk_yet) {
+TEST(DirectFile, SeesWhatWasWrittenAndIsOnNoDiskYet) {
   Bytes content = testing::random_bytes(3 << 20);
   const DiskFile file(content);
   const auto source = file.source(true);
@@ -134,7 +134,7 @@ TEST(DirectFile, sees_what_was_written_and_is_on_no_disk_yet) {
   ASSERT_NO_FATAL_FAILURE(expect_reads(*source, content, 0, places));
 }
 
-TEST(DirectFile, a_file_that_was_cut_is_truncated) {
+TEST(DirectFile, AFileThatWasCutIsTruncated) {
   const Bytes content = testing::random_bytes(1 << 20);
   const DiskFile file(content);
   const auto source = file.source(true);
@@ -150,7 +150,7 @@ TEST(DirectFile, a_file_that_was_cut_is_truncated) {
   }
 }
 
-TEST(DirectFile, a_stop_ends_a_read) {
+TEST(DirectFile, AStopEndsARead) {
   const DiskFile file(testing::random_bytes(1 << 20));
   std::stop_source stop;
   stop.request_stop();
@@ -159,7 +159,7 @@ TEST(DirectFile, a_stop_ends_a_read) {
                         [&] { file.source(true)->read_at(0, Slice(found), stop.get_token()); });
 }
 
-TEST(DirectFile, what_no_direct_read_is_to_be_had_of_is_read_all_the_same) {
+TEST(DirectFile, WhatNoDirectReadIsToBeHadOfIsReadAllTheSame) {
   const UniqueFd refusing(open("/proc/self/status", O_RDONLY));
   EXPECT_EQ(DirectFile::open(refusing.get()), nullptr);
   // Addresses that the kernel refuses: what direct reads cannot bring, the others say why.
@@ -175,7 +175,7 @@ TEST(DirectFile, what_no_direct_read_is_to_be_had_of_is_read_all_the_same) {
   source->read_at(0, Slice(found), {});  // refused once, the file is read in the other way
 }
 
-TEST(DirectFile, a_closed_source_has_none) {
+TEST(DirectFile, AClosedSourceHasNone) {
   const DiskFile file(testing::random_bytes(100));
   const auto source = file.source(true);
   source->close();
@@ -190,7 +190,7 @@ namespace tensorizer::tests {
 namespace {
 
 // Whole tensors and parts, in clear and encrypted, for the host and through a device's buffers.
-TEST(DirectLoads, every_kind_of_load_finds_the_same_and_leaves_nothing_cached) {
+TEST(DirectLoads, EveryKindOfLoadFindsTheSameAndLeavesNothingCached) {
   const auto tensors =
       make_tensors({(9 << 20) + 5, 300'000, 7, 0, 123, 4096, (2 << 20) + 1, 20 << 20}, 5);
   for (const bool encrypted : {false, true}) {

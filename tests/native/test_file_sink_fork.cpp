@@ -21,7 +21,7 @@ class OldFileSystem final : public FileCalls {
   }
 };
 
-TEST(FileSinkFork, a_child_that_drops_the_sink_leaves_the_parents_temporary_file) {
+TEST(FileSinkFork, AChildThatDropsTheSinkLeavesTheParentsTemporaryFile) {
   char pattern[] = "/tmp/file-sink-fork-XXXXXX";
   const std::filesystem::path folder = mkdtemp(pattern);
   OldFileSystem calls;
@@ -46,7 +46,7 @@ TEST(FileSinkFork, a_child_that_drops_the_sink_leaves_the_parents_temporary_file
   std::filesystem::remove(folder);
 }
 
-TEST(FileSinkFork, the_owner_removes_what_it_did_not_publish) {
+TEST(FileSinkFork, TheOwnerRemovesWhatItDidNotPublish) {
   char pattern[] = "/tmp/file-sink-fork-XXXXXX";
   const std::filesystem::path folder = mkdtemp(pattern);
   OldFileSystem calls;

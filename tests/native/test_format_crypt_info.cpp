@@ -42,7 +42,7 @@ Bytes block(const std::vector<Bytes>& chunks, size_t slack = 0) {
 
 CryptInfo parse(const Bytes& bytes) { return parse_crypt_info(bytes, 500); }
 
-TEST(CryptInfo, chunks_are_read_in_any_order) {
+TEST(CryptInfo, ChunksAreReadInAnyOrder) {
   for (const auto& chunks :
        std::vector<std::vector<Bytes>>{{derivation(), parallel(2)}, {parallel(2), derivation()}}) {
     const Bytes bytes = block(chunks);
@@ -59,7 +59,7 @@ TEST(CryptInfo, chunks_are_read_in_any_order) {
   }
 }
 
-TEST(CryptInfo, no_chunks_mean_no_encryption) {
+TEST(CryptInfo, NoChunksMeanNoEncryption) {
   const CryptInfo info = parse(block({}));
   EXPECT_FALSE(info.has_chunks);
   EXPECT_FALSE(info.cipher);
@@ -67,18 +67,18 @@ TEST(CryptInfo, no_chunks_mean_no_encryption) {
   expect_error(Errc::crypto, [&] { check_crypt_info(info, 1); });
 }
 
-TEST(CryptInfo, spare_bytes_in_chunks_and_block_are_ignored) {
+TEST(CryptInfo, SpareBytesInChunksAndBlockAreIgnored) {
   EXPECT_EQ(parse(block({parallel(1).zeros(9), derivation().zeros(3)}, 5)).cipher->mac_count(), 1u);
 }
 
-TEST(CryptInfo, unknown_chunks_and_methods_are_malformed) {
+TEST(CryptInfo, UnknownChunksAndMethodsAreMalformed) {
   expect_error(Errc::malformed, [] { parse(block({Build().le(uint16_t{0})})); });
   expect_error(Errc::malformed,
                [] { parse(block({parallel(1), Build().le(uint16_t{4}).zeros(40)})); });
   expect_error(Errc::malformed, [] { parse(block({parallel(1), derivation(2)})); });
 }
 
-TEST(CryptInfo, chunk_sizes_are_multiples_of_64_from_1024_up) {
+TEST(CryptInfo, ChunkSizesAreMultiplesOf64From1024Up) {
   for (const uint64_t bad : {0ull, 63ull, 64ull, 960ull, 1023ull, 1030ull, 1056ull, ~0ull}) {
     expect_error(Errc::malformed, [&] { parse(block({parallel(1, bad)})); });
   }
@@ -88,17 +88,17 @@ TEST(CryptInfo, chunk_sizes_are_multiples_of_64_from_1024_up) {
   }
 }
 
-TEST(CryptInfo, exactly_one_cipher_chunk_is_wanted) {
+TEST(CryptInfo, ExactlyOneCipherChunkIsWanted) {
   expect_error(Errc::crypto, [] { parse(block({derivation()})); });
   expect_error(Errc::crypto, [] { parse(block({parallel(1), parallel(1)})); });
   expect_error(Errc::crypto, [] { parse(block({parallel(1), sequential()})); });
 }
 
-TEST(CryptInfo, several_derivations_are_for_the_caller_to_judge) {
+TEST(CryptInfo, SeveralDerivationsAreForTheCallerToJudge) {
   EXPECT_EQ(parse(block({derivation(), parallel(1), derivation(1, 0)})).derivations.size(), 2u);
 }
 
-TEST(CryptInfo, lengths_beyond_the_bytes_are_malformed_whatever_they_claim) {
+TEST(CryptInfo, LengthsBeyondTheBytesAreMalformedWhateverTheyClaim) {
   const Bytes whole = block({derivation(), parallel(3)});
   for (size_t n = 0; n < whole.size(); ++n) {
     expect_error(Errc::malformed,
@@ -113,7 +113,7 @@ TEST(CryptInfo, lengths_beyond_the_bytes_are_malformed_whatever_they_claim) {
   expect_error(Errc::malformed, [] { parse(Build().le(uint16_t{1}).le(~uint64_t{0}).zeros(60)); });
 }
 
-TEST(CryptInfo, the_number_of_macs_follows_from_the_data) {
+TEST(CryptInfo, TheNumberOfMacsFollowsFromTheData) {
   const auto check = [](uint64_t macs, uint64_t data) {
     const Bytes bytes = block({parallel(macs, 1024)});
     return check_crypt_info(parse(bytes), data);
@@ -129,7 +129,7 @@ TEST(CryptInfo, the_number_of_macs_follows_from_the_data) {
   expect_error(Errc::malformed, [&] { check(0, 1); });
 }
 
-TEST(CryptInfo, a_sequential_chunk_is_one_message) {
+TEST(CryptInfo, ASequentialChunkIsOneMessage) {
   const Bytes bytes = block({sequential()});
   const CryptInfo info = parse(bytes);
   EXPECT_EQ(info.cipher->mac_count(), 1u);
@@ -137,7 +137,7 @@ TEST(CryptInfo, a_sequential_chunk_is_one_message) {
   EXPECT_EQ(check_crypt_info(info, 123456), 123456u);
 }
 
-TEST(CryptInfo, what_is_written_parses_to_what_was_meant) {
+TEST(CryptInfo, WhatIsWrittenParsesToWhatWasMeant) {
   Nonce nonce;
   std::ranges::copy(some_nonce(), nonce.begin());
   KeyDerivation key{1, 3, 268435456, 2, Bytes(16, std::byte{9})};
@@ -167,7 +167,7 @@ TEST(CryptInfo, what_is_written_parses_to_what_was_meant) {
   expect_error(Errc::invalid_argument, [&] { serialize_crypt_info(&key, nonce, 1); });
 }
 
-TEST(CryptInfo, the_published_derivation_chunk_comes_out_byte_for_byte) {
+TEST(CryptInfo, ThePublishedDerivationChunkComesOutByteForByte) {
   const KeyDerivation key{1, 1, 8192, 2, Bytes(16)};
   const Bytes bytes = serialize_crypt_info(&key, Nonce{}, 1);
   EXPECT_EQ(to_hex(std::span(bytes).subspan(10, 50)),

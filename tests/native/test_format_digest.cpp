@@ -46,7 +46,7 @@ Sha256Digest openssl_sha256(std::span<const std::byte> bytes) {
   return digest;
 }
 
-TEST(Sha256, gives_the_published_answers) {
+TEST(Sha256, GivesThePublishedAnswers) {
   EXPECT_EQ(hex(sha256({})), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
   EXPECT_EQ(hex(sha256(text_bytes("abc"))),
             "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
@@ -56,7 +56,7 @@ TEST(Sha256, gives_the_published_answers) {
             "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
-TEST(Sha256, agrees_with_openssl_at_every_length_around_block_edges) {
+TEST(Sha256, AgreesWithOpensslAtEveryLengthAroundBlockEdges) {
   const auto bytes = random_bytes(64 * 5 + 9);
   for (size_t n = 0; n <= bytes.size(); ++n) {
     const auto part = std::span(bytes).first(n);
@@ -64,7 +64,7 @@ TEST(Sha256, agrees_with_openssl_at_every_length_around_block_edges) {
   }
 }
 
-TEST(Sha256, does_not_depend_on_how_the_bytes_are_cut) {
+TEST(Sha256, DoesNotDependOnHowTheBytesAreCut) {
   const auto bytes = random_bytes(4096);
   const auto whole = hex(openssl_sha256(bytes));
   std::mt19937 generator(7);
@@ -79,7 +79,7 @@ TEST(Sha256, does_not_depend_on_how_the_bytes_are_cut) {
   }
 }
 
-TEST(Sha256, streams_updated_together_give_what_single_ones_give) {
+TEST(Sha256, StreamsUpdatedTogetherGiveWhatSingleOnesGive) {
   const auto bytes = random_bytes(20'000, 2);
   std::mt19937 generator(11);
   for (size_t count = 0; count <= 40; ++count) {
@@ -106,7 +106,7 @@ TEST(Sha256, streams_updated_together_give_what_single_ones_give) {
   }
 }
 
-TEST(Sha256, one_call_takes_no_more_streams_than_there_are_lanes) {
+TEST(Sha256, OneCallTakesNoMoreStreamsThanThereAreLanes) {
   EXPECT_EQ(Sha256::at_once(0), 0U);
   EXPECT_EQ(Sha256::at_once(1), 1U);
   for (size_t ready = 1; ready < 100; ++ready) {
@@ -116,7 +116,7 @@ TEST(Sha256, one_call_takes_no_more_streams_than_there_are_lanes) {
   EXPECT_EQ(Sha256::at_once(1000), Sha256::lanes());
 }
 
-TEST(Sha256, a_copy_continues_on_its_own) {
+TEST(Sha256, ACopyContinuesOnItsOwn) {
   const auto bytes = random_bytes(300);
   Sha256 first;
   first.update(std::span(bytes).first(100));
@@ -152,7 +152,7 @@ struct Message {
   State state, wanted;
 };
 
-TEST(Sha256, every_width_of_every_kernel_agrees_with_openssl_on_any_state_in_every_lane) {
+TEST(Sha256, EveryWidthOfEveryKernelAgreesWithOpensslOnAnyStateInEveryLane) {
   std::mt19937 generator(6);
   for (const Sha256Kernel& kernel : compiled_sha256_kernels()) {
     if (!kernel.usable()) continue;
@@ -177,7 +177,7 @@ TEST(Sha256, every_width_of_every_kernel_agrees_with_openssl_on_any_state_in_eve
   }
 }
 
-TEST(Sha256, every_kernel_absorbs_messages_of_any_number_and_length) {
+TEST(Sha256, EveryKernelAbsorbsMessagesOfAnyNumberAndLength) {
   std::mt19937 generator(8);
   for (const Sha256Kernel& kernel : compiled_sha256_kernels()) {
     if (!kernel.usable()) continue;
@@ -197,7 +197,7 @@ TEST(Sha256, every_kernel_absorbs_messages_of_any_number_and_length) {
   }
 }
 
-TEST(Sha256, the_last_kernel_runs_everywhere_and_each_has_a_width_for_one_message) {
+TEST(Sha256, TheLastKernelRunsEverywhereAndEachHasAWidthForOneMessage) {
   EXPECT_TRUE(compiled_sha256_kernels().back().usable());
   EXPECT_TRUE(sha256_kernel_here().usable());
   for (const Sha256Kernel& kernel : compiled_sha256_kernels()) {
@@ -217,12 +217,12 @@ uint32_t slow_crc32(uint32_t crc, std::span<const std::byte> bytes) {
   return ~crc;
 }
 
-TEST(Crc32, gives_the_published_answer) {
+TEST(Crc32, GivesThePublishedAnswer) {
   EXPECT_EQ(crc32(0, text_bytes("123456789")), 0xCBF43926u);
   EXPECT_EQ(crc32(0, {}), 0u);
 }
 
-TEST(Crc32, agrees_with_the_definition_at_every_length_and_continues) {
+TEST(Crc32, AgreesWithTheDefinitionAtEveryLengthAndContinues) {
   const auto bytes = random_bytes(700);
   for (size_t n = 0; n <= bytes.size(); ++n) {
     const auto part = std::span(bytes).first(n);
@@ -231,7 +231,7 @@ TEST(Crc32, agrees_with_the_definition_at_every_length_and_continues) {
   }
 }
 
-TEST(Crc32, of_a_whole_follows_from_its_parts) {
+TEST(Crc32, OfAWholeFollowsFromItsParts) {
   const auto bytes = random_bytes(100'000);
   std::mt19937 generator(5);
   for (int round = 0; round < 300; ++round) {
@@ -242,7 +242,7 @@ TEST(Crc32, of_a_whole_follows_from_its_parts) {
   EXPECT_EQ(crc32_combine(0x12345678, 0, 0), 0x12345678u);
 }
 
-TEST(Crc32, combines_lengths_that_no_memory_holds) {
+TEST(Crc32, CombinesLengthsThatNoMemoryHolds) {
   // CRC of 2^k zero bytes by doubling, against one step of the combination: (A || zeros) || zeros.
   uint32_t zeros = crc32(0, std::vector<std::byte>(1));
   uint64_t nbytes = 1;

@@ -14,7 +14,7 @@ struct Accepted {
   std::string torch_name;
 };
 
-TEST(StoredDtype, every_type_of_the_tables_is_read) {
+TEST(StoredDtype, EveryTypeOfTheTablesIsRead) {
   for (const Accepted& c : std::vector<Accepted>{
            {"<f2", '<', 'f', 2, ""},
            {"<f4", '<', 'f', 4, ""},
@@ -53,7 +53,7 @@ TEST(StoredDtype, every_type_of_the_tables_is_read) {
   }
 }
 
-TEST(StoredDtype, everything_else_is_malformed) {
+TEST(StoredDtype, EverythingElseIsMalformed) {
   for (const std::string& stored :
        std::vector<std::string>{"",
                                 "<",
@@ -119,7 +119,7 @@ TEST(StoredDtype, everything_else_is_malformed) {
   }
 }
 
-TEST(StoredDtype, a_bare_void_is_read_only_where_it_is_allowed) {
+TEST(StoredDtype, ABareVoidIsReadOnlyWhereItIsAllowed) {
   EXPECT_EQ(parse_dtype("<V2", true).itemsize, 2u);
   EXPECT_TRUE(parse_dtype("<V2", true).torch_name.empty());
   expect_error(Errc::malformed, [] { parse_dtype("<V2"); });
@@ -127,7 +127,7 @@ TEST(StoredDtype, a_bare_void_is_read_only_where_it_is_allowed) {
   expect_error(Errc::malformed, [] { parse_dtype("<V3", true); });
 }
 
-TEST(StoredDtype, spellings_of_one_type_are_the_same_type) {
+TEST(StoredDtype, SpellingsOfOneTypeAreTheSameType) {
   const auto same = [](const std::string& a, const std::string& b) {
     return same_dtype(parse_dtype(a), parse_dtype(b)) && same_dtype(parse_dtype(b), parse_dtype(a));
   };

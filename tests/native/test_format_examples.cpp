@@ -78,13 +78,13 @@ Tensor w() {
   return {{0, TensorType::state_dict, "w", "<f4", kTwo, false, {}, false, {}, 8}, kPayload};
 }
 
-TEST(WorkedExample, a_plain_file_with_an_aligned_payload) {
+TEST(WorkedExample, APlainFileWithAnAlignedPayload) {
   const Bytes file = write_file({}, {w()}, /*reserved=*/4023, /*alignment=*/64);
   ASSERT_EQ(file.size(), 4240u);
   EXPECT_EQ(sha256_hex(file), "1dff45bb4a0b542f78e44335550153ed27e7534ba84c335cb5915208b7198a47");
 }
 
-TEST(WorkedExample, a_plain_file_without_padding) {
+TEST(WorkedExample, APlainFileWithoutPadding) {
   const Bytes file = write_file({}, {w()});
   ASSERT_EQ(file.size(), 262307u);
   EXPECT_EQ(to_hex(std::span(file).first(110)),
@@ -102,7 +102,7 @@ TEST(WorkedExample, a_plain_file_without_padding) {
   EXPECT_EQ(sha256_hex(file), "3f4ea29cd461a95d2768b6697e4c3ec5d991c8f19fe4847596a846fa685fe86a");
 }
 
-TEST(WorkedExample, the_digests_of_its_header_alone) {
+TEST(WorkedExample, TheDigestsOfItsHeaderAlone) {
   const Tensor tensor = w();
   const HeaderLayout layout =
       serialize_record_header(tensor.header, record_header_nbytes(tensor.header));
@@ -112,7 +112,7 @@ TEST(WorkedExample, the_digests_of_its_header_alone) {
             "5aa3501d5f355cbfba81dd8eca00a1bcc262e31ae6bf05abb22eabd654ffed0d");
 }
 
-TEST(WorkedExample, the_same_tensor_encrypted) {
+TEST(WorkedExample, TheSameTensorEncrypted) {
   Nonce nonce;
   for (size_t i = 0; i < nonce.size(); ++i) nonce[i] = static_cast<std::byte>(0x40 + i);
   const Bytes crypt = serialize_crypt_info(nullptr, nonce, 1);
@@ -135,7 +135,7 @@ TEST(WorkedExample, the_same_tensor_encrypted) {
   EXPECT_EQ(sha256_hex(file), "e7a3e9eaa0f19df7cba68745d14dfe28bc21ad451caee4a14c35954f65ea49af");
 }
 
-TEST(WorkedExample, a_tensor_without_data_in_an_encrypted_file) {
+TEST(WorkedExample, ATensorWithoutDataInAnEncryptedFile) {
   const Bytes crypt = serialize_empty_crypt_info();
   const std::vector<uint64_t> shape = {2, 3};
   const Tensor tensor{{0, TensorType::state_dict, "m", "<f4", shape, false, {}, true, crypt, 0},
@@ -152,7 +152,7 @@ TEST(WorkedExample, a_tensor_without_data_in_an_encrypted_file) {
   EXPECT_TRUE((*parsed.index)[0].zero_filled());
 }
 
-TEST(WorkedExample, a_file_with_a_long_dimension) {
+TEST(WorkedExample, AFileWithALongDimension) {
   const std::vector<uint64_t> shape = {uint64_t{1} << 32, 0};
   const Tensor z{{0, TensorType::state_dict, "z", "|i1", shape, true, {}, false, {}, 0}, {}};
   Prologue prologue;

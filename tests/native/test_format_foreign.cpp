@@ -16,7 +16,7 @@ std::string told(const std::string& text) {
   return std::string(foreign_format(Build().text(text).bytes()));
 }
 
-TEST(Foreign, known_beginnings_are_named) {
+TEST(Foreign, KnownBeginningsAreNamed) {
   struct Case {
     std::string begin, word;
   };
@@ -33,7 +33,7 @@ TEST(Foreign, known_beginnings_are_named) {
   }
 }
 
-TEST(Foreign, other_beginnings_are_not) {
+TEST(Foreign, OtherBeginningsAreNot) {
   for (const std::string& begin :
        std::vector<std::string>{"", " ", "\xEF\xBB\xBF", "<", "PK", "not a tensors file", "\x1F",
                                 "{\"a\": 1}", "|TZR", "version 1.2"})

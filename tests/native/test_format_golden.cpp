@@ -118,7 +118,7 @@ KeyGiven fitting_key(std::span<const std::byte> file, uint64_t start) {
 
 uint64_t start_of(const std::string& name) { return name == "c-start-100" ? 100 : 0; }
 
-TEST_F(Golden, every_readable_file_parses_and_index_and_headers_agree) {
+TEST_F(Golden, EveryReadableFileParsesAndIndexAndHeadersAgree) {
   size_t read = 0;
   for (const std::string& name : names_) {
     if (kRefused.contains(base_name(name))) continue;
@@ -136,7 +136,7 @@ TEST_F(Golden, every_readable_file_parses_and_index_and_headers_agree) {
   EXPECT_GT(read, 150u);
 }
 
-TEST_F(Golden, every_damaged_file_is_refused_with_the_kind_of_error_it_deserves) {
+TEST_F(Golden, EveryDamagedFileIsRefusedWithTheKindOfErrorItDeserves) {
   for (const std::string& name : names_) {
     const auto wanted = kRefused.find(base_name(name));
     if (wanted == kRefused.end()) {
@@ -154,7 +154,7 @@ TEST_F(Golden, every_damaged_file_is_refused_with_the_kind_of_error_it_deserves)
   }
 }
 
-TEST_F(Golden, a_key_is_wanted_by_encrypted_files_and_refused_by_plain_ones) {
+TEST_F(Golden, AKeyIsWantedByEncryptedFilesAndRefusedByPlainOnes) {
   for (const std::string& name : names_) {
     const bool encrypted = name.starts_with("r-no-key");
     if (!encrypted && !name.starts_with("r-key-for-plain")) continue;
@@ -184,7 +184,7 @@ void verify_record(std::span<const std::byte> file, const IndexEntry& entry,
   check_hashes(header, &crc, &sha);
 }
 
-TEST_F(Golden, the_stored_digests_of_plain_files_fit) {
+TEST_F(Golden, TheStoredDigestsOfPlainFilesFit) {
   size_t verified = 0;
   for (const std::string& name : names_) {
     const std::string base = base_name(name);
@@ -205,7 +205,7 @@ TEST_F(Golden, the_stored_digests_of_plain_files_fit) {
   EXPECT_GT(verified, 500u);
 }
 
-TEST_F(Golden, a_turned_payload_bit_or_header_bit_is_a_hash_mismatch) {
+TEST_F(Golden, ATurnedPayloadBitOrHeaderBitIsAHashMismatch) {
   for (const char* name : {"r-hash-payload", "r-hash-header"}) {
     SCOPED_TRACE(name);
     const auto file = read_golden(name);

@@ -76,7 +76,7 @@ Entry changed(Change change) {
   return entry;
 }
 
-TEST(Index, fields_come_back) {
+TEST(Index, FieldsComeBack) {
   const Index index =
       index_of({Entry{"a", 0, "<f4", {2, 3}, 1200, 1300, 24},
                 Entry{"\x1e[\"b\",0]", 2, "<V2\0torch.bfloat16"s, {}, 1324, 1424, 2},
@@ -101,14 +101,14 @@ TEST(Index, fields_come_back) {
   EXPECT_FALSE(index[2].zero_filled());
 }
 
-TEST(Index, borrows_from_itself_wherever_it_is_moved) {
+TEST(Index, BorrowsFromItselfWhereverItIsMoved) {
   Index first = index_of({Entry{}});
   const Index second = std::move(first);
   EXPECT_EQ(second[0].name, "w");
   EXPECT_EQ(second[0].shape[0], 2u);
 }
 
-TEST(Index, shapes_stay_valid_while_more_tensors_are_read) {
+TEST(Index, ShapesStayValidWhileMoreTensorsAreRead) {
   std::vector<Entry> entries;
   for (uint64_t i = 0; i < 3000; ++i) {
     Entry e;
@@ -128,34 +128,34 @@ TEST(Index, shapes_stay_valid_while_more_tensors_are_read) {
   }
 }
 
-TEST(Index, without_tensors_is_malformed) {
+TEST(Index, WithoutTensorsIsMalformed) {
   expect_error(Errc::malformed, [] { Index(prologue_for(0, 0, false), {}, kOrigin, 1000); });
   expect_error(Errc::malformed,
                [] { Index(prologue_for(0, 64, false), Bytes(64), kOrigin, 1000); });
   expect_error(Errc::malformed, [] { Index(prologue_for(5, 0, false), {}, kOrigin, 1000); });
 }
 
-TEST(Index, a_count_that_no_block_could_hold_costs_no_memory) {
+TEST(Index, ACountThatNoBlockCouldHoldCostsNoMemory) {
   for (const uint64_t count : {uint64_t{3}, uint64_t{1} << 32, ~uint64_t{0}}) {
     expect_error(Errc::malformed,
                  [&] { Index(prologue_for(count, 64, false), Bytes(64), kOrigin, 1000); });
   }
 }
 
-TEST(Index, a_count_beyond_the_entries_is_malformed_in_a_padded_block) {
+TEST(Index, ACountBeyondTheEntriesIsMalformedInAPaddedBlock) {
   const Bytes block = block_of({Entry{}}, 1000);
   expect_error(Errc::malformed,
                [&] { Index(prologue_for(2, block.size(), false), block, kOrigin, 1 << 20); });
 }
 
-TEST(Index, a_count_below_the_entries_hides_the_rest) {
+TEST(Index, ACountBelowTheEntriesHidesTheRest) {
   Entry second;
   second.name = "second";
   const Bytes block = block_of({Entry{}, second});
   EXPECT_EQ(Index(prologue_for(1, block.size(), false), block, kOrigin, 1 << 20).size(), 1u);
 }
 
-TEST(Index, every_cut_through_an_entry_is_malformed) {
+TEST(Index, EveryCutThroughAnEntryIsMalformed) {
   Entry e;
   e.shape = {1, 2};
   const Bytes whole = block_of({e});
@@ -165,7 +165,7 @@ TEST(Index, every_cut_through_an_entry_is_malformed) {
   }
 }
 
-TEST(Index, names_follow_the_path_rules) {
+TEST(Index, NamesFollowThePathRules) {
   const auto two = [](std::string a, std::string b) {
     Entry x, y;
     x.name = std::move(a), y.name = std::move(b);
@@ -182,12 +182,12 @@ TEST(Index, names_follow_the_path_rules) {
   expect_malformed(changed([](Entry& e) { e.name = "\x1e[true]"; }), "no string");
 }
 
-TEST(Index, tensor_types_beyond_2_are_malformed) {
+TEST(Index, TensorTypesBeyond2AreMalformed) {
   expect_malformed(changed([](Entry& e) { e.type = 3; }), "tensor type 3");
   expect_malformed(changed([](Entry& e) { e.type = 255; }));
 }
 
-TEST(Index, dtypes_are_checked_and_the_tensor_is_named) {
+TEST(Index, DtypesAreCheckedAndTheTensorIsNamed) {
   expect_malformed(changed([](Entry& e) { e.dtype = "<U4"; }), "tensor 'w'");
   expect_malformed(changed([](Entry& e) { e.dtype = ""; }));
   expect_malformed(changed([](Entry& e) { e.dtype = "<V4"; }));
@@ -196,7 +196,7 @@ TEST(Index, dtypes_are_checked_and_the_tensor_is_named) {
   EXPECT_TRUE(index_of({bare})[0].zero_filled());
 }
 
-TEST(Index, data_shorter_than_the_shape_is_malformed_longer_is_surplus) {
+TEST(Index, DataShorterThanTheShapeIsMalformedLongerIsSurplus) {
   expect_malformed(changed([](Entry& e) { e.data_nbytes = 7; }), "want 8 bytes, its data has 7");
   EXPECT_EQ(index_of({changed([](Entry& e) { e.data_nbytes = 9; })})[0].loaded_nbytes, 8u);
   const Index none = index_of({changed([](Entry& e) { e.data_nbytes = 0; })});
@@ -204,7 +204,7 @@ TEST(Index, data_shorter_than_the_shape_is_malformed_longer_is_surplus) {
   EXPECT_EQ(none[0].loaded_nbytes, 8u);
 }
 
-TEST(Index, records_lie_in_file_order_without_overlap) {
+TEST(Index, RecordsLieInFileOrderWithoutOverlap) {
   expect_malformed(changed([](Entry& e) { e.offset = 0, e.data_offset = kHeader; }),
                    "begins before");
   expect_malformed(changed([](Entry& e) { e.data_offset = e.offset - 1; }), "no room");
@@ -222,7 +222,7 @@ TEST(Index, records_lie_in_file_order_without_overlap) {
   EXPECT_EQ(index_of({first, second}).size(), 2u);
 }
 
-TEST(Index, an_extent_beyond_the_source_is_truncation) {
+TEST(Index, AnExtentBeyondTheSourceIsTruncation) {
   Entry e;
   const uint64_t end = e.data_offset + e.data_nbytes;
   EXPECT_EQ(index_of({e}, 0, end).size(), 1u);
@@ -231,7 +231,7 @@ TEST(Index, an_extent_beyond_the_source_is_truncation) {
   EXPECT_NE(text.find(std::to_string(end - 1)), std::string::npos) << text;
 }
 
-TEST(Index, extents_that_wrap_around_are_malformed) {
+TEST(Index, ExtentsThatWrapAroundAreMalformed) {
   expect_malformed(
       changed([](Entry& e) { e.offset = UINT64_MAX - 10, e.data_offset = UINT64_MAX; }));
   expect_malformed(changed([](Entry& e) {
@@ -241,7 +241,7 @@ TEST(Index, extents_that_wrap_around_are_malformed) {
   expect_malformed(changed([](Entry& e) { e.data_nbytes = uint64_t{1} << 63; }), "too large");
 }
 
-TEST(Index, shapes_that_no_tensor_has_are_malformed) {
+TEST(Index, ShapesThatNoTensorHasAreMalformed) {
   const auto shaped = [](std::vector<uint64_t> shape, bool wide = true) {
     Entry e;
     e.shape = std::move(shape), e.data_nbytes = 0;
@@ -259,7 +259,7 @@ TEST(Index, shapes_that_no_tensor_has_are_malformed) {
   EXPECT_EQ(index_of({shaped(std::vector<uint64_t>(255, 1), false)})[0].loaded_nbytes, 4u);
 }
 
-TEST(Index, tags_say_how_wide_the_dimensions_are) {
+TEST(Index, TagsSayHowWideTheDimensionsAre) {
   Entry a, b;
   a.tag = 1;
   b.name = "z", b.tag = 5, b.wide = true, b.shape = {uint64_t{1} << 32, 0}, b.data_nbytes = 0;
@@ -275,7 +275,7 @@ TEST(Index, tags_say_how_wide_the_dimensions_are) {
   }
 }
 
-TEST(Index, errors_shorten_and_escape_names) {
+TEST(Index, ErrorsShortenAndEscapeNames) {
   Entry e;
   e.name = std::string(60000, 'n').append("\x1b[31m");
   e.type = 9;
@@ -286,7 +286,7 @@ TEST(Index, errors_shorten_and_escape_names) {
 
 // --- writing ---
 
-TEST(IndexEntryToWrite, sizes_match_what_is_written_and_it_reads_back) {
+TEST(IndexEntryToWrite, SizesMatchWhatIsWrittenAndItReadsBack) {
   std::mt19937 generator(1);
   for (int round = 0; round < 300; ++round) {
     std::vector<uint64_t> shape(generator() % 6);
@@ -309,13 +309,13 @@ TEST(IndexEntryToWrite, sizes_match_what_is_written_and_it_reads_back) {
   }
 }
 
-TEST(IndexEntryToWrite, the_boundary_of_long_dimensions_is_2_to_the_32) {
+TEST(IndexEntryToWrite, TheBoundaryOfLongDimensionsIs2ToThe32) {
   const std::vector<uint64_t> is_short = {UINT32_MAX}, is_long = {uint64_t{UINT32_MAX} + 1};
   EXPECT_FALSE((EntryToWrite{"a", "<f4", is_short, TensorType::buffer, 0, 0, 0}.is_long()));
   EXPECT_TRUE((EntryToWrite{"a", "<f4", is_long, TensorType::buffer, 0, 0, 0}.is_long()));
 }
 
-TEST(IndexEntryToWrite, fields_that_do_not_fit_are_the_callers_mistake) {
+TEST(IndexEntryToWrite, FieldsThatDoNotFitAreTheCallersMistake) {
   const auto append = [](std::string_view name, std::string_view dtype,
                          const std::vector<uint64_t>& shape) {
     Bytes out;

@@ -115,28 +115,28 @@ const std::vector<std::string> kRefused = {
     "\x1e[" + std::string(4301, '7') + "]",
 };
 
-TEST(StoredName, every_spelling_of_the_table_is_accepted) {
+TEST(StoredName, EverySpellingOfTheTableIsAccepted) {
   for (const Accepted& c : kAccepted) {
     SCOPED_TRACE(display_name(c.stored));
     EXPECT_EQ(decode_name(c.stored), c.path);
   }
 }
 
-TEST(StoredName, every_row_that_the_rules_refuse_is_malformed) {
+TEST(StoredName, EveryRowThatTheRulesRefuseIsMalformed) {
   for (const std::string& stored : kRefused) {
     SCOPED_TRACE(display_name(stored));
     expect_error(Errc::malformed, [&] { decode_name(stored); });
   }
 }
 
-TEST(StoredName, what_is_accepted_encodes_to_a_name_of_the_same_path) {
+TEST(StoredName, WhatIsAcceptedEncodesToANameOfTheSamePath) {
   for (const Accepted& c : kAccepted) {
     SCOPED_TRACE(display_name(c.stored));
     EXPECT_EQ(decode_name(encode_name(c.path)), c.path);
   }
 }
 
-TEST(StoredName, structured_names_are_written_as_the_reference_writes_them) {
+TEST(StoredName, StructuredNamesAreWrittenAsTheReferenceWritesThem) {
   EXPECT_EQ(encode_name({key("m"), key("l"), at("0"), key("w")}), "\x1e[\"m\",\"l\",0,\"w\"]");
   EXPECT_EQ(encode_name({at("3")}), "\x1e[3]");
   EXPECT_EQ(encode_name({key("k/\"\\\n\x7f\xF0\x9F\x98\x80"), at("0")}),
@@ -144,7 +144,7 @@ TEST(StoredName, structured_names_are_written_as_the_reference_writes_them) {
   EXPECT_EQ(encode_name({key("\b\t\f\r\x01"), at("0")}), "\x1e[\"\\b\\t\\f\\r\\u0001\",0]");
 }
 
-TEST(StoredName, one_string_is_stored_plainly_unless_the_plain_form_is_unreadable) {
+TEST(StoredName, OneStringIsStoredPlainlyUnlessThePlainFormIsUnreadable) {
   EXPECT_EQ(encode_name({key("a.b\n")}), "a.b\n");
   EXPECT_EQ(encode_name({key("")}), "\x1e[\"\"]");
   EXPECT_EQ(encode_name({key("\x1e"
@@ -153,18 +153,18 @@ TEST(StoredName, one_string_is_stored_plainly_unless_the_plain_form_is_unreadabl
   EXPECT_EQ(encode_name({key("\xED\xA0\xBD")}), "\x1e[\"\\ud83d\"]");
 }
 
-TEST(StoredName, the_longest_name_fits_and_one_byte_more_is_the_callers_mistake) {
+TEST(StoredName, TheLongestNameFitsAndOneByteMoreIsTheCallersMistake) {
   EXPECT_EQ(encode_name({key(std::string(65535, 'x'))}).size(), 65535u);
   expect_error(Errc::out_of_range, [] { encode_name({key(std::string(65536, 'x'))}); });
   expect_error(Errc::invalid_argument, [] { encode_name({key("\xff"), at("0")}); });
 }
 
-TEST(StoredName, nesting_of_any_depth_is_refused_without_recursion) {
+TEST(StoredName, NestingOfAnyDepthIsRefusedWithoutRecursion) {
   expect_error(Errc::malformed,
                [] { decode_name("\x1e" + std::string(32767, '[') + std::string(32767, ']')); });
 }
 
-TEST(DisplayName, is_short_printable_and_tells_names_apart) {
+TEST(DisplayName, IsShortPrintableAndTellsNamesApart) {
   EXPECT_EQ(display_name("w"), "'w'");
   EXPECT_EQ(display_name("a\n\x1b[31m"), "'a\\x0a\\x1b[31m'");
   EXPECT_EQ(display_name("\xff\xE5\x90\x8D"), "'\\xff\xE5\x90\x8D'");
@@ -184,7 +184,7 @@ TEST(DisplayName, is_short_printable_and_tells_names_apart) {
   }
 }
 
-TEST(Utf8, accepts_every_code_point_and_nothing_else) {
+TEST(Utf8, AcceptsEveryCodePointAndNothingElse) {
   for (uint32_t c = 0; c <= 0x10FFFF; c += (c < 0x3000 ? 1 : 37)) {
     std::string text = "........";  // the fast path looks at eight bytes
     append_utf8(text, c);
@@ -197,7 +197,7 @@ TEST(Utf8, accepts_every_code_point_and_nothing_else) {
 
 // --- the tree ---
 
-TEST(PathRegistry, paths_that_share_layers_of_one_kind_are_accepted) {
+TEST(PathRegistry, PathsThatShareLayersOfOneKindAreAccepted) {
   PathRegistry paths;
   paths.add({key("a"), at("0"), key("w")});
   paths.add({key("a"), at("0"), key("b")});
@@ -207,7 +207,7 @@ TEST(PathRegistry, paths_that_share_layers_of_one_kind_are_accepted) {
   paths.add_plain("");
 }
 
-TEST(PathRegistry, a_path_that_occurs_twice_is_refused_in_any_spelling) {
+TEST(PathRegistry, APathThatOccursTwiceIsRefusedInAnySpelling) {
   PathRegistry paths;
   paths.add_plain("x");
   paths.add({key("y"), at("2")});
@@ -217,7 +217,7 @@ TEST(PathRegistry, a_path_that_occurs_twice_is_refused_in_any_spelling) {
   expect_error(Errc::malformed, [&] { paths.add({key("y"), at("2")}); });
 }
 
-TEST(PathRegistry, a_tensor_cannot_be_a_layer_too) {
+TEST(PathRegistry, ATensorCannotBeALayerToo) {
   PathRegistry paths;
   paths.add({key("a"), key("b")});
   expect_error(Errc::malformed, [&] { paths.add_plain("a"); });
@@ -227,7 +227,7 @@ TEST(PathRegistry, a_tensor_cannot_be_a_layer_too) {
   expect_error(Errc::malformed, [&] { paths.add({key("leaf"), at("0")}); });
 }
 
-TEST(PathRegistry, a_layer_has_keys_of_one_kind) {
+TEST(PathRegistry, ALayerHasKeysOfOneKind) {
   PathRegistry dict;
   dict.add_plain("0");
   expect_error(Errc::malformed, [&] { dict.add({at("0")}); });
@@ -239,7 +239,7 @@ TEST(PathRegistry, a_layer_has_keys_of_one_kind) {
   expect_error(Errc::malformed, [&] { list.add({at("2"), at("0")}); });
 }
 
-TEST(PathRegistry, blames_the_caller_when_told_so) {
+TEST(PathRegistry, BlamesTheCallerWhenToldSo) {
   PathRegistry paths;
   paths.set_error_is_caller(true);
   paths.add_plain("x");
@@ -247,7 +247,7 @@ TEST(PathRegistry, blames_the_caller_when_told_so) {
   expect_error(Errc::invalid_argument, [&] { paths.add({}); });
 }
 
-TEST(PathRegistry, is_unchanged_after_a_refusal) {
+TEST(PathRegistry, IsUnchangedAfterARefusal) {
   PathRegistry paths;
   paths.add({key("a"), at("0")});
   const size_t mark = paths.mark();
@@ -256,7 +256,7 @@ TEST(PathRegistry, is_unchanged_after_a_refusal) {
   paths.add({key("a"), at("1")});
 }
 
-TEST(PathRegistry, a_rollback_forgets_paths_and_the_kinds_of_their_layers) {
+TEST(PathRegistry, ARollbackForgetsPathsAndTheKindsOfTheirLayers) {
   PathRegistry paths;
   const size_t empty = paths.mark();
   paths.add({at("0"), key("x")});
@@ -271,7 +271,7 @@ TEST(PathRegistry, a_rollback_forgets_paths_and_the_kinds_of_their_layers) {
   expect_error(Errc::malformed, [&] { paths.add({key("a"), at("0")}); });
 }
 
-TEST(PathRegistry, survives_growth_between_marks) {
+TEST(PathRegistry, SurvivesGrowthBetweenMarks) {
   PathRegistry paths;
   const auto name = [](int i) { return "layer." + std::to_string(i) + ".weight"; };
   for (int i = 0; i < 100; ++i) paths.add_plain(name(i));
@@ -283,7 +283,7 @@ TEST(PathRegistry, survives_growth_between_marks) {
   for (int i = 0; i < 5000; ++i) expect_error(Errc::malformed, [&] { paths.add_plain(name(i)); });
 }
 
-TEST(PathRegistry, agrees_with_a_plain_list_of_paths) {
+TEST(PathRegistry, AgreesWithAPlainListOfPaths) {
   // The oracle compares each new path with all earlier ones.
   const auto fits = [](const std::vector<TensorPath>& all, const TensorPath& path) {
     for (const TensorPath& other : all) {

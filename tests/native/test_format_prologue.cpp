@@ -21,7 +21,7 @@ Bytes make(uint32_t version, uint32_t flags, uint64_t count = 1, uint64_t metada
       .le(metadata);
 }
 
-TEST(Prologue, fields_come_back_and_serialize_to_the_same_bytes) {
+TEST(Prologue, FieldsComeBackAndSerializeToTheSameBytes) {
   const Bytes bytes = make(5, 3, 7, 4096);
   ASSERT_EQ(bytes.size(), kPrologueNbytes);
   const Prologue prologue = parse_prologue(bytes, 0, KeyGiven::yes);
@@ -33,7 +33,7 @@ TEST(Prologue, fields_come_back_and_serialize_to_the_same_bytes) {
   EXPECT_EQ(to_hex(serialize_prologue(prologue)), to_hex(bytes));
 }
 
-TEST(Prologue, the_reserved_field_may_hold_anything) {
+TEST(Prologue, TheReservedFieldMayHoldAnything) {
   Bytes bytes = make(1, 0);
   for (size_t i = 49; i < 57; ++i) bytes[i] = std::byte{0xAB};
   EXPECT_EQ(parse_prologue(bytes, 0, KeyGiven::no).tensor_count, 1u);
@@ -44,7 +44,7 @@ struct Case {
   bool encrypted, tagged;
 };
 
-TEST(Prologue, version_and_flags_decide_about_encryption_and_tags) {
+TEST(Prologue, VersionAndFlagsDecideAboutEncryptionAndTags) {
   for (const Case c : std::vector<Case>{{1, 0, false, false},
                                         {1, 1, false, false},  // a flag before flags had a meaning
                                         {2, 1, false, false},
@@ -67,7 +67,7 @@ TEST(Prologue, version_and_flags_decide_about_encryption_and_tags) {
   }
 }
 
-TEST(Prologue, unknown_versions_are_unsupported_with_and_without_a_key) {
+TEST(Prologue, UnknownVersionsAreUnsupportedWithAndWithoutAKey) {
   for (const uint32_t version : {0u, 6u, 7u, 0xFFFFFFFFu}) {
     for (const KeyGiven key : {KeyGiven::no, KeyGiven::yes}) {
       const auto text =
@@ -77,7 +77,7 @@ TEST(Prologue, unknown_versions_are_unsupported_with_and_without_a_key) {
   }
 }
 
-TEST(Prologue, flags_beyond_the_known_two_are_malformed_in_every_version) {
+TEST(Prologue, FlagsBeyondTheKnownTwoAreMalformedInEveryVersion) {
   for (uint32_t version = 1; version <= 5; ++version) {
     for (const uint32_t flags : {4u, 5u, 128u, 256u, 0x80000000u}) {
       expect_error(Errc::malformed, [&] { parse_prologue(make(version, flags), 0, KeyGiven::no); });
@@ -88,7 +88,7 @@ TEST(Prologue, flags_beyond_the_known_two_are_malformed_in_every_version) {
   }
 }
 
-TEST(Prologue, errors_come_in_the_order_of_the_checks) {
+TEST(Prologue, ErrorsComeInTheOrderOfTheChecks) {
   // magic, version, length, unknown flags, encryption, tags against the version
   Bytes bytes = make(6, 4);
   bytes[0] = std::byte{0};
@@ -106,7 +106,7 @@ TEST(Prologue, errors_come_in_the_order_of_the_checks) {
   expect_error(Errc::malformed, [&] { parse_prologue(make(4, 2), 0, KeyGiven::no); });
 }
 
-TEST(Prologue, every_prefix_is_refused_and_says_where) {
+TEST(Prologue, EveryPrefixIsRefusedAndSaysWhere) {
   const Bytes bytes = make(1, 0);
   for (size_t n = 0; n < bytes.size(); ++n) {
     const auto prefix = std::span(bytes).first(n);

@@ -38,7 +38,7 @@ std::string refusal(const Bytes& bytes, bool has_crypt_info = false) {
   return expect_error(Errc::malformed, [&] { parse(bytes, has_crypt_info); });
 }
 
-TEST(RecordHeader, what_is_written_reads_back) {
+TEST(RecordHeader, WhatIsWrittenReadsBack) {
   for (const uint64_t padding : {0u, 1u, 4000u}) {
     const HeaderLayout layout = written(header_to_write(), padding);
     EXPECT_EQ(layout.bytes.size(), 66 + 1 + 3 + 4 + padding);
@@ -60,7 +60,7 @@ TEST(RecordHeader, what_is_written_reads_back) {
   }
 }
 
-TEST(RecordHeader, every_choice_of_hashes_is_written_and_read) {
+TEST(RecordHeader, EveryChoiceOfHashesIsWrittenAndRead) {
   for (const bool crc : {false, true}) {
     for (const bool sha : {false, true}) {
       HeaderToWrite to_write = header_to_write();
@@ -73,7 +73,7 @@ TEST(RecordHeader, every_choice_of_hashes_is_written_and_read) {
   }
 }
 
-TEST(RecordHeader, wide_dimensions_are_read_where_the_index_says_so) {
+TEST(RecordHeader, WideDimensionsAreReadWhereTheIndexSaysSo) {
   const std::vector<uint64_t> shape = {uint64_t{1} << 32, 0};
   HeaderToWrite to_write = header_to_write();
   to_write.shape = shape, to_write.wide_dims = true, to_write.data_nbytes = 0;
@@ -85,13 +85,13 @@ TEST(RecordHeader, wide_dimensions_are_read_where_the_index_says_so) {
   EXPECT_THROW(parse_record_header(layout.bytes, entry, false), Error);
 }
 
-TEST(RecordHeader, every_cut_is_malformed) {
+TEST(RecordHeader, EveryCutIsMalformed) {
   const Bytes whole = written(header_to_write()).bytes;
   for (size_t n = 0; n < whole.size(); ++n)
     refusal(Bytes(whole.begin(), whole.begin() + static_cast<long>(n)));
 }
 
-TEST(RecordHeader, its_size_is_the_size_the_index_leaves) {
+TEST(RecordHeader, ItsSizeIsTheSizeTheIndexLeaves) {
   Bytes bytes = written(header_to_write()).bytes;
   bytes[0] = static_cast<std::byte>(bytes.size() + 1);
   EXPECT_NE(refusal(bytes).find("75"), std::string::npos);
@@ -99,7 +99,7 @@ TEST(RecordHeader, its_size_is_the_size_the_index_leaves) {
   refusal(bytes);
 }
 
-TEST(RecordHeader, fields_may_not_reach_into_the_data_length) {
+TEST(RecordHeader, FieldsMayNotReachIntoTheDataLength) {
   // With a hash block one byte longer it would take the first byte of the data length.
   HeaderToWrite to_write = header_to_write();
   to_write.hashes = {false, false};
@@ -109,7 +109,7 @@ TEST(RecordHeader, fields_may_not_reach_into_the_data_length) {
   refusal(bytes);
 }
 
-TEST(RecordHeader, negative_lengths_and_unknown_types_are_malformed) {
+TEST(RecordHeader, NegativeLengthsAndUnknownTypesAreMalformed) {
   Bytes bytes = written(header_to_write()).bytes;
   store_le(&bytes[bytes.size() - 8], int64_t{-8});
   EXPECT_NE(refusal(bytes).find("negative"), std::string::npos);
@@ -118,7 +118,7 @@ TEST(RecordHeader, negative_lengths_and_unknown_types_are_malformed) {
   EXPECT_NE(refusal(bytes).find("tensor type 3"), std::string::npos);
 }
 
-TEST(RecordHeader, hashes_come_in_any_number_and_order_with_spare_bytes_behind) {
+TEST(RecordHeader, HashesComeInAnyNumberAndOrderWithSpareBytesBehind) {
   const auto with_block = [](const Bytes& block) {
     Build out;
     out.le(uint64_t{8 + 2 + 1 + 3 + 4 + 5 + 2 + block.size() + 8}).le(uint16_t{0}).le(uint8_t{2});
@@ -151,7 +151,7 @@ TEST(RecordHeader, hashes_come_in_any_number_and_order_with_spare_bytes_behind) 
   refusal(with_block(Build().le(uint8_t{255}).zeros(20)));
 }
 
-TEST(RecordHeader, structured_names_belong_to_state_dicts) {
+TEST(RecordHeader, StructuredNamesBelongToStateDicts) {
   const auto named = [](std::string_view name, TensorType type) {
     HeaderToWrite to_write = header_to_write();
     to_write.name = name, to_write.type = type;
@@ -188,7 +188,7 @@ void compare(Change change) {
 
 const std::vector<uint64_t> kScalar, kOne = {1}, kThree = {3}, kTwoOne = {2, 1};
 
-TEST(IndexAndHeader, spellings_may_differ) {
+TEST(IndexAndHeader, SpellingsMayDiffer) {
   compare([](auto&, auto&) {});
   compare([](auto& header, auto&) { header.name = "\x1e[\"w\"]"; });
   compare([](auto&, auto& entry) { entry.name = "\x1e[ \"w\" ]"; });
@@ -197,7 +197,7 @@ TEST(IndexAndHeader, spellings_may_differ) {
       [](auto& header, auto& entry) { header.dtype = "<u4", entry.dtype = "<V4\0torch.uint32"sv; });
 }
 
-TEST(IndexAndHeader, meanings_may_not) {
+TEST(IndexAndHeader, MeaningsMayNot) {
   const auto refused = [](const char* part, auto change) {
     const auto text = expect_error(Errc::malformed, [&] { compare(change); });
     EXPECT_NE(text.find(part), std::string::npos) << text;
@@ -212,7 +212,7 @@ TEST(IndexAndHeader, meanings_may_not) {
   refused("length of 0", [](auto& header, auto&) { header.data_nbytes = 0; });
 }
 
-TEST(IndexAndHeader, tensors_without_data_have_two_liberties) {
+TEST(IndexAndHeader, TensorsWithoutDataHaveTwoLiberties) {
   const auto bare = [](auto& header, auto& entry) {
     header.dtype = "<V4\0torch.complex32"sv, entry.dtype = "<V4";
     header.data_nbytes = entry.data_nbytes = 0;
@@ -244,7 +244,7 @@ TEST(IndexAndHeader, tensors_without_data_have_two_liberties) {
 
 // --- crypt_info and digests ---
 
-TEST(RecordHeader, crypt_info_is_there_exactly_where_the_file_has_it) {
+TEST(RecordHeader, CryptInfoIsThereExactlyWhereTheFileHasIt) {
   const Bytes block = serialize_crypt_info(nullptr, Nonce{}, 3);
   HeaderToWrite to_write = header_to_write();
   to_write.hashes = {false, true};
@@ -266,7 +266,7 @@ TEST(RecordHeader, crypt_info_is_there_exactly_where_the_file_has_it) {
   expect_error(Errc::invalid_argument, [&] { written(to_write); });
 }
 
-TEST(RecordHeader, an_empty_crypt_info_has_no_macs) {
+TEST(RecordHeader, AnEmptyCryptInfoHasNoMacs) {
   const Bytes block = serialize_empty_crypt_info();
   HeaderToWrite to_write = header_to_write();
   to_write.has_crypt_info = true, to_write.crypt_info = block;
@@ -275,7 +275,7 @@ TEST(RecordHeader, an_empty_crypt_info_has_no_macs) {
   EXPECT_FALSE(parse(layout.bytes, true).crypt->cipher);
 }
 
-TEST(RecordHeader, a_crypt_info_that_overruns_the_header_is_malformed) {
+TEST(RecordHeader, ACryptInfoThatOverrunsTheHeaderIsMalformed) {
   const Bytes block = serialize_crypt_info(nullptr, Nonce{}, 1);
   HeaderToWrite to_write = header_to_write();
   to_write.has_crypt_info = true, to_write.crypt_info = block;
@@ -287,7 +287,7 @@ TEST(RecordHeader, a_crypt_info_that_overruns_the_header_is_malformed) {
 }
 
 // The digests of writer and reader, and what they cover.
-TEST(HeaderDigest, of_a_filled_in_header_is_that_of_the_empty_one) {
+TEST(HeaderDigest, OfAFilledInHeaderIsThatOfTheEmptyOne) {
   const Bytes block = serialize_crypt_info(nullptr, Nonce{}, 2);
   for (const bool crypt : {false, true}) {
     HeaderToWrite to_write = header_to_write();
@@ -304,7 +304,7 @@ TEST(HeaderDigest, of_a_filled_in_header_is_that_of_the_empty_one) {
   }
 }
 
-TEST(HeaderDigest, covers_every_byte_but_hash_values_and_crypt_info) {
+TEST(HeaderDigest, CoversEveryByteButHashValuesAndCryptInfo) {
   const Bytes block = serialize_crypt_info(nullptr, Nonce{}, 1);
   HeaderToWrite to_write = header_to_write();
   to_write.has_crypt_info = true, to_write.crypt_info = block;
@@ -326,7 +326,7 @@ TEST(HeaderDigest, covers_every_byte_but_hash_values_and_crypt_info) {
   }
 }
 
-TEST(CheckHashes, every_stored_value_must_fit) {
+TEST(CheckHashes, EveryStoredValueMustFit) {
   const uint32_t crc = 0x12345678;
   const Sha256Digest sha = Sha256().finish();
   const Bytes right_crc = Build().le(crc), wrong_crc = Build().le(uint32_t{crc + 1});
@@ -353,7 +353,7 @@ TEST(CheckHashes, every_stored_value_must_fit) {
   expect_error(Errc::hash_mismatch, [&] { check_hashes(header, &crc, nullptr); });
 }
 
-TEST(RecordHeaderToWrite, fields_that_do_not_fit_are_the_callers_mistake) {
+TEST(RecordHeaderToWrite, FieldsThatDoNotFitAreTheCallersMistake) {
   const auto refused = [](auto change) {
     HeaderToWrite to_write = header_to_write();
     change(to_write);

@@ -29,7 +29,7 @@ HttpFailure refusal(const RangeRequest& request, const ResponseHead& response) {
   return {};
 }
 
-TEST(HttpMessage, content_range_is_read_exactly) {
+TEST(HttpMessage, ContentRangeIsReadExactly) {
   const auto range = parse_content_range("bytes 0-99/1000");
   ASSERT_TRUE(range);
   EXPECT_EQ(range->first, 0u);
@@ -40,7 +40,7 @@ TEST(HttpMessage, content_range_is_read_exactly) {
   EXPECT_TRUE(parse_content_range(" BYTES  5-5/6 "));
 }
 
-TEST(HttpMessage, content_range_that_contradicts_itself_is_refused) {
+TEST(HttpMessage, ContentRangeThatContradictsItselfIsRefused) {
   for (const char* text :
        {"", "bytes", "bytes 0-99", "bytes 99-0/1000", "bytes 0-1000/1000", "bytes -5/10",
         "bytes 0-/10", "bytes 0-99/x", "items 0-99/1000", "bytes 0-99/-1", "bytes +1-2/9",
@@ -48,7 +48,7 @@ TEST(HttpMessage, content_range_that_contradicts_itself_is_refused) {
     EXPECT_FALSE(parse_content_range(text)) << text;
 }
 
-TEST(HttpMessage, retry_after_is_seconds_or_a_date) {
+TEST(HttpMessage, RetryAfterIsSecondsOrADate) {
   using std::chrono::seconds;
   EXPECT_EQ(parse_retry_after("120", 0), seconds(120));
   EXPECT_EQ(parse_retry_after("Thu, 01 Jan 1970 00:01:40 GMT", 40), seconds(60));
@@ -57,13 +57,13 @@ TEST(HttpMessage, retry_after_is_seconds_or_a_date) {
   EXPECT_FALSE(parse_retry_after("soon", 0));
 }
 
-TEST(HttpMessage, header_names_match_in_any_case) {
+TEST(HttpMessage, HeaderNamesMatchInAnyCase) {
   const auto response = head(200, {{"ETag", "\"a\""}});
   EXPECT_EQ(response.headers.find("etag"), "\"a\"");
   EXPECT_FALSE(response.headers.find("eta"));
 }
 
-TEST(HttpMessage, weak_etags_prove_nothing) {
+TEST(HttpMessage, WeakEtagsProveNothing) {
   ResourceIdentity identity;
   identity.etag = "W/\"a\"";
   EXPECT_FALSE(identity.proves_content());
@@ -75,12 +75,12 @@ TEST(HttpMessage, weak_etags_prove_nothing) {
   EXPECT_TRUE(identity.proves_content());
 }
 
-TEST(HttpMessage, messages_are_printable_ascii) {
+TEST(HttpMessage, MessagesArePrintableAscii) {
   EXPECT_EQ(printable("a\x1b[31mb\r\nc\xff"), "a?[31mb??c?");
   EXPECT_EQ(printable("12345", 3), "123...");
 }
 
-TEST(HttpCheck, the_range_that_was_asked_for_is_accepted) {
+TEST(HttpCheck, TheRangeThatWasAskedForIsAccepted) {
   const auto checked = check_response(
       bytes_100_to_199(),
       head(206, {{"Content-Range", "bytes 100-199/1000"}, {"Content-Length", "100"}}));
@@ -89,7 +89,7 @@ TEST(HttpCheck, the_range_that_was_asked_for_is_accepted) {
   EXPECT_EQ(checked.identity.size, 1000u);
 }
 
-TEST(HttpCheck, the_last_range_may_be_cut_by_the_end_and_by_nothing_else) {
+TEST(HttpCheck, TheLastRangeMayBeCutByTheEndAndByNothingElse) {
   EXPECT_EQ(check_response(bytes_100_to_199(), head(206, {{"Content-Range", "bytes 100-149/150"}}))
                 .body_nbytes,
             50u);
@@ -102,7 +102,7 @@ TEST(HttpCheck, the_last_range_may_be_cut_by_the_end_and_by_nothing_else) {
             std::string::npos);
 }
 
-TEST(HttpCheck, a_content_length_that_contradicts_the_range_is_refused) {
+TEST(HttpCheck, AContentLengthThatContradictsTheRangeIsRefused) {
   for (const char* length : {"99", "101", "-1", "1e2", ""})
     EXPECT_EQ(refusal(bytes_100_to_199(), head(206, {{"Content-Range", "bytes 100-199/1000"},
                                                      {"Content-Length", length}}))
@@ -111,14 +111,14 @@ TEST(HttpCheck, a_content_length_that_contradicts_the_range_is_refused) {
         << length;
 }
 
-TEST(HttpCheck, a_200_means_a_server_without_ranges_only_when_it_opens_the_object) {
+TEST(HttpCheck, A200MeansAServerWithoutRangesOnlyWhenItOpensTheObject) {
   EXPECT_FALSE(check_response(bytes_100_to_199(), head(200, {{"Content-Length", "7"}})).partial);
   const ResourceIdentity known;
   EXPECT_EQ(refusal(bytes_100_to_199(&known), head(200, {})).status, 200);
   EXPECT_FALSE(refusal(bytes_100_to_199(&known), head(200, {})).transient);
 }
 
-TEST(HttpCheck, another_size_etag_or_date_is_a_changed_object) {
+TEST(HttpCheck, AnotherSizeEtagOrDateIsAChangedObject) {
   const ResourceIdentity known{"\"a\"", "Thu, 01 Jan 1970 00:00:10 GMT", 1000};
   const HttpHeaders::Field range{"Content-Range", "bytes 100-199/1000"};
   EXPECT_EQ(refusal(bytes_100_to_199(&known), head(206, {range, {"ETag", "\"a\""}})).reason, "");
@@ -129,14 +129,14 @@ TEST(HttpCheck, another_size_etag_or_date_is_a_changed_object) {
               std::string::npos);
 }
 
-TEST(HttpCheck, an_empty_object_may_answer_416) {
+TEST(HttpCheck, AnEmptyObjectMayAnswer416) {
   const RangeRequest first{0, 100, nullptr, false};
   EXPECT_EQ(check_response(first, head(416, {{"Content-Range", "bytes */0"}})).identity.size, 0u);
   EXPECT_EQ(refusal(first, head(416, {{"Content-Range", "bytes */5"}})).status, 416);
   EXPECT_EQ(refusal(first, head(416, {})).status, 416);
 }
 
-TEST(HttpCheck, passing_trouble_is_told_from_lasting_trouble) {
+TEST(HttpCheck, PassingTroubleIsToldFromLastingTrouble) {
   for (const int status : {408, 429, 500, 502, 503, 504, 599})
     EXPECT_TRUE(failure_of_status(head(status, {}), "").transient) << status;
   for (const int status : {400, 401, 403, 404, 410, 412, 416, 501, 505})
@@ -147,7 +147,7 @@ TEST(HttpCheck, passing_trouble_is_told_from_lasting_trouble) {
             std::chrono::seconds(3));
 }
 
-TEST(HttpCheck, of_an_error_body_only_the_s3_code_is_used) {
+TEST(HttpCheck, OfAnErrorBodyOnlyTheS3CodeIsUsed) {
   const std::string body =
       "<Error><Code>SignatureDoesNotMatch</Code><StringToSign>secret</StringToSign></Error>";
   const HttpFailure failure = failure_of_status(head(403, {}), body);
@@ -156,7 +156,7 @@ TEST(HttpCheck, of_an_error_body_only_the_s3_code_is_used) {
   EXPECT_EQ(failure_of_status(head(403, {}), "<Code>a b</Code>").reason, "HTTP/1.1 403 Text");
 }
 
-TEST(HttpUrl, what_is_shown_has_neither_credentials_nor_query) {
+TEST(HttpUrl, WhatIsShownHasNeitherCredentialsNorQuery) {
   const HttpUrl url =
       HttpUrl::parse("https://user:p%40ss@host.example:8443/a/b?X-Amz-Signature=secret#part");
   EXPECT_EQ(url.shown, "https://host.example:8443/a/b");
@@ -166,12 +166,12 @@ TEST(HttpUrl, what_is_shown_has_neither_credentials_nor_query) {
   EXPECT_EQ(url.password, "p@ss");
 }
 
-TEST(HttpUrl, the_default_port_is_part_of_the_origin) {
+TEST(HttpUrl, TheDefaultPortIsPartOfTheOrigin) {
   EXPECT_EQ(HttpUrl::parse("http://h/x").origin, HttpUrl::parse("http://h:80/y").origin);
   EXPECT_NE(HttpUrl::parse("http://h/x").origin, HttpUrl::parse("https://h/x").origin);
 }
 
-TEST(HttpUrl, what_is_no_http_url_is_refused_without_being_quoted) {
+TEST(HttpUrl, WhatIsNoHttpUrlIsRefusedWithoutBeingQuoted) {
   for (const std::string text : {"", "h/x", "ftp://secret/x", "http://", "http://a b/secret",
                                  "file:///etc/secret", "http://h/x\nsecret"}) {
     try {
@@ -183,7 +183,7 @@ TEST(HttpUrl, what_is_no_http_url_is_refused_without_being_quoted) {
   }
 }
 
-TEST(HttpUrl, redirects_keep_credentials_for_their_origin_alone) {
+TEST(HttpUrl, RedirectsKeepCredentialsForTheirOriginAlone) {
   const HttpUrl url = HttpUrl::parse("http://u:p@h:81/a/b?q=1");
   const auto same = url.resolve("../c?d=2");
   ASSERT_TRUE(same);
@@ -198,14 +198,14 @@ TEST(HttpUrl, redirects_keep_credentials_for_their_origin_alone) {
   EXPECT_EQ(with_own->text, "http://elsewhere/c");
 }
 
-TEST(HttpUrl, redirects_leave_neither_https_nor_http) {
+TEST(HttpUrl, RedirectsLeaveNeitherHttpsNorHttp) {
   EXPECT_FALSE(HttpUrl::parse("https://h/a").resolve("http://h/a"));
   EXPECT_TRUE(HttpUrl::parse("http://h/a").resolve("https://h/a"));
   EXPECT_FALSE(HttpUrl::parse("http://h/a").resolve("file:///etc/passwd"));
   EXPECT_FALSE(HttpUrl::parse("http://h/a").resolve("ftp://h/a"));
 }
 
-TEST(ScatterCursor, bytes_land_across_slices_and_never_beyond_them) {
+TEST(ScatterCursor, BytesLandAcrossSlicesAndNeverBeyondThem) {
   std::vector<std::byte> memory(10, std::byte{0xee});
   const std::vector<Slice> slices{Slice(memory).subspan(1, 2), Slice(memory).subspan(3, 0),
                                   Slice(memory).subspan(5, 3)};
@@ -220,7 +220,7 @@ TEST(ScatterCursor, bytes_land_across_slices_and_never_beyond_them) {
   for (size_t i = 0; i < 10; ++i) EXPECT_EQ(static_cast<int>(memory[i]), expected[i]) << i;
 }
 
-TEST(CurlErrors, broken_connections_are_tried_again_and_distrust_is_not) {
+TEST(CurlErrors, BrokenConnectionsAreTriedAgainAndDistrustIsNot) {
   EXPECT_TRUE(failure_of_curl(CURLE_RECV_ERROR, "x").transient);
   EXPECT_TRUE(failure_of_curl(CURLE_COULDNT_CONNECT, "x").transient);
   EXPECT_TRUE(failure_of_curl(CURLE_PARTIAL_FILE, "x").transient);

@@ -61,7 +61,7 @@ class HttpRetries : public testing::Test {
   HttpCounters counters;
 };
 
-TEST_F(HttpRetries, a_server_that_goes_away_for_twenty_seconds_is_waited_for) {
+TEST_F(HttpRetries, AServerThatGoesAwayForTwentySecondsIsWaitedFor) {
   counters.answered = true;
   EXPECT_EQ(run([&]() -> std::optional<HttpFailure> {
               if (time.elapsed() < seconds(20)) return refused();
@@ -71,7 +71,7 @@ TEST_F(HttpRetries, a_server_that_goes_away_for_twenty_seconds_is_waited_for) {
   EXPECT_LT(time.elapsed(), seconds(40));
 }
 
-TEST_F(HttpRetries, a_server_that_is_overloaded_for_thirty_seconds_is_waited_for) {
+TEST_F(HttpRetries, AServerThatIsOverloadedForThirtySecondsIsWaitedFor) {
   EXPECT_EQ(run([&]() -> std::optional<HttpFailure> {
               if (time.elapsed() < seconds(30)) return status_503();
               return std::nullopt;
@@ -79,20 +79,20 @@ TEST_F(HttpRetries, a_server_that_is_overloaded_for_thirty_seconds_is_waited_for
             "");
 }
 
-TEST_F(HttpRetries, one_that_does_not_come_back_is_given_up_after_two_minutes) {
+TEST_F(HttpRetries, OneThatDoesNotComeBackIsGivenUpAfterTwoMinutes) {
   counters.answered = true;
   EXPECT_NE(run([] { return refused(); }).find("Connection refused (after "), std::string::npos);
   EXPECT_EQ(time.elapsed(), seconds(120));
 }
 
-TEST_F(HttpRetries, one_that_never_answered_is_given_up_after_ten_seconds_with_a_hint) {
+TEST_F(HttpRetries, OneThatNeverAnsweredIsGivenUpAfterTenSecondsWithAHint) {
   const std::string told = run([] { return refused(); });
   EXPECT_EQ(time.elapsed(), seconds(10));
   EXPECT_NE(told.find("check that the server runs"), std::string::npos) << told;
   EXPECT_NE(told.find(kNeverAnsweredHint), std::string::npos) << told;
 }
 
-TEST_F(HttpRetries, what_a_renewal_throws_is_what_the_caller_sees_in_the_end) {
+TEST_F(HttpRetries, WhatARenewalThrowsIsWhatTheCallerSeesInTheEnd) {
   HttpFailure failure{Errc::io, "no fresh URL", ""};
   failure.transient = true;
   failure.reached = true;
@@ -156,7 +156,7 @@ class RedisRetries : public testing::Test {
   VirtualClock time;
 };
 
-TEST_F(RedisRetries, a_server_that_is_loading_for_a_minute_is_waited_for) {
+TEST_F(RedisRetries, AServerThatIsLoadingForAMinuteIsWaitedFor) {
   LineServer server([this](const std::string& command) -> std::string {
     if (time.elapsed() < seconds(60)) return "-LOADING Redis is loading the dataset in memory\r\n";
     if (command.find("SCAN") != std::string::npos) return "*2\r\n$1\r\n0\r\n*1\r\n$5\r\np:a:0\r\n";
@@ -167,7 +167,7 @@ TEST_F(RedisRetries, a_server_that_is_loading_for_a_minute_is_waited_for) {
   EXPECT_LT(time.elapsed(), seconds(80));
 }
 
-TEST_F(RedisRetries, one_that_never_answers_is_given_up_after_ten_seconds_with_a_hint) {
+TEST_F(RedisRetries, OneThatNeverAnswersIsGivenUpAfterTenSecondsWithAHint) {
   LineServer server([](const std::string&) { return std::string(); });
   try {
     RedisSource source(options_for(server.port), "p", {});
@@ -180,7 +180,7 @@ TEST_F(RedisRetries, one_that_never_answers_is_given_up_after_ten_seconds_with_a
   EXPECT_EQ(time.elapsed(), seconds(10));
 }
 
-TEST_F(RedisRetries, one_that_stops_answering_is_given_up_after_two_minutes) {
+TEST_F(RedisRetries, OneThatStopsAnsweringIsGivenUpAfterTwoMinutes) {
   bool there = true;
   LineServer server([&there](const std::string& command) -> std::string {
     if (!there) return "";

@@ -37,7 +37,7 @@ class Retry : public testing::Test {
   int tries = 0;
 };
 
-TEST_F(Retry, delays_double_up_to_the_bound_and_end_after_the_last_retry) {
+TEST_F(Retry, DelaysDoubleUpToTheBoundAndEndAfterTheLastRetry) {
   RetryState state(policy);
   EXPECT_NEAR(static_cast<double>(state.after_failure({})->count()), 100, 1);
   EXPECT_NEAR(static_cast<double>(state.after_failure({})->count()), 200, 1);
@@ -47,7 +47,7 @@ TEST_F(Retry, delays_double_up_to_the_bound_and_end_after_the_last_retry) {
   EXPECT_EQ(state.end(), RetryEnd::count);
 }
 
-TEST_F(Retry, chance_takes_away_up_to_half_of_a_delay) {
+TEST_F(Retry, ChanceTakesAwayUpToHalfOfADelay) {
   for (const double chance : {0.0, 0.25, 0.5, 0.75}) {
     time.clock.chance = [chance] { return chance; };
     EXPECT_NEAR(static_cast<double>(RetryState(policy).after_failure({})->count()),
@@ -55,12 +55,12 @@ TEST_F(Retry, chance_takes_away_up_to_half_of_a_delay) {
   }
 }
 
-TEST_F(Retry, without_retries_the_first_failure_is_the_last) {
+TEST_F(Retry, WithoutRetriesTheFirstFailureIsTheLast) {
   policy.retries = 0;
   EXPECT_FALSE(RetryState(policy).after_failure({.progress_nbytes = 1 << 20}));
 }
 
-TEST_F(Retry, without_a_count_a_server_that_has_answered_is_tried_for_the_whole_window) {
+TEST_F(Retry, WithoutACountAServerThatHasAnsweredIsTriedForTheWholeWindow) {
   policy = RetryPolicy{.clock = &time.clock};
   EXPECT_EQ(fail_to_the_end({}), seconds(120));
   EXPECT_EQ(ended, RetryEnd::time);
@@ -68,14 +68,14 @@ TEST_F(Retry, without_a_count_a_server_that_has_answered_is_tried_for_the_whole_
   EXPECT_LT(tries, 20);
 }
 
-TEST_F(Retry, a_server_that_has_never_answered_is_given_up_after_ten_seconds) {
+TEST_F(Retry, AServerThatHasNeverAnsweredIsGivenUpAfterTenSeconds) {
   policy = RetryPolicy{.clock = &time.clock};
   EXPECT_EQ(fail_to_the_end({.answered = false}), seconds(10));
   EXPECT_EQ(ended, RetryEnd::never_answered);
   EXPECT_GT(tries, 5);
 }
 
-TEST_F(Retry, a_first_try_that_takes_as_long_as_that_is_the_last) {
+TEST_F(Retry, AFirstTryThatTakesAsLongAsThatIsTheLast) {
   policy = RetryPolicy{.clock = &time.clock};
   RetryState state(policy);
   time.pass(seconds(10));  // a connect timeout
@@ -83,7 +83,7 @@ TEST_F(Retry, a_first_try_that_takes_as_long_as_that_is_the_last) {
   EXPECT_EQ(state.end(), RetryEnd::never_answered);
 }
 
-TEST_F(Retry, a_server_that_answers_at_last_has_the_whole_window) {
+TEST_F(Retry, AServerThatAnswersAtLastHasTheWholeWindow) {
   policy = RetryPolicy{.clock = &time.clock};
   RetryState state(policy);
   while (time.elapsed() < seconds(9)) state.wait(*state.after_failure({.answered = false}), {});
@@ -91,31 +91,31 @@ TEST_F(Retry, a_server_that_answers_at_last_has_the_whole_window) {
   EXPECT_TRUE(state.after_failure({.answered = true}));
 }
 
-TEST_F(Retry, no_time_for_retries_means_one_try) {
+TEST_F(Retry, NoTimeForRetriesMeansOneTry) {
   policy = RetryPolicy{.window = seconds(0), .clock = &time.clock};
   EXPECT_EQ(fail_to_the_end({}), seconds(0));
   EXPECT_EQ(tries, 1);
 }
 
-TEST_F(Retry, delays_of_zero_do_not_keep_the_processor_busy) {
+TEST_F(Retry, DelaysOfZeroDoNotKeepTheProcessorBusy) {
   policy = RetryPolicy{.first_delay = seconds(0), .max_delay = seconds(0), .clock = &time.clock};
   EXPECT_EQ(fail_to_the_end({}), seconds(120));
   EXPECT_LE(tries, 12'001);
 }
 
-TEST_F(Retry, a_longer_retry_after_is_obeyed_and_a_shorter_one_changes_nothing) {
+TEST_F(Retry, ALongerRetryAfterIsObeyedAndAShorterOneChangesNothing) {
   time.clock.chance = [] { return 0.5; };
   EXPECT_EQ(RetryState(policy).after_failure({.retry_after = seconds(7)}), milliseconds(7000));
   EXPECT_EQ(RetryState(policy).after_failure({.retry_after = milliseconds(1)}), milliseconds(75));
 }
 
-TEST_F(Retry, a_retry_after_beyond_the_window_ends_the_tries_at_once) {
+TEST_F(Retry, ARetryAfterBeyondTheWindowEndsTheTriesAtOnce) {
   RetryState state(policy);
   EXPECT_FALSE(state.after_failure({.retry_after = seconds(61)}));
   EXPECT_EQ(state.end(), RetryEnd::asked_to_wait);
 }
 
-TEST_F(Retry, no_try_begins_after_the_window_of_the_first_failure) {
+TEST_F(Retry, NoTryBeginsAfterTheWindowOfTheFirstFailure) {
   RetryState state(policy);
   ASSERT_TRUE(state.after_failure({}));
   time.pass(milliseconds(59'950));
@@ -124,7 +124,7 @@ TEST_F(Retry, no_try_begins_after_the_window_of_the_first_failure) {
   EXPECT_FALSE(state.after_failure({}));
 }
 
-TEST_F(Retry, progress_starts_the_count_and_the_window_anew) {
+TEST_F(Retry, ProgressStartsTheCountAndTheWindowAnew) {
   RetryState state(policy);
   for (int i = 0; i < 50; ++i, time.pass(seconds(50)))
     ASSERT_TRUE(state.after_failure({.progress_nbytes = 1000})) << i;
@@ -132,13 +132,13 @@ TEST_F(Retry, progress_starts_the_count_and_the_window_anew) {
   EXPECT_FALSE(state.after_failure({.progress_nbytes = 10}));
 }
 
-TEST_F(Retry, little_progress_adds_up) {
+TEST_F(Retry, LittleProgressAddsUp) {
   RetryState state(policy);
   for (int i = 0; i < 50; ++i, time.pass(seconds(20)))
     ASSERT_TRUE(state.after_failure({.progress_nbytes = 500})) << i;
 }
 
-TEST_F(Retry, chance_is_between_zero_and_one) {
+TEST_F(Retry, ChanceIsBetweenZeroAndOne) {
   for (int i = 0; i < 1000; ++i) {
     const double chance = retry_chance();
     ASSERT_GE(chance, 0.0);
@@ -146,7 +146,7 @@ TEST_F(Retry, chance_is_between_zero_and_one) {
   }
 }
 
-TEST_F(Retry, a_sleep_ends_with_the_stop_not_with_the_delay) {
+TEST_F(Retry, ASleepEndsWithTheStopNotWithTheDelay) {
   std::stop_source source;
   const auto start = std::chrono::steady_clock::now();
   std::jthread stopper([&] { source.request_stop(); });

@@ -250,6 +250,18 @@ def test_shards_are_converted_into_one_file_or_other_shards_with_what_lies_besid
         tensorizer.convert(io.BytesIO(save(tensors)), tmp_path / "x.tensors", all_files=True)
 
 
+@pytest.mark.parametrize("target", ["served", "s3://bucket/served", "s3://bucket/served?versionId=1", "served.old"])
+def test_convert_of_all_files_wants_a_target_that_says_whether_it_is_a_folder(tmp_path, monkeypatch, target):
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"weight": torch.ones(2)}, source / "model.safetensors")
+    (source / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="put / at the end"):
+        tensorizer.convert(source, target, all_files=True)
+    assert os.listdir(tmp_path) == ["source"]
+
+
 def test_ties_and_metadata_survive_in_shards_of_both_formats(tmp_path):
     weight = samples.tensor((MIB // 8,), torch.uint8, 1)
     tensors = {"embed.weight": weight, "other": samples.tensor((MIB // 8,), torch.uint8, 2), "lm_head.weight": weight}

@@ -1,23 +1,20 @@
 #include "io/cache/cache_disk.h"
 
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <thread>
 
+#include "core/checked_math.h"
 #include "core/per_process.h"
 
 namespace tensorizer::io {
 namespace {
 
-constexpr int kNice = 10;
+// For the next unit of a load that the network, not the processor, holds up.
+constexpr std::chrono::milliseconds kLinger{250};
+// Buffers are multiples of it, so that they fit units of about the same size.
+constexpr uint64_t kBufferNbytes = uint64_t{1} << 20;
 
-// Loads come first. (On Linux this is about the calling thread.)
-void step_back() noexcept {
-#if defined(__linux__)
-  setpriority(PRIO_PROCESS, 0, std::max(kNice, getpriority(PRIO_PROCESS, 0)));
-#endif
-}
+size_t mapped_nbytes(const Pages& pages) noexcept { return pages.get_deleter().nbytes; }
 
 }  // namespace
 
@@ -26,42 +23,68 @@ CacheDisk& CacheDisk::instance() {
   return disk.get();
 }
 
-bool CacheDisk::reserve(uint64_t nbytes, bool patient, const std::stop_token& stop) {
-  MutexLock lock(mutex_);
-  const auto fits = [&]() REQUIRES_LOCK(mutex_) {
-    return nbytes_ == 0 || nbytes_ + nbytes <= kLimitNbytes;
-  };
-  if (patient ? !changed_.wait(mutex_, stop, fits) : nbytes_ + nbytes > kLimitNbytes) return false;
-  nbytes_ += nbytes;
-  return true;
+void CacheDisk::GiveBack::operator()(std::byte* memory) const noexcept {
+  instance().give_back(Pages(memory, {nbytes}));
 }
 
-void CacheDisk::give_back(uint64_t nbytes) noexcept {
+CacheDisk::Buffer CacheDisk::borrow(uint64_t nbytes, bool patient, const std::stop_token& stop) {
+  MutexLock lock(mutex_);
+  const auto fits = [&]() REQUIRES_LOCK(mutex_) {
+    return lent_nbytes_ == 0 || lent_nbytes_ + nbytes <= kLimitNbytes;
+  };
+  if (patient ? !changed_.wait(mutex_, stop, fits) : lent_nbytes_ + nbytes > kLimitNbytes)
+    return nullptr;
+  const auto found = std::ranges::find_if(
+      spare_, [&](const Pages& pages) { return mapped_nbytes(pages) >= nbytes; });
+  Pages pages;
+  if (found != spare_.end()) {
+    pages = std::move(*found);
+    spare_.erase(found);
+  } else {
+    spare_.clear();  // too small, all of them
+    pages = allocate_pages(static_cast<size_t>(align_up(nbytes, kBufferNbytes)));
+  }
+  const size_t lent = mapped_nbytes(pages);
+  lent_nbytes_ += lent;
+  return {pages.release(), {lent}};
+}
+
+void CacheDisk::give_back(Pages pages) noexcept {
   {
     MutexLock lock(mutex_);
-    nbytes_ -= nbytes;
+    // A forked child lets go of what its parent has borrowed.
+    lent_nbytes_ -= std::min<uint64_t>(lent_nbytes_, mapped_nbytes(pages));
+    try {
+      if (writing_.has_thread) spare_.push_back(std::move(pages));
+    } catch (const std::bad_alloc&) {  // the system gets it back
+    }
   }
   changed_.notify_all();
 }
 
 void CacheDisk::add(Lane CacheDisk::* which, Job job) {
-  MutexLock lock(mutex_);
-  Lane& lane = this->*which;
-  lane.jobs.push_back(std::move(job));
-  if (lane.jobs.size() > 1) return;
-  try {
-    std::thread([this, which] { work(which); }).detach();  // nobody may be left to join it
-  } catch (...) {
-    lane.jobs.pop_back();
-    throw;
+  {
+    MutexLock lock(mutex_);
+    Lane& lane = this->*which;
+    lane.jobs.push_back(std::move(job));
+    if (!lane.has_thread) {
+      try {
+        std::thread([this, which] { work(which); }).detach();  // nobody may be left to join it
+      } catch (...) {
+        lane.jobs.pop_back();
+        throw;
+      }
+      lane.has_thread = true;
+    }
   }
+  changed_.notify_all();
 }
 
 void CacheDisk::work(Lane CacheDisk::* which) noexcept {
-  step_back();
   mutex_.lock();
   Lane& lane = this->*which;
-  while (!lane.jobs.empty()) {
+  const auto has_jobs = [&] { return !lane.jobs.empty(); };
+  while (changed_.wait_until(mutex_, {}, std::chrono::steady_clock::now() + kLinger, has_jobs)) {
     Job job = std::move(lane.jobs.front());
     mutex_.unlock();
     job();
@@ -71,6 +94,8 @@ void CacheDisk::work(Lane CacheDisk::* which) noexcept {
     ++lane.done;
     changed_.notify_all();
   }
+  lane.has_thread = false;
+  if (&lane == &writing_) spare_.clear();
   mutex_.unlock();
 }
 

@@ -1,18 +1,20 @@
 // What one process does for its caches beside the loads: a thread writes what they have handed
 // over, in that order, and another one syncs entries that are not in use any more. Both run while
-// there is something to do, and behind whoever wants the processors. What waits to be written is
-// bounded. Internally locked; one for the process, never destroyed. A forked child starts with
-// nothing.
+// there is something to do, and a moment longer. What waits to be written is bounded, and its
+// memory is used again, since new pages cost more than the copies into them. Internally locked; one
+// for the process, never destroyed. A forked child starts with nothing.
 #pragma once
 
 #include <chrono>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <stop_token>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/pages.h"
 #include "core/sync.h"
 
 namespace tensorizer::io {
@@ -24,10 +26,14 @@ class CacheDisk {
   static constexpr uint64_t kLimitNbytes = uint64_t{256} << 20;
   using Job = std::function<void()>;  // throws nothing
 
-  // Room for so many bytes that are to be written; false: too many wait already. `patient` waits
-  // for room, until a stop.
-  bool reserve(uint64_t nbytes, bool patient, const std::stop_token& stop);
-  void give_back(uint64_t nbytes) noexcept;
+  // Memory for so many bytes that are to be written, which comes back by itself; nullptr: too much
+  // waits already. `patient` waits for room, until a stop. Throws Error(out_of_memory).
+  struct GiveBack {
+    size_t nbytes = 0;
+    void operator()(std::byte* memory) const noexcept;
+  };
+  using Buffer = std::unique_ptr<std::byte[], GiveBack>;
+  Buffer borrow(uint64_t nbytes, bool patient, const std::stop_token& stop);
   // Throws std::system_error where the system has no thread to give.
   void write(Job job) { add(&CacheDisk::writing_, std::move(job)); }
   void sync(Job job) { add(&CacheDisk::syncing_, std::move(job)); }
@@ -43,7 +49,9 @@ class CacheDisk {
   struct Lane {
     std::deque<Job> jobs;  // the first one is being done
     uint64_t done = 0;
+    bool has_thread = false;
   };
+  void give_back(Pages pages) noexcept;
   void add(Lane CacheDisk::* which, Job job);
   void work(Lane CacheDisk::* which) noexcept;
 
@@ -51,7 +59,8 @@ class CacheDisk {
   CondVar changed_;
   Lane writing_ GUARDED_BY(mutex_);
   Lane syncing_ GUARDED_BY(mutex_);
-  uint64_t nbytes_ GUARDED_BY(mutex_) = 0;
+  uint64_t lent_nbytes_ GUARDED_BY(mutex_) = 0;
+  std::vector<Pages> spare_ GUARDED_BY(mutex_);  // together with those lent at most the limit
   std::vector<Trouble> troubles_ GUARDED_BY(mutex_);
 };
 

@@ -81,7 +81,8 @@ std::string boot_id() {
 }
 
 UniqueFd open_file(int folder, const char* name, int flags) {
-  return UniqueFd(openat(folder, name, flags | O_CLOEXEC | O_NOFOLLOW, 0600));
+  // Whatever lies there, nobody waits for its other end.
+  return UniqueFd(openat(folder, name, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
 }
 
 UniqueFd make_file(int folder, const char* name) {
@@ -156,19 +157,30 @@ bool CacheEntry::take_for_removal(int map) noexcept { return lock(map, F_WRLCK, 
 
 uint64_t CacheEntry::present_nbytes_of(int folder, uint64_t nbytes) {
   const UniqueFd map = open_file(folder, "map", O_RDONLY);
-  const size_t wanted = kCacheHeadNbytes + bits_nbytes(nbytes);
-  std::vector<std::byte> bytes(wanted);
-  if (!map || pread(map.get(), bytes.data(), wanted, 0) != static_cast<ssize_t>(wanted)) return 0;
-  return count_present(
-      reinterpret_cast<const std::atomic<uint8_t>*>(bytes.data() + kCacheHeadNbytes), nbytes);
+  const uint64_t wanted = map_nbytes_of(nbytes);
+  if (!map || !is_own_regular_file(map.get(), wanted)) return 0;
+  std::vector<std::byte> bytes(static_cast<size_t>(wanted));
+  const std::string head = head_of(nbytes, boot_id());
+  if (pread(map.get(), bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(wanted) ||
+      std::memcmp(bytes.data(), head.data(), kBootAt) != 0)
+    return 0;
+  const bool is_of_this_boot = std::memcmp(bytes.data(), head.data(), head.size()) == 0;
+  const size_t bits = kCacheHeadNbytes + (is_of_this_boot ? 0 : bits_nbytes(nbytes));
+  return count_present(reinterpret_cast<const std::atomic<uint8_t>*>(bytes.data() + bits), nbytes);
 }
 
 std::shared_ptr<CacheEntry> CacheEntry::open(UniqueFd folder, uint64_t nbytes, FileCalls& calls) {
   std::shared_ptr<CacheEntry> entry(new CacheEntry(calls));
   entry->process_ = getpid();
   entry->nbytes_ = nbytes;
-  entry->data_ = open_file(folder.get(), "data", O_RDWR);
-  entry->map_ = open_file(folder.get(), "map", O_RDWR);
+  const auto open_here = [&](const char* name) {
+    UniqueFd fd = open_file(folder.get(), name, O_RDWR);
+    // It may be all right where it cannot be opened, and is not to be removed.
+    if (!fd && errno != ENOENT && errno != ELOOP) throw_errno("cannot open", name, errno);
+    return fd;
+  };
+  entry->data_ = open_here("data");
+  entry->map_ = open_here("map");
   entry->folder_ = std::move(folder);
   if (!entry->data_ || !entry->map_ || !is_own_regular_file(entry->data(), nbytes)) return nullptr;
   if (const int error = lock(entry->map_.get(), F_RDLCK, kUseLock, 1); error != 0) {
@@ -267,7 +279,7 @@ void CacheEntry::write_about(const std::string& about) noexcept {
   try {
     write_all(make_file(folder_.get(), name.c_str()).get(), name.c_str(), about);
     if (renameat(folder_.get(), name.c_str(), folder_.get(), "about.json") == 0) return;
-  } catch (const Error&) {
+  } catch (const std::exception&) {
   }
   unlinkat(folder_.get(), name.c_str(), 0);
 }

@@ -40,15 +40,15 @@ class CacheEntry : public std::enable_shared_from_this<CacheEntry> {
  public:
   // Writes the files of an entry without content into a new folder. Throws Error(io).
   static void create_files(int folder, uint64_t nbytes, const std::string& about);
-  // nullptr: damaged, or being removed. Throws Error(io) where locks or mappings do not work.
-  // `calls` write and sync `data`.
+  // nullptr: damaged, or being removed. Throws Error(io) where the files cannot be opened, locked
+  // or mapped. `calls` write and sync `data`.
   static std::shared_ptr<CacheEntry> open(UniqueFd folder, uint64_t nbytes,
                                           FileCalls& calls = FileCalls::system());
   // The mark of use alone: whether somebody has the entry open.
   static bool is_used(int folder) noexcept;
   // The same as a lock: holds it until `map` is closed; false where somebody has the entry open.
   static bool take_for_removal(int map) noexcept;
-  // Bytes of the object that are present, by a `map` that is not open; 0 where it is damaged.
+  // Bytes of the object that an opening would find, by a `map` that is not open; 0: it is damaged.
   static uint64_t present_nbytes_of(int folder, uint64_t nbytes);
   static uint64_t blocks_of(uint64_t nbytes) noexcept;
   static uint64_t map_nbytes_of(uint64_t nbytes) noexcept;

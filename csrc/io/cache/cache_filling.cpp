@@ -13,14 +13,14 @@ void CacheFilling::add(BlockRun run, std::span<const Slice> bytes, CacheEntry::C
   if (!is_open()) return;
   const uint64_t nbytes = total_nbytes(bytes);
   CacheDisk& disk = CacheDisk::instance();
-  if (!disk.reserve(nbytes, patient, stop)) {
-    left_out_ += nbytes;
-    return;
-  }
   std::shared_ptr<Waiting> waiting;
   try {
-    waiting = std::make_shared<Waiting>(
-        Waiting{run, allocate_pages(static_cast<size_t>(nbytes)), nbytes, std::move(claim)});
+    CacheDisk::Buffer copy = disk.borrow(nbytes, patient, stop);
+    if (!copy) {
+      left_out_ += nbytes;
+      return;
+    }
+    waiting = std::make_shared<Waiting>(Waiting{run, std::move(copy), nbytes, std::move(claim)});
     uint64_t done = 0;
     for (const Slice& slice : bytes) {
       std::ranges::copy(slice, waiting->bytes.get() + done);
@@ -35,7 +35,6 @@ void CacheFilling::add(BlockRun run, std::span<const Slice> bytes, CacheEntry::C
     entry_->wake();                  // who waits for these blocks in this process finds them here
   } catch (const std::exception&) {  // no memory, or no thread
     if (waiting) write(*waiting);
-    if (!waiting) disk.give_back(nbytes);
   }
 }
 
@@ -68,7 +67,6 @@ void CacheFilling::write(Waiting& waiting) noexcept {
     if (found != waiting_.end() && found->second.get() == &waiting) waiting_.erase(found);
   }
   written_.notify_all();
-  CacheDisk::instance().give_back(waiting.nbytes);
 }
 
 bool CacheFilling::has_room(uint64_t nbytes) {

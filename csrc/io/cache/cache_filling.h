@@ -10,8 +10,8 @@
 #include <memory>
 #include <string>
 
-#include "core/pages.h"
 #include "core/sync.h"
+#include "io/cache/cache_disk.h"
 #include "io/cache/cache_folder.h"
 #include "io/slices.h"
 
@@ -72,7 +72,7 @@ class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
 
 struct CacheFilling::Waiting {
   BlockRun run;
-  Pages bytes;
+  CacheDisk::Buffer bytes;
   uint64_t nbytes;
   CacheEntry::Claim claim;
 

@@ -6,6 +6,7 @@
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -65,22 +66,24 @@ UniqueFd enter(int parent, const std::string& name, const std::string& shown, bo
   return fd;
 }
 
-// `folder` was opened for this: its position moves.
-std::vector<std::string> read_names(UniqueFd folder) {
+// Of a folder whose position is at its beginning. Without a DIR: folders of one entry are many.
+std::vector<std::string> read_names(int folder) {
   std::vector<std::string> names;
-  DIR* const stream = folder ? fdopendir(folder.get()) : nullptr;
-  if (stream == nullptr) return names;
-  folder.release();  // closed with the stream
-  while (const dirent* found = readdir(stream)) {
-    const std::string name = found->d_name;
-    if (name != "." && name != "..") names.push_back(name);
+  alignas(dirent64) std::array<char, 32 << 10> bytes;
+  for (long got; (got = syscall(SYS_getdents64, folder, bytes.data(), bytes.size())) > 0;) {
+    for (const char* at = bytes.data(); at < bytes.data() + got;) {
+      const auto* const found = reinterpret_cast<const dirent64*>(at);
+      if (const std::string_view name = found->d_name; name != "." && name != "..")
+        names.emplace_back(name);
+      at += found->d_reclen;
+    }
   }
-  closedir(stream);
   return names;
 }
 
 std::vector<std::string> names_in(int folder) {
-  return read_names(UniqueFd(openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC)));
+  const UniqueFd again(openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  return read_names(again.get());
 }
 
 bool is_entry_name(const std::string& name) noexcept {
@@ -102,7 +105,7 @@ std::string temporary_name(const char* prefix) {
 void delete_folder(int parent, const std::string& name) noexcept {
   try {
     if (const UniqueFd fd = open_folder(parent, name))
-      for (const std::string& file : names_in(fd.get())) unlinkat(fd.get(), file.c_str(), 0);
+      for (const std::string& file : read_names(fd.get())) unlinkat(fd.get(), file.c_str(), 0);
   } catch (const std::exception&) {  // no memory: a later sweep
   }
   unlinkat(parent, name.c_str(), AT_REMOVEDIR);
@@ -180,7 +183,7 @@ std::vector<std::pair<std::string, std::string>> CacheFolder::versions(
   std::vector<std::pair<std::string, std::string>> found;
   const UniqueFd parent = open_folder(user_.get(), location);
   if (!parent) return found;
-  for (const std::string& name : names_in(parent.get())) {
+  for (const std::string& name : read_names(parent.get())) {
     if (!is_entry_name(name)) continue;
     if (const UniqueFd fd = open_folder(parent.get(), name))
       found.emplace_back(name, read_small(fd.get(), "about.json"));
@@ -256,8 +259,7 @@ std::vector<CachedVersion> CacheFolder::scan() const {
         is_entry_name(location) ? open_folder(user_.get(), location) : UniqueFd();
     if (!parent) continue;
     std::optional<size_t> newest;
-    for (const std::string& version :
-         read_names(UniqueFd(fcntl(parent.get(), F_DUPFD_CLOEXEC, 0)))) {
+    for (const std::string& version : read_names(parent.get())) {
       if (!is_entry_name(version)) continue;
       const auto look = [&](const char* name) {
         struct stat file{};
@@ -297,19 +299,25 @@ bool CacheFolder::make_room(uint64_t nbytes, const CacheLimits& limits) {
   const UniqueFd held = lock_user(user_.get());
   if (!held) return false;
   sweep();
-  const std::vector<CachedVersion> entries = scan();
   uint64_t used = 0;
-  for (const CachedVersion& entry : entries) used += entry.disk_nbytes;
-  const auto fits = [&] {
-    const uint64_t free = disk_nbytes().second;
-    return (!limits.max_nbytes || used + nbytes <= *limits.max_nbytes) &&
-           (limits.min_free_nbytes == 0 || free >= limits.min_free_nbytes + nbytes);
+  const auto fits = [&](uint64_t removed) {
+    return (!limits.max_nbytes || used - removed + nbytes <= *limits.max_nbytes) &&
+           (limits.min_free_nbytes == 0 ||
+            disk_nbytes().second + removed >= limits.min_free_nbytes + nbytes);
   };
-  for (auto next = entries.begin(); !fits(); ++next) {
-    if (next == entries.end()) return false;
-    if (remove(next->location, next->version, false)) used -= std::min(used, next->disk_nbytes);
+  if (!limits.max_nbytes && fits(0)) return true;
+  std::vector<CachedVersion> entries = scan();
+  for (const CachedVersion& entry : entries) used += entry.disk_nbytes;
+  if (fits(0)) return true;
+  std::erase_if(entries, [&](const CachedVersion& entry) { return is_used(entry); });
+  uint64_t removable = 0;
+  for (const CachedVersion& entry : entries) removable += entry.disk_nbytes;
+  if (!fits(removable)) return false;  // nothing goes in vain
+  for (const CachedVersion& entry : entries) {
+    if (remove(entry.location, entry.version, false)) used -= entry.disk_nbytes;
+    if (fits(0)) return true;
   }
-  return true;
+  return false;
 }
 
 void CacheFolder::sweep() const {

@@ -58,8 +58,8 @@ class CacheFolder {
   // The files `data` and `map` of an entry are in this folder.
   std::string path_of(const CachedVersion& version) const;
 
-  // Removes entries that nobody has open until `nbytes` more are within the limits; false where
-  // that cannot be reached. One process at a time.
+  // Removes entries that nobody has open until `nbytes` more are within the limits; false, and none
+  // is removed, where that cannot be reached. One process at a time.
   bool make_room(uint64_t nbytes, const CacheLimits& limits);
   // Removes what creations and removals have left that were interrupted an hour ago.
   void sweep() const;

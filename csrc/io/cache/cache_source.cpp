@@ -89,7 +89,7 @@ std::shared_ptr<CacheSource> CacheSource::open(std::shared_ptr<CacheFolder> fold
 void CacheSource::use(std::shared_ptr<CacheEntry> entry, uint64_t room_nbytes) {
   UniqueFd data(fcntl(entry->data(), F_DUPFD_CLOEXEC, 0));
   if (!data) throw_errno("cannot use", name_, errno);
-  entry->touch();
+  if (!key_.about.empty()) entry->touch();
   was_complete_ = entry->is_complete();
   MutexLock lock(mutex_);
   disk_ = std::make_shared<FileSource>(std::move(data), name_);

@@ -24,7 +24,7 @@ struct CacheKey {
   std::string location;
   std::string version;
   uint64_t nbytes = 0;
-  std::string about;  // of an entry that is made
+  std::string about;  // of an entry that is made; empty: this is no use, only a look
   CacheLimits limits;
 };
 

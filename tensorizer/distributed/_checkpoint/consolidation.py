@@ -13,7 +13,7 @@ from tensorizer._crypto.keys import check_decryption
 from tensorizer._files.write import WriteOptions, write_contents
 from tensorizer._format.names import Path
 from tensorizer._io.access import Access
-from tensorizer._io.file_types import TargetArgument
+from tensorizer._io.sources import TargetArgument
 from tensorizer._save.records import Record
 from tensorizer._save.session import HASH_NAMES, check_hashes
 from tensorizer._system.checks import thread_limit
@@ -57,8 +57,8 @@ def consolidate(
 ) -> ConsolidationReport:
     """Puts the boxes of a checkpoint together, into one ``.tensors`` file of whole tensors under their names.
 
-    In one process, without the ranks that saved it. Memory is bounded: tensors are put together 64 MiB at a time, or
-    one at a time where it alone is larger, while those before are written. Numbers, texts and the like become JSON in
+    It runs in one process, without the ranks that saved the checkpoint. Memory is bounded: tensors are put together
+    64 MiB at a time (or one larger tensor) while the previous ones are written. Numbers and texts become JSON in
     the file's metadata, under ``checkpoint.values``; other leaves are left out. Nothing is unpickled.
 
     Args:

@@ -16,12 +16,11 @@ from torch.futures import Future
 from tensorizer._crypto.keys import check_decryption
 from tensorizer._io.access import Trust
 from tensorizer._system.checks import thread_limit
-from tensorizer.distributed._boxes import check_cover
+from tensorizer.distributed._boxes import check_cover, check_described
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
 from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
 from tensorizer.distributed._checkpoint.json_values import from_json, load_vetted, torch_saved
 from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marker
-from tensorizer.distributed._checkpoint.placements import check_described
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError
 from tensorizer.signing import PublicKeyArgument
@@ -34,28 +33,26 @@ DecryptionArgument = Union[DecryptionParams, Callable[[], DecryptionParams], Non
 class TensorizerReader(Located, StorageReader):
     """Reads checkpoints of :class:`TensorizerWriter` for ``dcp.load(…, storage_reader=TensorizerReader(path))``.
 
-    Each rank reads what its plan asks for and no more, straight into the memory of its tensors where dtypes agree and
-    that memory is contiguous; other world sizes, meshes and placements than those of the save are the rule, not a
-    special case.
+    Each rank reads only what its plan needs, straight into the memory of its tensors if dtypes agree and
+    that memory is contiguous. World size, mesh and placements may differ from those of the save.
 
-    Nothing of a checkpoint is unpickled as it comes. Leaves that are neither tensors nor simple values are read with
-    ``torch.load(weights_only=True)``, and what that refuses is an error unless `allow_pickle`.
+    Leaves that are neither tensors nor simple values are read with ``torch.load(weights_only=True)``. If that rejects
+    one, the load raises unless `allow_pickle` is set.
 
     Args:
-        path: Where the checkpoint is: a folder or an ``s3://`` prefix; ``None`` where ``checkpoint_id`` of the load
-            says.
-        verify_hash: Compares every box that is read with its digest, and that with the marker. Boxes are read whole
-            for that, also where a part is wanted.
+        path: The checkpoint: a folder or an ``s3://`` prefix; ``None`` takes the ``checkpoint_id`` of the load.
+        verify_hash: Compares every box that is read with its digest, and the digest with the marker. It reads whole
+            boxes, also if a part is enough.
         allow_pickle: Lets torch unpickle leaves that hold more than simple values: only for trusted checkpoints.
-        encryption: The key of an encrypted checkpoint, or a function without arguments that returns it. Marker and
-            files are held against it.
+        encryption: The key of an encrypted checkpoint, or a function without arguments that returns it. It
+            authenticates marker and files.
         threads: Upper bound for reading threads; ``None`` uses as many as are useful.
         stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
         public_key: Who has to have signed every file of tensors (``tensorizer sign``), as for
-            :class:`tensorizer.TensorDeserializer`; boxes are compared with their digests then. The marker, which says
-            what lies where, is no part of that: a key vouches for it, where the checkpoint is encrypted.
-        require_authenticated: Refuses checkpoints that the key does not vouch for; ``None`` is what
-            ``TENSORIZER_REQUIRE_AUTHENTICATED`` says.
+            :class:`tensorizer.TensorDeserializer`; boxes are then compared with their digests. Signatures do not cover
+            the marker, which says where each box is; the key of an encrypted checkpoint does.
+        require_authenticated: Rejects checkpoints that the key does not vouch for; ``None`` takes the value of
+            ``TENSORIZER_REQUIRE_AUTHENTICATED``.
 
     Attributes:
         total_bytes_read: Bytes that came from storage since the reader was made.

@@ -25,12 +25,12 @@ from tensorizer._save.records import Record
 from tensorizer._save.session import check_hashes, memory_of, on_fast_device, tensors_file
 from tensorizer._system import cuda_engine
 from tensorizer._system.checks import thread_limit
+from tensorizer.distributed._boxes import check_described
 from tensorizer.distributed._checkpoint import marker as markers
 from tensorizer.distributed._checkpoint.existing import remove_stale
 from tensorizer.distributed._checkpoint.folder import MARKER, Located, PathLike, data_file_name, marker_name
 from tensorizer.distributed._checkpoint.json_values import load_vetted, simple_value
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, pack_marker
-from tensorizer.distributed._checkpoint.placements import check_described
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import StreamExistsError
 
@@ -53,30 +53,30 @@ EncryptionArgument = Union[EncryptionParams, Callable[[], EncryptionParams], Non
 class TensorizerWriter(Located, StorageWriter):
     """Writes checkpoints of ``torch.distributed.checkpoint`` as ``.tensors`` files, one per rank, and a marker.
 
-    For ``dcp.save(…, storage_writer=TensorizerWriter(path))`` and ``dcp.async_save``. A checkpoint counts once its
-    marker, the file ``.metadata``, is there, which is written last and in one step. Files have names that were never
-    used before, so an existing checkpoint in the folder stays whole until the new marker replaces its own, and is
-    deleted after that: overwriting needs room for both. Whatever ends the processes, at any moment, leaves the old
+    For ``dcp.save(…, storage_writer=TensorizerWriter(path))`` and ``dcp.async_save``. A checkpoint is valid once it has
+    its marker, the file ``.metadata``, which is written last and in one step. Files have names that were never
+    used before. So an existing checkpoint in the folder stays whole until the new marker replaces its marker, and is
+    deleted afterwards: overwriting needs room for both. If the processes end at any moment, the folder has the old
     checkpoint or the new one.
 
     Nothing in the files is a pickle, except for leaves that are neither tensors nor made of numbers, texts, bytes,
     lists, tuples and dicts.
 
-    May be pickled, as ``async_save`` in a process needs it: it holds no open file, thread or connection. A key goes
-    with it; give a function that returns the key where that is not wanted.
+    You can pickle it, as ``async_save`` in a process does: it holds no open file, thread or connection. A key is
+    pickled too; to avoid that, pass a function that returns the key.
 
     Args:
-        path: A local folder, which is made, or an ``s3://`` prefix; ``None`` where ``checkpoint_id`` of the save says.
-        hashes: Digests to store with each box: ``"crc32"`` (default), ``"sha256"``, both, or ``None``. The CRC-32
-            costs next to nothing, the SHA-256 a multiple of that. Encrypted boxes get a
-            SHA-256 instead of a CRC-32, whose four bytes would say too much about short ones.
+        path: A local folder, which is created, or an ``s3://`` prefix; ``None`` takes the ``checkpoint_id`` of the
+        save. hashes: Digests to store with each box: ``"crc32"`` (default), ``"sha256"``, both, or ``None``. The CRC-32
+            is nearly free; SHA-256 takes much longer. Encrypted boxes get SHA-256 instead of CRC-32, which would
+            reveal too much about short ones.
         fsync: Syncs files and folder, so that a crash of the machine does no harm either.
-        overwrite: ``False``: a checkpoint that is there already is an error on every rank, before anything is written.
+        overwrite: ``False`` raises on every rank, before anything is written, if the folder has a checkpoint.
         encryption: Encrypts tensors and leaves, and authenticates files and marker; names, shapes and placements stay
             readable in the marker. Parameters, or a function without arguments that returns them.
         threads: Upper bound for threads; ``None`` uses as many as are useful.
-        allow_pickle: Stores leaves that are more than tensors and simple values as pickles. ``False``, the default,
-            refuses them, as the reader does.
+        allow_pickle: Stores leaves that are more than tensors and simple values as pickles. With ``False``, the
+            default, they raise, as in the reader.
         stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import weakref
 
 import pytest
 import reference_format as fmt
@@ -99,11 +100,32 @@ def test_remove_tensors_strips_the_module_and_changes_nothing_in_the_file():
 
 
 def test_remove_tensors_frees_the_memory():
-    import weakref
-
     model = samples.net()
     alive = [weakref.ref(value) for value in model.parameters()]
     module_bytes(model, remove_tensors=True)
+    assert [ref() for ref in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize(("ties", "expected"), [("once", [4, 3, 2, 1]), ("twice", [4, 4, 3, 2, 1])])
+def test_remove_tensors_frees_each_tensor_before_the_next_one_is_written(monkeypatch, ties, expected):
+    from tensorizer import serializer as module
+    from tensorizer._save import session
+
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(100)) for _ in range(4)])
+    tied = torch.nn.Module()
+    tied.weight = model[0]  # written last once more, where names are stored twice
+    alive = [weakref.ref(tensor) for tensor in model]
+    found = []
+
+    def write(*arguments) -> None:
+        found.append(sum(ref() is not None for ref in alive))
+        session.write_tensors(*arguments)
+
+    monkeypatch.setattr(session, "_COPY_BUDGET_NBYTES", 1)  # a batch is one tensor
+    monkeypatch.setattr(module, "write_tensors", write)
+    with TensorSerializer(io.BytesIO(), ties=ties) as serializer:
+        serializer.write_module(torch.nn.ModuleList([model, tied]), remove_tensors=True)
+    assert found == expected
     assert [ref() for ref in alive] == [None] * len(alive)
 
 

@@ -13,7 +13,7 @@ from places import EXAMPLES
 
 import tensorizer
 import tensorizer.distributed as td
-from tensorizer._system.checks import share_of_node
+from tensorizer._system.config import share_of_node
 from tensorizer.errors import LoadError
 from tensorizer.stream_io import HTTPOptions
 from tensorizer.torch import save_file, save_model

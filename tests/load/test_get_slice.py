@@ -252,10 +252,10 @@ def test_one_deserializer_gives_slices_to_several_threads(tmp_path):
     assert not wrong
 
 
-def test_100000_slices_come_by_one_plan(tmp_path):
-    tensors = dict(enumerate(torch.arange(400_000, dtype=torch.int32).split(4)))
+def test_get_slices_of_20000_tensors_come_by_one_plan(tmp_path):
+    tensors = dict(enumerate(torch.arange(80_000, dtype=torch.int32).split(4)))
     write(tmp_path / "f", {f"t{i}": tensor for i, tensor in tensors.items()}, hashes="crc32", fsync=False)
     with TensorDeserializer(tmp_path / "f", device="cpu", lazy_load=True) as d:
         found = d.get_slices({f"t{i}": slice(1, 3) for i in tensors})
-        assert len(found) == 100_000
-        assert all(found[f"t{i}"].tolist() == [4 * i + 1, 4 * i + 2] for i in range(0, 100_000, 997))
+        assert len(found) == 20_000
+        assert all(found[f"t{i}"].tolist() == [4 * i + 1, 4 * i + 2] for i in range(0, 20_000, 997))

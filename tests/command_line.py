@@ -1,0 +1,37 @@
+"""The command line in this process: importing torch takes longer than most commands."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import unittest.mock
+from typing import NamedTuple
+
+from tensorizer.cli.main import main
+
+
+class Result(NamedTuple):
+    """What one command left."""
+
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+
+
+def run(*arguments, stdin=b"", encoding="utf-8", **environment) -> Result:
+    """One command, without the settings of the environment. Its streams are pipes."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TENSORIZER_", "AWS_"))}
+    streams = [io.TextIOWrapper(io.BytesIO(content), encoding=encoding) for content in (stdin, b"", b"")]
+    saved = sys.stdin, sys.stdout, sys.stderr
+    with unittest.mock.patch.dict(os.environ, {**clean, **environment}, clear=True):
+        sys.stdin, sys.stdout, sys.stderr = streams
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as exit_request:
+            status = exit_request.code
+        finally:
+            for stream in streams[1:]:
+                stream.flush()
+            sys.stdin, sys.stdout, sys.stderr = saved
+    return Result(status, *(stream.buffer.getvalue() for stream in streams[1:]))
