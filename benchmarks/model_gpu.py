@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ MIB = 1 << 20
 COSTS = "alloc_us=3000,pin_us_per_mib=1200"
 KEY = bytes(range(32))
 #: Of the network: latency, and the rate of a connection.
-LATENCY_MS, CONNECTION_RATE = 20, 20_000_000
+LATENCY_MS, CONNECTION_RATE, FAST_CONNECTION_RATE = 20, 20_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Case:
     name: str
     model: str
     required: float
-    kind: str = "load"  # load, save, http
+    kind: str = "load"  # load, save, http, http_cpu (its processor time), beside (a small load meanwhile)
     hashes: tuple[str, ...] = ()
     encrypted: bool = False
     shapes: str = "large"
@@ -52,26 +53,24 @@ class Case:
 
 
 _LINK = "gbps={gbps},discard=1,{costs}"
+# Kernels have to work when they are tested. Later, what they would compute on the host is left out.
+_KERNELS = "gbps={gbps},{costs},kernel_gbps={kernel_gbps},launch_us=20"
 CASES = (
     Case("plain", _LINK, 0.95),
     Case("first-load", _LINK, 0.80, fresh=True),
     Case("verified-crc32", _LINK, 0.92, hashes=("crc32",), options=(("verify_hash", True),)),
     Case("verified-sha256", "gbps=8,discard=1", 0, hashes=("sha256",), options=(("verify_hash", True),)),
     Case("encrypted-host", _LINK, 0.92, encrypted=True, environment=(("TENSORIZER_CUDA_DECRYPT", "0"),)),
-    Case(
-        "encrypted-device",
-        # Its kernels run, on the host: their results are looked at.
-        "gbps={gbps},{costs},kernel_gbps={kernel_gbps},launch_us=20",
-        0.95,
-        encrypted=True,
-        environment=(("TENSORIZER_CUDA_DECRYPT", "1"),),
-    ),
+    Case("encrypted-device", _KERNELS, 0.95, encrypted=True, environment=(("TENSORIZER_CUDA_DECRYPT", "1"),)),
     Case("network-16-slots", _LINK, 0.90, kind="http", network=(16, CONNECTION_RATE)),
     Case("network-4-slots", _LINK, 0.90, kind="http", network=(4, CONNECTION_RATE)),
+    Case("network-processor", "gbps={gbps},discard=1", 1 / 1.3, kind="http_cpu", network=(16, FAST_CONNECTION_RATE)),
     Case("two-devices-in-turn", _LINK, 1.9, devices="in_turn"),
     Case("two-devices-halves", _LINK, 1.9, devices="halves"),
     Case("two-devices-two-files", _LINK, 1.9, devices="files"),
+    Case("dtype", _KERNELS, 0.92, options=(("dtype", "bfloat16"),), environment=(("TENSORIZER_CUDA_CONVERT", "1"),)),
     Case("small", "gbps={gbps},discard=1,call_us=3", 0.90, shapes="small"),
+    Case("load-beside-a-load", "gbps={gbps},discard=1", 1 / 3, kind="beside"),
     Case("save", "gbps={gbps},discard=1,{costs}", 0.90, kind="save"),
 )
 BY_NAME = {case.name: case for case in CASES}
@@ -112,9 +111,13 @@ def _file(case: Case, nbytes: int, folder: Path, part: str = "") -> Path:
 
 
 def _load(case: Case, path: Any, device: Any) -> Any:
+    import torch
+
     from tensorizer import DecryptionParams, TensorDeserializer
 
     options = dict(case.options)
+    if "dtype" in options:
+        options["dtype"] = getattr(torch, options["dtype"])
     if case.encrypted:
         options["encryption"] = DecryptionParams.from_key(KEY)
     return TensorDeserializer(path, device=device, **options)
@@ -147,7 +150,7 @@ def run_case(case: Case, nbytes: int, runs: int, folder: Path, url: Optional[str
     if case.kind == "save":
         state = {f"t{i:05}": gpu.put(torch.rand(7 * MIB)) for i in range(count)}
         on_device = functools.partial(_save, state)
-    elif case.kind == "http":
+    elif case.kind in ("http", "http_cpu"):
         on_device = functools.partial(_load, case, f"{url}/{path.name}", "cuda:0")
     elif case.devices == "files":
         path = _sharded(folder, count)
@@ -156,7 +159,11 @@ def run_case(case: Case, nbytes: int, runs: int, folder: Path, url: Optional[str
         on_device = functools.partial(_load, case, path, _device_of(case, count))
     if not case.fresh:
         on_device()
-    found: dict[str, Any] = {"seconds": [], "cpu": [], "reports": [], "bytes": stored, "host": []}
+    if case.model == _KERNELS:
+        driver.model(f"{os.environ['FAKE_CUDA_MODEL']},discard=1".encode())
+    found: dict[str, Any] = {"seconds": [], "cpu": [], "reports": [], "bytes": stored, "host": [], "host_cpu": []}
+    if case.kind == "beside":
+        return {**found, **_beside(case, on_device, _file(case, 64 * MIB, folder), runs)}
     for _ in range(runs):
         driver.report()
         began, cpu = time.perf_counter(), time.process_time()
@@ -165,22 +172,49 @@ def run_case(case: Case, nbytes: int, runs: int, folder: Path, url: Optional[str
         found["cpu"].append(time.process_time() - cpu)
         found["reports"].append(json.loads(driver.report()))
         del result
-        if case.kind == "http":
-            began = time.perf_counter()
+        if case.kind in ("http", "http_cpu"):
+            began, cpu = time.perf_counter(), time.process_time()
             result = _load(case, f"{url}/{path.name}", "cpu")
             found["host"].append(time.perf_counter() - began)
+            found["host_cpu"].append(time.process_time() - cpu)
             del result
     return found
 
 
-def _save(state: dict[str, Any]) -> None:
+def _beside(case: Case, on_device: Callable[[], Any], path: Path, runs: int) -> dict[str, list[float]]:
+    """The seconds of a small load while large ones run one after the other; as ``host`` those of it without them."""
+
+    def small() -> float:
+        began = time.perf_counter()
+        _load(case, path, "cuda:0")
+        return time.perf_counter() - began
+
+    def large() -> None:
+        while not over.is_set():
+            on_device()
+
+    alone = [small() for _ in range(runs)]
+    over = threading.Event()
+    thread = threading.Thread(target=large)
+    thread.start()
+    try:
+        time.sleep(0.2)
+        seconds = [small() for _ in range(runs)]
+    finally:
+        over.set()
+        thread.join()
+    return {"seconds": seconds, "host": alone, "cpu": [0.0]}
+
+
+def _save(state: dict[str, Any]) -> Any:
+    """The file, which is gone with what is returned: removing it takes time too."""
     from tensorizer import TensorSerializer
 
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        serializer = TensorSerializer(file.name, hashes=())
-        for name, value in state.items():
-            serializer.write_tensor(0, name, 2, value)
-        serializer.close()
+    file = tempfile.NamedTemporaryFile(dir="/dev/shm")  # noqa: SIM115
+    serializer = TensorSerializer(file.name, hashes=())
+    serializer.write_state_dict(state)
+    serializer.close()
+    return file
 
 
 def _sharded(folder: Path, count: int) -> Path:
@@ -221,11 +255,11 @@ def bound_of(case: Case, found: dict[str, Any], settings: argparse.Namespace) ->
 
 
 def share_of(case: Case, found: dict[str, Any], settings: argparse.Namespace) -> float:
-    """Of the link, or of the rate of the same load to the CPU."""
-    seconds = statistics.median(found["seconds"])
-    if case.kind == "http":
-        host: float = statistics.median(found["host"])
-        return host / seconds
+    """Of the link, or of the rate (the processor time) of the same load to the CPU, or of that without the other."""
+    which, beside = ("cpu", "host_cpu") if case.kind == "http_cpu" else ("seconds", "host")
+    seconds: float = statistics.median(found[which])
+    if case.kind != "load" and found[beside]:
+        return float(statistics.median(found[beside])) / seconds
     return bound_of(case, found, settings) / seconds
 
 
@@ -256,7 +290,7 @@ def measure(
         parts.append(json.loads(done.stdout.splitlines()[-1]))
     joined = parts[0]
     for part in parts[1:]:
-        for key in ("seconds", "cpu", "reports", "host"):
+        for key in ("seconds", "cpu", "reports", "host", "host_cpu"):
             joined[key] += part[key]
     return joined
 

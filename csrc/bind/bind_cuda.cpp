@@ -85,9 +85,14 @@ void register_cuda(py::module_& m) {
       .def(py::init(&make_engine), py::arg("device"), py::arg("stream"), py::kw_only(),
            py::arg("slots") = defaults.slots, py::arg("slot_nbytes") = defaults.slot_nbytes,
            py::arg("keep_idle_seconds") = 30.0, py::arg("open_on_device") = false)
-      .def("why_not_opened", [](CudaCopyEngine& engine) {
+      .def("why_not_opened",
+           [](CudaCopyEngine& engine) {
+             return run_interruptible(
+                 [&](const std::stop_token& stop) { return engine.why_not_opened(stop); });
+           })
+      .def("why_not_converted", [](CudaCopyEngine& engine) {
         return run_interruptible(
-            [&](const std::stop_token& stop) { return engine.why_not_opened(stop); });
+            [&](const std::stop_token& stop) { return engine.why_not_converted(stop); });
       });
   m.def("cuda_set_driver_library", &cuda::set_driver_library, py::arg("path"));
   m.def("cuda_driver_is_present", &cuda::driver_is_present, Unlocked());

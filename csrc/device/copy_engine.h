@@ -15,6 +15,7 @@
 #include <stop_token>
 
 #include "device/chunk_to_open.h"
+#include "device/tensor_memory.h"
 
 namespace tensorizer::device {
 
@@ -29,6 +30,26 @@ struct CopyPiece {
 struct DeviceRange {
   std::byte* device_address;
   uint64_t nbytes;
+};
+
+// Pieces of one buffer that a device converts.
+inline constexpr size_t kMostConversions = 512;
+
+// What a device converts of a buffer.
+struct RoomForConversions {
+  std::byte* staging;  // of the device: as long as a buffer, and kStagingAlignment for each piece
+  std::span<PieceToConvert> pieces;  // kMostConversions
+};
+inline constexpr uint64_t kStagingAlignment = 16;  // where chunks can be opened
+
+// What a device does with what was copied there, in this order: it opens the first `chunks` of
+// Lane::chunks_to_open(), in place, those that are genuine, and converts the first `conversions` of
+// Lane::conversions(). Where a chunk is not genuine, Lane::wait() and finish() call `refuse` with
+// the number of the first such chunk, which throws.
+struct WorkOnDevice {
+  size_t chunks = 0;
+  size_t conversions = 0;
+  std::function<void(size_t)> refuse{};
 };
 
 // One worker's way to or from a device: a few buffers, copies in the order in which they are asked
@@ -68,13 +89,15 @@ class Lane {
   // of the buffer.
   virtual std::span<ChunkToOpen> chunks_to_open(const std::stop_token& /*stop*/) { return {}; }
 
-  // As send(); then the device opens the first `count` of chunks_to_open(), in place, those that
-  // are genuine. Where one is not, wait() and finish() call `refuse` with the number of the first
-  // such chunk, which throws. Fills in which segments are whose. REQUIRES: a piece covers each
-  // chunk.
-  virtual void send_sealed(std::span<const CopyPiece> pieces, size_t /*count*/,
-                           const std::function<void(size_t)>& /*refuse*/,
-                           const std::stop_token& stop) {
+  // Room for what the device converts of the buffer: pieces go to the staging memory first. That
+  // may hold pieces of other buffers up to then, and does again afterwards. REQUIRES: the engine
+  // has staging memory.
+  virtual RoomForConversions conversions() { return {nullptr, {}}; }
+
+  // As send(), and then the work. Fills in which thread blocks are whose. REQUIRES: pieces cover
+  // each chunk and the sources of conversions.
+  virtual void send_to_work(std::span<const CopyPiece> pieces, const WorkOnDevice& /*work*/,
+                            const std::stop_token& stop) {
     send(pieces, stop);
   }
 
@@ -117,10 +140,20 @@ class CopyEngine {
   // and are wiped before others get them. REQUIRES: the engine outlives it.
   virtual std::unique_ptr<Lane> make_lane(bool secret) = 0;
 
-  // After a failed load, when all its lanes are gone: overwrites destinations with zeros and waits
-  // until they are. Gives up, silently, where the device takes no more orders: the first failure is
-  // on its way to the caller. REQUIRES: a lane has passed the fence that stands for this memory;
-  // work of the caller may still use other memory.
+  // Bytes of device memory that a load which converts needs beside its destinations; 0 where the
+  // device converts nothing.
+  virtual uint64_t staging_nbytes() const noexcept { return 0; }
+
+  // Where they are. REQUIRES: order_after_caller() comes after this, lanes that convert after that.
+  virtual void use_staging(TensorMemory /*memory*/) {}
+  virtual DeviceRange staging() const noexcept { return {nullptr, 0}; }
+  // It is no longer needed. REQUIRES: all lanes are gone.
+  virtual void free_staging() noexcept {}
+
+  // When all lanes of a load are gone: overwrites memory of the device with zeros and waits until
+  // it is. Gives up, silently, where the device takes no more orders: the first failure is on its
+  // way to the caller. REQUIRES: a lane has passed the fence that stands for this memory; work of
+  // the caller may still use other memory.
   virtual void wipe(std::span<const DeviceRange> destinations) noexcept = 0;
 };
 

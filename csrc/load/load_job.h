@@ -1,6 +1,7 @@
 // What all workers of one load share: what to load, the plan, and the record headers as they come.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -18,6 +19,7 @@
 #include "digest/record_digester.h"
 #include "format/record_header.h"
 #include "io/range_source.h"
+#include "load/conversion.h"
 #include "load/key_ring.h"
 #include "load/load_plan.h"
 #include "load/loaded_headers.h"
@@ -33,6 +35,15 @@ struct LoadTarget {
   SliceRuns runs{};                  // of a part: within the tensor's loaded_nbytes
   device::TensorMemory destination;  // of entry.data_nbytes at least; of runs.nbytes() for a part
   bool in_place = false;             // the bytes are there already (a mapping): check, do not read
+  // The engine converts on the way, through its staging memory; the destination has room for the
+  // result. Whole tensors only.
+  std::optional<Conversion> conversion{};
+
+  // Where in its destination the stored byte number `place` comes to. Surplus bytes of old files
+  // are not converted.
+  uint64_t place_of(uint64_t place) const noexcept {
+    return conversion ? std::min(conversion->converted(place), destination.nbytes) : place;
+  }
 };
 
 struct LoadOptions {

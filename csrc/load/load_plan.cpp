@@ -36,6 +36,7 @@ class Planner {
   bool joins(const format::IndexEntry& entry, uint64_t payload) const noexcept {
     const uint64_t gap = entry.offset - end_;
     if (gap > options_.gap_nbytes) return false;
+    if (plan_.pieces.size() - first_ + 2 > options_.most_pieces) return false;
     const uint64_t before = unit_nbytes() + gap + entry.header_nbytes();
     if (before > options_.unit_nbytes) return false;
     if (payload <= options_.unit_nbytes - before) return true;

@@ -67,6 +67,8 @@ struct PlanOptions {
   uint64_t buffer_nbytes = std::numeric_limits<uint64_t>::max();
   // Above 0: tensors that are cut have units of their own, and those of so many are dealt in turn.
   size_t large_at_once = 0;
+  // Tensors share a unit only where it has no more pieces than this.
+  size_t most_pieces = std::numeric_limits<size_t>::max();
   // A longer payload counts as a step to hash even where it is in one unit with its header.
   uint64_t whole_nbytes = std::numeric_limits<uint64_t>::max();
 };

@@ -148,6 +148,8 @@ LoadPlan LoadSession::plan_whole() const {
     // Bytes leave their buffer once they are hashed: several chains must be under way.
     if (options.verify && workers > 1 && !traits.sequential)
       plan.large_at_once = digest::kDealtPerWorker * workers;
+    if (std::ranges::any_of(job_.targets, [](const LoadTarget& t) { return !!t.conversion; }))
+      plan.most_pieces = device::kMostConversions;
   } else if (options.verify && traits.prompt) {
     // Hashing takes longer than reading: as many chains as there are lanes, and soon, while the
     // bytes are in the cache. What would be hashed alone in its unit joins the others.
@@ -307,13 +309,27 @@ void LoadSession::wipe_on_device() noexcept {
   if (count > 0) job_.options.engine->wipe(std::span(ranges).first(count));
 }
 
+void LoadSession::wipe_staging() noexcept {
+  if (!job_.has_crypt_info() || job_.options.engine == nullptr || plans_begun_ == 0) return;
+  const device::DeviceRange staging = job_.options.engine->staging();
+  if (staging.nbytes == 0) return;
+  // Nobody has passed the fence before something was placed.
+  for (size_t i = 0; i < job_.plan.units.size(); ++i) {
+    if (job_.progress_of(i) == LoadJob::Progress::placed)
+      return job_.options.engine->wipe({&staging, 1});
+  }
+}
+
 // What a piece puts into its destination; whoever has the header of a tensor whose chunks straddle
 // its pieces puts all of them there.
 device::DeviceRange LoadSession::filled_by(const Piece& piece) const noexcept {
-  if (piece.kind == Piece::Kind::payload)
-    return {job_.targets[piece.target].destination.data + piece.place, piece.nbytes};
+  const LoadTarget& target = job_.targets[piece.target];
+  if (piece.kind == Piece::Kind::payload) {
+    const uint64_t begin = target.place_of(piece.place);
+    return {target.destination.data + begin, target.place_of(piece.place + piece.nbytes) - begin};
+  }
   if (!job_.cipher || !job_.cipher->straddles(piece.target)) return {nullptr, 0};
-  return {job_.targets[piece.target].destination.data, job_.entry_of(piece.target).data_nbytes};
+  return {target.destination.data, target.place_of(job_.entry_of(piece.target).data_nbytes)};
 }
 
 }  // namespace tensorizer::load

@@ -39,9 +39,13 @@ class Together {
         throw;
       }
     } catch (...) {
-      for (LoadSession* session : sessions_) session->wipe_destinations();
+      for (LoadSession* session : sessions_) {
+        session->wipe_destinations();
+        session->wipe_staging();
+      }
       throw;
     }
+    for (LoadSession* session : sessions_) session->wipe_staging();
   }
 
  private:

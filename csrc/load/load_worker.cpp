@@ -7,6 +7,7 @@
 #include "core/checked_math.h"
 #include "core/pages.h"
 #include "crypto/secret_key.h"
+#include "device/host_arena.h"
 
 namespace tensorizer::load {
 namespace {
@@ -104,6 +105,10 @@ class Worker final : public LoadWorker {
     uint64_t place;
     size_t chunks;
   };
+  struct ReadBuffer {
+    std::span<std::byte> bytes;
+    std::shared_ptr<void> owner;
+  };
   struct Origin {
     uint32_t target;
     uint64_t chunk;
@@ -143,9 +148,19 @@ class Worker final : public LoadWorker {
   // The copies from it are made when send() returns: it goes on once its steps are hashed.
   void take_read_buffer() {
     if (hashing_.buffers() == read_buffers_.size()) hashing_.release_oldest(stop_);
-    crypto::SecretBuffer& next = read_buffers_[next_read_buffer_++ % read_buffers_.size()];
-    if (next.size() == 0) next = crypto::SecretBuffer(job_.options.engine->buffer_nbytes());
-    begin_buffer(next.bytes());
+    ReadBuffer& next = read_buffers_[next_read_buffer_++ % read_buffers_.size()];
+    if (next.bytes.empty()) next = make_read_buffer(job_.options.engine->buffer_nbytes());
+    begin_buffer(next.bytes);
+  }
+
+  // Of a plain file in pages that are there already, where earlier loads have left some.
+  ReadBuffer make_read_buffer(uint64_t nbytes) const {
+    if (job_.cipher) {
+      auto secret = std::make_shared<crypto::SecretBuffer>(nbytes);
+      return {secret->bytes(), secret};
+    }
+    auto arena = device::HostArena::recycle(nbytes);
+    return {arena->bytes(), arena};
   }
 
   // Where the bytes of each piece come together: at their destination on the host; in the lane's
@@ -339,9 +354,12 @@ class Worker final : public LoadWorker {
   // Memory that is not allocated yet will be aligned.
   size_t chunks_for_device(const Piece& piece) {
     if (!lane_ || job_.digester) return 0;
-    const uint64_t at = job_.has_memory(piece.target)
-                            ? reinterpret_cast<uintptr_t>(destination_of(piece))
-                            : piece.place;
+    uint64_t at = piece.place;
+    if (job_.targets[piece.target].conversion) {
+      at = 0;  // staging memory is aligned
+    } else if (job_.has_memory(piece.target)) {
+      at = reinterpret_cast<uintptr_t>(destination_of(piece));
+    }
     const size_t count = job_.cipher->chunks_for_device(piece.target, piece.nbytes, at);
     if (count == 0 || sealed_ + count > lane_->most_chunks_to_open(stop_)) return 0;
     sealed_ += count;
@@ -414,20 +432,43 @@ class Worker final : public LoadWorker {
     if (waits_) copy_to_slot();
     job_.note(unit_, LoadJob::Progress::placed);
     std::vector<Origin> origins;
+    uint64_t staged = 0;
+    device::WorkOnDevice work;
     for (const Outgoing& piece : outgoing_) {
-      std::byte* const address = job_.targets[piece.target].destination.data + piece.place;
+      const LoadTarget& target = job_.targets[piece.target];
+      std::byte* address = target.destination.data + piece.place;
+      if (target.conversion) {
+        const device::RoomForConversions room = lane_->conversions();
+        address = room.staging + staged;
+        staged = align_up(staged + piece.nbytes, device::kStagingAlignment);
+        room.pieces[work.conversions++] = conversion_of(piece, address);
+      }
       copies_.push_back({piece.at, address, piece.nbytes});
       if (piece.chunks > 0) describe(piece, address, origins);
     }
     outgoing_.clear();
     sealed_ = 0;
-    const size_t count = origins.size();
-    const auto refuse = [this, origins = std::move(origins)](size_t i) {
+    work.chunks = origins.size();
+    work.refuse = [this, origins = std::move(origins)](size_t i) {
       const Origin& origin = origins[i];
       job_.naming(origin.target, [&] { job_.cipher->refuse(origin.target, origin.chunk); });
     };
-    lane_->send_sealed(copies_, count, refuse, stop_);
+    lane_->send_to_work(copies_, work, stop_);
     copies_.clear();
+  }
+
+  // From where it was copied to.
+  device::PieceToConvert conversion_of(const Outgoing& piece, const std::byte* from) const {
+    const LoadTarget& target = job_.targets[piece.target];
+    const uint64_t begin = target.place_of(piece.place);
+    const uint64_t nbytes = target.place_of(piece.place + piece.nbytes) - begin;
+    return {.source = reinterpret_cast<uintptr_t>(from),
+            .destination = reinterpret_cast<uintptr_t>(target.destination.data + begin),
+            .count = nbytes / Conversion::nbytes_of(target.conversion->to),
+            .from = target.conversion->from,
+            .to = target.conversion->to,
+            .first_block = 0,
+            .reserved = 0};
   }
 
   void copy_to_slot() {
@@ -519,7 +560,7 @@ class Worker final : public LoadWorker {
   size_t chunks_ = 0;  // of the piece at hand that the device opens
   size_t sealed_ = 0;  // of outgoing_
   std::vector<device::CopyPiece> copies_;
-  std::vector<crypto::SecretBuffer> read_buffers_;  // where the source waits
+  std::vector<ReadBuffer> read_buffers_;  // where the source waits
   size_t next_read_buffer_ = 0;
   digest::StepsInBuffers hashing_{job_.digester.get()};  // behind the buffers
 };

@@ -32,8 +32,10 @@ from tensorizer._load.arguments import check_dtype, check_filter
 from tensorizer._load.joined import JoinedIndex, join
 from tensorizer._load.reader import (
     AS_STORED,
+    Converters,
     FileReader,
     LoadedBatch,
+    PendingBatch,
     Progress,
     ReadOptions,
     missing_hashes,
@@ -446,7 +448,10 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """Batches of the entries (ascending) on their device, in the wanted dtype, as Parameters or plain tensors."""
         parts = self._parts(entries)
         _expect(parts)
-        pending = [part.reader.begin(part.entries, verify, plain=plain) for part in parts] if len(parts) > 1 else [None]
+        converters: Converters = {}
+        pending: list[Optional[list[PendingBatch]]] = [None]
+        if len(parts) > 1:
+            pending = [part.reader.begin(part.entries, verify, converters, plain=plain) for part in parts]
         if all(batches is not None for batches in pending):
             flat = [(part, batch) for part, batches in zip(parts, pending) for batch in batches or ()]
             at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
@@ -454,6 +459,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             for part, batch in flat:
                 yield self._noted(part.of_all(batch.finish()))
             return
+        del pending, converters
         done = 0
         for part in parts:
             report = None if progress is None else (lambda n, before=done: progress(before + n))

@@ -33,6 +33,7 @@ from tensorizer.errors import CryptographyError, FormatError, MissingHashError
 
 __all__ = [
     "AS_STORED",
+    "Converters",
     "DirectIO",
     "FileReader",
     "Handle",
@@ -57,6 +58,10 @@ _NETWORK_SOURCES = (_C.HttpSource, _C.RedisSource, _C.PyRangeSource)
 _HOST = torch.device("cpu")
 
 Progress = Optional[Callable[[int], object]]
+
+#: The engine that converts on each device, for all loads that run together: they share its staging memory. ``None``:
+#: the device's kernels cannot.
+Converters = dict[torch.device, Optional[_C.CudaCopyEngine]]
 
 
 class ReadOptions(NamedTuple):
@@ -97,6 +102,12 @@ class PendingBatch(NamedTuple):
 
     batch: _C.LoadBatch
     finish: Callable[[], LoadedBatch]
+
+
+class _Landing(NamedTuple):
+    """How tensors come to their final addresses on a device."""
+
+    converter: Optional[_C.CudaCopyEngine]  # set iff its kernels make the wanted dtype on the way
 
 
 class FileReader:
@@ -198,10 +209,13 @@ class FileReader:
     ) -> Iterator[LoadedBatch]:
         """Loads `entries` (ascending) to their devices, in the wanted dtype, as Parameters or plain tensors.
 
-        Where they stay where they land (host or CUDA, no cast) the entries of a device are one batch; otherwise batches
-        hold at most 256 MiB.
+        Where they stay where they land (host or CUDA, no cast but one that the device does) the entries of a device are
+        one batch; otherwise batches hold at most 256 MiB.
         """
-        together = None if isinstance(self._options.device, torch.device) else self.begin(entries, verify, plain=plain)
+        converters: Converters = {}
+        together = None
+        if not isinstance(self._options.device, torch.device):
+            together = self.begin(entries, verify, converters, plain=plain)
         if together is not None:
             with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
                 _C.run_batches([pending.batch for pending in together], len(together), progress)
@@ -209,22 +223,28 @@ class FileReader:
                 yield pending.finish()
             return
         for device, part in self._by_device(entries):
-            if self._stays(device) and not self._casts_any(part):
-                pending = self._begin(device, part, verify, plain)
+            landing = self._landing(device, part, converters)
+            if landing is not None:
+                pending = self._begin(device, part, verify, plain, landing.converter)
                 self._run(pending.batch, part, progress)
                 yield pending.finish()
             else:
                 yield from self._read_and_move(device, part, verify, progress, plain)
 
-    def begin(self, entries: Sequence[int], verify: bool, *, plain: bool = False) -> Optional[list[PendingBatch]]:
+    def begin(
+        self, entries: Sequence[int], verify: bool, converters: Converters, *, plain: bool = False
+    ) -> Optional[list[PendingBatch]]:
         """What :meth:`read` would run, for callers who run the batches of several files together.
 
-        ``None`` where tensors do not stay where they land.
+        ``None`` where tensors do not stay where they land. All that runs together has the same `converters`.
         """
-        parts = list(self._by_device(entries))
-        if self._casts_any(entries) or not all(self._stays(device) for device, _ in parts):
-            return None
-        return [self._begin(device, part, verify, plain) for device, part in parts]
+        landings: list[tuple[torch.device, Sequence[int], _Landing]] = []
+        for device, part in self._by_device(entries):
+            landing = self._landing(device, part, converters)
+            if landing is None:
+                return None
+            landings.append((device, part, landing))
+        return [self._begin(device, part, verify, plain, landing.converter) for device, part, landing in landings]
 
     def read_raw(
         self, entries: Sequence[int], verify: bool, progress: Progress = None, device: torch.device = _HOST
@@ -248,8 +268,12 @@ class FileReader:
         into: Optional[Sequence[torch.Tensor]] = None,
         *,
         headers_only: bool = False,
+        converter: Optional[_C.CudaCopyEngine] = None,
     ) -> _C.LoadBatch:
-        """A load of `entries`, not run yet: into memory of its own, or to the addresses of `into`, on `device`."""
+        """A load of `entries`, not run yet: into memory of its own, or to the addresses of `into`, on `device`.
+
+        With the `converter` of that device its kernels make the wanted dtype of the entries, all of a known one.
+        """
         source, keys, mapping, _ = self.handle
         on_host = device.type == "cpu"
         allocates = not on_host and into is None
@@ -264,8 +288,9 @@ class FileReader:
                 mapping=mapping if on_host and into is None and not headers_only else None,
                 allocate=functools.partial(cuda_engine.allocate, device) if allocates else None,
                 addresses=None if into is None else [tensor.data_ptr() for tensor in into],
-                engine=None if on_host else cuda_engine.engine_for(device),
+                engine=None if on_host else converter or cuda_engine.engine_for(device),
                 headers_only=headers_only,
+                conversions=None if converter is None else self._conversions(entries),
             )
 
     def _by_device(self, entries: Sequence[int]) -> Iterator[tuple[torch.device, Sequence[int]]]:
@@ -287,8 +312,36 @@ class FileReader:
         dtype = self._options.dtype
         return dtype is not None and any(casts(known_dtype(s), dtype) for s in set(map(self.index.dtype, entries)))
 
-    def _begin(self, device: torch.device, entries: Sequence[int], verify: bool, plain: bool) -> PendingBatch:
-        batch = self.batch(entries, verify, device)
+    def _landing(self, device: torch.device, entries: Sequence[int], converters: Converters) -> Optional[_Landing]:
+        """How tensors come to their final addresses as they are wanted; ``None`` where they do not."""
+        if not self._stays(device):
+            return None
+        if not self._casts_any(entries):
+            return _Landing(None)
+        if device.type == "cpu" or any(known_dtype(s) is None for s in set(map(self.index.dtype, entries))):
+            return None
+        if device not in converters:
+            converters[device] = cuda_engine.converting_engine_for(device)
+        converter = converters[device]
+        return None if converter is None else _Landing(converter)
+
+    def _conversions(self, entries: Sequence[int]) -> tuple[list[Optional[int]], int, bytes]:
+        wanted = self._options.dtype
+        assert wanted is not None
+        stored = {s: known_dtype(s) for s in set(map(self.index.dtype, entries))}
+        types = {s: dtypes.ELEMENT_TYPES[d] for s, d in stored.items() if d is not None and casts(d, wanted)}
+        of_entries = [types.get(self.index.dtype(entry)) for entry in entries]
+        return of_entries, dtypes.ELEMENT_TYPES[wanted], dtypes.stored_for_tensor(wanted).encode()
+
+    def _begin(
+        self,
+        device: torch.device,
+        entries: Sequence[int],
+        verify: bool,
+        plain: bool,
+        converter: Optional[_C.CudaCopyEngine] = None,
+    ) -> PendingBatch:
+        batch = self.batch(entries, verify, device, converter=converter)
 
         def finish() -> LoadedBatch:
             self._check_hashes_are_there(entries, batch.headers, verify)

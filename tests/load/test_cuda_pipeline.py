@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from servers.file_server import serve_folder
 
 import tensorizer.cuda
 from tensorizer import _C, CryptographyError, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
+from tensorizer._load.reader import FileReader
 from tensorizer._system import cuda_engine
 from tensorizer.errors import DeviceError, HashMismatchError, MissingHashError
 
@@ -197,6 +199,163 @@ def test_a_wrong_word_for_who_decrypts_is_refused(gpu, monkeypatch):
     monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", "yes")
     with pytest.raises(ValueError, match="TENSORIZER_CUDA_DECRYPT: wanted auto, 0 or 1, found 'yes'"):
         load_encrypted(gpu)
+
+
+# ---- dtype= ---------------------------------------------------------------------------------------------------------
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def assert_converted(found, wanted):
+    """The bits are those of torch; a NaN is one."""
+    assert list(found) == list(wanted)
+    for name, tensor in wanted.items():
+        value, tensor = found[name], tensor.detach()
+        assert (value.dtype, value.shape) == (tensor.dtype, tensor.shape), name
+        if tensor.dtype in FLOATS:
+            assert torch.equal(value.isnan(), tensor.isnan()), name
+            value, tensor = value.masked_fill(value.isnan(), 0), tensor.masked_fill(tensor.isnan(), 0)
+        assert samples.same(value, tensor), name
+
+
+@pytest.fixture
+def torch_converts(gpu, monkeypatch):
+    """Notes what torch converts; on a fake device torch does it in host memory."""
+    noted = []
+    moved = FileReader._moved
+
+    def note(self, entry, tensor, device, plain):
+        noted.append(entry)
+        if gpu.name == "real" or device.type == "cpu":
+            return moved(self, entry, tensor, device, plain)
+        return gpu.put(moved(self, entry, gpu.fetch(tensor), torch.device("cpu"), plain).detach())
+
+    monkeypatch.setattr(FileReader, "_moved", note)
+    return noted
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_device_converts_to_the_bits_of_torch(gpu, torch_converts, monkeypatch, dtype, encrypted):
+    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+    state = {f"large.{i}": samples.tensor((1_500_001,), stored, i) for i, stored in enumerate(FLOATS)}
+    state.update({f"small.{i}": samples.tensor((i,), FLOATS[i % 4], i) for i in range(40)})
+    state.update(whole=samples.tensor((7, 3), torch.int32), flag=torch.ones(3) > 0, scalar=torch.tensor(1.5))
+    state.update(empty=torch.empty(0, 5))
+    encryption = EncryptionParams.random() if encrypted else None
+    keys = {"encryption": DecryptionParams.from_key(encryption.key)} if encrypted else {}
+    file = written(state, encryption=encryption)
+    wanted = on_cpu(file, dtype=dtype, **keys)
+    torch_converts.clear()
+    for verify in (False, True):
+        for who in ("0", "1"):
+            monkeypatch.setenv("TENSORIZER_CUDA_DECRYPT", who)
+            loaded = TensorDeserializer(
+                io.BytesIO(file.getvalue()), device="cuda:0", dtype=dtype, verify_hash=verify, **keys
+            )
+            assert_converted({name: gpu.fetch(value) for name, value in loaded.items()}, wanted)
+            assert [value.requires_grad for value in loaded.values()] == [v.requires_grad for v in wanted.values()]
+    assert not torch_converts
+
+
+@golden_files.each(golden_files.select(refused=False))
+def test_every_golden_file_is_converted_as_on_the_cpu(gpu, torch_converts, golden, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+    secret = golden_files.secret(golden)
+    keys = {}
+    if secret is not None:
+        make = DecryptionParams.from_key if "key" in secret else DecryptionParams.from_string
+        keys["encryption"] = make(next(iter(secret.values())))
+
+    def load(device):
+        file = io.BytesIO(golden_files.read(golden))
+        file.seek(golden.get("start", 0))
+        return dict(leaves(TensorDeserializer(file, device=device, dtype=torch.float16, **keys)))
+
+    wanted = load("cpu")
+    assert_converted({path: gpu.fetch(value) for path, value in load("cuda:0").items()}, wanted)
+
+
+@pytest.mark.parametrize("setting", ["auto", "0", "refused"])
+def test_torch_converts_where_the_device_may_or_can_not(fake, gpu, torch_converts, monkeypatch, setting):
+    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1" if setting == "refused" else setting)
+    if setting == "refused":
+        fake.fail(b"cuModuleLoadData:1:222")
+    file = written({"a": samples.tensor((1000,)), "b": samples.tensor((7,), torch.int16)})
+    found = gpu.load(io.BytesIO(file.getvalue()), dtype=torch.bfloat16)
+    assert len(torch_converts) == 2
+    assert_converted(found, on_cpu(file, dtype=torch.bfloat16))
+    assert _C.cuda_release_pinned(0)
+
+
+def test_a_wrong_word_for_who_converts_is_refused(gpu, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "yes")
+    with pytest.raises(ValueError, match="TENSORIZER_CUDA_CONVERT: wanted auto, 0 or 1, found 'yes'"):
+        gpu.load(written({"a": samples.tensor((3,))}), dtype=torch.float16)
+
+
+def test_a_load_that_converts_needs_little_memory_beside_its_tensors(fake, gpu, torch_converts, monkeypatch, tmp_path):
+    """Two files to one device share what they are converted from, which is gone when they are loaded."""
+    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+    made, allocate = [], cuda_engine.allocate
+
+    def note(*args):
+        tensor = allocate(*args)
+        made.append((args[1], weakref.ref(tensor)))
+        return tensor
+
+    monkeypatch.setattr(cuda_engine, "allocate", note)
+    state = {f"{i}": samples.tensor((5 * MIB,), torch.float32, i) for i in range(4)}
+    names = list(state)
+    files = {"model-00001-of-00002.tensors": names[:2], "model-00002-of-00002.tensors": names[2:]}
+    for file, part in files.items():
+        (tmp_path / file).write_bytes(written({name: state[name] for name in part}).getvalue())
+    weight_map = {name: file for file, part in files.items() for name in part}
+    index = tmp_path / "model.tensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    loaded = TensorDeserializer(index, device="cuda:0", dtype=torch.float16)
+    found = {name: gpu.fetch(value) for name, value in loaded.items()}
+    assert_converted(found, {name: value.half() for name, value in state.items()})
+    assert not torch_converts
+    (staging,) = [alive for nbytes, alive in made if nbytes not in (0, 10 * MIB)]
+    assert staging() is None
+    assert sum(nbytes for nbytes, _ in made) <= 4 * 10 * MIB + 4 * (2 * MIB + 16 * 1024)
+
+
+def test_one_file_for_two_devices_is_converted_by_both(fake, gpu, torch_converts, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+    state = {f"{i}": samples.tensor((MIB + i,), torch.float64, i) for i in range(6)}
+    file = written(state)
+    found = gpu.load(io.BytesIO(file.getvalue()), device=lambda name: f"cuda:{int(name) % 2}", dtype=torch.float32)
+    assert not torch_converts
+    assert_converted(found, on_cpu(file, dtype=torch.float32))
+
+
+def test_a_damaged_tensor_that_is_converted_is_named_and_the_next_load_works(gpu, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+    state = {"a": samples.tensor((MIB,)), "b": samples.tensor((MIB,), torch.float32, 1)}
+    file = written(state)
+    damaged = bytearray(file.getvalue())
+    damaged[-1000] ^= 1
+    with pytest.raises(HashMismatchError, match="tensor 'b'"):
+        gpu.load(io.BytesIO(damaged), dtype=torch.float16, verify_hash=True)
+    found = gpu.load(io.BytesIO(file.getvalue()), dtype=torch.float16, verify_hash=True)
+    assert_converted(found, on_cpu(file, dtype=torch.float16))
+
+
+def test_ctrl_c_ends_a_load_that_converts_and_the_next_one_works(gpu, fake, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", "1")
+    file = written({"x": samples.tensor((10 * MIB,))})
+    gpu.load(io.BytesIO(file.getvalue()), dtype=torch.float16)  # the kernels are there
+    fake.set_delay(120_000, 120_000)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        gpu.load(io.BytesIO(file.getvalue()), dtype=torch.float16)
+    timer.join()
+    fake.set_delay(0, 0)
+    found = gpu.load(io.BytesIO(file.getvalue()), dtype=torch.float16)
+    assert_converted(found, on_cpu(file, dtype=torch.float16))
 
 
 def test_small_tensors_share_allocations_of_which_each_keeps_at_most_16_mib(gpu, monkeypatch):
@@ -467,8 +626,10 @@ def test_a_load_while_another_stream_computes_changes_neither():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("who", ["0", "1"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dtype_converts_on_the_device_as_on_the_cpu(dtype):
+def test_dtype_converts_on_the_device_as_on_the_cpu(dtype, who, monkeypatch):
+    monkeypatch.setenv("TENSORIZER_CUDA_CONVERT", who)
     state = {"f": torch.randn(1000), "h": torch.randn(1000).half(), "i": torch.arange(10), "b": torch.ones(3) > 0}
     file = written(state)
     wanted = on_cpu(file, dtype=dtype)

@@ -47,12 +47,10 @@ class CudaKernels : public FakeDriverTest {
         nbytes = i * kChunk + message.cipher.size();
       }
       const CopyPiece piece{0, memory_.data() + first * kChunk, nbytes};
-      lane->send_sealed(
-          {&piece, 1}, 4,
-          [first](size_t chunk) {
-            throw Error(Errc::crypto, "message " + std::to_string(first + chunk));
-          },
-          stop);
+      const auto refuse = [first](size_t chunk) {
+        throw Error(Errc::crypto, "message " + std::to_string(first + chunk));
+      };
+      lane->send_to_work({&piece, 1}, {.chunks = 4, .refuse = refuse}, stop);
       lane->finish(stop);
     });
   }

@@ -4,6 +4,8 @@
 
 #include <set>
 
+#include "core/checked_math.h"
+#include "core/pages.h"
 #include "device/cuda/cuda_lane.h"
 
 namespace tensorizer::device::cuda {
@@ -46,10 +48,13 @@ CudaCopyEngine::CudaCopyEngine(const CudaCopyOptions& options)
 }
 
 std::string CudaCopyEngine::why_not_opened(const std::stop_token& stop) {
-  LaneState& state = this->state();
-  if (state.open_on_device == OpenOnDevice::never) return "it was not asked for";
+  if (state().open_on_device == OpenOnDevice::never) return "it was not asked for";
+  return why_not_converted(stop);
+}
+
+std::string CudaCopyEngine::why_not_converted(const std::stop_token& stop) {
   try {
-    if (!state.buffers->kernels(stop)) throw Error(Errc::cancelled, "cancelled");
+    if (!state().buffers->kernels(stop)) throw Error(Errc::cancelled, "cancelled");
     return {};
   } catch (const Error& error) {
     if (error.code() == Errc::cancelled) throw;
@@ -77,6 +82,26 @@ LaneState& CudaCopyEngine::state() const {
 }
 
 uint64_t CudaCopyEngine::buffer_nbytes() const noexcept { return state_->buffers->nbytes(); }
+
+// Of each stream, a buffer's bytes and what aligns the pieces.
+uint64_t CudaCopyEngine::staging_nbytes() const noexcept {
+  const uint64_t part = buffer_nbytes() + kMostConversions * kStagingAlignment;
+  return PinnedBuffers::kStreams * align_up(part, kPageNbytes);
+}
+
+void CudaCopyEngine::use_staging(TensorMemory memory) {
+  LaneState& state = this->state();
+  const Kernels* const kernels = naming(state.device, [&] { return state.buffers->kernels_now(); });
+  if (!kernels) throw Error(Errc::device, state.device.label() + ": it has no kernels yet");
+  state.converts = kernels;
+  state.staging = std::move(memory);
+}
+
+DeviceRange CudaCopyEngine::staging() const noexcept {
+  return {state_->staging.data, state_->staging.nbytes};
+}
+
+void CudaCopyEngine::free_staging() noexcept { state_->staging = {}; }
 
 std::string CudaCopyEngine::shortage() const { return state().buffers->shortage(); }
 

@@ -45,6 +45,11 @@ class CudaCopyEngine final : public CopyEngine {
   bool is_ready() const noexcept override;
   void order_after_caller() override;
   std::unique_ptr<Lane> make_lane(bool secret) override;
+  uint64_t staging_nbytes() const noexcept override;
+  // Throws Error(device) where why_not_converted() says why.
+  void use_staging(TensorMemory memory) override;
+  DeviceRange staging() const noexcept override;
+  void free_staging() noexcept override;
   void wipe(std::span<const DeviceRange> destinations) noexcept override;
 
   // Every wait of its lanes ends in Error(cancelled) from now on. Does not wait for them.
@@ -55,6 +60,8 @@ class CudaCopyEngine final : public CopyEngine {
   // Why the host opens chunks; empty where the device does. Waits for the kernels, which are made
   // if nobody has yet. Throws Error(cancelled).
   std::string why_not_opened(const std::stop_token& stop);
+  // Why torch converts; empty where the device does. Waits as why_not_opened() does.
+  std::string why_not_converted(const std::stop_token& stop);
 
   // Why there is less pinned memory than was asked for; empty where there is not.
   std::string shortage() const;

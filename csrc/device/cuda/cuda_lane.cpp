@@ -234,15 +234,25 @@ std::span<ChunkToOpen> CudaLane::chunks_to_open(const std::stop_token& stop) {
   return kernels_->chunks(use.buffer);
 }
 
-void CudaLane::send_sealed(std::span<const CopyPiece> pieces, size_t count,
-                           const std::function<void(size_t)>& refuse, const std::stop_token& stop) {
-  if (count == 0) return send(pieces, stop);
+RoomForConversions CudaLane::conversions() {
+  const unsigned buffer = in_use_.back().buffer;
+  const uint64_t part_nbytes = shared_.staging.nbytes / PinnedBuffers::kStreams;
+  return {shared_.staging.data + PinnedBuffers::stream_of(buffer) * part_nbytes,
+          shared_.converts->conversions(buffer)};
+}
+
+void CudaLane::send_to_work(std::span<const CopyPiece> pieces, const WorkOnDevice& work,
+                            const std::stop_token& stop) {
+  if (work.chunks == 0 && work.conversions == 0) return send(pieces, stop);
   Use& use = in_use_.back();
-  use.chunks = count;
-  use.refuse = refuse;
-  enqueue(
-      pieces, Direction::to_device,
-      [&](Stream stream) { kernels_->enqueue_open(stream, use.buffer, count); }, stop);
+  use.chunks = work.chunks;
+  use.refuse = work.refuse;
+  const auto enqueue_work = [&](Stream stream) {
+    if (work.chunks > 0) kernels_->enqueue_open(stream, use.buffer, work.chunks);
+    if (work.conversions > 0)
+      shared_.converts->enqueue_convert(stream, use.buffer, work.conversions);
+  };
+  enqueue(pieces, Direction::to_device, enqueue_work, stop);
 }
 
 void CudaLane::begin_fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) {

@@ -19,6 +19,7 @@ constexpr char kText[] =
     ;
 
 constexpr uint64_t kLeastChunkNbytes = 64 * 1024;
+constexpr uint64_t kLeastElementNbytes = 2;
 
 bool has_functions(const Driver& driver) noexcept {
   return driver.cuModuleLoadData && driver.cuModuleGetFunction && driver.cuModuleUnload &&
@@ -30,8 +31,8 @@ bool has_functions(const Driver& driver) noexcept {
 // --- the module and its memory -------------------------------------------------------------------
 
 Kernels::Area Kernels::area(unsigned buffer) const noexcept {
-  Area area{nullptr, 0, room_};
-  const size_t at = buffer * ((area.nbytes() + 7) / 8 * 8);
+  Area area = layout();
+  const size_t at = buffer * stride();
   area.host = static_cast<std::byte*>(host_) + at;
   area.device = device_ + at;
   return area;
@@ -48,7 +49,7 @@ void Kernels::load() {
 }
 
 void Kernels::reserve() {
-  const size_t nbytes = buffers_ * ((Area{nullptr, 0, room_}.nbytes() + 7) / 8 * 8);
+  const size_t nbytes = buffers_ * stride();
   check(driver_, driver_.cuMemHostAlloc(&host_, nbytes, kHostAllocPortable),
         "pinning memory for the kernels");
   ::madvise(host_, nbytes, MADV_DONTDUMP);
@@ -77,6 +78,20 @@ void Kernels::launch(Function function, unsigned blocks, Stream stream, void** p
         "starting a kernel");
 }
 
+// Calls enqueue(), and zeroes the stretch of an area on the device behind it, where that fails too.
+template <class Fn>
+void Kernels::enqueue_and_clear(Stream stream, DevicePointer from, size_t nbytes,
+                                Fn&& enqueue) const {
+  try {
+    enqueue();
+  } catch (...) {
+    static_cast<void>(driver_.cuMemsetD8Async(from, 0, nbytes, stream));
+    throw;
+  }
+  check(driver_, driver_.cuMemsetD8Async(from, 0, nbytes, stream),
+        "wiping memory of the CUDA device");
+}
+
 void Kernels::enqueue_open(Stream stream, unsigned buffer, size_t count) const {
   enqueue_open(stream, area(buffer), count);
 }
@@ -101,7 +116,7 @@ void Kernels::enqueue_open(Stream stream, const Area& area, size_t count) const 
   DevicePointer partial_there = area.device + area.partial_at();
   void* for_mac[] = {&chunks_there, &chunk_of_there, &partial_there};
   void* for_open[] = {&chunks_there, &chunk_of_there, &partial_there, &verdicts_there};
-  try {
+  enqueue_and_clear(stream, area.device, area.nbytes(), [&] {
     check(driver_,
           driver_.cuMemcpyHtoDAsync(area.device, area.host, table_at + segments * sizeof(uint32_t),
                                     stream),
@@ -115,12 +130,41 @@ void Kernels::enqueue_open(Stream stream, const Area& area, size_t count) const 
           driver_.cuMemcpyDtoHAsync(area.verdicts(), verdicts_there, count * sizeof(uint32_t),
                                     stream),
           "copying from the CUDA device");
-  } catch (...) {
-    static_cast<void>(driver_.cuMemsetD8Async(area.device, 0, area.nbytes(), stream));
-    throw;
+  });
+}
+
+// --- converting ----------------------------------------------------------------------------------
+
+std::span<PieceToConvert> Kernels::conversions(unsigned buffer) const noexcept {
+  const Area area = this->area(buffer);
+  return {reinterpret_cast<PieceToConvert*>(area.host + area.conversions_at()), area.conversions};
+}
+
+void Kernels::enqueue_convert(Stream stream, unsigned buffer, size_t count) const {
+  const Area area = this->area(buffer);
+  const std::span<PieceToConvert> pieces = conversions(buffer).first(count);
+  const size_t table_at = pieces.size_bytes();
+  auto* const piece_of = reinterpret_cast<uint32_t*>(area.host + area.conversions_at() + table_at);
+  uint32_t blocks = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint64_t needed = (pieces[i].count + kConvertedAtOnce - 1) / kConvertedAtOnce;
+    if (needed > area.thread_blocks - blocks)
+      throw Error(Errc::invalid_argument, "more to convert than a staging buffer holds");
+    pieces[i].first_block = blocks;
+    std::fill_n(piece_of + blocks, needed, i);
+    blocks += static_cast<uint32_t>(needed);
   }
-  check(driver_, driver_.cuMemsetD8Async(area.device, 0, area.nbytes(), stream),
-        "wiping memory of the CUDA device");
+  if (blocks == 0) return;
+
+  DevicePointer pieces_there = area.device + area.conversions_at();
+  DevicePointer piece_of_there = pieces_there + table_at;
+  const size_t nbytes = table_at + blocks * sizeof(uint32_t);
+  void* parameters[] = {&pieces_there, &piece_of_there};
+  enqueue_and_clear(stream, pieces_there, nbytes, [&] {
+    check(driver_, driver_.cuMemcpyHtoDAsync(pieces_there, pieces.data(), nbytes, stream),
+          "copying to the CUDA device");
+    launch(convert_, blocks, stream, parameters);
+  });
 }
 
 std::optional<Kernels::Refused> Kernels::first_refused(unsigned buffer,
@@ -133,7 +177,7 @@ std::optional<Kernels::Refused> Kernels::first_refused(unsigned buffer,
 }
 
 void Kernels::wipe(unsigned buffer) const noexcept {
-  ::explicit_bzero(area(buffer).host, Area{nullptr, 0, room_}.nbytes());
+  ::explicit_bzero(area(buffer).host, layout().nbytes());
 }
 
 // --- the self-test -------------------------------------------------------------------------------
@@ -330,7 +374,9 @@ class SelfTest {
 Kernels::Kernels(const Driver& driver, unsigned buffers, uint64_t buffer_nbytes)
     : driver_(driver),
       buffers_(buffers),
-      room_(std::max<size_t>(1, static_cast<size_t>(buffer_nbytes / kLeastChunkNbytes))) {
+      room_(std::max<size_t>(1, static_cast<size_t>(buffer_nbytes / kLeastChunkNbytes))),
+      thread_blocks_(kMostConversions +
+                     static_cast<size_t>(buffer_nbytes / kLeastElementNbytes / kConvertedAtOnce)) {
   if (!has_functions(driver))
     throw Error(Errc::device, "the CUDA driver has no functions that load kernels");
   try {

@@ -1,5 +1,6 @@
 // The kernels of one device, and for each staging buffer what they are told: an area of pinned
-// memory that a worker fills and one on the device that it is copied to.
+// memory that a worker fills and one on the device that it is copied to: the chunks to open, the
+// pieces to convert.
 //
 // The kernels are the text that scripts/kernels.py made, compiled by the driver when this is made.
 // They are used only once they have given on this device what the same source gives on the host.
@@ -15,6 +16,7 @@
 #include <span>
 
 #include "device/chunk_to_open.h"
+#include "device/copy_engine.h"
 #include "device/cuda/driver.h"
 
 namespace tensorizer::device::cuda {
@@ -23,7 +25,7 @@ class Kernels {
  public:
   // Throws Error(device) where the driver is too old, refuses the module or the memory, or the
   // kernels do not give what they should. REQUIRES: the device's context is current, here, in the
-  // destructor and in enqueue_open(); nothing that was enqueued runs when it is destroyed.
+  // destructor and where work is enqueued; nothing that was enqueued runs when it is destroyed.
   Kernels(const Driver& driver, unsigned buffers, uint64_t buffer_nbytes);
   ~Kernels();
   Kernels(const Kernels&) = delete;
@@ -39,6 +41,13 @@ class Kernels {
   // driver still takes it; Error(invalid_argument) for more segments than fit.
   void enqueue_open(Stream stream, unsigned buffer, size_t count) const;
 
+  // To be filled; first_block is left to enqueue_convert().
+  std::span<PieceToConvert> conversions(unsigned buffer) const noexcept;
+
+  // Enqueues the conversion of the first `count` pieces, whose sources are there when the stream
+  // comes to it. Throws as enqueue_open() does.
+  void enqueue_convert(Stream stream, unsigned buffer, size_t count) const;
+
   struct Refused {
     size_t chunk;
     bool ran;  // false: the kernels did not come so far
@@ -52,16 +61,23 @@ class Kernels {
   friend class SelfTest;
 
   // The chunks and then, behind the last one that is used, the chunk of each segment; verdicts and
-  // partial sums have places of their own. Offsets in an area.
+  // partial sums have places of their own, as have the pieces to convert with the piece of each
+  // thread block behind them. Offsets in an area.
   struct Area {
     std::byte* host;
     DevicePointer device;
-    size_t room;  // for chunks, and for segments
+    size_t room;               // for chunks, and for segments
+    size_t conversions = 0;    // pieces
+    size_t thread_blocks = 0;  // that convert
 
     size_t verdicts_at() const noexcept { return room * (sizeof(ChunkToOpen) + sizeof(uint32_t)); }
     size_t partial_at() const noexcept { return verdicts_at() + room * sizeof(uint32_t); }
+    size_t conversions_at() const noexcept {
+      return (partial_at() + room * kPartialWords * sizeof(uint32_t) + 7) / 8 * 8;
+    }
     size_t nbytes() const noexcept {
-      return partial_at() + room * kPartialWords * sizeof(uint32_t);
+      return conversions_at() + conversions * sizeof(PieceToConvert) +
+             thread_blocks * sizeof(uint32_t);
     }
     ChunkToOpen* chunks() const noexcept { return reinterpret_cast<ChunkToOpen*>(host); }
     uint32_t* verdicts() const noexcept {
@@ -69,16 +85,21 @@ class Kernels {
     }
   };
 
+  Area layout() const noexcept { return {nullptr, 0, room_, kMostConversions, thread_blocks_}; }
+  size_t stride() const noexcept { return (layout().nbytes() + 7) / 8 * 8; }
   Area area(unsigned buffer) const noexcept;
   void load();
   void reserve();
   void release() noexcept;
   void launch(Function function, unsigned blocks, Stream stream, void** parameters) const;
   void enqueue_open(Stream stream, const Area& area, size_t count) const;
+  template <class Fn>
+  void enqueue_and_clear(Stream stream, DevicePointer from, size_t nbytes, Fn&& enqueue) const;
 
   const Driver& driver_;
   const unsigned buffers_;
-  const size_t room_;  // chunks of a buffer
+  const size_t room_;           // chunks of a buffer
+  const size_t thread_blocks_;  // that convert a buffer
   Module module_ = nullptr;
   Function mac_ = nullptr;
   Function open_ = nullptr;

@@ -82,12 +82,15 @@ class PinnedBuffers {
   // Success as long as they are open.
   Result closed_by() const;
 
+  static constexpr unsigned kStreams = 4;
+  static unsigned stream_of(unsigned buffer) noexcept { return buffer % kStreams; }
+
   // Calls fn(stream) with the stream that copies from and to the buffer, which is this thread's
   // meanwhile. A few streams serve all buffers: with more of them kernels of one buffer would not
   // hold up copies of the next any less. REQUIRES: the device's context is current.
   template <class Fn>
   void on_stream(unsigned buffer, Fn&& fn) {
-    SharedStream& shared = streams_[buffer % kStreams];
+    SharedStream& shared = streams_[stream_of(buffer)];
     MutexLock lock(shared.mutex);
     fn(*shared.stream);
   }
@@ -106,7 +109,6 @@ class PinnedBuffers {
   const Kernels* kernels(const std::stop_token& stop);
 
  private:
-  static constexpr unsigned kStreams = 4;
   struct SharedStream {
     Mutex mutex;
     std::unique_ptr<CopyStream> stream GUARDED_BY(mutex);

@@ -16,6 +16,7 @@
 #include "core/checked_math.h"
 #include "core/error.h"
 #include "core/threads.h"
+#include "io/local/file_system.h"
 
 namespace tensorizer::io {
 namespace {
@@ -123,6 +124,9 @@ void FileSink::reserve(uint64_t end) {
   if (damaged_) throw_damaged(name_);
   if (!fd_ && !target_.empty()) open_unnamed();
   if (end <= extent_ || (named_ && end - extent_ < kReserveNbytes)) return;
+  // One thread would make the pages of a new file before anything is fetched or hashed; who writes
+  // them does that as well.
+  if (!named_ && !target_.empty() && is_in_memory(fd_.get())) return;
   if (options_.calls->reserve(fd_.get(), target_.empty(), extent_, end - extent_) != 0) {
     if (errno == ENOSPC || errno == EFBIG || errno == EDQUOT)
       throw_errno("no room for", name_, errno);

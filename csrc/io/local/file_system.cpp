@@ -43,4 +43,10 @@ const char* network_file_system(int fd) noexcept {
   }
 }
 
+bool is_in_memory(int fd) noexcept {
+  constexpr uint32_t kTmpfs = 0x01021994;
+  struct statfs found{};
+  return fstatfs(fd, &found) == 0 && static_cast<uint32_t>(found.f_type) == kTmpfs;
+}
+
 }  // namespace tensorizer::io

@@ -7,4 +7,7 @@ namespace tensorizer::io {
 // is of this machine, or of a kind that nobody knows. Where nothing can be learned it is "unknown".
 const char* network_file_system(int fd) noexcept;
 
+// Whether its files are in memory, where reserving room takes as long as writing.
+bool is_in_memory(int fd) noexcept;
+
 }  // namespace tensorizer::io

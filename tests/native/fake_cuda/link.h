@@ -9,7 +9,8 @@
 //   alloc_us, alloc_us_per_mib   of memory that the caller allocates
 //   kernel_gbps, launch_us       of kernels
 //   jit_ms             of loading a module
-//   discard=1          copies move no bytes, and kernels do nothing
+//   discard=1          copies above 4 KiB move no bytes, and kernels do nothing but to take every
+//                      chunk for genuine: to be set once they are tested
 // An engine is busy until a time of its clock; a copy begins when both it and its stream are free.
 // Threads that wake up late delay what is seen, and not the engine.
 //
@@ -42,6 +43,7 @@ class LinkModel {
 
   bool is_on() const noexcept { return on_; }
   bool discards() const noexcept { return discard_; }
+  bool discards(uint64_t nbytes) const noexcept { return discard_ && nbytes > 4096; }
 
   // Sets a model, or none for an empty text.
   void configure(const char* text);
