@@ -124,7 +124,7 @@ class _Comparison:
             if what is None:
                 comparable.append(pair)
             else:
-                self._note(pair, what, None, None)
+                self._add_change(pair, what, None, None)
         for pairs in runs(self._without_equal_digests(comparable), self._nbytes_of, BATCH_NBYTES):
             self._compare(pairs)
         order = {name: position for position, name in enumerate(of_a)}
@@ -173,7 +173,7 @@ class _Comparison:
             if equal:
                 self._same += len(self._names[pair])
             else:
-                self._note(pair, "data", max_abs, max_rel)
+                self._add_change(pair, "data", max_abs, max_rel)
 
     def _read(self, file: OpenFile, entries: Sequence[int]) -> dict[int, torch.Tensor]:
         self._nbytes_read += sum(map(file.index.data_nbytes, entries))
@@ -182,7 +182,7 @@ class _Comparison:
     def _nbytes_of(self, pair: _Pair) -> int:
         return int(self._a.index.loaded_nbytes(pair[0]) + self._b.index.loaded_nbytes(pair[1]))
 
-    def _note(self, pair: _Pair, what: str, max_abs: Optional[float], max_rel: Optional[float]) -> None:
+    def _add_change(self, pair: _Pair, what: str, max_abs: Optional[float], max_rel: Optional[float]) -> None:
         forms = _form(self._a, pair[0]), _form(self._b, pair[1])
         self._changed += [Change(name, what, *forms, max_abs, max_rel) for name in self._names[pair]]
 

@@ -24,7 +24,7 @@ from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import AuthenticationError, FormatError, HashMismatchError, StreamNotFoundError, TruncatedError
 
-__all__ = ["CheckpointFiles", "Saved", "Wanted"]
+__all__ = ["CheckpointFiles", "Saved", "WantedBox"]
 
 # Bytes of records that are read and then copied from, at a time.
 _STAGED_NBYTES = 128 << 20
@@ -41,7 +41,7 @@ class Saved(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Wanted(NamedTuple):
+class WantedBox(NamedTuple):
     """A part of a saved box, and where it goes."""
 
     name: str  # of the tensor, for messages
@@ -153,15 +153,15 @@ class CheckpointFiles:
         (tensor,) = self._raw(stored.file, [(entry, name, stored)])
         return bytes(tensor.numpy().tobytes())
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[WantedBox]) -> None:
         """Fills the targets: in the order of the files, several files at a time, with few and large requests.
 
         Raises:
             HashMismatchError: A box is not what was written, where that is verified.
             FormatError, OSError: A file is damaged, or cannot be read.
         """
-        direct: dict[SavedFile, dict[tuple[torch.device, int], Wanted]] = {}
-        others: list[tuple[int, Wanted]] = []
+        direct: dict[SavedFile, dict[tuple[torch.device, int], WantedBox]] = {}
+        others: list[tuple[int, WantedBox]] = []
         for want in wanted:
             entry = self.check(want.name, want.stored, want.dtype, want.shape)
             assert want.stored.file is not None
@@ -178,7 +178,7 @@ class CheckpointFiles:
         items = [(self.check(*record), record.name, record.stored) for record in records]
         self._raw(records[0].stored.file, items)
 
-    def _read_direct(self, direct: dict[SavedFile, dict[tuple[torch.device, int], Wanted]]) -> None:
+    def _read_direct(self, direct: dict[SavedFile, dict[tuple[torch.device, int], WantedBox]]) -> None:
         batches = []
         for file, of_file in direct.items():
             for device in {device for device, _ in of_file}:
@@ -194,9 +194,9 @@ class CheckpointFiles:
         (reader,) = self.file(file).readers
         return reader.batch(entries, self._verify, targets[0].device, targets)
 
-    def _read_parts(self, others: list[tuple[int, Wanted]]) -> None:
+    def _read_parts(self, others: list[tuple[int, WantedBox]]) -> None:
         """Boxes of which a part is wanted, or another dtype, or memory that is not contiguous."""
-        by_file: dict[SavedFile, list[tuple[int, Wanted]]] = {}
+        by_file: dict[SavedFile, list[tuple[int, WantedBox]]] = {}
         for entry, want in others:
             assert want.stored.file is not None
             by_file.setdefault(want.stored.file, []).append((entry, want))
@@ -208,7 +208,7 @@ class CheckpointFiles:
         with ThreadPoolExecutor(_NETWORK_FILES_AT_ONCE, "tensorizer-load") as threads:
             list(threads.map(read, by_file, by_file.values()))
 
-    def _read_ranges(self, file: SavedFile, items: list[tuple[int, Wanted]]) -> None:
+    def _read_ranges(self, file: SavedFile, items: list[tuple[int, WantedBox]]) -> None:
         """Only the bytes that are wanted, joined where they are close; to their places, or by way of bounded copies."""
         parts = PartReader(self.file(file))
         run: list[WantedPart] = []
@@ -222,9 +222,9 @@ class CheckpointFiles:
             nbytes += copied
         parts.read(run, False)
 
-    def _read_and_verify(self, file: SavedFile, items: list[tuple[int, Wanted]]) -> None:
+    def _read_and_verify(self, file: SavedFile, items: list[tuple[int, WantedBox]]) -> None:
         """Whole records, whose digests cover all of their bytes, and from them what is wanted."""
-        by_entry: dict[int, list[Wanted]] = {}
+        by_entry: dict[int, list[WantedBox]] = {}
         for entry, want in items:
             by_entry.setdefault(entry, []).append(want)
         nbytes_of = self.file(file).index.loaded_nbytes

@@ -19,7 +19,7 @@ from tensorizer._save.session import HASH_NAMES, check_hashes
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import check_cover
-from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
+from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, WantedBox
 from tensorizer.distributed._checkpoint.existing import read_markers
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike
 from tensorizer.distributed._checkpoint.json_values import encoded, from_json
@@ -113,11 +113,11 @@ class _CheckpointContents:
         return wholes
 
 
-def _parts_of(record: Record, whole: torch.Tensor) -> Iterator[Wanted]:
+def _parts_of(record: Record, whole: torch.Tensor) -> Iterator[WantedBox]:
     for offsets, stored in record.source:
         part = tuple(slice(begin, begin + n) for begin, n in zip(offsets, stored.shape))
         all_of_it = tuple(slice(0, n) for n in stored.shape)
-        yield Wanted(str(record.name), stored, record.dtype, stored.shape, all_of_it, whole[part])
+        yield WantedBox(str(record.name), stored, record.dtype, stored.shape, all_of_it, whole[part])
 
 
 def _records(markers: Sequence[Marker]) -> list[Record]:

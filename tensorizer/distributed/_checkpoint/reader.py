@@ -17,7 +17,7 @@ from tensorizer._crypto.keys import check_decryption
 from tensorizer._io.access import Trust
 from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._boxes import check_cover, check_described
-from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Wanted
+from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, WantedBox
 from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
 from tensorizer.distributed._checkpoint.json_values import from_json, load_vetted, torch_saved
 from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marker
@@ -161,13 +161,13 @@ class TensorizerReader(Located, StorageReader):
     # ---- the items of a rank ----------------------------------------------------------------------------------------
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner, files: CheckpointFiles) -> None:
-        wanted: list[tuple[ReadItem, Wanted]] = []
+        wanted: list[tuple[ReadItem, WantedBox]] = []
         for item in plan.items:
             stored = self._stored(item.storage_index)
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, self._leaf(item.storage_index.fqn, stored, files))
             else:
-                wanted.append((item, self._wanted(item, stored, planner)))
+                wanted.append((item, self._wanted_box(item, stored, planner)))
         files.read(want for _, want in wanted)
         for item, want in wanted:
             planner.commit_tensor(item, want.target)
@@ -181,7 +181,7 @@ class TensorizerReader(Located, StorageReader):
             raise FormatError(f"{self._folder().where}: the checkpoint has no data of {index.fqn!r}{where}")
         return found
 
-    def _wanted(self, item: ReadItem, stored: Stored, planner: LoadPlanner) -> Wanted:
+    def _wanted_box(self, item: ReadItem, stored: Stored, planner: LoadPlanner) -> WantedBox:
         assert self._metadata is not None
         fqn = item.storage_index.fqn
         saved_as = self._metadata.state_dict_metadata[fqn]
@@ -191,7 +191,7 @@ class TensorizerReader(Located, StorageReader):
         if target.size() != torch.Size(item.lengths):
             raise ValueError(f"tensor {fqn!r}: wanted memory of shape {list(item.lengths)}, found {list(target.shape)}")
         part = tuple(slice(begin, begin + n) for begin, n in zip(item.storage_offsets, item.lengths))
-        return Wanted(fqn, stored, saved_as.properties.dtype, stored.shape, part, target)
+        return WantedBox(fqn, stored, saved_as.properties.dtype, stored.shape, part, target)
 
     def _leaf(self, fqn: str, stored: Stored, files: CheckpointFiles) -> io.BytesIO:
         """A leaf as bytes of ``torch.save`` that were made here, from a value that was found harmless."""
