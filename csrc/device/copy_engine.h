@@ -1,5 +1,5 @@
 // Moves bytes between pinned host buffers and device memory. One engine is one load or save on one
-// device; each of its workers has a lane of its own.
+// device; each of its workers has a copier of its own.
 //
 // A host destination needs no engine: readers write to it directly. For a device, a worker takes a
 // buffer, fills it (read, decrypt), sends pieces of it, goes on with the next buffer, and waits for
@@ -43,9 +43,9 @@ struct RoomForConversions {
 inline constexpr uint64_t kStagingAlignment = 16;  // where chunks can be opened
 
 // What a device does with what was copied there, in this order: it opens the first `chunks` of
-// Lane::chunks_to_open(), in place, those that are genuine, and converts the first `conversions` of
-// Lane::conversions(). Where a chunk is not genuine, Lane::wait() and finish() call `refuse` with
-// the number of the first such chunk, which throws.
+// Copier::chunks_to_open(), in place, those that are genuine, and converts the first `conversions`
+// of Copier::conversions(). Where a chunk is not genuine, Copier::wait() and finish() call `refuse`
+// with the number of the first such chunk, which throws.
 struct WorkOnDevice {
   size_t chunks = 0;
   size_t conversions = 0;
@@ -55,9 +55,9 @@ struct WorkOnDevice {
 // One worker's way to or from a device: a few buffers, copies in the order in which they are asked
 // for. Made, used and destroyed by one thread. When it dies no copy of it touches any memory any
 // more, and its buffers are back in the budget.
-class Lane {
+class Copier {
  public:
-  virtual ~Lane() = default;
+  virtual ~Copier() = default;
 
   // The buffer to fill next, which send() and fetch() are about from now on. Empty where none can
   // be had at once: then wait(), and try again.
@@ -110,14 +110,15 @@ class Lane {
   virtual void finish(const std::stop_token& stop) = 0;
 };
 
-// The next buffer of a lane. `release` is called before the lane's oldest buffer may be used again.
+// The next buffer of a copier. `release` is called before the copier's oldest buffer may be used
+// again.
 template <class Release>
-std::span<std::byte> next_buffer(Lane& lane, const std::stop_token& stop, Release&& release) {
+std::span<std::byte> next_buffer(Copier& copier, const std::stop_token& stop, Release&& release) {
   for (;;) {
-    const std::span<std::byte> buffer = lane.try_acquire();
+    const std::span<std::byte> buffer = copier.try_acquire();
     if (!buffer.empty()) return buffer;
     release();
-    lane.wait(stop);
+    copier.wait(stop);
   }
 }
 
@@ -131,28 +132,29 @@ class CopyEngine {
   // True when the caller's earlier work on the device's memory is done: copies may start.
   virtual bool is_ready() const noexcept = 0;
 
-  // Copies of lanes that are made from now on run after what the caller has asked the device for up
-  // to now. To be called once the memory is allocated: the allocator may hand out memory that
+  // Copies of copiers that are made from now on run after what the caller has asked the device for
+  // up to now. To be called once the memory is allocated: the allocator may hand out memory that
   // earlier work still uses. Throws Error: device, invalid_argument.
   virtual void order_after_caller() = 0;
 
-  // A lane for the calling thread. `secret`: its buffers will hold plaintext of an encrypted file,
-  // and are wiped before others get them. REQUIRES: the engine outlives it.
-  virtual std::unique_ptr<Lane> make_lane(bool secret) = 0;
+  // A copier for the calling thread. `secret`: its buffers will hold plaintext of an encrypted
+  // file, and are wiped before others get them. REQUIRES: the engine outlives it.
+  virtual std::unique_ptr<Copier> make_copier(bool secret) = 0;
 
   // Bytes of device memory that a load which converts needs beside its destinations; 0 where the
   // device converts nothing.
   virtual uint64_t staging_nbytes() const noexcept { return 0; }
 
-  // Where they are. REQUIRES: order_after_caller() comes after this, lanes that convert after that.
+  // Where they are. REQUIRES: order_after_caller() comes after this, copiers that convert after
+  // that.
   virtual void use_staging(TensorMemory /*memory*/) {}
   virtual DeviceRange staging() const noexcept { return {nullptr, 0}; }
-  // It is no longer needed. REQUIRES: all lanes are gone.
+  // It is no longer needed. REQUIRES: all copiers are gone.
   virtual void free_staging() noexcept {}
 
-  // When all lanes of a load are gone: overwrites memory of the device with zeros and waits until
+  // When all copiers of a load are gone: overwrites memory of the device with zeros and waits until
   // it is. Gives up, silently, where the device takes no more orders: the first failure is on its
-  // way to the caller. REQUIRES: a lane has passed the fence that stands for this memory; work of
+  // way to the caller. REQUIRES: a copier has passed the fence that stands for this memory; work of
   // the caller may still use other memory.
   virtual void wipe(std::span<const DeviceRange> destinations) noexcept = 0;
 };

@@ -18,7 +18,7 @@ class Worker final : public LoadWorker {
       : job_(job), stop_(stop), before_waiting_(std::move(before_waiting)) {
     const auto places = [](const Unit& unit) { return unit.placed_nbytes > 0; };
     if (job_.options.engine != nullptr && std::ranges::any_of(job_.plan.units, places)) {
-      lane_ = job_.options.engine->make_lane(job_.cipher != nullptr);
+      copier_ = job_.options.engine->make_copier(job_.cipher != nullptr);
       const io::SourceTraits traits = job_.source.traits();
       waits_ = traits.waits && !traits.sequential;
       if (waits_) read_buffers_.resize(job_.read_buffers);
@@ -28,10 +28,10 @@ class Worker final : public LoadWorker {
   bool help() override { return job_.digester && job_.digester->help(); }
 
   bool prepare(bool may_wait) override {
-    if (!lane_ || prepared_) return true;
+    if (!copier_ || prepared_) return true;
     if (waits_) {
       take_read_buffer();
-    } else if (const auto next = lane_->try_acquire(); !next.empty()) {
+    } else if (const auto next = copier_->try_acquire(); !next.empty()) {
       begin_buffer(next);
     } else if (may_wait) {
       take_slot();
@@ -48,16 +48,16 @@ class Worker final : public LoadWorker {
     if (waits_) {
       --next_read_buffer_;
     } else {
-      lane_->give_back_unused();
+      copier_->give_back_unused();
     }
   }
 
   void release_buffers() override {
-    if (!lane_) return;
+    if (!copier_) return;
     if (!waits_)
       while (hashing_.buffers() > 0) hashing_.release_oldest(stop_);
-    lane_->finish(stop_);
-    lane_->give_back_unused();
+    copier_->finish(stop_);
+    copier_->give_back_unused();
   }
 
   void process(size_t number) override {
@@ -79,7 +79,7 @@ class Worker final : public LoadWorker {
         pack(unit, piece, image);
       } else if (open(unit, piece, image, places_[i])) {
         if (job_.digester) digest(piece, places_[i]);
-        if (lane_)
+        if (copier_)
           outgoing_.push_back({place_in_buffer(places_[i]), piece.nbytes, piece.target, piece.place,
                                std::exchange(chunks_, 0)});
       }
@@ -94,7 +94,7 @@ class Worker final : public LoadWorker {
 
   void finish() override {
     if (job_.digester) job_.digester->finish(stop_);
-    if (lane_) lane_->finish(stop_);
+    if (copier_) copier_->finish(stop_);
   }
 
  private:
@@ -140,7 +140,7 @@ class Worker final : public LoadWorker {
   // A buffer goes on once its copies are done and its steps are hashed. Two or three are under way,
   // so that a worker has steps of several tensors to hash side by side.
   void take_slot() {
-    begin_buffer(device::next_buffer(*lane_, stop_, [this] {
+    begin_buffer(device::next_buffer(*copier_, stop_, [this] {
       if (job_.digester) hashing_.release_oldest(stop_);
     }));
   }
@@ -163,17 +163,17 @@ class Worker final : public LoadWorker {
     return {arena->bytes(), arena};
   }
 
-  // Where the bytes of each piece come together: at their destination on the host; in the lane's
+  // Where the bytes of each piece come together: at their destination on the host; in the copier's
   // buffer where they lie in the unit, or, of parts, one behind the other. Chunks of encrypted
   // parts may be longer than a buffer, and have no place before they are opened.
   void give_places(const Unit& unit, std::span<const Piece> pieces) {
     places_.clear();
-    if (lane_ && !job_.options.parts) used_ = place_in_page(unit, buffer_.size());
+    if (copier_ && !job_.options.parts) used_ = place_in_page(unit, buffer_.size());
     for (const Piece& piece : pieces) {
       std::byte* place = nullptr;
       if (piece.kind == Piece::Kind::header) {
         // read() knows.
-      } else if (!lane_) {
+      } else if (!copier_) {
         place = destination_of(piece);
       } else if (!job_.options.parts) {
         place = buffer_.data() + used_ + piece.unit_offset;
@@ -189,7 +189,7 @@ class Worker final : public LoadWorker {
 
   // The image of the unit; null where its bytes are in their places.
   const std::byte* read(const Unit& unit, std::span<const Piece> pieces) {
-    const bool whole_to_device = lane_ && !job_.options.parts;
+    const bool whole_to_device = copier_ && !job_.options.parts;
     if (whole_to_device && unit.placed_nbytes > 0) return read_to_buffer(unit);
     if (whole_to_device || job_.cipher || unit.read == Unit::Read::image) return read_image(unit);
     if (unit.read == Unit::Read::apart) {
@@ -336,8 +336,8 @@ class Worker final : public LoadWorker {
     const uint64_t step =
         std::max(chunk_nbytes, align_down(format::kCipherChunkNbytes, chunk_nbytes));
     for (uint64_t done = 0; done < piece.nbytes;) {
-      const uint64_t n = lane_ ? std::min(step, piece.nbytes - done) : piece.nbytes;
-      if (lane_) read_up_to(unit, piece.unit_offset + done + n);
+      const uint64_t n = copier_ ? std::min(step, piece.nbytes - done) : piece.nbytes;
+      if (copier_) read_up_to(unit, piece.unit_offset + done + n);
       if (chunks_ == 0) {
         job_.naming(piece.target, [&] {
           job_.cipher->open(piece.target, piece.place + done, {stored + done, n}, place + done,
@@ -353,7 +353,7 @@ class Worker final : public LoadWorker {
   // Ciphertext goes to the device where the kernels can open it and nobody hashes the plaintext.
   // Memory that is not allocated yet will be aligned.
   size_t chunks_for_device(const Piece& piece) {
-    if (!lane_ || job_.digester) return 0;
+    if (!copier_ || job_.digester) return 0;
     uint64_t at = piece.place;
     if (job_.targets[piece.target].conversion) {
       at = 0;  // staging memory is aligned
@@ -361,7 +361,7 @@ class Worker final : public LoadWorker {
       at = reinterpret_cast<uintptr_t>(destination_of(piece));
     }
     const size_t count = job_.cipher->chunks_for_device(piece.target, piece.nbytes, at);
-    if (count == 0 || sealed_ + count > lane_->most_chunks_to_open(stop_)) return 0;
+    if (count == 0 || sealed_ + count > copier_->most_chunks_to_open(stop_)) return 0;
     sealed_ += count;
     return count;
   }
@@ -375,7 +375,7 @@ class Worker final : public LoadWorker {
     const uint32_t record = job_.record_of(first.target);
     const uint64_t payload = job_.entry_of(record).data_offset;
     const uint64_t chunk_nbytes = job_.cipher->chunk_nbytes(record);
-    const bool straight = !lane_ && pieces.size() == 1 && first.is_one_run();
+    const bool straight = !copier_ && pieces.size() == 1 && first.is_one_run();
     if (plain_.size() < unit.nbytes) plain_ = crypto::SecretBuffer(unit.nbytes);
     for (uint64_t at = 0; at < unit.nbytes;) {
       const uint64_t end = std::min(at + chunk_nbytes, unit.nbytes);
@@ -420,7 +420,7 @@ class Worker final : public LoadWorker {
     }
     if (piece.step == 0) job_.wait_for_header(piece.target, stop_);
     job_.digester->add(piece.target, piece.step, bytes);
-    if (lane_) hashing_.add({piece.target, piece.step});
+    if (copier_) hashing_.add({piece.target, piece.step});
   }
 
   // --- place ---
@@ -428,7 +428,7 @@ class Worker final : public LoadWorker {
   void send() {
     if (outgoing_.empty()) return;
     for (const Outgoing& piece : outgoing_) job_.wait_for_memory(piece.target, stop_);
-    lane_->pass_fence(stop_);
+    copier_->pass_fence(stop_);
     if (waits_) copy_to_slot();
     job_.note(unit_, LoadJob::Progress::placed);
     std::vector<Origin> origins;
@@ -438,7 +438,7 @@ class Worker final : public LoadWorker {
       const LoadTarget& target = job_.targets[piece.target];
       std::byte* address = target.destination.data + piece.place;
       if (target.conversion) {
-        const device::RoomForConversions room = lane_->conversions();
+        const device::RoomForConversions room = copier_->conversions();
         address = room.staging + staged;
         staged = align_up(staged + piece.nbytes, device::kStagingAlignment);
         room.pieces[work.conversions++] = conversion_of(piece, address);
@@ -453,7 +453,7 @@ class Worker final : public LoadWorker {
       const Origin& origin = origins[i];
       job_.naming(origin.target, [&] { job_.cipher->refuse(origin.target, origin.chunk); });
     };
-    lane_->send_to_work(copies_, work, stop_);
+    copier_->send_to_work(copies_, work, stop_);
     copies_.clear();
   }
 
@@ -472,10 +472,10 @@ class Worker final : public LoadWorker {
   }
 
   void copy_to_slot() {
-    std::span<std::byte> slot = lane_->try_acquire();
+    std::span<std::byte> slot = copier_->try_acquire();
     if (slot.empty()) {
       before_waiting_();
-      slot = device::next_buffer(*lane_, stop_, [] {});
+      slot = device::next_buffer(*copier_, stop_, [] {});
     }
     for (const Outgoing& piece : outgoing_)
       std::memcpy(slot.data() + piece.at, buffer_.data() + piece.at, piece.nbytes);
@@ -485,7 +485,7 @@ class Worker final : public LoadWorker {
   void describe(const Outgoing& piece, const std::byte* address, std::vector<Origin>& origins) {
     const uint64_t first = piece.place / job_.cipher->chunk_nbytes(piece.target);
     job_.cipher->describe(piece.target, piece.place, piece.nbytes, address,
-                          lane_->chunks_to_open(stop_).subspan(origins.size()));
+                          copier_->chunks_to_open(stop_).subspan(origins.size()));
     for (size_t i = 0; i < piece.chunks; ++i) origins.push_back({piece.target, first + i});
   }
 
@@ -511,8 +511,8 @@ class Worker final : public LoadWorker {
     const Piece piece{
         .target = record, .span_nbytes = entry.data_nbytes, .nbytes = entry.data_nbytes};
     crypto::SecretBuffer opened;
-    if (lane_) opened = crypto::SecretBuffer(entry.data_nbytes);
-    const std::span<std::byte> bytes(lane_ ? opened.data() : destination_of(piece),
+    if (copier_) opened = crypto::SecretBuffer(entry.data_nbytes);
+    const std::span<std::byte> bytes(copier_ ? opened.data() : destination_of(piece),
                                      entry.data_nbytes);
     {
       const MutexLock lock(job_.out_of_order);
@@ -531,7 +531,7 @@ class Worker final : public LoadWorker {
         hashing.add({record, step});
       }
     }
-    if (lane_) {
+    if (copier_) {
       take_buffer();
       pack({}, piece, bytes.data());
       send();
@@ -542,14 +542,14 @@ class Worker final : public LoadWorker {
   LoadJob& job_;
   const std::stop_token stop_;
   const std::function<void()> before_waiting_;
-  size_t unit_ = 0;                     // at hand
-  std::unique_ptr<device::Lane> lane_;  // set iff bound for a device
-  bool waits_ = false;                  // units are read to memory of ours first
-  bool prepared_ = false;               // buffer_ is for the next unit
-  std::span<std::byte> buffer_;         // for the unit at hand
-  uint64_t in_buffer_ = 0;              // bytes of the unit that have been read
-  uint64_t used_ = 0;                   // of the buffer: by parts, or before the image of a unit
-  std::vector<std::byte*> places_;      // of the unit's pieces
+  size_t unit_ = 0;                         // at hand
+  std::unique_ptr<device::Copier> copier_;  // set iff bound for a device
+  bool waits_ = false;                      // units are read to memory of ours first
+  bool prepared_ = false;                   // buffer_ is for the next unit
+  std::span<std::byte> buffer_;             // for the unit at hand
+  uint64_t in_buffer_ = 0;                  // bytes of the unit that have been read
+  uint64_t used_ = 0;               // of the buffer: by parts, or before the image of a unit
+  std::vector<std::byte*> places_;  // of the unit's pieces
   std::vector<io::Slice> slices_;
   std::vector<std::byte> headers_;
   Pages image_{nullptr, {}};    // of a unit as it is in the source; or what gaps are read to

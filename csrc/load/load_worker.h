@@ -8,9 +8,9 @@
 //           copied to where they go
 //   digest  from there
 //   place   pieces in a buffer are sent to the device, once their destinations are allocated
-// The buffer is one of the lane, taken before the unit is. From a source that waits it is memory of
-// ours, so that no pinned buffer waits for the network: its pieces are copied to a buffer of the
-// lane when they are complete, and it is what the steps are hashed from.
+// The buffer is one of the copier, taken before the unit is. From a source that waits it is memory
+// of ours, so that no pinned buffer waits for the network: its pieces are copied to a buffer of the
+// copier when they are complete, and it is what the steps are hashed from.
 #pragma once
 
 #include <functional>
@@ -34,7 +34,7 @@ class LoadWorker {
   virtual bool prepare(bool may_wait) = 0;
   // Gives back what prepare() got.
   virtual void unprepare() = 0;
-  // Ends the use of every buffer of the lane: who waits in line for another lane's holds none.
+  // Ends the use of every buffer of the copier: who waits in line for another copier's holds none.
   virtual void release_buffers() = 0;
 
   virtual void process(size_t unit) = 0;

@@ -126,7 +126,7 @@ class Worker final : public UnitWorker {
  public:
   Worker(Shared& shared, const std::stop_token& stop)
       : shared_(shared), job_(shared.job), stop_(stop) {
-    if (job_.engine != nullptr) lane_ = job_.engine->make_lane(job_.key != nullptr);
+    if (job_.engine != nullptr) copier_ = job_.engine->make_copier(job_.key != nullptr);
   }
 
   bool help() override { return shared_.digester.help(); }
@@ -139,7 +139,7 @@ class Worker final : public UnitWorker {
   void process(size_t number) override {
     prepared_ = false;
     if (is_staged()) fill_buffer(shared_.plan.units[number]);
-    if (lane_) {
+    if (copier_) {
       write_fetched();
       fetched_ = {number, next_buffer_};
     } else {
@@ -158,11 +158,11 @@ class Worker final : public UnitWorker {
   // A buffer goes on once its steps are hashed.
   void take_buffer() {
     const auto release = [this] { hashing_.release_oldest(stop_); };
-    if (lane_) {
-      std::span<std::byte> next = lane_->try_acquire();
+    if (copier_) {
+      std::span<std::byte> next = copier_->try_acquire();
       if (next.empty()) {
         write_fetched();  // others may wait for it: before this waits for them
-        next = device::next_buffer(*lane_, stop_, release);
+        next = device::next_buffer(*copier_, stop_, release);
       }
       next_buffer_ = next;
     } else {
@@ -171,14 +171,14 @@ class Worker final : public UnitWorker {
       if (next.size() == 0) next = crypto::SecretBuffer(kHostBufferNbytes);
       buffer_ = next.bytes();
     }
-    if (!lane_) hashing_.begin_buffer();
+    if (!copier_) hashing_.begin_buffer();
   }
 
   // Writes the unit whose fetch was begun last, if there is one.
   void write_fetched() {
     if (!fetched_) return;
     const Fetched unit = *std::exchange(fetched_, std::nullopt);
-    lane_->end_fetch(stop_);
+    copier_->end_fetch(stop_);
     buffer_ = unit.buffer;
     hashing_.begin_buffer();
     write(unit.number);
@@ -204,8 +204,8 @@ class Worker final : public UnitWorker {
       if (nbytes > 0) pieces_.push_back({at, job_.payloads[i].data + unit.offset, nbytes});
       at += nbytes;
     }
-    if (lane_ && !pieces_.empty()) {
-      lane_->begin_fetch(pieces_, stop_);
+    if (copier_ && !pieces_.empty()) {
+      copier_->begin_fetch(pieces_, stop_);
     } else {
       for (const device::CopyPiece& piece : pieces_)
         std::memcpy(buffer_.data() + piece.buffer_offset, piece.device_address, piece.nbytes);
@@ -298,8 +298,8 @@ class Worker final : public UnitWorker {
   Shared& shared_;
   const RecordsToWrite& job_;
   const std::stop_token stop_;
-  std::unique_ptr<device::Lane> lane_;  // set iff the payloads are on a device
-  std::span<std::byte> buffer_;         // with the plaintext of the unit at hand, if staged
+  std::unique_ptr<device::Copier> copier_;  // set iff the payloads are on a device
+  std::span<std::byte> buffer_;             // with the plaintext of the unit at hand, if staged
   // From a device: a buffer that nothing was fetched to yet; a unit that is on its way.
   struct Fetched {
     size_t number;

@@ -59,15 +59,15 @@ inline void load(CopyEngine& engine, const Bytes& source, const std::vector<Unit
                  unsigned workers = 3) {
   std::atomic<size_t> next{0};
   for_each_index(workers, workers, {}, [&](size_t, const std::stop_token& stop) {
-    const std::unique_ptr<Lane> lane = engine.make_lane(false);
+    const std::unique_ptr<Copier> copier = engine.make_copier(false);
     for (size_t n = next++; n < units.size(); n = next++) {
-      const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
+      const std::span<std::byte> buffer = next_buffer(*copier, stop, [] {});
       for (const CopyPiece& piece : units[n].pieces)
         std::copy_n(source.data() + units[n].offset + piece.buffer_offset, piece.nbytes,
                     buffer.data() + piece.buffer_offset);
-      lane->send(units[n].pieces, stop);
+      copier->send(units[n].pieces, stop);
     }
-    lane->finish(stop);
+    copier->finish(stop);
   });
 }
 
@@ -77,11 +77,11 @@ inline Bytes save(CopyEngine& engine, uint64_t nbytes, const std::vector<Unit>& 
   Bytes result(nbytes);
   std::atomic<size_t> next{0};
   for_each_index(workers, workers, {}, [&](size_t, const std::stop_token& stop) {
-    const std::unique_ptr<Lane> lane = engine.make_lane(false);
+    const std::unique_ptr<Copier> copier = engine.make_copier(false);
     for (size_t n = next++; n < units.size(); n = next++) {
-      const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
-      lane->begin_fetch(units[n].pieces, stop);
-      lane->end_fetch(stop);
+      const std::span<std::byte> buffer = next_buffer(*copier, stop, [] {});
+      copier->begin_fetch(units[n].pieces, stop);
+      copier->end_fetch(stop);
       for (const CopyPiece& piece : units[n].pieces)
         std::copy_n(buffer.data() + piece.buffer_offset, piece.nbytes,
                     result.data() + units[n].offset + piece.buffer_offset);

@@ -116,7 +116,7 @@ class PlainSource final : public io::RangeSource {
 };
 
 // A device whose memory is host memory; copies happen when they are asked for, buffers are few and
-// shared by all lanes.
+// shared by all copiers.
 class HostEngine final : public device::CopyEngine {
  public:
   HostEngine(unsigned buffers, uint64_t nbytes)
@@ -127,24 +127,24 @@ class HostEngine final : public device::CopyEngine {
   uint64_t buffer_nbytes() const noexcept override { return buffer_nbytes_; }
   bool is_ready() const noexcept override { return true; }
   void order_after_caller() override {}
-  std::unique_ptr<device::Lane> make_lane(bool) override {
-    return std::make_unique<HostLane>(*this);
+  std::unique_ptr<device::Copier> make_copier(bool) override {
+    return std::make_unique<HostCopier>(*this);
   }
   void wipe(std::span<const device::DeviceRange> destinations) noexcept override {
     for (const device::DeviceRange& range : destinations)
       std::memset(range.device_address, 0, range.nbytes);
   }
-  std::function<void()> before_copy;  // by the lane's thread; may throw
+  std::function<void()> before_copy;  // by the copier's thread; may throw
   size_t free_buffers() {
     MutexLock lock(mutex_);
     return free_.size();
   }
 
  private:
-  class HostLane final : public device::Lane {
+  class HostCopier final : public device::Copier {
    public:
-    explicit HostLane(HostEngine& engine) : engine_(engine) {}
-    ~HostLane() override {
+    explicit HostCopier(HostEngine& engine) : engine_(engine) {}
+    ~HostCopier() override {
       for (const unsigned buffer : in_use_) engine_.give_back(buffer);
     }
     std::span<std::byte> try_acquire() override {

@@ -147,21 +147,21 @@ TEST_F(CudaFailure, WhenNobodyCanTellWhetherACopyEndedItsMemoryIsNeverUsedAgain)
   // Never freed: it may still be written to.
   static const auto* const memory = new DeviceMemory(kSource.size());
   auto bystander = std::make_unique<CudaCopyEngine>(options());
-  auto lane = bystander->make_lane(false);
+  auto copier = bystander->make_copier(false);
   {
     CudaCopyEngine engine(options());
     fake().fail("cuEventQuery:3:999,cuStreamSynchronize:1:999");
     EXPECT_EQ(code_of([&] { load(engine, kSource, units(*memory, engine), 1); }), Errc::device);
   }
   try {  // whoever waits for a buffer may be the first to be heard, and says why too
-    static_cast<void>(next_buffer(*lane, {}, [] {}));
+    static_cast<void>(next_buffer(*copier, {}, [] {}));
     FAIL() << "nothing was thrown";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), Errc::device);
     EXPECT_NE(std::string(error.what()).find("CUDA_ERROR_UNKNOWN (999)"), std::string::npos)
         << error.what();
   }
-  lane.reset();
+  copier.reset();
   bystander.reset();
   fake().reset();
   fake().set_delay(0, 0);
@@ -199,15 +199,15 @@ class SoonStopped {
 
 TEST_F(CudaFailure, AStopEndsTheWaitForABuffer) {
   CudaCopyEngine engine(options());
-  std::vector<std::unique_ptr<Lane>> lanes;
+  std::vector<std::unique_ptr<Copier>> copiers;
   for (unsigned i = 0; i < 2; ++i) {
-    lanes.push_back(engine.make_lane(false));
-    while (!lanes.back()->try_acquire().empty()) {
+    copiers.push_back(engine.make_copier(false));
+    while (!copiers.back()->try_acquire().empty()) {
     }
   }
-  const auto lane = engine.make_lane(false);
+  const auto copier = engine.make_copier(false);
   const SoonStopped stop;
-  EXPECT_EQ(code_of([&] { static_cast<void>(next_buffer(*lane, stop.token(), [] {})); }),
+  EXPECT_EQ(code_of([&] { static_cast<void>(next_buffer(*copier, stop.token(), [] {})); }),
             Errc::cancelled);
 }
 
@@ -219,17 +219,17 @@ TEST_F(CudaFailure, AStopEndsTheWaitForWorkOfTheCallerThatNeverEnds) {
     CudaCopyEngine engine(options(stream));
     EXPECT_FALSE(engine.is_ready());
     const SoonStopped stop;
-    const auto lane = engine.make_lane(false);
-    static_cast<void>(lane->try_acquire());
+    const auto copier = engine.make_copier(false);
+    static_cast<void>(copier->try_acquire());
     const CopyPiece piece{0, memory.data(), 1000};
-    EXPECT_EQ(code_of([&] { lane->send({&piece, 1}, stop.token()); }), Errc::cancelled);
+    EXPECT_EQ(code_of([&] { copier->send({&piece, 1}, stop.token()); }), Errc::cancelled);
     EXPECT_TRUE(held.still_held());
   }
   fake().wait(stream, 0);
   fake().destroy_stream(stream);
 }
 
-TEST_F(CudaFailure, CopiesOfALaneDoNotWaitForWorkThatTheCallerEnqueuedSince) {
+TEST_F(CudaFailure, CopiesOfACopierDoNotWaitForWorkThatTheCallerEnqueuedSince) {
   DeviceMemory memory(kSource.size());
   void* stream = fake().make_stream(0);
   CudaCopyEngine engine(options(stream));
@@ -249,11 +249,11 @@ TEST_F(CudaFailure, ACancelledEngineEndsEveryWaitAndTouchesNothing) {
     CudaCopyEngine engine(options(stream));
     fake().compute(stream, 0, memory.data(), 4000, 9, 50'000);
     engine.order_after_caller();
-    const auto lane = engine.make_lane(false);
-    static_cast<void>(lane->try_acquire());
+    const auto copier = engine.make_copier(false);
+    static_cast<void>(copier->try_acquire());
     engine.cancel();
     const CopyPiece piece{0, memory.data(), 4000};
-    EXPECT_EQ(code_of([&] { lane->send({&piece, 1}, {}); }), Errc::cancelled);
+    EXPECT_EQ(code_of([&] { copier->send({&piece, 1}, {}); }), Errc::cancelled);
   }
   fake().wait(stream, 0);
   EXPECT_TRUE(same(memory.bytes(), before));
@@ -266,22 +266,22 @@ TEST_F(CudaFailure, APieceThatLeavesItsBufferIsRefused) {
   for (const CopyPiece piece : {CopyPiece{0, memory.data(), engine.buffer_nbytes() + 1},
                                 CopyPiece{engine.buffer_nbytes() + 1, memory.data(), 0},
                                 CopyPiece{1, memory.data(), UINT64_MAX}}) {
-    const auto lane = engine.make_lane(false);
-    static_cast<void>(lane->try_acquire());
-    EXPECT_EQ(code_of([&] { lane->send({&piece, 1}, {}); }), Errc::invalid_argument);
+    const auto copier = engine.make_copier(false);
+    static_cast<void>(copier->try_acquire());
+    EXPECT_EQ(code_of([&] { copier->send({&piece, 1}, {}); }), Errc::invalid_argument);
   }
   EXPECT_EQ(Device::get(0).status().free_slots, kFewBuffers.slots);
 }
 
-TEST_F(CudaFailure, ALaneThatDiesWithCopiesInFlightWaitsForThem) {
+TEST_F(CudaFailure, ACopierThatDiesWithCopiesInFlightWaitsForThem) {
   fake().set_delay(2000, 5000);
   DeviceMemory memory(kSource.size());
   CudaCopyEngine engine(options());
   {
-    const auto lane = engine.make_lane(false);
+    const auto copier = engine.make_copier(false);
     for (const Unit& unit : units(memory, engine)) {
-      if (lane->try_acquire().empty()) break;
-      lane->send(unit.pieces, {});
+      if (copier->try_acquire().empty()) break;
+      copier->send(unit.pieces, {});
     }
   }
   EXPECT_EQ(Device::get(0).status().free_slots, kFewBuffers.slots);

@@ -1,4 +1,4 @@
-// Chunks that the device opens: from a lane's buffer through the kernels, run by the fake driver,
+// Chunks that the device opens: from a copier's buffer through the kernels, run by the fake driver,
 // to the destination; and what happens where the kernels cannot be had.
 #include <sodium.h>
 
@@ -34,9 +34,9 @@ class CudaKernels : public FakeDriverTest {
   void load(CopyEngine& engine) {
     for_each_index(messages_.size() / 4, 3, {}, [&](size_t group, const std::stop_token& stop) {
       const size_t first = 4 * group;
-      const std::unique_ptr<Lane> lane = engine.make_lane(true);
-      const std::span<std::byte> buffer = next_buffer(*lane, stop, [] {});
-      const std::span<ChunkToOpen> chunks = lane->chunks_to_open({});
+      const std::unique_ptr<Copier> copier = engine.make_copier(true);
+      const std::span<std::byte> buffer = next_buffer(*copier, stop, [] {});
+      const std::span<ChunkToOpen> chunks = copier->chunks_to_open({});
       for (const ChunkToOpen& chunk : chunks.first(4))
         if (chunk.nbytes != 0) left_behind_ = true;
       size_t nbytes = 0;
@@ -50,8 +50,8 @@ class CudaKernels : public FakeDriverTest {
       const auto refuse = [first](size_t chunk) {
         throw Error(Errc::crypto, "message " + std::to_string(first + chunk));
       };
-      lane->send_to_work({&piece, 1}, {.chunks = 4, .refuse = refuse}, stop);
-      lane->finish(stop);
+      copier->send_to_work({&piece, 1}, {.chunks = 4, .refuse = refuse}, stop);
+      copier->finish(stop);
     });
   }
 
@@ -89,7 +89,7 @@ class CudaKernels : public FakeDriverTest {
 };
 
 // The fake driver looks, when it is given memory of the kernels back, whether all of it is zero.
-TEST_F(CudaKernels, OpenWhatALaneSends) {
+TEST_F(CudaKernels, OpenWhatACopierSends) {
   fake().set_delay(0, 2000);
   expect_loads();
   EXPECT_EQ(fake().calls("cuModuleLoadData"), 1U);
@@ -130,9 +130,9 @@ TEST_F(CudaKernels, AreDoneWithoutWhereTheyCannotBeHad) {
     {
       CudaCopyEngine engine(options(OpenOnDevice::if_possible));
       EXPECT_NE(engine.why_not_opened({}), "") << call;
-      const std::unique_ptr<Lane> lane = engine.make_lane(true);
-      ASSERT_FALSE(lane->try_acquire().empty());
-      EXPECT_TRUE(lane->chunks_to_open({}).empty()) << call;
+      const std::unique_ptr<Copier> copier = engine.make_copier(true);
+      ASSERT_FALSE(copier->try_acquire().empty());
+      EXPECT_TRUE(copier->chunks_to_open({}).empty()) << call;
       // nor are they asked for again
       const std::string what = error_of_load(Errc::device);
       EXPECT_NE(what.find("cannot decrypt: " + engine.why_not_opened({})), std::string::npos)

@@ -49,21 +49,21 @@ TEST_F(CudaPinned, EveryDeviceHasItsOwn) {
   EXPECT_EQ(fake().calls("cuMemHostRegister"), 2U);
 }
 
-TEST_F(CudaPinned, BuffersOfASecretLaneAreWipedBeforeOthersGetThem) {
+TEST_F(CudaPinned, BuffersOfASecretCopierAreWipedBeforeOthersGetThem) {
   CudaCopyEngine engine(options());
   DeviceMemory target(1000);
   for (const bool secret : {false, true}) {
     std::byte* filled = nullptr;
     {
-      const auto lane = engine.make_lane(secret);
-      const std::span<std::byte> buffer = lane->try_acquire();
+      const auto copier = engine.make_copier(secret);
+      const std::span<std::byte> buffer = copier->try_acquire();
       std::fill_n(buffer.begin(), 1000, std::byte{0xAB});
       filled = buffer.data();
       const CopyPiece piece{0, target.data(), 1000};
-      lane->send({&piece, 1}, {});
-      lane->finish({});
+      copier->send({&piece, 1}, {});
+      copier->finish({});
     }
-    const auto next = engine.make_lane(false);
+    const auto next = engine.make_copier(false);
     const std::span<std::byte> buffer = next->try_acquire();
     ASSERT_EQ(buffer.data(), filled) << "the last one returned goes out first";
     EXPECT_EQ(buffer[999], secret ? std::byte{0} : std::byte{0xAB});
@@ -128,12 +128,12 @@ TEST_F(CudaPinned, ASmallLoadPinsSixteenMebibytesOfWhatItMay) {
 
 TEST_F(CudaPinned, ALoadThatNeedsMoreGetsItUpToTheSizeAskedFor) {
   CudaCopyEngine engine(ring_of(5));
-  std::vector<std::unique_ptr<Lane>> lanes;
+  std::vector<std::unique_ptr<Copier>> copiers;
   std::set<std::byte*> buffers;
   for (unsigned i = 0; i < 3; ++i) {
-    lanes.push_back(engine.make_lane(false));
-    for (auto buffer = lanes.back()->try_acquire(); !buffer.empty();
-         buffer = lanes.back()->try_acquire()) {
+    copiers.push_back(engine.make_copier(false));
+    for (auto buffer = copiers.back()->try_acquire(); !buffer.empty();
+         buffer = copiers.back()->try_acquire()) {
       EXPECT_EQ(buffer.size(), 8U << 20);
       EXPECT_TRUE(buffers.insert(buffer.data()).second) << "a buffer has one owner";
     }
@@ -159,8 +159,8 @@ TEST_F(CudaPinned, WhereOneStepIsRefusedTheLoadGoesOnWithWhatThereIs) {
 TEST_F(CudaPinned, StepsOfADriverThatRegistersNothingAreItsOwnMemory) {
   fake().fail("cuMemHostRegister:1:801");
   CudaCopyEngine engine(ring_of(6));
-  const auto lane = engine.make_lane(false);
-  while (!lane->try_acquire().empty()) {
+  const auto copier = engine.make_copier(false);
+  while (!copier->try_acquire().empty()) {
   }
   EXPECT_EQ(Device::get(0).status().slots, 6U);
   EXPECT_EQ(fake().calls("cuMemHostRegister"), 1U);
@@ -206,7 +206,7 @@ TEST_F(CudaPinned, ADeviceThatDoesNotExistIsAnErrorThatCountsThem) {
 TEST_F(CudaPinned, BuffersThatNothingWasSentFromGoBack) {
   CudaCopyEngine engine(options());
   for (unsigned i = 0; i < 3 * kFewBuffers.slots; ++i)
-    EXPECT_FALSE(engine.make_lane(false)->try_acquire().empty());
+    EXPECT_FALSE(engine.make_copier(false)->try_acquire().empty());
   EXPECT_EQ(Device::get(0).status().free_slots, kFewBuffers.slots);
 }
 
@@ -224,16 +224,16 @@ TEST_F(CudaPinned, ManySmallLoadsShareStreamsAndEvents) {
 
 TEST_F(CudaPinned, ALoadThatComesLaterGetsABufferOfOneThatHasThemAll) {
   CudaCopyEngine first(options()), second(options());
-  std::vector<std::unique_ptr<Lane>> greedy;
+  std::vector<std::unique_ptr<Copier>> greedy;
   for (unsigned i = 0; i < 2; ++i) {
-    greedy.push_back(first.make_lane(false));
+    greedy.push_back(first.make_copier(false));
     while (!greedy.back()->try_acquire().empty()) {
     }
   }
   std::atomic<bool> served{false};
   std::jthread late([&] {
-    const auto lane = second.make_lane(false);
-    static_cast<void>(next_buffer(*lane, {}, [] {}));
+    const auto copier = second.make_copier(false);
+    static_cast<void>(next_buffer(*copier, {}, [] {}));
     served = true;
   });
   while (!served) {  // goes on as a load does, one buffer after another

@@ -51,7 +51,7 @@ class Unordered final : public CopyEngine {
   uint64_t buffer_nbytes() const noexcept override { return engine_.buffer_nbytes(); }
   bool is_ready() const noexcept override { return engine_.is_ready(); }
   void order_after_caller() override {}
-  std::unique_ptr<Lane> make_lane(bool secret) override { return engine_.make_lane(secret); }
+  std::unique_ptr<Copier> make_copier(bool secret) override { return engine_.make_copier(secret); }
   void wipe(std::span<const DeviceRange> destinations) noexcept override {
     engine_.wipe(destinations);
   }

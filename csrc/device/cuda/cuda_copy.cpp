@@ -6,7 +6,7 @@
 
 #include "core/checked_math.h"
 #include "core/pages.h"
-#include "device/cuda/cuda_lane.h"
+#include "device/cuda/cuda_copier.h"
 
 namespace tensorizer::device::cuda {
 namespace {
@@ -30,8 +30,8 @@ CudaCopyEngine::CudaCopyEngine(const CudaCopyOptions& options)
     : owner_(::getpid()), caller_(reinterpret_cast<Stream>(options.caller_stream)) {
   Device& device = Device::get(options.device);
   std::shared_ptr<PinnedBuffers> buffers = device.use_pinned(options.pinned);
-  state_ = std::make_unique<LaneState>(device, std::move(buffers), device.context(),
-                                       options.open_on_device);
+  state_ = std::make_unique<CopierState>(device, std::move(buffers), device.context(),
+                                         options.open_on_device);
   {
     const ContextGuard current(device.driver(), state_->context);
     state_->fence = state_->buffers->take_event();
@@ -75,7 +75,7 @@ CudaCopyEngine::~CudaCopyEngine() {
   state_->buffers->give_back_event(state_->fence);
 }
 
-LaneState& CudaCopyEngine::state() const {
+CopierState& CudaCopyEngine::state() const {
   if (::getpid() != owner_)
     throw Error(Errc::device, "a CUDA copy engine does not work in a forked child");
   return *state_;
@@ -90,7 +90,7 @@ uint64_t CudaCopyEngine::staging_nbytes() const noexcept {
 }
 
 void CudaCopyEngine::use_staging(TensorMemory memory) {
-  LaneState& state = this->state();
+  CopierState& state = this->state();
   const Kernels* const kernels = naming(state.device, [&] { return state.buffers->kernels_now(); });
   if (!kernels) throw Error(Errc::device, state.device.label() + ": it has no kernels yet");
   state.converts = kernels;
@@ -106,7 +106,7 @@ void CudaCopyEngine::free_staging() noexcept { state_->staging = {}; }
 std::string CudaCopyEngine::shortage() const { return state().buffers->shortage(); }
 
 void CudaCopyEngine::order_after_caller() {
-  LaneState& state = this->state();
+  CopierState& state = this->state();
   const Driver& driver = state.device.driver();
   naming(state.device, [&] {
     const ContextGuard current(driver, state.context);
@@ -124,7 +124,7 @@ void CudaCopyEngine::order_after_caller() {
 
 bool CudaCopyEngine::is_ready() const noexcept {
   try {
-    const LaneState& state = this->state();
+    const CopierState& state = this->state();
     const ContextGuard current(state.device.driver(), state.context);
     return state.device.driver().cuEventQuery(state.fence) == kSuccess;
   } catch (const Error&) {
@@ -132,9 +132,9 @@ bool CudaCopyEngine::is_ready() const noexcept {
   }
 }
 
-std::unique_ptr<Lane> CudaCopyEngine::make_lane(bool secret) {
-  LaneState& state = this->state();
-  return naming(state.device, [&] { return std::make_unique<CudaLane>(state, secret); });
+std::unique_ptr<Copier> CudaCopyEngine::make_copier(bool secret) {
+  CopierState& state = this->state();
+  return naming(state.device, [&] { return std::make_unique<CudaCopier>(state, secret); });
 }
 
 void CudaCopyEngine::wipe(std::span<const DeviceRange> destinations) noexcept {
@@ -161,12 +161,12 @@ void CudaCopyEngine::cancel() noexcept {
   state_->buffers->wake_all();
 }
 
-void CudaCopyEngine::wait_for_lanes(std::chrono::milliseconds patience) noexcept {
+void CudaCopyEngine::wait_for_copiers(std::chrono::milliseconds patience) noexcept {
   const auto deadline = std::chrono::steady_clock::now() + patience;
-  LaneState& state = *state_;
+  CopierState& state = *state_;
   MutexLock lock(state.mutex);
   state.changed.wait_until(state.mutex, {}, deadline,
-                           [&]() REQUIRES_LOCK(state.mutex) { return state.lanes == 0; });
+                           [&]() REQUIRES_LOCK(state.mutex) { return state.copiers == 0; });
 }
 
 bool release_pinned(Ordinal device) {
@@ -185,7 +185,7 @@ void shut_down() noexcept {
   {
     MutexLock lock(live.mutex);
     for (CudaCopyEngine* engine : live.engines) engine->cancel();
-    for (CudaCopyEngine* engine : live.engines) engine->wait_for_lanes(kShutDownPatience);
+    for (CudaCopyEngine* engine : live.engines) engine->wait_for_copiers(kShutDownPatience);
   }
   Device::stop_idle_threads();
 }

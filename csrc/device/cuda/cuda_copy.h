@@ -1,9 +1,9 @@
-// The CopyEngine of a CUDA device: lanes over the process's pinned memory, asynchronous copies
+// The CopyEngine of a CUDA device: copiers over the process's pinned memory, asynchronous copies
 // straight to the final addresses.
 //
 // Order: copies run after what the caller's stream held when the engine was made, or when
-// order_after_caller() was last called: each lane waits for that on the host before its first copy,
-// so nothing of ours ever sits behind work of the caller that may take minutes. Call
+// order_after_caller() was last called: each copier waits for that on the host before its first
+// copy, so nothing of ours ever sits behind work of the caller that may take minutes. Call
 // order_after_caller() once destinations are allocated: the allocator may hand out memory that
 // earlier work on the caller's stream still uses. A load is over when its copies are done, so what
 // the caller does next sees the data. Nothing but an event is put on the caller's stream.
@@ -30,7 +30,7 @@ struct CudaCopyOptions {
   OpenOnDevice open_on_device = OpenOnDevice::never;
 };
 
-struct LaneState;
+struct CopierState;
 
 class CudaCopyEngine final : public CopyEngine {
  public:
@@ -38,13 +38,13 @@ class CudaCopyEngine final : public CopyEngine {
   // caller's stream that is capturing a graph.
   explicit CudaCopyEngine(const CudaCopyOptions& options);
 
-  // REQUIRES: its lanes are gone.
+  // REQUIRES: its copiers are gone.
   ~CudaCopyEngine() override;
 
   uint64_t buffer_nbytes() const noexcept override;
   bool is_ready() const noexcept override;
   void order_after_caller() override;
-  std::unique_ptr<Lane> make_lane(bool secret) override;
+  std::unique_ptr<Copier> make_copier(bool secret) override;
   uint64_t staging_nbytes() const noexcept override;
   // Throws Error(device) where why_not_converted() says why.
   void use_staging(TensorMemory memory) override;
@@ -52,10 +52,10 @@ class CudaCopyEngine final : public CopyEngine {
   void free_staging() noexcept override;
   void wipe(std::span<const DeviceRange> destinations) noexcept override;
 
-  // Every wait of its lanes ends in Error(cancelled) from now on. Does not wait for them.
+  // Every wait of its copiers ends in Error(cancelled) from now on. Does not wait for them.
   void cancel() noexcept;
-  // Waits until its lanes are gone, or `patience` is over.
-  void wait_for_lanes(std::chrono::milliseconds patience) noexcept;
+  // Waits until its copiers are gone, or `patience` is over.
+  void wait_for_copiers(std::chrono::milliseconds patience) noexcept;
 
   // Why the host opens chunks; empty where the device does. Waits for the kernels, which are made
   // if nobody has yet. Throws Error(cancelled).
@@ -67,11 +67,11 @@ class CudaCopyEngine final : public CopyEngine {
   std::string shortage() const;
 
  private:
-  LaneState& state() const;
+  CopierState& state() const;
 
   const pid_t owner_;
   const Stream caller_;
-  std::unique_ptr<LaneState> state_;
+  std::unique_ptr<CopierState> state_;
 };
 
 // Gives a device's pinned memory back, now or when its last user ends; true when it is gone on

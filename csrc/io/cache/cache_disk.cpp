@@ -62,40 +62,40 @@ void CacheDisk::give_back(Pages pages) noexcept {
   changed_.notify_all();
 }
 
-void CacheDisk::add(Lane CacheDisk::* which, Job job) {
+void CacheDisk::add(Queue CacheDisk::* which, Job job) {
   {
     MutexLock lock(mutex_);
-    Lane& lane = this->*which;
-    lane.jobs.push_back(std::move(job));
-    if (!lane.has_thread) {
+    Queue& queue = this->*which;
+    queue.jobs.push_back(std::move(job));
+    if (!queue.has_thread) {
       try {
         std::thread([this, which] { work(which); }).detach();  // nobody may be left to join it
       } catch (...) {
-        lane.jobs.pop_back();
+        queue.jobs.pop_back();
         throw;
       }
-      lane.has_thread = true;
+      queue.has_thread = true;
     }
   }
   changed_.notify_all();
 }
 
-void CacheDisk::work(Lane CacheDisk::* which) noexcept {
+void CacheDisk::work(Queue CacheDisk::* which) noexcept {
   mutex_.lock();
-  Lane& lane = this->*which;
-  const auto has_jobs = [&] { return !lane.jobs.empty(); };
+  Queue& queue = this->*which;
+  const auto has_jobs = [&] { return !queue.jobs.empty(); };
   while (changed_.wait_until(mutex_, {}, std::chrono::steady_clock::now() + kLinger, has_jobs)) {
-    Job job = std::move(lane.jobs.front());
+    Job job = std::move(queue.jobs.front());
     mutex_.unlock();
     job();
     job = nullptr;  // what it holds goes before somebody hears that it is done
     mutex_.lock();
-    lane.jobs.pop_front();
-    ++lane.done;
+    queue.jobs.pop_front();
+    ++queue.done;
     changed_.notify_all();
   }
-  lane.has_thread = false;
-  if (&lane == &writing_) spare_.clear();
+  queue.has_thread = false;
+  if (&queue == &writing_) spare_.clear();
   mutex_.unlock();
 }
 

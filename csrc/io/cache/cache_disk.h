@@ -46,19 +46,19 @@ class CacheDisk {
   std::vector<Trouble> take_troubles();
 
  private:
-  struct Lane {
+  struct Queue {
     std::deque<Job> jobs;  // the first one is being done
     uint64_t done = 0;
     bool has_thread = false;
   };
   void give_back(Pages pages) noexcept;
-  void add(Lane CacheDisk::* which, Job job);
-  void work(Lane CacheDisk::* which) noexcept;
+  void add(Queue CacheDisk::* which, Job job);
+  void work(Queue CacheDisk::* which) noexcept;
 
   Mutex mutex_;
   CondVar changed_;
-  Lane writing_ GUARDED_BY(mutex_);
-  Lane syncing_ GUARDED_BY(mutex_);
+  Queue writing_ GUARDED_BY(mutex_);
+  Queue syncing_ GUARDED_BY(mutex_);
   uint64_t lent_nbytes_ GUARDED_BY(mutex_) = 0;
   std::vector<Pages> spare_ GUARDED_BY(mutex_);  // together with those lent at most the limit
   std::vector<Trouble> troubles_ GUARDED_BY(mutex_);

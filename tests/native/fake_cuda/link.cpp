@@ -25,7 +25,7 @@ const char* name_of(size_t engine) {
 
 }  // namespace
 
-LinkModel::LinkModel(int devices) : lanes_(static_cast<size_t>(devices)) {
+LinkModel::LinkModel(int devices) : queues_(static_cast<size_t>(devices)) {
   if (const char* text = std::getenv("FAKE_CUDA_MODEL")) configure(text);
 }
 
@@ -65,7 +65,7 @@ void LinkModel::configure(const char* text) {
     }
   }
   if (down_gbps_ == 0) down_gbps_ = gbps_;
-  for (auto& device : lanes_)
+  for (auto& device : queues_)
     for (auto& kind : device) kind.assign(engines_, {});
 }
 
@@ -83,11 +83,11 @@ LinkModel::Clock::time_point LinkModel::book(int device, const Cost& cost) {
   const std::lock_guard lock(mutex_);
   if (!on_ || cost.engine == Engine::none) return now;
   const auto kind = static_cast<size_t>(cost.engine);
-  auto& lanes = lanes_[static_cast<size_t>(device)][kind];
-  Lane& lane = *std::min_element(lanes.begin(), lanes.end(), [](const Lane& a, const Lane& b) {
-    return a.free_at < b.free_at;
-  });
-  auto begin = std::max(now, lane.free_at);
+  auto& queues = queues_[static_cast<size_t>(device)][kind];
+  Queue& queue =
+      *std::min_element(queues.begin(), queues.end(),
+                        [](const Queue& a, const Queue& b) { return a.free_at < b.free_at; });
+  auto begin = std::max(now, queue.free_at);
   if (host_gbps_ > 0 && cost.engine != Engine::kernel) {
     begin = std::max(begin, host_free_at_[kind]);
     host_free_at_[kind] =
@@ -98,15 +98,15 @@ LinkModel::Clock::time_point LinkModel::book(int device, const Cost& cost) {
     copied_ = true;
     pinned_at_first_copy_ = pinned_nbytes_;
   }
-  if (lane.count == 0) {
-    lane.first = begin;
+  if (queue.count == 0) {
+    queue.first = begin;
   } else {
-    lane.longest_gap = std::max(lane.longest_gap, begin - lane.free_at);
+    queue.longest_gap = std::max(queue.longest_gap, begin - queue.free_at);
   }
-  lane.free_at = lane.last = end;
-  lane.busy += end - begin;
-  lane.nbytes += cost.nbytes;
-  lane.count += cost.count;
+  queue.free_at = queue.last = end;
+  queue.busy += end - begin;
+  queue.nbytes += cost.nbytes;
+  queue.count += cost.count;
   return end;
 }
 
@@ -139,18 +139,18 @@ std::string LinkModel::report() {
   std::ostringstream text;
   text << "{\"pinned_at_first_copy\": " << pinned_at_first_copy_ << ", \"engines\": [";
   const char* comma = "";
-  for (size_t device = 0; device < lanes_.size(); ++device) {
+  for (size_t device = 0; device < queues_.size(); ++device) {
     for (size_t kind = 0; kind < kKinds; ++kind) {
-      for (Lane& lane : lanes_[device][kind]) {
-        if (lane.count == 0) continue;
+      for (Queue& queue : queues_[device][kind]) {
+        if (queue.count == 0) continue;
         text << comma << "{\"device\": " << device << ", \"engine\": \"" << name_of(kind)
-             << "\", \"bytes\": " << lane.nbytes << ", \"count\": " << lane.count
-             << ", \"busy\": " << seconds(lane.busy)
-             << ", \"first\": " << seconds(lane.first - since_)
-             << ", \"last\": " << seconds(lane.last - since_)
-             << ", \"gap\": " << seconds(lane.longest_gap) << "}";
+             << "\", \"bytes\": " << queue.nbytes << ", \"count\": " << queue.count
+             << ", \"busy\": " << seconds(queue.busy)
+             << ", \"first\": " << seconds(queue.first - since_)
+             << ", \"last\": " << seconds(queue.last - since_)
+             << ", \"gap\": " << seconds(queue.longest_gap) << "}";
         comma = ", ";
-        lane = {.free_at = lane.free_at};
+        queue = {.free_at = queue.free_at};
       }
     }
   }

@@ -63,7 +63,7 @@ class LinkModel {
   std::string report();
 
  private:
-  struct Lane {
+  struct Queue {
     Clock::time_point free_at{};
     Clock::time_point first{}, last{};
     Clock::duration longest_gap{}, busy{};
@@ -83,7 +83,7 @@ class LinkModel {
 
   std::mutex mutex_;
   std::mutex pinning_;
-  std::vector<std::array<std::vector<Lane>, kKinds>> lanes_;  // per device and engine
+  std::vector<std::array<std::vector<Queue>, kKinds>> queues_;  // per device and engine
   std::array<Clock::time_point, kKinds> host_free_at_{};
   Clock::time_point since_ = Clock::now();
   uint64_t pinned_nbytes_ = 0;

@@ -1,4 +1,4 @@
-// A worker's lane to a CUDA device: up to three pinned buffers, a stream, and the events of the
+// A worker's copier to a CUDA device: up to three pinned buffers, a stream, and the events of the
 // buffers. See device/copy_engine.h for the contract.
 #pragma once
 
@@ -13,9 +13,9 @@
 
 namespace tensorizer::device::cuda {
 
-// What the lanes of one engine share with it.
-struct LaneState {
-  LaneState(Device& on, std::shared_ptr<PinnedBuffers> from, Context in, OpenOnDevice open)
+// What the copiers of one engine share with it.
+struct CopierState {
+  CopierState(Device& on, std::shared_ptr<PinnedBuffers> from, Context in, OpenOnDevice open)
       : device(on), buffers(std::move(from)), context(in), open_on_device(open) {}
 
   Device& device;
@@ -29,16 +29,16 @@ struct LaneState {
   Event fence = nullptr;              // copies wait for its latest record
   std::atomic<uint64_t> fences{0};    // how often it was recorded
   std::atomic<bool> cancelled{false};
-  std::atomic<unsigned> lane_count{0};
+  std::atomic<unsigned> copier_count{0};
   Mutex mutex;
   CondVar changed;
-  unsigned lanes GUARDED_BY(mutex) = 0;
+  unsigned copiers GUARDED_BY(mutex) = 0;
 };
 
-class CudaLane final : public Lane {
+class CudaCopier final : public Copier {
  public:
-  CudaLane(LaneState& shared, bool secret);
-  ~CudaLane() override;
+  CudaCopier(CopierState& shared, bool secret);
+  ~CudaCopier() override;
 
   std::span<std::byte> try_acquire() override;
   void wait(const std::stop_token& stop) override;
@@ -75,7 +75,7 @@ class CudaLane final : public Lane {
   void give_back(unsigned buffer) noexcept;
   Result settle() noexcept;
 
-  LaneState& shared_;
+  CopierState& shared_;
   const bool secret_;
   PinnedBuffers& buffers_;
   std::deque<Use> in_use_;  // oldest first

@@ -1,4 +1,4 @@
-#include "device/cuda/cuda_lane.h"
+#include "device/cuda/cuda_copier.h"
 
 #include <string.h>
 
@@ -14,7 +14,7 @@
 namespace tensorizer::device::cuda {
 namespace {
 
-constexpr size_t kBuffersOfLane = 3;  // one is filled, one is copied, one is on its way
+constexpr size_t kBuffersOfCopier = 3;  // one is filled, one is copied, one is on its way
 constexpr std::chrono::microseconds kFirstPause{10};
 constexpr std::chrono::microseconds kLongestPause{200};
 
@@ -33,24 +33,24 @@ void wait_for_event(const Driver& driver, Event event, const std::stop_token& st
 
 // Calls `fn` with the device's context current; an error gets the device's name.
 template <class Fn>
-auto CudaLane::in_context(Fn&& fn) const {
+auto CudaCopier::in_context(Fn&& fn) const {
   return naming(shared_.device, [&] {
     const ContextGuard current(shared_.device.driver(), shared_.context);
     return fn();
   });
 }
 
-CudaLane::CudaLane(LaneState& shared, bool secret)
+CudaCopier::CudaCopier(CopierState& shared, bool secret)
     : shared_(shared), secret_(secret), buffers_(*shared.buffers) {
   if (secret && shared_.open_on_device != OpenOnDevice::never) buffers_.start_kernels();
-  ++shared_.lane_count;
+  ++shared_.copier_count;
   MutexLock lock(shared_.mutex);
-  ++shared_.lanes;
+  ++shared_.copiers;
 }
 
 // Copies are never left behind. Where the driver can no longer tell whether they ended, the memory
 // is given up for good.
-CudaLane::~CudaLane() {
+CudaCopier::~CudaCopier() {
   const Result end = settle();
   if (end == kSuccess) {
     for (const Use& use : in_use_) {
@@ -61,17 +61,17 @@ CudaLane::~CudaLane() {
   } else {
     shared_.device.condemn(buffers_, end);
   }
-  --shared_.lane_count;
+  --shared_.copier_count;
   {
     MutexLock lock(shared_.mutex);
-    --shared_.lanes;
+    --shared_.copiers;
   }
   shared_.changed.notify_all();
 }
 
 // Only where a load ends early: the streams, not the events, since a failure may have come between
 // a copy and its event.
-Result CudaLane::settle() noexcept {
+Result CudaCopier::settle() noexcept {
   Result end = kSuccess;
   for (const Use& use : in_use_) {
     if (!use.copies) continue;
@@ -87,17 +87,17 @@ Result CudaLane::settle() noexcept {
   return end;
 }
 
-// Of few lanes each may have more, so that all buffers are of use.
-size_t CudaLane::most_buffers() const noexcept {
-  return std::max<size_t>(kBuffersOfLane,
-                          buffers_.most() / std::max(1U, shared_.lane_count.load()));
+// Of few copiers each may have more, so that all buffers are of use.
+size_t CudaCopier::most_buffers() const noexcept {
+  return std::max<size_t>(kBuffersOfCopier,
+                          buffers_.most() / std::max(1U, shared_.copier_count.load()));
 }
 
-void CudaLane::forget_chunks(const Use& use) const noexcept {
+void CudaCopier::forget_chunks(const Use& use) const noexcept {
   if (use.described) kernels_->wipe(use.buffer);
 }
 
-void CudaLane::give_back(unsigned buffer) noexcept {
+void CudaCopier::give_back(unsigned buffer) noexcept {
   if (secret_) {
     const std::span<std::byte> bytes = buffers_.bytes(buffer);
     ::explicit_bzero(bytes.data(), bytes.size());
@@ -105,7 +105,7 @@ void CudaLane::give_back(unsigned buffer) noexcept {
   buffers_.give_back(buffer);
 }
 
-std::span<std::byte> CudaLane::try_acquire() {
+std::span<std::byte> CudaCopier::try_acquire() {
   unsigned buffer = 0;
   if (!spare_.empty()) {
     buffer = spare_.back();
@@ -121,7 +121,7 @@ std::span<std::byte> CudaLane::try_acquire() {
   return buffers_.bytes(buffer);
 }
 
-void CudaLane::wait(const std::stop_token& stop) {
+void CudaCopier::wait(const std::stop_token& stop) {
   Use oldest;
   std::optional<Kernels::Refused> refused;
   if (in_use_.empty()) return naming(shared_.device, [&] { wait_for_line(stop); });
@@ -143,7 +143,7 @@ void CudaLane::wait(const std::stop_token& stop) {
   if (refused) oldest.refuse(refused->chunk);
 }
 
-void CudaLane::wait_for_line(const std::stop_token& stop) {
+void CudaCopier::wait_for_line(const std::stop_token& stop) {
   if (const auto taken = buffers_.take(stop, shared_.cancelled)) {
     spare_.push_back(*taken);
     return;
@@ -155,7 +155,7 @@ void CudaLane::wait_for_line(const std::stop_token& stop) {
   throw Error(Errc::cancelled, "cancelled");
 }
 
-void CudaLane::give_back_unused() noexcept {
+void CudaCopier::give_back_unused() noexcept {
   if (!in_use_.empty() && !in_use_.back().copies) {
     forget_chunks(in_use_.back());
     give_back(in_use_.back().buffer);
@@ -165,7 +165,7 @@ void CudaLane::give_back_unused() noexcept {
   spare_.clear();
 }
 
-void CudaLane::check_pieces(std::span<const CopyPiece> pieces) const {
+void CudaCopier::check_pieces(std::span<const CopyPiece> pieces) const {
   const uint64_t limit = buffers_.nbytes();
   for (const CopyPiece& piece : pieces) {
     if (piece.buffer_offset > limit || piece.nbytes > limit - piece.buffer_offset)
@@ -177,7 +177,7 @@ void CudaLane::check_pieces(std::span<const CopyPiece> pieces) const {
 
 // The host waits for the caller's work, so that what is enqueued runs at once: an error or a stop
 // need not wait for work that may take minutes.
-void CudaLane::pass_fence(const std::stop_token& stop) {
+void CudaCopier::pass_fence(const std::stop_token& stop) {
   // Read before the event is asked: a record that comes meanwhile covers this one.
   const uint64_t fences = shared_.fences.load();
   if (fences_passed_ == fences) return;
@@ -188,8 +188,8 @@ void CudaLane::pass_fence(const std::stop_token& stop) {
   fences_passed_ = fences;
 }
 
-void CudaLane::enqueue(std::span<const CopyPiece> pieces, Direction direction,
-                       const std::function<void(Stream)>& more, const std::stop_token& stop) {
+void CudaCopier::enqueue(std::span<const CopyPiece> pieces, Direction direction,
+                         const std::function<void(Stream)>& more, const std::stop_token& stop) {
   pass_fence(stop);
   in_context([&] {
     check_pieces(pieces);
@@ -203,12 +203,12 @@ void CudaLane::enqueue(std::span<const CopyPiece> pieces, Direction direction,
   });
 }
 
-void CudaLane::send(std::span<const CopyPiece> pieces, const std::stop_token& stop) {
+void CudaCopier::send(std::span<const CopyPiece> pieces, const std::stop_token& stop) {
   enqueue(pieces, Direction::to_device, {}, stop);
 }
 
 // Where the host may do it as well, it does until the kernels are there.
-const Kernels* CudaLane::find_kernels(const std::stop_token& stop) {
+const Kernels* CudaCopier::find_kernels(const std::stop_token& stop) {
   if (shared_.open_on_device == OpenOnDevice::never) return nullptr;
   try {
     if (shared_.open_on_device == OpenOnDevice::if_possible) return buffers_.kernels_now();
@@ -222,27 +222,27 @@ const Kernels* CudaLane::find_kernels(const std::stop_token& stop) {
   }
 }
 
-size_t CudaLane::most_chunks_to_open(const std::stop_token& stop) {
+size_t CudaCopier::most_chunks_to_open(const std::stop_token& stop) {
   if (!kernels_) kernels_ = naming(shared_.device, [&] { return find_kernels(stop); });
   return kernels_ ? kernels_->room() : 0;
 }
 
-std::span<ChunkToOpen> CudaLane::chunks_to_open(const std::stop_token& stop) {
+std::span<ChunkToOpen> CudaCopier::chunks_to_open(const std::stop_token& stop) {
   if (most_chunks_to_open(stop) == 0) return {};
   Use& use = in_use_.back();
   use.described = true;
   return kernels_->chunks(use.buffer);
 }
 
-RoomForConversions CudaLane::conversions() {
+RoomForConversions CudaCopier::conversions() {
   const unsigned buffer = in_use_.back().buffer;
   const uint64_t part_nbytes = shared_.staging.nbytes / PinnedBuffers::kStreams;
   return {shared_.staging.data + PinnedBuffers::stream_of(buffer) * part_nbytes,
           shared_.converts->conversions(buffer)};
 }
 
-void CudaLane::send_to_work(std::span<const CopyPiece> pieces, const WorkOnDevice& work,
-                            const std::stop_token& stop) {
+void CudaCopier::send_to_work(std::span<const CopyPiece> pieces, const WorkOnDevice& work,
+                              const std::stop_token& stop) {
   if (work.chunks == 0 && work.conversions == 0) return send(pieces, stop);
   Use& use = in_use_.back();
   use.chunks = work.chunks;
@@ -255,11 +255,11 @@ void CudaLane::send_to_work(std::span<const CopyPiece> pieces, const WorkOnDevic
   enqueue(pieces, Direction::to_device, enqueue_work, stop);
 }
 
-void CudaLane::begin_fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) {
+void CudaCopier::begin_fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) {
   enqueue(pieces, Direction::to_host, {}, stop);
 }
 
-void CudaLane::end_fetch(const std::stop_token& stop) {
+void CudaCopier::end_fetch(const std::stop_token& stop) {
   const auto oldest =
       std::find_if(in_use_.begin(), in_use_.end(), [](const Use& use) { return use.copies; });
   if (oldest == in_use_.end()) return;
@@ -270,7 +270,7 @@ void CudaLane::end_fetch(const std::stop_token& stop) {
   oldest->copies = false;
 }
 
-void CudaLane::finish(const std::stop_token& stop) {
+void CudaCopier::finish(const std::stop_token& stop) {
   while (!in_use_.empty()) wait(stop);
 }
 
