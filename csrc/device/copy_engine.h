@@ -147,7 +147,7 @@ class CopyEngine {
 
   // Where they are. REQUIRES: order_after_caller() comes after this, copiers that convert after
   // that.
-  virtual void use_staging(TensorMemory /*memory*/) {}
+  virtual void use_staging(const TensorMemory& /*memory*/) {}
   virtual DeviceRange staging() const noexcept { return {nullptr, 0}; }
   // It is no longer needed. REQUIRES: all copiers are gone.
   virtual void free_staging() noexcept {}

@@ -139,8 +139,9 @@ TEST_F(CudaConvert, WhateverBringsTheBytes) {
           Load load(some(), kNarrower, encrypted);
           load.run(ring(open), verify, {}, {.concurrency = 4, .waits = waits});
           load.expect_loaded();
-          if (encrypted)
+          if (encrypted) {
             EXPECT_TRUE(Load::is_wiped(*load.staging)) << "plaintext was left in staging memory";
+          }
         }
       }
     }

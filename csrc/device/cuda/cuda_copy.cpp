@@ -89,12 +89,12 @@ uint64_t CudaCopyEngine::staging_nbytes() const noexcept {
   return PinnedBuffers::kStreams * align_up(part, kPageNbytes);
 }
 
-void CudaCopyEngine::use_staging(TensorMemory memory) {
+void CudaCopyEngine::use_staging(const TensorMemory& memory) {
   CopierState& state = this->state();
   const Kernels* const kernels = naming(state.device, [&] { return state.buffers->kernels_now(); });
   if (!kernels) throw Error(Errc::device, state.device.label() + ": it has no kernels yet");
   state.converts = kernels;
-  state.staging = std::move(memory);
+  state.staging = memory;
 }
 
 DeviceRange CudaCopyEngine::staging() const noexcept {

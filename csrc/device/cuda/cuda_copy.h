@@ -47,7 +47,7 @@ class CudaCopyEngine final : public CopyEngine {
   std::unique_ptr<Copier> make_copier(bool secret) override;
   uint64_t staging_nbytes() const noexcept override;
   // Throws Error(device) where why_not_converted() says why.
-  void use_staging(TensorMemory memory) override;
+  void use_staging(const TensorMemory& memory) override;
   DeviceRange staging() const noexcept override;
   void free_staging() noexcept override;
   void wipe(std::span<const DeviceRange> destinations) noexcept override;

@@ -67,7 +67,8 @@ class TensorizerWriter(Located, StorageWriter):
 
     Args:
         path: A local folder, which is created, or an ``s3://`` prefix; ``None`` takes the ``checkpoint_id`` of the
-        save. hashes: Digests to store with each box: ``"crc32"`` (default), ``"sha256"``, both, or ``None``. The CRC-32
+            save.
+        hashes: Digests to store with each box: ``"crc32"`` (default), ``"sha256"``, both, or ``None``. The CRC-32
             is nearly free; SHA-256 takes much longer. Encrypted boxes get SHA-256 instead of CRC-32, which would
             reveal too much about short ones.
         fsync: Syncs files and folder, so that a crash of the machine does no harm either.
