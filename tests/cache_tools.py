@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import subprocess
@@ -81,7 +82,8 @@ def files_below(folder):
 
 
 def entries(folder):
-    return sorted(path.parent for path in Path(folder).glob("tensorizer-1/*/*/*/map"))
+    # Unlike that of pathlib, this passes over folders that somebody renames or removes meanwhile.
+    return sorted(Path(found).parent for found in glob.glob(f"{glob.escape(str(folder))}/tensorizer-1/*/*/*/map"))
 
 
 class Site:
