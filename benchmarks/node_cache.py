@@ -52,6 +52,7 @@ class Bench:
         os.utime(self.path, (old, old))
         self.nbytes = self.path.stat().st_size
         self.cache = folder / "cache"
+        self.preload = ""
 
     @contextlib.contextmanager
     def server(self, lines: str = "") -> Iterator[str]:
@@ -71,6 +72,7 @@ class Bench:
     def start(self, uri: str, cache: Optional[Path], connections: int = 8) -> subprocess.Popen[str]:
         argument = json.dumps([uri, None if cache is None else str(cache), connections])
         environment = {**os.environ, "TENSORIZER_CACHE_MIN_FREE": "0", "no_proxy": "127.0.0.1"}
+        environment["LD_PRELOAD"] = self.preload
         command = [sys.executable, "-c", _LOAD, argument]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -82,8 +84,9 @@ class Bench:
         shutil.rmtree(self.cache, ignore_errors=True)
         os.sync()
 
-    def first_load(self, what: str, lines: str) -> None:
-        """With and without a cache, in turns."""
+    def first_load(self, what: str, lines: str, preload: str = "") -> None:
+        """With and without a cache, in turns; `preload` is loaded into the processes before all else."""
+        self.preload = preload
         without, kept = [], []
         with self.server(lines) as uri:
             self.load(uri, None)
@@ -160,6 +163,14 @@ def forget(path: Path) -> None:
     os.close(descriptor)
 
 
+def slow_disk(folder: Path) -> str:
+    """What makes the disk of the processes that preload it slow."""
+    library = folder / "slow_disk.so"
+    source = Path(__file__).with_name("slow_disk.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return str(library)
+
+
 def show(what: str, found: str) -> None:
     print(f"{what:50} {found}", flush=True)
 
@@ -174,6 +185,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(Path(folder), parse_size("--nbytes", arguments.nbytes), arguments.repeats)
         bench.first_load("network of 160 MB/s", "limit_rate 20m;")
+        bench.first_load("the same, disk of 80 MB/s", "limit_rate 20m;", slow_disk(Path(folder)))
         bench.first_load("network as fast as loopback", "")
         bench.hits(cold=False)
         bench.hits(cold=True)
