@@ -134,10 +134,13 @@ CURLcode use_store(CURL*, void* context, void* store) noexcept {
 }  // namespace
 
 std::optional<std::pair<std::string, std::string>> built_in_anchors() {
+#if LIBCURL_VERSION_NUM >= 0x074600  // 7.70; a library that is older than its headers does not say
   const curl_version_info_data* info = curl_version_info(CURLVERSION_NOW);
-  if (info->age < CURLVERSION_SEVENTH) return std::nullopt;
-  return std::pair<std::string, std::string>(info->cainfo ? info->cainfo : "",
-                                             info->capath ? info->capath : "");
+  if (info->age >= CURLVERSION_SEVENTH)
+    return std::pair<std::string, std::string>(info->cainfo ? info->cainfo : "",
+                                               info->capath ? info->capath : "");
+#endif
+  return std::nullopt;
 }
 
 std::string CurlTrust::key() const {
