@@ -76,6 +76,10 @@ class RangeSource {
   // This is how a source of unknown size is read whole.
   virtual uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop);
 
+  // These bytes will be read soon: a source gets them under way where that saves time, and does not
+  // wait for them.
+  virtual void will_read(uint64_t /*offset*/, uint64_t /*nbytes*/) noexcept {}
+
   // What tells that the content is no longer that of the opening. nullopt: nothing does, or every
   // read is checked by itself.
   virtual std::optional<SourceChange> change() const { return std::nullopt; }

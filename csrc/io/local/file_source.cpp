@@ -21,9 +21,14 @@
 namespace tensorizer::io {
 namespace {
 
-constexpr unsigned kColdReaders = 8;           // requests in flight that a disk wants to see
-constexpr unsigned kDirectReaders = 16;        // the same where the kernel does not read ahead
+// Of a file that is not cached. A disk gets its requests in advance, by will_read(): more readers
+// than processors only compete for the page cache. Another machine answers more requests at once.
+constexpr unsigned kColdReaders = 2;
+constexpr unsigned kColdNetworkReaders = 8;
+constexpr unsigned kDirectReaders = 16;        // requests in flight that a disk wants to see
 constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
+// The kernel ignores what a call asks for beyond the longest request of the disk.
+constexpr uint64_t kAdviceNbytes = 512 << 10;
 
 // Whether a byte is there without waiting for a disk. nullopt: the file system does not say, as
 // overlayfs (containers) and tmpfs do not.
@@ -85,12 +90,14 @@ bool is_cached(int fd, const struct stat& file) noexcept {
 struct FileSource::Handle {
   Handle(UniqueFd file, const std::string& file_name);
   void read(uint64_t offset, ScatterCursor left, const std::stop_token& stop) const;
+  void will_read(uint64_t offset, uint64_t nbytes) const noexcept;
 
   const std::string& name;
   UniqueFd fd;
   struct stat opened{};  // as it was then
   uint64_t nbytes = 0;
   bool cached = true;
+  unsigned cold_readers = kColdReaders;
 };
 
 FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
@@ -100,6 +107,7 @@ FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
   if (!S_ISREG(opened.st_mode)) throw Error(Errc::io, name + " is not a regular file", name);
   nbytes = static_cast<uint64_t>(opened.st_size);
   cached = is_cached(fd.get(), opened);
+  if (!cached && network_file_system(fd.get()) != nullptr) cold_readers = kColdNetworkReaders;
 }
 
 FileSource::FileSource(UniqueFd fd, std::string name) : name_(std::move(name)) {
@@ -172,8 +180,19 @@ SourceTraits FileSource::traits() const {
   // A cached file is bound by the processors, a cold one by the disk.
   const unsigned cpus = cpu_quota();
   if (direct_file()) return {.concurrency = std::max(cpus, kDirectReaders), .direct = true};
-  const bool cached = handle()->cached;
-  return {.concurrency = cached ? cpus : std::max(cpus, kColdReaders), .prompt = cached};
+  const std::shared_ptr<const Handle> file = handle();
+  if (file->cached) return {.concurrency = cpus, .prompt = true};
+  return {.concurrency = std::max(cpus, file->cold_readers)};
+}
+
+void FileSource::will_read(uint64_t offset, uint64_t nbytes) noexcept {
+  std::shared_ptr<const Handle> file;
+  {
+    MutexLock lock(mutex_);
+    if (direct_) return;
+    file = handle_;
+  }
+  if (file) file->will_read(offset, nbytes);
 }
 
 void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
@@ -186,6 +205,13 @@ void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
   if (const std::shared_ptr<DirectFile> direct = direct_file()) direct->read(offset, left, stop);
   file->read(offset, left, stop);
   bytes_read_.fetch_add(wanted, std::memory_order_relaxed);
+}
+
+void FileSource::Handle::will_read(uint64_t offset, uint64_t wanted) const noexcept {
+  if (cached) return;
+  for (const uint64_t end = offset + wanted; offset < end; offset += kAdviceNbytes)
+    posix_fadvise(fd.get(), static_cast<off_t>(offset),
+                  static_cast<off_t>(std::min(kAdviceNbytes, end - offset)), POSIX_FADV_WILLNEED);
 }
 
 void FileSource::Handle::read(uint64_t offset, ScatterCursor left,
