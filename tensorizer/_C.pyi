@@ -458,7 +458,7 @@ class HttpUploader:
         url: typing.Any,
         body: typing_extensions.Buffer,
         *,
-        header_lines: collections.abc.Sequence[str] = ...,
+        headers: collections.abc.Sequence[tuple[str, str]] = ...,
         display_name: str = "",
     ) -> dict[str, typing.Any]: ...
     @property

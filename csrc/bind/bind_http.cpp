@@ -143,7 +143,7 @@ void register_source(py::module_& m) {
       .def_property_readonly("response_headers",
                              [](const HttpSource& s) {
                                py::list fields;
-                               for (const auto& [name, value] : s.response_head().headers.fields())
+                               for (const auto& [name, value] : s.response_head().headers)
                                  fields.append(py::make_tuple(latin1(name), latin1(value)));
                                return fields;
                              })
@@ -156,7 +156,7 @@ void register_source(py::module_& m) {
 }
 
 py::dict put_bytes(io::HttpUploader& uploader, const py::object& url, const py::buffer& body,
-                   const std::vector<std::string>& header_lines, const std::string& display_name) {
+                   const io::HttpHeaderList& headers, const std::string& display_name) {
   py::buffer_info info = body.request();
   const io::ConstSlice bytes(static_cast<const std::byte*>(info.ptr),
                              static_cast<size_t>(info.size * info.itemsize));
@@ -167,21 +167,21 @@ py::dict put_bytes(io::HttpUploader& uploader, const py::object& url, const py::
   } else {
     give_url = text_function(url);
   }
-  put.target = [&] { return io::HttpPut::Target{give_url(), header_lines}; };
+  put.target = [&] { return io::HttpPut::Target{give_url(), headers}; };
   put.display_name = display_name;
   put.body = bytes;
   const io::ResponseHead head = run_interruptible(
       [&](const std::stop_token& stop) { return io::http_put(uploader, put, stop); });
   py::dict result;
-  for (const auto& [name, value] : head.headers.fields()) result[latin1(name)] = latin1(value);
+  for (const auto& [name, value] : head.headers) result[latin1(name)] = latin1(value);
   return result;
 }
 
 void register_uploader(py::module_& m) {
   py::class_<io::HttpUploader, std::shared_ptr<io::HttpUploader>>(m, "HttpUploader")
-      .def(py::init<HttpOptions>(), py::arg("options"))
+      .def(py::init<const HttpOptions&>(), py::arg("options"))
       .def("put", &put_bytes, py::arg("url"), py::arg("body"), py::kw_only(),
-           py::arg("header_lines") = std::vector<std::string>(), py::arg("display_name") = "")
+           py::arg("headers") = io::HttpHeaderList(), py::arg("display_name") = "")
       .def(
           "close_connections", [](io::HttpUploader& u) { u.connections.close(); },
           py::call_guard<py::gil_scoped_release>())

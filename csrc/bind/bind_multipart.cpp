@@ -36,7 +36,7 @@ class PythonTransport final : public io::MultipartTransport {
 
   std::string put_part(int number, io::ConstSlice bytes, const std::stop_token& stop) override {
     const io::ResponseHead response = put(number, bytes, stop);
-    const auto etag = response.headers.find("etag");
+    const auto etag = io::find_field(response.headers, "etag");
     if (!etag)
       throw Error(Errc::io,
                   "Failed to write " + name_ + ": the answer to part " + std::to_string(number) +
@@ -73,11 +73,8 @@ class PythonTransport final : public io::MultipartTransport {
     request.target = [&] {
       return call_python([&] {
         const py::tuple given = upload().attr("request")(number, crc32);
-        io::HttpPut::Target target{given[0].cast<std::string>()};
-        for (const auto& [name, value] :
-             given[1].cast<std::vector<std::pair<std::string, std::string>>>())
-          target.header_lines.push_back(name + ": " + value);
-        return target;
+        return io::HttpPut::Target{given[0].cast<std::string>(),
+                                   given[1].cast<io::HttpHeaderList>()};
       });
     };
     request.adapt = [&](const io::HttpFailure& failure) {

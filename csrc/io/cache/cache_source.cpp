@@ -24,21 +24,6 @@ constexpr milliseconds kPatience{2000};
 
 uint64_t begin_of(BlockRun run) noexcept { return run.begin * kCacheBlockNbytes; }
 
-// The part of a scatter list that begins at `skip`.
-std::vector<Slice> part_of(std::span<const Slice> slices, uint64_t skip, uint64_t nbytes) {
-  std::vector<Slice> part;
-  for (const Slice& slice : slices) {
-    const uint64_t dropped = std::min<uint64_t>(skip, slice.size());
-    skip -= dropped;
-    const uint64_t taken = std::min<uint64_t>(slice.size() - dropped, nbytes);
-    if (taken > 0)
-      part.push_back(slice.subspan(static_cast<size_t>(dropped), static_cast<size_t>(taken)));
-    nbytes -= taken;
-    if (nbytes == 0) break;
-  }
-  return part;
-}
-
 }  // namespace
 
 // What a reader wants.

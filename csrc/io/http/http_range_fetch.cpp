@@ -11,10 +11,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::string range_text(uint64_t first, uint64_t nbytes) {
-  return std::to_string(first) + "-" + std::to_string(first + nbytes - 1);
-}
-
 }  // namespace
 
 // Where the bytes from done_ on land.
