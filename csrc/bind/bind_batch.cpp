@@ -6,7 +6,6 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
-#include "bind/python_error.h"
 #include "bind/slice_index.h"
 #include "bind/torch_bridge.h"
 #include "core/error.h"
