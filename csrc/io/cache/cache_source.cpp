@@ -114,12 +114,13 @@ void CacheSource::close() noexcept {
   if (network_) network_->close();
 }
 
+std::shared_ptr<FileSource> CacheSource::disk() const {
+  MutexLock lock(mutex_);
+  return disk_;
+}
+
 SourceTraits CacheSource::traits() const {
-  std::shared_ptr<FileSource> disk;
-  {
-    MutexLock lock(mutex_);
-    disk = disk_;
-  }
+  const auto disk = this->disk();
   // As it was at the opening: readers rely on an answer that does not change.
   if (disk && (was_complete_ || !network_)) return disk->traits();
   return network_ ? network_->traits() : SourceTraits{};
@@ -261,11 +262,7 @@ bool CacheSource::read_run(const std::shared_ptr<CacheFilling>& filling, const R
 
 bool CacheSource::read_present(CacheFilling& filling, const Request& request, BlockRun run,
                                const std::stop_token& stop) {
-  std::shared_ptr<FileSource> disk;
-  {
-    MutexLock lock(mutex_);
-    disk = disk_;
-  }
+  const auto disk = this->disk();
   const auto [offset, slices] = request.within(run);
   try {
     if (!disk) throw Error(Errc::io, name_ + " is closed", name_);

@@ -120,33 +120,26 @@ CurlDriver::CurlDriver() : process_(getpid()) {
 CurlDriver::~CurlDriver() {
   if (!belongs_to_this_process()) {
     // Closing would say good-bye on connections that the parent still uses.
-    for (UniqueCurlEasy& easy : spare_) (void)easy.release();
+    (void)spare_.release();
     (void)multi_.release();
     return;
   }
   SigpipeGuard guard;
-  spare_.clear();
+  spare_.reset();
   multi_.reset();
 }
 
 bool CurlDriver::belongs_to_this_process() const noexcept { return getpid() == process_; }
 
 UniqueCurlEasy CurlDriver::take_easy() {
-  if (!spare_.empty()) {
-    UniqueCurlEasy easy = std::move(spare_.back());
-    spare_.pop_back();
-    return easy;
-  }
-  UniqueCurlEasy easy(curl_easy_init());
+  UniqueCurlEasy easy = spare_ ? std::move(spare_) : UniqueCurlEasy(curl_easy_init());
   if (!easy) throw std::bad_alloc();
-  spare_.reserve(spare_.size() + 2);  // give_easy must not throw
   return easy;
 }
 
 void CurlDriver::give_easy(UniqueCurlEasy easy) noexcept {
-  if (spare_.size() == spare_.capacity()) return;
   curl_easy_reset(easy.get());
-  spare_.push_back(std::move(easy));
+  spare_ = std::move(easy);
 }
 
 void CurlDriver::perform() {

@@ -15,7 +15,6 @@
 #include <optional>
 #include <stop_token>
 #include <string>
-#include <vector>
 
 namespace tensorizer::io {
 
@@ -72,7 +71,7 @@ class CurlDriver {
   void give_easy(UniqueCurlEasy easy) noexcept;
 
   UniqueCurlMulti multi_;
-  std::vector<UniqueCurlEasy> spare_;
+  UniqueCurlEasy spare_;  // of the last request, for the next one
   const pid_t process_;
 };
 
