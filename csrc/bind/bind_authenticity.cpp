@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <optional>
@@ -25,26 +26,17 @@ using crypto::SecretKey;
 using crypto::Signer;
 using load::OpenedIndex;
 
-std::span<const std::byte> view(const py::bytes& bytes) {
-  const std::string_view text = bytes;
-  return std::as_bytes(std::span(text));
-}
-
 template <size_t N>
-std::array<std::byte, N> exactly(const py::bytes& bytes, const char* what) {
-  const auto from = view(bytes);
-  if (from.size() != N)
-    throw Error(Errc::invalid_argument, std::string(what) + ": wanted " + std::to_string(N) +
-                                            " bytes, found " + std::to_string(from.size()));
+std::array<std::byte, N> array_of(const py::bytes& bytes, const char* what) {
   std::array<std::byte, N> result;
-  std::copy(from.begin(), from.end(), result.begin());
+  std::ranges::copy(exactly<N>(bytes_of(bytes), what), result.begin());
   return result;
 }
 
 std::vector<PublicKeyBytes> public_keys(const py::list& keys) {
   std::vector<PublicKeyBytes> result;
   for (const py::handle key : keys)
-    result.push_back(exactly<32>(py::cast<py::bytes>(key), "public key"));
+    result.push_back(array_of<32>(py::cast<py::bytes>(key), "public key"));
   return result;
 }
 
@@ -52,7 +44,7 @@ std::vector<PublicKeyBytes> public_keys(const py::list& keys) {
 class PythonSigner final : public Signer {
  public:
   PythonSigner(py::object sign, const py::bytes& public_key)
-      : public_key_(exactly<32>(public_key, "public key")), sign_(keep_alive(std::move(sign))) {}
+      : public_key_(array_of<32>(public_key, "public key")), sign_(keep_alive(std::move(sign))) {}
 
   PublicKeyBytes public_key() const override { return public_key_; }
 
@@ -60,11 +52,11 @@ class PythonSigner final : public Signer {
     crypto::SignatureBytes signature{};
     on_calling_thread([&] {
       const py::bytes asked = to_bytes(message);
-      const py::object answer = call(static_cast<PyObject*>(sign_.get()), {asked.ptr()});
+      const py::object answer = call(sign_.get(), {asked.ptr()});
       if (!py::isinstance<py::bytes>(answer))
         throw py::type_error("sign(message) returned no bytes, but " +
                              py::str(py::type::handle_of(answer)).cast<std::string>());
-      signature = exactly<64>(answer.cast<py::bytes>(), "the signature that sign() returned");
+      signature = array_of<64>(answer.cast<py::bytes>(), "the signature that sign() returned");
     });
     if (!crypto::verify(signature, message, public_key_))
       throw Error(Errc::crypto, "the signature that sign() returned does not fit its public key");
@@ -73,7 +65,7 @@ class PythonSigner final : public Signer {
 
  private:
   const PublicKeyBytes public_key_;
-  const std::shared_ptr<void> sign_;
+  const std::shared_ptr<PyObject> sign_;
 };
 
 py::list as_list(const std::vector<PublicKeyBytes>& keys) {
@@ -82,29 +74,28 @@ py::list as_list(const std::vector<PublicKeyBytes>& keys) {
   return result;
 }
 
-// Public keys of the signatures in the file, right or wrong.
-py::list embedded_signers(const OpenedIndex& opened) {
+py::list signers_of(const std::vector<format::Signature>& signatures) {
   py::list result;
-  if (!opened.annex) return result;
-  for (const format::Signature& one : opened.annex->signatures)
-    result.append(to_bytes(one.public_key));
+  for (const format::Signature& one : signatures) result.append(to_bytes(one.public_key));
   return result;
 }
 
+// Public keys of the signatures in the file, right or wrong.
+py::list embedded_signers(const OpenedIndex& opened) {
+  return opened.annex ? signers_of(opened.annex->signatures) : py::list();
+}
+
 py::list signers_of_detached(const OpenedIndex& opened, const py::bytes& file) {
-  py::list result;
-  for (const format::Signature& one : load::signatures_of(opened, view(file)))
-    result.append(to_bytes(one.public_key));
-  return result;
+  return signers_of(load::signatures_of(opened, bytes_of(file)));
 }
 
 // Whether signatures by a wanted key were found and are right; None: there are none at all.
 std::optional<bool> check_signatures(OpenedIndex& opened, const py::list& wanted,
                                      const std::optional<py::bytes>& detached) {
   const std::vector<PublicKeyBytes> keys = public_keys(wanted);
-  const load::Signed found = detached
-                                 ? load::check_detached_signatures(opened, view(*detached), keys)
-                                 : load::check_embedded_signatures(opened, keys);
+  const load::Signed found =
+      detached ? load::check_detached_signatures(opened, bytes_of(*detached), keys)
+               : load::check_embedded_signatures(opened, keys);
   if (found == load::Signed::not_at_all) return std::nullopt;
   return found == load::Signed::by_wanted_key;
 }
@@ -115,7 +106,7 @@ std::pair<py::bytes, std::vector<uint32_t>> sign(io::RangeSource& source, const 
                                                  const Signer& signer,
                                                  const std::optional<py::bytes>& existing) {
   std::vector<format::Signature> more;
-  if (existing) more = load::signatures_of(opened, view(*existing));
+  if (existing) more = load::signatures_of(opened, bytes_of(*existing));
   std::vector<uint32_t> unbound;
   const std::vector<std::byte> file = run_interruptible([&](const std::stop_token& stop) {
     load::RecordDigests records = load::digest_records(source, opened, stop);
@@ -130,7 +121,7 @@ using Derivation = std::tuple<uint64_t, uint64_t, py::bytes>;
 
 py::bytes derivation_chunk(const Derivation& derivation) {
   const auto& [opslimit, memlimit, salt] = derivation;
-  const auto bytes = view(salt);
+  const auto bytes = bytes_of(salt);
   std::vector<std::byte> out;
   ByteWriter writer(out);
   format::put_derivation(
@@ -140,7 +131,7 @@ py::bytes derivation_chunk(const Derivation& derivation) {
 
 py::bytes marker_tag(const SecretKey& key, const py::bytes& body) {
   return to_bytes(
-      crypto::keyed_hash(view(body), crypto::derive_subkey(key, crypto::KeyUse::marker)));
+      crypto::keyed_hash(bytes_of(body), crypto::derive_subkey(key, crypto::KeyUse::marker)));
 }
 
 // The same with the key of a load; `derivation`: the chunk that says how it comes from a
@@ -149,7 +140,7 @@ py::bytes marker_tag_of_ring(load::KeyRing& keys, const py::bytes& body,
                              const std::optional<py::bytes>& derivation) {
   std::vector<format::KeyDerivation> derivations;
   if (derivation) {
-    ByteCursor cursor(view(*derivation), "key derivation");
+    ByteCursor cursor(bytes_of(*derivation), "key derivation");
     derivations.push_back(format::read_derivation(cursor));
     if (cursor.remaining() > 0) cursor.fail("key derivation", "too long");
   }
@@ -172,19 +163,17 @@ void register_authenticity(py::module_& m) {
            py::arg("sign"), py::arg("public_key"))
       .def_property_readonly("public_key", [](const Signer& s) { return to_bytes(s.public_key()); })
       .def("sign", [](const Signer& s,
-                      const py::bytes& message) { return to_bytes(s.sign(view(message))); })
+                      const py::bytes& message) { return to_bytes(s.sign(bytes_of(message))); })
       .def("__repr__", [](const Signer&) { return "<Signer>"; });
   m.def(
       "read_seed",
       [](const py::buffer& text) {
-        const py::buffer_info info = text.request();
-        const std::span bytes(static_cast<const std::byte*>(info.ptr),
-                              static_cast<size_t>(info.size * info.itemsize));
-        return std::make_shared<SecretKey>(crypto::read_seed(bytes));
+        return std::make_shared<SecretKey>(crypto::read_seed(BytesView(text).bytes()));
       },
       py::arg("text"));
-  m.def("is_public_key",
-        [](const py::bytes& key) { return crypto::is_public_key(exactly<32>(key, "public key")); });
+  m.def("is_public_key", [](const py::bytes& key) {
+    return crypto::is_public_key(array_of<32>(key, "public key"));
+  });
   m.def("derivation_chunk", &derivation_chunk, py::arg("derivation"));
   m.def("marker_tag", &marker_tag, py::arg("key"), py::arg("body"));
   m.def("marker_tag_of", &marker_tag_of_ring, py::arg("keys"), py::arg("body"),

@@ -6,7 +6,6 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
-#include "bind/python_error.h"
 #include "bind/slice_index.h"
 #include "bind/torch_bridge.h"
 #include "core/error.h"
@@ -101,9 +100,32 @@ class LoadBatch {
 
   // Runs several loads, of those that do not share their workers at most `at_once` at a time; the
   // first failure stops the others.
-  static void run_all(const std::vector<LoadBatch*>& batches, unsigned at_once,
-                      const py::object& progress) {
-    run_together(batches, at_once, progress);
+  static void run_together(const std::vector<LoadBatch*>& batches, unsigned at_once,
+                           const py::object& progress) {
+    std::vector<load::LoadSession*> sessions;
+    for (const LoadBatch* batch : batches) sessions.push_back(&batch->session());
+    // Memory is allocated by Python, on the thread that waits.
+    const auto on_caller = [](const std::function<void()>& work) {
+      on_calling_thread([&work] { call_python(work); });
+    };
+    // No worker touches it any more then. Engines serve loads that run together, and no others.
+    struct FreeStaging {
+      const std::vector<LoadBatch*>& batches;
+      ~FreeStaging() {
+        for (const LoadBatch* batch : batches)
+          if (batch->engine_) batch->engine_->free_staging();
+      }
+    } const free_staging{batches};
+    run_interruptible(
+        batches.size() == 1 && batches.front()->is_brief() ? Where::here : Where::helper_thread,
+        [&](const std::stop_token& stop) {
+          load::load_together(sessions, at_once, on_caller, stop);
+        },
+        report_to(progress, [&] {
+          uint64_t done = 0;
+          for (const load::LoadSession* session : sessions) done += session->nbytes_done();
+          return done;
+        }));
   }
 
   std::shared_ptr<const LoadedHeaders> headers() const { return session().headers(); }
@@ -135,34 +157,6 @@ class LoadBatch {
       shapes_.push_back(std::move(part.result_shape));
     }
     is_of_parts_ = true;
-  }
-
-  static void run_together(const std::vector<LoadBatch*>& batches, unsigned at_once,
-                           const py::object& progress) {
-    std::vector<load::LoadSession*> sessions;
-    for (const LoadBatch* batch : batches) sessions.push_back(&batch->session());
-    // Memory is allocated by Python, on the thread that waits.
-    const auto on_caller = [](const std::function<void()>& work) {
-      on_calling_thread([&work] { call_python(work); });
-    };
-    // No worker touches it any more then. Engines serve loads that run together, and no others.
-    struct FreeStaging {
-      const std::vector<LoadBatch*>& batches;
-      ~FreeStaging() {
-        for (const LoadBatch* batch : batches)
-          if (batch->engine_) batch->engine_->free_staging();
-      }
-    } const free_staging{batches};
-    run_interruptible(
-        batches.size() == 1 && batches.front()->is_brief() ? Where::here : Where::helper_thread,
-        [&](const std::stop_token& stop) {
-          load::load_together(sessions, at_once, on_caller, stop);
-        },
-        report_to(progress, [&] {
-          uint64_t done = 0;
-          for (const load::LoadSession* session : sessions) done += session->nbytes_done();
-          return done;
-        }));
   }
 
   bool is_brief() const { return session().is_brief() && (!engine_ || engine_->is_ready()); }
@@ -341,7 +335,7 @@ void register_batch(py::module_& m) {
            py::arg("gap_nbytes") = py::none())
       .def("parameters", &LoadBatch::parameters, py::arg("factory"))
       .def("tensors", &LoadBatch::tensors, py::arg("factory"));
-  m.def("run_batches", &LoadBatch::run_all, py::arg("batches"), py::arg("at_once"),
+  m.def("run_batches", &LoadBatch::run_together, py::arg("batches"), py::arg("at_once"),
         py::arg("progress") = py::none());
   py::class_<TensorFactory>(m, "TensorFactory").def(py::init<py::function>(), py::arg("resolve"));
 }

@@ -73,10 +73,7 @@ void register_cache(py::module_& m) {
       .def_static("open", &open_source, py::arg("folder"), py::arg("network"), py::kw_only(),
                   py::arg("location"), py::arg("version"), py::arg("nbytes"), py::arg("about"),
                   py::arg("max_nbytes"), py::arg("min_free_nbytes"), py::arg("name"))
-      .def("fill",
-           [](CacheSource& source) {
-             run_interruptible([&](const std::stop_token& stop) { source.fill(stop); });
-           })
+      .def("fill", interruptible(&CacheSource::fill))
       .def("rest", &CacheSource::rest, unlocked)
       .def("write_about", &CacheSource::write_about, py::arg("about"))
       .def("is_present", &CacheSource::is_present, py::arg("offset"), py::arg("nbytes"))
@@ -94,10 +91,8 @@ void register_cache(py::module_& m) {
   m.def(
       "finish_caches",
       [](double patience_seconds) {
-        const auto patience =
-            std::chrono::milliseconds(static_cast<int64_t>(patience_seconds * 1000));
         return run_interruptible([&](const std::stop_token& stop) {
-          return io::CacheDisk::instance().finish(patience, stop);
+          return io::CacheDisk::instance().finish(milliseconds_of(patience_seconds), stop);
         });
       },
       py::arg("patience_seconds"));

@@ -22,64 +22,21 @@ using crypto::SecretKey;
 using SharedKey =
     std::shared_ptr<SecretKey>;  // several sessions may use one key and end in any order
 
-// A contiguous bytes-like argument, borrowed for one call.
-class BytesView {
- public:
-  explicit BytesView(const py::handle& object) {
-    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) != 0)
-      throw py::error_already_set();
-  }
-  ~BytesView() { PyBuffer_Release(&buffer_); }
-  BytesView(const BytesView&) = delete;
-  BytesView& operator=(const BytesView&) = delete;
-
-  std::span<const std::byte> bytes() const {
-    return {static_cast<const std::byte*>(buffer_.buf), static_cast<size_t>(buffer_.len)};
-  }
-
-  // The same as a span of fixed length. Throws Error(invalid_argument) for another length.
-  template <size_t N>
-  std::span<const std::byte, N> exactly(const char* what) const {
-    if (bytes().size() != N) {
-      throw Error(Errc::invalid_argument, std::string(what) + ": wanted " + std::to_string(N) +
-                                              " bytes, got " + std::to_string(bytes().size()));
-    }
-    return std::span<const std::byte, N>(bytes());
-  }
-
- private:
-  Py_buffer buffer_{};
-};
-
-py::bytes new_bytes(size_t nbytes) {
-  auto result = py::reinterpret_steal<py::bytes>(
-      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes)));
-  if (!result) throw py::error_already_set();
-  return result;
-}
-
-std::span<std::byte> contents(const py::bytes& bytes) {
-  return {reinterpret_cast<std::byte*>(PyBytes_AS_STRING(bytes.ptr())),
-          static_cast<size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
-}
-
 SharedKey make_key(const py::object& bytes) {
-  const BytesView view(bytes);
-  return std::make_shared<SecretKey>(view.bytes());
+  return std::make_shared<SecretKey>(BytesView(bytes).bytes());
 }
 
 SharedKey derive(const py::bytes& passphrase, uint64_t opslimit, uint64_t memlimit,
                  int32_t algorithm, const py::bytes& salt, std::optional<uint64_t> max_opslimit,
                  std::optional<uint64_t> max_memlimit) {
-  const BytesView passphrase_view(passphrase), salt_view(salt);
-  const crypto::DerivationParams params{opslimit, memlimit, algorithm, salt_view.bytes()};
+  const crypto::DerivationParams params{opslimit, memlimit, algorithm, bytes_of(salt)};
   const crypto::DerivationLimits limits{
       max_opslimit.value_or(crypto::kNoDerivationLimits.max_opslimit),
       max_memlimit.value_or(crypto::kNoDerivationLimits.max_memlimit),
       crypto::kNoDerivationLimits.max_derivations};
-  return std::make_shared<SecretKey>(run_interruptible([&](const std::stop_token&) {
-    return crypto::derive_key(passphrase_view.bytes(), params, limits);
-  }));
+  const auto secret = bytes_of(passphrase);
+  return std::make_shared<SecretKey>(run_interruptible(
+      [&](const std::stop_token&) { return crypto::derive_key(secret, params, limits); }));
 }
 
 bool sodium_available() {
@@ -94,7 +51,7 @@ bool sodium_available() {
 std::pair<py::bytes, py::bytes> seal(const py::object& plain, const py::object& nonce,
                                      const SharedKey& key) {
   const BytesView plain_view(plain), nonce_view(nonce);
-  const auto nonce_bytes = nonce_view.exactly<crypto::kNonceNbytes>("nonce");
+  const auto nonce_bytes = exactly<crypto::kNonceNbytes>(nonce_view.bytes(), "nonce");
   py::bytes cipher = new_bytes(plain_view.bytes().size()), mac = new_bytes(crypto::kMacNbytes);
   crypto::seal(contents(cipher), contents(mac).first<crypto::kMacNbytes>(), plain_view.bytes(),
                nonce_bytes, *key);
@@ -104,8 +61,8 @@ std::pair<py::bytes, py::bytes> seal(const py::object& plain, const py::object& 
 std::optional<py::bytes> open(const py::object& cipher, const py::object& mac,
                               const py::object& nonce, const SharedKey& key) {
   const BytesView cipher_view(cipher), mac_view(mac), nonce_view(nonce);
-  const auto mac_bytes = mac_view.exactly<crypto::kMacNbytes>("MAC");
-  const auto nonce_bytes = nonce_view.exactly<crypto::kNonceNbytes>("nonce");
+  const auto mac_bytes = exactly<crypto::kMacNbytes>(mac_view.bytes(), "MAC");
+  const auto nonce_bytes = exactly<crypto::kNonceNbytes>(nonce_view.bytes(), "nonce");
   py::bytes plain = new_bytes(cipher_view.bytes().size());
   if (!crypto::open(contents(plain), cipher_view.bytes(), mac_bytes, nonce_bytes, *key)) return {};
   return plain;
@@ -113,7 +70,7 @@ std::optional<py::bytes> open(const py::object& cipher, const py::object& mac,
 
 py::bytes nonce_plus(const py::object& nonce, uint64_t n) {
   const BytesView view(nonce);
-  return to_bytes(crypto::nonce_plus(view.exactly<crypto::kNonceNbytes>("nonce"), n));
+  return to_bytes(crypto::nonce_plus(exactly<crypto::kNonceNbytes>(view.bytes(), "nonce"), n));
 }
 
 // The presets of the libsodium that is loaded, to be compared with the enums of
@@ -148,7 +105,7 @@ void register_crypto(py::module_& m) {
     return crypto::same_secret(a.bytes(), b.bytes());
   });
   m.def("same_secret", [](const py::bytes& a, const py::bytes& b) {
-    return crypto::same_secret(BytesView(a).bytes(), BytesView(b).bytes());
+    return crypto::same_secret(bytes_of(a), bytes_of(b));
   });
   m.def("random_bytes", [](size_t nbytes) {
     py::bytes result = new_bytes(nbytes);

@@ -34,8 +34,7 @@ cuda::CudaCopyOptions make_options(int device, uintptr_t stream, unsigned slots,
   options.open_on_device = open_on_device ? cuda::OpenOnDevice::always : cuda::OpenOnDevice::never;
   options.pinned.slots = slots;
   options.pinned.slot_nbytes = slot_nbytes;
-  options.pinned.keep_idle = std::chrono::duration_cast<std::chrono::milliseconds>(
-      std::chrono::duration<double>(std::clamp(keep_idle_seconds, 0.0, 1e9)));
+  options.pinned.keep_idle = milliseconds_of(std::clamp(keep_idle_seconds, 0.0, 1e9));
   return options;
 }
 
@@ -85,15 +84,8 @@ void register_cuda(py::module_& m) {
       .def(py::init(&make_engine), py::arg("device"), py::arg("stream"), py::kw_only(),
            py::arg("slots") = defaults.slots, py::arg("slot_nbytes") = defaults.slot_nbytes,
            py::arg("keep_idle_seconds") = 30.0, py::arg("open_on_device") = false)
-      .def("why_not_opened",
-           [](CudaCopyEngine& engine) {
-             return run_interruptible(
-                 [&](const std::stop_token& stop) { return engine.why_not_opened(stop); });
-           })
-      .def("why_not_converted", [](CudaCopyEngine& engine) {
-        return run_interruptible(
-            [&](const std::stop_token& stop) { return engine.why_not_converted(stop); });
-      });
+      .def("why_not_opened", interruptible(&CudaCopyEngine::why_not_opened))
+      .def("why_not_converted", interruptible(&CudaCopyEngine::why_not_converted));
   m.def("cuda_set_driver_library", &cuda::set_driver_library, py::arg("path"));
   m.def("cuda_driver_is_present", &cuda::driver_is_present, Unlocked());
   m.def("cuda_driver_version", [] { return cuda::driver().version; });

@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cmath>
 #include <memory>
 
 #include "bind/bindings.h"
@@ -24,9 +23,7 @@ void property(py::class_<HttpOptions>& c, const char* name, Get get) {
   if constexpr (std::is_same_v<Value, std::chrono::milliseconds>) {
     c.def_property(
         name, [get](HttpOptions& o) { return std::chrono::duration<double>(get(o)).count(); },
-        [get](HttpOptions& o, double s) {
-          get(o) = std::chrono::milliseconds(std::llround(s * 1e3));
-        });
+        [get](HttpOptions& o, double s) { get(o) = milliseconds_of(s); });
   } else {
     c.def_property(
         name, [get](HttpOptions& o) { return get(o); },
@@ -42,33 +39,26 @@ py::str latin1(const std::string& text) {
   return py::reinterpret_steal<py::str>(result);
 }
 
-// A Python callable that C++ may call from any thread; None gives an empty function.
-std::function<std::string()> text_function(const py::object& callable) {
+// A Python callable without arguments, for any thread; None gives an empty function.
+template <class Result>
+std::function<Result()> function_of(const py::object& callable) {
   if (callable.is_none()) return {};
-  return [held = keep_alive(callable)]() -> std::string {
+  return [held = keep_alive(callable)] {
     const InterpreterLock locked;
-    return call(static_cast<PyObject*>(held.get()), {}).cast<std::string>();
+    return call(held.get(), {}).template cast<Result>();
   };
 }
 
-// A Python callable without arguments that gives (name, value) pairs.
+// A Python callable that gives (name, value) pairs.
 void set_header_provider(HttpOptions& options, const py::object& callable) {
-  if (callable.is_none()) {
-    options.header_provider = nullptr;
-    return;
-  }
-  options.header_provider = [held = keep_alive(callable)] {
-    const InterpreterLock locked;
-    return call(static_cast<PyObject*>(held.get()), {}).cast<io::HttpHeaderList>();
-  };
+  options.header_provider = function_of<io::HttpHeaderList>(callable);
 }
 
-// A Python callable without arguments that gives the file and the folder of the trust anchors.
+// A Python callable that gives the file and the folder of the trust anchors.
 void set_trust_provider(HttpOptions& options, const py::object& callable) {
-  options.late_trust = std::make_shared<io::LateTrust>([held = keep_alive(callable)] {
-    const InterpreterLock locked;
-    auto [file, folder] =
-        call(static_cast<PyObject*>(held.get()), {}).cast<std::pair<std::string, std::string>>();
+  const auto places = function_of<std::pair<std::string, std::string>>(callable);
+  options.late_trust = std::make_shared<io::LateTrust>([places] {
+    auto [file, folder] = places();
     return io::CurlTrust{.ca_file = std::move(file), .ca_path = std::move(folder)};
   });
 }
@@ -117,7 +107,7 @@ std::shared_ptr<HttpSource> open_http(const std::string& url, const HttpOptions&
                                       const std::string& display_name,
                                       const std::optional<std::string>& known_etag,
                                       uint64_t known_nbytes) {
-  io::HttpAddress address{url, text_function(url_provider),
+  io::HttpAddress address{url, function_of<std::string>(url_provider),
                           std::chrono::seconds(std::llround(url_lifetime)), display_name};
   return run_interruptible([&](const std::stop_token& stop) {
     std::optional<io::ResourceIdentity> known;
@@ -143,7 +133,7 @@ void register_source(py::module_& m) {
       .def_property_readonly("response_headers",
                              [](const HttpSource& s) {
                                py::list fields;
-                               for (const auto& [name, value] : s.response_head().headers.fields())
+                               for (const auto& [name, value] : s.response_head().headers)
                                  fields.append(py::make_tuple(latin1(name), latin1(value)));
                                return fields;
                              })
@@ -156,32 +146,30 @@ void register_source(py::module_& m) {
 }
 
 py::dict put_bytes(io::HttpUploader& uploader, const py::object& url, const py::buffer& body,
-                   const std::vector<std::string>& header_lines, const std::string& display_name) {
-  py::buffer_info info = body.request();
-  const io::ConstSlice bytes(static_cast<const std::byte*>(info.ptr),
-                             static_cast<size_t>(info.size * info.itemsize));
+                   const io::HttpHeaderList& headers, const std::string& display_name) {
+  const BytesView view(body);
   io::HttpPut put;
   std::function<std::string()> give_url;
   if (py::isinstance<py::str>(url)) {
     give_url = [text = url.cast<std::string>()] { return text; };
   } else {
-    give_url = text_function(url);
+    give_url = function_of<std::string>(url);
   }
-  put.target = [&] { return io::HttpPut::Target{give_url(), header_lines}; };
+  put.target = [&] { return io::HttpPut::Target{give_url(), headers}; };
   put.display_name = display_name;
-  put.body = bytes;
+  put.body = view.bytes();
   const io::ResponseHead head = run_interruptible(
       [&](const std::stop_token& stop) { return io::http_put(uploader, put, stop); });
   py::dict result;
-  for (const auto& [name, value] : head.headers.fields()) result[latin1(name)] = latin1(value);
+  for (const auto& [name, value] : head.headers) result[latin1(name)] = latin1(value);
   return result;
 }
 
 void register_uploader(py::module_& m) {
   py::class_<io::HttpUploader, std::shared_ptr<io::HttpUploader>>(m, "HttpUploader")
-      .def(py::init<HttpOptions>(), py::arg("options"))
+      .def(py::init<const HttpOptions&>(), py::arg("options"))
       .def("put", &put_bytes, py::arg("url"), py::arg("body"), py::kw_only(),
-           py::arg("header_lines") = std::vector<std::string>(), py::arg("display_name") = "")
+           py::arg("headers") = io::HttpHeaderList(), py::arg("display_name") = "")
       .def(
           "close_connections", [](io::HttpUploader& u) { u.connections.close(); },
           py::call_guard<py::gil_scoped_release>())

@@ -180,10 +180,7 @@ void register_index(py::module_& m) {
       py::arg("text"));
   m.def(
       "stored_name",
-      [](const py::tuple& path) {
-        const std::string stored = format::encode_name(path_from_python(path));
-        return py::bytes(stored);
-      },
+      [](const py::tuple& path) { return py::bytes(format::encode_name(path_from_python(path))); },
       py::arg("path"));
   m.def("names_of_one_model", &format::read_as_names_of_one_model, py::arg("a"), py::arg("b"));
   m.def(
@@ -206,9 +203,7 @@ void register_memory(py::module_& m) {
   m.def(
       "keep_memory",
       [](uint64_t max_nbytes, double seconds) {
-        const auto idle = std::chrono::duration<double>(std::min(seconds, 1e6));
-        KeptMemory::instance().configure(
-            max_nbytes, std::chrono::duration_cast<std::chrono::milliseconds>(idle));
+        KeptMemory::instance().configure(max_nbytes, milliseconds_of(std::min(seconds, 1e6)));
       },
       py::arg("max_nbytes"), py::arg("seconds"));
   m.def("kept_nbytes", [] { return KeptMemory::instance().nbytes(); });
@@ -222,9 +217,8 @@ void register_keys(py::module_& m) {
            py::arg("key"))
       .def(py::init([](const py::bytes& passphrase, uint64_t max_opslimit, uint64_t max_memlimit,
                        uint64_t max_derivations) {
-             const std::string_view text = passphrase;
              const crypto::DerivationLimits limits{max_opslimit, max_memlimit, max_derivations};
-             return std::make_shared<load::KeyRing>(std::as_bytes(std::span(text)), limits);
+             return std::make_shared<load::KeyRing>(bytes_of(passphrase), limits);
            }),
            py::arg("passphrase"), py::arg("max_opslimit"), py::arg("max_memlimit"),
            py::arg("max_derivations"));

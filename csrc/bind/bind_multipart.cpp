@@ -10,7 +10,6 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
-#include "bind/python_error.h"
 #include "core/sync.h"
 #include "format/digest.h"
 #include "io/http/http_put.h"
@@ -36,7 +35,7 @@ class PythonTransport final : public io::MultipartTransport {
 
   std::string put_part(int number, io::ConstSlice bytes, const std::stop_token& stop) override {
     const io::ResponseHead response = put(number, bytes, stop);
-    const auto etag = response.headers.find("etag");
+    const auto etag = io::find_field(response.headers, "etag");
     if (!etag)
       throw Error(Errc::io,
                   "Failed to write " + name_ + ": the answer to part " + std::to_string(number) +
@@ -65,7 +64,7 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
  private:
-  py::handle upload() const noexcept { return static_cast<PyObject*>(upload_.get()); }
+  py::handle upload() const noexcept { return upload_.get(); }
 
   io::ResponseHead put(int number, io::ConstSlice bytes, const std::stop_token& stop) {
     const uint32_t crc32 = format::crc32(0, bytes);
@@ -73,11 +72,8 @@ class PythonTransport final : public io::MultipartTransport {
     request.target = [&] {
       return call_python([&] {
         const py::tuple given = upload().attr("request")(number, crc32);
-        io::HttpPut::Target target{given[0].cast<std::string>()};
-        for (const auto& [name, value] :
-             given[1].cast<std::vector<std::pair<std::string, std::string>>>())
-          target.header_lines.push_back(name + ": " + value);
-        return target;
+        return io::HttpPut::Target{given[0].cast<std::string>(),
+                                   given[1].cast<io::HttpHeaderList>()};
       });
     };
     request.adapt = [&](const io::HttpFailure& failure) {
@@ -90,7 +86,7 @@ class PythonTransport final : public io::MultipartTransport {
     return io::http_put(uploader_, request, stop);
   }
 
-  const std::shared_ptr<void> upload_;
+  const std::shared_ptr<PyObject> upload_;
   const std::string name_;
   io::HttpUploader uploader_;
 };
@@ -150,13 +146,6 @@ std::shared_ptr<MultipartSink> make_sink(py::object upload, const std::string& n
   return sink;
 }
 
-void write_at(MultipartSink& sink, uint64_t offset, const py::buffer& buffer) {
-  const py::buffer_info info = buffer.request();
-  const io::ConstSlice bytes(static_cast<const std::byte*>(info.ptr),
-                             static_cast<size_t>(info.size * info.itemsize));
-  run_interruptible([&](const std::stop_token& stop) { sink.write_at(offset, bytes, stop); });
-}
-
 }  // namespace
 
 void register_multipart(py::module_& m) {
@@ -167,17 +156,6 @@ void register_multipart(py::module_& m) {
       .def(py::init(&make_sink), py::arg("upload"), py::arg("name"), py::arg("http"), py::kw_only(),
            py::arg("uploads"), py::arg("budget_nbytes"), py::arg("min_part_nbytes"),
            py::arg("max_part_nbytes"))
-      .def("reserve", &MultipartSink::reserve, py::arg("end"), Lock())
-      .def("write_at", &write_at, py::arg("offset"), py::arg("buffer"))
-      .def(
-          "publish",
-          [](MultipartSink& sink, uint64_t end) { sink.publish(end, std::stop_token()); },
-          py::arg("end"), Lock())
-      .def("finish",
-           [](MultipartSink& sink) {
-             run_interruptible([&](const std::stop_token& stop) { sink.finish(stop); });
-           })
-      .def("abandon", &MultipartSink::abandon, Lock())
       .def_property_readonly("has_content", &MultipartSink::has_content)
       .def_property_readonly("peak_nbytes", &MultipartSink::peak_nbytes);
 }

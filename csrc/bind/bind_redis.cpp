@@ -18,17 +18,13 @@ using io::RedisOptions;
 using io::RedisSource;
 using io::RedisWriter;
 
-std::chrono::milliseconds from_seconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
-}
-
 template <class T>
 void set_from(const py::dict& settings, const char* name, T& field) {
   if (settings.contains(name)) field = settings[name].cast<T>();
 }
 
 void set_from(const py::dict& settings, const char* name, std::chrono::milliseconds& field) {
-  if (settings.contains(name)) field = from_seconds(settings[name].cast<double>());
+  if (settings.contains(name)) field = milliseconds_of(settings[name].cast<double>());
 }
 
 // The keys are those that tensorizer/_io/redis.py makes; a missing one leaves the default of
@@ -67,8 +63,7 @@ std::shared_ptr<RedisSource> open_redis(const py::dict& settings, const std::str
 }
 
 void put(RedisWriter& writer, const std::string& key, const py::bytes& value) {
-  const auto text = static_cast<std::string_view>(value);
-  const io::ConstSlice bytes = std::as_bytes(std::span(text));
+  const io::ConstSlice bytes = bytes_of(value);
   run_interruptible([&](const std::stop_token& stop) { writer.put(key, bytes, stop); });
 }
 

@@ -49,8 +49,7 @@ py::bytes header(const std::vector<Described>& described, const Metadata& metada
     texts.emplace();
     for (const auto& [key, value] : *metadata) texts->push_back({key, value});
   }
-  const std::vector<std::byte> bytes = format::serialize_safetensors(tensors_of(described), texts);
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+  return to_bytes(format::serialize_safetensors(tensors_of(described), texts));
 }
 
 }  // namespace

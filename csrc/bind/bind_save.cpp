@@ -95,8 +95,7 @@ std::unique_ptr<SaveSession> make_session(
                             .signer = std::move(signer)};
   if (derivation) {
     const auto& [opslimit, memlimit, salt] = *derivation;
-    const std::string_view text = salt;
-    const auto bytes = std::as_bytes(std::span(text));
+    const auto bytes = bytes_of(salt);
     options.derivation = format::KeyDerivation{
         .opslimit = opslimit, .memlimit = memlimit, .salt = {bytes.begin(), bytes.end()}};
   }
@@ -106,6 +105,7 @@ std::unique_ptr<SaveSession> make_session(
 }  // namespace
 
 void register_save(py::module_& m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<SaveSession>(m, "SaveSession")
       .def(py::init(&make_session), py::arg("sink"), py::arg("start"), py::kw_only(),
            py::arg("crc32"), py::arg("sha256"), py::arg("max_workers") = 0,
@@ -123,20 +123,9 @@ void register_save(py::module_& m) {
                  session, session.call_is_brief(),
                  [&](const std::stop_token& stop) { session.finish_call(stop); }, [] {});
            })
-      .def("abort_call",
-           [](SaveSession& session) {
-             py::gil_scoped_release unlocked;
-             session.abort_call();
-           })
-      .def("finish",
-           [](SaveSession& session) {
-             run_interruptible([&](const std::stop_token& stop) { session.finish(stop); });
-           })
-      .def("abandon",
-           [](SaveSession& session) {
-             py::gil_scoped_release unlocked;
-             session.abandon();
-           })
+      .def("abort_call", &SaveSession::abort_call, Unlocked())
+      .def("finish", interruptible(&SaveSession::finish))
+      .def("abandon", &SaveSession::abandon, Unlocked())
       .def_property_readonly("tensor_nbytes", &SaveSession::tensor_nbytes)
       .def_property_readonly("index_digest",
                              [](const SaveSession& session) -> std::optional<py::bytes> {

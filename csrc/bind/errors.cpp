@@ -2,8 +2,8 @@
 #include <pybind11/pybind11.h>
 
 #include "bind/bindings.h"
+#include "bind/gil.h"
 #include "bind/names.h"
-#include "bind/python_error.h"
 #include "core/error.h"
 
 namespace tensorizer::bind {

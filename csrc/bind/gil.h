@@ -1,4 +1,5 @@
-// The interpreter lock: how calls wait without it, and how C++ keeps Python objects.
+// The interpreter lock: how calls wait without it, how C++ keeps Python objects, and how threads of
+// C++ call them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "bind/calling_thread.h"
+#include "core/error.h"
 #include "core/task_group.h"
 
 namespace tensorizer::bind {
@@ -185,14 +187,48 @@ auto run_interruptible(Fn&& fn) {
   return run_interruptible(Where::helper_thread, std::forward<Fn>(fn));
 }
 
+// What a binding of object.method(stop_token) calls.
+template <class Object, class Result>
+auto interruptible(Result (Object::*method)(const std::stop_token&)) {
+  return [method](Object& object) {
+    return run_interruptible([&](const std::stop_token& stop) { return (object.*method)(stop); });
+  };
+}
+
 // Keeps a Python object alive from C++. Takes the lock to release it, from whichever thread; leaks
 // on purpose once the interpreter is finalizing. Safe to destroy anywhere.
-inline std::shared_ptr<void> keep_alive(py::object object) {
-  return std::shared_ptr<void>(object.release().ptr(), [](PyObject* held) {
+inline std::shared_ptr<PyObject> keep_alive(py::object object) {
+  return std::shared_ptr<PyObject>(object.release().ptr(), [](PyObject* held) {
     if (interpreter_is_finalizing()) return;
     const InterpreterLock locked;
     Py_XDECREF(held);
   });
+}
+
+// What Python has raised, as an Error that may be kept, rethrown any number of times and destroyed
+// anywhere. Back at the border it becomes the exception it was (errors.cpp).
+class PythonError : public Error {
+ public:
+  explicit PythonError(const py::error_already_set& raised)
+      : Error(Errc::io, raised.what()),
+        exception_(keep_alive(py::reinterpret_borrow<py::object>(raised.value()))) {}
+
+  // REQUIRES: the caller holds the lock.
+  py::handle exception() const noexcept { return exception_.get(); }
+
+ private:
+  std::shared_ptr<PyObject> exception_;
+};
+
+// fn() with the lock held. Throws PythonError.
+template <class Fn>
+auto call_python(Fn&& fn) {
+  const InterpreterLock locked;
+  try {
+    return fn();
+  } catch (const py::error_already_set& raised) {
+    throw PythonError(raised);
+  }
 }
 
 }  // namespace tensorizer::bind

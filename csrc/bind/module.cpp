@@ -35,7 +35,6 @@ PYBIND11_MODULE(_C, m) {
   tensorizer::bind::register_load(m);
   tensorizer::bind::register_batch(m);
   tensorizer::bind::register_save(m);
-  tensorizer::bind::register_plain(m);
   tensorizer::bind::register_safetensors(m);
   tensorizer::bind::register_http(m);
   tensorizer::bind::register_cache(m);

@@ -11,6 +11,13 @@ namespace py = pybind11;
 
 constexpr size_t kMaxIndexDigits = 4000;
 
+py::str decoded(std::string_view utf8, const char* errors) {
+  PyObject* const text =
+      PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), errors);
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(text);
+}
+
 py::object component(const format::PathComponent& part) {
   if (const auto* name = std::get_if<std::string>(&part)) return text_to_python(*name);
   const std::string& digits = std::get<format::PathIndex>(part).digits;
@@ -25,12 +32,7 @@ py::object component(const format::PathComponent& part) {
 
 }  // namespace
 
-py::object text_to_python(std::string_view utf8) {
-  PyObject* decoded =
-      PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass");
-  if (decoded == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(decoded);
-}
+py::object text_to_python(std::string_view utf8) { return decoded(utf8, "surrogatepass"); }
 
 py::object name_to_python(std::string_view stored) {
   if (!format::is_structured_name(stored)) return text_to_python(stored);
@@ -69,11 +71,6 @@ format::TensorPath path_from_python(const py::tuple& components) {
   return path;
 }
 
-py::str shown(std::string_view text) {
-  PyObject* decoded =
-      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace");
-  if (decoded == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(decoded);
-}
+py::str shown(std::string_view text) { return decoded(text, "backslashreplace"); }
 
 }  // namespace tensorizer::bind

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "bind/calling_thread.h"
-#include "bind/python_error.h"
+#include "bind/gil.h"
 #include "core/error.h"
 
 namespace tensorizer::bind {
@@ -18,8 +18,7 @@ void PyRangeSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
   call_python([&] {
     const py::object result = [&] {
       const CallingThread::Running running;
-      return call(static_cast<PyObject*>(read_.get()),
-                  {py::int_(offset).ptr(), py::int_(wanted).ptr()});
+      return call(read_.get(), {py::int_(offset).ptr(), py::int_(wanted).ptr()});
     }();
     const py::buffer_info info = py::buffer(result).request();
     const auto found = static_cast<uint64_t>(info.size * info.itemsize);

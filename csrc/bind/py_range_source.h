@@ -29,7 +29,7 @@ class PyRangeSource final : public io::RangeSource {
   uint64_t bytes_read() const noexcept override { return bytes_read_.load(); }
 
  private:
-  const std::shared_ptr<void> read_;
+  const std::shared_ptr<PyObject> read_;
   const uint64_t nbytes_;
   const std::string name_;
   const io::SourceTraits traits_;

@@ -93,9 +93,7 @@ const TensorDtype& TensorFactory::dtype(std::string_view stored) {
 py::object TensorFactory::tensor(const TensorDtype& dtype, std::span<const uint64_t> shape,
                                  const device::TensorMemory& memory, const TensorPlace& place) {
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) {
-    py::tuple dims(shape.size());
-    for (size_t i = 0; i < shape.size(); ++i) dims[i] = py::int_(shape[i]);
-    return empty_(dims, py::arg("dtype") = dtype.torch_dtype,
+    return empty_(shape_tuple(shape), py::arg("dtype") = dtype.torch_dtype,
                   py::arg("device") = place.torch_device);
   }
   Export* exported = make_export(dtype, shape, memory, place);

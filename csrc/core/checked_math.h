@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 
 namespace tensorizer {
 
@@ -16,19 +15,6 @@ inline std::optional<uint64_t> checked_add(uint64_t a, uint64_t b) noexcept {
 inline std::optional<uint64_t> checked_mul(uint64_t a, uint64_t b) noexcept {
   uint64_t product = 0;
   if (__builtin_mul_overflow(a, b, &product)) return std::nullopt;
-  return product;
-}
-
-// Product of all dimensions; 1 for an empty shape. A zero anywhere makes it 0, however large the
-// others are.
-inline std::optional<uint64_t> checked_product(std::span<const uint64_t> dims) noexcept {
-  uint64_t product = 1;
-  bool overflow = false;
-  for (uint64_t dim : dims) {
-    if (dim == 0) return 0;
-    overflow = overflow || __builtin_mul_overflow(product, dim, &product);
-  }
-  if (overflow) return std::nullopt;
   return product;
 }
 

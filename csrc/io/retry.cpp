@@ -14,9 +14,6 @@ namespace {
 constexpr milliseconds kShortestDelay{10};  // where no count ends the tries
 }
 
-const char* const kNeverAnsweredHint =
-    "the server has not answered once: check host, port and network";
-
 const RetryClock& RetryClock::real() {
   static const RetryClock& clock = *new RetryClock;
   return clock;

@@ -92,6 +92,7 @@ class RetryState {
 };
 
 // What to tell somebody whose server never answered.
-extern const char* const kNeverAnsweredHint;
+inline constexpr const char* kNeverAnsweredHint =
+    "the server has not answered once: check host, port and network";
 
 }  // namespace tensorizer::io

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <vector>
 
 namespace tensorizer::io {
 
@@ -24,6 +25,21 @@ inline uint64_t total_nbytes(std::span<const ConstSlice> slices) noexcept {
   uint64_t total = 0;
   for (const ConstSlice& slice : slices) total += slice.size();
   return total;
+}
+
+// The `nbytes` of a scatter list that begin at `skip`.
+inline std::vector<Slice> part_of(std::span<const Slice> slices, uint64_t skip, uint64_t nbytes) {
+  std::vector<Slice> part;
+  for (const Slice& slice : slices) {
+    const uint64_t dropped = std::min<uint64_t>(skip, slice.size());
+    skip -= dropped;
+    const uint64_t taken = std::min<uint64_t>(slice.size() - dropped, nbytes);
+    if (taken > 0)
+      part.push_back(slice.subspan(static_cast<size_t>(dropped), static_cast<size_t>(taken)));
+    nbytes -= taken;
+    if (nbytes == 0) break;
+  }
+  return part;
 }
 
 // A place within a scatter list, to which bytes are appended. Borrows the list and its memory.

@@ -232,7 +232,7 @@ class WholeFile(contextlib.AbstractContextManager["WholeFile"]):
 
     def __init__(self, target: Any, stream_options: Optional[Mapping[str, Any]] = None, fsync: bool = True) -> None:
         self._opened = open_sink(target, fsync, stream_options)
-        self._writer = _C.PlainWriter(self._opened.sink)
+        self._sink = self._opened.sink
         self._end = self._opened.start
 
     @property
@@ -242,32 +242,32 @@ class WholeFile(contextlib.AbstractContextManager["WholeFile"]):
 
     def reserve(self, nbytes: int) -> None:
         """Makes room for what follows, where the target can; may raise OSError where it certainly cannot."""
-        self._writer.reserve(self._end + nbytes)
+        self._sink.reserve(self._end + nbytes)
 
     def append(self, content: bytes) -> None:
-        self._writer.write_bytes(self._end, content)
+        self._sink.write_at(self._end, content)
         self._end += len(content)
 
-    def append_memory(self, pieces: Sequence[tuple[int, int]], progress: _Progress = None) -> None:
+    def append_memory(self, pieces: Sequence[tuple[int, int]]) -> None:
         """Writes pieces of host memory, each an address and a number of bytes, by several threads."""
         placed = []
         for address, nbytes in pieces:
             if nbytes:
                 placed.append((self._end, address, nbytes))
             self._end += nbytes
-        self._writer.write(placed, progress)
+        self._sink.write_pieces(placed)
 
     def copy_from(self, source: _C.RangeSource, progress: _Progress = None) -> None:
         """The whole of a source, as the whole of a target that begins at its first byte."""
-        self._end = self._writer.copy_from(source, progress)
+        self._end = self._sink.copy_from(source, progress)
 
     def __exit__(self, exc_type: Optional[type[BaseException]], *_: object) -> None:
         if exc_type is not None:
             self._abandon()
             return
         try:
-            self._writer.publish(self._end)
-            self._writer.finish()
+            self._sink.publish(self._end)
+            self._sink.finish()
         except BaseException:
             self._abandon()
             raise
@@ -275,7 +275,7 @@ class WholeFile(contextlib.AbstractContextManager["WholeFile"]):
 
     def _abandon(self) -> None:
         with contextlib.suppress(Exception):  # the exception that is on its way tells more
-            self._writer.abandon()
+            self._sink.abandon()
         with contextlib.suppress(Exception):
             self._opened.discard()
 

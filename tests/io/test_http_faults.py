@@ -533,6 +533,13 @@ def test_a_body_that_was_packed_for_the_way_is_an_error():
         assert open_source(server, direct_nbytes=1 << 40).read(100_000, 50_000) == CONTENT[100_000:150_000]
 
 
+def test_an_object_opens_though_its_first_body_goes_on_behind_the_range():
+    longer = Reply(chunked=True, body=CONTENT[:60_000] + b"z" * 600_000)
+    with within(20), FaultyServer(CONTENT, [longer]) as server:
+        source = open_source(server, head_nbytes=60_000)
+        assert source.read(0, len(CONTENT)) == CONTENT
+
+
 def test_a_chunked_body_that_ends_early_is_resumed():
     with FaultyServer(CONTENT, [GOOD, lambda r: Reply(chunked=True, body=CONTENT[100_000:120_000])]) as server:
         assert open_source(server).read(100_000, 50_000) == CONTENT[100_000:150_000]

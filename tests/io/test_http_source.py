@@ -737,7 +737,7 @@ def test_a_proxy_is_used_as_libcurl_users_expect(monkeypatch):
 def test_an_upload_arrives_whole_and_its_etag_comes_back():
     with nothing_left(), FaultyServer() as server:
         uploader = _C.HttpUploader(quick()._native())
-        headers = uploader.put(server.url + "?partNumber=1", CONTENT, header_lines=["Content-Type: x/y"])
+        headers = uploader.put(server.url + "?partNumber=1", CONTENT, headers=[("Content-Type", "x/y")])
         assert headers["etag"] == f'"{hashlib.md5(CONTENT).hexdigest()}"'
         request = server.requests[0]
         assert (request.method, request.body) == ("PUT", CONTENT)
@@ -777,7 +777,7 @@ def test_a_refused_upload_names_the_object_and_the_code_alone():
 def test_a_temporary_redirect_of_an_upload_keeps_method_and_body():
     with FaultyServer() as target:
         with FaultyServer(default=Reply(status=307, headers={"Location": target.url + "?there"})) as server:
-            _C.HttpUploader(quick()._native()).put(server.url, CONTENT, header_lines=["X-Secret: 1"])
+            _C.HttpUploader(quick()._native()).put(server.url, CONTENT, headers=[("X-Secret", "1")])
         assert list(target.uploads.values()) == [CONTENT]
         assert "x-secret" not in target.requests[0].headers
         found = Reply(status=302, headers={"Location": target.url})

@@ -9,10 +9,8 @@
 namespace tensorizer::io {
 namespace {
 
-ResponseHead head(int status, std::vector<HttpHeaders::Field> fields) {
-  ResponseHead result{status, "HTTP/1.1 " + std::to_string(status) + " Text", {}};
-  for (auto& [name, value] : fields) result.headers.add(name, value);
-  return result;
+ResponseHead head(int status, HttpHeaderList fields) {
+  return {status, "HTTP/1.1 " + std::to_string(status) + " Text", std::move(fields)};
 }
 
 RangeRequest bytes_100_to_199(const ResourceIdentity* known = nullptr) {
@@ -59,8 +57,8 @@ TEST(HttpMessage, RetryAfterIsSecondsOrADate) {
 
 TEST(HttpMessage, HeaderNamesMatchInAnyCase) {
   const auto response = head(200, {{"ETag", "\"a\""}});
-  EXPECT_EQ(response.headers.find("etag"), "\"a\"");
-  EXPECT_FALSE(response.headers.find("eta"));
+  EXPECT_EQ(find_field(response.headers, "etag"), "\"a\"");
+  EXPECT_FALSE(find_field(response.headers, "eta"));
 }
 
 TEST(HttpMessage, WeakEtagsProveNothing) {
@@ -120,7 +118,7 @@ TEST(HttpCheck, A200MeansAServerWithoutRangesOnlyWhenItOpensTheObject) {
 
 TEST(HttpCheck, AnotherSizeEtagOrDateIsAChangedObject) {
   const ResourceIdentity known{"\"a\"", "Thu, 01 Jan 1970 00:00:10 GMT", 1000};
-  const HttpHeaders::Field range{"Content-Range", "bytes 100-199/1000"};
+  const HttpField range{"Content-Range", "bytes 100-199/1000"};
   EXPECT_EQ(refusal(bytes_100_to_199(&known), head(206, {range, {"ETag", "\"a\""}})).reason, "");
   for (const auto& response :
        {head(206, {range, {"ETag", "\"b\""}}), head(206, {{"Content-Range", "bytes 100-199/999"}}),

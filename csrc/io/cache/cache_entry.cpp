@@ -35,40 +35,31 @@ size_t bits_nbytes(uint64_t nbytes) noexcept {
   return static_cast<size_t>(ceil_div(CacheEntry::blocks_of(nbytes), 8));
 }
 
-// 0, or errno. A lock belongs to the open file description and ends with it.
-int lock(int fd, short type, off_t begin, off_t nbytes) noexcept {
-#if defined(F_OFD_SETLK)
+struct flock lock_of(short type, off_t begin, off_t nbytes) noexcept {
   struct flock range{};
   range.l_type = type;
   range.l_whence = SEEK_SET;
   range.l_start = begin;
   range.l_len = nbytes;
+  return range;
+}
+
+// 0, or errno. A lock belongs to the open file description and ends with it.
+int lock(int fd, short type, off_t begin, off_t nbytes) noexcept {
+  struct flock range = lock_of(type, begin, nbytes);
   while (fcntl(fd, F_OFD_SETLK, &range) != 0) {
     if (errno != EINTR) return errno;
   }
   return 0;
-#else
-  (void)fd, (void)type, (void)begin, (void)nbytes;
-  return ENOSYS;
-#endif
 }
 
 bool is_conflict(int error) noexcept { return error == EAGAIN || error == EACCES; }
 
 // Where a lock of somebody else begins and ends that is in the way; nullopt: there is none now.
 std::optional<std::pair<off_t, off_t>> obstacle(int fd, off_t begin, off_t nbytes) noexcept {
-#if defined(F_OFD_GETLK)
-  struct flock range{};
-  range.l_type = F_WRLCK;
-  range.l_whence = SEEK_SET;
-  range.l_start = begin;
-  range.l_len = nbytes;
+  struct flock range = lock_of(F_WRLCK, begin, nbytes);
   if (fcntl(fd, F_OFD_GETLK, &range) != 0 || range.l_type == F_UNLCK) return std::nullopt;
   return std::pair(range.l_start, range.l_len == 0 ? begin + nbytes : range.l_start + range.l_len);
-#else
-  (void)fd, (void)begin, (void)nbytes;
-  return std::nullopt;
-#endif
 }
 
 // Of this boot of the machine; zeros where the system does not say.

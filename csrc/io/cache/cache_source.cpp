@@ -24,21 +24,6 @@ constexpr milliseconds kPatience{2000};
 
 uint64_t begin_of(BlockRun run) noexcept { return run.begin * kCacheBlockNbytes; }
 
-// The part of a scatter list that begins at `skip`.
-std::vector<Slice> part_of(std::span<const Slice> slices, uint64_t skip, uint64_t nbytes) {
-  std::vector<Slice> part;
-  for (const Slice& slice : slices) {
-    const uint64_t dropped = std::min<uint64_t>(skip, slice.size());
-    skip -= dropped;
-    const uint64_t taken = std::min<uint64_t>(slice.size() - dropped, nbytes);
-    if (taken > 0)
-      part.push_back(slice.subspan(static_cast<size_t>(dropped), static_cast<size_t>(taken)));
-    nbytes -= taken;
-    if (nbytes == 0) break;
-  }
-  return part;
-}
-
 }  // namespace
 
 // What a reader wants.
@@ -129,12 +114,13 @@ void CacheSource::close() noexcept {
   if (network_) network_->close();
 }
 
+std::shared_ptr<FileSource> CacheSource::disk() const {
+  MutexLock lock(mutex_);
+  return disk_;
+}
+
 SourceTraits CacheSource::traits() const {
-  std::shared_ptr<FileSource> disk;
-  {
-    MutexLock lock(mutex_);
-    disk = disk_;
-  }
+  const auto disk = this->disk();
   // As it was at the opening: readers rely on an answer that does not change.
   if (disk && (was_complete_ || !network_)) return disk->traits();
   return network_ ? network_->traits() : SourceTraits{};
@@ -276,11 +262,7 @@ bool CacheSource::read_run(const std::shared_ptr<CacheFilling>& filling, const R
 
 bool CacheSource::read_present(CacheFilling& filling, const Request& request, BlockRun run,
                                const std::stop_token& stop) {
-  std::shared_ptr<FileSource> disk;
-  {
-    MutexLock lock(mutex_);
-    disk = disk_;
-  }
+  const auto disk = this->disk();
   const auto [offset, slices] = request.within(run);
   try {
     if (!disk) throw Error(Errc::io, name_ + " is closed", name_);

@@ -75,6 +75,7 @@ class CacheSource final : public RangeSource {
   void use(std::shared_ptr<CacheEntry> entry, uint64_t room_nbytes);
   // nullptr: there is no entry any more.
   std::shared_ptr<CacheFilling> filling() const;
+  std::shared_ptr<FileSource> disk() const;
   void store_head();
   void read_in_order(const Request& request, const std::stop_token& stop);
   // Reads what of `run` can be read without waiting for others; what is left goes to `left`. True

@@ -43,6 +43,10 @@ bool handshake_broke_off(const std::string& text) {
                      [&](std::string_view word) { return text.find(word) != std::string::npos; });
 }
 
+void expect_ok(CURLMcode code) {
+  if (code != CURLM_OK) throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
+}
+
 constexpr const char* kBroke = "the connection broke";
 constexpr const char* kUnknownHost = "check the host name and the name server";
 constexpr const char* kNotHttp = "the server does not speak HTTP";
@@ -116,67 +120,66 @@ CurlDriver::CurlDriver() : process_(getpid()) {
 CurlDriver::~CurlDriver() {
   if (!belongs_to_this_process()) {
     // Closing would say good-bye on connections that the parent still uses.
-    for (UniqueCurlEasy& easy : spare_) (void)easy.release();
+    (void)spare_.release();
     (void)multi_.release();
     return;
   }
   SigpipeGuard guard;
-  spare_.clear();
+  spare_.reset();
   multi_.reset();
 }
 
 bool CurlDriver::belongs_to_this_process() const noexcept { return getpid() == process_; }
 
 UniqueCurlEasy CurlDriver::take_easy() {
-  if (!spare_.empty()) {
-    UniqueCurlEasy easy = std::move(spare_.back());
-    spare_.pop_back();
-    return easy;
-  }
-  UniqueCurlEasy easy(curl_easy_init());
+  UniqueCurlEasy easy = spare_ ? std::move(spare_) : UniqueCurlEasy(curl_easy_init());
   if (!easy) throw std::bad_alloc();
-  spare_.reserve(spare_.size() + 2);  // give_easy must not throw
   return easy;
 }
 
 void CurlDriver::give_easy(UniqueCurlEasy easy) noexcept {
-  if (!easy || spare_.size() == spare_.capacity()) return;
   curl_easy_reset(easy.get());
-  spare_.push_back(std::move(easy));
-}
-
-void CurlDriver::add(CURL* easy) {
-  const CURLMcode code = curl_multi_add_handle(multi_.get(), easy);
-  if (code != CURLM_OK) throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
-}
-
-void CurlDriver::remove(CURL* easy) noexcept {
-  SigpipeGuard guard;
-  curl_multi_remove_handle(multi_.get(), easy);
+  spare_ = std::move(easy);
 }
 
 void CurlDriver::perform() {
   int running = 0;
-  const CURLMcode code = curl_multi_perform(multi_.get(), &running);
-  if (code != CURLM_OK) throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
+  expect_ok(curl_multi_perform(multi_.get(), &running));
   int left = 0;
   while (CURLMsg* message = curl_multi_info_read(multi_.get(), &left)) {
     if (message->msg != CURLMSG_DONE) continue;
     const CURLcode result = message->data.result;
-    char* target = nullptr;
-    curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, &target);
-    if (target == nullptr) continue;
-    auto* completion = reinterpret_cast<CurlCompletion*>(target);
-    completion->code = result;
-    completion->done = true;
+    char* transfer = nullptr;
+    curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, &transfer);
+    reinterpret_cast<CurlTransfer*>(transfer)->end_ = result;
   }
 }
 
 void CurlDriver::wait(std::chrono::milliseconds timeout) {
   int ready = 0;
-  const CURLMcode code =
-      curl_multi_poll(multi_.get(), nullptr, 0, static_cast<int>(timeout.count()), &ready);
-  if (code != CURLM_OK) throw Error(Errc::io, std::string("libcurl: ") + curl_multi_strerror(code));
+  const int timeout_ms = static_cast<int>(timeout.count());
+  expect_ok(curl_multi_poll(multi_.get(), nullptr, 0, timeout_ms, &ready));
+}
+
+CurlTransfer::CurlTransfer(CurlDriver& driver) : driver_(driver), easy_(driver.take_easy()) {
+  curl_easy_setopt(easy(), CURLOPT_ERRORBUFFER, error_text_);
+  curl_easy_setopt(easy(), CURLOPT_PRIVATE, reinterpret_cast<char*>(this));
+}
+
+CurlTransfer::~CurlTransfer() {
+  if (!driver_.belongs_to_this_process()) {
+    (void)easy_.release();
+    return;
+  }
+  SigpipeGuard guard;
+  curl_multi_remove_handle(driver_.multi_.get(), easy());
+  driver_.give_easy(std::move(easy_));
+}
+
+void CurlTransfer::start() { expect_ok(curl_multi_add_handle(driver_.multi_.get(), easy())); }
+
+std::string CurlTransfer::error_text(CURLcode code) const {
+  return error_text_[0] != '\0' ? error_text_ : curl_easy_strerror(code);
 }
 
 CurlVerdict curl_verdict(CURLcode code, const std::string& text) {

@@ -12,9 +12,9 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stop_token>
 #include <string>
-#include <vector>
 
 namespace tensorizer::io {
 
@@ -55,16 +55,7 @@ class CurlDriver {
   CurlDriver(const CurlDriver&) = delete;
   CurlDriver& operator=(const CurlDriver&) = delete;
 
-  // A handle in its first state, for one request; give it back with give_easy.
-  UniqueCurlEasy take_easy();
-  void give_easy(UniqueCurlEasy easy) noexcept;
-
-  // `easy` starts to move with perform().
-  void add(CURL* easy);
-  void remove(CURL* easy) noexcept;
-
-  // Moves whatever can be moved without waiting. Requests find their end in the CURLcode that their
-  // CURLOPT_PRIVATE pointer, a CurlCompletion, receives. REQUIRES: the caller holds a SigpipeGuard.
+  // Moves whatever can be moved without waiting. REQUIRES: the caller holds a SigpipeGuard.
   void perform();
   // Waits until there is something to move, `timeout` is over, or wake() was called.
   void wait(std::chrono::milliseconds timeout);
@@ -74,15 +65,41 @@ class CurlDriver {
   bool belongs_to_this_process() const noexcept;
 
  private:
+  friend class CurlTransfer;
+
+  UniqueCurlEasy take_easy();
+  void give_easy(UniqueCurlEasy easy) noexcept;
+
   UniqueCurlMulti multi_;
-  std::vector<UniqueCurlEasy> spare_;
+  UniqueCurlEasy spare_;  // of the last request, for the next one
   const pid_t process_;
 };
 
-// Where CurlDriver::perform notes the end of a request.
-struct CurlCompletion {
-  bool done = false;
-  CURLcode code = CURLE_OK;
+// One use of a handle that a driver has, from start() to the destructor, which ends it where it is;
+// in a child that was forked it is left to the parent.
+class CurlTransfer {
+ public:
+  explicit CurlTransfer(CurlDriver& driver);
+  ~CurlTransfer();
+  CurlTransfer(const CurlTransfer&) = delete;
+  CurlTransfer& operator=(const CurlTransfer&) = delete;
+
+  // In its first state, but for what this class has set.
+  CURL* easy() const noexcept { return easy_.get(); }
+  // It moves with CurlDriver::perform() from now on.
+  void start();
+  // How it ended; nullopt while it has not.
+  std::optional<CURLcode> end() const noexcept { return end_; }
+  // What libcurl says of an error of this transfer, or of the code alone.
+  std::string error_text(CURLcode code) const;
+
+ private:
+  friend class CurlDriver;
+
+  CurlDriver& driver_;
+  UniqueCurlEasy easy_;
+  std::optional<CURLcode> end_;
+  char error_text_[CURL_ERROR_SIZE] = "";
 };
 
 // What a libcurl error means: the one table. `text` is libcurl's own description of the error.

@@ -38,32 +38,20 @@ CurlSocket::CurlSocket(const SocketOptions& options, std::string peer, const std
       stall_timeout_(options.stall_timeout),
       receive_buffer_nbytes_(options.receive_buffer_nbytes),
       tls_(options.tls),
-      easy_(driver_.take_easy()),
-      error_text_(CURL_ERROR_SIZE, '\0') {
+      transfer_(driver_) {
   configure(options);
-  driver_.add(easy_.get());
-  try {
-    drive(driver_, stop, [&] {
-      if (meanwhile) meanwhile();
-      return completion_.done;
-    });
-    if (const CURLcode code = connect_code(); code != CURLE_OK) fail("connect to", code);
-  } catch (...) {
-    driver_.remove(easy_.get());
-    throw;
-  }
-}
-
-CurlSocket::~CurlSocket() {
-  if (belongs_to_this_process()) {
-    driver_.remove(easy_.get());
-  } else {
-    (void)easy_.release();
-  }
+  transfer_.start();
+  drive(driver_, stop, [&] {
+    if (meanwhile) meanwhile();
+    return transfer_.end().has_value();
+  });
+  if (transfer_.end() != CURLE_OK) fail("connect to", *transfer_.end());
+  curl_easy_getinfo(transfer_.easy(), CURLINFO_ACTIVESOCKET, &socket_);
+  if (socket_ == CURL_SOCKET_BAD) fail("connect to", CURLE_COULDNT_CONNECT);
 }
 
 void CurlSocket::configure(const SocketOptions& options) {
-  CURL* easy = easy_.get();
+  CURL* easy = transfer_.easy();
   apply_common_options(easy, options.connect_timeout);
   apply_trust(easy, options.tls ? options.trust : CurlTrust::in_clear());
   curl_easy_setopt(easy, CURLOPT_URL, url_.c_str());
@@ -76,14 +64,6 @@ void CurlSocket::configure(const SocketOptions& options) {
     curl_easy_setopt(easy, CURLOPT_UNIX_SOCKET_PATH, options.unix_path.c_str());
   curl_easy_setopt(easy, CURLOPT_SOCKOPTFUNCTION, &set_receive_buffer);
   curl_easy_setopt(easy, CURLOPT_SOCKOPTDATA, &receive_buffer_nbytes_);
-  curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, error_text_.data());
-  curl_easy_setopt(easy, CURLOPT_PRIVATE, reinterpret_cast<char*>(&completion_));
-}
-
-CURLcode CurlSocket::connect_code() noexcept {
-  if (completion_.code != CURLE_OK) return completion_.code;
-  curl_easy_getinfo(easy_.get(), CURLINFO_ACTIVESOCKET, &socket_);
-  return socket_ == CURL_SOCKET_BAD ? CURLE_COULDNT_CONNECT : CURLE_OK;
 }
 
 bool CurlSocket::is_quiet(const SocketOptions& options) const {
@@ -93,13 +73,12 @@ bool CurlSocket::is_quiet(const SocketOptions& options) const {
 }
 
 void CurlSocket::fail(const char* operation, CURLcode code) const {
-  std::string text = error_text_.c_str();
-  if (text.empty()) text = curl_easy_strerror(code);
-  const std::string curl_text = text;
+  const std::string curl_text = transfer_.error_text(code);
+  std::string text = curl_text;
   const CurlVerdict verdict = curl_verdict(code, text);
   long system_errno = 0;
   if (code == CURLE_COULDNT_CONNECT || code == CURLE_SEND_ERROR || code == CURLE_RECV_ERROR)
-    curl_easy_getinfo(easy_.get(), CURLINFO_OS_ERRNO, &system_errno);
+    curl_easy_getinfo(transfer_.easy(), CURLINFO_OS_ERRNO, &system_errno);
   if (code == CURLE_OPERATION_TIMEDOUT) system_errno = ETIMEDOUT;
   if (system_errno != 0) text += std::string(": ") + std::strerror(static_cast<int>(system_errno));
   // Hints of other errors speak of HTTP.
@@ -142,7 +121,7 @@ size_t CurlSocket::receive_some(Slice into, const std::stop_token& stop) {
     size_t received = 0;
     std::optional<SigpipeGuard> guard;
     if (tls_) guard.emplace();  // TLS may have to answer
-    const CURLcode code = curl_easy_recv(easy_.get(), into.data(), into.size(), &received);
+    const CURLcode code = curl_easy_recv(transfer_.easy(), into.data(), into.size(), &received);
     guard.reset();
     if (code == CURLE_OK && received > 0) return received;
     if (code == CURLE_OK)
@@ -161,7 +140,7 @@ void CurlSocket::send_all(ConstSlice from, const std::stop_token& stop) {
     CURLcode code = CURLE_OK;
     {
       const SigpipeGuard guard;
-      code = curl_easy_send(easy_.get(), from.data(), from.size(), &sent);
+      code = curl_easy_send(transfer_.easy(), from.data(), from.size(), &sent);
     }
     if (code == CURLE_AGAIN) {
       wait_ready(POLLOUT, deadline, "send to", stop);

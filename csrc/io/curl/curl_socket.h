@@ -49,9 +49,6 @@ class CurlSocket {
   // Throws SocketError (with the errno where there is one), Errc::cancelled.
   CurlSocket(const SocketOptions& options, std::string peer, const std::stop_token& stop,
              const std::function<void()>& meanwhile = {});
-  ~CurlSocket();
-  CurlSocket(const CurlSocket&) = delete;
-  CurlSocket& operator=(const CurlSocket&) = delete;
 
   // At least 1 byte and at most into.size(). Throws SocketError when the peer closed the
   // connection.
@@ -71,7 +68,6 @@ class CurlSocket {
   using Deadline = std::chrono::steady_clock::time_point;
 
   void configure(const SocketOptions& options);
-  CURLcode connect_code() noexcept;
   [[noreturn]] void fail(const char* operation, CURLcode code) const;
   [[noreturn]] void fail_silent(const char* operation) const;
   void wait_ready(short events, Deadline deadline, const char* operation,
@@ -84,9 +80,7 @@ class CurlSocket {
   int receive_buffer_nbytes_;
   const bool tls_;
   CurlDriver driver_;
-  UniqueCurlEasy easy_;
-  CurlCompletion completion_;
-  std::string error_text_;
+  CurlTransfer transfer_;
   curl_socket_t socket_ = CURL_SOCKET_BAD;
 };
 

@@ -62,7 +62,7 @@ std::string request_text(const HttpOptions& options, const HttpRequest& request)
 // The length of a body that we know how to read; nullopt for every other framing.
 std::optional<uint64_t> body_length(const ResponseHead& head) {
   std::optional<uint64_t> length;
-  for (const auto& [name, value] : head.headers.fields()) {
+  for (const auto& [name, value] : head.headers) {
     if (equals_ignoring_case(name, "transfer-encoding")) return std::nullopt;
     if (!equals_ignoring_case(name, "content-length")) continue;
     if (length) return std::nullopt;
@@ -90,7 +90,7 @@ std::optional<ResponseHead> parse_head(std::string_view text) {
     }
     auto field = parse_header_line(line);
     if (!field || line.front() == ' ' || line.front() == '\t') return std::nullopt;
-    head.headers.add(std::move(field->first), std::move(field->second));
+    head.headers.push_back(std::move(*field));
   }
   return head;
 }
@@ -268,7 +268,7 @@ DirectOutcome direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& r
     if (is_error) fail_with_status(exchange, *head, *length);
     read.accept(*head);
     receive_body(exchange, read, *head, *length);
-    const auto connection = head->headers.find("connection");
+    const auto connection = find_field(head->headers, "connection");
     const bool stays_open = !connection || equals_ignoring_case(*connection, "keep-alive");
     if (stays_open && exchange.text.empty()) kept = std::move(socket);
     return {.done = true, .to_first_byte = to_first_byte};

@@ -23,6 +23,22 @@ void add_hint(HttpFailure& failure, RetryEnd end) {
     failure.hint += (failure.hint.empty() ? "" : "; ") + std::string(kNeverAnsweredHint);
 }
 
+// Where a redirect in answer to `request` leads.
+HttpUrl next_hop(const HttpOptions& options, const HttpRequest& request, const ResponseHead& head,
+                 int hops) {
+  if (request.body && head.status != 307 && head.status != 308)  // those would turn it into a GET
+    refuse(head, "a redirect that is not followed", "check endpoint and region");
+  const auto location = find_field(head.headers, "location");
+  if (!location) refuse(head, "a redirect without a target");
+  if (hops == options.max_redirects)
+    refuse(head, "more than " + std::to_string(hops) + " redirects");
+  auto next = request.url->resolve(std::string(*location));
+  if (!next)
+    refuse(head, "a redirect that is not followed",
+           "it leads away from https, or is no http(s) URL");
+  return std::move(*next);
+}
+
 }  // namespace
 
 HttpEndpoint::HttpEndpoint(HttpAddress address, HttpHeaderProvider provider)
@@ -166,29 +182,17 @@ std::unique_ptr<HttpExchange> HttpClient::start(Permit& permit, const std::strin
                                                 const HttpDeadline& deadline,
                                                 const std::stop_token& stop, bool fresh) {
   constexpr int kMaxRefusals = 2;  // a stale redirect, then a stale URL
-  CurlDriver& driver = permit.connection->carrier().curl;
   for (int refusals = 0;; ++refusals) {
     const HttpEndpoint::SharedTarget target = permit.target;
     std::optional<HttpUrl> led_to;
     try {
-      for (int hops = 0;; ++hops) {
-        const HttpUrl& url = led_to ? *led_to : target->url;
-        const bool is_home = target->is_home && url.origin == target->url.origin;
-        const HttpRequest request{&url, is_home, range, header_lines, target->headers.get(), fresh};
-        auto exchange = std::make_unique<HttpExchange>(driver, options, request, accept, counters);
-        drive(driver, stop, [&] {
-          deadline.check();
-          // Accepted first: what goes wrong after that is the caller's, who counts the bytes that
-          // came before.
-          return exchange->accepted() || exchange->check();
-        });
-        if (exchange->accepted()) {
-          endpoint.note_answered();
-          if (led_to) endpoint.found_at(*target, *led_to);
-          return exchange;
-        }
-        led_to = next_hop(options, *exchange, url, hops);
-      }
+      auto exchange =
+          send(permit.connection,
+               {&target->url, target->is_home, range, header_lines, target->headers.get(), fresh},
+               accept, deadline, stop, led_to);
+      endpoint.note_answered();
+      if (led_to) endpoint.found_at(*target, *led_to);
+      return exchange;
     } catch (const HttpFailure& failure) {
       if (refusals < kMaxRefusals && refused(permit, failure, stop)) continue;
       if (refusals < kMaxRefusals || !endpoint.refused(*target, failure.status)) throw;
@@ -200,22 +204,27 @@ std::unique_ptr<HttpExchange> HttpClient::start(Permit& permit, const std::strin
   }
 }
 
-HttpUrl next_hop(const HttpOptions& options, const HttpExchange& exchange, const HttpUrl& url,
-                 int hops) {
-  const auto location = exchange.location();
-  const ResponseHead& head = exchange.head();
-  if (!location)
-    throw HttpFailure{Errc::io, "a redirect without a target (" + head.status_line + ")", "",
-                      head.status};
-  if (hops == options.max_redirects)
-    throw HttpFailure{Errc::io,
-                      "more than " + std::to_string(hops) + " redirects (" + head.status_line + ")",
-                      "", head.status};
-  auto next = url.resolve(*location);
-  if (!next)
-    throw HttpFailure{Errc::io, "a redirect that is not followed (" + head.status_line + ")",
-                      "it leads away from https, or is no http(s) URL", head.status};
-  return std::move(*next);
+std::unique_ptr<HttpExchange> HttpSender::send(const UniqueHttpPermit& permit, HttpRequest request,
+                                               const HttpExchange::Accept& accept,
+                                               const HttpDeadline& deadline,
+                                               const std::stop_token& stop,
+                                               std::optional<HttpUrl>& led_to) {
+  CurlDriver& driver = permit->carrier().curl;
+  const HttpUrl& first = *request.url;
+  const bool is_home = request.send_credentials;
+  for (int hops = 0;; ++hops) {
+    if (led_to) request.url = &*led_to;
+    request.send_credentials = is_home && request.url->origin == first.origin;
+    auto exchange = std::make_unique<HttpExchange>(driver, options, request, accept, counters);
+    drive(driver, stop, [&] {
+      deadline.check();
+      // Accepted first: what goes wrong after that is the caller's, who counts the bytes that came
+      // before.
+      return exchange->accepted() || exchange->check();
+    });
+    if (exchange->accepted()) return exchange;
+    led_to = next_hop(options, request, exchange->head(), hops);
+  }
 }
 
 void with_retries(const HttpOptions& options, const HttpCounters& counters,

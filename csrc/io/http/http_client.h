@@ -127,12 +127,30 @@ class HttpDeadline {
 
 inline constexpr int kIndirectReads = 32;
 
+// What the requests of one source or of one uploader share. Safe from many threads.
+struct HttpSender {
+  // `fixed`: see ConnectionCount.
+  HttpSender(const HttpOptions& http_options, unsigned fixed)
+      : options(http_options),
+        connections(fixed, options.max_connections, options.connection_key()) {}
+
+  // Sends `request`, and follows redirects, to `led_to`, until a head was accepted; the caller goes
+  // on driving the exchange. Throws HttpFailure, what the deadline throws.
+  std::unique_ptr<HttpExchange> send(const UniqueHttpPermit& permit, HttpRequest request,
+                                     const HttpExchange::Accept& accept,
+                                     const HttpDeadline& deadline, const std::stop_token& stop,
+                                     std::optional<HttpUrl>& led_to);
+
+  const HttpOptions options;
+  HttpCounters counters;  // bytes: what came, or what was sent, repetitions included
+  HttpConnections connections;
+};
+
 // What the parts of one HttpSource share. Safe from many threads.
-struct HttpClient {
-  HttpClient(HttpAddress address, HttpOptions http_options)
-      : options(std::move(http_options)),
-        endpoint(std::move(address), options.header_provider),
-        connections(options.connections, options.max_connections, options.connection_key()) {}
+struct HttpClient : HttpSender {
+  HttpClient(HttpAddress address, const HttpOptions& http_options)
+      : HttpSender(http_options, http_options.connections),
+        endpoint(std::move(address), options.header_provider) {}
 
   // Permission for one request: where to, and over what.
   struct Permit {
@@ -141,9 +159,8 @@ struct HttpClient {
   };
   Permit enter(const std::stop_token& stop);
 
-  // Sends a GET and follows redirects until a head was accepted; the caller goes on driving the
-  // exchange. `fresh`: on a new connection. Throws HttpFailure, what the deadline throws, or what
-  // renew() throws.
+  // Sends a GET to where the object is now. `fresh`: on a new connection. Throws what send()
+  // throws, and what renew() throws.
   std::unique_ptr<HttpExchange> start(Permit& permit, const std::string& range,
                                       const std::vector<std::string>& header_lines,
                                       const HttpExchange::Accept& accept,
@@ -152,19 +169,11 @@ struct HttpClient {
   // The server refused a request to permit.target: true where the target is another one now.
   bool refused(Permit& permit, const HttpFailure& failure, const std::stop_token& stop);
 
-  const HttpOptions options;
-  HttpCounters counters;
   HttpEndpoint endpoint;
-  HttpConnections connections;
   // Reads that are left to libcurl before direct_read, which did not know how the server answered,
   // is tried again.
   std::atomic<int> indirect_reads{0};
 };
-
-// Where a redirect leads: the response to a request to `url`, the `hops`th of its kind. Throws
-// HttpFailure.
-HttpUrl next_hop(const HttpOptions& options, const HttpExchange& exchange, const HttpUrl& url,
-                 int hops);
 
 // Repeats `attempt` until it returns, as the policy of `options` has it, and turns the last failure
 // into an Error. `attempt` returns nothing and throws HttpFailure; `progress` says how many bytes

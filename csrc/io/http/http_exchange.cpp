@@ -59,30 +59,18 @@ HttpFailure failure_of_curl(CURLcode code, const std::string& text) {
 
 HttpExchange::HttpExchange(CurlDriver& driver, const HttpOptions& options,
                            const HttpRequest& request, Accept accept, HttpCounters& counters)
-    : driver_(driver),
-      options_(options),
+    : options_(options),
       accept_(std::move(accept)),
       counters_(counters),
-      easy_(driver.take_easy()),
-      error_text_(CURL_ERROR_SIZE, '\0'),
-      watch_(options) {
+      watch_(options),
+      transfer_(driver) {
   configure(request);
-  driver_.add(easy_.get());
+  transfer_.start();
   counters_.requests.fetch_add(1, std::memory_order_relaxed);
 }
 
-HttpExchange::~HttpExchange() {
-  if (!easy_) return;
-  if (!driver_.belongs_to_this_process()) {
-    (void)easy_.release();
-    return;
-  }
-  driver_.remove(easy_.get());
-  driver_.give_easy(std::move(easy_));
-}
-
 void HttpExchange::configure(const HttpRequest& request) {
-  CURL* easy = easy_.get();
+  CURL* easy = transfer_.easy();
   const HttpUrl& url = *request.url;
   apply_connection_options(easy, options_, url);
   curl_easy_setopt(easy, CURLOPT_URL, url.text.c_str());
@@ -99,8 +87,6 @@ void HttpExchange::configure(const HttpRequest& request) {
   if (request.fresh) curl_easy_setopt(easy, CURLOPT_FRESH_CONNECT, 1L);
   if (request.body) configure_upload(*request.body);
   curl_easy_setopt(easy, CURLOPT_HTTPHEADER, header_lines_.get());
-  curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, error_text_.data());
-  curl_easy_setopt(easy, CURLOPT_PRIVATE, reinterpret_cast<char*>(&completion_));
   curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, &on_data<&HttpExchange::take_header_line>);
   curl_easy_setopt(easy, CURLOPT_HEADERDATA, this);
   curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, &on_data<&HttpExchange::take_body>);
@@ -112,18 +98,13 @@ HttpHeaderList fields_of(const HttpOptions& options, const HttpRequest& request)
   if (!request.send_credentials) return fields;
   if (request.further_headers) fields = *request.further_headers;
   for (const auto& field : options.headers)
-    if (std::none_of(fields.begin(), fields.end(), [&](const auto& each) {
-          return equals_ignoring_case(each.first, field.first);
-        }))
-      fields.push_back(field);
+    if (!find_field(fields, field.first)) fields.push_back(field);
   return fields;
 }
 
 void HttpExchange::configure_headers(const HttpRequest& request) {
   const HttpHeaderList fields = fields_of(options_, request);
-  if (std::none_of(fields.begin(), fields.end(), [](const auto& field) {
-        return equals_ignoring_case(field.first, "accept-encoding");
-      }))
+  if (!find_field(fields, "accept-encoding"))
     append_line(header_lines_, "Accept-Encoding: identity");
   if (!request.range.empty()) append_line(header_lines_, "Range: bytes=" + request.range);
   for (const std::string& line : request.header_lines) append_line(header_lines_, line);
@@ -137,7 +118,7 @@ void HttpExchange::configure_headers(const HttpRequest& request) {
 }
 
 void HttpExchange::configure_upload(ConstSlice body) {
-  CURL* easy = easy_.get();
+  CURL* easy = transfer_.easy();
   upload_ = body;
   append_line(header_lines_, "Expect:");  // its answer would cost one round trip per part
   curl_easy_setopt(easy, CURLOPT_UPLOAD, 1L);
@@ -151,8 +132,8 @@ void HttpExchange::configure_upload(ConstSlice body) {
 
 size_t HttpExchange::on_send(char* data, size_t size, size_t count, void* self) noexcept {
   auto& exchange = *static_cast<HttpExchange*>(self);
-  const size_t nbytes = std::min(size * count, exchange.upload_.size() - exchange.upload_at_);
-  std::copy_n(exchange.upload_.data() + exchange.upload_at_, nbytes,
+  const size_t nbytes = std::min(size * count, exchange.upload_->size() - exchange.upload_at_);
+  std::copy_n(exchange.upload_->data() + exchange.upload_at_, nbytes,
               reinterpret_cast<std::byte*>(data));
   exchange.upload_at_ += nbytes;
   exchange.sent_ += nbytes;
@@ -164,7 +145,7 @@ size_t HttpExchange::on_send(char* data, size_t size, size_t count, void* self) 
 int HttpExchange::on_seek(void* self, curl_off_t offset, int origin) noexcept {
   auto& exchange = *static_cast<HttpExchange*>(self);
   const uint64_t at = static_cast<uint64_t>(offset);
-  if (origin != SEEK_SET || offset < 0 || at > exchange.upload_.size())
+  if (origin != SEEK_SET || offset < 0 || at > exchange.upload_->size())
     return CURL_SEEKFUNC_CANTSEEK;
   exchange.upload_at_ = static_cast<size_t>(at);
   return CURL_SEEKFUNC_OK;
@@ -194,7 +175,7 @@ size_t HttpExchange::take_header_line(std::string_view line) {
     // After a 1xx, a second head follows.
     head_ = ResponseHead{*status, printable(line), {}};
   } else if (auto field = parse_header_line(line)) {
-    head_.headers.add(std::move(field->first), std::move(field->second));
+    head_.headers.push_back(std::move(*field));
   } else if ((line == "\r\n" || line == "\n") && head_.status >= 200) {
     head_is_complete();
   }
@@ -207,7 +188,7 @@ void HttpExchange::head_is_complete() {
   const int status = head_.status;
   if (is_redirect(status)) return;
   // A 416 may be the answer of an empty object; check_response knows. A 304 answers a condition.
-  const bool is_answer = status == 416 || (status == 304 && upload_.empty());
+  const bool is_answer = !upload_ && (status == 416 || status == 304);
   if ((status >= 200 && status < 300) || is_answer) sink_ = accept_(head_);
 }
 
@@ -233,18 +214,18 @@ void HttpExchange::resume() {
   watch_.restart(received_);
   if (!resting_) return;
   resting_ = false;
-  curl_easy_pause(easy_.get(), CURLPAUSE_CONT);
+  curl_easy_pause(transfer_.easy(), CURLPAUSE_CONT);
 }
 
 bool HttpExchange::check() {
   if (failure_) std::rethrow_exception(failure_);
-  if (!counted_ && (head_complete_ || completion_.done)) {
+  if (!counted_ && (head_complete_ || transfer_.end())) {
     counted_ = true;
     long opened = 0;
-    curl_easy_getinfo(easy_.get(), CURLINFO_NUM_CONNECTS, &opened);
+    curl_easy_getinfo(transfer_.easy(), CURLINFO_NUM_CONNECTS, &opened);
     counters_.connections.fetch_add(static_cast<uint64_t>(opened), std::memory_order_relaxed);
   }
-  if (!completion_.done) {
+  if (!transfer_.end()) {
     check_progress();
     return false;
   }
@@ -253,7 +234,7 @@ bool HttpExchange::check() {
     if (is_redirect(head_.status)) return true;
     throw failure_of_status(head_, error_body_);
   }
-  if (completion_.code != CURLE_OK) fail(completion_.code);
+  if (transfer_.end() != CURLE_OK) fail(*transfer_.end());
   if (sink_ == nullptr)
     throw HttpFailure{.reason = "the response ended within its head",
                       .hint = "the connection broke",
@@ -265,7 +246,7 @@ bool HttpExchange::check() {
 void HttpExchange::check_progress() {
   if (resting_) return;
   curl_off_t sent_at = 0;
-  curl_easy_getinfo(easy_.get(), CURLINFO_PRETRANSFER_TIME_T, &sent_at);
+  curl_easy_getinfo(transfer_.easy(), CURLINFO_PRETRANSFER_TIME_T, &sent_at);
   const uint64_t nbytes = received_ + sent_ + head_nbytes_ + error_body_nbytes_;
   if (sent_at == 0) {
     watch_.restart(nbytes);  // connecting has its own timeout
@@ -275,8 +256,7 @@ void HttpExchange::check_progress() {
 }
 
 void HttpExchange::fail(CURLcode code) const {
-  std::string text = error_text_.data();
-  if (text.empty()) text = curl_easy_strerror(code);
+  std::string text = transfer_.error_text(code);
   for (const std::string& secret : secrets_) replace_all(text, secret);
   // Of a proxy that it cannot use libcurl quotes all, password included.
   const bool is_bad_proxy = text.starts_with("Unsupported proxy");
@@ -292,10 +272,10 @@ void HttpExchange::fail(CURLcode code) const {
   // On a connection that was used before, this may be what an earlier response left behind.
   const bool is_garbage = code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_WEIRD_SERVER_REPLY;
   long opened = 0;
-  curl_easy_getinfo(easy_.get(), CURLINFO_NUM_CONNECTS, &opened);
+  curl_easy_getinfo(transfer_.easy(), CURLINFO_NUM_CONNECTS, &opened);
   if (is_garbage && opened == 0) failure.transient = true;
   long proxy_status = 0;
-  curl_easy_getinfo(easy_.get(), CURLINFO_HTTP_CONNECTCODE, &proxy_status);
+  curl_easy_getinfo(transfer_.easy(), CURLINFO_HTTP_CONNECTCODE, &proxy_status);
   if (proxy_status >= 300 && head_.status == 0) {
     failure.transient = is_passing(static_cast<int>(proxy_status));
     failure.reached = true;
@@ -306,23 +286,17 @@ void HttpExchange::fail(CURLcode code) const {
   throw failure;
 }
 
-std::optional<std::string> HttpExchange::location() const {
-  if (!head_complete_ || !is_redirect(head_.status)) return std::nullopt;
-  const auto value = head_.headers.find("location");
-  return value ? std::optional<std::string>(*value) : std::nullopt;
-}
-
 std::chrono::duration<double> HttpExchange::time_to_connect() const noexcept {
   curl_off_t tcp = 0;
   curl_off_t tls = 0;
-  curl_easy_getinfo(easy_.get(), CURLINFO_CONNECT_TIME_T, &tcp);
-  curl_easy_getinfo(easy_.get(), CURLINFO_APPCONNECT_TIME_T, &tls);
+  curl_easy_getinfo(transfer_.easy(), CURLINFO_CONNECT_TIME_T, &tcp);
+  curl_easy_getinfo(transfer_.easy(), CURLINFO_APPCONNECT_TIME_T, &tls);
   return std::chrono::microseconds(std::max(tcp, tls));
 }
 
 std::chrono::duration<double> HttpExchange::time_to_first_byte() const noexcept {
   curl_off_t time = 0;
-  curl_easy_getinfo(easy_.get(), CURLINFO_STARTTRANSFER_TIME_T, &time);
+  curl_easy_getinfo(transfer_.easy(), CURLINFO_STARTTRANSFER_TIME_T, &time);
   return std::chrono::microseconds(time);
 }
 

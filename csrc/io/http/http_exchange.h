@@ -23,14 +23,14 @@
 
 namespace tensorizer::io {
 
-// Where the bytes of an accepted body go.
+// Where the bytes of an accepted body go; nowhere, where nobody wants them.
 class BodySink {
  public:
   virtual ~BodySink() = default;
   // False while no byte can be taken: the transfer rests until resume().
   virtual bool ready() const noexcept { return true; }
   // Takes all of `bytes` or throws HttpFailure.
-  virtual void put(std::span<const std::byte> bytes) = 0;
+  virtual void put(std::span<const std::byte> /*bytes*/) {}
 };
 
 struct HttpRequest {
@@ -76,15 +76,13 @@ class StallWatch {
 class HttpExchange {
  public:
   using Clock = std::chrono::steady_clock;
-  // Called with the head of a response that is neither an error nor a redirect (and with a 416);
-  // returns the sink of the body. Throws HttpFailure to refuse it.
+  // Called with the head of a response that is neither an error nor a redirect, and of what answers
+  // a GET as well as an error (304, 416); returns the sink of the body. Throws HttpFailure to
+  // refuse it.
   using Accept = std::function<BodySink*(const ResponseHead&)>;
 
   HttpExchange(CurlDriver& driver, const HttpOptions& options, const HttpRequest& request,
                Accept accept, HttpCounters& counters);
-  ~HttpExchange();
-  HttpExchange(const HttpExchange&) = delete;
-  HttpExchange& operator=(const HttpExchange&) = delete;
 
   // True when the response is in completely, or is a redirect. Throws HttpFailure when it failed or
   // stalls.
@@ -93,8 +91,6 @@ class HttpExchange {
   // Whether the head was accepted.
   bool accepted() const noexcept { return sink_ != nullptr; }
   const ResponseHead& head() const noexcept { return head_; }
-  // Where a redirect points to.
-  std::optional<std::string> location() const;
   // Body bytes that went to the sink.
   uint64_t received() const noexcept { return received_; }
   // Goes on after the sink was not ready.
@@ -117,14 +113,10 @@ class HttpExchange {
   void check_progress();
   [[noreturn]] void fail(CURLcode code) const;
 
-  CurlDriver& driver_;
   const HttpOptions& options_;
   Accept accept_;
   HttpCounters& counters_;
-  UniqueCurlEasy easy_;
   UniqueCurlList header_lines_;
-  CurlCompletion completion_;
-  std::vector<char> error_text_;
   std::vector<std::string> secrets_;  // removed from libcurl's messages
   ResponseHead head_;
   size_t head_nbytes_ = 0;
@@ -134,12 +126,13 @@ class HttpExchange {
   uint64_t error_body_nbytes_ = 0;
   std::exception_ptr failure_;
   uint64_t received_ = 0;
-  ConstSlice upload_;
+  std::optional<ConstSlice> upload_;
   size_t upload_at_ = 0;
   uint64_t sent_ = 0;
   bool resting_ = false;
   bool counted_ = false;
   StallWatch watch_;
+  CurlTransfer transfer_;  // ends before what it uses
 };
 
 // The headers of the caller that go with a request; `further_headers` replace options of the name.

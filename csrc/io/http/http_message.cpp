@@ -26,8 +26,9 @@ bool equals_ignoring_case(std::string_view a, std::string_view b) noexcept {
                     [](char x, char y) { return lower(x) == lower(y); });
 }
 
-std::optional<std::string_view> HttpHeaders::find(std::string_view name) const noexcept {
-  for (const Field& field : fields_)
+std::optional<std::string_view> find_field(const HttpHeaderList& fields,
+                                           std::string_view name) noexcept {
+  for (const HttpField& field : fields)
     if (equals_ignoring_case(field.first, name)) return field.second;
   return std::nullopt;
 }
@@ -91,19 +92,23 @@ std::optional<std::chrono::milliseconds> parse_retry_after(std::string_view text
   return std::chrono::seconds(wait);
 }
 
+std::string range_text(uint64_t first, uint64_t nbytes) {
+  return std::to_string(first) + "-" + std::to_string(first + nbytes - 1);
+}
+
 ResourceIdentity identity_of(const ResponseHead& head, std::optional<uint64_t> size) {
   ResourceIdentity identity;
-  if (const auto etag = head.headers.find("etag")) identity.etag = std::string(*etag);
-  if (const auto date = head.headers.find("last-modified"))
+  if (const auto etag = find_field(head.headers, "etag")) identity.etag = std::string(*etag);
+  if (const auto date = find_field(head.headers, "last-modified"))
     identity.last_modified = std::string(*date);
   identity.size = size;
   return identity;
 }
 
-std::optional<HttpHeaders::Field> parse_header_line(std::string_view line) {
+std::optional<HttpField> parse_header_line(std::string_view line) {
   const size_t colon = line.find(':');
   if (colon == std::string_view::npos || colon == 0) return std::nullopt;
-  return HttpHeaders::Field(trimmed(line.substr(0, colon)), trimmed(line.substr(colon + 1)));
+  return HttpField(trimmed(line.substr(0, colon)), trimmed(line.substr(colon + 1)));
 }
 
 std::optional<int> parse_status_line(std::string_view line) noexcept {
@@ -125,12 +130,11 @@ std::string printable(std::string_view text, size_t max_nbytes) {
   return result;
 }
 
-namespace {
-
-[[noreturn]] void refuse(const ResponseHead& head, const std::string& reason,
-                         const std::string& hint) {
+void refuse(const ResponseHead& head, const std::string& reason, const std::string& hint) {
   throw HttpFailure{Errc::io, reason + " (" + head.status_line + ")", hint, head.status};
 }
+
+namespace {
 
 [[noreturn]] void refuse_changed(const ResponseHead& head, const char* what) {
   refuse(head, std::string("the object changed while it was read: ") + what,
@@ -138,18 +142,18 @@ namespace {
 }
 
 std::optional<uint64_t> content_length(const ResponseHead& head) {
-  const auto text = head.headers.find("content-length");
+  const auto text = find_field(head.headers, "content-length");
   // With a transfer coding the length is not the body's.
-  if (!text || head.headers.find("transfer-encoding")) return std::nullopt;
+  if (!text || find_field(head.headers, "transfer-encoding")) return std::nullopt;
   const auto length = parse_decimal(*text);
-  if (!length) refuse(head, "Content-Length is no number: '" + printable(*text, 60) + "'", "");
+  if (!length) refuse(head, "Content-Length is no number: '" + printable(*text, 60) + "'");
   return length;
 }
 
 // A body that was packed for the way is not what its lengths and ranges count, and may unpack to
 // any size; nobody asked for one.
 void check_transfer_coding(const ResponseHead& head) {
-  for (const auto& [name, value] : head.headers.fields()) {
+  for (const auto& [name, value] : head.headers) {
     if (!equals_ignoring_case(name, "transfer-encoding")) continue;
     // "identity" is RFC 2616's word for none.
     if (!equals_ignoring_case(value, "chunked") && !equals_ignoring_case(value, "identity"))
@@ -178,24 +182,23 @@ void check_identity(const ResponseHead& head, const ResourceIdentity& known,
 
 CheckedResponse check_partial(const RangeRequest& request, const ResponseHead& head) {
   const uint64_t wanted_last = request.first + request.nbytes - 1;
-  const std::string wanted =
-      "wanted bytes " + std::to_string(request.first) + "-" + std::to_string(wanted_last);
-  const auto text = head.headers.find("content-range");
+  const std::string wanted = "wanted bytes " + range_text(request.first, request.nbytes);
+  const auto text = find_field(head.headers, "content-range");
   if (!text)
     refuse(head, wanted + ", found no Content-Range", "the server breaks the HTTP standard");
   const auto range = parse_content_range(*text);
   const std::string found = ", found Content-Range '" + printable(*text, 80) + "'";
-  if (!range || !range->satisfied) refuse(head, wanted + found, "");
+  if (!range || !range->satisfied) refuse(head, wanted + found);
   uint64_t expected_last = wanted_last;
   if (range->total) expected_last = std::min(expected_last, *range->total - 1);
   // Without a total, a shorter answer may be the end of the object: the next request will tell.
   const bool last_fits = range->total ? range->last == expected_last : range->last <= expected_last;
-  if (range->first != request.first || !last_fits) refuse(head, wanted + found, "");
+  if (range->first != request.first || !last_fits) refuse(head, wanted + found);
   CheckedResponse result;
   result.body_nbytes = range->last - range->first + 1;
   const auto length = content_length(head);
   if (length && *length != *result.body_nbytes)
-    refuse(head, wanted + found + " but Content-Length " + std::to_string(*length), "");
+    refuse(head, wanted + found + " but Content-Length " + std::to_string(*length));
   result.identity = identity_of(head, range->total);
   return result;
 }
@@ -277,7 +280,7 @@ HttpFailure failure_of_status(const ResponseHead& head, std::string_view body) {
   // S3 says so, with status 400, of an upload whose bytes came too slowly, or not as they were
   // sent.
   failure.transient = is_passing(head.status) || code == "RequestTimeout" || code == "BadDigest";
-  if (const auto after = head.headers.find("retry-after"))
+  if (const auto after = find_field(head.headers, "retry-after"))
     failure.retry_after = parse_retry_after(*after, std::time(nullptr));
   return failure;
 }
@@ -296,7 +299,7 @@ CheckedResponse check_response(const RangeRequest& request, const ResponseHead& 
              "the server has stopped to answer ranges, or the object changed");
     result = check_whole(head);
   } else if (head.status == 416 && request.known == nullptr && request.first == 0) {
-    const auto text = head.headers.find("content-range");
+    const auto text = find_field(head.headers, "content-range");
     const auto range = text ? parse_content_range(*text) : std::nullopt;
     if (!range || range->satisfied || range->total != 0) throw failure_of_status(head, {});
     result.body_nbytes = 0;

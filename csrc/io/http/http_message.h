@@ -20,25 +20,16 @@ inline constexpr size_t kMaxHeadNbytes = size_t{256} << 10;
 // Of an error's body: enough for the S3 error code.
 inline constexpr size_t kKeptErrorNbytes = 4096;
 
-class HttpHeaders {
- public:
-  using Field = std::pair<std::string, std::string>;
-
-  void add(std::string name, std::string value) {
-    fields_.emplace_back(std::move(name), std::move(value));
-  }
-  // The first field of that name, whatever its case.
-  std::optional<std::string_view> find(std::string_view name) const noexcept;
-  const std::vector<Field>& fields() const noexcept { return fields_; }
-
- private:
-  std::vector<Field> fields_;
-};
+using HttpField = std::pair<std::string, std::string>;
+using HttpHeaderList = std::vector<HttpField>;
+// The value of the first field of that name, whatever its case.
+std::optional<std::string_view> find_field(const HttpHeaderList& fields,
+                                           std::string_view name) noexcept;
 
 struct ResponseHead {
   int status = 0;
   std::string status_line;  // "HTTP/1.1 404 Not Found", printable and short
-  HttpHeaders headers;
+  HttpHeaderList headers;
 };
 
 // What a resource is recognised by, taken from the response that opened it.
@@ -68,7 +59,7 @@ std::optional<std::chrono::milliseconds> parse_retry_after(std::string_view text
 ResourceIdentity identity_of(const ResponseHead& head, std::optional<uint64_t> size);
 
 // Splits "Name: value\r\n"; nullopt for anything else.
-std::optional<HttpHeaders::Field> parse_header_line(std::string_view line);
+std::optional<HttpField> parse_header_line(std::string_view line);
 // Status of "HTTP/1.1 206 Partial Content"; nullopt for anything else.
 std::optional<int> parse_status_line(std::string_view line) noexcept;
 
@@ -108,6 +99,9 @@ struct RangeRequest {
   bool ranges_refused = false;
 };
 
+// "0-99", as requests and messages say it.
+std::string range_text(uint64_t first, uint64_t nbytes);
+
 struct CheckedResponse {
   // False for the whole resource from byte 0, in answer to a range: a server without ranges.
   bool partial = true;
@@ -124,6 +118,10 @@ CheckedResponse check_response(const RangeRequest& request, const ResponseHead& 
 // The failure that a response with an error status means. `body` is the beginning of its body, of
 // which only an S3 error code is used.
 HttpFailure failure_of_status(const ResponseHead& head, std::string_view body);
+
+// Throws the HttpFailure of a response that cannot be used; `reason` comes with its status line.
+[[noreturn]] void refuse(const ResponseHead& head, const std::string& reason,
+                         const std::string& hint = {});
 
 // True for statuses that may be another one later: 408, 429, and 5xx but for 501 and 505.
 bool is_passing(int status) noexcept;

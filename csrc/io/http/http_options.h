@@ -8,16 +8,14 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "core/sync.h"
 #include "io/curl/curl_trust.h"
+#include "io/http/http_message.h"
 #include "io/retry.h"
 
 namespace tensorizer::io {
 
-using HttpHeaderList = std::vector<std::pair<std::string, std::string>>;
 using HttpHeaderProvider = std::function<HttpHeaderList()>;
 
 // The trust anchors of the system, found when they are first needed. Safe from many threads.

@@ -4,29 +4,21 @@
 #include <functional>
 #include <stop_token>
 #include <string>
-#include <vector>
 
 #include "io/http/http_client.h"
 #include "io/slices.h"
 
 namespace tensorizer::io {
 
-// What uploads share: settings, connections that are kept, counters. Safe from many threads.
-struct HttpUploader {
-  explicit HttpUploader(HttpOptions http_options)
-      : options(std::move(http_options)),
-        connections(options.max_connections, options.max_connections, options.connection_key()) {}
-
-  const HttpOptions options;
-  HttpCounters counters;  // bytes counts what was sent, repetitions included
-  HttpConnections connections;
+struct HttpUploader : HttpSender {
+  explicit HttpUploader(const HttpOptions& http_options)
+      : HttpSender(http_options, http_options.max_connections) {}
 };
 
 struct HttpPut {
   struct Target {
     std::string url;
-    // "Name: value", sent to the origin of the URL only.
-    std::vector<std::string> header_lines = {};
+    HttpHeaderList headers = {};  // sent to the origin of the URL only
   };
   // Asked before each try: a presigned URL may have expired meanwhile. What it throws after a
   // server has answered counts as a failed try.

@@ -7,6 +7,8 @@
 #include <memory>
 #include <span>
 #include <stop_token>
+#include <string>
+#include <vector>
 
 #include "io/http/http_client.h"
 #include "io/slices.h"
@@ -41,33 +43,28 @@ class TypicalSpeed {
 };
 
 // Confined to one thread.
-class RangeFetch {
+class RangeFetch final : private BodySink {
  public:
   // Fills `slices` with the bytes from `offset` on. `known` is the object's identity; all outlive
   // this.
   RangeFetch(HttpClient& client, TypicalSpeed& typical, const ResourceIdentity& known,
-             uint64_t offset, std::span<const Slice> slices) noexcept
-      : client_(client),
-        typical_(typical),
-        known_(known),
-        offset_(offset),
-        slices_(slices),
-        nbytes_(total_nbytes(slices)),
-        deadline_(client.options) {}
+             uint64_t offset, std::span<const Slice> slices);
 
   // Returns the bytes that were read: all, or fewer where the object of unknown size has ended.
   // `earlier`, if not null, counts as the first try.
   uint64_t run(const std::stop_token& stop, const HttpFailure* earlier = nullptr);
 
  private:
-  class Landing;
   // One request for what is missing, and whether it was made: one that lags is given up.
   void attempt(HttpClient::Permit& permit, const std::stop_token& stop);
   void receive(HttpClient::Permit& permit, const std::stop_token& stop);
   // Both return the seconds to the first byte; the first one zero where libcurl has to do it.
-  double receive_directly(HttpClient::Permit& permit, Landing& landing,
+  double receive_directly(HttpClient::Permit& permit, const std::string& range,
                           const std::stop_token& stop);
-  double receive_by_curl(HttpClient::Permit& permit, Landing& landing, const std::stop_token& stop);
+  double receive_by_curl(HttpClient::Permit& permit, const std::string& range,
+                         const std::stop_token& stop);
+  void accept(const ResponseHead& head);
+  void put(std::span<const std::byte> bytes) override;
 
   HttpClient& client_;
   TypicalSpeed& typical_;
@@ -75,8 +72,13 @@ class RangeFetch {
   const uint64_t offset_;
   const std::span<const Slice> slices_;
   const uint64_t nbytes_;
+  std::vector<std::string> conditions_;
   HttpDeadline deadline_;
   uint64_t done_ = 0;
+  // Of the request that runs: how much was there before, where the rest goes, and what it brings.
+  uint64_t start_ = 0;
+  ScatterCursor into_;
+  uint64_t expected_ = 0;
   int lagged_ = 0;
   bool at_end_ = false;
 };

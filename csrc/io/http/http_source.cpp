@@ -16,10 +16,7 @@ constexpr uint64_t kGapNbytes = uint64_t{1} << 20;
 
 HttpSource::HttpSource(HttpAddress address, HttpOptions options, uint64_t begin,
                        std::optional<uint64_t> end)
-    : client_(std::move(address), std::move(options)),
-      begin_(begin),
-      end_(end),
-      sequential_(client_) {}
+    : client_(std::move(address), std::move(options)), begin_(begin), end_(end) {}
 
 std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, HttpOptions options,
                                              uint64_t begin, std::optional<uint64_t> end,
@@ -35,108 +32,76 @@ std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, HttpOptions op
   return source;
 }
 
-// The request that opens the object. In this order: the exchange ends before the sink and the
-// connection that it uses.
-struct HttpSource::FirstRequest {
-  HttpClient::Permit permit;
-  std::unique_ptr<StreamSink> sink = std::make_unique<StreamSink>();
-  std::unique_ptr<HttpExchange> exchange;
-};
-
 void HttpSource::open_first(const std::stop_token& stop) {
+  auto body = std::make_unique<HttpBody>(client_);
+  request_head(*body, stop);
+  note_first(body->exchange());
+  const Slice head(head_);
   std::optional<HttpFailure> broke;
-  uint64_t received = receive_head(request_head(stop), broke, stop);
+  try {
+    // A ranged body is read to its end, so that the connection can be used again.
+    body->receive(begin_, std::span<const Slice>(&head, 1), HttpDeadline(client_.options), stop,
+                  has_ranges_ && !head_.empty());
+  } catch (const HttpFailure& failure) {
+    if (!failure.transient) throw open_error(failure, 1);
+    broke = failure;
+  }
+  uint64_t received = body->received(begin_);
+  if (!has_ranges_ && !broke) {
+    if (!body->ended()) {
+      MutexLock lock(sequential_mutex_);
+      sequential_ = std::move(body);
+    } else if (!identity_.size) {
+      note_end(begin_ + received);
+      head_.resize(received);
+    }
+  }
+  body.reset();  // the rest is another request's
   if (received == head_.size()) return;
-  const Slice rest(head_.data() + received, head_.size() - received);
+  const Slice rest = head.subspan(received);
   received +=
       fetch(begin_ + received, std::span<const Slice>(&rest, 1), stop, broke ? &*broke : nullptr);
   head_.resize(received);
 }
 
-HttpSource::FirstRequest HttpSource::request_head(const std::stop_token& stop) {
+void HttpSource::request_head(HttpBody& body, const std::stop_token& stop) {
   uint64_t nbytes = std::max<uint64_t>(1, client_.options.head_nbytes);
   if (end_) nbytes = std::min(nbytes, *end_ - begin_);
   const RangeRequest request{begin_, nbytes, nullptr, false};
-  std::string range = std::to_string(begin_) + "-" + std::to_string(begin_ + nbytes - 1);
+  std::string range = range_text(begin_, nbytes);
   HttpDeadline deadline(client_.options);
-  std::optional<FirstRequest> first;
-  with_retries(
-      client_.options, client_.counters, deadline,
-      [&] {
-        try {
-          ask_for_head(first.emplace(), request, range, deadline, stop);
-        } catch (const HttpFailure& failure) {
-          first.reset();  // who pauses leaves the place to others
-          deadline.end_request();
-          // Some servers compare nothing where a range is asked for.
-          if (failure.status == 412 && known_) {
-            known_.reset();
-            ask_for_head(first.emplace(), request, range, deadline, stop);
-            return;
-          }
-          // Some stores refuse every range of an empty object without saying that it is empty.
-          if (failure.status != 416 || begin_ != 0 || range.empty()) throw;
-          range.clear();
-          ask_for_head(first.emplace(), request, range, deadline, stop);
-        }
-      },
-      [] { return uint64_t{0}; },
-      [&](const HttpFailure& failure, int tries) { return open_error(failure, tries); }, stop);
-  return std::move(*first);
-}
-
-void HttpSource::ask_for_head(FirstRequest& first, const RangeRequest& request,
-                              const std::string& range, HttpDeadline& deadline,
-                              const std::stop_token& stop) {
-  first.permit = client_.enter(stop);
-  const auto accept = [this, &request, sink = first.sink.get()](const ResponseHead& head) {
-    return accept_first(request, head, *sink);
-  };
-  for (int lagged = 0; !first.exchange; ++lagged) {
-    deadline.begin_request([] { return std::chrono::duration<double>(0); }, lagged);
-    try {
-      first.exchange = client_.start(first.permit, range, first_conditions(), accept, deadline,
-                                     stop, lagged > 0);
-    } catch (const HttpLag&) {
+  const auto accept = [&](const ResponseHead& head) { return accept_first(request, head); };
+  const auto ask = [&](HttpClient::Permit& permit) {
+    std::vector<std::string> conditions;
+    if (known_) conditions.push_back("If-None-Match: " + *known_->etag);
+    for (int lagged = 0;; ++lagged) {
+      deadline.begin_request([] { return std::chrono::duration<double>(0); }, lagged);
+      try {
+        return body.start(permit, range, conditions, accept, deadline, stop, lagged > 0);
+      } catch (const HttpLag&) {
+      }
     }
-  }
-  deadline.end_request();
-}
-
-uint64_t HttpSource::receive_head(FirstRequest first, std::optional<HttpFailure>& broke,
-                                  const std::stop_token& stop) {
-  const HttpDeadline deadline(client_.options);
-  HttpExchange& exchange = *first.exchange;
-  StreamSink& sink = *first.sink;
-  note_first(exchange);
-  bool ended = false;
-  try {
-    drive(first.permit.connection->carrier().curl, stop, [&] {
-      deadline.check();
-      ended = exchange.check();
-      // A ranged body is read to its end, so that the connection can be used again.
-      return ended || (sink.satisfied() && (!has_ranges_ || head_.empty()));
-    });
-  } catch (const HttpFailure& failure) {
-    if (!failure.transient) throw open_error(failure, 1);
-    broke = failure;
-    return head_.size() - sink.room();  // the rest is another request's
-  }
-  const uint64_t received = head_.size() - sink.room();
-  if (has_ranges_) return received;
-  if (!ended) {
-    MutexLock lock(sequential_mutex_);
-    sequential_.adopt(std::move(first.permit.connection), std::move(first.sink),
-                      std::move(first.exchange), begin_ + received);
-  } else if (!identity_.size) {
-    note_end(begin_ + received);
-    head_.resize(received);
-  }
-  return received;
-}
-
-std::vector<std::string> HttpSource::first_conditions() const {
-  return known_ ? std::vector{"If-None-Match: " + *known_->etag} : std::vector<std::string>{};
+  };
+  const auto attempt = [&] {
+    HttpClient::Permit permit = client_.enter(stop);
+    for (;;) {
+      try {
+        return ask(permit);
+      } catch (const HttpFailure& failure) {
+        deadline.end_request();
+        const bool is_range_refused = failure.status == 416 && begin_ == 0 && !range.empty();
+        if (failure.status == 412 && known_)
+          known_.reset();  // some servers compare nothing where a range is asked for
+        else if (is_range_refused)
+          range.clear();  // some stores refuse every range of an empty object
+        else
+          throw;
+      }
+    }
+  };
+  with_retries(
+      client_.options, client_.counters, deadline, attempt, [] { return uint64_t{0}; },
+      [&](const HttpFailure& failure, int tries) { return open_error(failure, tries); }, stop);
 }
 
 void HttpSource::note_first(const HttpExchange& exchange) {
@@ -151,13 +116,12 @@ void HttpSource::note_first(const HttpExchange& exchange) {
   typical_.note_first_byte(latency.count());
 }
 
-BodySink* HttpSource::accept_first(const RangeRequest& request, const ResponseHead& response,
-                                   StreamSink& sink) {
+uint64_t HttpSource::accept_first(const RangeRequest& request, const ResponseHead& response) {
   if (response.status == 304 && known_) {
     has_ranges_ = true;
     identity_ = *known_;
     head_.clear();
-    return &sink;
+    return begin_;
   }
   const CheckedResponse checked = check_response(request, response);
   has_ranges_ = checked.partial;
@@ -174,9 +138,7 @@ BodySink* HttpSource::accept_first(const RangeRequest& request, const ResponseHe
     nbytes = std::min(nbytes, *identity_.size - begin_);
   }
   head_.resize(nbytes);
-  head_slice_ = Slice(head_);
-  sink.aim(has_ranges_ ? 0 : begin_, std::span<const Slice>(&head_slice_, 1));
-  return &sink;
+  return has_ranges_ ? begin_ : 0;
 }
 
 Error HttpSource::open_error(const HttpFailure& failure, int tries) const {
@@ -269,14 +231,8 @@ uint64_t HttpSource::read_some(uint64_t offset, std::span<const Slice> slices,
   }
   if (from_head == nbytes) return nbytes;
   if (from_head == 0) return fetch(offset, slices, stop);
-  std::vector<Slice> rest;
-  uint64_t skip = from_head;
-  for (const Slice& slice : slices) {
-    const uint64_t step = std::min<uint64_t>(skip, slice.size());
-    skip -= step;
-    if (step < slice.size()) rest.push_back(slice.subspan(static_cast<size_t>(step)));
-  }
-  return from_head + fetch(offset + from_head, rest, stop);
+  return from_head +
+         fetch(offset + from_head, part_of(slices, from_head, nbytes - from_head), stop);
 }
 
 uint64_t HttpSource::fetch(uint64_t offset, std::span<const Slice> slices,
@@ -286,7 +242,8 @@ uint64_t HttpSource::fetch(uint64_t offset, std::span<const Slice> slices,
     received = RangeFetch(client_, typical_, identity_, offset, slices).run(stop, earlier);
   } else {
     MutexLock lock(sequential_mutex_);
-    received = sequential_.read_at(identity_, offset, slices, stop, earlier);
+    if (!sequential_) sequential_ = std::make_unique<HttpBody>(client_);
+    received = sequential_->read_at(identity_, offset, slices, stop, earlier);
   }
   if (received < total_nbytes(slices)) note_end(offset + received);
   return received;
@@ -300,7 +257,7 @@ void HttpSource::close() noexcept {
 void HttpSource::close_connections() noexcept {
   {
     MutexLock lock(sequential_mutex_);
-    sequential_.close();
+    sequential_.reset();
   }
   client_.connections.close();
 }

@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "io/http/http_body.h"
 #include "io/http/http_client.h"
 #include "io/http/http_range_fetch.h"
-#include "io/http/http_sequential.h"
 #include "io/range_source.h"
 
 namespace tensorizer::io {
@@ -62,18 +62,9 @@ class HttpSource final : public RangeSource {
   HttpSource(HttpAddress address, HttpOptions options, uint64_t begin, std::optional<uint64_t> end);
 
   void open_first(const std::stop_token& stop);
-  // Header lines of the first request.
-  std::vector<std::string> first_conditions() const;
-  struct FirstRequest;
-  FirstRequest request_head(const std::stop_token& stop);
-  void ask_for_head(FirstRequest& first, const RangeRequest& request, const std::string& range,
-                    HttpDeadline& deadline, const std::stop_token& stop);
-  // Returns how many bytes of head_ are in place. Sets `broke` where the body broke off before they
-  // were all.
-  uint64_t receive_head(FirstRequest first, std::optional<HttpFailure>& broke,
-                        const std::stop_token& stop);
-  BodySink* accept_first(const RangeRequest& request, const ResponseHead& response,
-                         StreamSink& sink);
+  // Returns when the head of a response was accepted; `body` has the body.
+  void request_head(HttpBody& body, const std::stop_token& stop);
+  uint64_t accept_first(const RangeRequest& request, const ResponseHead& response);
   void note_first(const HttpExchange& exchange);
   Error open_error(const HttpFailure& failure, int tries) const;
   // Whether no read can need the server any more.
@@ -92,7 +83,6 @@ class HttpSource final : public RangeSource {
 
   // Written while opening, read-only afterwards.
   std::vector<std::byte> head_;            // the bytes [begin_, begin_ + head_.size())
-  Slice head_slice_;                       // borrowed by the sink of the first request
   std::optional<ResourceIdentity> known_;  // to whoever opens it; until a server refuses to compare
   ResourceIdentity identity_;
   ResponseHead head_response_;
@@ -105,7 +95,8 @@ class HttpSource final : public RangeSource {
   mutable Mutex mutex_;
   std::optional<uint64_t> found_end_ GUARDED_BY(mutex_);  // of an object of unknown size
   Mutex sequential_mutex_;
-  SequentialBody sequential_ GUARDED_BY(sequential_mutex_);
+  // nullptr: none was needed yet, or its connection was closed.
+  std::unique_ptr<HttpBody> sequential_ GUARDED_BY(sequential_mutex_);
 };
 
 }  // namespace tensorizer::io

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstdio>
 
 #include "core/unique_fd.h"
@@ -16,14 +15,7 @@ FileCalls& FileCalls::system() {
 }
 
 int FileCalls::open_unnamed(const std::string& folder, unsigned mode) {
-#if defined(O_TMPFILE)
   return open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, mode);
-#else
-  (void)folder;
-  (void)mode;
-  errno = EOPNOTSUPP;
-  return -1;
-#endif
 }
 
 int FileCalls::open_new(const std::string& path, unsigned mode) {
@@ -39,16 +31,8 @@ ssize_t FileCalls::copy(int from, off_t* from_offset, int to, off_t* to_offset, 
 }
 
 int FileCalls::reserve(int fd, bool keep_size, uint64_t offset, uint64_t nbytes) {
-#if defined(__linux__)
   return fallocate(fd, keep_size ? FALLOC_FL_KEEP_SIZE : 0, static_cast<off_t>(offset),
                    static_cast<off_t>(nbytes));
-#else
-  (void)fd;
-  (void)keep_size;
-  (void)offset;
-  (void)nbytes;
-  return 0;
-#endif
 }
 
 int FileCalls::truncate(int fd, uint64_t nbytes) {
@@ -56,14 +40,8 @@ int FileCalls::truncate(int fd, uint64_t nbytes) {
 }
 
 void FileCalls::push(int fd, uint64_t offset, uint64_t nbytes) noexcept {
-#if defined(SYNC_FILE_RANGE_WRITE)
   sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes),
                   SYNC_FILE_RANGE_WRITE);
-#else
-  (void)fd;
-  (void)offset;
-  (void)nbytes;
-#endif
 }
 
 int FileCalls::sync(int fd) { return fsync(fd); }

@@ -284,13 +284,14 @@ void MultipartSink::create_once() {
   changed_.notify_all();
 }
 
+ConstSlice MultipartSink::bytes_of(size_t index) const {
+  MutexLock lock(mutex_);
+  return {parts_[index].bytes.get(), parts_[index].nbytes};
+}
+
 void MultipartSink::upload(size_t index) {
-  ConstSlice bytes;
-  {
-    MutexLock lock(mutex_);
-    bytes = ConstSlice(parts_[index].bytes.get(), parts_[index].nbytes);
-  }
-  std::string etag = transport_->put_part(static_cast<int>(index) + 1, bytes, stop_.get_token());
+  std::string etag =
+      transport_->put_part(static_cast<int>(index) + 1, bytes_of(index), stop_.get_token());
   MutexLock lock(mutex_);
   Part& part = parts_[index];
   part.etag = std::move(etag);
@@ -397,7 +398,7 @@ void MultipartSink::finish(const std::stop_token& stop) {
       throw_if_failed();
       if (published_ > 0) parts = cut_parts(published_);
     }
-    if (parts == 1) put_single(stop);
+    if (parts == 1) transport_->put_object(bytes_of(0), stop);
     if (parts > 1) put_rest(stop);
   } catch (...) {
     fail(std::current_exception());
@@ -432,15 +433,6 @@ size_t MultipartSink::cut_parts(uint64_t end) {
   in_memory_ -= last.end() - end;
   last.nbytes -= last.end() - end;
   return parts_.size();
-}
-
-void MultipartSink::put_single(const std::stop_token& stop) {
-  ConstSlice bytes;
-  {
-    MutexLock lock(mutex_);
-    bytes = ConstSlice(parts_[0].bytes.get(), parts_[0].nbytes);
-  }
-  transport_->put_object(bytes, stop);
 }
 
 void MultipartSink::put_rest(const std::stop_token& stop) {

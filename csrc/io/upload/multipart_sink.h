@@ -140,13 +140,13 @@ class MultipartSink final : public RangeSink {
   void upload_here() noexcept;
   void abort_after_the_last() noexcept;
   void create_once();
+  ConstSlice bytes_of(size_t index) const;
   void upload(size_t index);
   // Whatever goes wrong is the failure of the whole upload.
   void upload_or_fail(size_t index) noexcept;
   void fail(std::exception_ptr error) noexcept;
   void throw_if_failed() const REQUIRES_LOCK(mutex_);
   size_t cut_parts(uint64_t end) REQUIRES_LOCK(mutex_);
-  void put_single(const std::stop_token& stop);
   void put_rest(const std::stop_token& stop);
   void stop_threads() noexcept;
 
