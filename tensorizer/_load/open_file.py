@@ -35,12 +35,12 @@ from tensorizer._load.reader import (
     Converters,
     FileReader,
     LoadedBatch,
-    PendingBatch,
     Progress,
     ReadOptions,
     missing_hashes,
     open_reader,
 )
+from tensorizer._system import perf
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
@@ -449,21 +449,22 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         parts = self._parts(entries)
         _expect(parts)
         converters: Converters = {}
-        pending: list[Optional[list[PendingBatch]]] = [None]
-        if len(parts) > 1:
-            pending = [part.reader.begin(part.entries, verify, converters, plain=plain) for part in parts]
+        pending = [part.reader.begin(part.entries, verify, converters, plain=plain) for part in parts]
         if all(batches is not None for batches in pending):
             flat = [(part, batch) for part, batches in zip(parts, pending) for batch in batches or ()]
-            at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
-            _C.run_batches([batch.batch for _, batch in flat], at_once, progress)
+            files_at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
+            at_once = len(flat) if len(parts) == 1 else files_at_once
+            nbytes = sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0
+            with perf.measured("file_readinto", nbytes) if perf.enabled else contextlib.nullcontext():
+                _C.run_batches([batch.batch for _, batch in flat], at_once, progress)
             for part, batch in flat:
                 yield self._noted(part.of_all(batch.finish()))
             return
-        del pending, converters
+        del pending
         done = 0
         for part in parts:
             report = None if progress is None else (lambda n, before=done: progress(before + n))
-            for loaded in part.reader.read(part.entries, verify, report, plain=plain):
+            for loaded in part.reader.read(part.entries, verify, converters, report, plain=plain):
                 yield self._noted(part.of_all(loaded))
             done += sum(map(part.reader.index.data_nbytes, part.entries)) if len(parts) > 1 else 0
 

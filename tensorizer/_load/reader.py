@@ -104,12 +104,6 @@ class PendingBatch(NamedTuple):
     finish: Callable[[], LoadedBatch]
 
 
-class _Landing(NamedTuple):
-    """How tensors come to their final addresses on a device."""
-
-    converter: Optional[_C.CudaCopyEngine]  # set iff its kernels make the wanted dtype on the way
-
-
 class FileReader:
     """One open file. May be used from several threads: every read is independent of the others.
 
@@ -204,53 +198,42 @@ class FileReader:
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
-    def read(
-        self, entries: Sequence[int], verify: bool, progress: Progress = None, *, plain: bool = False
-    ) -> Iterator[LoadedBatch]:
-        """Loads `entries` (ascending) to their devices, in the wanted dtype, as Parameters or plain tensors.
+    def begin(
+        self, entries: Sequence[int], verify: bool, converters: Converters, *, plain: bool = False
+    ) -> Optional[list[PendingBatch]]:
+        """Loads of `entries` (ascending) to their devices, in the wanted dtype, as Parameters or plain tensors.
 
-        Where they stay where they land (host or CUDA, no cast but one that the device does) the entries of a device are
-        one batch; otherwise batches hold at most 256 MiB.
+        ``None`` where tensors do not stay where they land (host or CUDA, no cast but one that the device does): then
+        :meth:`read` loads them. All that runs together has the same `converters`.
         """
-        converters: Converters = {}
-        together = None
-        if not isinstance(self._options.device, torch.device):
-            together = self.begin(entries, verify, converters, plain=plain)
-        if together is not None:
-            with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
-                _C.run_batches([pending.batch for pending in together], len(together), progress)
-            for pending in together:
-                yield pending.finish()
-            return
+        parts = list(self._by_device(entries))
+        if not all(self._lands(device, part, converters) for device, part in parts):
+            return None
+        return [self._begin(device, part, verify, plain, converters) for device, part in parts]
+
+    def read(
+        self,
+        entries: Sequence[int],
+        verify: bool,
+        converters: Converters,
+        progress: Progress = None,
+        *,
+        plain: bool = False,
+    ) -> Iterator[LoadedBatch]:
+        """Loads `entries` as :meth:`begin` says, one device after the other; at most 256 MiB of them land elsewhere."""
         for device, part in self._by_device(entries):
-            landing = self._landing(device, part, converters)
-            if landing is not None:
-                pending = self._begin(device, part, verify, plain, landing.converter)
+            if self._lands(device, part, converters):
+                pending = self._begin(device, part, verify, plain, converters)
                 self._run(pending.batch, part, progress)
                 yield pending.finish()
             else:
                 yield from self._read_and_move(device, part, verify, progress, plain)
 
-    def begin(
-        self, entries: Sequence[int], verify: bool, converters: Converters, *, plain: bool = False
-    ) -> Optional[list[PendingBatch]]:
-        """What :meth:`read` would run, for callers who run the batches of several files together.
-
-        ``None`` where tensors do not stay where they land. All that runs together has the same `converters`.
-        """
-        landings: list[tuple[torch.device, Sequence[int], _Landing]] = []
-        for device, part in self._by_device(entries):
-            landing = self._landing(device, part, converters)
-            if landing is None:
-                return None
-            landings.append((device, part, landing))
-        return [self._begin(device, part, verify, plain, landing.converter) for device, part, landing in landings]
-
     def read_raw(
         self, entries: Sequence[int], verify: bool, progress: Progress = None, device: torch.device = _HOST
     ) -> LoadedBatch:
         """Loads `entries` as plain tensors of their stored dtype, to the host or a device with a fast way."""
-        pending = self._begin(device, entries, verify, plain=True)
+        pending = self._pending(device, entries, verify, plain=True)
         self._run(pending.batch, entries, progress)
         return pending.finish()
 
@@ -312,18 +295,17 @@ class FileReader:
         dtype = self._options.dtype
         return dtype is not None and any(casts(known_dtype(s), dtype) for s in set(map(self.index.dtype, entries)))
 
-    def _landing(self, device: torch.device, entries: Sequence[int], converters: Converters) -> Optional[_Landing]:
-        """How tensors come to their final addresses as they are wanted; ``None`` where they do not."""
+    def _lands(self, device: torch.device, entries: Sequence[int], converters: Converters) -> bool:
+        """Whether tensors are loaded to their final addresses as they are wanted; finds what converts them."""
         if not self._stays(device):
-            return None
+            return False
         if not self._casts_any(entries):
-            return _Landing(None)
+            return True
         if device.type == "cpu" or any(known_dtype(s) is None for s in set(map(self.index.dtype, entries))):
-            return None
+            return False
         if device not in converters:
             converters[device] = cuda_engine.converting_engine_for(device)
-        converter = converters[device]
-        return None if converter is None else _Landing(converter)
+        return converters[device] is not None
 
     def _conversions(self, entries: Sequence[int]) -> tuple[list[Optional[int]], int, bytes]:
         wanted = self._options.dtype
@@ -334,6 +316,12 @@ class FileReader:
         return of_entries, dtypes.ELEMENT_TYPES[wanted], dtypes.stored_for_tensor(wanted).encode()
 
     def _begin(
+        self, device: torch.device, entries: Sequence[int], verify: bool, plain: bool, converters: Converters
+    ) -> PendingBatch:
+        converter = converters[device] if self._casts_any(entries) else None
+        return self._pending(device, entries, verify, plain, converter)
+
+    def _pending(
         self,
         device: torch.device,
         entries: Sequence[int],
