@@ -13,7 +13,7 @@ from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import lent
 from tensorizer._load.arguments import DeviceArgument, maps, target_device
 from tensorizer._load.open_file import open_file
-from tensorizer._load.parts import PartReader, TensorSlice
+from tensorizer._load.parts import TensorSlice
 from tensorizer._load.reader import ReadOptions
 from tensorizer.signing import PublicKeyArgument
 
@@ -103,4 +103,4 @@ class safe_open(AbstractContextManager["safe_open"]):
         Raises:
             KeyError: There is none of that name.
         """
-        return TensorSlice(PartReader(self._file), self._entries[name])
+        return TensorSlice(self._file, self._entries[name])

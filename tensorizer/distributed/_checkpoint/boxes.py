@@ -15,7 +15,7 @@ from tensorizer._format.entries import HashType
 from tensorizer._io.access import NOBODY, Access, Trust
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.open_file import OpenFile, file_of
-from tensorizer._load.parts import PartReader, WantedPart
+from tensorizer._load.parts import WantedPart, read_parts
 from tensorizer._load.reader import ReadOptions, missing_hashes
 from tensorizer._system import cuda_engine
 from tensorizer._system.sizes import runs
@@ -210,17 +210,17 @@ class CheckpointFiles:
 
     def _read_ranges(self, file: SavedFile, items: list[tuple[int, WantedBox]]) -> None:
         """Only the bytes that are wanted, joined where they are close; to their places, or by way of bounded copies."""
-        parts = PartReader(self.file(file))
+        opened = self.file(file)
         run: list[WantedPart] = []
         nbytes = 0
         for entry, want in sorted(items, key=lambda item: item[0]):
             copied = 0 if want.is_straight else want.target.numel() * want.dtype.itemsize
             if run and nbytes + copied > _STAGED_NBYTES:
-                parts.read(run, False)
+                read_parts(opened, run, False)
                 run, nbytes = [], 0
             run.append(WantedPart(entry, want.part, want.target.device, want.target))
             nbytes += copied
-        parts.read(run, False)
+        read_parts(opened, run, False)
 
     def _read_and_verify(self, file: SavedFile, items: list[tuple[int, WantedBox]]) -> None:
         """Whole records, whose digests cover all of their bytes, and from them what is wanted."""
