@@ -111,7 +111,6 @@ class FileReader:
         index: What the file says of its tensors.
         names: Of all entries.
         selection: The entries that the filter accepted, ascending.
-        targets: From names to the entries that hold their data, where they differ.
         network: Whether every request costs a round trip.
         mapped: Whether tensors are views of the file.
         max_workers: Upper bound for reading threads; 0: as many as are useful.
@@ -130,7 +129,6 @@ class FileReader:
         options: ReadOptions,
     ) -> None:
         self.index, self.names, self.selection = index, names, selection
-        self.targets: dict[int, int] = index.targets()
         self.source_name = handle.source.name
         self.network = _is_network(handle.source)
         self.mapped = handle.mapping is not None
