@@ -108,15 +108,13 @@ class Cursor:
         return batch
 
     def _read_batch(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
-        """The tensors of `entries`, from the cache where they are there."""
+        """The tensors of `entries`, from the cache where they are there; names of one tensor get one."""
         targets = self._file.targets
-        if targets:
-            needed = sorted({targets.get(i, i) for i in entries})
-            found = self._read_entries(needed, verify_hash, cache, raw)
-            if not self._file.closed:
-                self._file.read_headers([i for i in entries if i in targets])
-            return {i: found[targets.get(i, i)] for i in entries}
-        return self._read_entries(entries, verify_hash, cache, raw)
+        records = [targets.get(i, i) for i in entries]
+        found = self._read_entries(sorted(set(records)), verify_hash, cache, raw)
+        if not self._file.closed:
+            self._file.read_headers([i for i in entries if i in targets])
+        return {i: found[record] for i, record in zip(entries, records)}
 
     def _read_entries(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
         verify = self._file.must_verify(verify_hash)

@@ -71,18 +71,15 @@ def gather_into(
         Exception: A rank could not read; on all ranks.
     """
     group, where = ranks.gathers_on(device)
-    failure: Optional[BaseException] = None
-    parts: list[torch.Tensor] = []
-    try:  # sizes may be in record headers, which have to be read, and there may be no memory for a slot
+    # Sizes may be in record headers, which have to be read, and there may be no memory for a slot.
+    with ranks.together():
         total = sum(get_slice(file, name).nbytes for name in names)
         slot = max(min(_SLOT_NBYTES, -(-total // ranks.size)), _longest_row(file, names))
         slot = -(-slot // _ALIGNMENT) * _ALIGNMENT
         windows = _windows(_slots(file, names, slot), ranks.size)
         parts = [torch.zeros(slot + _FLAG_NBYTES, dtype=torch.uint8, device=where) for _ in range(2)]
         gathered = empty((ranks.size, slot + _FLAG_NBYTES), dtype=torch.uint8, device=where)
-    except BaseException as error:
-        failure = error
-    ranks.agree(failure)
+    failure: Optional[BaseException] = None
     received = 0
     window, number = next(windows, []), 0
     if window:

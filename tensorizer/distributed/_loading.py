@@ -80,8 +80,7 @@ def load(
     ranks = Ranks(group)
 
     def access() -> Access:
-        trust = Trust.of(public_key, signature, require_authenticated)
-        return Access.to_read(encryption, stream_options, trust=trust)
+        return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
 
     with open_for_all(ranks, file, device, dtype, access) as opened:
         chosen = opened.choose(exchange, 0, None, shared=True)
@@ -90,9 +89,8 @@ def load(
         for name in opened.file.numbers:
             firsts.setdefault(opened.entry(name), name)
         received = 0
-        failure: Optional[BaseException] = None
         parts: dict[Name, Part] = {}
-        try:
+        with ranks.together():
             if chosen == "none":
                 result.update(get_slices(opened.file, dict.fromkeys(firsts.values(), ...), verify_hash=False))
             else:
@@ -100,9 +98,6 @@ def load(
                     stored = get_slice(opened.file, name)
                     result[name] = empty(stored.shape, dtype=stored.dtype, device=opened.device)
                     parts[name] = Part(whole(stored.shape), result[name])
-        except BaseException as error:
-            failure = error
-        ranks.agree(failure)
         if chosen != "none":
             received = _fill(opened, chosen, parts)
         if verify_hash:
@@ -183,8 +178,7 @@ def load_sharded(
     ranks = Ranks(group)
 
     def access() -> Access:
-        trust = Trust.of(public_key, signature, require_authenticated)
-        return Access.to_read(encryption, stream_options, trust=trust)
+        return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
 
     with open_for_all(ranks, file, device, None, access) as opened:
         failure: Optional[BaseException] = None
@@ -260,12 +254,9 @@ def _gather(opened: Opened, parts: Mapping[Name, Part], failure: Optional[BaseEx
                 if len(of_entry) > turn
             }
             received += gather_into(ranks, file, names, by_data, opened.device)
-        try:
+        with ranks.together():
             for into, same in copies:
                 into.copy_(same)
-        except BaseException as error:
-            failure = error
-    ranks.agree(failure)
     return received
 
 
@@ -275,9 +266,8 @@ def _index(box: Box) -> Any:
 
 def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optional[torch.dtype]) -> None:
     """Collective: every rank compares its share of the tensors with their stored hashes."""
-    failure: Optional[BaseException] = None
     file, ranks = opened.file, opened.ranks
-    try:
+    with ranks.together():
         if dtype is not None:
             raise ValueError("verify_hash: converted tensors have no stored hash; load them without dtype=")
         if not file.index.stores_hashes:
@@ -300,6 +290,3 @@ def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optiona
         bare = [name for name, matches in found.items() if matches is None]
         if bare:
             raise missing_hashes(file.source_name, bare)
-    except BaseException as error:
-        failure = error
-    ranks.agree(failure)

@@ -80,6 +80,16 @@ class Ranks:
                 _raise_as(rank, *failure)
         return [value for _, value in found]
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Collective: where the block fails on one rank, all raise behind it, as :meth:`agree` does."""
+        failure: Optional[BaseException] = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+        self.agree(failure)
+
     def gathers_on(self, device: torch.device) -> tuple[Any, torch.device]:
         """The group that gathers tensors bound for a device, and where its buffers are."""
         if device.type != "cpu" and "nccl" in str(dist.get_backend(self.group)):
