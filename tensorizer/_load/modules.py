@@ -444,12 +444,9 @@ def insert_into_module(
     Raises:
         KeyError: No module of that path, or the attribute exists as the other kind.
     """
-    path, _, attribute = name.rpartition(".")
-    module = modules.get(path)
-    if module is None:
-        raise KeyError(f"{name}: the module has no submodule {path!r}")
+    slot = _new_slot(modules, name, is_buffer)
     with ordinary_tensors():
-        _register(module, attribute, is_buffer, tensor)
+        _register(slot.module, slot.attribute, is_buffer, tensor)
 
 
 def _register(module: torch.nn.Module, attribute: str, is_buffer: bool, tensor: torch.Tensor) -> None:

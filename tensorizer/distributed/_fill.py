@@ -18,7 +18,7 @@ from tensorizer._load.modules import as_trainable_as
 from tensorizer._load.parts import get_slice
 from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import empty, resolve_cuda_device
-from tensorizer.distributed._boxes import Box, box_of
+from tensorizer.distributed._boxes import Box, box_of, slices_of
 from tensorizer.distributed._exchange import Part, whole
 from tensorizer.distributed._ranks import Opened, Ranks
 from tensorizer.errors import LoadError
@@ -245,8 +245,7 @@ class ShardedFill:
         """
         self._compare()
         for name, place in self._state_parts.items():
-            part = tuple(slice(begin, end) for begin, end in place.box)
-            place.into.copy_(self._states[name][part])
+            place.into.copy_(self._states[name][slices_of(place.box)])
         new: dict[str, Any] = {}
         for name, value in self._new.items():
             old = self._values[name]

@@ -16,7 +16,7 @@ from tensorizer._load.parts import get_slice, get_slices
 from tensorizer._load.reader import missing_hashes
 from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import empty
-from tensorizer.distributed._boxes import Box
+from tensorizer.distributed._boxes import Box, slices_of
 from tensorizer.distributed._exchange import Part, gather_into, whole
 from tensorizer.distributed._fill import ShardedFill
 from tensorizer.distributed._ranks import Opened, Ranks, open_for_all
@@ -219,7 +219,7 @@ def _fill(opened: Opened, exchange: str, parts: dict[Name, Part]) -> int:
             for name in empty:
                 parts[name].into.zero_()
             if exchange == "none":
-                boxes = {n: _index(part.box) for n, part in parts.items() if part.into.numel()}
+                boxes = {n: slices_of(part.box) for n, part in parts.items() if part.into.numel()}
                 get_slices(file, boxes, out={name: parts[name].into for name in boxes}, verify_hash=False)
     except BaseException as error:
         failure = error
@@ -258,10 +258,6 @@ def _gather(opened: Opened, parts: Mapping[Name, Part], failure: Optional[BaseEx
             for into, same in copies:
                 into.copy_(same)
     return received
-
-
-def _index(box: Box) -> Any:
-    return tuple(slice(begin, end) for begin, end in box)
 
 
 def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optional[torch.dtype]) -> None:

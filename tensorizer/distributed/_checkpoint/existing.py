@@ -21,7 +21,7 @@ from tensorizer._save.session import HASH_NAMES, check_hashes
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.devices import empty
 from tensorizer._system.sizes import runs
-from tensorizer.distributed._boxes import check_cover
+from tensorizer.distributed._boxes import box_at, check_cover, slices_of
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.json_values import encoded
@@ -314,7 +314,7 @@ class _CheckpointContents:
 
 def _parts_of(record: Record, whole: torch.Tensor) -> Iterator[WantedBox]:
     for offsets, stored in record.source:
-        part = tuple(slice(begin, begin + n) for begin, n in zip(offsets, stored.shape))
+        part = slices_of(box_at(offsets, stored.shape))
         all_of_it = tuple(slice(0, n) for n in stored.shape)
         yield WantedBox(Saved(str(record.name), stored, record.dtype, stored.shape), all_of_it, whole[part])
 
@@ -334,8 +334,7 @@ def _records(markers: Sequence[Marker]) -> list[Record]:
             boxes = [(tuple(chunk.offsets), chunk.offsets) for chunk in item.chunks if chunk.sizes.numel()]
             whole.source.extend((o, marker.stored[MetadataIndex(name, at)]) for o, at in boxes if o not in taken)
     for name, whole in found.items():
-        covered = [tuple((at, at + n) for at, n in zip(offsets, stored.shape)) for offsets, stored in whole.source]
-        check_cover(name, whole.shape, covered)
+        check_cover(name, whole.shape, [box_at(offsets, stored.shape) for offsets, stored in whole.source])
     return list(found.values())
 
 
