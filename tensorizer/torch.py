@@ -331,7 +331,7 @@ class safe_open(AbstractContextManager["safe_open"]):
 
     def offset_keys(self) -> list[str]:
         """The names of the stored tensors in the order of the file."""
-        aliases = self._file.targets
+        aliases = self._file.aliases
         return [name for name, i in self._entries.items() if i not in aliases]
 
     def get_tensor(self, name: str) -> torch.Tensor:

@@ -127,7 +127,7 @@ def _form_of(file: OpenFile, entry: int) -> tuple[tuple[int, ...], torch.dtype]:
 
     No I/O, except for old files whose index shows them only roughly.
     """
-    entry = file.targets.get(entry, entry)
+    entry = file.aliases.get(entry, entry)
     if file.stored_dtype(entry) is None and file.index.format == "safetensors":
         raise FormatError(
             f"{file.source_name}: tensor {file.names[entry]!r}: torch has no dtype for "
@@ -152,7 +152,7 @@ def _read_basic(
 
     ``None`` where it takes more than that.
     """
-    if file.checks_whole or file.source is None or file.targets or not file.shows_all:
+    if file.checks_whole or file.source is None or file.aliases or not file.shows_all:
         return None
     if device.type != "cpu" or file.options.dtype is not None or not all(map(is_basic, indices)):
         return None
@@ -178,7 +178,7 @@ def read_parts(file: OpenFile, wanted: Sequence[WantedPart], verify: bool) -> li
     results: list[Optional[torch.Tensor]] = [None] * len(wanted)
     plain: dict[torch.device, list[int]] = {}
     for position, want in enumerate(wanted):
-        entry = file.targets.get(want.entry, want.entry)
+        entry = file.aliases.get(want.entry, want.entry)
         if verify or whole or not _is_plain(file, entry):
             results[position] = _from_whole(file, entry, want, verify)
         else:
@@ -235,17 +235,16 @@ def _read_plain(
     reads: list[_Read] = []
     for position in positions:
         want = wanted[position]
-        entry = file.targets.get(want.entry, want.entry)
+        entry = file.aliases.get(want.entry, want.entry)
         if is_basic(want.index):
             reads.append(_Read(position, entry, want.index, _read_to(file, entry, want, device, fast)))
             continue
-        covered = cover(want.index, file.index.shape(entry))
-        rest[position] = covered.rest
-        if len(covered.boxes) == 1:
-            reads.append(_Read(position, entry, covered.boxes[0], None))
+        boxes, rest[position] = cover(want.index, file.index.shape(entry))
+        if len(boxes) == 1:
+            reads.append(_Read(position, entry, boxes[0], None))
             continue
-        placed[position], rows = _rows(file, entry, covered.boxes, device if fast else torch.device("cpu"))
-        reads += [_Read(position, entry, box, part) for box, part in zip(covered.boxes, rows)]
+        placed[position], rows = _rows(file, entry, boxes, device if fast else torch.device("cpu"))
+        reads += [_Read(position, entry, box, part) for box, part in zip(boxes, rows)]
     for read, tensor in _load(file, reads, device if fast else torch.device("cpu")):
         placed.setdefault(read.position, tensor)
     for position in positions:

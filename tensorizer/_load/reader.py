@@ -97,11 +97,8 @@ class LoadedBatch(NamedTuple):
     headers: _C.LoadedHeaders
 
 
-class PendingBatch(NamedTuple):
-    """A load that is ready to run, and what makes tensors of it afterwards."""
-
-    batch: _C.LoadBatch
-    finish: Callable[[], LoadedBatch]
+#: A load that is ready to run, and what makes tensors of it afterwards.
+PendingBatch = tuple[_C.LoadBatch, Callable[[], LoadedBatch]]
 
 
 class FileReader:
@@ -221,9 +218,9 @@ class FileReader:
         """Loads `entries` as :meth:`begin` says, one device after the other; at most 256 MiB of them land elsewhere."""
         for device, part in self._by_device(entries):
             if self._lands(device, part, converters):
-                pending = self._begin(device, part, verify, plain, converters)
-                self._run(pending.batch, part, progress)
-                yield pending.finish()
+                batch, finish = self._begin(device, part, verify, plain, converters)
+                self._run(batch, part, progress)
+                yield finish()
             else:
                 yield from self._read_and_move(device, part, verify, progress, plain)
 
@@ -231,9 +228,9 @@ class FileReader:
         self, entries: Sequence[int], verify: bool, progress: Progress = None, device: torch.device = _HOST
     ) -> LoadedBatch:
         """Loads `entries` as plain tensors of their stored dtype, to the host or a device with a fast way."""
-        pending = self._pending(device, entries, verify, plain=True)
-        self._run(pending.batch, entries, progress)
-        return pending.finish()
+        batch, finish = self._pending(device, entries, verify, plain=True)
+        self._run(batch, entries, progress)
+        return finish()
 
     def read_headers(self, entries: Sequence[int]) -> LoadedBatch:
         """The record headers of `entries`, without any data."""
@@ -336,7 +333,7 @@ class FileReader:
                 tensors = batch.tensors(self.factory) if plain else batch.parameters(self.factory)
             return LoadedBatch(entries, tensors, batch.headers)
 
-        return PendingBatch(batch, finish)
+        return batch, finish
 
     def _run(self, batch: _C.LoadBatch, entries: Sequence[int], progress: Progress) -> None:
         if not perf.enabled:

@@ -20,7 +20,7 @@ from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import empty, resolve_cuda_device
 from tensorizer.distributed._boxes import Box, box_of, slices_of
 from tensorizer.distributed._exchange import Part, whole
-from tensorizer.distributed._ranks import Opened, Ranks
+from tensorizer.distributed._ranks import GroupFile, Ranks
 from tensorizer.errors import LoadError
 
 __all__ = ["ShardedFill"]
@@ -38,7 +38,7 @@ class ShardedFill:
     def __init__(
         self,
         target: Union[torch.nn.Module, MutableMapping[str, Any]],
-        opened: Opened,
+        opened: GroupFile,
         mesh: Any,
         plan: Mapping[str, Any],
         ranks: Ranks,

@@ -19,7 +19,7 @@ from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import Box, slices_of
 from tensorizer.distributed._exchange import Part, gather_into, whole
 from tensorizer.distributed._fill import ShardedFill
-from tensorizer.distributed._ranks import Opened, Ranks, open_for_all
+from tensorizer.distributed._ranks import GroupFile, Ranks, open_for_all
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import HashMismatchError
 from tensorizer.signing import PublicKeyArgument
@@ -208,7 +208,7 @@ def _check_exchange(exchange: str) -> None:
         raise ValueError(f"exchange: wanted one of {', '.join(_EXCHANGES)}, found {exchange!r}")
 
 
-def _fill(opened: Opened, exchange: str, parts: dict[Name, Part]) -> int:
+def _fill(opened: GroupFile, exchange: str, parts: dict[Name, Part]) -> int:
     """Collective: brings the tensors to where they go; bytes that came from other ranks."""
     file, ranks = opened.file, opened.ranks
     index = file.index
@@ -229,7 +229,7 @@ def _fill(opened: Opened, exchange: str, parts: dict[Name, Part]) -> int:
     return _gather(opened, parts, failure)
 
 
-def _gather(opened: Opened, parts: Mapping[Name, Part], failure: Optional[BaseException]) -> int:
+def _gather(opened: GroupFile, parts: Mapping[Name, Part], failure: Optional[BaseException]) -> int:
     """Collective: every rank reads its share of what anybody wants; bytes that came from other ranks."""
     file, ranks = opened.file, opened.ranks
     index = file.index
@@ -260,7 +260,7 @@ def _gather(opened: Opened, parts: Mapping[Name, Part], failure: Optional[BaseEx
     return received
 
 
-def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optional[torch.dtype]) -> None:
+def _verify(opened: GroupFile, tensors: Mapping[Name, torch.Tensor], dtype: Optional[torch.dtype]) -> None:
     """Collective: every rank compares its share of the tensors with their stored hashes."""
     file, ranks = opened.file, opened.ranks
     with ranks.together():

@@ -28,7 +28,7 @@ from tensorizer._load.reader import ReadOptions
 from tensorizer._load.report import LoadReport, RankReport
 from tensorizer._system.config import share_of_node
 
-__all__ = ["Opened", "Ranks", "open_for_all"]
+__all__ = ["GroupFile", "Ranks", "open_for_all"]
 
 # Groups on gloo for those of other backends, made once.
 _STATUS_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -123,7 +123,7 @@ def _raise_as(rank: int, kind: str, text: str) -> NoReturn:
 # --- the file that all of them have open ------------------------------------------------------------------------------
 
 
-class Opened:
+class GroupFile:
     """The file as one rank has it open, and what all ranks have agreed on."""
 
     def __init__(self, ranks: Ranks, file: OpenFile, device: torch.device) -> None:
@@ -132,7 +132,7 @@ class Opened:
     def entry(self, name: Name) -> int:
         """The entry that holds the data of a name."""
         i = self.file.numbers[name]
-        return self.file.targets.get(i, i)
+        return self.file.aliases.get(i, i)
 
     def choose(self, exchange: str, wanted: int, failure: Optional[BaseException], *, shared: bool) -> str:
         """Collective: what rank 0 makes of ``"auto"``. Elements that ranks want tell whether several want the same."""
@@ -178,13 +178,13 @@ def open_for_all(
     device: Optional[Union[torch.device, str, int]],
     dtype: Optional[torch.dtype],
     make_access: Callable[[], Access],
-) -> Iterator[Opened]:
+) -> Iterator[GroupFile]:
     """Collective: opens the file on every rank, and holds what they see against what rank 0 sees.
 
     `make_access` checks what users gave. It is called here, where all ranks learn of what is wrong on one of them.
     """
     failure: Optional[BaseException] = None
-    opened: Optional[Opened] = None
+    opened: Optional[GroupFile] = None
     seen: Any = None
     with contextlib.ExitStack() as stack:
         try:
@@ -192,7 +192,7 @@ def open_for_all(
             assert isinstance(chosen, torch.device)
             access = dataclasses.replace(make_access(), num_readers=_readers(source))
             file = stack.enter_context(open_file(source, access, ReadOptions(chosen, dtype)))
-            opened = Opened(ranks, file, chosen)
+            opened = GroupFile(ranks, file, chosen)
             seen = _identity(file)
         except BaseException as error:
             failure = error
