@@ -324,7 +324,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         file, local = self._locate(self.aliases.get(i, i))
         return self.readers[file], local
 
-    def file_of(self, i: int) -> Optional[str]:
+    def shard_of(self, i: int) -> Optional[str]:
         """Which of :attr:`shard_names` holds an entry; ``None`` in a single file."""
         return self.shard_names[self._locate(i)[0]] if self.shard_names else None
 

@@ -216,13 +216,16 @@ class FileReader:
         plain: bool = False,
     ) -> Iterator[LoadedBatch]:
         """Loads `entries` as :meth:`begin` says, one device after the other; at most 256 MiB of them land elsewhere."""
+        done = 0
         for device, part in self._by_device(entries):
+            report = None if progress is None else functools.partial(_report_from, progress, done)
             if self._lands(device, part, converters):
                 batch, finish = self._begin(device, part, verify, plain, converters)
-                self._run(batch, part, progress)
+                self._run(batch, part, report)
                 yield finish()
             else:
-                yield from self._read_and_move(device, part, verify, progress, plain)
+                yield from self._read_and_move(device, part, verify, report, plain)
+            done += sum(map(self.index.data_nbytes, part))
 
     def read_raw(
         self, entries: Sequence[int], verify: bool, progress: Progress = None, device: torch.device = _HOST
