@@ -231,7 +231,7 @@ class FileReader:
         self, entries: Sequence[int], verify: bool, progress: Progress = None, device: torch.device = _HOST
     ) -> LoadedBatch:
         """Loads `entries` as plain tensors of their stored dtype, to the host or a device with a fast way."""
-        batch, finish = self._pending(device, entries, verify, plain=True)
+        batch, finish = self._begin(device, entries, verify, plain=True)
         self._run(batch, entries, progress)
         return finish()
 
@@ -314,19 +314,15 @@ class FileReader:
         return of_entries, dtypes.ELEMENT_TYPES[wanted], dtypes.stored_for_tensor(wanted).encode()
 
     def _begin(
-        self, device: torch.device, entries: Sequence[int], verify: bool, plain: bool, converters: Converters
-    ) -> PendingBatch:
-        converter = converters[device] if self._casts_any(entries) else None
-        return self._pending(device, entries, verify, plain, converter)
-
-    def _pending(
         self,
         device: torch.device,
         entries: Sequence[int],
         verify: bool,
         plain: bool,
-        converter: Optional[_C.CudaCopyEngine] = None,
+        converters: Optional[Converters] = None,
     ) -> PendingBatch:
+        """A load of what lands on a device; as stored where no `converters` are given."""
+        converter = converters[device] if converters is not None and self._casts_any(entries) else None
         batch = self.batch(entries, verify, device, converter=converter)
 
         def finish() -> LoadedBatch:
