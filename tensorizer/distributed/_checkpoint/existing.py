@@ -300,8 +300,6 @@ def consolidate(
 class _CheckpointContents:
     """Tensors that are put together from the boxes of a checkpoint; the source of each record is its boxes."""
 
-    label = "a checkpoint"
-
     def __init__(self, files: CheckpointFiles, records: Sequence[Record], metadata: Mapping[str, str]) -> None:
         self._files, self.records, self.metadata = files, records, metadata
         self.ties: Mapping[Path, Path] = {}
