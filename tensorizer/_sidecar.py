@@ -13,6 +13,7 @@ import os
 import pickle
 import secrets
 import struct
+import types
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, Callable, NamedTuple, Optional
@@ -25,14 +26,14 @@ from tensorizer._system.redaction import shown_location
 from tensorizer.errors import FormatError
 
 __all__ = [
+    "PICKLE_FOR_LOADING",
     "LoadSession",
-    "PickleForLoading",
-    "PickleForSaving",
     "SafeUnpickler",
     "SaveSession",
     "current_load",
     "default_load",
     "default_save",
+    "pickle_for_saving",
 ]
 
 # A persistent id: (marker, version, kind, index in the sidecar, dtype of a typed storage or None).
@@ -168,44 +169,34 @@ class SaveSession:
             pickle_file.write(PairNote(pair_id, sizes).to_bytes())
 
 
-class _Pickle:
-    """Stands in for the module ``pickle``, as far as torch uses it."""
-
-    __name__ = "pickle"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(pickle, name)
-
-
-class PickleForSaving(_Pickle):
+def pickle_for_saving(session: SaveSession) -> Any:
     """A ``pickle_module`` for ``torch.save`` whose pickler asks the session first."""
 
-    def __init__(self, session: SaveSession) -> None:
-        def session_first(torchs: Callable[..., Any]) -> Callable[..., Any]:
-            def persistent_id(*args: Any) -> Any:  # (obj) as an attribute of the pickler, (self, obj) as a method
-                ours = session.persistent_id(args[-1])
-                return torchs(*args) if ours is None else ours
+    def session_first(torchs: Callable[..., Any]) -> Callable[..., Any]:
+        def persistent_id(*args: Any) -> Any:  # (obj) as an attribute of the pickler, (self, obj) as a method
+            ours = session.persistent_id(args[-1])
+            return torchs(*args) if ours is None else ours
 
-            return persistent_id
+        return persistent_id
 
-        class Pickler(pickle.Pickler):
-            def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
-                super().__init__(file, *args, **kwargs)
-                self._pickle_file = file
+    class Pickler(pickle.Pickler):
+        def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(file, *args, **kwargs)
+            self._pickle_file = file
 
-            def __init_subclass__(cls) -> None:  # torch defines the method in a subclass ...
-                super().__init_subclass__()
-                if "persistent_id" in cls.__dict__:
-                    setattr(cls, "persistent_id", session_first(cls.__dict__["persistent_id"]))  # noqa: B010
+        def __init_subclass__(cls) -> None:  # torch defines the method in a subclass ...
+            super().__init_subclass__()
+            if "persistent_id" in cls.__dict__:
+                setattr(cls, "persistent_id", session_first(cls.__dict__["persistent_id"]))  # noqa: B010
 
-            def __setattr__(self, name: str, value: Any) -> None:  # ... or, before 2.4, sets it on the object
-                super().__setattr__(name, session_first(value) if name == "persistent_id" else value)
+        def __setattr__(self, name: str, value: Any) -> None:  # ... or, before 2.4, sets it on the object
+            super().__setattr__(name, session_first(value) if name == "persistent_id" else value)
 
-            def dump(self, obj: Any) -> None:
-                super().dump(obj)
-                session.finish(self._pickle_file)
+        def dump(self, obj: Any) -> None:
+            super().dump(obj)
+            session.finish(self._pickle_file)
 
-        self.Pickler = Pickler
+    return types.SimpleNamespace(**{**vars(pickle), "Pickler": Pickler})
 
 
 # --- loading -------------------------------------------------------------------------------------------------------
@@ -368,10 +359,8 @@ class _Unpickler(pickle.Unpickler):
         super().__setattr__(name, _session_first(self._session, value) if name == "persistent_load" else value)
 
 
-class PickleForLoading(_Pickle):
-    """A ``pickle_module`` for ``torch.load`` whose unpickler asks the current session first."""
-
-    Unpickler = _Unpickler
+#: A ``pickle_module`` for ``torch.load`` whose unpickler asks the current session first.
+PICKLE_FOR_LOADING: Any = types.SimpleNamespace(**{**vars(pickle), "Unpickler": _Unpickler})
 
 
 class _StorageWord(str):

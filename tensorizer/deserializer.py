@@ -28,7 +28,7 @@ from tensorizer.signing import PublicKeyArgument
 if TYPE_CHECKING:
     from tensorizer._load.cursor import ArrayItem, Cursor, TensorItem
     from tensorizer._load.modules import LoadedCount
-    from tensorizer._load.parts import PartReader, TensorSlice
+    from tensorizer._load.parts import TensorSlice
     from tensorizer._load.report import LoadReport
 
 __all__ = ["TensorDeserializer"]
@@ -305,12 +305,6 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
 
     # ---- parts of tensors -------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _parts(self) -> PartReader:
-        from tensorizer._load.parts import PartReader
-
-        return PartReader(self._open_file)
-
     def get_slice(self, name: Name) -> TensorSlice:
         """Returns a tensor of which you can read parts: ``d.get_slice("w")[10:20]``. Reads nothing itself.
 
@@ -320,7 +314,9 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         Raises:
             KeyError: There is no such tensor.
         """
-        return self._parts.get_slice(name)
+        from tensorizer._load.parts import get_slice
+
+        return get_slice(self._open_file, name)
 
     def slices(self) -> dict[Name, TensorSlice]:
         """Returns a :class:`TensorSlice` for every tensor, by name, in file order.
@@ -328,7 +324,9 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         Functions that accept a state dict of ``safetensors`` slices accept it, such as ``Model.from_pretrained(None,
         config=config, state_dict=d.slices())`` of transformers 5.
         """
-        return self._parts.slices()
+        from tensorizer._load.parts import slices
+
+        return slices(self._open_file)
 
     def get_slices(
         self,
@@ -355,7 +353,9 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             ValueError: With verification, a part is not the whole tensor; an `out` tensor has another shape.
             IndexError, TypeError: As for :class:`TensorSlice`.
         """
-        return self._parts.get_slices(parts, out, device, verify_hash=verify_hash)
+        from tensorizer._load.parts import get_slices
+
+        return get_slices(self._open_file, parts, out, device, verify_hash=verify_hash)
 
     # ---- generators -------------------------------------------------------------------------------------------------
 

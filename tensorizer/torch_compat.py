@@ -21,14 +21,14 @@ from typing import Any, BinaryIO, Callable, NamedTuple, Optional, Union
 import torch
 
 from tensorizer._sidecar import (
+    PICKLE_FOR_LOADING,
     LoadSession,
-    PickleForLoading,
-    PickleForSaving,
     SafeUnpickler,
     SaveSession,
     current_load,
     default_load,
     default_save,
+    pickle_for_saving,
 )
 from tensorizer._system.config import env_text
 from tensorizer._system.patches import CountedPatch
@@ -156,7 +156,7 @@ def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **k
     session = SaveSession(location, save, context.kwargs, f)
     if context.function is None:  # objects may save others while they are pickled
         session.before_writing = context.locations.refuse_second_use
-    _torch_save(obj, f, PickleForSaving(session), *args, **kwargs)
+    _torch_save(obj, f, pickle_for_saving(session), *args, **kwargs)
     if session.storages:
         context.locations.mark_used()
     return None
@@ -192,7 +192,7 @@ def _load_wrapper(
             return _torch_load(f, map_location, None, *args, weights_only=safe, **kwargs)
         if _wants_weights_only(weights_only, context):
             return _torch_load(f, map_location, None, *args, weights_only=True, **kwargs)
-        return _torch_load(f, map_location, PickleForLoading(), *args, weights_only=False, **kwargs)
+        return _torch_load(f, map_location, PICKLE_FOR_LOADING, *args, weights_only=False, **kwargs)
     finally:
         current_load.reset(token)
 
@@ -215,6 +215,17 @@ _patched_save = CountedPatch(lambda: [(torch, "save", _save_wrapper)])
 _patched_load = CountedPatch(
     lambda: [(torch, "load", _load_wrapper), (torch._weights_only_unpickler, "Unpickler", SafeUnpickler)]
 )
+
+
+@contextmanager
+def _active(variable: ContextVar[Optional[_Context]], context: _Context, patch: CountedPatch) -> Iterator[None]:
+    outer = variable.get()
+    with patch:
+        variable.set(context)
+        try:
+            yield
+        finally:
+            variable.set(outer)
 
 
 # --- public --------------------------------------------------------------------------------------------------------
@@ -249,13 +260,8 @@ def tensorizer_saving(
         TypeError: At the call of ``torch.save``: its file has no name to derive a location from, or an unknown keyword.
     """
     context = _Context(_Locations(file_obj), save_func, False, kwargs)
-    outer = _saving.get()
-    with _patched_save:
-        _saving.set(context)
-        try:
-            yield
-        finally:
-            _saving.set(outer)
+    with _active(_saving, context, _patched_save):
+        yield
 
 
 @contextmanager
@@ -292,10 +298,5 @@ def tensorizer_loading(
             keywords (the file holds the bytes of whole storages, not numbers).
     """
     context = _Context(_Locations(file_obj), load_func, suppress_weights_only, kwargs)
-    outer = _loading.get()
-    with _patched_load:
-        _loading.set(context)
-        try:
-            yield
-        finally:
-            _loading.set(outer)
+    with _active(_loading, context, _patched_load):
+        yield

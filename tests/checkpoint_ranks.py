@@ -143,7 +143,7 @@ def kill_one_rank_of_two(folder: Path) -> None:
                     original = writer_module.TensorizerWriter.write_data
                     writer_module.TensorizerWriter.write_data = lambda *a: (original(*a), os.kill(os.getpid(), 9))
                 else:
-                    die_before(step, Folder if step == "write" else writer_module)
+                    die_before(step, Folder if step in ("write", "remove_stale") else writer_module)
             begun = time.monotonic()
             try:
                 save(here, 2, rank)

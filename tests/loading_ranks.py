@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import tensorizer.distributed as td
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
-from tensorizer._load.parts import PartReader
-from tensorizer.distributed import _exchange
+from tensorizer.distributed import _exchange, _loading
 from tensorizer.errors import CryptographyError, HashMismatchError, LoadError, StreamError
 from tensorizer.torch import save_file, save_model
 
@@ -151,20 +150,20 @@ def fail_in_the_middle(folder: Path) -> None:
     expected = tensors_of()
     samples.write_state_dict(folder / "f", expected)
     _exchange._SLOT_NBYTES = 1024
-    get_slices = PartReader.get_slices
+    get_slices = _loading.get_slices
 
     def work(rank: int) -> None:
         for exchange, at in [("all_gather", 0), ("all_gather", 1), ("all_gather", 7), ("none", 0)]:
             calls = itertools.count()
 
-            def failing(self, *arguments, at=at, calls=calls, **options):
+            def failing(*arguments, at=at, calls=calls, **options):
                 if rank == 1 and next(calls) == at:
                     raise StreamError("the cable is cut")
-                return get_slices(self, *arguments, **options)
+                return get_slices(*arguments, **options)
 
-            PartReader.get_slices = failing
+            _loading.get_slices = _exchange.get_slices = failing
             raised(StreamError, "the cable is cut", td.load, folder / "f", device="cpu", exchange=exchange)
-        PartReader.get_slices = get_slices
+        _loading.get_slices = _exchange.get_slices = get_slices
         same_everywhere(td.load(folder / "f", device="cpu", exchange="all_gather"), expected)
         # a byte that is wrong in the file is found by whoever verifies it
         with TensorDeserializer(folder / "f", device="cpu", lazy_load=True) as d:

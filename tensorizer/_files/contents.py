@@ -42,8 +42,6 @@ class Contents(Protocol):
     records: Sequence[Record]
 
     @property
-    def label(self) -> str: ...
-    @property
     def metadata(self) -> Optional[Mapping[str, str]]: ...
     @property
     def ties(self) -> Mapping[Path, Path]:
@@ -67,7 +65,6 @@ class FileContents:
 
     def __init__(self, file: OpenFile, verify: bool) -> None:
         self._file, self._verify = file, verify
-        self.label = file.source_name
         self.metadata: Optional[Mapping[str, str]] = file.metadata()
         self.ties: Mapping[Path, Path] = {path_of(alias): path_of(kept) for alias, kept in file.ties().items()}
         if file.index.stores_hashes:
@@ -91,8 +88,8 @@ class FileContents:
 class TensorContents:
     """Tensors in memory, or mapped from a pickled file. Shared ones are told in `ties`."""
 
-    def __init__(self, label: str, records: Sequence[Record], metadata: Optional[Mapping[str, str]] = None) -> None:
-        self.label, self.metadata, self.records = label, metadata, records
+    def __init__(self, records: Sequence[Record], metadata: Optional[Mapping[str, str]] = None) -> None:
+        self.metadata, self.records = metadata, records
         self.ties: Mapping[Path, Path] = ties_of(records)
 
     def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
@@ -139,7 +136,7 @@ def state_dict_contents(tensors: Mapping[str, torch.Tensor], metadata: Optional[
     """A state dict that was checked. Of the names of one tensor the alphabetically first one has the data; one warning
     names tensors that overlap without being the same."""
     texts = _texts(metadata)
-    contents = contents_of_tensors("a state dict", tensors, texts)
+    contents = contents_of_tensors(tensors, texts)
     overlapping = _overlapping({name: tensor for name, tensor in tensors.items() if (name,) not in contents.ties})
     if overlapping:
         warnings.warn(
@@ -158,11 +155,11 @@ def _texts(metadata: Optional[Mapping[str, str]]) -> Optional[dict[str, str]]:
 
 
 def contents_of_tensors(
-    label: str, tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[str, str]] = None
+    tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[str, str]] = None
 ) -> TensorContents:
     """Named tensors, in their order; ties go to the alphabetically first name."""
     records = [Record.of_tensor((name,), one, stored_for_tensor(one.dtype)) for name, one in tensors.items()]
-    contents = TensorContents(label, records, metadata)
+    contents = TensorContents(records, metadata)
     ties = ties_of(sorted(records, key=lambda record: record.path))
     contents.ties = {record.path: ties[record.path] for record in records if record.path in ties}
     return contents
@@ -186,7 +183,7 @@ def module_contents(
         raise UnsupportedContentError(str(error)) from None
     texts = {**(_texts(metadata) or {}), **({extra_state.KEY: text} if text else {})}
     records = [record_of(held) for held in walk_module(model, include_non_persistent_buffers, under_all_names=True)]
-    return TensorContents("a module", records, texts)
+    return TensorContents(records, texts)
 
 
 def state_of(model: torch.nn.Module, include_non_persistent_buffers: bool = False) -> dict[str, Any]:

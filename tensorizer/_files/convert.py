@@ -167,7 +167,7 @@ def convert(
             for file, copy in beside:
                 copy_file(file, copy, stream_options=stream_options)
         return ConversionReport(
-            source=contents.label,
+            source=files_read[0],
             target=shown_location(target),
             format=plan.format,
             files=tuple(map(shown_location, files)),
@@ -194,13 +194,13 @@ def _check_is_told_from_folders(target: Any) -> None:
 def _open_contents(
     stack: contextlib.ExitStack, source: Any, access: Access, key: Optional[str], skip_non_tensors: bool
 ) -> tuple[Contents, list[str], list[str]]:
-    """The tensors of a source, what of a pickle is none, and the files that they come from."""
+    """The tensors of a source, what of a pickle is none, and the files that they come from, the source first."""
     files = pickled_files(source)
     if files:
         if access.trust.public_keys:
             raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle, for which nothing vouches")
         tensors, skipped = read_pickled(files, key, skip_non_tensors)
-        return contents_of_tensors(os.fspath(source), tensors), skipped, [os.fspath(file) for file in files]
+        return contents_of_tensors(tensors), skipped, [os.fspath(source), *files]
     file = stack.enter_context(open_whole(source, access))
     _warn_of_signatures(file, source)
     return FileContents(file, verify=file.index.stores_hashes), [], file.files

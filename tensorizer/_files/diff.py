@@ -197,7 +197,7 @@ def _chosen(file: OpenFile, filter_func: Optional[FilterFuncType]) -> dict[Name,
     texts = [flat_name(name, file.type(i)) if isinstance(name, str) else name for name, i in zip(names, chosen)]
     if double_name(zip(names, texts)) is not None:
         texts = names
-    return {text: i if file.is_stored(i) else file.targets[i] for text, i in zip(texts, chosen)}
+    return {text: i if file.is_stored(i) else file.aliases[i] for text, i in zip(texts, chosen)}
 
 
 def _shape(file: OpenFile, i: int) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ def info_of(file: OpenFile) -> FileInfo:
             index.loaded_nbytes(i),
             index.data_offset(i),
             index.data_nbytes(i),
-            file.file_of(i),
+            file.shard_of(i),
         )
         for i in file.stored
     )

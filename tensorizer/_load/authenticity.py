@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.access import NOBODY, Trust
+from tensorizer._io.access import Trust
 from tensorizer._io.sources import OpenedSource, open_source, read_whole
 from tensorizer._io.uri import scheme_of
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError, FormatError, StreamNotFoundError, TensorizerError
 
-__all__ = ["NOBODY", "Trust", "authenticate", "named", "read_signature", "signature_place"]
+__all__ = ["authenticate", "named", "read_signature", "signature_place"]
 
 logger = logging.getLogger("tensorizer.serialization")
 

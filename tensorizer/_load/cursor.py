@@ -108,15 +108,13 @@ class Cursor:
         return batch
 
     def _read_batch(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
-        """The tensors of `entries`, from the cache where they are there."""
-        targets = self._file.targets
-        if targets:
-            needed = sorted({targets.get(i, i) for i in entries})
-            found = self._read_entries(needed, verify_hash, cache, raw)
-            if not self._file.closed:
-                self._file.read_headers([i for i in entries if i in targets])
-            return {i: found[targets.get(i, i)] for i in entries}
-        return self._read_entries(entries, verify_hash, cache, raw)
+        """The tensors of `entries`, from the cache where they are there; names of one tensor get one."""
+        aliases = self._file.aliases
+        records = [aliases.get(i, i) for i in entries]
+        found = self._read_entries(sorted(set(records)), verify_hash, cache, raw)
+        if not self._file.closed:
+            self._file.read_headers([i for i in entries if i in aliases])
+        return {i: found[record] for i, record in zip(entries, records)}
 
     def _read_entries(self, entries: list[int], verify_hash: Optional[bool], cache: bool, raw: bool) -> dict[int, Any]:
         verify = self._file.must_verify(verify_hash)
@@ -136,7 +134,7 @@ class Cursor:
         """Whether the kept form of a tensor is, or would be, another one than the stored one."""
         if self._file.options.dtype is None:
             return False
-        kept = self._file.kept.get(self._file.targets.get(i, i))
+        kept = self._file.kept.get(self._file.aliases.get(i, i))
         if kept is not None and self._file.has_header(i):
             stored, _, _ = self._file.described(i)
             return kept.dtype != dtypes.torch_dtype(stored.decode("utf-8", "replace"))

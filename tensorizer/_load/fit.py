@@ -17,7 +17,7 @@ from tensorizer._format.extra_state import is_without_state, modules_of, state_n
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport, Misfit, kind_of
 
-__all__ = ["CustomLoading", "ModuleView", "Slot", "decide", "shown", "slots_in"]
+__all__ = ["ModuleView", "Slot", "decide", "shown", "slots_in"]
 
 
 class Slot(NamedTuple):
@@ -38,26 +38,6 @@ class Slot(NamedTuple):
     def counts_batches(self) -> bool:
         """Whether a batch norm does without it: its files have a count of batches since torch 0.4.1."""
         return self.attribute == "num_batches_tracked" and isinstance(self.module, torch.nn.modules.batchnorm._NormBase)
-
-
-class CustomLoading(NamedTuple):
-    """Where modules do more with a state dict than put tensors in their places: names and shapes do not tell then."""
-
-    whole: bool  # the class has a load_state_dict of its own
-    below: tuple[str, ...]  # beginnings of the names that modules may rename, or give other shapes
-    hooks: bool  # some may change what was found missing, when all is loaded
-
-    @property
-    def is_there(self) -> bool:
-        return self.whole or bool(self.below) or self.hooks
-
-    def may_change(self, name: str) -> bool:
-        """Whether a tensor of that name may be renamed, or may get another shape."""
-        return self.whole or name.startswith(self.below)
-
-    def may_lack(self, name: str) -> bool:
-        """Whether a difference in that name may be none in the end."""
-        return self.hooks or self.may_change(name)
 
 
 class ModuleView:
@@ -86,19 +66,40 @@ class ModuleView:
         return list(groups.values())
 
     @functools.cached_property
-    def custom(self) -> CustomLoading:
-        """What modules do with a state dict in ways of their own."""
-        plain = torch.nn.Module
+    def loads_itself(self) -> bool:
+        """Whether its class has a ``load_state_dict`` of its own."""
+        return getattr(self.module.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict
+
+    @functools.cached_property
+    def _changing(self) -> tuple[str, ...]:
+        """Beginnings of the names that modules may rename, or give other shapes."""
         # Of BatchNorm it is known what it does: see Slot.counts_batches.
-        known = (plain._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict)
-        changed = [
-            path
+        known = (torch.nn.Module._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict)
+        return tuple(
+            f"{path}." if path else ""
             for path, module in self.modules.items()
             if type(module)._load_from_state_dict not in known or module._load_state_dict_pre_hooks
-        ]
-        hooks = any(module._load_state_dict_post_hooks for module in self.modules.values())
-        whole = getattr(self.module.load_state_dict, "__func__", None) is not plain.load_state_dict
-        return CustomLoading(whole, tuple(f"{path}." if path else "" for path in changed), hooks)
+        )
+
+    @functools.cached_property
+    def _has_hooks(self) -> bool:
+        """Whether some module may change what was found missing, when all is loaded."""
+        return any(module._load_state_dict_post_hooks for module in self.modules.values())
+
+    @property
+    def takes_state_dict(self) -> bool:
+        """Whether modules do more with a state dict than put tensors in their places, which names do not tell."""
+        return self.loads_itself or bool(self._changing) or self._has_hooks or bool(self.takers)
+
+    def may_change(self, name: str) -> bool:
+        """Whether a tensor of that name may be renamed, or may get another shape."""
+        return self.loads_itself or name.startswith(self._changing)
+
+    def may_lack(self, name: str) -> bool:
+        """Whether a difference in that name may be none in the end."""
+        slot = self.slots.get(name)
+        known = slot is not None and slot.tensor is not None and slot.counts_batches
+        return known or self._has_hooks or self.may_change(name)
 
     def device_of(self, stored_name: Any) -> torch.device:
         """Where a tensor of a file goes: where the module has it; to the CPU what it has on meta or not at all."""

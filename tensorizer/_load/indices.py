@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any, Union
 
 import torch
 
-__all__ = ["CoveredIndex", "cover", "is_basic"]
+__all__ = ["cover", "is_basic"]
 
 _BASIC = frozenset({int, slice, type(...), type(None)})
 
@@ -24,17 +24,12 @@ def is_basic(index: Any) -> bool:
     return type(index) in _BASIC
 
 
-class CoveredIndex(NamedTuple):
-    """An index as basic ones and what is left to do in memory."""
-
-    #: What to read; where there are several, their results follow each other along dimension 0.
-    boxes: list[tuple[Any, ...]]
-    #: The rest of the index, for what was read.
-    rest: tuple[Any, ...]
-
-
-def cover(index: Any, shape: Sequence[int]) -> CoveredIndex:
+def cover(index: Any, shape: Sequence[int]) -> tuple[list[tuple[Any, ...]], tuple[Any, ...]]:
     """Reads an index as torch does. Rows that a list or mask of dimension 0 names are read alone.
+
+    Returns:
+        Basic indices of what to read, whose results follow each other along dimension 0 where there are several; and
+        the rest of the index, for what was read.
 
     Raises:
         IndexError: Out of range, too many dimensions, or no index.
@@ -64,7 +59,7 @@ def cover(index: Any, shape: Sequence[int]) -> CoveredIndex:
         else:
             rest.append(item)
         dim += taken
-    return CoveredIndex(boxes, tuple(rest))
+    return boxes, tuple(rest)
 
 
 def _within_span(left: torch.Tensor, covers: Sequence[tuple[slice, ...]]) -> torch.Tensor:

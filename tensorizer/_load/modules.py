@@ -102,11 +102,9 @@ class ModuleFill:
         self._view, self._file, self._stored = view, file, stored
         self._how, self._strict, self._assign = how, strict, how.assign
         self._slots = view.slots  # and those that the module gets
-        custom = None if how.by_modules else view.custom
-        self._custom = custom
         states = {state_name(path): state for path, state in file.extra_states().items()}
         self._states = {n: state for n, state in states.items() if filter_func is None or filter_func(n)}
-        self.hands_over = custom is not None and (custom.is_there or bool(view.takers))
+        self.hands_over = not how.by_modules and view.takes_state_dict
         if self.hands_over:
             there = [slot.tensor for slot in view.slots.values() if slot.tensor is not None and slot.in_state_dict]
             if any(map(self._replaces, there)):
@@ -119,8 +117,8 @@ class ModuleFill:
             self._states,
             by_modules=how.by_modules,
             expects=expects,
-            may_lack=None if custom is None else self._may_lack,
-            refuses=None if custom is None else self._matters,
+            may_lack=None if how.by_modules else view.may_lack,
+            refuses=None if how.by_modules else self._matters,
             replaces=None if self._assign is True else self._replaces,
         )
         self.left_on_meta = [
@@ -130,7 +128,7 @@ class ModuleFill:
             and slot.tensor.is_meta
             and name not in stored
             and name not in self.report.tied
-            and (custom is None or not slot.counts_batches)
+            and (how.by_modules or not slot.counts_batches)
             and (expects is None or expects(name))
         ]
 
@@ -154,15 +152,9 @@ class ModuleFill:
     def _replaces(self, target: torch.Tensor) -> bool:
         return self._assign is True or (self._assign == "auto" and target.is_meta)
 
-    def _may_lack(self, name: str) -> bool:
-        assert self._custom is not None
-        slot = self._view.slots.get(name)
-        return self._custom.may_lack(name) or (slot is not None and slot.tensor is not None and slot.counts_batches)
-
     def _matters(self, row: Misfit) -> bool:
         """Of a place on the meta device nothing is kept, so that its kind does not matter."""
-        assert self._custom is not None
-        if self._custom.may_change(row.name) and not self._how.ignores_sizes:
+        if self._view.may_change(row.name) and not self._how.ignores_sizes:
             return False
         return row.what == "shape" or not self._is_meta(row.name)
 
@@ -255,7 +247,7 @@ class ModuleFill:
                 shared += self._parted(group, tensors, sources[0])
             elif sources:
                 shared.append((group, sources[0]))
-            elif self._custom is not None and self._is_meta(group[0]) and self._slots[group[0]].counts_batches:
+            elif not self._how.by_modules and self._is_meta(group[0]) and self._slots[group[0]].counts_batches:
                 device = self._file.device_of(group[0])
                 with ordinary_tensors():
                     shared.append((group, torch.zeros((), dtype=torch.long, device=device)))
@@ -305,10 +297,11 @@ class ModuleFill:
             one = as_trainable_as(target, first) if as_parameter else first.detach()
             state.update({name: one for name in group if slots[name].in_state_dict and name not in left})
         options: dict[str, Any] = {"assign": True} if assign else {}
-        custom = self._view.custom
         try:
             # A method of another class may answer nothing: then it has to be the judge.
-            result = self._view.module.load_state_dict(state, strict=self._strict and custom.whole, **options)
+            result = self._view.module.load_state_dict(
+                state, strict=self._strict and self._view.loads_itself, **options
+            )
         except RuntimeError as error:
             refusal = LoadError(str(error))
             refusal.report, refusal.source = self.report, self.report.source
@@ -451,12 +444,9 @@ def insert_into_module(
     Raises:
         KeyError: No module of that path, or the attribute exists as the other kind.
     """
-    path, _, attribute = name.rpartition(".")
-    module = modules.get(path)
-    if module is None:
-        raise KeyError(f"{name}: the module has no submodule {path!r}")
+    slot = _new_slot(modules, name, is_buffer)
     with ordinary_tensors():
-        _register(module, attribute, is_buffer, tensor)
+        _register(slot.module, slot.attribute, is_buffer, tensor)
 
 
 def _register(module: torch.nn.Module, attribute: str, is_buffer: bool, tensor: torch.Tensor) -> None:

@@ -35,12 +35,12 @@ from tensorizer._load.reader import (
     Converters,
     FileReader,
     LoadedBatch,
-    PendingBatch,
     Progress,
     ReadOptions,
     missing_hashes,
     open_reader,
 )
+from tensorizer._system import perf
 from tensorizer._system.devices import ordinary_tensors
 from tensorizer._system.sizes import runs
 from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, VerificationError
@@ -89,7 +89,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         readers: One for each file, in the order of their entries.
         index: What all of them say of their tensors.
         names: Of all entries.
-        targets: From names to the entries that hold their data, where they differ.
+        aliases: From entries to those that hold their data, where these are others.
         selection: The entries that exist for the user, ascending.
         opened: The sources.
         files: Paths or URIs of what is open: the file, or the index and its shards.
@@ -127,7 +127,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             chosen = [begin + i for begin, c in zip(self.index.begins, readers) for i in c.selection]
             further = range(self.index.entry_count, len(self.names))
             self.selection = chosen + [i for i in further if filter_func is None or filter_func(self.names[i])]
-        self.targets: dict[int, int] = self.index.targets()
+        self.aliases: dict[int, int] = self.index.targets()
         self.network = any(reader.network for reader in readers)
         self.kept: dict[int, torch.nn.Parameter] = {}
         self._verified: set[int] = set()  # those of `kept` that were compared with their digests
@@ -220,7 +220,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
     def ties(self) -> dict[Name, Name]:
         """Names that stand for another tensor of the file, and which one."""
-        return {self.names[alias]: self.names[target] for alias, target in self.targets.items()}
+        return {self.names[alias]: self.names[target] for alias, target in self.aliases.items()}
 
     def extra_states(self) -> dict[str, Any]:
         """Extra states of modules by module path, their new tensors on the device of the load."""
@@ -283,7 +283,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
     def stored_records(self, entries: Sequence[int]) -> list[tuple[bytes, int, int, int]]:
         """(name as stored, header offset, payload offset, payload bytes) of the records that `entries` need."""
         index = self.index
-        wanted = {i for i in entries if i < index.entry_count} | {self.targets.get(i, i) for i in entries}
+        wanted = {i for i in entries if i < index.entry_count} | {self.aliases.get(i, i) for i in entries}
         return [
             (index.stored_name(i), index.offset(i), index.data_offset(i), index.data_nbytes(i)) for i in sorted(wanted)
         ]
@@ -321,10 +321,10 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
     def part(self, i: int) -> tuple[FileReader, int]:
         """The reader of the file that holds the data of an entry, and the number of those data there."""
-        file, local = self._locate(self.targets.get(i, i))
+        file, local = self._locate(self.aliases.get(i, i))
         return self.readers[file], local
 
-    def file_of(self, i: int) -> Optional[str]:
+    def shard_of(self, i: int) -> Optional[str]:
         """Which of :attr:`shard_names` holds an entry; ``None`` in a single file."""
         return self.shard_names[self._locate(i)[0]] if self.shard_names else None
 
@@ -356,12 +356,12 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
     def has_header(self, i: int) -> bool:
         """Whether the record header of an entry was read, which holds its module index and digests."""
-        return i in self._headers or self.targets.get(i) in self._headers
+        return i in self._headers or self.aliases.get(i) in self._headers
 
     def header(self, i: int) -> tuple[_C.LoadedHeaders, int]:
         """The headers among which that of an entry is, and its position there."""
         if i not in self._headers:
-            i = self.targets[i]
+            i = self.aliases[i]
         entries, headers = self._headers[i]
         return headers, bisect.bisect_left(entries, i)
 
@@ -449,21 +449,22 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         parts = self._parts(entries)
         _expect(parts)
         converters: Converters = {}
-        pending: list[Optional[list[PendingBatch]]] = [None]
-        if len(parts) > 1:
-            pending = [part.reader.begin(part.entries, verify, converters, plain=plain) for part in parts]
+        pending = [part.reader.begin(part.entries, verify, converters, plain=plain) for part in parts]
         if all(batches is not None for batches in pending):
-            flat = [(part, batch) for part, batches in zip(parts, pending) for batch in batches or ()]
-            at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
-            _C.run_batches([batch.batch for _, batch in flat], at_once, progress)
-            for part, batch in flat:
-                yield self._noted(part.of_all(batch.finish()))
+            flat = [(part, *each) for part, batches in zip(parts, pending) for each in batches or ()]
+            files_at_once = _NETWORK_FILES_AT_ONCE if self.network else _LOCAL_FILES_AT_ONCE
+            at_once = len(flat) if len(parts) == 1 else files_at_once
+            nbytes = sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0
+            with perf.measured("file_readinto", nbytes) if perf.enabled else contextlib.nullcontext():
+                _C.run_batches([batch for _, batch, _ in flat], at_once, progress)
+            for part, _, finish in flat:
+                yield self._noted(part.of_all(finish()))
             return
-        del pending, converters
+        del pending
         done = 0
         for part in parts:
             report = None if progress is None else (lambda n, before=done: progress(before + n))
-            for loaded in part.reader.read(part.entries, verify, report, plain=plain):
+            for loaded in part.reader.read(part.entries, verify, converters, report, plain=plain):
                 yield self._noted(part.of_all(loaded))
             done += sum(map(part.reader.index.data_nbytes, part.entries)) if len(parts) > 1 else 0
 
@@ -491,7 +492,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             CryptographyError: The file is encrypted and there is no key.
         """
         self._check_readable()
-        records = [i if self.is_stored(i) else self.targets[i] for i in entries] if self.targets else entries
+        records = [i if self.is_stored(i) else self.aliases[i] for i in entries] if self.aliases else entries
         tensors: dict[int, torch.Tensor] = {}
         parts = self._parts(sorted(set(records)))
         _expect(parts)
@@ -505,8 +506,8 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
         Names that stand for one tensor get one tensor. Nothing is kept.
         """
-        wanted = [self.targets.get(i, i) for i in entries] if self.targets else entries
-        distinct = sorted(set(wanted)) if self.targets else entries
+        wanted = [self.aliases.get(i, i) for i in entries] if self.aliases else entries
+        distinct = sorted(set(wanted)) if self.aliases else entries
         tensors: dict[int, torch.Tensor] = {}
         with self._reporting(distinct) as report:
             for batch in self.read_batches(distinct, self._verify, report, plain=True):
@@ -561,18 +562,18 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             VerificationError: A tensor, read now or before, is not what the file vouches for.
             ValueError: A tensor that is kept, and was not verified when it was read, cannot be verified any more.
         """
-        if self.targets:
-            wanted = [self.targets.get(i, i) for i in entries]
+        if self.aliases:
+            wanted = [self.aliases.get(i, i) for i in entries]
             self._load(sorted(set(wanted)), verify_hash)
             if wanted != list(entries) and not self.closed:
-                self.read_headers([i for i in entries if i in self.targets])
+                self.read_headers([i for i in entries if i in self.aliases])
             return [self.kept[i] for i in wanted]
         self._load(entries, verify_hash)
         return [self.kept[i] for i in entries]
 
     def load_one(self, i: int) -> torch.nn.Parameter:
         """One tensor; over a network, those that a loop will ask for next come along."""
-        i = self.targets.get(i, i)
+        i = self.aliases.get(i, i)
         if self._ahead is None and i in self.kept and (i in self._verified or not self._verify):
             return self.kept[i]
         together = [i] if self._ahead is None else self._ahead.together_with(i, self.kept)

@@ -20,18 +20,10 @@ from tensorizer._system import cuda_engine
 from tensorizer._system.devices import empty, ordinary_tensors, resolve_cuda_device
 from tensorizer.errors import FormatError
 
-__all__ = ["PartReader", "TensorSlice", "WantedPart"]
+__all__ = ["TensorSlice", "WantedPart", "get_slice", "get_slices", "read_parts", "slices"]
 
 # Files read at a time, as for whole tensors.
 _FILES_AT_ONCE = 4
-
-
-class _PartOf(NamedTuple):
-    """What parts of a tensor are parts of."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # as stored
-    loaded_dtype: torch.dtype  # as it is given out
 
 
 class WantedPart(NamedTuple):
@@ -67,53 +59,53 @@ class TensorSlice:
         OSError, FormatError, CryptographyError: As for whole tensors.
     """
 
-    __slots__ = ("_entry", "_parts", "_whole")
+    __slots__ = ("_entry", "_file", "_whole")
 
-    def __init__(self, parts: PartReader, entry: int) -> None:
-        self._parts, self._entry = parts, entry
-        self._whole: Optional[_PartOf] = None
+    def __init__(self, file: OpenFile, entry: int) -> None:
+        self._file, self._entry = file, entry
+        self._whole: Optional[tuple[tuple[int, ...], torch.dtype]] = None
 
-    def _known(self) -> _PartOf:
+    def _form(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape of the tensor, and dtype of what is read; found when first asked for."""
         if self._whole is None:
-            self._whole = self._parts.whole(self._entry)
+            self._whole = _form_of(self._file, self._entry)
         return self._whole
 
     def _told_by_container(self) -> bool:
         """Whether the file says what torch has no dtype for."""
-        file = self._parts.file
-        return file.index.format == "safetensors" and file.stored_dtype(self._entry) is None
+        return self._file.index.format == "safetensors" and self._file.stored_dtype(self._entry) is None
 
     @property
     def shape(self) -> torch.Size:
         """Of the whole tensor."""
-        return torch.Size(self._known().shape)
+        return torch.Size(self._form()[0])
 
     @property
     def dtype(self) -> torch.dtype:
         """Of what is read: as stored, or converted to the deserializer's ``dtype``."""
-        return self._known().loaded_dtype
+        return self._form()[1]
 
     @property
     def ndim(self) -> int:
         """Dimensions of the tensor."""
-        return len(self._known().shape)
+        return len(self._form()[0])
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor once it is read."""
-        facts = self._known()
-        return math.prod(facts.shape) * facts.loaded_dtype.itemsize
+        shape, dtype = self._form()
+        return math.prod(shape) * dtype.itemsize
 
     def get_shape(self) -> list[int]:
         """The shape as a list, as ``safetensors`` gives it; known also where torch lacks the dtype."""
         if self._told_by_container():
-            return list(self._parts.file.index.shape(self._entry))
-        return list(self._known().shape)
+            return list(self._file.index.shape(self._entry))
+        return list(self._form()[0])
 
     def get_dtype(self) -> str:
         """The dtype by its ``safetensors`` name (``"BF16"``), or torch's where that has none."""
         if self._told_by_container():
-            return str(self._parts.file.index.container_dtype(self._entry))
+            return str(self._file.index.container_dtype(self._entry))
         dtype = self.dtype
         return safetensors_dtype(dtype) or str(dtype).replace("torch.", "", 1)
 
@@ -122,280 +114,270 @@ class TensorSlice:
         return self.dtype.is_floating_point
 
     def __repr__(self) -> str:
-        return f"<TensorSlice of {self._parts.file.names[self._entry]!r}: {self.dtype}, {list(self.shape)}>"
+        return f"<TensorSlice of {self._file.names[self._entry]!r}: {self.dtype}, {list(self.shape)}>"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        parts = self._parts
-        wanted = WantedPart(self._entry, index, parts.device_of(self._entry))
-        return parts.read([wanted], parts.file.must_verify(None))[0]
+        file = self._file
+        wanted = WantedPart(self._entry, index, file.device_of(file.names[self._entry]))
+        return read_parts(file, [wanted], file.must_verify(None))[0]
 
 
-class PartReader:
-    """Reads parts of an open file. Safe from several threads at once: every read is independent of the others."""
+def _form_of(file: OpenFile, entry: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape of a tensor, and dtype of what is given out.
 
-    def __init__(self, file: OpenFile) -> None:
-        self.file = file
+    No I/O, except for old files whose index shows them only roughly.
+    """
+    entry = file.aliases.get(entry, entry)
+    if file.stored_dtype(entry) is None and file.index.format == "safetensors":
+        raise FormatError(
+            f"{file.source_name}: tensor {file.names[entry]!r}: torch has no dtype for "
+            f"{file.index.container_dtype(entry)}"
+        )
+    if not _is_plain(file, entry) and not file.has_header(entry):
+        file.read_headers([entry])
+    stored, shape, _ = file.described(entry)
+    dtype = torch_dtype(stored.decode("utf-8", "replace"))
+    return tuple(shape), _given(file, dtype)
 
-    # ---- facts ------------------------------------------------------------------------------------------------------
 
-    def whole(self, entry: int) -> _PartOf:
-        """Shape and dtypes of a tensor. No I/O, except for old files whose index shows them only roughly."""
-        file = self.file
-        entry = file.targets.get(entry, entry)
-        if file.stored_dtype(entry) is None and file.index.format == "safetensors":
-            raise FormatError(
-                f"{file.source_name}: tensor {file.names[entry]!r}: torch has no dtype for "
-                f"{file.index.container_dtype(entry)}"
-            )
-        if not self._is_plain(entry) and not file.has_header(entry):
-            file.read_headers([entry])
-        stored, shape, _ = file.described(entry)
-        dtype = torch_dtype(stored.decode("utf-8", "replace"))
-        return _PartOf(tuple(shape), dtype, self._given(dtype))
+def _given(file: OpenFile, stored: torch.dtype) -> torch.dtype:
+    wanted = file.options.dtype
+    return wanted if wanted is not None and file.casts(stored) else stored
 
-    def _given(self, stored: torch.dtype) -> torch.dtype:
-        wanted = self.file.options.dtype
-        return wanted if wanted is not None and self.file.casts(stored) else stored
 
-    def device_of(self, entry: int) -> torch.device:
-        """Where the deserializer puts a tensor."""
-        return self.file.device_of(self.file.names[entry])
+def _read_basic(
+    file: OpenFile, entries: Sequence[int], indices: Sequence[Any], device: torch.device
+) -> Optional[Sequence[torch.Tensor]]:
+    """Parts of many tensors of one plain file, as :func:`read_parts`, with as little work for each as there can be.
 
-    # ---- reading ----------------------------------------------------------------------------------------------------
+    ``None`` where it takes more than that.
+    """
+    if file.checks_whole or file.source is None or file.aliases or not file.shows_all:
+        return None
+    if device.type != "cpu" or file.options.dtype is not None or not all(map(is_basic, indices)):
+        return None
+    (reader,) = file.readers
+    source, keys, *_ = reader.handle
+    with no_collections(), ordinary_tensors():
+        batch = _C.LoadBatch.of_parts(source, reader.index, entries, indices)
+        reader.direct_io.expect(lambda: _nbytes([batch]))
+        batch.plan(keys=keys, max_workers=reader.max_workers)
+        batch.run()
+        return batch.tensors(reader.factory)
 
-    def read_basic(
-        self, entries: Sequence[int], indices: Sequence[Any], device: torch.device
-    ) -> Optional[Sequence[torch.Tensor]]:
-        """Parts of many tensors of one plain file, as :meth:`read`, with as little work for each as there can be.
 
-        ``None`` where it takes more than that.
-        """
-        file = self.file
-        if file.checks_whole or file.source is None or file.targets or not file.shows_all:
-            return None
-        if device.type != "cpu" or file.options.dtype is not None or not all(map(is_basic, indices)):
-            return None
-        (reader,) = file.readers
-        source, keys, *_ = reader.handle
-        with no_collections(), ordinary_tensors():
-            batch = _C.LoadBatch.of_parts(source, reader.index, entries, indices)
-            reader.direct_io.expect(lambda: _nbytes([batch]))
-            batch.plan(keys=keys, max_workers=reader.max_workers)
-            batch.run()
-            return batch.tensors(reader.factory)
+def read_parts(file: OpenFile, wanted: Sequence[WantedPart], verify: bool) -> list[torch.Tensor]:
+    """The parts, in order; those that name a place are written to it, and it is what comes back.
 
-    def read(self, wanted: Sequence[WantedPart], verify: bool) -> list[torch.Tensor]:
-        """The parts, in order; those that name a place are written to it, and it is what comes back.
-
-        Raises:
-            IndexError, TypeError, ValueError: As torch words what is wrong with an index.
-            ValueError: A part is to be verified; a place of another shape.
-        """
-        file = self.file
-        whole = file.closed or file.checks_whole  # a signed tensor is read and hashed as a whole
-        verify = verify and not file.checks_whole
-        results: list[Optional[torch.Tensor]] = [None] * len(wanted)
-        plain: dict[torch.device, list[int]] = {}
-        for position, want in enumerate(wanted):
-            entry = file.targets.get(want.entry, want.entry)
-            if verify or whole or not self._is_plain(entry):
-                results[position] = self._from_whole(entry, want, verify)
-            else:
-                plain.setdefault(resolve_cuda_device(want.device), []).append(position)
-        with ordinary_tensors():
-            for device, positions in plain.items():
-                self._read_plain(device, positions, wanted, results)
-        return [tensor for tensor in results if tensor is not None]
-
-    def _is_plain(self, entry: int) -> bool:
-        if self.file.shows_all:
-            return True
-        return self.file.stored_dtype(entry) is not None and not self.file.may_be_scalar(entry)
-
-    def _from_whole(self, entry: int, want: WantedPart, verify: bool) -> torch.Tensor:
-        """By way of the whole tensor: verified, of a closed file, or described by its record header alone."""
-        file = self.file
-        if verify:
-            self._refuse_part(want)
-        kept = file.kept.get(entry) if file.closed else None
-        if kept is not None:
-            if verify:
-                (kept,) = file.load([entry], True)
-            tensor = kept.detach()
-            part = tensor[want.index].to(want.device, copy=True)
+    Raises:
+        IndexError, TypeError, ValueError: As torch words what is wrong with an index.
+        ValueError: A part is to be verified; a place of another shape.
+    """
+    whole = file.closed or file.checks_whole  # a signed tensor is read and hashed as a whole
+    verify = verify and not file.checks_whole
+    results: list[Optional[torch.Tensor]] = [None] * len(wanted)
+    plain: dict[torch.device, list[int]] = {}
+    for position, want in enumerate(wanted):
+        entry = file.aliases.get(want.entry, want.entry)
+        if verify or whole or not _is_plain(file, entry):
+            results[position] = _from_whole(file, entry, want, verify)
         else:
-            (tensor,) = file.read([entry], verify)
-            part = tensor[want.index]
-            if want.into is None:
-                part = part.to(self._given(tensor.dtype)).to(want.device)
-        return _placed(part.contiguous(), want, file.names[want.entry])
+            plain.setdefault(resolve_cuda_device(want.device), []).append(position)
+    with ordinary_tensors():
+        for device, positions in plain.items():
+            _read_plain(file, device, positions, wanted, results)
+    return [tensor for tensor in results if tensor is not None]
 
-    def _refuse_part(self, want: WantedPart) -> None:
-        name, shape = self.file.names[want.entry], self.whole(want.entry).shape
-        if not is_basic(want.index) or empty(shape, device="meta")[want.index].numel() != math.prod(shape):
+
+def _is_plain(file: OpenFile, entry: int) -> bool:
+    if file.shows_all:
+        return True
+    return file.stored_dtype(entry) is not None and not file.may_be_scalar(entry)
+
+
+def _from_whole(file: OpenFile, entry: int, want: WantedPart, verify: bool) -> torch.Tensor:
+    """By way of the whole tensor: verified, of a closed file, or described by its record header alone."""
+    if verify:
+        _refuse_part(file, want)
+    kept = file.kept.get(entry) if file.closed else None
+    if kept is not None:
+        if verify:
+            (kept,) = file.load([entry], True)
+        tensor = kept.detach()
+        part = tensor[want.index].to(want.device, copy=True)
+    else:
+        (tensor,) = file.read([entry], verify)
+        part = tensor[want.index]
+        if want.into is None:
+            part = part.to(_given(file, tensor.dtype)).to(want.device)
+    return _placed(part.contiguous(), want, file.names[want.entry])
+
+
+def _refuse_part(file: OpenFile, want: WantedPart) -> None:
+    name, shape = file.names[want.entry], _form_of(file, want.entry)[0]
+    if not is_basic(want.index) or empty(shape, device="meta")[want.index].numel() != math.prod(shape):
+        raise ValueError(
+            f"tensor {name!r:.200}: a part cannot be verified, since the hashes of the file are of whole tensors; "
+            "wanted all of it, or verify_hash=False"
+        )
+
+
+def _read_plain(
+    file: OpenFile,
+    device: torch.device,
+    positions: Sequence[int],
+    wanted: Sequence[WantedPart],
+    results: list[Optional[torch.Tensor]],
+) -> None:
+    fast = device.type == "cpu" or cuda_engine.is_fast_device(device)
+    placed: dict[int, torch.Tensor] = {}  # what comes to a buffer first, and how
+    rest: dict[int, tuple[Any, ...]] = {}
+    reads: list[_Read] = []
+    for position in positions:
+        want = wanted[position]
+        entry = file.aliases.get(want.entry, want.entry)
+        if is_basic(want.index):
+            reads.append(_Read(position, entry, want.index, _read_to(file, entry, want, device, fast)))
+            continue
+        boxes, rest[position] = cover(want.index, file.index.shape(entry))
+        if len(boxes) == 1:
+            reads.append(_Read(position, entry, boxes[0], None))
+            continue
+        placed[position], rows = _rows(file, entry, boxes, device if fast else torch.device("cpu"))
+        reads += [_Read(position, entry, box, part) for box, part in zip(boxes, rows)]
+    for read, tensor in _load(file, reads, device if fast else torch.device("cpu")):
+        placed.setdefault(read.position, tensor)
+    for position in positions:
+        want, tensor = wanted[position], placed[position]
+        if position in rest:
+            tensor = tensor[tuple(i.to(tensor.device) if isinstance(i, torch.Tensor) else i for i in rest[position])]
+        if want.into is None:
+            tensor = tensor.to(device=device, dtype=_given(file, tensor.dtype))
+        results[position] = _placed(tensor, want, file.names[want.entry])
+
+
+def _read_to(file: OpenFile, entry: int, want: WantedPart, device: torch.device, fast: bool) -> Optional[torch.Tensor]:
+    """The place that a part names, where it can be read to it as it is stored."""
+    into = want.into
+    if into is None or not fast or not into.is_contiguous() or into.is_conj() or into.is_neg():
+        return None
+    stored = file.stored_dtype(entry)
+    if into.dtype != stored or resolve_cuda_device(into.device) != device:
+        return None
+    return into
+
+
+def _rows(
+    file: OpenFile, entry: int, boxes: Sequence[tuple[Any, ...]], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A buffer for boxes that follow each other along dimension 0, and the part of it that each takes."""
+    shape, dtype = file.index.shape(entry), file.stored_dtype(entry)
+    rows = [box[0].stop - box[0].start for box in boxes]
+    inner = empty(shape[1:], device="meta")[boxes[0][1:]].shape if len(shape) > 1 else ()
+    buffer = empty((sum(rows), *inner), dtype=dtype, device=device)
+    ends = [0]
+    for count in rows:
+        ends.append(ends[-1] + count)
+    return buffer, [buffer[a:b] for a, b in zip(ends, ends[1:])]
+
+
+def _load(file: OpenFile, reads: Sequence[_Read], device: torch.device) -> list[tuple[_Read, torch.Tensor]]:
+    """Reads basic parts to one device, as they are stored; those of one file together."""
+    groups: dict[tuple[int, bool], tuple[FileReader, list[tuple[_Read, int]]]] = {}
+    for read in reads:
+        reader, local = file.part(read.entry)
+        _, members = groups.setdefault((id(reader), read.into is not None), (reader, []))
+        members.append((read, local))
+    batches = []
+    for (_, to_places), (reader, members) in groups.items():
+        entries, indices = [local for _, local in members], [read.index for read, _ in members]
+        batch = _C.LoadBatch.of_parts(reader.handle.source, reader.index, entries, indices)
+        batches.append((batch, members, to_places, reader))
+    for *_, reader in batches:
+        reader.direct_io.expect(lambda: _nbytes([batch for batch, *_ in batches]))
+    planned = [_plan(file, reader, batch, members, device, to) for batch, members, to, reader in batches]
+    _C.run_batches([batch for batch, *_ in batches], _FILES_AT_ONCE)
+    found = []
+    for (batch, members, _, reader), tensors in zip(batches, planned):
+        delivered = batch.tensors(reader.factory) if tensors is None else tensors
+        found += [(read, tensor) for (read, _), tensor in zip(members, delivered)]
+    return found
+
+
+def _plan(
+    file: OpenFile,
+    reader: FileReader,
+    batch: _C.LoadBatch,
+    members: Sequence[tuple[_Read, int]],
+    device: torch.device,
+    to_places: bool,
+) -> Optional[list[torch.Tensor]]:
+    """Gives a batch its memory; the tensors over it, or ``None`` where the batch makes them."""
+    common: dict[str, Any] = {"keys": reader.handle.keys, "max_workers": reader.max_workers}
+    if device.type == "cpu" and not to_places:
+        batch.plan(**common)
+        return None
+    tensors = []
+    for i, (read, _) in enumerate(members):
+        into = read.into
+        if into is None:
+            stored = file.stored_dtype(read.entry)
+            flat = empty(batch.part_nbytes(i), dtype=torch.uint8, device=device)
+            into = flat.view(stored).view(batch.part_shape(i)) if stored is not None else flat
+        elif tuple(into.shape) != batch.part_shape(i):
+            name = file.names[read.entry]
             raise ValueError(
-                f"tensor {name!r:.200}: a part cannot be verified, since the hashes of the file are of whole tensors; "
-                "wanted all of it, or verify_hash=False"
+                f"tensor {name!r:.200}: out= wanted the shape {list(batch.part_shape(i))}, found {list(into.shape)}"
             )
-
-    def _read_plain(
-        self,
-        device: torch.device,
-        positions: Sequence[int],
-        wanted: Sequence[WantedPart],
-        results: list[Optional[torch.Tensor]],
-    ) -> None:
-        file = self.file
-        fast = device.type == "cpu" or cuda_engine.is_fast_device(device)
-        placed: dict[int, torch.Tensor] = {}  # what comes to a buffer first, and how
-        rest: dict[int, tuple[Any, ...]] = {}
-        reads: list[_Read] = []
-        for position in positions:
-            want = wanted[position]
-            entry = file.targets.get(want.entry, want.entry)
-            if is_basic(want.index):
-                reads.append(_Read(position, entry, want.index, self._read_to(entry, want, device, fast)))
-                continue
-            covered = cover(want.index, file.index.shape(entry))
-            rest[position] = covered.rest
-            if len(covered.boxes) == 1:
-                reads.append(_Read(position, entry, covered.boxes[0], None))
-                continue
-            placed[position], rows = self._rows(entry, covered.boxes, device if fast else torch.device("cpu"))
-            reads += [_Read(position, entry, box, part) for box, part in zip(covered.boxes, rows)]
-        for read, tensor in self._load(reads, device if fast else torch.device("cpu")):
-            placed.setdefault(read.position, tensor)
-        for position in positions:
-            want, tensor = wanted[position], placed[position]
-            if position in rest:
-                tensor = tensor[
-                    tuple(i.to(tensor.device) if isinstance(i, torch.Tensor) else i for i in rest[position])
-                ]
-            if want.into is None:
-                tensor = tensor.to(device=device, dtype=self._given(tensor.dtype))
-            results[position] = _placed(tensor, want, file.names[want.entry])
-
-    def _read_to(self, entry: int, want: WantedPart, device: torch.device, fast: bool) -> Optional[torch.Tensor]:
-        """The place that a part names, where it can be read to it as it is stored."""
-        into = want.into
-        if into is None or not fast or not into.is_contiguous() or into.is_conj() or into.is_neg():
-            return None
-        stored = self.file.stored_dtype(entry)
-        if into.dtype != stored or resolve_cuda_device(into.device) != device:
-            return None
-        return into
-
-    def _rows(
-        self, entry: int, boxes: Sequence[tuple[Any, ...]], device: torch.device
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A buffer for boxes that follow each other along dimension 0, and the part of it that each takes."""
-        shape, dtype = self.file.index.shape(entry), self.file.stored_dtype(entry)
-        rows = [box[0].stop - box[0].start for box in boxes]
-        inner = empty(shape[1:], device="meta")[boxes[0][1:]].shape if len(shape) > 1 else ()
-        buffer = empty((sum(rows), *inner), dtype=dtype, device=device)
-        ends = [0]
-        for count in rows:
-            ends.append(ends[-1] + count)
-        return buffer, [buffer[a:b] for a, b in zip(ends, ends[1:])]
-
-    def _load(self, reads: Sequence[_Read], device: torch.device) -> list[tuple[_Read, torch.Tensor]]:
-        """Reads basic parts to one device, as they are stored; those of one file together."""
-        groups: dict[tuple[int, bool], tuple[FileReader, list[tuple[_Read, int]]]] = {}
-        for read in reads:
-            reader, local = self.file.part(read.entry)
-            _, members = groups.setdefault((id(reader), read.into is not None), (reader, []))
-            members.append((read, local))
-        batches = []
-        for (_, to_places), (reader, members) in groups.items():
-            entries, indices = [local for _, local in members], [read.index for read, _ in members]
-            batch = _C.LoadBatch.of_parts(reader.handle.source, reader.index, entries, indices)
-            batches.append((batch, members, to_places, reader))
-        for *_, reader in batches:
-            reader.direct_io.expect(lambda: _nbytes([batch for batch, *_ in batches]))
-        planned = [self._plan(reader, batch, members, device, to) for batch, members, to, reader in batches]
-        if len(batches) == 1:
-            batches[0][0].run()
-        elif batches:
-            _C.run_batches([batch for batch, *_ in batches], _FILES_AT_ONCE)
-        found = []
-        for (batch, members, _, reader), tensors in zip(batches, planned):
-            delivered = batch.tensors(reader.factory) if tensors is None else tensors
-            found += [(read, tensor) for (read, _), tensor in zip(members, delivered)]
-        return found
-
-    def _plan(
-        self,
-        reader: FileReader,
-        batch: _C.LoadBatch,
-        members: Sequence[tuple[_Read, int]],
-        device: torch.device,
-        to_places: bool,
-    ) -> Optional[list[torch.Tensor]]:
-        """Gives a batch its memory; the tensors over it, or ``None`` where the batch makes them."""
-        common: dict[str, Any] = {"keys": reader.handle.keys, "max_workers": reader.max_workers}
-        if device.type == "cpu" and not to_places:
-            batch.plan(**common)
-            return None
-        tensors = []
-        for i, (read, _) in enumerate(members):
-            into = read.into
-            if into is None:
-                stored = self.file.stored_dtype(read.entry)
-                flat = empty(batch.part_nbytes(i), dtype=torch.uint8, device=device)
-                into = flat.view(stored).view(batch.part_shape(i)) if stored is not None else flat
-            elif tuple(into.shape) != batch.part_shape(i):
-                name = self.file.names[read.entry]
-                raise ValueError(
-                    f"tensor {name!r:.200}: out= wanted the shape {list(batch.part_shape(i))}, found {list(into.shape)}"
-                )
-            tensors.append(into)
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if device.type == "cpu":
-            batch.plan(addresses=addresses, **common)
-            return tensors
-        for tensor, (read, _) in zip(tensors, members):
-            if self.file.index.data_nbytes(read.entry) == 0:  # written without data: zeros
-                tensor.zero_()
-        batch.plan(addresses=addresses, engine=cuda_engine.engine_for(device), **common)
+        tensors.append(into)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if device.type == "cpu":
+        batch.plan(addresses=addresses, **common)
         return tensors
+    for tensor, (read, _) in zip(tensors, members):
+        if file.index.data_nbytes(read.entry) == 0:  # written without data: zeros
+            tensor.zero_()
+    batch.plan(addresses=addresses, engine=cuda_engine.engine_for(device), **common)
+    return tensors
 
-    # ---- by name -----------------------------------------------------------------------------------------------------
 
-    def get_slice(self, name: Name) -> TensorSlice:
-        """As ``TensorDeserializer.get_slice``."""
-        return TensorSlice(self, self.file.numbers[name])
+def get_slice(file: OpenFile, name: Name) -> TensorSlice:
+    """As ``TensorDeserializer.get_slice``."""
+    return TensorSlice(file, file.numbers[name])
 
-    def slices(self) -> dict[Name, TensorSlice]:
-        """As ``TensorDeserializer.slices``."""
-        return {self.file.names[i]: TensorSlice(self, i) for i in self.file.selection}
 
-    def get_slices(
-        self,
-        parts: Mapping[Name, Any],
-        out: Optional[Mapping[Name, torch.Tensor]] = None,
-        device: Optional[Union[torch.device, str, int]] = None,
-        *,
-        verify_hash: Optional[bool] = None,
-    ) -> dict[Name, torch.Tensor]:
-        """As ``TensorDeserializer.get_slices``."""
-        entries = [self.file.numbers[name] for name in parts]
-        verify = self.file.must_verify(verify_hash)
-        if out is not None:
-            places = [out[name].detach() for name in parts]
-            rows = zip(entries, parts.values(), places)
-            self.read([WantedPart(entry, index, place.device, place) for entry, index, place in rows], verify)
-            return {name: out[name] for name in parts}
-        chosen = self.file.options.device if device is None else target_device(device)
-        found: Optional[Sequence[torch.Tensor]] = None
-        if isinstance(chosen, torch.device) and not verify:
-            found = self.read_basic(entries, list(parts.values()), chosen)
-        if found is None:
-            wanted = [
-                WantedPart(i, index, chosen if isinstance(chosen, torch.device) else self.device_of(i))
-                for i, index in zip(entries, parts.values())
-            ]
-            found = self.read(wanted, verify)
-        return dict(zip(parts, found))
+def slices(file: OpenFile) -> dict[Name, TensorSlice]:
+    """As ``TensorDeserializer.slices``."""
+    return {file.names[i]: TensorSlice(file, i) for i in file.selection}
+
+
+def get_slices(
+    file: OpenFile,
+    parts: Mapping[Name, Any],
+    out: Optional[Mapping[Name, torch.Tensor]] = None,
+    device: Optional[Union[torch.device, str, int]] = None,
+    *,
+    verify_hash: Optional[bool] = None,
+) -> dict[Name, torch.Tensor]:
+    """As ``TensorDeserializer.get_slices``."""
+    entries = [file.numbers[name] for name in parts]
+    verify = file.must_verify(verify_hash)
+    if out is not None:
+        places = [out[name].detach() for name in parts]
+        rows = zip(entries, parts.values(), places)
+        read_parts(file, [WantedPart(entry, index, place.device, place) for entry, index, place in rows], verify)
+        return {name: out[name] for name in parts}
+    chosen = file.options.device if device is None else target_device(device)
+    found: Optional[Sequence[torch.Tensor]] = None
+    if isinstance(chosen, torch.device) and not verify:
+        found = _read_basic(file, entries, list(parts.values()), chosen)
+    if found is None:
+        wanted = [
+            WantedPart(i, index, chosen if isinstance(chosen, torch.device) else file.device_of(file.names[i]))
+            for i, index in zip(entries, parts.values())
+        ]
+        found = read_parts(file, wanted, verify)
+    return dict(zip(parts, found))
 
 
 def _nbytes(batches: Sequence[_C.LoadBatch]) -> int:

@@ -97,17 +97,8 @@ class LoadedBatch(NamedTuple):
     headers: _C.LoadedHeaders
 
 
-class PendingBatch(NamedTuple):
-    """A load that is ready to run, and what makes tensors of it afterwards."""
-
-    batch: _C.LoadBatch
-    finish: Callable[[], LoadedBatch]
-
-
-class _Landing(NamedTuple):
-    """How tensors come to their final addresses on a device."""
-
-    converter: Optional[_C.CudaCopyEngine]  # set iff its kernels make the wanted dtype on the way
+#: A load that is ready to run, and what makes tensors of it afterwards.
+PendingBatch = tuple[_C.LoadBatch, Callable[[], LoadedBatch]]
 
 
 class FileReader:
@@ -117,7 +108,6 @@ class FileReader:
         index: What the file says of its tensors.
         names: Of all entries.
         selection: The entries that the filter accepted, ascending.
-        targets: From names to the entries that hold their data, where they differ.
         network: Whether every request costs a round trip.
         mapped: Whether tensors are views of the file.
         max_workers: Upper bound for reading threads; 0: as many as are useful.
@@ -136,7 +126,6 @@ class FileReader:
         options: ReadOptions,
     ) -> None:
         self.index, self.names, self.selection = index, names, selection
-        self.targets: dict[int, int] = index.targets()
         self.source_name = handle.source.name
         self.network = _is_network(handle.source)
         self.mapped = handle.mapping is not None
@@ -204,55 +193,47 @@ class FileReader:
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
-    def read(
-        self, entries: Sequence[int], verify: bool, progress: Progress = None, *, plain: bool = False
-    ) -> Iterator[LoadedBatch]:
-        """Loads `entries` (ascending) to their devices, in the wanted dtype, as Parameters or plain tensors.
-
-        Where they stay where they land (host or CUDA, no cast but one that the device does) the entries of a device are
-        one batch; otherwise batches hold at most 256 MiB.
-        """
-        converters: Converters = {}
-        together = None
-        if not isinstance(self._options.device, torch.device):
-            together = self.begin(entries, verify, converters, plain=plain)
-        if together is not None:
-            with perf.measured("file_readinto", sum(map(self.index.data_nbytes, entries)) if perf.enabled else 0):
-                _C.run_batches([pending.batch for pending in together], len(together), progress)
-            for pending in together:
-                yield pending.finish()
-            return
-        for device, part in self._by_device(entries):
-            landing = self._landing(device, part, converters)
-            if landing is not None:
-                pending = self._begin(device, part, verify, plain, landing.converter)
-                self._run(pending.batch, part, progress)
-                yield pending.finish()
-            else:
-                yield from self._read_and_move(device, part, verify, progress, plain)
-
     def begin(
         self, entries: Sequence[int], verify: bool, converters: Converters, *, plain: bool = False
     ) -> Optional[list[PendingBatch]]:
-        """What :meth:`read` would run, for callers who run the batches of several files together.
+        """Loads of `entries` (ascending) to their devices, in the wanted dtype, as Parameters or plain tensors.
 
-        ``None`` where tensors do not stay where they land. All that runs together has the same `converters`.
+        ``None`` where tensors do not stay where they land (host or CUDA, no cast but one that the device does): then
+        :meth:`read` loads them. All that runs together has the same `converters`.
         """
-        landings: list[tuple[torch.device, Sequence[int], _Landing]] = []
+        parts = list(self._by_device(entries))
+        if not all(self._lands(device, part, converters) for device, part in parts):
+            return None
+        return [self._begin(device, part, verify, plain, converters) for device, part in parts]
+
+    def read(
+        self,
+        entries: Sequence[int],
+        verify: bool,
+        converters: Converters,
+        progress: Progress = None,
+        *,
+        plain: bool = False,
+    ) -> Iterator[LoadedBatch]:
+        """Loads `entries` as :meth:`begin` says, one device after the other; at most 256 MiB of them land elsewhere."""
+        done = 0
         for device, part in self._by_device(entries):
-            landing = self._landing(device, part, converters)
-            if landing is None:
-                return None
-            landings.append((device, part, landing))
-        return [self._begin(device, part, verify, plain, landing.converter) for device, part, landing in landings]
+            report = None if progress is None else functools.partial(_report_from, progress, done)
+            if self._lands(device, part, converters):
+                batch, finish = self._begin(device, part, verify, plain, converters)
+                self._run(batch, part, report)
+                yield finish()
+            else:
+                yield from self._read_and_move(device, part, verify, report, plain)
+            done += sum(map(self.index.data_nbytes, part))
 
     def read_raw(
         self, entries: Sequence[int], verify: bool, progress: Progress = None, device: torch.device = _HOST
     ) -> LoadedBatch:
         """Loads `entries` as plain tensors of their stored dtype, to the host or a device with a fast way."""
-        pending = self._begin(device, entries, verify, plain=True)
-        self._run(pending.batch, entries, progress)
-        return pending.finish()
+        batch, finish = self._begin(device, entries, verify, plain=True)
+        self._run(batch, entries, progress)
+        return finish()
 
     def read_headers(self, entries: Sequence[int]) -> LoadedBatch:
         """The record headers of `entries`, without any data."""
@@ -312,18 +293,17 @@ class FileReader:
         dtype = self._options.dtype
         return dtype is not None and any(casts(known_dtype(s), dtype) for s in set(map(self.index.dtype, entries)))
 
-    def _landing(self, device: torch.device, entries: Sequence[int], converters: Converters) -> Optional[_Landing]:
-        """How tensors come to their final addresses as they are wanted; ``None`` where they do not."""
+    def _lands(self, device: torch.device, entries: Sequence[int], converters: Converters) -> bool:
+        """Whether tensors are loaded to their final addresses as they are wanted; finds what converts them."""
         if not self._stays(device):
-            return None
+            return False
         if not self._casts_any(entries):
-            return _Landing(None)
+            return True
         if device.type == "cpu" or any(known_dtype(s) is None for s in set(map(self.index.dtype, entries))):
-            return None
+            return False
         if device not in converters:
             converters[device] = cuda_engine.converting_engine_for(device)
-        converter = converters[device]
-        return None if converter is None else _Landing(converter)
+        return converters[device] is not None
 
     def _conversions(self, entries: Sequence[int]) -> tuple[list[Optional[int]], int, bytes]:
         wanted = self._options.dtype
@@ -339,8 +319,10 @@ class FileReader:
         entries: Sequence[int],
         verify: bool,
         plain: bool,
-        converter: Optional[_C.CudaCopyEngine] = None,
+        converters: Optional[Converters] = None,
     ) -> PendingBatch:
+        """A load of what lands on a device; as stored where no `converters` are given."""
+        converter = converters[device] if converters is not None and self._casts_any(entries) else None
         batch = self.batch(entries, verify, device, converter=converter)
 
         def finish() -> LoadedBatch:
@@ -350,7 +332,7 @@ class FileReader:
                 tensors = batch.tensors(self.factory) if plain else batch.parameters(self.factory)
             return LoadedBatch(entries, tensors, batch.headers)
 
-        return PendingBatch(batch, finish)
+        return batch, finish
 
     def _run(self, batch: _C.LoadBatch, entries: Sequence[int], progress: Progress) -> None:
         if not perf.enabled:

@@ -12,9 +12,9 @@ from tensorizer._system.on_demand import names_on_demand
 if TYPE_CHECKING:
     from tensorizer._load.report import LoadReport as LoadReport
     from tensorizer._load.report import RankReport as RankReport
-    from tensorizer.distributed._checkpoint.consolidation import consolidate as consolidate
     from tensorizer.distributed._checkpoint.defaults import dcp_default as dcp_default
     from tensorizer.distributed._checkpoint.existing import VerifyReport as VerifyReport
+    from tensorizer.distributed._checkpoint.existing import consolidate as consolidate
     from tensorizer.distributed._checkpoint.existing import is_complete as is_complete
     from tensorizer.distributed._checkpoint.existing import prune as prune
     from tensorizer.distributed._checkpoint.existing import verify as verify

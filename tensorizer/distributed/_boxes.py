@@ -10,7 +10,7 @@ import torch
 
 from tensorizer.errors import FormatError
 
-__all__ = ["Box", "box_of", "check_cover", "check_described"]
+__all__ = ["Box", "box_at", "box_of", "check_cover", "check_described", "slices_of"]
 
 #: (begin, end) in every dimension.
 Box = tuple[tuple[int, int], ...]
@@ -39,7 +39,8 @@ def box_of(
         if not 0 <= dim < len(box):
             raise ValueError(f"tensor {name!r:.200}: {placement} of a tensor of {len(box)} dimensions")
         if kind == "_StridedShard":
-            inner = [mesh_shape[m] for m, d in plain_after(placements, mesh_dim) if d % len(box) == dim]
+            behind = [(m, p.dim) for m, p in enumerate(placements) if m > mesh_dim and hasattr(p, "dim")]
+            inner = [mesh_shape[m] for m, d in behind if d % len(box) == dim]
             if placement.split_factor != math.prod(inner):
                 raise ValueError(
                     f"tensor {name!r:.200}: {placement} has a split factor of {placement.split_factor}, and the mesh "
@@ -56,9 +57,14 @@ def box_of(
     return tuple(box)
 
 
-def plain_after(placements: Any, mesh_dim: int) -> list[tuple[int, int]]:
-    """(mesh dimension, tensor dimension) of the shards behind a mesh dimension."""
-    return [(m, placement.dim) for m, placement in enumerate(placements) if m > mesh_dim and hasattr(placement, "dim")]
+def box_at(begins: Sequence[int], sizes: Sequence[int]) -> Box:
+    """The box of these sizes that begins there."""
+    return tuple((begin, begin + n) for begin, n in zip(begins, sizes))
+
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """The box as an index."""
+    return tuple(slice(begin, end) for begin, end in box)
 
 
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tensorizer._format.names import Name
-from tensorizer._load.parts import PartReader
+from tensorizer._load.open_file import OpenFile
+from tensorizer._load.parts import get_slice, get_slices
 from tensorizer._system.devices import empty
 from tensorizer.distributed._boxes import Box
 from tensorizer.distributed._ranks import Ranks
@@ -49,7 +51,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def gather_into(
-    ranks: Ranks, reader: PartReader, names: Sequence[Name], wanted: dict[Name, Part], device: torch.device
+    ranks: Ranks, file: OpenFile, names: Sequence[Name], wanted: dict[Name, Part], device: torch.device
 ) -> int:
     """Collective: brings tensors from the file to where all ranks want them; every byte is read by one of them.
 
@@ -57,7 +59,7 @@ def gather_into(
 
     Args:
         ranks: All of them call this with the same `names`, of tensors with data.
-        reader: Of an open file, the same on every rank.
+        file: Open, the same on every rank.
         names: What any rank wants, in the order of the file.
         wanted: What this rank wants.
         device: Where its parts go.
@@ -69,28 +71,25 @@ def gather_into(
         Exception: A rank could not read; on all ranks.
     """
     group, where = ranks.gathers_on(device)
-    failure: Optional[BaseException] = None
-    parts: list[torch.Tensor] = []
-    try:  # sizes may be in record headers, which have to be read, and there may be no memory for a slot
-        total = sum(reader.get_slice(name).nbytes for name in names)
-        slot = max(min(_SLOT_NBYTES, -(-total // ranks.size)), _longest_row(reader, names))
+    # Sizes may be in record headers, which have to be read, and there may be no memory for a slot.
+    with ranks.together():
+        total = sum(get_slice(file, name).nbytes for name in names)
+        slot = max(min(_SLOT_NBYTES, -(-total // ranks.size)), _longest_row(file, names))
         slot = -(-slot // _ALIGNMENT) * _ALIGNMENT
-        windows = _Windows(_slots(reader, names, slot), ranks.size)
+        windows = _windows(_slots(file, names, slot), ranks.size)
         parts = [torch.zeros(slot + _FLAG_NBYTES, dtype=torch.uint8, device=where) for _ in range(2)]
         gathered = empty((ranks.size, slot + _FLAG_NBYTES), dtype=torch.uint8, device=where)
-    except BaseException as error:
-        failure = error
-    ranks.agree(failure)
+    failure: Optional[BaseException] = None
     received = 0
-    window, number = windows.next(), 0
+    window, number = next(windows, []), 0
     if window:
-        failure = _read(reader, window[ranks.rank], parts[0])
+        failure = _read(file, window[ranks.rank], parts[0])
     while window:
         work = dist.all_gather(list(gathered), parts[number % 2], group=group, async_op=True)
-        following = windows.next()
+        following = next(windows, [])
         late = None
         if following and failure is None:
-            late = _read(reader, following[ranks.rank], parts[(number + 1) % 2])
+            late = _read(file, following[ranks.rank], parts[(number + 1) % 2])
         work.wait()
         if bool(gathered[:, -_FLAG_NBYTES].any()):
             break
@@ -108,17 +107,17 @@ def gather_into(
     return received
 
 
-def _longest_row(reader: PartReader, names: Sequence[Name]) -> int:
-    facts = (reader.get_slice(name) for name in names)
+def _longest_row(file: OpenFile, names: Sequence[Name]) -> int:
+    facts = (get_slice(file, name) for name in names)
     return max((part.nbytes // (part.shape[0] if part.ndim else 1) for part in facts), default=0)
 
 
-def _slots(reader: PartReader, names: Sequence[Name], nbytes: int) -> Iterator[list[_Block]]:
+def _slots(file: OpenFile, names: Sequence[Name], nbytes: int) -> Iterator[list[_Block]]:
     """The rows of all tensors, in the order of the file, in slots of at most `nbytes`."""
     blocks: list[_Block] = []
     used = 0
     for name in names:
-        part = reader.get_slice(name)
+        part = get_slice(file, name)
         shape, dtype = tuple(part.shape), part.dtype
         rows = shape[0] if shape else 1
         row_nbytes = part.nbytes // rows
@@ -137,16 +136,10 @@ def _slots(reader: PartReader, names: Sequence[Name], nbytes: int) -> Iterator[l
         yield blocks
 
 
-class _Windows:
+def _windows(slots: Iterator[list[_Block]], size: int) -> Iterator[list[list[_Block]]]:
     """One slot for each rank at a time; the last ones may be empty."""
-
-    def __init__(self, slots: Iterator[list[_Block]], size: int) -> None:
-        self._slots, self._size = slots, size
-
-    def next(self) -> list[list[_Block]]:
-        """The next window; empty at the end."""
-        window = [slot for _, slot in zip(range(self._size), self._slots)]
-        return window + [[] for _ in range(self._size - len(window))] if window else []
+    while window := list(itertools.islice(slots, size)):
+        yield window + [[] for _ in range(size - len(window))]
 
 
 def _view(block: _Block, slot: torch.Tensor) -> torch.Tensor:
@@ -154,13 +147,13 @@ def _view(block: _Block, slot: torch.Tensor) -> torch.Tensor:
     return slot[block.at : block.at + block.nbytes].view(block.dtype).view(shape)
 
 
-def _read(reader: PartReader, blocks: list[_Block], slot: torch.Tensor) -> Optional[BaseException]:
+def _read(file: OpenFile, blocks: list[_Block], slot: torch.Tensor) -> Optional[BaseException]:
     """Reads this rank's blocks; an error is marked in the slot, for the others, and returned."""
     slot[-_FLAG_NBYTES] = 0
     try:
         # Blocks of a slot are of different tensors.
         parts: dict[Name, Any] = {b.name: slice(b.begin, b.end) if b.shape else () for b in blocks}
-        reader.get_slices(parts, out={block.name: _view(block, slot) for block in blocks}, verify_hash=False)
+        get_slices(file, parts, out={block.name: _view(block, slot) for block in blocks}, verify_hash=False)
     except BaseException as error:
         slot[-_FLAG_NBYTES] = 1
         return error

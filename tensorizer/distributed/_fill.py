@@ -15,12 +15,12 @@ from tensorizer._format.names import Name, listed
 from tensorizer._format.payloads import same_bits
 from tensorizer._load.fit import ModuleView, Slot, decide, shown
 from tensorizer._load.modules import as_trainable_as
+from tensorizer._load.parts import get_slice
 from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import empty, resolve_cuda_device
-from tensorizer.distributed._boxes import Box, box_of
+from tensorizer.distributed._boxes import Box, box_of, slices_of
 from tensorizer.distributed._exchange import Part, whole
-from tensorizer.distributed._opened import Opened
-from tensorizer.distributed._ranks import Ranks
+from tensorizer.distributed._ranks import GroupFile, Ranks
 from tensorizer.errors import LoadError
 
 __all__ = ["ShardedFill"]
@@ -38,16 +38,16 @@ class ShardedFill:
     def __init__(
         self,
         target: Union[torch.nn.Module, MutableMapping[str, Any]],
-        opened: Opened,
+        opened: GroupFile,
         mesh: Any,
         plan: Mapping[str, Any],
         ranks: Ranks,
         strict: bool,
     ) -> None:
         self._target, self._opened, self._mesh, self._plan, self._ranks = target, opened, mesh, plan, ranks
-        file = opened.reader.file
+        file = self._file = opened.file
         self._source = file.source_name
-        in_file = dict.fromkeys(name for name in opened.reader.slices() if isinstance(name, str))
+        in_file = dict.fromkeys(name for name in file.numbers if isinstance(name, str))
         states = {state_name(path): state for path, state in file.extra_states().items()}
         self._view = _view_of(target) if isinstance(target, torch.nn.Module) else None
         if self._view is None:
@@ -110,7 +110,7 @@ class ShardedFill:
 
     def _add(self, name: str, names: Sequence[str]) -> None:
         """Finds the place of the tensor that `names` of the target are, which the file has under the first argument."""
-        part = self._opened.reader.get_slice(self._stored[name])
+        part = get_slice(self._file, self._stored[name])
         place = self._part(name, names, tuple(part.shape), part.dtype)
         self._whole[self._stored[name]] = place.box == whole(part.shape)
         self.parts[self._stored[name]] = place
@@ -163,14 +163,14 @@ class ShardedFill:
 
     def _expect_same(self, first: str, others: Sequence[str]) -> None:
         """Loads what the file has under other names of a tensor, to compare it with what it has under the first."""
-        place, shape = self.parts[self._stored[first]], tuple(self._opened.reader.get_slice(self._stored[first]).shape)
+        place, shape = self.parts[self._stored[first]], tuple(get_slice(self._file, self._stored[first]).shape)
         own = {self._opened.entry(self._stored[first])}
         for name in others:
             stored = self._stored[name]
             if stored in self.parts or self._opened.entry(stored) in own:
                 continue
             own.add(self._opened.entry(stored))
-            found = tuple(self._opened.reader.get_slice(stored).shape)
+            found = tuple(get_slice(self._file, stored).shape)
             if found != shape:
                 raise LoadError(
                     f"{self._source}: tensor {name!r:.200}: wanted the shape {list(shape)}, found {list(found)}"
@@ -228,7 +228,7 @@ class ShardedFill:
                 f"{self._source}: verify_hash: a part cannot be verified, since the hashes of the file are of whole "
                 f"tensors: {listed(parts)}"
             )
-        stored = {name: self._opened.reader.get_slice(name).dtype for name in self.parts}
+        stored = {name: get_slice(self._file, name).dtype for name in self.parts}
         converted = [name for name, place in self.parts.items() if place.into.dtype != stored[name]]
         if converted:
             first = converted[0]
@@ -245,8 +245,7 @@ class ShardedFill:
         """
         self._compare()
         for name, place in self._state_parts.items():
-            part = tuple(slice(begin, end) for begin, end in place.box)
-            place.into.copy_(self._states[name][part])
+            place.into.copy_(self._states[name][slices_of(place.box)])
         new: dict[str, Any] = {}
         for name, value in self._new.items():
             old = self._values[name]
@@ -266,7 +265,7 @@ class ShardedFill:
             if name in self._states:
                 taker.set_extra_state(self._states[name])
             elif name in self._stored:
-                taker.set_extra_state(self._opened.reader.get_slice(self._stored[name])[...])
+                taker.set_extra_state(get_slice(self._file, self._stored[name])[...])
 
 
 def _view_of(module: torch.nn.Module) -> ModuleView:

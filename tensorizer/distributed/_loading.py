@@ -12,14 +12,14 @@ import torch
 from tensorizer._format.names import Name, listed
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import SourceArgument
+from tensorizer._load.parts import get_slice, get_slices
 from tensorizer._load.reader import missing_hashes
 from tensorizer._load.report import LoadReport
 from tensorizer._system.devices import empty
-from tensorizer.distributed._boxes import Box
+from tensorizer.distributed._boxes import Box, slices_of
 from tensorizer.distributed._exchange import Part, gather_into, whole
 from tensorizer.distributed._fill import ShardedFill
-from tensorizer.distributed._opened import Opened, open_for_all
-from tensorizer.distributed._ranks import Ranks
+from tensorizer.distributed._ranks import GroupFile, Ranks, open_for_all
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import HashMismatchError
 from tensorizer.signing import PublicKeyArgument
@@ -80,38 +80,33 @@ def load(
     ranks = Ranks(group)
 
     def access() -> Access:
-        trust = Trust.of(public_key, signature, require_authenticated)
-        return Access.to_read(encryption, stream_options, trust=trust)
+        return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
 
     with open_for_all(ranks, file, device, dtype, access) as opened:
         chosen = opened.choose(exchange, 0, None, shared=True)
         result = LoadedDict()
         firsts: dict[int, Name] = {}  # entries, and the first name of each
-        for name in opened.reader.slices():
+        for name in opened.file.numbers:
             firsts.setdefault(opened.entry(name), name)
         received = 0
-        failure: Optional[BaseException] = None
         parts: dict[Name, Part] = {}
-        try:
+        with ranks.together():
             if chosen == "none":
-                result.update(opened.reader.get_slices(dict.fromkeys(firsts.values(), ...), verify_hash=False))
+                result.update(get_slices(opened.file, dict.fromkeys(firsts.values(), ...), verify_hash=False))
             else:
                 for name in firsts.values():
-                    stored = opened.reader.get_slice(name)
+                    stored = get_slice(opened.file, name)
                     result[name] = empty(stored.shape, dtype=stored.dtype, device=opened.device)
                     parts[name] = Part(whole(stored.shape), result[name])
-        except BaseException as error:
-            failure = error
-        ranks.agree(failure)
         if chosen != "none":
             received = _fill(opened, chosen, parts)
         if verify_hash:
             _verify(opened, result, dtype)
-        further = [name for name in opened.reader.slices() if name not in result]
+        further = [name for name in opened.file.numbers if name not in result]
         result.update({name: result[firsts[opened.entry(name)]] for name in further})
         names = tuple(name if isinstance(name, str) else ".".join(map(str, name)) for name in result)
         nbytes = sum(result[name].nbytes for name in firsts.values())
-        report = LoadReport("", opened.reader.file.source_name, loaded=names, nbytes=nbytes)
+        report = LoadReport("", opened.file.source_name, loaded=names, nbytes=nbytes)
         result.report = opened.report(report, chosen, received, begin)
     return result
 
@@ -183,8 +178,7 @@ def load_sharded(
     ranks = Ranks(group)
 
     def access() -> Access:
-        trust = Trust.of(public_key, signature, require_authenticated)
-        return Access.to_read(encryption, stream_options, trust=trust)
+        return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
 
     with open_for_all(ranks, file, device, None, access) as opened:
         failure: Optional[BaseException] = None
@@ -214,10 +208,10 @@ def _check_exchange(exchange: str) -> None:
         raise ValueError(f"exchange: wanted one of {', '.join(_EXCHANGES)}, found {exchange!r}")
 
 
-def _fill(opened: Opened, exchange: str, parts: dict[Name, Part]) -> int:
+def _fill(opened: GroupFile, exchange: str, parts: dict[Name, Part]) -> int:
     """Collective: brings the tensors to where they go; bytes that came from other ranks."""
-    reader, ranks = opened.reader, opened.ranks
-    index = reader.file.index
+    file, ranks = opened.file, opened.ranks
+    index = file.index
     empty = [name for name in parts if index.data_nbytes(opened.entry(name)) == 0]
     failure: Optional[BaseException] = None
     try:
@@ -225,8 +219,8 @@ def _fill(opened: Opened, exchange: str, parts: dict[Name, Part]) -> int:
             for name in empty:
                 parts[name].into.zero_()
             if exchange == "none":
-                boxes = {n: _index(part.box) for n, part in parts.items() if part.into.numel()}
-                reader.get_slices(boxes, out={name: parts[name].into for name in boxes}, verify_hash=False)
+                boxes = {n: slices_of(part.box) for n, part in parts.items() if part.into.numel()}
+                get_slices(file, boxes, out={name: parts[name].into for name in boxes}, verify_hash=False)
     except BaseException as error:
         failure = error
     if exchange == "none":
@@ -235,10 +229,10 @@ def _fill(opened: Opened, exchange: str, parts: dict[Name, Part]) -> int:
     return _gather(opened, parts, failure)
 
 
-def _gather(opened: Opened, parts: Mapping[Name, Part], failure: Optional[BaseException]) -> int:
+def _gather(opened: GroupFile, parts: Mapping[Name, Part], failure: Optional[BaseException]) -> int:
     """Collective: every rank reads its share of what anybody wants; bytes that came from other ranks."""
-    reader, ranks = opened.reader, opened.ranks
-    index = reader.file.index
+    file, ranks = opened.file, opened.ranks
+    index = file.index
     # Names of one tensor may want one part of it, or several.
     parts_of: dict[int, dict[Box, Part]] = {}
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -253,31 +247,23 @@ def _gather(opened: Opened, parts: Mapping[Name, Part], failure: Optional[BaseEx
     received = 0
     with torch.no_grad():
         for turn in range(max(most.values(), default=1)):
-            names = [reader.file.names[entry] for entry in sorted(most) if most[entry] > turn]
+            names = [file.names[entry] for entry in sorted(most) if most[entry] > turn]
             by_data = {
-                reader.file.names[entry]: [*of_entry.values()][turn]
+                file.names[entry]: [*of_entry.values()][turn]
                 for entry, of_entry in parts_of.items()
                 if len(of_entry) > turn
             }
-            received += gather_into(ranks, reader, names, by_data, opened.device)
-        try:
+            received += gather_into(ranks, file, names, by_data, opened.device)
+        with ranks.together():
             for into, same in copies:
                 into.copy_(same)
-        except BaseException as error:
-            failure = error
-    ranks.agree(failure)
     return received
 
 
-def _index(box: Box) -> Any:
-    return tuple(slice(begin, end) for begin, end in box)
-
-
-def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optional[torch.dtype]) -> None:
+def _verify(opened: GroupFile, tensors: Mapping[Name, torch.Tensor], dtype: Optional[torch.dtype]) -> None:
     """Collective: every rank compares its share of the tensors with their stored hashes."""
-    failure: Optional[BaseException] = None
-    file, ranks = opened.reader.file, opened.ranks
-    try:
+    file, ranks = opened.file, opened.ranks
+    with ranks.together():
         if dtype is not None:
             raise ValueError("verify_hash: converted tensors have no stored hash; load them without dtype=")
         if not file.index.stores_hashes:
@@ -300,6 +286,3 @@ def _verify(opened: Opened, tensors: Mapping[Name, torch.Tensor], dtype: Optiona
         bare = [name for name, matches in found.items() if matches is None]
         if bare:
             raise missing_hashes(file.source_name, bare)
-    except BaseException as error:
-        failure = error
-    ranks.agree(failure)

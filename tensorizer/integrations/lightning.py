@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Optional, Union, cast
 
 import torch
 
-from tensorizer._format.payloads import stored_dtype
+from tensorizer._files.contents import not_storable
 from tensorizer._io.uri import scheme_of
 from tensorizer._system.devices import empty
 from tensorizer._system.on_demand import names_on_demand
@@ -230,7 +230,7 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         if id(value) in names:
             return {"tensor": names[id(value)]}
         name = str(len(tensors))
-        if isinstance(value, torch.Tensor) and _is_storable(name, value):
+        if isinstance(value, torch.Tensor) and not not_storable({name: value}):
             names[id(value)] = name
             tensors[name] = value.detach()
             return {"tensor": name}
@@ -245,16 +245,6 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         return encoded(checkpoint, leaf), tensors
     except NotSimple as error:
         raise TypeError(f"checkpoint{error}") from error
-
-
-def _is_storable(name: str, tensor: torch.Tensor) -> bool:
-    if tensor.is_meta:
-        return False
-    try:
-        stored_dtype(name, tensor)
-    except (NotImplementedError, ValueError):
-        return False
-    return True
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

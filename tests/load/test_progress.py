@@ -43,6 +43,12 @@ def test_a_function_hears_of_every_byte_of_a_load(path):
     assert_complete(reports)
 
 
+def test_a_function_hears_of_every_byte_of_a_load_to_several_devices_one_of_which_holds_no_data(path):
+    reports = []
+    TensorDeserializer(path, device={"t0": "cpu", "": "meta"}, progress=reports.append)
+    assert_complete(reports)
+
+
 def test_a_function_hears_of_every_byte_of_a_save(tmp_path):
     reports = []
     save(tmp_path / "out.tensors", reports.append)

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from places import ROOT
 
 import tensorizer
+from tensorizer.torch import save_file
 
 PACKAGE = Path(tensorizer.__file__).resolve().parent
 CSRC = ROOT / "csrc"
@@ -450,3 +452,14 @@ else:
     names = ["file_readinto_bytes", "file_readinto_secs", "tensor_to_device_bytes", "tensor_to_device_secs"]
     assert run(program) == "False\noff\n"
     assert run(program, TENSORIZER_ENABLE_PERF_STATS="1") == f"True\n{names} True\n"
+
+
+def test_performance_counters_count_the_files_of_a_sharded_model(tmp_path):
+    tensors = {name: torch.zeros(1 << 12) for name in "abc"}
+    save_file(tensors, tmp_path / "model.tensors", max_shard_size=1 << 14)
+    program = f"""
+from tensorizer import TensorDeserializer, serialization
+TensorDeserializer({str(tmp_path)!r}, device="cpu").close()
+print(serialization._get_perf_stats()["file_readinto_bytes"])
+"""
+    assert run(program, TENSORIZER_ENABLE_PERF_STATS="1") == f"{3 << 14}\n"

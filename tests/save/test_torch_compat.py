@@ -19,7 +19,7 @@ import torch
 
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, torch_compat
-from tensorizer._sidecar import PickleForSaving, SaveSession
+from tensorizer._sidecar import SaveSession, pickle_for_saving
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
 torch_save, torch_load = torch.save, torch.load
@@ -238,7 +238,7 @@ def test_picklers_on_which_torch_sets_its_hook_are_served_too(tmp_path):
     written, tensor = [], torch.arange(3)
     session = SaveSession(tmp_path / "x", lambda place, tensors, kwargs: written.extend(tensors), {}, None)
     pickled = io.BytesIO()
-    pickler = PickleForSaving(session).Pickler(pickled, protocol=2)
+    pickler = pickle_for_saving(session).Pickler(pickled, protocol=2)
     pickler.persistent_id = lambda obj: ("theirs",) if isinstance(obj, Fleeting) else None
     pickler.dump([tensor.untyped_storage(), Fleeting(1)])
     assert [t.numel() for t in written] == [24]

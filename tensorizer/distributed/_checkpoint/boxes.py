@@ -15,11 +15,12 @@ from tensorizer._format.entries import HashType
 from tensorizer._io.access import NOBODY, Access, Trust
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.open_file import OpenFile, file_of
-from tensorizer._load.parts import PartReader, WantedPart
+from tensorizer._load.parts import WantedPart, read_parts
 from tensorizer._load.reader import ReadOptions, missing_hashes
 from tensorizer._system import cuda_engine
 from tensorizer._system.sizes import runs
 from tensorizer.distributed._checkpoint.folder import Folder
+from tensorizer.distributed._checkpoint.json_values import from_json
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import AuthenticationError, FormatError, HashMismatchError, StreamNotFoundError, TruncatedError
@@ -33,9 +34,9 @@ _NETWORK_FILES_AT_ONCE = 4
 
 
 class Saved(NamedTuple):
-    """A saved box or leaf."""
+    """A saved box, or a leaf as its bytes."""
 
-    name: str
+    name: str  # of the tensor or leaf
     stored: Stored
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,23 +45,20 @@ class Saved(NamedTuple):
 class WantedBox(NamedTuple):
     """A part of a saved box, and where it goes."""
 
-    name: str  # of the tensor, for messages
-    stored: Stored
-    dtype: torch.dtype  # as saved
-    shape: tuple[int, ...]  # of the saved box
+    saved: Saved
     part: tuple[slice, ...]  # of the box
     target: torch.Tensor  # of the part's shape, on any device
 
     @property
     def is_whole(self) -> bool:
-        return all(p.start == 0 and p.stop == size for p, size in zip(self.part, self.shape))
+        return all(p.start == 0 and p.stop == size for p, size in zip(self.part, self.saved.shape))
 
     @property
-    def is_straight(self) -> bool:
+    def fills_memory(self) -> bool:
         """Whether the elements of the part, one after the other, are the target's memory."""
         target = self.target
         return (
-            target.dtype == self.dtype
+            target.dtype == self.saved.dtype
             and target.is_contiguous()
             and not (target.is_conj() or target.is_neg())
             and (target.device.type == "cpu" or cuda_engine.is_fast_device(target.device))
@@ -123,12 +121,13 @@ class CheckpointFiles:
             raise kind(f"{opened.name}: wanted {file.nbytes} bytes, as the marker says, found {nbytes}")
         return opened
 
-    def check(self, name: str, stored: Stored, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    def check(self, saved: Saved) -> int:
         """The entry of a box in its file, which is the one that the marker means.
 
         Raises:
             FormatError: Another record is in its place.
         """
+        name, stored, dtype, shape = saved
         assert stored.file is not None
         file = self.file(stored.file)
         index = file.index
@@ -137,7 +136,7 @@ class CheckpointFiles:
         if i < index.entry_count:
             found = (file.names[i], index.dtype(i).decode("utf-8", "replace"), tuple(index.shape(i)))
             as_named = isinstance(found[0], str) and (found[0] == name or found[0].startswith((f"{name}@", f"{name}'")))
-            as_shaped = found[1:] == (stored_for_tensor(dtype), tuple(shape))
+            as_shaped = found[1:] == (stored_for_tensor(dtype), shape)
             if as_named and as_shaped and index.data_nbytes(i) == stored.nbytes:
                 return i
         raise FormatError(
@@ -149,9 +148,13 @@ class CheckpointFiles:
 
     def read_bytes(self, name: str, stored: Stored) -> bytes:
         """The bytes of a leaf."""
-        entry = self.check(name, stored, torch.uint8, (stored.nbytes,))
-        (tensor,) = self._raw(stored.file, [(entry, name, stored)])
+        saved = Saved(name, stored, torch.uint8, (stored.nbytes,))
+        (tensor,) = self._raw([(self.check(saved), saved)])
         return bytes(tensor.numpy().tobytes())
+
+    def read_value(self, name: str, stored: Stored) -> Any:
+        """The value of a leaf that is JSON, from the marker where that has it."""
+        return from_json(self.read_bytes(name, stored).decode() if stored.text is None else stored.text)
 
     def read(self, wanted: Iterable[WantedBox]) -> None:
         """Fills the targets: in the order of the files, several files at a time, with few and large requests.
@@ -163,10 +166,10 @@ class CheckpointFiles:
         direct: dict[SavedFile, dict[tuple[torch.device, int], WantedBox]] = {}
         others: list[tuple[int, WantedBox]] = []
         for want in wanted:
-            entry = self.check(want.name, want.stored, want.dtype, want.shape)
-            assert want.stored.file is not None
-            of_file = direct.setdefault(want.stored.file, {})
-            if want.is_whole and want.is_straight and (want.target.device, entry) not in of_file:
+            entry = self.check(want.saved)
+            assert want.saved.stored.file is not None
+            of_file = direct.setdefault(want.saved.stored.file, {})
+            if want.is_whole and want.fills_memory and (want.target.device, entry) not in of_file:
                 of_file[want.target.device, entry] = want
             else:
                 others.append((entry, want))
@@ -175,31 +178,28 @@ class CheckpointFiles:
 
     def verify(self, records: Sequence[Saved]) -> None:
         """Reads records of one file and compares them with their digests. Raises as :meth:`read`."""
-        items = [(self.check(*record), record.name, record.stored) for record in records]
-        self._raw(records[0].stored.file, items)
+        self._raw([(self.check(record), record) for record in records])
 
     def _read_direct(self, direct: dict[SavedFile, dict[tuple[torch.device, int], WantedBox]]) -> None:
         batches = []
         for file, of_file in direct.items():
+            (reader,) = self.file(file).readers
             for device in {device for device, _ in of_file}:
                 entries = sorted(entry for on, entry in of_file if on == device)
                 parts = [of_file[device, entry] for entry in entries]
-                batches.append((file, parts, self._batch_into(file, entries, [p.target for p in parts])))
+                batch = reader.batch(entries, self._verify, device, [part.target for part in parts])
+                batches.append((file, parts, batch))
         network = any(file.network for file in self._open.values())
         _C.run_batches([batch for *_, batch in batches], _NETWORK_FILES_AT_ONCE if network else _LOCAL_FILES_AT_ONCE)
         for file, parts, batch in batches:
-            self._check_digests(file, [(part.name, part.stored) for part in parts], batch.headers)
-
-    def _batch_into(self, file: SavedFile, entries: list[int], targets: list[torch.Tensor]) -> _C.LoadBatch:
-        (reader,) = self.file(file).readers
-        return reader.batch(entries, self._verify, targets[0].device, targets)
+            self._check_digests(file, [part.saved for part in parts], batch.headers)
 
     def _read_parts(self, others: list[tuple[int, WantedBox]]) -> None:
         """Boxes of which a part is wanted, or another dtype, or memory that is not contiguous."""
         by_file: dict[SavedFile, list[tuple[int, WantedBox]]] = {}
         for entry, want in others:
-            assert want.stored.file is not None
-            by_file.setdefault(want.stored.file, []).append((entry, want))
+            assert want.saved.stored.file is not None
+            by_file.setdefault(want.saved.stored.file, []).append((entry, want))
         read = self._read_and_verify if self._verify else self._read_ranges
         if not any(self.file(file).network for file in by_file):
             for file, items in by_file.items():
@@ -210,17 +210,17 @@ class CheckpointFiles:
 
     def _read_ranges(self, file: SavedFile, items: list[tuple[int, WantedBox]]) -> None:
         """Only the bytes that are wanted, joined where they are close; to their places, or by way of bounded copies."""
-        parts = PartReader(self.file(file))
+        opened = self.file(file)
         run: list[WantedPart] = []
         nbytes = 0
         for entry, want in sorted(items, key=lambda item: item[0]):
-            copied = 0 if want.is_straight else want.target.numel() * want.dtype.itemsize
+            copied = 0 if want.fills_memory else want.target.numel() * want.saved.dtype.itemsize
             if run and nbytes + copied > _STAGED_NBYTES:
-                parts.read(run, False)
+                read_parts(opened, run, False)
                 run, nbytes = [], 0
             run.append(WantedPart(entry, want.part, want.target.device, want.target))
             nbytes += copied
-        parts.read(run, False)
+        read_parts(opened, run, False)
 
     def _read_and_verify(self, file: SavedFile, items: list[tuple[int, WantedBox]]) -> None:
         """Whole records, whose digests cover all of their bytes, and from them what is wanted."""
@@ -229,28 +229,29 @@ class CheckpointFiles:
             by_entry.setdefault(entry, []).append(want)
         nbytes_of = self.file(file).index.loaded_nbytes
         for run in runs(sorted(by_entry), nbytes_of, _STAGED_NBYTES):
-            records = [(entry, by_entry[entry][0].name, by_entry[entry][0].stored) for entry in run]
-            for entry, tensor in zip(run, self._raw(file, records)):
+            for entry, tensor in zip(run, self._raw([(entry, by_entry[entry][0].saved) for entry in run])):
                 for want in by_entry[entry]:
                     want.target.copy_(tensor[want.part])
 
-    def _raw(self, file: Optional[SavedFile], items: Sequence[tuple[int, str, Stored]]) -> Sequence[torch.Tensor]:
+    def _raw(self, items: Sequence[tuple[int, Saved]]) -> Sequence[torch.Tensor]:
+        """Whole records of one file, by their entries."""
+        file = items[0][1].stored.file
         assert file is not None
         (reader,) = self.file(file).readers
-        loaded = reader.read_raw([entry for entry, *_ in items], self._verify)
-        self._check_digests(file, [(name, stored) for _, name, stored in items], loaded.headers)
+        loaded = reader.read_raw([entry for entry, _ in items], self._verify)
+        self._check_digests(file, [saved for _, saved in items], loaded.headers)
         return loaded.tensors
 
-    def _check_digests(self, file: SavedFile, items: Sequence[tuple[str, Stored]], headers: _C.LoadedHeaders) -> None:
+    def _check_digests(self, file: SavedFile, items: Sequence[Saved], headers: _C.LoadedHeaders) -> None:
         """The digests of the records, with which the data agree, are those that the marker states."""
         if not self._verify:
             return
         source = self.file(file).source_name
         stated = [{HashType(kind): value for kind, value in headers.hashes(i)} for i in range(len(items))]
-        bare = [name for (name, stored), found in zip(items, stated) if stored.nbytes and not found]
+        bare = [saved.name for saved, found in zip(items, stated) if saved.stored.nbytes and not found]
         if bare:
             raise missing_hashes(source, bare)
-        for (name, stored), found in zip(items, stated):
+        for (name, stored, *_), found in zip(items, stated):
             crc32 = None if stored.crc32 is None else stored.crc32.to_bytes(4, "little")
             sha256 = None if stored.sha256 is None else bytes.fromhex(stored.sha256)
             if (found.get(HashType.CRC32), found.get(HashType.SHA256)) != (crc32, sha256):

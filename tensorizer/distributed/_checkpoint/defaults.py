@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import torch.distributed.checkpoint as dcp
@@ -58,10 +58,10 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     with contextlib.suppress(ImportError):  # fsspec is not installed
         places.append((_fsspec_module(), "Fsspec"))
     for module, prefix in places:
-        for name, replace in ((f"{prefix}Writer", _writer_instead_of), (f"{prefix}Reader", _reader_instead_of)):
+        for name, make in ((f"{prefix}Writer", _writer), (f"{prefix}Reader", _reader)):
             original = getattr(module, name, None)
             if original is not None:
-                yield module, name, replace(original)
+                yield module, name, _instead_of(original, make)
 
 
 _patched_classes = CountedPatch(_replacements)
@@ -78,47 +78,32 @@ def _fsspec_module() -> Any:
         return importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
 
 
-class _Instead:
-    """A class whose calls give objects of others."""
+def _instead_of(replaced: Any, make: Callable[[PathLike, dict[str, Any]], Any]) -> type:
+    """A class whose calls give what `make` has for a path, or where that is none an object of the class replaced."""
 
-    original: Any
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return TensorizerWriter.validate_checkpoint_id(checkpoint_id) or bool(
-            cls.original.validate_checkpoint_id(checkpoint_id)
-        )
-
-
-def _writer_instead_of(replaced: Any) -> type:
-    class Writer(_Instead):
-        original = replaced
-
+    class Instead:
         def __new__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
-            if not TensorizerWriter.validate_checkpoint_id(path):
-                return replaced(path, *args, **kwargs)
-            return TensorizerWriter(path, **{**_understood(kwargs), **_innermost()[0]})
+            ours = make(path, kwargs) if TensorizerWriter.validate_checkpoint_id(path) else None
+            return replaced(path, *args, **kwargs) if ours is None else ours
 
-    return Writer
+        @classmethod
+        def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+            known = TensorizerWriter.validate_checkpoint_id(checkpoint_id)
+            return known or bool(replaced.validate_checkpoint_id(checkpoint_id))
+
+    return Instead
 
 
-def _understood(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Of arguments for torch's writers those that mean something to ours; the others tune what ours does anyway."""
+def _writer(path: PathLike, arguments: dict[str, Any]) -> TensorizerWriter:
+    """Arguments for torch's writers that mean something to ours are taken; the others tune what ours does anyway."""
     names = {"sync_files": "fsync", "overwrite": "overwrite"}
-    return {ours: bool(arguments[theirs]) for theirs, ours in names.items() if theirs in arguments}
+    understood = {ours: bool(arguments[theirs]) for theirs, ours in names.items() if theirs in arguments}
+    return TensorizerWriter(path, **{**understood, **_innermost()[0]})
 
 
-def _reader_instead_of(replaced: Any) -> type:
-    class Reader(_Instead):
-        original = replaced
-
-        def __new__(cls, path: PathLike, *args: Any, **kwargs: Any) -> Any:
-            options = _innermost()[1]
-            if not TensorizerReader.validate_checkpoint_id(path) or _is_foreign(path, options.get("stream_options")):
-                return replaced(path, *args, **kwargs)
-            return TensorizerReader(path, **options)
-
-    return Reader
+def _reader(path: PathLike, arguments: dict[str, Any]) -> Optional[TensorizerReader]:
+    options = _innermost()[1]
+    return None if _is_foreign(path, options.get("stream_options")) else TensorizerReader(path, **options)
 
 
 def _is_foreign(path: PathLike, stream_options: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 
@@ -24,9 +24,7 @@ __all__ = [
     "Located",
     "data_file_name",
     "is_data_file",
-    "is_unnamed",
     "marker_name",
-    "rank_of_marker",
 ]
 
 #: What makes a checkpoint complete. Tools that look for checkpoints test for this name.
@@ -61,17 +59,6 @@ def is_data_file(name: str) -> bool:
 def marker_name(rank: Optional[int]) -> str:
     """The marker of all ranks, or of one that was saved without collectives."""
     return MARKER if rank is None else f"__{rank}{MARKER}"
-
-
-def rank_of_marker(name: str) -> Optional[int]:
-    """The rank of a marker of one rank; ``None`` for other names."""
-    match = _RANK_MARKER.match(name)
-    return int(match.group(1)) if match else None
-
-
-def is_unnamed(name: str) -> bool:
-    """Whether a file is what a process that was killed left while it wrote; never part of a checkpoint."""
-    return _UNNAMED.match(name) is not None
 
 
 class Folder(NamedTuple):
@@ -230,6 +217,21 @@ class Folder(NamedTuple):
                 os.unlink(self.join(name))
             except FileNotFoundError:
                 continue
+
+    def remove_stale(self, files: Collection[str], ranks: Collection[Optional[int]] = (None,)) -> list[str]:
+        """Deletes files and markers of earlier checkpoints beside the markers of `ranks`, which name `files`."""
+        stale = [name for name in self.names() if _is_stale(name, files, ranks)]
+        self.delete(stale)
+        return sorted(stale)
+
+
+def _is_stale(name: str, files: Collection[str], ranks: Collection[Optional[int]]) -> bool:
+    marker = _RANK_MARKER.match(name)
+    return (
+        (is_data_file(name) and name not in files)
+        or (marker is not None and int(marker.group(1)) not in ranks)
+        or _UNNAMED.match(name) is not None  # left by a process that was killed while it wrote
+    )
 
 
 class Located:

@@ -16,10 +16,10 @@ from torch.futures import Future
 from tensorizer._crypto.keys import check_decryption
 from tensorizer._io.access import Trust
 from tensorizer._system.checks import thread_limit
-from tensorizer.distributed._boxes import check_cover, check_described
-from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, WantedBox
+from tensorizer.distributed._boxes import box_at, check_cover, check_described, slices_of
+from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox
 from tensorizer.distributed._checkpoint.folder import Located, PathLike, marker_name
-from tensorizer.distributed._checkpoint.json_values import from_json, load_vetted, torch_saved
+from tensorizer.distributed._checkpoint.json_values import load_vetted, torch_saved
 from tensorizer.distributed._checkpoint.marker import JSON, Stored, unpack_marker
 from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import FormatError
@@ -190,14 +190,13 @@ class TensorizerReader(Located, StorageReader):
         target = planner.resolve_tensor(item).detach()
         if target.size() != torch.Size(item.lengths):
             raise ValueError(f"tensor {fqn!r}: wanted memory of shape {list(item.lengths)}, found {list(target.shape)}")
-        part = tuple(slice(begin, begin + n) for begin, n in zip(item.storage_offsets, item.lengths))
-        return WantedBox(fqn, stored, saved_as.properties.dtype, stored.shape, part, target)
+        part = slices_of(box_at(item.storage_offsets, item.lengths))
+        return WantedBox(Saved(fqn, stored, saved_as.properties.dtype, stored.shape), part, target)
 
     def _leaf(self, fqn: str, stored: Stored, files: CheckpointFiles) -> io.BytesIO:
         """A leaf as bytes of ``torch.save`` that were made here, from a value that was found harmless."""
         if stored.kind == JSON:
-            text = stored.text
-            return torch_saved(from_json(files.read_bytes(fqn, stored).decode() if text is None else text))
+            return torch_saved(files.read_value(fqn, stored))
         data = io.BytesIO(files.read_bytes(fqn, stored))
         return data if self._allow_pickle else torch_saved(load_vetted(fqn, data))
 
@@ -205,11 +204,7 @@ class TensorizerReader(Located, StorageReader):
 def _check_boxes(metadata: Metadata) -> None:
     for name, item in metadata.state_dict_metadata.items():
         if isinstance(item, TensorStorageMetadata):
-            boxes = [
-                tuple((at, at + n) for at, n in zip(chunk.offsets, chunk.sizes))
-                for chunk in item.chunks
-                if chunk.sizes.numel()
-            ]
+            boxes = [box_at(chunk.offsets, chunk.sizes) for chunk in item.chunks if chunk.sizes.numel()]
             check_cover(name, item.size, boxes)
 
 

@@ -27,7 +27,6 @@ from tensorizer._system import cuda_engine
 from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._boxes import check_described
 from tensorizer.distributed._checkpoint import marker as markers
-from tensorizer.distributed._checkpoint.existing import remove_stale
 from tensorizer.distributed._checkpoint.folder import MARKER, Located, PathLike, data_file_name, marker_name
 from tensorizer.distributed._checkpoint.json_values import load_vetted, simple_value
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, pack_marker
@@ -191,7 +190,7 @@ class TensorizerWriter(Located, StorageWriter):
         if self._rank is None:
             files = {item.file.name for item in stored.values() if item.file is not None}
             try:
-                remove_stale(folder, files)
+                folder.remove_stale(files)
             except OSError as error:  # the new checkpoint is complete without that
                 _logger.warning("%s: files of an earlier checkpoint could not be deleted: %s", folder.where, error)
 

@@ -207,9 +207,13 @@ def _load_with_base(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     named = values.get("base_model_name_or_path")
     if not named:
         raise ValueError(f"{folder.label}: {_ADAPTER} names no base model (base_model_name_or_path)")
-    wraps = cls is None or is_peft(cls)
-    model, _ = load(None if wraps else cls, named, options.of_base_model())
-    return _wrapped(model, folder, options) if wraps else load_adapter_into(model, folder, options, "default")
+    if cls is not None and not is_peft(cls):
+        model, _ = load(cls, named, options.of_base_model())
+        return load_adapter_into(model, folder, options, "default")
+    from peft import get_peft_model
+
+    model, _ = load(None, named, options.of_base_model())
+    return _filled(get_peft_model(model, _config(folder), "default"), folder, options, "default")
 
 
 def load_adapter_into(model: Any, folder: ModelFolder, options: LoadOptions, name: str) -> Any:
@@ -245,14 +249,8 @@ def _config(folder: ModelFolder) -> Any:
     return config
 
 
-def _wrapped(model: Any, folder: ModelFolder, options: LoadOptions) -> Any:
-    """As ``PeftModel.from_pretrained``, with tensors from our engine."""
-    from peft import get_peft_model
-
-    return _filled(get_peft_model(model, _config(folder), "default"), folder, options, "default")
-
-
 def _filled(model: Any, folder: ModelFolder, options: LoadOptions, name: str) -> Any:
+    """A ``PeftModel`` with the tensors of a folder in one of its adapters."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     weights = find_weights(folder, "adapter_model", options)

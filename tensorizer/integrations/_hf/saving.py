@@ -12,16 +12,24 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
-from tensorizer._files.convert import convert
+from tensorizer._files.contents import (
+    Contents,
+    FileContents,
+    check_state_dict,
+    module_contents,
+    state_dict_contents,
+)
 from tensorizer._files.copy import other_forms, remove_files
+from tensorizer._files.write import WriteOptions, write_contents
+from tensorizer._io.access import Access
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import scheme_of
 from tensorizer._load.fit import shown
+from tensorizer._load.open_file import open_whole
 from tensorizer._save.records import walk_module
 from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import MANIFEST, is_weight
 from tensorizer.integrations._hf.objects import is_peft, is_sentence_transformer, stem_of
-from tensorizer.torch import save_file, save_model
 
 __all__ = ["SaveOptions", "save_object"]
 
@@ -62,17 +70,7 @@ class _SavedFolder:
     def write_state(
         self, state: Mapping[str, torch.Tensor], subfolder: str, stem: str, more: Mapping[str, str]
     ) -> None:
-        name = self.weight_name(subfolder, stem)
-        save_file(
-            state,
-            self.join(name),
-            {"format": "pt", **more, **self.options.metadata},
-            ties=self.options.ties,
-            encryption=self.options.encryption,
-            max_shard_size=self.options.max_shard_size,
-            stream_options=self.options.stream_options,
-        )
-        self._remove_other_forms(name)
+        self._write(state_dict_contents(check_state_dict(state), self._texts(more)), subfolder, stem)
 
     def write_model(self, model: Any, subfolder: str, stem: str, more: Mapping[str, str]) -> None:
         """The state dict of a model; as a module, which ``load_into_module`` takes, where it is no more than that."""
@@ -80,37 +78,24 @@ class _SavedFolder:
         listed = {shown(item.name) for item in walk_module(model, False)}
         if self.options.max_shard_size is not None or listed != set(state):
             self.write_state(state, subfolder, stem, more)
-            return
-        name = self.weight_name(subfolder, stem)
-        save_model(
-            model,
-            self.join(name),
-            {"format": "pt", **more, **self.options.metadata},
-            ties=self.options.ties,
-            encryption=self.options.encryption,
-            stream_options=self.options.stream_options,
-        )
-        self._remove_other_forms(name)
+        else:
+            self._write(module_contents(model, self._texts(more), False), subfolder, stem)
 
     def write_file(self, source: Path, subfolder: str, stem: str) -> None:
         """A file that a library has written, in the format of this one."""
-        name = self.weight_name(subfolder, stem)
-        convert(
-            source,
-            self.join(name),
-            ties=self.options.ties,
-            max_shard_size=self.options.max_shard_size,
-            encryption=self.options.encryption,
-            check=False,
-            stream_options=self.options.stream_options,
-        )
-        self._remove_other_forms(name)
+        with open_whole(source, Access()) as file:
+            self._write(FileContents(file, verify=False), subfolder, stem)
 
-    def _remove_other_forms(self, name: str) -> None:
-        """What an earlier save left of the model as shards, now that it is one file; sharded saves do so themselves."""
-        if self.options.max_shard_size is None:
-            path, stream_options = self.join(name), self.options.stream_options
-            remove_files(other_forms(path, [path], stream_options), stream_options)
+    def _texts(self, more: Mapping[str, str]) -> dict[str, str]:
+        return {"format": "pt", **more, **self.options.metadata}
+
+    def _write(self, contents: Contents, subfolder: str, stem: str) -> None:
+        path, options = self.join(self.weight_name(subfolder, stem)), self.options
+        how = WriteOptions(format="tensors", ties=options.ties, max_shard_size=options.max_shard_size)
+        write_contents(contents, path, how, Access.to_write(options.encryption, options.stream_options))
+        if options.max_shard_size is None:
+            # What an earlier save left as shards, now that the model is one file; sharded saves do so themselves.
+            remove_files(other_forms(path, [path], options.stream_options), options.stream_options)
 
     def finish(self) -> None:
         """Writes the small files."""
