@@ -1,4 +1,4 @@
-"""What is in a file, from its index alone."""
+"""What is in a file, read only from its index."""
 
 from __future__ import annotations
 

@@ -65,11 +65,11 @@ def consolidate(
         checkpoint: The folder or ``s3://`` prefix.
         target: Where the file goes, as for :class:`tensorizer.TensorSerializer`.
         verify_hash: Compares every box with its digest.
-        hashes: Digests to store in the new file.
+        hashes: Digests to store in the new file, as for :class:`tensorizer.TensorSerializer`.
         decryption: The key of an encrypted checkpoint.
         encryption: Encrypts the new file.
         threads: Upper bound for threads.
-        stream_options: Keywords for opening ``s3://`` URIs, of both.
+        stream_options: Keywords for opening ``s3://`` URIs, for checkpoint and target.
 
     Returns:
         What was written.
@@ -78,8 +78,8 @@ def consolidate(
         FileNotFoundError: There is no complete checkpoint.
         UnsupportedContentError: It has no tensor with elements; nothing was written.
         FormatError: Boxes do not cover a tensor, or the checkpoint is damaged.
-        HashMismatchError: A box is not what was written, with `verify_hash`.
-        OSError: A file cannot be read or written. The target is as it was.
+        HashMismatchError: With `verify_hash`, a box differs from what was written.
+        OSError: A file cannot be read or written. The target is unchanged.
     """
     folder = Folder.at(checkpoint, stream_options)
     check_decryption(decryption)
