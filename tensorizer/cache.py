@@ -32,21 +32,21 @@ class Entry:
     """One version of one object in the cache."""
 
     location: str
-    """Without user, password and query."""
+    """The URL without user, password and query."""
     version: str
     size: int
     """Bytes of the object."""
     cached: int
-    """Bytes of it that are here."""
+    """Bytes of the object that are in the cache."""
     disk: int
-    """Bytes that they take on the disk."""
+    """Bytes that the entry takes on the disk."""
     last_used: float
     """When it was last used, in seconds since 1970."""
     in_use: bool
     newest: bool
     """Whether no other version of the location was used later."""
     path: Path
-    """Its folder."""
+    """The folder of the entry."""
 
     @property
     def complete(self) -> bool:
@@ -76,9 +76,9 @@ class Verified(NamedTuple):
 
     entry: Entry
     problem: Optional[str]
-    """What is wrong, after which the entry was removed; ``None`` where nothing is."""
+    """What is wrong, in which case the entry was removed; ``None`` if nothing is."""
     checked: int
-    """Tensors that were compared with a digest, or lie within a right structure."""
+    """Tensors that were compared with a digest, or whose file has the right structure."""
 
 
 Folder = Union[None, str, os.PathLike[str], CacheOptions]

@@ -1,6 +1,6 @@
 """Opening files wherever they are: :func:`open_stream`, and the stream classes behind it.
 
-What needs boto3, redis or fsspec has a module of its own, which is imported when it is first used.
+boto3, redis and fsspec are imported when you first use a URI that needs them.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def save(
     ties: str = "once",
     encryption: Any = None,
 ) -> bytes:
-    """The file that :func:`save_file` would write, as bytes; arguments and errors as there."""
+    """Returns the file that :func:`save_file` would write, as bytes; arguments and errors as there."""
     memory = io.BytesIO()
     save_file(tensors, memory, metadata, format=format, ties=ties, encryption=encryption)
     return memory.getvalue()

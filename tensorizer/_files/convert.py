@@ -39,18 +39,18 @@ class ConversionReport:
     source: str
     target: str
     format: str
-    """Of the target."""
+    """The format of the target."""
     files: tuple[str, ...]
-    """What was written: one file, or shards and their index. URIs are without credentials and query."""
+    """The written files: one file, or shards and their index. URIs are without credentials and query."""
     tensors: int
     nbytes: int
-    """Of the payloads in the target."""
+    """Bytes of the payloads in the target."""
     ties: Mapping[str, str]
     """From the name of an alias to the name of the tensor that is stored."""
     skipped: tuple[str, ...]
-    """Leaves of a pickled state dict that were left out because they are no tensors."""
+    """Values of a pickled state dict that were left out because they are not tensors."""
     copied: tuple[str, ...]
-    """Files beside the tensors that were copied as they are."""
+    """Other files of the folder that were copied unchanged."""
     checked: bool
     """Whether the target was read back and its payloads compared with those that were read."""
     dry_run: bool

@@ -30,7 +30,7 @@ class Change(NamedTuple):
     """Dtype and shape in the first file."""
     b: str
     max_abs: Optional[float]
-    """Largest difference of two elements; ``None`` where elements cannot be compared."""
+    """Largest difference of two elements; ``None`` if elements cannot be compared."""
     max_rel: Optional[float]
     """Largest difference of two elements relative to the second."""
 

@@ -97,7 +97,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ranks that are spawned: what belongs to this process stays here."""
+        """Pickles the plugin for ranks that are spawned, without what belongs to this process."""
         self._wait()
         return {**self.__dict__, "_thread": None, "_lock": None}
 
