@@ -47,7 +47,7 @@ class Crepe(nn.Module):
 
 
 def tone(hertz: float, seconds: float = 0.1) -> torch.Tensor:
-    """A tone with three overtones, much like a plucked string, as samples in [-1, 1]."""
+    """A tone with three overtones, like a plucked string, as samples in [-1, 1]."""
     time = torch.arange(int(seconds * SAMPLE_RATE), dtype=torch.float64) / SAMPLE_RATE
     wave = sum(torch.sin(2 * torch.pi * hertz * overtone * time) / overtone**2 for overtone in range(1, 5))
     return (0.6 * wave).float()
@@ -61,7 +61,7 @@ def windows_of(samples: torch.Tensor, step: int = 160) -> torch.Tensor:
 
 
 def pitch_of(confidences: torch.Tensor) -> tuple[float, float]:
-    """The pitch that the outputs agree on, in hertz, and how sure they are (0 to 1).
+    """The pitch with the strongest output, in hertz, and the confidence (0 to 1).
 
     The strongest output and its four neighbours on each side are averaged by their confidence, which is finer than the
     20 cents between two outputs.

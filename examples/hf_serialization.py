@@ -40,7 +40,7 @@ class ValidationError(Exception):
 
 
 def stream_options() -> dict[str, Any]:
-    """Keywords for open_stream from the environment. A caching endpoint (accel-...) may serve what was there before."""
+    """Keywords for open_stream from the environment. A caching endpoint (accel-...) may return the previous object."""
     endpoint = os.environ.get("S3_ENDPOINT_URL")
     return {
         "s3_access_key_id": os.environ.get("S3_ACCESS_KEY_ID") or None,
@@ -51,7 +51,7 @@ def stream_options() -> dict[str, Any]:
 
 
 def exists(uri: str) -> bool:
-    """Whether there is a file that is not empty."""
+    """Whether a file exists and is not empty."""
     try:
         with stream_io.open_stream(uri, "rb", **stream_options()) as stream:
             return bool(stream.read(1))
@@ -107,7 +107,7 @@ def df_main(args: argparse.Namespace) -> None:
 
 
 def must_write(args: argparse.Namespace, last: str) -> bool:
-    """Whether the file that is written last is missing, or everything is to be written again."""
+    """Whether to write: the file that is written last is missing, or --force is given."""
     if exists(f"{args.output_prefix}/{last}") and not args.force:
         logger.info("%s exists; --force writes it again", args.output_prefix)
         return False

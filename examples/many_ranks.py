@@ -1,7 +1,7 @@
 """One file, many ranks: ``torchrun --nproc-per-node 2 examples/many_ranks.py [folder]``.
 
-Every rank gets all tensors of a file of which it reads its share; then each gets its part of a model that FSDP2 has
-sharded on the meta device. Runs on CUDA where there is a device for every rank, else on the CPU.
+First every rank gets all tensors of a file, and reads only its share of them. Then each rank gets its part of a model
+that FSDP2 has sharded on the meta device. Runs on CUDA if there is a device for every rank, else on the CPU.
 """
 
 from __future__ import annotations

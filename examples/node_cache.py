@@ -34,7 +34,7 @@ def load(folder: str, uris: list[str]) -> None:
 
 
 def demonstrate() -> None:
-    """Both steps with a small file that a server of this process has."""
+    """Both steps, with a small file behind a server in this process."""
     with tempfile.TemporaryDirectory() as text:
         with TensorSerializer(f"{text}/public/model.tensors") as serializer:
             serializer.write_state_dict({"weight": torch.ones(500, 500), "bias": torch.zeros(500)})
@@ -48,7 +48,7 @@ def demonstrate() -> None:
 
 
 class FileWithTag(http.server.SimpleHTTPRequestHandler):
-    """Names the version of its files, as stores do: nothing else is cached."""
+    """Sends the version of its files, as stores do. Without one, nothing is cached."""
 
     def end_headers(self) -> None:
         self.send_header("ETag", '"1"')

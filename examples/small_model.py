@@ -1,4 +1,4 @@
-"""A small random language model with a tokenizer, which examples use if you name no other: nothing is downloaded."""
+"""A small random language model with a tokenizer, which examples use if you name no other: they download nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_small_model(folder: Path) -> str:
-    """Writes model and tokenizer as ``from_pretrained`` of transformers reads them; the folder."""
+    """Writes model and tokenizer for ``from_pretrained`` of transformers, and returns the folder."""
     make_model().save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)

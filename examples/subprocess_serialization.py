@@ -1,4 +1,4 @@
-"""Write a checkpoint in another process while this one goes on computing.
+"""Write a checkpoint in another process while this one continues to compute.
 
     python subprocess_serialization.py --output ./checkpoint.tensors
 

@@ -4,8 +4,8 @@
     python torch_compat_training.py --out-dir ./checkpoints --steps 40 --resume
     python torch_compat_training.py --out-dir ./checkpoints --steps 20 --background
 
-Runs offline, on a small network. Nothing in the loop knows about tensorizer: torch.save and torch.load are called as
-always, with model, optimizer, scheduler and random state in one dictionary. With --background, a thread writes the
+Runs offline, on a small network. The loop itself does not use tensorizer: it calls torch.save and torch.load as always,
+with model, optimizer, scheduler and random state in one dictionary. With --background, a thread writes the
 tensors while training continues.
 """
 
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out-dir", type=Path, default=Path("checkpoints"), help="folder for the checkpoints")
     parser.add_argument("--steps", type=int, default=20, help="train up to this step")
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint")
     parser.add_argument("--background", action="store_true", help="write checkpoints in a thread")
     args = parser.parse_args()
     if args.save_every < 1:

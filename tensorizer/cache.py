@@ -1,6 +1,6 @@
 """The cache of remote objects on the disk of the node: what is in it, filling, checking and emptying it.
 
-Reading goes through it where ``TENSORIZER_CACHE`` or ``cache=`` name a folder (docs/node-cache.md). The command line
+Reads use it if ``TENSORIZER_CACHE`` or ``cache=`` names a folder (docs/node-cache.md). The command line
 ``tensorizer cache`` prints what these functions return.
 """
 
@@ -32,21 +32,21 @@ class Entry:
     """One version of one object in the cache."""
 
     location: str
-    """Without user, password and query."""
+    """The URL without user, password and query."""
     version: str
     size: int
     """Bytes of the object."""
     cached: int
-    """Bytes of it that are here."""
+    """Bytes of the object that are in the cache."""
     disk: int
-    """Bytes that they take on the disk."""
+    """Bytes that the entry takes on the disk."""
     last_used: float
     """When it was last used, in seconds since 1970."""
     in_use: bool
     newest: bool
     """Whether no other version of the location was used later."""
     path: Path
-    """Its folder."""
+    """The folder of the entry."""
 
     @property
     def complete(self) -> bool:
@@ -65,7 +65,7 @@ class Entry:
 
 
 class Pruned(NamedTuple):
-    """What :func:`prune` removed, or would remove, and what it left because somebody has it open."""
+    """What :func:`prune` removed, or would remove, and what it left because a process has it open."""
 
     removed: list[Entry]
     skipped: list[Entry]
@@ -76,16 +76,16 @@ class Verified(NamedTuple):
 
     entry: Entry
     problem: Optional[str]
-    """What is wrong, after which the entry was removed; ``None`` where nothing is."""
+    """What is wrong, in which case the entry was removed; ``None`` if nothing is."""
     checked: int
-    """Tensors that were compared with a digest, or lie within a right structure."""
+    """Tensors that were compared with a digest, or whose file has the right structure."""
 
 
 Folder = Union[None, str, os.PathLike[str], CacheOptions]
 
 
 def entries(cache: Folder = None) -> list[Entry]:
-    """What is in the cache, those first that would go first.
+    """Returns the entries of the cache, in the order in which :func:`prune` would remove them.
 
     Args:
         cache: As for :func:`tensorizer.stream_io.open_stream`.
@@ -108,16 +108,16 @@ def prune(
 ) -> Pruned:
     """Removes entries, the least recently used first; those that are open stay.
 
-    Without any of the arguments that choose: what is over the limits of the settings, old versions, and left-overs of
-    what was interrupted.
+    If you pass none of `max_size`, `older_than`, `location` and `all`, it removes old versions, left-overs of
+    interrupted downloads, and what exceeds the limits of the settings.
 
     Args:
         cache: As for :func:`tensorizer.stream_io.open_stream`.
-        max_size: Until all take at most so many bytes, or a text as ``"500GB"``.
-        older_than: Those that were not used for so many days.
-        location: Those whose location matches the pattern (``* ? []``).
-        all: All of them.
-        dry_run: Says what would be removed.
+        max_size: Removes entries until all take at most so many bytes, or a text such as ``"500GB"``.
+        older_than: Removes entries that were not used for so many days.
+        location: Removes entries whose location matches the pattern (``* ? []``).
+        all: Removes all entries.
+        dry_run: Removes nothing, and returns what would be removed.
 
     Raises:
         ValueError: There is no cache, or a size is malformed.
@@ -162,10 +162,10 @@ def prune(
 
 
 def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Verified]:
-    """Reads what is in the cache and compares every tensor that is wholly there with its digests.
+    """Reads the cache and compares every tensor that is complete in it with its digests.
 
-    Of encrypted files only the index is read; of ``.safetensors`` files, which hold no digests, the structure is
-    checked; other objects count as right. A damaged entry is removed.
+    Of encrypted files it reads only the index. Of ``.safetensors`` files, which hold no digests, it checks the
+    structure. Other objects count as right. A damaged entry is removed.
 
     Args:
         cache: As for :func:`tensorizer.stream_io.open_stream`.
@@ -188,16 +188,16 @@ def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Veri
 
 
 def add(*uris: str, cache: Folder = None, stream_options: Optional[Mapping[str, Any]] = None) -> list[Entry]:
-    """Fetches what is missing of whole objects, and returns when they would survive a power cut.
+    """Downloads what the cache lacks of whole objects. Returns when they would survive a power cut.
 
     Args:
-        uris: Of objects; a folder of shards is given by the URIs of its files.
+        uris: URIs of objects. For a folder of shards, pass the URIs of its files.
         cache: As for :func:`tensorizer.stream_io.open_stream`.
-        stream_options: Further keywords for it.
+        stream_options: Further keywords for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
         ValueError: There is no cache, it is set to be offline, or a URI is that of a local file.
-        OSError: An object cannot be read, must not be cached, or finds no room.
+        OSError: An object cannot be read, must not be cached, or there is no room for it.
     """
     from tensorizer import stream_io
 

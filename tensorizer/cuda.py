@@ -18,7 +18,7 @@ class PinnedMemory:
     """What is pinned for one device.
 
     Attributes:
-        slots: Slots of the ring; 0 where there is none at the moment.
+        slots: Slots of the ring; 0 if there is no ring at the moment.
         free_slots: Those that no load or save is using.
         slot_nbytes: Bytes of one slot.
         users: Loads and saves that use the ring.

@@ -1,6 +1,6 @@
 """The keys with which tensors are encrypted and decrypted.
 
-What encryption protects, and what it does not, is in ``docs/encryption.md`` and ``docs/security.md``.
+``docs/encryption.md`` shows their use, and ``docs/security.md`` says what encryption protects.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class EncryptionParams(_Params):
     kept in memory that is locked, where the system allows it, and left out of core dumps.
 
     Args:
-        key: 32 secret bytes from a cryptographically secure source. For a text that people chose use
+        key: 32 secret bytes from a cryptographically secure source. For a text that people chose, use
             :meth:`from_string`.
 
     Raises:
@@ -84,7 +84,7 @@ class EncryptionParams(_Params):
     __slots__ = ("_derivation",)
 
     class OpsLimit(IntEnum):
-        """How often a passphrase is worked through its memory."""
+        """Passes of a key derivation over its memory."""
 
         MIN = 1
         INTERACTIVE = 2
@@ -92,7 +92,7 @@ class EncryptionParams(_Params):
         SENSITIVE = 4
 
     class MemLimit(IntEnum):
-        """How much memory, in bytes, one guess of a passphrase has to use."""
+        """Memory, in bytes, that each guess of a passphrase needs."""
 
         MIN = 8_192
         INTERACTIVE = 67_108_864
@@ -125,7 +125,7 @@ class EncryptionParams(_Params):
     ) -> EncryptionParams:
         """A key derived from a passphrase with Argon2id.
 
-        The file stores everything but the passphrase, so reading needs only the passphrase. With the defaults, the
+        The file stores the other arguments, so reading needs only the passphrase. With the defaults, the
         derivation takes about half a second and 256 MiB, and cannot be interrupted.
 
         Args:

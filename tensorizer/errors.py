@@ -67,7 +67,7 @@ class TruncatedError(FormatError, OSError):
 
 
 class VerificationError(TensorizerError):
-    """Data that were to be verified are not what the file vouches for."""
+    """Data that were to be verified differ from what the file says."""
 
 
 class HashMismatchError(VerificationError):
@@ -79,7 +79,7 @@ class MissingHashError(VerificationError):
 
 
 class LoadError(TensorizerError, RuntimeError):
-    """The tensors of a file do not fit the module they were to be loaded into. The module is as it was.
+    """The tensors of a file do not fit the module that was to be filled. The module is unchanged.
 
     Attributes:
         report: What fits and what does not, a :class:`tensorizer.LoadReport`.
@@ -93,11 +93,11 @@ class CryptographyError(TensorizerError):
 
 
 class AuthenticationError(CryptographyError):
-    """A file is not what its key or a signature vouches for, or nothing vouches for it and something has to."""
+    """A file differs from what its key or a signature vouches for, or neither vouches for it and one is required."""
 
 
 class StreamError(TensorizerError, OSError):
-    """The source or destination could not answer, after all retries; ``errno`` is set where a system call failed."""
+    """The source or destination could not answer, after all retries; ``errno`` is set if a system call failed."""
 
     status: Optional[int] = None
     """The HTTP status of the last answer; ``None`` where there was none."""
@@ -112,15 +112,15 @@ class StreamPermissionError(StreamError, PermissionError):
 
 
 class StreamIsADirectoryError(StreamError, IsADirectoryError):
-    """A folder is where a file was wanted."""
+    """The path is a folder, but a file was expected."""
 
 
 class StreamNotADirectoryError(StreamError, NotADirectoryError):
-    """A file is where a folder was wanted."""
+    """The path is a file, but a folder was expected."""
 
 
 class StreamExistsError(StreamError, FileExistsError):
-    """Something is where a new file or folder was wanted."""
+    """A new file or folder was to be created, but the path exists."""
 
 
 class DeviceError(TensorizerError, RuntimeError):

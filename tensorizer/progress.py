@@ -26,7 +26,7 @@ ProgressArgument = Union[bool, Callable[[Progress], object], None]
 def progress_reporter(
     progress: ProgressArgument, total: int, description: str
 ) -> Iterator[Optional[Callable[[int], None]]]:
-    """Gives the function to call with the bytes done so far, or ``None`` where nobody listens.
+    """Returns the function to call with the bytes done so far, or ``None`` if nobody listens.
 
     Args:
         progress: What the caller asked for.

@@ -1,4 +1,4 @@
-"""Ed25519 keys: what files are signed with, and what their signatures are checked with.
+"""Ed25519 keys, which sign files and check their signatures.
 
 ``docs/signing.md`` shows how a release job signs models and how programs check them.
 """

@@ -1,6 +1,6 @@
 """Opening files wherever they are: :func:`open_stream`, and the stream classes behind it.
 
-What needs boto3, redis or fsspec has a module of its own, which is imported when it is first used.
+boto3, redis and fsspec are imported when you first use a URI that needs them.
 """
 
 from __future__ import annotations
@@ -122,22 +122,22 @@ def open_stream(
 ) -> Union[CURLStreamFile, RedisStreamFile, BinaryIO]:
     """Opens a local path or a URI as a binary stream.
 
-    A ``PathLike`` is always a local path; ``~`` in front of a path is the home folder. A ``str`` with ``://`` is a URI;
-    its scheme decides, in any case:
+    A ``PathLike`` is always a local path; ``~`` at the beginning of a path is the home folder. A ``str`` with ``://``
+    is a URI. Its scheme, in upper or lower case, decides:
 
     - ``http``, ``https``: :class:`CURLStreamFile`, mode ``rb`` only;
-    - ``s3``: reading (``rb``) gives a :class:`CURLStreamFile`, writing (``wb``, ``wb+``, ``ab``, ``ab+``) a stream
-      whose content becomes the object when it is closed: a temporary file that is uploaded then, or, when a
-      :class:`~tensorizer.TensorSerializer` is given the new stream, an upload in parts while it writes;
+    - ``s3``: reading (``rb``) returns a :class:`CURLStreamFile`. Writing (``wb``, ``wb+``, ``ab``, ``ab+``) returns a
+      stream whose content becomes the object when you close it. It is a temporary file that is uploaded then. If you
+      pass the new stream to a :class:`~tensorizer.TensorSerializer`, it uploads in parts while it writes instead;
     - ``redis``, ``rediss``: ``RedisStreamFile``, mode ``rb`` only;
     - ``file``, ``local``: the local path in it;
     - every other scheme (``gs``, ``az``, ``hf``, ``memory``, ...) goes to the optional package ``fsspec``, and so do
       its chains of schemes (``simplecache::gs``).
 
-    Arguments that the kind of stream has no use for are ignored, so that callers can pass the same ones always.
+    A kind of stream ignores arguments that it does not use, so you can pass the same arguments for all kinds.
 
     Args:
-        path_uri: Where.
+        path_uri: The path or URI.
         mode: As for :func:`open`, with a ``b``; letters in any order. For local paths, missing parent folders are
             created in the modes with ``w``, ``a`` or ``x``.
         s3_access_key_id: With ``s3_secret_access_key``, the credentials; both ``""`` for anonymous access.
@@ -148,31 +148,31 @@ def open_stream(
             bytes of what is read ahead.
         force_http: Plain HTTP for S3.
         begin: First byte, or first position for local files and Redis.
-        end: One past the last byte; for HTTP and S3 reads only.
+        end: Position after the last byte; only for reads of HTTP and S3.
         s3_region_name: Region that requests are signed for.
         s3_signature_version: ``"s3v4"`` (default) or ``"s3"`` for version 2.
         certificate_handling: Which server certificates are trusted (HTTPS, S3 reads, rediss).
         s3_session_token: Token that belongs to temporary credentials.
         s3_profile: Profile of the AWS configuration files.
-        s3_client_factory: Makes the boto3 client instead of this package; picklable, for use in worker processes.
+        s3_client_factory: A function without arguments that returns the boto3 client; it must be picklable.
         http_options: Timeouts, retries, connections and the rest of HTTP and S3 transfers.
         s3_extra_args: ``{"get": {...}, "put": {...}}``: parameters by boto3's names that are signed and sent with the
             requests of reads (``VersionId``, ``RequestPayer``, ``SSECustomerKey``, ...) and writes (``StorageClass``,
-            ``IfNoneMatch``, ``SSECustomerKey``, ``Metadata``, ...), each with the requests that it belongs to.
-        memory_budget: Bytes of parts in memory, at most, while a serializer writes to S3; ``None`` for as many parts as
-            there are connections (8 unless ``http_options`` says otherwise), and two, of 16 MiB each for objects up to
-            4 GiB, growing to 64 MiB.
-        cache: A folder of this machine that keeps what is read of remote objects, or :class:`CacheOptions`; ``None`` is
-            what the environment variable ``TENSORIZER_CACHE`` says, ``False`` is none (docs/node-cache.md).
+            ``IfNoneMatch``, ``SSECustomerKey``, ``Metadata``, ...). Each goes with the requests that it belongs to.
+        memory_budget: Most bytes of parts in memory while a serializer writes to S3. ``None`` allows two parts more
+            than there are connections (8 unless ``http_options`` says otherwise). A part has 16 MiB for objects up to 4
+            GiB and grows to 64 MiB.
+        cache: A folder of this machine, or :class:`CacheOptions`: it keeps what is read of remote objects. ``None``
+            uses the environment variable ``TENSORIZER_CACHE``, ``False`` no cache (docs/node-cache.md).
 
     Returns:
         A binary stream and context manager.
 
     Raises:
         ValueError: The mode does not fit, the range is empty or negative, or no installed package knows the scheme.
-        TypeError: ``path_uri`` is no ``str`` or ``PathLike`` of one.
-        OSError: It cannot be opened: a :class:`~tensorizer.StreamError`, which is a ``FileNotFoundError`` or
-            ``PermissionError``, too, where it says so.
+        TypeError: ``path_uri`` is neither a ``str`` nor a ``PathLike`` of one.
+        OSError: It cannot be opened. The error is a :class:`~tensorizer.StreamError`, and also a ``FileNotFoundError``
+            or ``PermissionError`` if that is the reason.
     """
     if not isinstance(path_uri, (str, os.PathLike)):
         raise TypeError(f"path_uri: wanted str or os.PathLike, found {type(path_uri).__name__}")

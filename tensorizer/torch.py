@@ -1,8 +1,8 @@
 """The functions that users of ``safetensors.torch`` know, over files of both formats, from anywhere.
 
 ``from safetensors.torch import load_file, save_file`` becomes ``from tensorizer.torch import load_file, save_file``.
-Tensors are plain ones without a gradient, in a ``dict``, and on the CPU unless a device is named: unlike
-:class:`tensorizer.TensorDeserializer`, which gives Parameters on CUDA where there is any.
+They return a ``dict`` of plain tensors without a gradient, on the CPU unless you pass a device.
+(:class:`tensorizer.TensorDeserializer` returns Parameters, on CUDA if there is a device.)
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def load_file(
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening a URI.
-        public_key: Keys, of which one must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
+        public_key: Keys, one of which must have signed the file, as for :class:`tensorizer.TensorDeserializer`.
         signature: The signature, likewise.
         require_authenticated: Whether the key or a signature must vouch for the file, likewise.
         direct_io: Whether a local file is read past the page cache, likewise.
 
     Returns:
-        Plain tensors by name, in the order of the file; aliases of one tensor are the same object. Names of tensors of
-        a root module come without their leading dot; nested state dicts as nested dicts.
+        Plain tensors by name, in the order of the file; aliases of one tensor are the same object. Names of
+        tensors of a root module have no leading dot. Nested state dicts become nested dicts.
 
     Raises:
         FormatError: Not a file of tensors, or a damaged one.
@@ -157,7 +157,7 @@ def save(
     ties: str = "once",
     encryption: Any = None,
 ) -> bytes:
-    """The file that :func:`save_file` would write, as bytes; arguments and errors as there."""
+    """Returns the file that :func:`save_file` would write, as bytes; arguments and errors as there."""
     memory = io.BytesIO()
     save_file(tensors, memory, metadata, format=format, ties=ties, encryption=encryption)
     return memory.getvalue()
@@ -238,7 +238,7 @@ def save_model(
     encryption: Any = None,
     stream_options: Optional[Mapping[str, Any]] = None,
 ) -> None:
-    """Writes the state dict of a model; shared tensors once, their other names recorded.
+    """Writes the state dict of a model. Stores shared tensors once and records their other names.
 
     Extra state (``get_extra_state``) is part of it: tensors in both formats, dictionaries of tensors in ``.tensors``.
     Any other extra state raises.

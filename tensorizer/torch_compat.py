@@ -1,7 +1,7 @@
 """``torch.save`` and ``torch.load`` with the tensors in a ``.tensors`` file beside the ``.pt`` file.
 
-Inside :func:`tensorizer_saving` and :func:`tensorizer_loading` the pickled structure stays torch's own business, while
-every storage that has data goes to a second file, the *sidecar*. Arbitrary objects, shared storages, views, strides and
+Inside :func:`tensorizer_saving` and :func:`tensorizer_loading`, torch still writes and reads the pickled structure.
+Every storage that has data goes to a second file, the *sidecar*. Arbitrary objects, shared storages, views, strides and
 ``requires_grad`` survive as with plain torch. ``docs/training.md`` is the guide, ``docs/format.md``
 ("Sidecars of torch.save") says what the two files hold.
 """
@@ -245,8 +245,8 @@ def tensorizer_saving(
         file_obj: Where the tensors go. ``None``: the name of the file given to ``torch.save`` with ``.tensors``
             appended (``io.BytesIO`` has no name: plain ``torch.save``, with a warning in the log). Anything that
             :class:`~tensorizer.TensorSerializer` accepts, ``~`` for the home folder included (``torch.save`` itself
-            takes ``~`` for a folder of that name): for the first ``torch.save`` in the block; a second is
-            refused, since it would overwrite the first. A function: called with the file given to ``torch.save``,
+            takes ``~`` for a folder of that name): for the first ``torch.save`` in the block; a second
+            raises, because it would overwrite the first. A function: called with the file given to ``torch.save``,
             returns any of these, or ``None`` for plain ``torch.save``. A list or tuple of these: one for each
             ``torch.save``, in order.
         save_func: ``save_func(file_obj, tensors, kwargs)`` replaces writing and closing. ``tensors`` is a list of

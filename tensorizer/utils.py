@@ -37,12 +37,12 @@ def _mebibytes(nbytes: int) -> str:
 
 
 def get_device() -> torch.device:
-    """``torch.device("cuda")``, without an index, where CUDA is available, else ``torch.device("cpu")``."""
+    """Returns ``torch.device("cuda")``, without an index, if CUDA is available, else ``torch.device("cpu")``."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def get_gpu_name() -> str:
-    """The name of the current CUDA device, or ``"N/A"`` without one. Initialises CUDA where there is one."""
+    """Returns the name of the current CUDA device, or ``"N/A"`` if there is none. Initialises CUDA if present."""
     if not torch.cuda.is_available():
         return "N/A"
     return torch.cuda.get_device_name(torch.cuda.current_device())
@@ -63,7 +63,7 @@ class GlobalGPUMemoryUsage(NamedTuple):
             device: A CUDA device; ``None`` is the current one.
 
         Returns:
-            The snapshot, or ``None`` without CUDA or where neither torch nor NVML can tell.
+            The snapshot, or ``None`` without CUDA or if neither torch nor NVML can tell.
         """
         if not torch.cuda.is_available():
             return None
@@ -191,7 +191,7 @@ class MemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: Device = None) -> MemoryUsage:
-        """Take a snapshot; where CUDA is available this may initialise it.
+        """Take a snapshot. If CUDA is available, this may initialise it.
 
         Args:
             device: A CUDA device; ``None`` is the current one.
@@ -210,7 +210,7 @@ class MemoryUsage(NamedTuple):
 
 
 def get_mem_usage() -> str:
-    """One line about host and GPU memory at this moment; where CUDA is available this may initialise it."""
+    """Returns one line about host and GPU memory at this moment. If CUDA is available, this may initialise it."""
     return str(MemoryUsage.now())
 
 
@@ -289,14 +289,14 @@ def no_init_or_tensor(loading_code: Optional[Callable[[], Any]] = None) -> Any:
 
     While it is active, ``torch.empty`` makes tensors on the meta device (an explicit ``device=`` is overridden) and
     ``reset_parameters`` of ``Linear``, ``Embedding`` and ``LayerNorm`` does nothing. Everything else works as always:
-    buffers made by ``torch.zeros``, ``torch.arange`` and the like are real and on the ambient device, so wrap the code
-    in ``torch.device(device)`` as well to have them where the model will run.
+    buffers made by ``torch.zeros``, ``torch.arange`` and the like are real and on the ambient device. To have them
+    where the model will run, also wrap the code in ``torch.device(device)``.
 
-    The effect is limited to the current thread and coroutine; an inner use has no effect of its own; the original
-    functions are back when the last active context ends.
+    The effect is limited to the current thread and coroutine. A nested use changes nothing. The original functions are
+    restored when the last active context ends.
 
     Args:
-        loading_code: Called without arguments inside the context; ``None`` asks for the context manager itself.
+        loading_code: Called without arguments inside the context; ``None`` returns the context manager itself.
 
     Returns:
         The result of ``loading_code()``, or the context manager.

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDE = ("errors.md", "performance.md", "what-ran-where.md")  # tables that need the room of the list of headings
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    if page.file.src_uri in WIDE:
-        page.meta["hide"] = ["toc"]
     name = PAGES.get(page.file.src_uri)
     if name is None:
         return markdown

@@ -19,8 +19,8 @@ FIELDS = ("what", "system", "python", "torch", "command", "result")
 HEAD = """<!-- scripts/site/ran.py writes this page from ran.json. -->
 # What ran where
 
-Every row is a run that was made, on x86-64 and the CPU unless it says otherwise. Combinations that are not listed were
-not tried. Nothing has run on a GPU, on macOS, on Windows, or natively on aarch64. *Earlier* wheels have the same
+Each row is one run, on x86-64 and the CPU unless the row says otherwise. Nobody has tried combinations that are not
+listed. Nothing has run on a GPU, on macOS, on Windows, or natively on aarch64. *Earlier* wheels have the same
 libraries, of the same versions, from Debian's source packages.
 
 """

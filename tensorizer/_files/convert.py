@@ -39,18 +39,18 @@ class ConversionReport:
     source: str
     target: str
     format: str
-    """Of the target."""
+    """The format of the target."""
     files: tuple[str, ...]
-    """What was written: one file, or shards and their index. URIs are without credentials and query."""
+    """The written files: one file, or shards and their index. URIs are without credentials and query."""
     tensors: int
     nbytes: int
-    """Of the payloads in the target."""
+    """Bytes of the payloads in the target."""
     ties: Mapping[str, str]
     """From the name of an alias to the name of the tensor that is stored."""
     skipped: tuple[str, ...]
-    """Leaves of a pickled state dict that were left out because they are no tensors."""
+    """Values of a pickled state dict that were left out because they are not tensors."""
     copied: tuple[str, ...]
-    """Files beside the tensors that were copied as they are."""
+    """Other files of the folder that were copied unchanged."""
     checked: bool
     """Whether the target was read back and its payloads compared with those that were read."""
     dry_run: bool
@@ -118,27 +118,27 @@ def convert(
             writer. A file converted from ``.safetensors`` and back is the same, byte for byte.
         flatten: Joins the steps of nested names with dots, for a ``.safetensors`` target.
         key: Where the state dict is in a pickled file, in dots.
-        skip_non_tensors: Leaves out what is no tensor in a pickled file.
-        force: Replaces a target that exists.
+        skip_non_tensors: Leaves out values of a pickled file that are not tensors.
+        force: Replaces an existing target.
         dry_run: Writes nothing, and reports what would be written.
         progress: ``True`` shows a bar; a callable is told about bytes done.
         stream_options: Keywords for opening URIs.
-        public_key: Who has to have signed the source, as for :class:`tensorizer.TensorDeserializer`.
+        public_key: Keys, one of which must have signed the source, as for :class:`tensorizer.TensorDeserializer`.
 
     Returns:
         What was done. The target has no signatures; a warning says so if the source has any.
 
     Raises:
         UnsupportedContentError: The target's format cannot hold something; nothing was written.
-        StreamExistsError: The target, or a file that would be copied, exists, without `force`.
-        HashMismatchError: The source does not agree with its digests, or the target with what was written.
+        StreamExistsError: Without `force`, the target exists, or the target of a file that would be copied.
+        HashMismatchError: The source disagrees with its digests, or the target with what was written.
         CryptographyError: A key is missing, wrong or not wanted.
-        AuthenticationError: The source is not what its key or a signature vouches for.
-        FormatError: The source is no file of tensors.
-        ImportError: The source is pickled, and this torch is one that cannot read such files safely.
-        OSError: It cannot be read or written.
-        ValueError: An argument that is none of those above; `all_files` of a source that is not local, or to a `target`
-            that is no folder and has no known extension.
+        AuthenticationError: The source differs from what its key or a signature vouches for.
+        FormatError: The source is not a file of tensors.
+        ImportError: The source is pickled, and this torch cannot read such files safely.
+        OSError: The source cannot be read, or the target cannot be written.
+        ValueError: An argument has another value; `all_files` with a source that is not local, or with a `target` that
+            is neither a folder nor has a known extension.
     """
     begin = time.monotonic()
     access = Access.to_write(encryption, stream_options, progress)

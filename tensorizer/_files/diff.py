@@ -30,14 +30,14 @@ class Change(NamedTuple):
     """Dtype and shape in the first file."""
     b: str
     max_abs: Optional[float]
-    """Largest difference of two elements; ``None`` where elements cannot be compared."""
+    """Largest difference of two elements; ``None`` if elements cannot be compared."""
     max_rel: Optional[float]
     """Largest difference of two elements relative to the second."""
 
 
 @dataclass(frozen=True)
 class DiffReport:
-    """What differs between two files. True where nothing does."""
+    """What differs between two files. It is true if nothing does."""
 
     a: str
     b: str
@@ -71,24 +71,24 @@ def diff(
     encryption_b: Any = None,
     stream_options: Optional[Mapping[str, Any]] = None,
 ) -> DiffReport:
-    """Compares names, dtypes, shapes and data. Payloads are read only where stored digests do not settle it.
+    """Compares names, dtypes, shapes and data. Reads payloads only if the stored digests do not decide.
 
-    Names that share one tensor are compared like all others, whether a file stores it once or under each name.
+    Compares names that share one tensor like all others, whether a file stores the tensor once or under each name.
 
     Args:
         a: The first file: a path, URI, descriptor, open binary file object, a folder of shards or their index.
         b: The second file.
-        rtol: Elements are equal where they differ by at most ``atol + rtol * abs(element of b)``. With both 0, data
-            are equal where every bit is.
+        rtol: Elements are equal if they differ by at most ``atol + rtol * abs(element of b)``. If both are 0, every bit
+            must be equal.
         atol: See `rtol`.
         ignore_dtype: Compares values of different dtypes.
         filter_func: Compares only the tensors whose name it accepts.
-        encryption_a: The key of the first file, where it is encrypted.
-        encryption_b: The key of the second file.
+        encryption_a: The key of the first file, if it is encrypted.
+        encryption_b: The key of the second file, likewise.
         stream_options: Keywords for opening URIs.
 
     Raises:
-        CryptographyError: A payload of an encrypted file is needed and there is no key, or a wrong one.
+        CryptographyError: A payload of an encrypted file must be read, and the key is missing or wrong.
         FormatError: Not a file of tensors.
         OSError: It cannot be opened or read.
     """

@@ -1,4 +1,4 @@
-"""What is in a file, from its index alone."""
+"""What is in a file, read only from its index."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TensorInfo:
     kind: str
     """``"parameter"``, ``"buffer"`` or ``"state_dict"``."""
     dtype: str
-    """As torch calls it, without ``torch.``."""
+    """The dtype as torch calls it, without ``torch.``."""
     shape: tuple[int, ...]
     nbytes: int
     """Bytes that the tensor occupies once loaded."""
     offset: int
-    """Of the payload; counts from the first byte of its file."""
+    """Position of the payload, from the first byte of its file."""
     stored_nbytes: int
     """Bytes of the payload; 0 for tensors that were written without data."""
     file: Optional[str] = None
@@ -51,9 +51,9 @@ class FileInfo:
     """Data version of a ``.tensors`` file."""
     encrypted: bool
     file_nbytes: Optional[int]
-    """Of all shards together; ``None`` where the source does not say."""
+    """Bytes of all shards together; ``None`` if the source does not say."""
     tensors: tuple[TensorInfo, ...]
-    """In file order."""
+    """The tensors, in file order."""
     metadata: Mapping[str, str]
     ties: Mapping[str, str]
     """From the name of an alias to the name of the tensor that it shares."""

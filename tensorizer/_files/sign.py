@@ -1,4 +1,4 @@
-"""Detached signatures of files that are there."""
+"""Detached signatures of existing files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["SignReport", "sign"]
 
 @dataclass(frozen=True)
 class SignReport:
-    """What was signed, and what was looked at before."""
+    """What was signed, and what was checked before."""
 
     source: str
     signature: str
@@ -50,13 +50,13 @@ def sign(
     progress: ProgressArgument = False,
     stream_options: Optional[Mapping[str, Any]] = None,
 ) -> SignReport:
-    """Signs a ``.tensors`` file that is there, by a file beside it; it stays as it is.
+    """Signs an existing ``.tensors`` file: writes the signature beside it and does not change the file.
 
     Args:
         source: A path, URI, descriptor or open binary file object.
         key: A :class:`SigningKey`, or the path of one.
-        signature: Where the signature goes, a path or URI; ``None``: beside a local file, under its name with ``.sig``
-            behind it. Signatures of the same content that are there already are kept.
+        signature: Where to write the signature, a path or URI; ``None``: beside a local file, under its name with
+            ``.sig`` appended. Existing signatures of the same content are kept.
         check: Reads every tensor first and compares it with its digests.
         force: Replaces a signature of another content.
         encryption: The key of an encrypted file; without it `check` checks only its structure.
@@ -67,9 +67,9 @@ def sign(
     Raises:
         ValueError: Tensors with data and without a SHA-256, which no signature would cover; a ``.safetensors`` file;
             shards; the source is remote or an open file and `signature` is missing.
-        StreamExistsError: There is a signature of another content, or something that is none, without `force`.
-        HashMismatchError, CryptographyError: `check`, and the file is not what it says itself.
-        OSError: It cannot be read or written.
+        StreamExistsError: Without `force`, the file of the signature exists and is not a signature of the same content.
+        HashMismatchError, CryptographyError: With `check`, the data disagree with the digests of the file.
+        OSError: The file cannot be read, or the signature cannot be written.
     """
     signer = signer_of(_key_of(key))
     assert signer is not None

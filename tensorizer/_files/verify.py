@@ -24,7 +24,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 
 class Mismatch(NamedTuple):
-    """A tensor whose data are not what was written."""
+    """A tensor whose data differ from what was written."""
 
     name: Name
     reason: str
@@ -32,7 +32,7 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked, and with what result. True where nothing is wrong and nothing was left unchecked."""
+    """What was checked, and the result. It is true if everything was checked and nothing is wrong."""
 
     source: str
     format: str
@@ -92,7 +92,7 @@ def verify(
         source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
         encryption: The key of an encrypted file.
         filter_func: Checks only the tensors whose name it accepts.
-        sha256: Hexadecimal SHA-256 that the whole file must have, where it is known from elsewhere.
+        sha256: Hexadecimal SHA-256 that the whole file must have, if you know it from elsewhere.
         fail_fast: Ends at the first tensor that does not match.
         num_readers: Upper bound for reading threads.
         progress: ``True`` shows a bar; a callable is told about bytes done.
@@ -108,7 +108,7 @@ def verify(
 
     Raises:
         CryptographyError: The file is encrypted and there is no key.
-        AuthenticationError: The key is wrong, or the index is not what the key or a signature vouches for.
+        AuthenticationError: The key is wrong, or the index differs from what the key or a signature vouches for.
         FormatError: Not a file of tensors, or one whose structure is damaged.
         OSError: It cannot be opened or read.
         ValueError: `sha256` is not 64 hexadecimal digits, or the source is more than one file.

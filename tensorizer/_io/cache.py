@@ -62,15 +62,15 @@ _warned: set[tuple[str, str]] = set()
 class CacheOptions:
     """Where remote objects are kept, and how much of them. Immutable; pass it as ``cache=``.
 
-    A variable in parentheses has the value of a field that is ``None``.
+    If a field is ``None``, the environment variable in parentheses sets it.
 
     Attributes:
         folder: A folder of a local file system; ``~`` is expanded, a missing one is made (``TENSORIZER_CACHE``).
         max_size: Bytes that all entries of the user may take on the disk: a number, or text as ``"500GB"`` or
             ``"200GiB"`` (``TENSORIZER_CACHE_SIZE``; no limit).
-        min_free: Bytes of the file system that stay free: a number, text, or a share as ``"10%"``
+        min_free: Bytes of the file system that stay free: a number, text, or a share such as ``"10%"``
             (``TENSORIZER_CACHE_MIN_FREE``; ``"10%"``).
-        offline: Sends no request: what is not in the cache is an error (``TENSORIZER_CACHE_OFFLINE``; ``False``).
+        offline: Sends no request; reading what is not in the cache raises (``TENSORIZER_CACHE_OFFLINE``; ``False``).
 
     Raises:
         TypeError: A field has another type.

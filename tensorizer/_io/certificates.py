@@ -39,12 +39,12 @@ WAYS_OUT = "install the package ca-certificates (or certifi), set SSL_CERT_FILE,
 
 
 class CAInfo:
-    """Which certificates an HTTPS server may have. Exactly one argument must be given.
+    """Which certificates an HTTPS server may have. Pass exactly one argument.
 
     Args:
         cacert: File of trusted certificates in PEM format; a self-signed server certificate may be among them.
         capath: Folder of trusted certificates, as ``openssl rehash`` prepares it.
-        allow_untrusted: Accept every certificate. Anyone on the way can then read and change the data.
+        allow_untrusted: Accepts every certificate. Anyone between you and the server can then read and change the data.
 
     Raises:
         ValueError: Not exactly one argument, or no such file or folder.

@@ -48,23 +48,22 @@ class _SharedSource:
 class CURLStreamFile(WindowedReader):
     """Reads an object behind ``http://`` or ``https://`` like a file opened with ``"rb"``.
 
-    The constructor sends the first request and returns when the status and the first bytes are in. Small reads are
-    served from a window that grows up to ``buffer_size`` bytes; large ones use several connections. Position and
-    buffer belong to this object, connections to a source that is shared with its forks and with a deserializer that
-    reads from it. Not thread-safe.
+    The constructor sends the first request and returns when the status and the first bytes have arrived. Small reads
+    use a buffer that grows up to ``buffer_size`` bytes; large ones use several connections. A deserializer that reads
+    from this object shares its connections. Not thread-safe.
 
     Args:
         uri: The URL. Credentials in it (``https://user:password@...``) are sent as Basic authentication.
         begin: First byte of the range that is read, ``None`` for 0; also the first position.
-        end: One past the last byte, ``None`` for the end of the object.
-        headers: Extra request headers; values go through ``str``, except ``None`` and bytes, which are refused. Not
-            sent to another host after a redirect. A callable as in ``HTTPOptions`` gives those that expire.
+        end: Position after the last byte, ``None`` for the end of the object.
+        headers: Extra request headers; values are converted with ``str``, except ``None`` and bytes, which raise. Not
+            sent to another host after a redirect. For headers that expire, pass a callable as in ``HTTPOptions``.
         buffer_size: Upper bound in bytes of what is read ahead; ``None`` for 16 MiB.
-        certificate_handling: Which server certificates are trusted; over that of ``http_options``.
+        certificate_handling: Which server certificates are trusted; takes precedence over that of ``http_options``.
         http_options: Timeouts, retries, connections and the rest; ``None`` for the defaults.
-        url_provider: Gives a fresh URL of the same object, for URLs that expire; called when the server refuses the
-            one in use, and when it is older than ``url_lifetime``. May be called from another thread.
-        url_lifetime: Seconds for which a URL is used, at least one; ``None`` until it is refused.
+        url_provider: Returns a new URL of the same object, for URLs that expire. It is called when the server rejects
+            the one in use, and when that is older than ``url_lifetime``. May be called from another thread.
+        url_lifetime: Seconds for which a URL is used, at least one; ``None`` uses it until the server rejects it.
         display_name: What messages call the object; ``None`` for its URL without query and credentials.
         cached: For the package: the object in a cache of the node; `begin` and `end` are not given then.
 
@@ -80,7 +79,7 @@ class CURLStreamFile(WindowedReader):
         bytes_skipped: Bytes that forward seeks passed over.
         http_response_latencies: Seconds from request to response, for the first request and for each one that a
             backward seek made necessary.
-        popen_latencies: Seconds until the connection stood, likewise.
+        popen_latencies: Seconds until the connection was made, likewise.
     """
 
     def __init__(
@@ -165,9 +164,9 @@ class CURLStreamFile(WindowedReader):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that sized reads, ``readinto`` and forward seeks have gone over.
+        """Bytes that sized reads, ``readinto`` and forward seeks have passed.
 
-        Once a deserializer reads from the connections below this object, all bytes that arrived.
+        Once a deserializer reads from this object, it counts all bytes that arrived.
         """
         if self._source_is_shared and self._shared is not None:
             self._bytes_read = max(self._bytes_read, self._shared.source.bytes_read)
@@ -201,7 +200,7 @@ class CURLStreamFile(WindowedReader):
         return self._closed
 
     def close(self) -> None:
-        """Lets go of buffer and connections; those that others use stay. May be called again."""
+        """Frees the buffer and closes connections that nobody else uses. May be called again."""
         if self._closed:
             return
         _ = self.bytes_read  # the counter outlives the source

@@ -67,22 +67,22 @@ def _integer(default: Any, least: int, most: int, wanted: str, variable: Optiona
 class HTTPOptions:
     """How HTTP(S) objects are requested. Immutable; pass it by keyword (``http_options=``).
 
-    A variable in parentheses changes the default of its field. Times are in seconds; more than 1,000,000 are so many,
-    and less than a millisecond, but not 0, is one.
+    A variable in parentheses changes the default of its field. Times are in seconds. A time above 1,000,000 counts
+    as 1,000,000; a time between 0 and a millisecond counts as a millisecond.
 
     Attributes:
         connect_timeout: For name lookup, TCP and TLS together (``TENSORIZER_HTTP_CONNECT_TIMEOUT``).
         stall_timeout: A request that brings fewer than ``min_bytes_per_second * stall_timeout`` bytes in this time has
             stalled and is tried again (``TENSORIZER_HTTP_STALL_TIMEOUT``).
-        min_bytes_per_second: See ``stall_timeout``; 0 still wants one byte. At most 16 GiB.
+        min_bytes_per_second: See ``stall_timeout``; 0 still requires one byte. At most 16 GiB.
         total_timeout: For one read with all its tries; ``None`` sets no limit. A read is one unit of a load, not
             the load.
         retries: Tries after the first one, per range (``TENSORIZER_HTTP_RETRIES``); if ``None``, only time bounds them.
         retry_seconds: How long a read is retried without progress (``TENSORIZER_HTTP_RETRY_SECONDS``), from its first
             failure on. Connection errors, timeouts, bodies cut short and the statuses 408, 429 and 5xx are retried,
             from the byte where the body ended. Every 256 KiB that arrive restart the time and the count.
-        first_answer_seconds: The same for a server that has never answered, from the first request on, because the
-            address is probably wrong. A 429 or 5xx is an answer.
+        first_answer_seconds: How long a read is retried if the server has never answered, from the first request on;
+            then the address is probably wrong. A 429 or 5xx is an answer.
         first_retry_delay: Pause before the second try. It doubles with each try, and half of it is random. A longer
             ``Retry-After`` of the server takes precedence.
         max_retry_delay: Upper bound of that pause.
@@ -99,7 +99,8 @@ class HTTPOptions:
             Smaller reads, TLS and proxies use a buffer of libcurl. A direct read uses a separate
             connection, which costs more than the copy below 256 KiB, the default. 1 for all.
         hedge_after: A request is abandoned after this time if it also takes four times as long as requests usually
-            take. The missing bytes are requested on a new connection; that request has four times as long. 0 for never.
+            take. The missing bytes are requested on a new connection; that request may take four times as long. 0 for
+            never.
         http_version: ``"auto"`` (HTTP/2 if a TLS server offers it, otherwise 1.1), ``"1.1"`` or ``"2"``.
         headers: Extra request headers; values are converted with ``str``, except ``None`` and bytes, which raise. For
             tokens that expire, pass a callable without arguments that returns them. It is called before the first

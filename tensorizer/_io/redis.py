@@ -124,14 +124,14 @@ class RedisStreamFile(WindowedReader):
         begin: Position the stream starts at, in bytes; default 0.
         end: Accepted and ignored: the file ends where its last key ends.
         buffer_size: Receive buffer of each connection in bytes; default: the kernel's own sizing.
-        certificate_handling: Whom to trust with ``rediss://``; default: the system's certificates.
-        connections: Connections at the same time, at most; default 4, capped by ``TENSORIZER_MAX_CONNECTIONS``.
+        certificate_handling: Which certificates are trusted for ``rediss://``; default: the system's.
+        connections: Most connections at the same time; default 4. ``TENSORIZER_MAX_CONNECTIONS`` is an upper bound.
         connect_timeout: Seconds for connecting, TLS and login.
         stall_timeout: Seconds without a byte after which a connection counts as broken.
         retries: Further tries of a read after a connection broke, which resumes at the byte where it stopped; ``None``
-            bounds them by time alone.
-        retry_seconds: How long tries go on without progress, also while the server loads its data. A server that has
-            never answered is given up after ten seconds.
+            bounds them only by time.
+        retry_seconds: How long a read is retried without progress, also while the server loads its data. If the server
+            has never answered, the read fails after ten seconds.
 
     Attributes:
         setup_latency: Seconds that connecting and listing the keys took.

@@ -97,13 +97,13 @@ class TensorSlice:
         return math.prod(shape) * dtype.itemsize
 
     def get_shape(self) -> list[int]:
-        """The shape as a list, as ``safetensors`` gives it; known also where torch lacks the dtype."""
+        """The shape as a list, as ``safetensors`` gives it; known even if torch lacks the dtype."""
         if self._told_by_container():
             return list(self._file.index.shape(self._entry))
         return list(self._form()[0])
 
     def get_dtype(self) -> str:
-        """The dtype by its ``safetensors`` name (``"BF16"``), or torch's where that has none."""
+        """The dtype by its ``safetensors`` name (``"BF16"``), or by torch's if there is none."""
         if self._told_by_container():
             return str(self._file.index.container_dtype(self._entry))
         dtype = self.dtype

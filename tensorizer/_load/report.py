@@ -18,7 +18,7 @@ _MAX_LINES = 100  # of a cell in a notebook
 
 
 class Misfit(NamedTuple):
-    """A tensor of the file that is not of the shape or kind that the module has under its name."""
+    """A tensor of the file whose shape or kind differs from what the module has under its name."""
 
     name: str  # as in the module's state dict
     what: str  # "shape" or "kind"
@@ -55,16 +55,16 @@ class LoadReport:
         source: The file, without secrets.
         loaded: Tensors of the file that are placed in the module.
         nbytes: Their bytes; with several ranks, those of this rank's parts.
-        seconds: What reading and placing them took; 0 where that did not happen.
+        seconds: Time of reading and placing them; 0 if nothing was read.
         missing: Parameters, persistent buffers and extra states of the module that neither the file nor a tie supplies.
         unexpected: Tensors of the file that the module has no parameter or buffer for.
         mismatched: Tensors of another shape or kind (floating point, complex, integer, bool) than the module's.
         cast: Tensors that the load converts to another dtype.
-        tied: Names that the file lacks and the module ties to one that it has; from alias to that name.
+        tied: Names that the file lacks, but that the module ties to a name of the file; from alias to that name.
         conflicting: Names that the module ties and the file holds with different contents.
-        rank: In the group, where several ranks loaded the file together (:mod:`tensorizer.distributed`).
+        rank: Rank in the group, if several ranks loaded the file together (:mod:`tensorizer.distributed`).
         exchange: ``"none"`` or ``"all_gather"``: what ``exchange="auto"`` chose.
-        ranks: What each of them did; none where no group loaded.
+        ranks: What each rank did; empty if no group loaded.
     """
 
     module: str

@@ -18,7 +18,7 @@ def add_parsers(commands: Any) -> None:
         "bench",
         help="measure how fast a file loads",
         description="Loads a file several times and prints medians. To compare packages, each in a "
-        "process of its own, use the benchmarks of the repository.",
+        "separate process, use the benchmarks of the repository.",
     )
     parser.add_argument("file", metavar="FILE", help="a path or URI")
     parser.add_argument("--device", default="cpu", help="the device of the tensors; default: cpu")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from typing import Any
 
 from tensorizer._system.redaction import shown_uri
-from tensorizer.cli.keys import add_key_options, decryption, encryption, removing_unused_key
+from tensorizer.cli.keys import add_key_options, decryption, encryption
 from tensorizer.cli.options import add_common, add_force, stream_options
 from tensorizer.cli.output import OK, Output, escaped
 
@@ -67,8 +68,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     options = stream_options(arguments, arguments.source, arguments.target)
     encrypted = is_encrypted(arguments.source, options)
     key = decryption(arguments, output, encrypted, prefix="in-", what=escaped(shown_uri(arguments.source)))
-    new_key = None if arguments.dry_run else encryption(arguments, output)
-    with removing_unused_key(None if new_key is None else arguments.generate_key, arguments.target, output):
+    with contextlib.nullcontext() if arguments.dry_run else encryption(arguments, output) as new_key:
         report = convert(
             arguments.source,
             arguments.target,

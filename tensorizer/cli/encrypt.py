@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.convert import print_report
-from tensorizer.cli.keys import add_key_options, decryption, encryption, removing_unused_key
+from tensorizer.cli.keys import add_key_options, decryption, encryption
 from tensorizer.cli.options import add_common, add_force, check_names_object, stream_options
 from tensorizer.cli.output import OK, Output, escaped
 
@@ -63,8 +63,7 @@ def _add(
 
 def run_encrypt(arguments: argparse.Namespace, output: Output) -> int:
     _check_target(arguments)
-    key = _new_key(arguments, output, "")
-    with removing_unused_key(arguments.generate_key, arguments.target, output):
+    with _new_key(arguments, output, "") as key:
         return _recrypt(arguments, output, None, key)
 
 
@@ -76,13 +75,12 @@ def run_decrypt(arguments: argparse.Namespace, output: Output) -> int:
 def run_rekey(arguments: argparse.Namespace, output: Output) -> int:
     _check_target(arguments)
     old = _old_key(arguments, output)
-    new = _new_key(arguments, output, "new-")
-    with removing_unused_key(arguments.new_generate_key, arguments.target, output):
+    with _new_key(arguments, output, "new-") as new:
         return _recrypt(arguments, output, old, new)
 
 
 def _check_target(arguments: argparse.Namespace) -> None:
-    """Before a key is drawn: a key without a file would be left behind."""
+    """Before a passphrase is asked for and a key derived from it, which takes a while."""
     from tensorizer._files.copy import check_target
 
     options = stream_options(arguments, arguments.source, arguments.target)

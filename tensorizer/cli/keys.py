@@ -17,9 +17,10 @@ from tensorizer.cli.output import Output, UsageError, escaped
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams, EncryptionParams
 
-__all__ = ["Secret", "add_key_options", "decryption", "encryption", "given", "removing_unused_key", "write_new_key"]
+__all__ = ["Secret", "add_key_options", "decryption", "encryption", "given", "write_new_key"]
 
 _KEY_NBYTES = 32
+_EXISTS = "{} exists: a key is never replaced"
 _KINDS = ("key_file", "key_env", "passphrase_file", "passphrase_env")
 
 
@@ -81,6 +82,7 @@ def decryption(
     return DecryptionParams.from_string(secret.value)
 
 
+@contextlib.contextmanager
 def encryption(
     arguments: argparse.Namespace,
     output: Output,
@@ -88,21 +90,54 @@ def encryption(
     opslimit: Optional[int] = None,
     memlimit: Optional[int] = None,
     required: bool = False,
-) -> Optional[EncryptionParams]:
-    """The key for writing; ``None`` where the arguments name none.
+) -> Iterator[Optional[EncryptionParams]]:
+    """The key for writing, for a block that writes; ``None`` if the arguments name none.
+
+    A new key is drawn and written when the block first needs it, so an error before that leaves no key file. If the
+    block fails later and the folder of the target is as it was, the key file is removed. For a target in a store it
+    stays, because nobody can tell what the store has.
 
     Raises:
         UsageError: A key is `required`, and there is neither one nor a terminal to ask on.
         StreamExistsError: The file for a new key exists.
     """
     from tensorizer.encryption import EncryptionParams
+    from tensorizer.errors import StreamExistsError
 
     path = _option(arguments, prefix, "generate_key")
-    if path:
-        params = EncryptionParams.random()
-        write_new_key(path, params.key)
+    if not path:
+        yield _named_for_writing(arguments, output, prefix, opslimit, memlimit, required)
+        return
+    if os.path.lexists(path):
+        raise StreamExistsError(_EXISTS.format(path))
+    drawn = []
+
+    def draw() -> bytes:
+        key = EncryptionParams.random().key
+        write_new_key(path, key)
+        drawn.append(_files_around(arguments.target))
         output.note(f"wrote a new key to {escaped(path)}")
-        return params
+        return key
+
+    try:
+        yield EncryptionParams.from_provider(draw)
+    except BaseException:
+        if drawn and drawn[0] is not None and _files_around(arguments.target) == drawn[0]:
+            os.unlink(path)
+            output.note(f"removed the new key {escaped(path)}: nothing was encrypted with it")
+        raise
+
+
+def _named_for_writing(
+    arguments: argparse.Namespace,
+    output: Output,
+    prefix: str,
+    opslimit: Optional[int],
+    memlimit: Optional[int],
+    required: bool,
+) -> Optional[EncryptionParams]:
+    from tensorizer.encryption import EncryptionParams
+
     secret = _from_arguments(arguments, output, prefix)
     if secret is None and required:
         secret = _from_defaults(output) or _from_terminal(arguments, "New passphrase: ", repeat=True)
@@ -116,22 +151,6 @@ def encryption(
     if secret.is_key:
         return EncryptionParams(secret.value)
     return EncryptionParams.from_string(secret.value, opslimit, memlimit)
-
-
-@contextlib.contextmanager
-def removing_unused_key(path: Optional[str], target: str, output: Output) -> Iterator[None]:
-    """Removes the key file that :func:`encryption` made where the block fails and the folder of `target` is as before.
-
-    Nobody can tell that of a store: there a key stays.
-    """
-    before = _files_around(target)
-    try:
-        yield
-    except BaseException:
-        if path and before is not None and _files_around(target) == before:
-            os.unlink(path)
-            output.note(f"removed the new key {escaped(path)}: nothing was encrypted with it")
-        raise
 
 
 def _files_around(target: str) -> Optional[dict[str, tuple[int, int, int]]]:
@@ -157,7 +176,7 @@ def write_new_key(path: str, key: bytes) -> None:
         try:
             file.publish(exclusive=True)
         except FileExistsError:
-            raise StreamExistsError(f"{path} exists: a key is never replaced") from None
+            raise StreamExistsError(_EXISTS.format(path)) from None
 
 
 def _option(arguments: argparse.Namespace, prefix: str, kind: str) -> Optional[str]:

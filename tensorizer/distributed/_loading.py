@@ -54,7 +54,7 @@ def load(
     Args:
         file: As for :class:`tensorizer.TensorDeserializer`; every rank passes the same content.
         group: A process group; ``None`` is the default one, or only this process if there is none.
-        device: Where the tensors go; ``None`` is CUDA where available, else the CPU.
+        device: Where the tensors go; ``None`` is CUDA if available, else the CPU.
         exchange: ``"all_gather"``: every rank reads 1/N of the bytes and gathers the rest from the others, in windows
             of N times 16 MiB. ``"none"``: every rank reads all. ``"auto"``: ``"none"`` if the file is in this machine's
             memory and goes to the CPU, or if there is only one rank; otherwise ``"all_gather"``.

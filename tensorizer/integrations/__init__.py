@@ -1,1 +1,1 @@
-"""Models of other libraries, one module for each; nothing here is imported before it is asked for."""
+"""Models of other libraries, one module for each. A module is imported when you first use it."""

@@ -1,6 +1,6 @@
 """accelerate: the weights of ``Accelerator.save_state`` and ``load_state`` in ``.tensors`` files.
 
-Importing this module imports neither ``accelerate`` nor anything of it: what it needs is the accelerator it is given.
+Importing this module does not import ``accelerate``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def install_hooks(
 ) -> StateHooks:
     """Lets ``accelerator.save_state`` write weights as ``model.tensors``, and ``load_state`` read them.
 
-    The weights have the names of the model itself, without those of what accelerate or ``torch.compile`` wraps around
-    it: a checkpoint of many processes loads in one, and :func:`tensorizer.load_model` reads it. They are read straight
-    into the parameters, so optimizers keep theirs. Further models are ``model_1.tensors`` and so on. Checkpoints
+    The weights have the names of the model itself, without the wrappers of accelerate or ``torch.compile``. So a
+    checkpoint of many processes loads in one process, and :func:`tensorizer.load_model` reads it. ``load_state`` reads
+    straight into the parameters, so optimizers keep them. Further models are ``model_1.tensors`` and so on. Checkpoints
     without such files are loaded by accelerate itself.
 
     Optimizers, schedulers and random states stay accelerate's own files, which hooks cannot change. To write their
@@ -53,10 +53,10 @@ def install_hooks(
         hashes: Digests to store: ``"crc32"``, ``"sha256"``, both (default) or ``None``.
         verify_hash: Compares the weights with their digests when they are loaded.
         public_key: Who has to have signed weights that are loaded, as for :class:`tensorizer.TensorDeserializer`;
-            checkpoints without ``model.tensors`` are refused then.
+            loading a checkpoint without ``model.tensors`` then raises.
 
     Returns:
-        The hooks, to take them off again.
+        The hooks; :meth:`StateHooks.remove` removes them.
     """
     hooks = StateHooks(accelerator, encryption, decryption, hashes, verify_hash, public_key)
     hooks._handles = (
@@ -85,7 +85,7 @@ class StateHooks:
         self._handles: tuple[Any, ...] = ()
 
     def remove(self) -> None:
-        """Takes the hooks off; accelerate writes and reads its own files again."""
+        """Removes the hooks. Accelerate writes and reads its own files again."""
         for handle in self._handles:
             handle.remove()
         self._handles = ()

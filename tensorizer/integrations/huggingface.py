@@ -130,7 +130,7 @@ def from_pretrained(
         device_map: As the library takes it; needs ``accelerate``.
         quantization_config: Quantises while loading, by the library.
         config: A configuration instead of the one of the folder.
-        model_class: The class of a model whose code is not in the library; code of a repository is never run.
+        model_class: The class of a model whose code is not in the library; code of a repository is never executed.
         strict: Raises if tensors are missing or unexpected. ``False`` leaves that to the library, which initialises
             missing ones: from a base model to one with a head and back.
         verify: Compares the data with the stored digests; ``.safetensors`` files have none and raise.
@@ -141,15 +141,14 @@ def from_pretrained(
         cache: ``False`` reads a hub repository over HTTPS instead of through the cache.
         local_files_only: Sends no request to the hub; ``HF_HUB_OFFLINE`` does the same.
         token: For the hub, as ``huggingface_hub`` takes it; it is sent only to the hub's host.
-        allow_pickle: Reads ``.bin`` files where there is nothing else, by ``torch.load(weights_only=True)``.
-        allow_plaintext_temp: Lets encrypted weights be decrypted to a private temporary file, where the library reads
-            nothing else.
-        mmap: ``True`` makes the tensors copy-on-write views of local, unencrypted weights: the model is there at once,
-            and its pages are read when they are first used. A program that writes into the file changes the model, and
-            one that cuts the file short ends the process; a file that is replaced changes nothing. ``None`` does so
-            on the CPU, as the libraries do, where no tensor is converted, `verify` is not asked for, and the file is
-            not on a network file system. ``False`` reads the file.
-        output_loading_info: Gives ``(model, info)``, with the information of the library.
+        allow_pickle: If there are only ``.bin`` files, reads them with ``torch.load(weights_only=True)``.
+        allow_plaintext_temp: If the library reads only files, decrypts encrypted weights to a private temporary file.
+        mmap: ``True`` makes the tensors copy-on-write views of local, unencrypted weights. The call returns at once,
+            and the system reads a page when it is first used. A program that writes into the file changes the model,
+            and a program that truncates it ends the process; replacing the file changes nothing. ``None`` maps on the
+            CPU, as the libraries do, if no tensor is converted, `verify` is not set and the file is not on a network
+            file system. ``False`` reads the file.
+        output_loading_info: Returns ``(model, info)``, with the information of the library.
         stream_options: Keywords for :func:`tensorizer.stream_io.open_stream`, such as ``s3_endpoint``.
         **model_kwargs: What else the library's ``from_pretrained`` takes; members of the configuration override it.
 
@@ -205,7 +204,7 @@ def load_adapter(
         source: As for :func:`from_pretrained`: the folder of the adapter, or one with ``pytorch_lora_weights`` of a
             pipeline.
         adapter_name: Name of the adapter in the model.
-        strict: Raises where tensors of the adapter are missing or unexpected, for models of ``peft``.
+        strict: Raises if tensors of the adapter are missing or unexpected, for models of ``peft``.
 
     All other arguments are those of :func:`from_pretrained`.
 

@@ -1,6 +1,6 @@
 """Lightning: checkpoints of a ``Trainer`` or ``Fabric`` as ``.tensors`` files.
 
-Of the packages ``lightning`` and ``lightning-fabric`` one has to be installed. The strategies whose ranks write shards
+Install ``lightning`` or ``lightning-fabric``. The strategies whose ranks write shards
 are in :mod:`tensorizer.integrations.lightning_strategies`; they are names of this module too, resolved when asked for,
 because only they need ``lightning.pytorch``.
 """
@@ -55,9 +55,10 @@ MapLocation = Union[str, torch.device, Mapping[str, Any], Callable[[Any, str], A
 class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not shown lightning
     """Keeps the checkpoints of ``Trainer(plugins=[…])`` and ``Fabric(plugins=[…])`` in one ``.tensors`` file each.
 
-    Tensors are records of the file, everything else is JSON in its metadata, except for objects that are made of more
-    than numbers, texts, bytes, lists, tuples and dicts: those are stored as ``torch.save`` does, and read with
-    ``torch.load(weights_only=True)`` unless the caller trusts the file. A file appears complete or not at all.
+    Tensors are records of the file. Numbers, texts, bytes, and lists, tuples and dicts of them are JSON in its
+    metadata. Other objects are stored as ``torch.save`` stores them, and read with ``torch.load(weights_only=True)``
+    unless the caller trusts the file. A file appears when it is complete. ``load_from_checkpoint`` of a
+    ``LightningModule`` cannot read these files: pass ``load_checkpoint(path)["state_dict"]`` to ``load_state_dict``.
 
     Strategies that write shards themselves have no plugin for checkpoints: :class:`.TensorizerFSDPStrategy` and
     :class:`.TensorizerModelParallelStrategy` take their place, and for ``Fabric``
@@ -65,14 +66,14 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
 
     Args:
         async_save: Saves in the background. Tensors are copied to host memory before training goes on, so that no
-            memory of the device is taken for them. One save runs at a time: the next one waits for it, and raises its
-            error, as :meth:`teardown` does.
+            memory of the device is taken for them. One save runs at a time. The next save, and :meth:`teardown`, wait
+            for it and raise its error.
         encryption: Encrypts the files.
         decryption: The key of encrypted files.
         verify_hash: Compares the tensors of a checkpoint with their digests when it is loaded.
         public_key: Who has to have signed a checkpoint that is loaded, as for :class:`tensorizer.TensorDeserializer`;
-            checkpoints of torch are refused then.
-        stream_options: Keywords for opening ``s3://`` URIs; ``storage_options`` of a save are put over them.
+            loading a checkpoint of torch then raises.
+        stream_options: Keywords for opening ``s3://`` URIs; ``storage_options`` of a save take precedence.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ranks that are spawned: what belongs to this process stays here."""
+        """Pickles the plugin for ranks that are spawned, without what belongs to this process."""
         self._wait()
         return {**self.__dict__, "_thread": None, "_lock": None}
 
@@ -107,12 +108,12 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Union[str, os.PathLike[str]], storage_options: Optional[Any] = None
     ) -> None:
-        """Writes a checkpoint; in the background where the constructor says so.
+        """Writes a checkpoint, in the background with ``async_save``.
 
         Args:
             checkpoint: What the trainer collected.
             path: A local path, or an ``s3://`` URI.
-            storage_options: Keywords for opening the URI, over those of the constructor.
+            storage_options: Keywords for opening the URI; they take precedence over the constructor's.
 
         Raises:
             OSError: It cannot be written, or the save before this one could not.
@@ -146,10 +147,10 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         map_location: MapLocation = None,
         weights_only: Optional[bool] = None,
     ) -> dict[str, Any]:
-        """The checkpoint, as it was given to :meth:`save_checkpoint`; one that ``torch.save`` wrote loads too.
+        """Returns the checkpoint that :meth:`save_checkpoint` was given. Files of ``torch.save`` load too.
 
-        So a run that began with Lightning's own plugin goes on with this one, under that plugin's rule for
-        `weights_only`: ``torch.load`` gets it as it is.
+        So you can resume a run that began with Lightning's own plugin. Such files are read by ``torch.load`` with the
+        `weights_only` that you pass.
 
         Args:
             path: Where it is.
@@ -158,7 +159,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
             weights_only: ``False`` unpickles objects that are more than simple values: only for trusted files.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: There is no such file.
             FormatError: The file is not a checkpoint of this class.
             pickle.UnpicklingError: It holds more than simple values, and `weights_only` is not ``False``.
         """
@@ -202,7 +203,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         return result
 
     def remove_checkpoint(self, path: Union[str, os.PathLike[str]]) -> None:
-        """Deletes a checkpoint; one that is not there is no error."""
+        """Deletes a checkpoint. A missing one is no error."""
         self._wait()
         folder, name = os.path.split(os.fspath(path))
         Folder.at(folder or ".", self._stream_options or None).delete([name])

@@ -122,8 +122,8 @@ class _ShardedCheckpoints(abc.ABC):
 class TensorizerFSDPStrategy(_ShardedCheckpoints, FSDPStrategy):  # type: ignore[misc]
     """Lightning's ``FSDPStrategy`` for a ``Trainer``, whose checkpoints are those of :class:`.TensorizerWriter`.
 
-    A checkpoint is a folder with one ``.tensors`` file per rank and a marker; everything of it, optimizers and loops
-    included, becomes valid with the marker, in one step. It loads with other numbers of ranks.
+    A checkpoint is a folder with one ``.tensors`` file per rank and a marker. All of it, optimizers and loops included,
+    becomes valid with the marker, in one step. It loads with any number of ranks.
 
     Args:
         *args: As for ``FSDPStrategy``.

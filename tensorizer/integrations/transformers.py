@@ -29,8 +29,8 @@ class TensorsTrainerMixin:
 
     Name it before the trainer: ``class MyTrainer(TensorsTrainerMixin, Trainer): ...``. Everything else works as always:
     ``resume_from_checkpoint``, ``save_total_limit``, ``load_best_model_at_end``; checkpoints with ``.safetensors`` are
-    resumed by the trainer itself. Optimizer, scheduler and random states stay the trainer's own files. Under FSDP and
-    DeepSpeed, which keep models in pieces, nothing is changed.
+    resumed by the trainer itself. Optimizer, scheduler and random states stay the trainer's own files. With FSDP and
+    DeepSpeed, which keep models in pieces, the mixin has no effect.
 
     Attributes:
         encryption: Encrypts the weights of checkpoints (:class:`tensorizer.EncryptionParams`). The trainer's other
@@ -104,9 +104,9 @@ def _is_in_pieces(trainer: Any) -> bool:
 
 
 class TensorsCallback(TrainerCallback):  # type: ignore[misc]
-    """Writes each checkpoint's model once more as ``.tensors``, for a trainer whose class stays as it is.
+    """Also writes the model of each checkpoint as ``.tensors``. The class of the trainer need not change.
 
-    The trainer's own files stay what it resumes from; these are for :func:`.huggingface.from_pretrained`.
+    The trainer still resumes from its own files; :func:`.huggingface.from_pretrained` loads these.
 
     Args:
         target: A folder or ``s3://`` prefix, below which a checkpoint is ``checkpoint-<step>``; ``None``: the folder of

@@ -719,6 +719,20 @@ def test_diff_compares_names_whether_a_tensor_is_stored_once_or_under_each(tmp_p
         assert (report.added, report.removed, report.same) == (("d",), ("a", "c"), 1)
 
 
+def test_a_new_key_is_written_when_the_writing_begins_so_errors_before_leave_none(tmp_path, model):
+    key = tmp_path / "new.key"
+    for status, *command in (
+        (2, "convert", "--all", tmp_path, "memory://store/model"),  # a file or a folder: nobody can tell
+        (3, "convert", tmp_path / "nowhere.tensors", "memory://store/model.tensors"),
+        (3, "encrypt", tmp_path / "nowhere.tensors", "memory://store/model.tensors"),
+    ):
+        result = run(*command, "--generate-key", key)
+        assert (result.returncode, key.exists()) == (status, False), (command, result)
+        assert b"new key" not in result.stderr
+    assert run("encrypt", model, "memory://store/model.tensors", "--generate-key", key).returncode == 0
+    assert run("verify", "memory://store/model.tensors", "--key-file", key).returncode == 0
+
+
 def test_a_new_key_stays_only_where_something_was_encrypted_with_it(tmp_path, model, key_file, monkeypatch):
     encrypted = write(tmp_path / "encrypted.tensors", {"a": torch.ones(2)}, encryption=EncryptionParams(KEY))
     damaged = tmp_path / "damaged.tensors"

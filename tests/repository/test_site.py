@@ -176,6 +176,14 @@ def test_the_reference_shows_no_markup_of_docstrings_and_what_users_look_for(sit
 
 
 @pytest.mark.slow
+def test_no_page_shows_marks_of_a_list_or_a_table_that_was_indented_wrongly(site):
+    raw = re.compile(r"^(?:\d+\.|-) +<(?:strong|em)>|\|[ :]*-{3}|<code>[^<]*\\\|", re.MULTILINE)
+    for path in pages_of(site):
+        text = re.sub(r"<pre.*?</pre>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert raw.findall(text) == [], path.relative_to(site)
+
+
+@pytest.mark.slow
 def test_no_page_scrolls_sideways_in_a_browser(site, browser, tmp_path):
     pages = [path.as_uri() for path in pages_of(site)]
     harness = tmp_path / "measure.html"

@@ -23,12 +23,12 @@ _options: dict[object, tuple[dict[str, Any], dict[str, Any]]] = {}
 
 @contextlib.contextmanager
 def dcp_default(*, writer: Optional[dict[str, Any]] = None, reader: Optional[dict[str, Any]] = None) -> Iterator[None]:
-    """Inside the block, code that names no storage, or torch's own file storage, uses ours.
+    """Inside the block, code that names no storage, or torch's own file storage, uses this package's writer and reader.
 
-    For ``dcp.save(state, checkpoint_id=…)`` and for libraries that write ``FileSystemWriter`` themselves (accelerate,
-    Lightning). What is read is looked at first: directories of torch's writers still load. ``s3://`` works in place of
-    a path. Blocks may be nested; the innermost one's options count. It holds for all threads of the process: a
-    background save that begins in the block uses ours, also when it ends after it.
+    Use it for ``dcp.save(state, checkpoint_id=…)`` and for libraries that use ``FileSystemWriter`` themselves
+    (accelerate, Lightning). Folders of torch's writers still load. ``s3://`` works in place of a path. If blocks are
+    nested, the options of the innermost one apply. The block applies to all threads of the process; a background save
+    that begins inside it may end later.
 
     Args:
         writer: Keywords of :class:`TensorizerWriter`.

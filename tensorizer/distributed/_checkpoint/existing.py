@@ -67,7 +67,7 @@ def read_markers(folder: Folder, encryption: Optional[DecryptionParams] = None) 
 
 
 def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
-    """Whether a checkpoint is there, with its marker and every file that this names, of the size that it states.
+    """Returns whether a checkpoint has its marker, and every file that the marker lists with the size that it states.
 
     Args:
         checkpoint: The folder or ``s3://`` prefix.
@@ -91,8 +91,8 @@ def is_complete(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, A
 def prune(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
     """Deletes what killed saves left in the folder of a complete checkpoint, and nothing else.
 
-    That are files with the names that :class:`TensorizerWriter` gives and which the marker does not name. No save may
-    be running there.
+    It deletes files that have names of :class:`TensorizerWriter` and that the marker does not list. Do not call it
+    while a save into the folder is running.
 
     Args:
         checkpoint: The folder or ``s3://`` prefix.
@@ -102,8 +102,8 @@ def prune(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, Any]] =
         The names of the deleted files.
 
     Raises:
-        FileNotFoundError: There is no complete checkpoint; nothing is deleted then.
-        FormatError: The marker is damaged; nothing is deleted then.
+        FileNotFoundError: There is no complete checkpoint. Nothing was deleted.
+        FormatError: The marker is damaged. Nothing was deleted.
     """
     folder = Folder.at(checkpoint, stream_options)
     markers = read_markers(folder)
@@ -123,7 +123,7 @@ class VerifyReport(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether all of them are what was written."""
+        """Whether all boxes are as they were written."""
         return not self.errors
 
 
@@ -135,21 +135,21 @@ def verify(
     threads: Optional[int] = None,
     stream_options: Optional[Mapping[str, Any]] = None,
 ) -> VerifyReport:
-    """Reads all bytes of a checkpoint and compares them with their digests, and those with the marker.
+    """Reads all bytes of a checkpoint and compares them with their digests, and the digests with the marker.
 
-    Without an initialised ``torch.distributed`` this process reads all of it; otherwise the ranks of the group share
-    the work by bytes, and all of them have to call. Nothing is unpickled.
+    If ``torch.distributed`` is not initialised, this process reads everything. Otherwise the ranks of the group share
+    the work by bytes, and every rank must call this function. Nothing is unpickled.
 
     Args:
         checkpoint: The folder or ``s3://`` prefix.
-        group: The ranks that take part; ``None`` for all of them. Its backend has to exchange objects: gloo, or NCCL
-            with a device per rank.
+        group: The ranks that take part; ``None`` for all of them. Its backend must exchange objects: gloo, or
+            NCCL with a device per rank.
         encryption: The key of an encrypted checkpoint.
         threads: Upper bound for reading threads.
         stream_options: Keywords for opening ``s3://`` URIs.
 
     Returns:
-        What was found; damage is reported, not raised.
+        The report. Damage is in the report and does not raise.
 
     Raises:
         FileNotFoundError: There is no complete checkpoint.
@@ -264,11 +264,11 @@ def consolidate(
         checkpoint: The folder or ``s3://`` prefix.
         target: Where the file goes, as for :class:`tensorizer.TensorSerializer`.
         verify_hash: Compares every box with its digest.
-        hashes: Digests to store in the new file.
+        hashes: Digests to store in the new file, as for :class:`tensorizer.TensorSerializer`.
         decryption: The key of an encrypted checkpoint.
         encryption: Encrypts the new file.
         threads: Upper bound for threads.
-        stream_options: Keywords for opening ``s3://`` URIs, of both.
+        stream_options: Keywords for opening ``s3://`` URIs, for checkpoint and target.
 
     Returns:
         What was written.
@@ -277,8 +277,8 @@ def consolidate(
         FileNotFoundError: There is no complete checkpoint.
         UnsupportedContentError: It has no tensor with elements; nothing was written.
         FormatError: Boxes do not cover a tensor, or the checkpoint is damaged.
-        HashMismatchError: A box is not what was written, with `verify_hash`.
-        OSError: A file cannot be read or written. The target is as it was.
+        HashMismatchError: With `verify_hash`, a box differs from what was written.
+        OSError: A file cannot be read or written. The target is unchanged.
     """
     folder = Folder.at(checkpoint, stream_options)
     check_decryption(decryption)

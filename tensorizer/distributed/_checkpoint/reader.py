@@ -91,18 +91,18 @@ class TensorizerReader(Located, StorageReader):
     # ---- what torch calls, in its order -----------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
-        """Begins a load, from `checkpoint_id` where that is given."""
+        """Begins a load, from `checkpoint_id` if you pass one."""
         self._move_to(checkpoint_id)
         self._load_id = str(uuid.uuid4())
         self._metadata = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the marker says: of all ranks, or with ``rank=`` of one that was saved without collectives.
+        """Returns the content of the marker: of all ranks, or with ``rank=`` of one that saved without collectives.
 
         Raises:
             FileNotFoundError: There is no complete checkpoint.
-            FormatError: The marker is damaged, or another program's.
-            AuthenticationError: It is not what the key vouches for.
+            FormatError: The marker is damaged, or another program wrote it.
+            AuthenticationError: The marker differs from what the key vouches for.
         """
         folder = self._folder()
         name = marker_name(kwargs.get("rank"))
@@ -119,22 +119,22 @@ class TensorizerReader(Located, StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Returns the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the items of this rank into the tensors that the planner names.
 
         Raises:
-            FormatError: A file is not the one that was written, or is damaged.
-            HashMismatchError: A box is not what was written, with ``verify_hash``.
+            FormatError: A file is damaged, or is not the one that was written.
+            HashMismatchError: With ``verify_hash``, a box differs from what was written.
             pickle.UnpicklingError: A leaf holds more than simple values, without ``allow_pickle``.
             CryptographyError: The key is missing.
-            AuthenticationError: A file is not what the key and the marker vouch for.
+            AuthenticationError: A file differs from what the key and the marker vouch for.
             OSError: A file cannot be read.
         """
         files = CheckpointFiles(

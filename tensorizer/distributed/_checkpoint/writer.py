@@ -116,7 +116,7 @@ class TensorizerWriter(Located, StorageWriter):
     # ---- what torch calls, in its order -----------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
-        """Begins a save, at `checkpoint_id` where that is given."""
+        """Begins a save, at `checkpoint_id` if you pass one."""
         self._move_to(checkpoint_id)
         self._save_id = _new_id()
 
@@ -128,10 +128,10 @@ class TensorizerWriter(Located, StorageWriter):
         return None if kind is None else kind(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Looks at what is there already.
+        """Looks for a checkpoint in the folder.
 
         Raises:
-            FileExistsError: A checkpoint, and ``overwrite=False``; or, without collectives, in any case.
+            FileExistsError: There is one, and ``overwrite=False`` or the save uses no collectives.
         """
         alone = not kwargs.get("use_collectives", True)
         self._rank = int(kwargs.get("rank") or 0) if alone else None
@@ -143,22 +143,23 @@ class TensorizerWriter(Located, StorageWriter):
                 raise StreamExistsError(17, f"a checkpoint is there already, and {why}", folder.join(name))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is; without collectives with the rank."""
+        """Returns the plan unchanged; without collectives, with the rank."""
         return plan if self._rank is None else dataclasses.replace(plan, storage_data=self._rank)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tells each rank its number. Nothing else: plans are kept and used again."""
+        """Tells each rank its number and changes nothing else, because torch keeps plans and reuses them."""
         return [
             plan if plan.storage_data is not None else dataclasses.replace(plan, storage_data=rank)
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes the items of this rank to one file, complete and synced when it returns; no file without items.
+        """Writes the items of this rank to one file, which is complete and synced on return. Without items it writes
+        none.
 
         Raises:
-            OSError: It could not be written; nothing is left of it.
-            TypeError: A leaf that readers refuse, without ``allow_pickle``.
+            OSError: The file could not be written; no part of it is left.
+            TypeError: A leaf that readers reject, without ``allow_pickle``.
             NotImplementedError: A tensor that the format cannot hold.
         """
         future: Future[list[WriteResult]] = Future()
@@ -166,11 +167,11 @@ class TensorizerWriter(Located, StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the marker, then deletes what belonged to the checkpoint that it replaced; a warning tells what stays.
+        """Writes the marker, then deletes the files of the replaced checkpoint. A warning lists files that stay.
 
         Raises:
             FileExistsError: A checkpoint appeared meanwhile, and ``overwrite=False``.
-            OSError: The marker could not be written: the checkpoint that was there before is the one that is there.
+            OSError: The marker could not be written. The previous checkpoint stays valid.
         """
         stored = _by_index(results)
         world_size = len(results)
