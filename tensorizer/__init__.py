@@ -76,28 +76,11 @@ __all__ = [
     "utils",
     "protobuf",
     "tensors_pb2",
-    "AuthenticationError",
-    "DeviceError",
-    "FieldRangeError",
-    "FormatError",
-    "HashMismatchError",
-    "InvalidVersionError",
-    "LoadError",
     "LoadReport",
-    "MissingHashError",
-    "StreamError",
-    "StreamExistsError",
-    "StreamIsADirectoryError",
-    "StreamNotADirectoryError",
-    "StreamNotFoundError",
-    "StreamPermissionError",
-    "TensorizerError",
-    "TruncatedError",
-    "UnsupportedContentError",
-    "VerificationError",
     "PublicKey",
     "SigningKey",
 ]
+__all__ += errors.__all__
 
 __getattr__, __dir__ = names_on_demand(__name__)
 

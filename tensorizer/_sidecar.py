@@ -20,7 +20,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 
-from tensorizer._io.uri import expanded
+from tensorizer._io.uri import local_path
 from tensorizer._system.devices import empty
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import FormatError
@@ -77,15 +77,9 @@ _SIDECAR_MAGIC = b"|TZR|"
 _RESERVED_AT, _RESERVED_NBYTES = 49, 8
 
 
-def _local_path(location: Any) -> Optional[str]:
-    if isinstance(location, str):
-        return None if "://" in location else expanded(location)
-    return expanded(os.fsdecode(location)) if isinstance(location, (bytes, os.PathLike)) else None
-
-
 def _stamp(location: Any, pair_id: int) -> bool:
     """Put the number into a finished local sidecar. False where that is not possible: the pair is then not numbered."""
-    path = _local_path(location)
+    path = local_path(location) if isinstance(location, (str, bytes, os.PathLike)) else None
     if path is None:
         return False
     try:
@@ -100,7 +94,7 @@ def _stamp(location: Any, pair_id: int) -> bool:
 
 def _stamp_of(location: Any) -> int:
     """The number in a local sidecar; 0 where there is none or it cannot be seen from here."""
-    path = _local_path(location)
+    path = local_path(location) if isinstance(location, (str, bytes, os.PathLike)) else None
     if path is None:
         return 0
     try:

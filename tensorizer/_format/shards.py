@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional, Union
+from collections.abc import Iterable, Mapping
+from typing import Any, Union
 
 from tensorizer._system.sizes import parse_size
 
-__all__ = ["index_bytes", "index_name", "name_of_shard", "names_of_model", "nbytes_of", "shard_names", "split"]
+__all__ = ["index_bytes", "index_name", "name_of_shard", "names_of_model", "nbytes_of", "shard_names"]
 
 
 def nbytes_of(size: Union[str, int]) -> int:
@@ -26,19 +26,6 @@ def nbytes_of(size: Union[str, int]) -> int:
     if nbytes < 1:
         raise ValueError(f"max_shard_size: wanted bytes, or a text like '5GB' or '500MB', found {size!r}")
     return nbytes
-
-
-def split(sizes: Sequence[int], limit: Optional[int]) -> list[range]:
-    """Runs of consecutive tensors whose sum stays within `limit`; a larger tensor is a run of its own."""
-    runs: list[range] = []
-    begin, total = 0, 0
-    for position, size in enumerate(sizes):
-        if limit is not None and position > begin and total + size > limit:
-            runs.append(range(begin, position))
-            begin, total = position, 0
-        total += size
-    runs.append(range(begin, len(sizes)))
-    return runs
 
 
 def shard_names(name: str, count: int) -> list[str]:

@@ -430,28 +430,30 @@ def version_of_info(info: Mapping[str, Any]) -> Optional[str]:
 
 
 class CachedFile(WindowedReader):
-    """An object of which only the cache is read."""
+    """An object that is read through the cache, or of which only the cache is read."""
 
-    def __init__(self, source: _C.CacheSource, of: Optional[CachedObject] = None) -> None:
+    def __init__(
+        self,
+        source: _C.CacheSource,
+        of: Optional[CachedObject] = None,
+        begin: int = 0,
+        buffer_nbytes: int = 16 << 20,
+    ) -> None:
         super().__init__()
         self._source, self._of = source, of
         self.name = self._name = source.name
-        self._start_at(0, 16 << 20)
+        self._start_at(begin, buffer_nbytes)
 
     def __repr__(self) -> str:
         return f"<CachedFile {self.name}>"
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that came from the disk."""
+        """Bytes that came from the disk, or to it."""
         return self._source.bytes_read
 
     def _tensorizer_source(self) -> _C.RangeSource:
         return self._source
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise StreamError(f"{self!r} is closed")
 
     def _limit(self) -> Optional[int]:
         return self._source.size()

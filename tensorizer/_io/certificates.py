@@ -18,7 +18,7 @@ from typing import Any, Optional
 from tensorizer._system.config import env_text
 from tensorizer.errors import StreamError
 
-__all__ = ["CAInfo", "Trust", "check_certificates", "named_trust", "system_trust", "trust_for"]
+__all__ = ["CAInfo", "TrustAnchors", "check_certificates", "named_trust", "system_trust", "trust_for"]
 
 _logger = logging.getLogger("tensorizer")
 
@@ -97,7 +97,7 @@ class CAInfo:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trust:
+class TrustAnchors:
     """Trust anchors as the C++ side takes them.
 
     Attributes:
@@ -117,10 +117,10 @@ def check_certificates(choice: Any) -> None:
         raise TypeError(f"certificate_handling: wanted CAInfo or None, found {type(choice).__name__}")
 
 
-_found: Optional[Trust] = None  # of the system; certificates do not move while a process runs
+_found: Optional[TrustAnchors] = None  # of the system; certificates do not move while a process runs
 
 
-def trust_for(certificates: Optional[CAInfo], *, secure: bool = True) -> Trust:
+def trust_for(certificates: Optional[CAInfo], *, secure: bool = True) -> TrustAnchors:
     """The trust anchors of a connection.
 
     Args:
@@ -134,14 +134,14 @@ def trust_for(certificates: Optional[CAInfo], *, secure: bool = True) -> Trust:
     return named_trust(certificates, secure=secure) or _of_system(secure)
 
 
-def named_trust(certificates: Optional[CAInfo], *, secure: bool = False) -> Optional[Trust]:
+def named_trust(certificates: Optional[CAInfo], *, secure: bool = False) -> Optional[TrustAnchors]:
     """What the caller or a variable names; ``None`` where the system has to be searched. Arguments as above."""
     if certificates is not None:
-        return Trust(certificates.cacert or "", certificates.capath or "", not certificates.allow_untrusted)
+        return TrustAnchors(certificates.cacert or "", certificates.capath or "", not certificates.allow_untrusted)
     return _of_environment(secure)
 
 
-def system_trust() -> Trust:
+def system_trust() -> TrustAnchors:
     """The trust anchors of the system, for a connection that certainly uses TLS. Raises as :func:`trust_for`."""
     return _of_system(True)
 
@@ -155,7 +155,7 @@ _VARIABLES = (
 _FITS = {"file": os.path.isfile, "folder": os.path.isdir, "file or folder": os.path.exists}
 
 
-def _of_environment(secure: bool) -> Optional[Trust]:
+def _of_environment(secure: bool) -> Optional[TrustAnchors]:
     for variables in _VARIABLES:
         values = {name: env_text(name) for name in variables}
         if not any(values.values()):
@@ -165,8 +165,8 @@ def _of_environment(secure: bool) -> Optional[Trust]:
                 _require_readable(name, value, variables[name])
         first = next(iter(values.values())) or ""
         if "REQUESTS_CA_BUNDLE" in values and os.path.isdir(first):
-            return Trust(path=first)
-        return Trust(first, values.get("SSL_CERT_DIR") or "")
+            return TrustAnchors(path=first)
+        return TrustAnchors(first, values.get("SSL_CERT_DIR") or "")
     return None
 
 
@@ -187,7 +187,7 @@ def _is_readable(path: str) -> bool:
     return os.access(path, os.R_OK | os.X_OK if os.path.isdir(path) else os.R_OK)
 
 
-def _of_system(secure: bool) -> Trust:
+def _of_system(secure: bool) -> TrustAnchors:
     global _found
     if _found is not None:
         return _found
@@ -205,31 +205,31 @@ def _of_system(secure: bool) -> Trust:
                 f"is set; not found: {tried}, and the Python packages certifi and botocore; {WAYS_OUT}"
             )
     if trust is None:
-        return Trust()
+        return TrustAnchors()
     _found = trust
     return trust
 
 
-def _of_libcurl() -> Optional[Trust]:
+def _of_libcurl() -> Optional[TrustAnchors]:
     """What libcurl was built with, if it is there; named, so that connections without libcurl trust the same."""
     from tensorizer import _C
 
     built_in = _C.default_certificates()
     if built_in is None:  # an old release, which does not say
-        return Trust()
+        return TrustAnchors()
     file, folder = built_in
     if os.path.isfile(file):
-        return Trust(file=file)
-    return Trust(path=folder) if folder and _is_hashed(folder) else None
+        return TrustAnchors(file=file)
+    return TrustAnchors(path=folder) if folder and _is_hashed(folder) else None
 
 
-def _of_distribution() -> Optional[Trust]:
+def _of_distribution() -> Optional[TrustAnchors]:
     for file in BUNDLES:
         if os.path.isfile(file) and os.access(file, os.R_OK):
-            return Trust(file=file)
+            return TrustAnchors(file=file)
     for folder in FOLDERS:
         if _is_hashed(folder):
-            return Trust(path=folder)
+            return TrustAnchors(path=folder)
     return None
 
 
@@ -237,7 +237,7 @@ def _is_hashed(folder: str) -> bool:
     return any(Path(folder).glob("????????.0"))
 
 
-def _of_package() -> Optional[Trust]:
+def _of_package() -> Optional[TrustAnchors]:
     """The bundle of a Python package: the last choice, for it is as old as the package."""
     for name, inside in (("certifi", "cacert.pem"), ("botocore", "cacert.pem")):
         spec = importlib.util.find_spec(name)
@@ -247,5 +247,5 @@ def _of_package() -> Optional[Trust]:
                 _logger.warning(
                     "no certificates of the system found: trusting those of the package %s (%s)", name, file
                 )
-                return Trust(file=file)
+                return TrustAnchors(file=file)
     return None

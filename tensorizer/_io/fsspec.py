@@ -26,7 +26,7 @@ from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
 
 if TYPE_CHECKING:
     from tensorizer import _C
-    from tensorizer._io.cache import Cache, CachedObject
+    from tensorizer._io.cache import Cache, CachedFile
 
 __all__ = ["FsspecReader", "FsspecWriter", "open"]
 
@@ -65,13 +65,8 @@ def open(
         raise ValueError(f"mode for {scheme_of(uri)}:// must be one of {', '.join(_MODES)}, found {mode!r}")
     fs, path = _file_system(uri, is_asked=cache is None or not cache.offline)
     if wanted == "rb":
-        cached = None
-        if cache is not None:
-            protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-            cached = cache.object_at(f"{protocol}://{path}")
-            if cache.offline:
-                return cast(BinaryIO, cached.open_offline())
-        return cast(BinaryIO, FsspecReader(fs, path, uri, buffer_size, begin or 0, cached))
+        cached = None if cache is None else _open_cached(cache, fs, path, uri, buffer_size, begin or 0)
+        return cast(BinaryIO, cached or FsspecReader(fs, path, uri, buffer_size, begin or 0))
     if wanted == "wb+":
         return cast(BinaryIO, UploadOnClose(lambda local, _threads: _store(local, fs, path, uri), shown_uri(uri)))
     if wanted == "xb" and fs.exists(path):
@@ -79,11 +74,54 @@ def open(
     return cast(BinaryIO, FsspecWriter(fs, path, uri, append=wanted == "ab"))
 
 
+def _open_cached(
+    cache: Cache, fs: Any, path: str, uri: str, buffer_size: Optional[int], begin: int
+) -> Optional[CachedFile]:
+    """The file through the cache, as its one ``info()`` says; ``None`` where it is not to be cached."""
+    from tensorizer._io.cache import CachedFile, version_of_info
+
+    protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+    cached = cache.object_at(f"{protocol}://{path}")
+    if cache.offline:
+        return cached.open_offline()
+    name = shown_uri(uri)
+    with _network_errors(name):
+        info = fs.info(path)
+    size = info.get("size")
+    source = cached.over(_ranges(fs, path, name, size or 0), version_of_info(info), size, name)
+    return None if source is None else CachedFile(source, cached, begin, _window_nbytes(buffer_size))
+
+
+def _ranges(fs: Any, path: str, name: str, size: int) -> _C.RangeSource:
+    """Reads of ranges, safe from many threads."""
+    from tensorizer import _C
+
+    def read(offset: int, nbytes: int) -> bytes:
+        with _network_errors(name):
+            data: bytes = fs.cat_file(path, start=offset, end=offset + nbytes)
+        return data
+
+    return _C.PyRangeSource(
+        read,
+        size,
+        name,
+        concurrency=min(_CONNECTIONS, env_int("TENSORIZER_MAX_CONNECTIONS", 1) or _CONNECTIONS),
+        unit_nbytes=_UNIT_NBYTES,
+        gap_nbytes=_GAP_NBYTES,
+    )
+
+
+def _window_nbytes(buffer_size: Optional[int]) -> int:
+    return _UNIT_NBYTES if buffer_size is None else max(1, buffer_size)
+
+
 @contextlib.contextmanager
 def _network_errors(name: str) -> Iterator[None]:
     """Drivers raise what their HTTP clients raise; callers know ``OSError``."""
     try:
         yield
+    except FileNotFoundError:  # of which drivers show the path, with what stood in the query
+        raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
     except (OSError, ValueError, TypeError, NotImplementedError, ImportError):
         raise
     except Exception as error:
@@ -159,36 +197,18 @@ def _rename(fs: Any, source: str, target: str) -> None:
 class FsspecReader(WindowedReader):
     """A file of an fsspec file system, for reading. Loads go around it, by ranges and in parallel."""
 
-    def __init__(
-        self,
-        fs: Any,
-        path: str,
-        uri: str,
-        buffer_size: Optional[int],
-        begin: int,
-        cached: Optional[CachedObject] = None,
-    ) -> None:
+    def __init__(self, fs: Any, path: str, uri: str, buffer_size: Optional[int], begin: int) -> None:
         super().__init__()
         self._fs, self._path, self.name = fs, path, shown_uri(uri)
         self._name = self.name
         self._source: Optional[_C.RangeSource] = None
         self._size: Optional[int] = None
-        self._cached = cached
-        self._over: Optional[_C.CacheSource] = None
-        if cached is not None:
-            self._over = self._source_over(cached)
-        if self._over is not None:
-            self._size = self._over.size()
-            self._start_at(begin, _UNIT_NBYTES if buffer_size is None else max(1, buffer_size))
-            return
         options = {} if buffer_size is None else {"block_size": max(1, buffer_size)}
         try:
             with _network_errors(self.name):
                 self._file = fs.open(path, "rb", **options)
-        except BaseException as error:
+        except BaseException:
             super().close()  # nothing is open that the interpreter would have to close
-            if isinstance(error, FileNotFoundError):  # of which drivers show the path, with what stood in the query
-                raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
             raise
         try:
             with contextlib.suppress(TypeError, io.UnsupportedOperation):  # drivers that know no size
@@ -198,61 +218,22 @@ class FsspecReader(WindowedReader):
             self._file.close()
             super().close()
             raise
-        self._start_at(begin, _UNIT_NBYTES if buffer_size is None else max(1, buffer_size))
-
-    def _source_over(self, cached: CachedObject) -> Optional[_C.CacheSource]:
-        """The cache before the file, as its one ``info()`` says; ``None`` where it is not to be cached."""
-        from tensorizer._io.cache import version_of_info
-
-        try:
-            with _network_errors(self.name):
-                info = self._fs.info(self._path)
-            size = info.get("size")
-            return cached.over(self._ranges(size or 0), version_of_info(info), size, self.name)
-        except BaseException as error:
-            super().close()
-            if isinstance(error, FileNotFoundError):
-                raise StreamNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
-            raise
-
-    def _ranges(self, size: int) -> _C.RangeSource:
-        from tensorizer import _C
-
-        return _C.PyRangeSource(
-            self._read_range,
-            size,
-            self.name,
-            concurrency=min(_CONNECTIONS, env_int("TENSORIZER_MAX_CONNECTIONS", 1) or _CONNECTIONS),
-            unit_nbytes=_UNIT_NBYTES,
-            gap_nbytes=_GAP_NBYTES,
-        )
+        self._start_at(begin, _window_nbytes(buffer_size))
 
     def _tensorizer_source(self) -> _C.RangeSource:
-        """Reads of ranges, safe from many threads."""
         from tensorizer import _C
 
-        if self._over is not None:
-            return self._over
         if self._source is None:
             with _network_errors(self.name):
                 size = self._fs.size(self._path)
             if size is None:  # read to its end, in order
                 self._source = _C.PyFileSource(self._file, self.name)
-                return self._source
-            self._source = self._ranges(int(size))
+            else:
+                self._source = _ranges(self._fs, self._path, self.name, int(size))
         return self._source
-
-    def _read_range(self, offset: int, nbytes: int) -> bytes:
-        with _network_errors(self.name):
-            data: bytes = self._fs.cat_file(self._path, start=offset, end=offset + nbytes)
-        return data
 
     def __repr__(self) -> str:
         return f"<FsspecReader {self.name}>"
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise StreamError(f"{self!r} is closed")
 
     def _limit(self) -> Optional[int]:
         return self._size
@@ -261,8 +242,6 @@ class FsspecReader(WindowedReader):
         return self._size is not None
 
     def _fetch_some(self, offset: int, into: memoryview) -> int:
-        if self._over is not None:
-            return self._over.read_up_to(offset, into)
         with _network_errors(self.name):
             self._file.seek(offset)
             data = self._file.read(len(into))
@@ -278,10 +257,7 @@ class FsspecReader(WindowedReader):
 
     def close(self) -> None:
         if not self.closed:
-            if self._over is not None and self._cached is not None:
-                self._cached.closed(self._over)
-            else:
-                self._file.close()
+            self._file.close()
             self._drop_window()
         super().close()
 

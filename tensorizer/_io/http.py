@@ -248,9 +248,6 @@ class CURLStreamFile(WindowedReader):
         """``-1``: there is no file descriptor."""
         return -1
 
-    def _check_open(self) -> None:
-        self._source_in_use()
-
     def _limit(self) -> Optional[int]:
         ends = [end for end in (self._source_in_use().size(), self._end) if end is not None]
         return min(ends) if ends else None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
-from tensorizer._io.certificates import CAInfo, Trust, check_certificates, named_trust, system_trust, trust_for
+from tensorizer._io.certificates import CAInfo, TrustAnchors, check_certificates, named_trust, system_trust, trust_for
 from tensorizer._system import checks, config
 from tensorizer._system.config import share_of_node
 from tensorizer._version import __version__
@@ -192,7 +192,7 @@ class HTTPOptions:
         native.proxy = self.proxy
         native.no_proxy = self.no_proxy
         chosen = certificate_handling or self.certificate_handling
-        trust: Optional[Trust]
+        trust: Optional[TrustAnchors]
         if secure or config.is_secure_proxy(self.proxy):
             trust = trust_for(chosen)
         elif self.proxy is None and config.http_proxy_is_secure():  # `no_proxy` may keep it out
@@ -202,7 +202,7 @@ class HTTPOptions:
             trust = named_trust(chosen)
             if trust is None:
                 native.trust_provider = _places_of_system
-                trust = Trust()
+                trust = TrustAnchors()
         native.ca_file, native.ca_path, native.verify_peer = trust.file, trust.path, trust.verify
         return native
 

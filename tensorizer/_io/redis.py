@@ -18,7 +18,6 @@ from tensorizer._io.window import WindowedReader
 from tensorizer._system import checks
 from tensorizer._system.config import env_int
 from tensorizer._system.redaction import hidden
-from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
     from tensorizer._io.certificates import CAInfo
@@ -216,10 +215,6 @@ class RedisStreamFile(WindowedReader):
     def fileno(self) -> int:
         """``-1``: there is no file descriptor."""
         return -1
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StreamError(f"{self!r} is closed")
 
     def _limit(self) -> Optional[int]:
         return self._size

@@ -8,7 +8,7 @@ after its payload, so that a record which has one needs no second look.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 from tensorizer import _C
 from tensorizer._io.certificates import trust_for
@@ -17,7 +17,7 @@ from tensorizer._system import checks
 if TYPE_CHECKING:
     import redis
 
-__all__ = ["StoredRecord", "export_to_redis"]
+__all__ = ["export_to_redis"]
 
 # Values above this are stored as several (the server's default limit is 512 MiB), each sent in pieces of the second.
 MAX_VALUE_NBYTES = 512 << 20
@@ -37,27 +37,6 @@ UNKNOWN_TO_WRITER = (
     "ssl_validate_ocsp",
     "ssl_validate_ocsp_stapled",
 )
-
-
-class StoredRecord(NamedTuple):
-    """One tensor's record in the file: positions and sizes in bytes."""
-
-    name: bytes
-    header_offset: int
-    data_offset: int
-    data_nbytes: int
-
-
-class _Writer(Protocol):
-    """What the export needs of a destination; ``_C.RedisWriter`` has it, and so does :class:`_ClientWriter`."""
-
-    def exist(self, keys: list[bytes]) -> list[bool]: ...
-
-    def remove(self, key: bytes) -> None: ...
-
-    def put(self, key: bytes, value: bytes) -> None: ...
-
-    def write(self, source: _C.RangeSource, records: list[tuple[bytes, int, int, int]]) -> None: ...
 
 
 def export_to_redis(
@@ -85,10 +64,13 @@ def export_to_redis(
         StreamError: The server refused or broke off; run the export again to resume it. A client that is called itself
             raises its own errors.
     """
-    writer: _Writer = _writer_for(client)
+    writer = _writer_for(client)
     prefix = checks.text("key_prefix", key_prefix).encode("utf-8")
     header_key = prefix + b":header:0"
-    todo = [(b"%s:%s:" % (prefix, r.name), *r[1:]) for r in (StoredRecord(*record) for record in records)]
+    todo = [
+        (b"%s:%s:" % (prefix, name), header_offset, data_offset, data_nbytes)
+        for name, header_offset, data_offset, data_nbytes in records
+    ]
     if not force and todo:
         stored = writer.exist([b"%s%d" % (stem, offset) for stem, offset, _, _ in todo])
         todo = [record for record, found in zip(todo, stored) if not found]
@@ -98,7 +80,7 @@ def export_to_redis(
     writer.put(header_key, header)
 
 
-def _writer_for(client: Any) -> _Writer:
+def _writer_for(client: Any) -> Union[_C.RedisWriter, _ClientWriter]:
     settings = _writer_settings(client)
     return _ClientWriter(client) if settings is None else _C.RedisWriter(settings, MAX_VALUE_NBYTES, SPLIT_NBYTES)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
 from tensorizer._io.sources import OpenedSource, is_path, open_source
-from tensorizer._io.uri import scheme_of
+from tensorizer._io.uri import local_path, scheme_of
 from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError
 
 __all__ = ["OpenedFiles", "OpenedShards", "open_files"]
@@ -74,8 +74,8 @@ class _ModelFolder(NamedTuple):
     def of(cls, file_obj: Any, stream_options: Optional[Mapping[str, Any]]) -> Optional[_ModelFolder]:
         """``None`` for what can only be a single file."""
         scheme = scheme_of(file_obj)
-        if scheme is None or scheme in ("file", "local"):
-            path = _local_path(file_obj, scheme)
+        path = local_path(file_obj)
+        if path is not None:
             if os.path.isdir(path):
                 return cls(path, None, False, stream_options, file_obj)
             folder, name = os.path.split(path)
@@ -212,14 +212,6 @@ class _ModelFolder(NamedTuple):
 
 class _MissingIndex(Exception):
     """The index itself is not there; internal."""
-
-
-def _local_path(file_obj: Any, scheme: Optional[str]) -> str:
-    if scheme is None:
-        return os.fsdecode(file_obj)
-    from tensorizer import stream_io
-
-    return stream_io.path_of_file_uri(file_obj)
 
 
 def _is_inside(folder: str, path: str) -> bool:

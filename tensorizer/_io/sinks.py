@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
 import os
 import re
 import stat
@@ -13,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, Optional
 
 from tensorizer import _C
-from tensorizer._io.sources import Lent, check_stream_options, describe, inside, is_path, real_file
+from tensorizer._io.sources import Lent, check_binary, check_stream_options, describe, is_path, real_file
 from tensorizer._io.upload_on_close import UploadOnClose
-from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
+from tensorizer._io.uri import local_path
 from tensorizer._system.os_errors import stream_errors
 
 __all__ = ["NewFile", "OpenedSink", "Place", "WholeFile", "open_sink", "place_of_new_file"]
@@ -75,11 +74,9 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
         return _open_object(file_obj)
     if isinstance(file_obj, int):
         return _open_descriptor(file_obj)
-    scheme = scheme_of(file_obj)
-    if scheme is None:
-        return _open_path(expanded(os.fsdecode(file_obj)), fsync)
-    if scheme in LOCAL_SCHEMES:
-        return _open_path(path_of_file_uri(file_obj), fsync)
+    path = local_path(file_obj)
+    if path is not None:
+        return _open_path(path, fsync)
     from tensorizer import stream_io
 
     stream: Any = stream_io.open_stream(file_obj, "wb+", **(stream_options or {}))
@@ -100,10 +97,8 @@ def place_of_new_file(file_obj: Any) -> Optional[Place]:
     Raises:
         OSError: The target cannot be written.
     """
-    scheme = scheme_of(file_obj)
-    if not is_path(file_obj) or isinstance(file_obj, int) or (scheme is not None and scheme not in LOCAL_SCHEMES):
-        return None
-    return _place_of(expanded(os.fsdecode(file_obj)) if scheme is None else path_of_file_uri(file_obj))
+    path = local_path(file_obj) if is_path(file_obj) and not isinstance(file_obj, int) else None
+    return None if path is None else _place_of(path)
 
 
 def _open_path(path: str, fsync: bool) -> OpenedSink:
@@ -187,15 +182,9 @@ def _refuse_append(descriptor: int) -> None:
 
 def _check_object(file_obj: Any) -> None:
     mode = getattr(file_obj, "mode", "unknown")
-    if isinstance(file_obj, io.TextIOBase):
-        raise ValueError(f"wanted a binary file opened with mode {_MODE_WANTED}, found a text file (mode {mode!r})")
     if not hasattr(file_obj, "write"):
         raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
-    # The file of an upload is binary, and looking at it would make one.
-    if not isinstance(file_obj, UploadOnClose) and isinstance(inside(file_obj), io.TextIOBase):
-        raise TypeError(
-            f"wanted a binary file opened with mode {_MODE_WANTED}, found text in {type(file_obj).__name__}"
-        )
+    check_binary(file_obj, _MODE_WANTED)
     if isinstance(mode, str) and "a" in mode and not mode.startswith("unknown"):
         raise ValueError(f"wanted a file opened with mode {_MODE_WANTED}, found append mode {mode!r}")
     for ability in ("readable", "writable"):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional, Protocol, Union
 
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
-from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
+from tensorizer._io.uri import expanded, local_path, scheme_of
 from tensorizer._system.os_errors import as_stream_error
 from tensorizer.errors import StreamError
 
@@ -30,6 +30,7 @@ __all__ = [
     "SourceArgument",
     "TargetArgument",
     "WritableFile",
+    "check_binary",
     "check_stream_options",
     "describe",
     "inside",
@@ -142,10 +143,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         ValueError: A text file, or one opened without reading.
         TypeError: Not something that can be read, text in a wrapper, or unknown `stream_options`.
     """
-    if stream_options is not None:
-        from tensorizer._io.sources import check_stream_options  # knows HTTP and certificates
-
-        check_stream_options(stream_options)
+    check_stream_options(stream_options)
     if isinstance(file_obj, Lent):
         _check_object(file_obj.file)
         opened = _source_of(file_obj.file)
@@ -269,13 +267,7 @@ def _close_both(source: _C.RangeSource, file_obj: Any) -> None:
 def _check_object(file_obj: Any) -> None:
     if not (hasattr(file_obj, "read") or hasattr(file_obj, "readinto")):
         raise TypeError(f"wanted a path or an open binary file, found {type(file_obj).__name__}")
-    if isinstance(file_obj, io.TextIOBase):
-        raise ValueError(
-            f"wanted a binary file opened with mode rb, found a text file (mode {getattr(file_obj, 'mode', 'r')!r})"
-        )
-    # The file of an upload is binary, and looking at it would make one.
-    if not isinstance(file_obj, UploadOnClose) and isinstance(inside(file_obj), io.TextIOBase):
-        raise TypeError(f"wanted a binary file opened with mode rb, found text in {type(file_obj).__name__}")
+    check_binary(file_obj, "rb")
     readable = getattr(file_obj, "readable", None)
     if readable is not None and not readable():
         raise ValueError(
@@ -284,6 +276,16 @@ def _check_object(file_obj: Any) -> None:
     seekable = getattr(file_obj, "seekable", None)
     if seekable is not None and not seekable() and not _seeks(file_obj):
         raise io.UnsupportedOperation(f"{describe(file_obj)}: wanted a seekable file, found one that cannot seek")
+
+
+def check_binary(file_obj: Any, mode: str) -> None:
+    """Refuses files of text; messages say which mode was wanted."""
+    if isinstance(file_obj, io.TextIOBase):
+        found = getattr(file_obj, "mode", "unknown")
+        raise ValueError(f"wanted a binary file opened with mode {mode}, found a text file (mode {found!r})")
+    # The file of an upload is binary, and looking at it would make one.
+    if not isinstance(file_obj, UploadOnClose) and isinstance(inside(file_obj), io.TextIOBase):
+        raise TypeError(f"wanted a binary file opened with mode {mode}, found text in {type(file_obj).__name__}")
 
 
 def _seeks(file_obj: Any) -> bool:
@@ -327,9 +329,8 @@ class SameFile(NamedTuple):
 
 
 def _version_of(opened: OpenedSource) -> tuple[Any, ...]:
-    scheme = scheme_of(opened.location)
-    if scheme is None or scheme in LOCAL_SCHEMES:
-        path = expanded(os.fsdecode(opened.location)) if scheme is None else path_of_file_uri(opened.location)
+    path = local_path(opened.location)
+    if path is not None:
         found = os.stat(path)
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
     headers = getattr(opened.stream, "response_headers", None) or {}

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, BinaryIO, Optional, Protocol, cast
+from typing import Any, BinaryIO, Optional, cast
 
 from tensorizer import _C  # first: it gives unfinished uploads up at exit, after what is registered here
 
@@ -23,17 +23,11 @@ logger = logging.getLogger("tensorizer.stream_io")
 _open_files: weakref.WeakSet[UploadOnClose] = weakref.WeakSet()
 
 
-class _Both(Protocol):
-    def close(self) -> None: ...
-
-    def discard(self) -> None: ...
-
-
 class ClosesOrDiscards:
     """How such a stream leaves a ``with`` block: closed, or discarded where an exception ends the block."""
 
     def __exit__(
-        self: _Both,
+        self: Any,  # has both
         kind: Optional[type[BaseException]],
         error: Optional[BaseException],
         trace: Optional[TracebackType],
@@ -284,8 +278,6 @@ def _finish_open_files() -> None:
 
 
 # --- serializers that nobody closes ---------------------------------------------------------------------------------
-
-logger = logging.getLogger("tensorizer.stream_io")
 
 
 def tell_if_unclosed(owner: object, name: str) -> weakref.finalize[Any, Any]:

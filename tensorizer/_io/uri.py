@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
-__all__ = ["LOCAL_SCHEMES", "SplitURI", "expanded", "path_of_file_uri", "scheme_of", "split_uri"]
+__all__ = ["LOCAL_SCHEMES", "SplitURI", "expanded", "local_path", "path_of_file_uri", "scheme_of", "split_uri"]
 
 # URIs that name paths; the second is fsspec's word.
 LOCAL_SCHEMES = ("file", "local")
@@ -49,6 +49,19 @@ def split_uri(uri: str) -> SplitURI:
         return SplitURI("", "", scheme, query)
     authority, _, path = rest.partition("/")
     return SplitURI(scheme.lower(), authority, path, query)
+
+
+def local_path(location: Any) -> Optional[str]:
+    """The local path that a path or a URI names, home folders expanded; ``None`` for URIs of other schemes.
+
+    Raises:
+        TypeError: Neither ``str``, ``bytes`` nor ``PathLike``.
+        ValueError: A file URI that names another host.
+    """
+    scheme = scheme_of(location)
+    if scheme is None:
+        return expanded(os.fsdecode(location))
+    return path_of_file_uri(location) if scheme in LOCAL_SCHEMES else None
 
 
 def path_of_file_uri(uri: str) -> str:

@@ -35,7 +35,8 @@ class WindowedReader(io.BufferedIOBase):
 
     def _check_open(self) -> None:
         """Raises ``StreamError`` when the stream is closed."""
-        raise NotImplementedError
+        if self.closed:
+            raise StreamError(f"{self!r} is closed")
 
     def _limit(self) -> Optional[int]:
         """Where the stream ends; ``None`` while nobody knows."""

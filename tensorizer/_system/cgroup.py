@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 __all__ = ["available_nbytes", "memory_available", "memory_limit"]
 
@@ -17,21 +17,6 @@ __all__ = ["available_nbytes", "memory_available", "memory_limit"]
 _UNLIMITED = 1 << 60
 
 _ROOT = Path("/")
-
-
-class _Hierarchy(NamedTuple):
-    """One mounted cgroup hierarchy and the group of this process in it."""
-
-    version: int
-    mount_point: Path
-    group: Path
-
-    def ancestors(self) -> list[Path]:
-        """The process's group and all groups above it, up to the mount point: each may set a limit."""
-        folders = [self.group]
-        while folders[-1] != self.mount_point and self.mount_point in folders[-1].parents:
-            folders.append(folders[-1].parent)
-        return folders
 
 
 def _read_text(path: Path) -> Optional[str]:
@@ -70,8 +55,11 @@ def _group_paths(root: Path) -> dict[str, str]:
     return paths
 
 
-def _hierarchies(controller: str, root: Path) -> list[_Hierarchy]:
-    """Where the controller's files may be: a v1 hierarchy that carries it, the v2 hierarchy, or (hybrid) both."""
+def _groups(controller: str, root: Path) -> list[tuple[int, Path]]:
+    """The folders whose limits count, each with the version of its hierarchy: our group and all groups above it.
+
+    The controller's files may be in a v1 hierarchy that carries it, in the v2 hierarchy, or (hybrid) in both.
+    """
     paths = _group_paths(root)
     found = []
     for line in (_read_text(root / "proc/self/mountinfo") or "").splitlines():
@@ -88,7 +76,8 @@ def _hierarchies(controller: str, root: Path) -> list[_Hierarchy]:
         if path is None:
             continue
         mount_point = root / _unescaped(fields[4]).lstrip("/")
-        found.append(_Hierarchy(version, mount_point, _group_folder(mount_point, _unescaped(fields[3]), path)))
+        group = _group_folder(mount_point, _unescaped(fields[3]), path)
+        found += [(version, folder) for folder in (group, *group.parents) if folder.is_relative_to(mount_point)]
     return found
 
 
@@ -112,15 +101,21 @@ def _group_folder(mount_point: Path, mount_root: str, group_path: str) -> Path:
     return folder if folder.is_dir() else mount_point
 
 
+def _group_limit(version: int, group: Path) -> Optional[int]:
+    limit = _read_int(group / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+    return None if limit is None or limit >= _UNLIMITED else limit
+
+
 def _group_memory_available(version: int, group: Path) -> Optional[int]:
     """Bytes the group may still allocate, counting its file cache as free, as the kernel does for the whole machine."""
+    limit = _group_limit(version, group)
     if version == 2:
-        limit, usage = _read_int(group / "memory.max"), _read_int(group / "memory.current")
+        usage = _read_int(group / "memory.current")
         reclaimable = ["inactive_file", "active_file", "slab_reclaimable"]
     else:
-        limit, usage = _read_int(group / "memory.limit_in_bytes"), _read_int(group / "memory.usage_in_bytes")
+        usage = _read_int(group / "memory.usage_in_bytes")
         reclaimable = ["total_inactive_file", "total_active_file"]
-    if limit is None or usage is None or limit >= _UNLIMITED:
+    if limit is None or usage is None:
         return None
     table = _read_table(group / "memory.stat")
     used = max(0, usage - sum(table.get(name, 0) for name in reclaimable))
@@ -137,13 +132,8 @@ def memory_available(root: Path = _ROOT) -> Optional[int]:
         The smallest amount over the process's group and its ancestors, file cache counted as free; ``None`` without a
         limit.
     """
-    amounts = [
-        amount
-        for hierarchy in _hierarchies("memory", root)
-        for group in hierarchy.ancestors()
-        if (amount := _group_memory_available(hierarchy.version, group)) is not None
-    ]
-    return min(amounts, default=None)
+    amounts = (_group_memory_available(version, group) for version, group in _groups("memory", root))
+    return min((amount for amount in amounts if amount is not None), default=None)
 
 
 def memory_limit(root: Path = _ROOT) -> Optional[int]:
@@ -152,15 +142,8 @@ def memory_limit(root: Path = _ROOT) -> Optional[int]:
     Args:
         root: Folder that stands for ``/`` (tests).
     """
-    limits = [
-        limit
-        for hierarchy in _hierarchies("memory", root)
-        for group in hierarchy.ancestors()
-        if (limit := _read_int(group / ("memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes")))
-        is not None
-        and limit < _UNLIMITED
-    ]
-    return min(limits, default=None)
+    limits = (_group_limit(version, group) for version, group in _groups("memory", root))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def available_nbytes() -> int:

@@ -43,22 +43,20 @@ def use_driver_library() -> None:
         _C.cuda_set_driver_library(library)
 
 
-class _RingSize:
-    """What the process asked for; ``None`` leaves it to the environment."""
-
-    slots: Optional[int] = None
-    slot_nbytes: Optional[int] = None
+# Slots and their bytes, as the process asked for them; None leaves them to the environment.
+_ring_size: tuple[Optional[int], Optional[int]] = (None, None)
 
 
 def set_ring_size(slots: Optional[int], slot_nbytes: Optional[int]) -> None:
     """The size of rings that loads and saves ask for from now on; see :func:`tensorizer.cuda.set_pinned_memory`."""
-    _RingSize.slots, _RingSize.slot_nbytes = slots, slot_nbytes
+    global _ring_size
+    _ring_size = slots, slot_nbytes
 
 
 def engine_for(device: torch.device) -> _C.CudaCopyEngine:
     """An engine for one load or save, ordered against the caller's current stream on `device`, which has an index."""
     stream = torch.cuda.current_stream(device).cuda_stream
-    slots, slot_nbytes = _RingSize.slots, _RingSize.slot_nbytes
+    slots, slot_nbytes = _ring_size
     if slots is None:
         slots = env_int("TENSORIZER_RING_SLOTS", 2, 1 << 20)
     if slot_nbytes is None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.keys import add_key_options, decryption
-from tensorizer.cli.options import add_common, stream_options
+from tensorizer.cli.options import add_common, add_filter, name_filter, stream_options
 from tensorizer.cli.output import DIFFERS, OK, Output, escaped
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help="relative tolerance; default 0")
     parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="absolute tolerance; default 0")
     parser.add_argument("--ignore-dtype", action="store_true", help="compare values of different dtypes")
-    parser.add_argument("--filter", metavar="GLOB", help="names that match the pattern (* ? [])")
+    add_filter(parser)
     parser.add_argument("--stat", action="store_true", help="counts only")
     add_key_options(parser, "encrypted files")
     add_common(parser)
@@ -38,21 +37,19 @@ def add_parsers(commands: Any) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer._files.diff import diff
     from tensorizer._files.inspect import is_encrypted
-    from tensorizer._format.names import name_text
 
     options = stream_options(arguments, arguments.a, arguments.b)
     encrypted = [is_encrypted(uri, options) for uri in (arguments.a, arguments.b)]
     uris = [uri for uri, is_one in zip((arguments.a, arguments.b), encrypted) if is_one]
     what = " and ".join(escaped(shown_uri(uri)) for uri in dict.fromkeys(uris))
     key = decryption(arguments, output, any(encrypted), what=what) if any(encrypted) else None
-    pattern = arguments.filter
     report = diff(
         arguments.a,
         arguments.b,
         rtol=arguments.rtol,
         atol=arguments.atol,
         ignore_dtype=arguments.ignore_dtype,
-        filter_func=None if pattern is None else lambda name: fnmatch.fnmatchcase(name_text(name), pattern),
+        filter_func=name_filter(arguments),
         encryption_a=key if encrypted[0] else None,
         encryption_b=key if encrypted[1] else None,
         stream_options=options,

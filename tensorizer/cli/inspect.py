@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tensorizer.cli.options import add_common, stream_options
+from tensorizer.cli.options import add_common, add_filter, name_filter, stream_options
 from tensorizer.cli.output import OK, Output, escaped, table
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--metadata", action="store_true", help="show the metadata")
     parser.add_argument("--group", action="store_true", help="one row for names that differ only in numbers")
     parser.add_argument("--sort", choices=("name", "size", "offset"), default="offset", help="default: offset")
-    parser.add_argument("--filter", metavar="GLOB", help="only names that match the pattern (* ? [])")
+    add_filter(parser)
     parser.add_argument("--long", action="store_true", help="also show offsets and kinds")
     add_common(parser)
     parser.set_defaults(run=run)
@@ -59,11 +58,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 def _chosen(info: FileInfo, arguments: argparse.Namespace) -> list[TensorInfo]:
     from tensorizer._format.names import name_text
 
-    tensors = [
-        tensor
-        for tensor in info.tensors
-        if arguments.filter is None or fnmatch.fnmatchcase(name_text(tensor.name), arguments.filter)
-    ]
+    wanted = name_filter(arguments)
+    tensors = [tensor for tensor in info.tensors if wanted is None or wanted(tensor.name)]
     if arguments.sort == "name":
         return sorted(tensors, key=lambda tensor: name_text(tensor.name))
     if arguments.sort == "size":

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import re
-from typing import Any, Optional
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Optional
 
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of, split_uri
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.output import UsageError
 
+if TYPE_CHECKING:
+    from tensorizer._format.names import Name
+
 __all__ = [
     "add_common",
+    "add_filter",
     "add_force",
-    "add_signature_options",
-    "add_source_options",
     "check_names_object",
+    "name_filter",
     "stream_options",
 ]
 
@@ -37,10 +42,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         help="show a bar on standard error; default: on a terminal, after a second",
     )
     group.add_argument("--no-input", action="store_true", help="never prompt on the terminal")
-    add_source_options(parser)
-
-
-def add_source_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reading and writing")
     group.add_argument("--num-readers", type=_positive, metavar="N", help="upper bound of reading threads")
     group.add_argument("--s3-endpoint", metavar="HOST", help="host of the object store; http://HOST for plain HTTP")
@@ -51,12 +52,16 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an existing target")
 
 
-def add_signature_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("signature")
-    group.add_argument(
-        "--public-key", metavar="PATH", action="append", help="require a signature by this key, or by one of several"
-    )
-    group.add_argument("--signature", metavar="PATH", help="the signature; default: in the file or beside it")
+def add_filter(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--filter", metavar="GLOB", help="only names that match the pattern (* ? [])")
+
+
+def name_filter(arguments: argparse.Namespace) -> Optional[Callable[[Name], bool]]:
+    """Whether a name matches ``--filter``; ``None`` where all do."""
+    from tensorizer._format.names import name_text
+
+    pattern = arguments.filter
+    return None if pattern is None else lambda name: fnmatch.fnmatchcase(name_text(name), pattern)
 
 
 def stream_options(arguments: argparse.Namespace, *uris: str) -> Optional[dict[str, Any]]:

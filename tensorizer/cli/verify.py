@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import fnmatch
 from typing import TYPE_CHECKING, Any
 
 from tensorizer.cli.keys import add_key_options, decryption
-from tensorizer.cli.options import add_common, add_signature_options, stream_options
+from tensorizer.cli.options import add_common, add_filter, name_filter, stream_options
 from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped
 
 if TYPE_CHECKING:
@@ -23,11 +22,15 @@ def add_parsers(commands: Any) -> None:
         "A .safetensors file has no digests: its structure is checked; --sha256 and --hub check its bytes.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="a path or URI: a file, folder or index of shards")
-    parser.add_argument("--filter", metavar="GLOB", help="only names that match the pattern (* ? [])")
+    add_filter(parser)
     parser.add_argument("--sha256", metavar="HEX", help="the expected SHA-256 of the whole file")
     parser.add_argument("--hub", action="store_true", help="compare an hf:// file with the digest of the hub")
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first tensor that does not match")
-    add_signature_options(parser)
+    group = parser.add_argument_group("signature")
+    group.add_argument(
+        "--public-key", metavar="PATH", action="append", help="require a signature by this key, or by one of several"
+    )
+    group.add_argument("--signature", metavar="PATH", help="the signature; default: in the file or beside it")
     add_key_options(parser, "the file")
     add_common(parser)
     parser.set_defaults(run=run)
@@ -35,7 +38,7 @@ def add_parsers(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer._files.inspect import inspect
-    from tensorizer._files.verify import verify
+    from tensorizer._files.verify import sha256_of_hub_file, verify
 
     if arguments.sha256 and len(arguments.files) > 1:
         raise UsageError("--sha256 takes one file")
@@ -49,8 +52,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         report = verify(
             file,
             encryption=key,
-            filter_func=_filter(arguments.filter),
-            sha256=_hub_sha256(file) if arguments.hub else arguments.sha256,
+            filter_func=name_filter(arguments),
+            sha256=sha256_of_hub_file(file) if arguments.hub else arguments.sha256,
             fail_fast=arguments.fail_fast,
             num_readers=arguments.num_readers,
             progress=output.progress(),
@@ -66,18 +69,6 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     if output.json:
         output.document({"ok": all(reports), "files": [_document(report) for report in reports]})
     return OK if all(reports) else DIFFERS
-
-
-def _filter(pattern: str | None) -> Any:
-    from tensorizer._format.names import name_text
-
-    return None if pattern is None else lambda name: fnmatch.fnmatchcase(name_text(name), pattern)
-
-
-def _hub_sha256(uri: str) -> str:
-    from tensorizer._files.verify import sha256_of_hub_file
-
-    return sha256_of_hub_file(uri)
 
 
 def _print(report: VerifyReport, output: Output) -> None:

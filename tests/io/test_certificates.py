@@ -20,7 +20,7 @@ from servers.tls_proxy import tls_proxy
 
 from tensorizer import _C
 from tensorizer._io import certificates as module
-from tensorizer._io.certificates import Trust, trust_for
+from tensorizer._io.certificates import TrustAnchors, trust_for
 from tensorizer.errors import StreamError
 from tensorizer.stream_io import CAInfo, HTTPOptions, open_stream
 
@@ -53,9 +53,9 @@ def nothing_on_this_machine(monkeypatch, tmp_path, packages=()):
 def test_the_callers_choice_goes_before_every_variable(monkeypatch, bundle, tmp_path):
     for name in VARIABLES:
         monkeypatch.setenv(name, str(tmp_path / "absent"))
-    assert trust_for(CAInfo(cacert=bundle)) == Trust(file=bundle)
-    assert trust_for(CAInfo(capath=str(tmp_path))) == Trust(path=str(tmp_path))
-    assert trust_for(CAInfo(allow_untrusted=True)) == Trust(verify=False)
+    assert trust_for(CAInfo(cacert=bundle)) == TrustAnchors(file=bundle)
+    assert trust_for(CAInfo(capath=str(tmp_path))) == TrustAnchors(path=str(tmp_path))
+    assert trust_for(CAInfo(allow_untrusted=True)) == TrustAnchors(verify=False)
 
 
 def test_variables_are_read_in_one_order_alone_and_in_pairs(monkeypatch, tmp_path):
@@ -63,23 +63,23 @@ def test_variables_are_read_in_one_order_alone_and_in_pairs(monkeypatch, tmp_pat
     for name, path in values.items():
         Path(path).mkdir() if name == "SSL_CERT_DIR" else Path(path).touch()
     expected = {
-        "CURL_CA_BUNDLE": Trust(file=values["CURL_CA_BUNDLE"]),
-        "SSL_CERT_FILE": Trust(file=values["SSL_CERT_FILE"]),
-        "SSL_CERT_DIR": Trust(path=values["SSL_CERT_DIR"]),
-        "REQUESTS_CA_BUNDLE": Trust(file=values["REQUESTS_CA_BUNDLE"]),
+        "CURL_CA_BUNDLE": TrustAnchors(file=values["CURL_CA_BUNDLE"]),
+        "SSL_CERT_FILE": TrustAnchors(file=values["SSL_CERT_FILE"]),
+        "SSL_CERT_DIR": TrustAnchors(path=values["SSL_CERT_DIR"]),
+        "REQUESTS_CA_BUNDLE": TrustAnchors(file=values["REQUESTS_CA_BUNDLE"]),
     }
     for chosen in [*itertools.combinations(VARIABLES, 1), *itertools.combinations(VARIABLES, 2)]:
         with monkeypatch.context() as patch:
             for name in chosen:
                 patch.setenv(name, values[name])
             both = chosen == ("SSL_CERT_FILE", "SSL_CERT_DIR")
-            wanted = Trust(values["SSL_CERT_FILE"], values["SSL_CERT_DIR"]) if both else expected[chosen[0]]
+            wanted = TrustAnchors(values["SSL_CERT_FILE"], values["SSL_CERT_DIR"]) if both else expected[chosen[0]]
             assert trust_for(None) == wanted, chosen
 
 
 def test_a_folder_may_stand_in_requests_ca_bundle(monkeypatch, tmp_path):
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path))
-    assert trust_for(None) == Trust(path=str(tmp_path))
+    assert trust_for(None) == TrustAnchors(path=str(tmp_path))
 
 
 def test_a_variable_that_names_something_unreadable_is_an_error_that_names_it(monkeypatch, tmp_path):
@@ -133,15 +133,19 @@ def test_places_of_distributions_are_tried_in_their_order(monkeypatch, tmp_path,
     with pytest.raises(StreamError):
         trust_for(None)  # a folder without hashed names trusts nobody
     (folder / "0a1b2c3d.0").touch()
-    assert trust_for(None) == Trust(path=str(folder))
+    assert trust_for(None) == TrustAnchors(path=str(folder))
     monkeypatch.setattr(module, "_found", None)
     monkeypatch.setattr(module, "BUNDLES", (str(tmp_path / "absent.pem"), bundle))
-    assert trust_for(None) == Trust(file=bundle)
+    assert trust_for(None) == TrustAnchors(file=bundle)
 
 
 def test_what_libcurl_was_built_with_goes_before_other_places_where_it_exists(monkeypatch, tmp_path, bundle):
     (tmp_path / "0a1b2c3d.0").touch()
-    cases = [(None, Trust()), ((bundle, ""), Trust(bundle)), (("/absent", str(tmp_path)), Trust(path=str(tmp_path)))]
+    cases = [
+        (None, TrustAnchors()),
+        ((bundle, ""), TrustAnchors(bundle)),
+        (("/absent", str(tmp_path)), TrustAnchors(path=str(tmp_path))),
+    ]
     for built_in, wanted in cases:
         nothing_on_this_machine(monkeypatch, tmp_path)
         monkeypatch.setattr(module, "_found", None)
@@ -165,9 +169,9 @@ def test_without_any_certificate_the_error_lists_what_was_tried_and_the_next_cal
         trust_for(None)
     for text in (*VARIABLES, "absent.pem", "????????.0", "certifi", "botocore", "ca-certificates", "CAInfo(cacert"):
         assert text in str(caught.value)
-    assert trust_for(None, secure=False) == Trust()
+    assert trust_for(None, secure=False) == TrustAnchors()
     monkeypatch.setattr(module, "BUNDLES", (bundle,))
-    assert trust_for(None) == Trust(file=bundle)
+    assert trust_for(None) == TrustAnchors(file=bundle)
 
 
 def test_importing_and_plain_http_look_for_no_certificate_and_into_no_package(tmp_path):
@@ -209,7 +213,7 @@ def test_a_redirect_from_plain_http_to_https_looks_for_the_certificates_then(mon
             monkeypatch.setattr(module, "BUNDLES", (str(made.authority),))
             with open_stream(server.url, http_options=options) as stream:
                 assert stream.read() == b"secure"
-            assert module._found == Trust(file=str(made.authority))
+            assert module._found == TrustAnchors(file=str(made.authority))
             trusted = CAInfo(cacert=str(made.self_signed))
             with pytest.raises(StreamError, match="certificate"):
                 open_stream(server.url, http_options=options, certificate_handling=trusted)

@@ -71,6 +71,12 @@ def test_a_folder_and_its_index_load_as_one_mapping(folder):
                 assert len(found.entries()) == len(ALL) + 1
 
 
+def test_a_folder_or_index_below_the_home_folder_is_named_as_a_file_there_is(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for place in ("~/model", "~/model/model.safetensors.index.json"):
+        assert_is_all(TensorDeserializer(place, device="cpu"))
+
+
 def test_everything_that_a_mapping_does_works_over_shards(folder):
     done = []
     with TensorDeserializer(folder, device="cpu", dtype=torch.float16, progress=lambda p: done.append(p)) as found:
