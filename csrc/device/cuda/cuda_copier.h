@@ -42,6 +42,7 @@ class CudaCopier final : public Copier {
 
   std::span<std::byte> try_acquire() override;
   void wait(const std::stop_token& stop) override;
+  bool has_in_use() const noexcept override { return !in_use_.empty(); }
   void give_back_unused() noexcept override;
   void pass_fence(const std::stop_token& stop) override;
   void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
