@@ -68,7 +68,8 @@ class CudaCopier final : public Copier {
   template <class Fn>
   auto in_context(Fn&& fn) const;
   void enqueue(std::span<const CopyPiece> pieces, Direction direction,
-               const std::function<void(Stream)>& more, const std::stop_token& stop);
+               const std::function<void(Stream, const CopyWithTables&)>& around,
+               const std::stop_token& stop);
   void check_pieces(std::span<const CopyPiece> pieces) const;
   void wait_for_line(const std::stop_token& stop);
   const Kernels* find_kernels(const std::stop_token& stop);
