@@ -68,6 +68,9 @@ class Copier {
   // is none, waits until the budget has a buffer. Throws Error: cancelled, device.
   virtual void wait(const std::stop_token& stop) = 0;
 
+  // Whether wait() is about a buffer of this copier; it waits in line otherwise.
+  virtual bool has_in_use() const noexcept = 0;
+
   // Gives back every buffer from which nothing was sent, the one that try_acquire() returned last
   // too.
   virtual void give_back_unused() noexcept {}
@@ -111,13 +114,15 @@ class Copier {
 };
 
 // The next buffer of a copier. `release` is called before the copier's oldest buffer may be used
-// again.
+// again, `before_line` before the thread waits in line.
 template <class Release>
-std::span<std::byte> next_buffer(Copier& copier, const std::stop_token& stop, Release&& release) {
+std::span<std::byte> next_buffer(Copier& copier, const std::stop_token& stop, Release&& release,
+                                 const std::function<void()>& before_line = {}) {
   for (;;) {
     const std::span<std::byte> buffer = copier.try_acquire();
     if (!buffer.empty()) return buffer;
     release();
+    if (before_line && !copier.has_in_use()) before_line();
     copier.wait(stop);
   }
 }

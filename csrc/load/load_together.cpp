@@ -235,16 +235,12 @@ class Together {
       return helped;
     }
 
-    // Whoever waits in line for a buffer of one device holds none of another's: that would keep
-    // those waiting who hold what he waits for.
     void prepare(size_t unit) override {
       const uint32_t load = unit_at(pool_, unit).load;
       guarded(load, [&] {
         if (prepared_ && *prepared_ != load) of_[*prepared_]->unprepare();
         prepared_ = load;
-        if (worker(load).prepare(false)) return;
-        release_others(load);
-        worker(load).prepare(true);
+        worker(load).prepare();
       });
     }
 
@@ -273,9 +269,12 @@ class Together {
       return *of_[load];
     }
 
+    // Whoever waits in line for a buffer of one device holds none of another's: that would keep
+    // those waiting who hold what he waits for. His own copies end without anybody's help: while he
+    // waits for those, the other device goes on with what it has.
     void release_others(uint32_t load) {
       for (uint32_t other = 0; other < of_.size(); ++other)
-        if (other != load && of_[other]) of_[other]->release_buffers();
+        if (other != load && of_[other]) guarded(other, [&] { of_[other]->release_buffers(); });
     }
 
     template <class Fn>

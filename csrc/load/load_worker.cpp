@@ -14,8 +14,8 @@ namespace {
 
 class Worker final : public LoadWorker {
  public:
-  Worker(LoadJob& job, const std::stop_token& stop, std::function<void()> before_waiting)
-      : job_(job), stop_(stop), before_waiting_(std::move(before_waiting)) {
+  Worker(LoadJob& job, const std::stop_token& stop, std::function<void()> before_line)
+      : job_(job), stop_(stop), before_line_(std::move(before_line)) {
     const auto places = [](const Unit& unit) { return unit.placed_nbytes > 0; };
     if (job_.options.engine != nullptr && std::ranges::any_of(job_.plan.units, places)) {
       copier_ = job_.options.engine->make_copier(job_.cipher != nullptr);
@@ -27,19 +27,10 @@ class Worker final : public LoadWorker {
 
   bool help() override { return job_.digester && job_.digester->help(); }
 
-  bool prepare(bool may_wait) override {
-    if (!copier_ || prepared_) return true;
-    if (waits_) {
-      take_read_buffer();
-    } else if (const auto next = copier_->try_acquire(); !next.empty()) {
-      begin_buffer(next);
-    } else if (may_wait) {
-      take_slot();
-    } else {
-      return false;
-    }
+  void prepare() override {
+    if (!copier_ || prepared_) return;
+    take_buffer();
     prepared_ = true;
-    return true;
   }
 
   void unprepare() override {
@@ -141,9 +132,10 @@ class Worker final : public LoadWorker {
   // A buffer goes on once its copies are done and its steps are hashed. Two or three are under way,
   // so that a worker has steps of several tensors to hash side by side.
   void take_slot() {
-    begin_buffer(device::next_buffer(*copier_, stop_, [this] {
+    const auto release = [this] {
       if (job_.digester) hashing_.release_oldest(stop_);
-    }));
+    };
+    begin_buffer(device::next_buffer(*copier_, stop_, release, before_line_));
   }
 
   // The copies from it are made when send() returns: it goes on once its steps are hashed.
@@ -473,11 +465,7 @@ class Worker final : public LoadWorker {
   }
 
   void copy_to_slot() {
-    std::span<std::byte> slot = copier_->try_acquire();
-    if (slot.empty()) {
-      before_waiting_();
-      slot = device::next_buffer(*copier_, stop_, [] {});
-    }
+    const std::span<std::byte> slot = device::next_buffer(*copier_, stop_, [] {}, before_line_);
     for (const Outgoing& piece : outgoing_)
       std::memcpy(slot.data() + piece.at, buffer_.data() + piece.at, piece.nbytes);
   }
@@ -542,7 +530,7 @@ class Worker final : public LoadWorker {
 
   LoadJob& job_;
   const std::stop_token stop_;
-  const std::function<void()> before_waiting_;
+  const std::function<void()> before_line_;
   size_t unit_ = 0;                         // at hand
   std::unique_ptr<device::Copier> copier_;  // set iff bound for a device
   bool waits_ = false;                      // units are read to memory of ours first
@@ -569,8 +557,8 @@ class Worker final : public LoadWorker {
 }  // namespace
 
 std::unique_ptr<LoadWorker> make_load_worker(LoadJob& job, const std::stop_token& stop,
-                                             std::function<void()> before_waiting) {
-  return std::make_unique<Worker>(job, stop, std::move(before_waiting));
+                                             std::function<void()> before_line) {
+  return std::make_unique<Worker>(job, stop, std::move(before_line));
 }
 
 }  // namespace tensorizer::load

@@ -29,9 +29,8 @@ class LoadWorker {
   // Hashes what others left; false: there is nothing.
   virtual bool help() = 0;
 
-  // Gets a buffer for the next unit; false where it would have to wait in line for it, and
-  // `may_wait` is false.
-  virtual bool prepare(bool may_wait) = 0;
+  // Gets a buffer for the next unit.
+  virtual void prepare() = 0;
   // Gives back what prepare() got.
   virtual void unprepare() = 0;
   // Ends the use of every buffer of the copier: who waits in line for another copier's holds none.
@@ -42,9 +41,9 @@ class LoadWorker {
   virtual void finish() = 0;
 };
 
-// Units are those of job.plan. `before_waiting` is called before the thread waits in line for a
-// buffer while it has a unit.
+// Units are those of job.plan. `before_line` is called before the thread waits in line for a buffer
+// of the copier, which has none then.
 std::unique_ptr<LoadWorker> make_load_worker(LoadJob& job, const std::stop_token& stop,
-                                             std::function<void()> before_waiting);
+                                             std::function<void()> before_line);
 
 }  // namespace tensorizer::load

@@ -162,6 +162,7 @@ class HostEngine final : public device::CopyEngine {
       std::fill(bytes.begin(), bytes.end(), std::byte{0xEE});  // a buffer keeps nothing
       engine_.give_back(oldest);
     }
+    bool has_in_use() const noexcept override { return !in_use_.empty(); }
     void send(std::span<const device::CopyPiece> pieces, const std::stop_token&) override {
       if (engine_.before_copy) engine_.before_copy();
       for (const device::CopyPiece& piece : pieces)

@@ -44,7 +44,8 @@ class CudaDriver : public ::testing::Test {
   }
 };
 
-TEST_F(CudaDriver, WorksFromEveryReleaseSince118) {
+TEST_F(CudaDriver, WorksFromEveryReleaseSince113) {
+  EXPECT_EXIT(use_driver(FAKE_CUDA_11_LIBRARY, "11030"), ::testing::ExitedWithCode(0), "");
   EXPECT_EXIT(use_driver(FAKE_CUDA_11_LIBRARY, "11080"), ::testing::ExitedWithCode(0), "");
   EXPECT_EXIT(use_driver(FAKE_CUDA_LIBRARY, "12000"), ::testing::ExitedWithCode(0), "");
   EXPECT_EXIT(use_driver(FAKE_CUDA_LIBRARY, "12080"), ::testing::ExitedWithCode(0), "");

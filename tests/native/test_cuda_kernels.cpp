@@ -3,6 +3,8 @@
 #include <sodium.h>
 
 #include "crypto_oracle.h"
+#include "device/cuda/context_guard.h"
+#include "device/cuda/cuda_device.h"
 #include "device_harness.h"
 #include "load/device_cipher.h"
 #include "session_harness.h"
@@ -78,7 +80,25 @@ class CudaKernels : public FakeDriverTest {
   DeviceMemory memory_{12 * kChunk};
   std::atomic<bool> left_behind_{false};
 
- private:
+  // The kernels on one stream and what they read on another, which nothing orders before them.
+  void enqueue_before_copies() const {
+    const CudaCopyEngine engine(options(OpenOnDevice::never));  // keeps the context
+    const Driver& driver = Device::get(0).driver();
+    const ContextGuard current(driver, Device::get(0).context());
+    const Kernels kernels(driver, 1, kBuffer);
+    Stream copies = nullptr;
+    Stream work = nullptr;
+    static_cast<void>(driver.cuStreamCreate(&copies, kStreamNonBlocking));
+    static_cast<void>(driver.cuStreamCreate(&work, kStreamNonBlocking));
+    describe(kernels.chunks(0)[0], 0);
+    const auto copy = [&](std::span<const Copy> tables) {
+      for (const Copy& table : tables)
+        static_cast<void>(driver.cuMemcpyHtoDAsync(table.device, table.host, table.nbytes, copies));
+    };
+    kernels.enqueue(work, 0, {.chunks = 1}, copy);
+    static_cast<void>(driver.cuStreamSynchronize(work));
+  }
+
   void describe(ChunkToOpen& chunk, size_t i) const {
     const Message& message = messages_[i];
     load::describe_chunk(chunk, memory_.data() + i * kChunk, message.cipher.size(),
@@ -98,6 +118,16 @@ TEST_F(CudaKernels, OpenWhatACopierSends) {
   EXPECT_EQ(fake().calls("cuModuleLoadData"), 1U);
 }
 
+// A table in a call of its own would wait behind the copies of the other streams, and so would the
+// kernels.
+TEST_F(CudaKernels, GetTheirTableInTheCallThatBringsTheCiphertext) {
+  expect_loads();
+  fake().reset();
+  expect_loads();
+  EXPECT_EQ(fake().calls("cuMemcpyBatchAsync"), 3U);  // a buffer each
+  EXPECT_EQ(fake().calls("cuMemcpyHtoDAsync"), 0U);
+}
+
 TEST_F(CudaKernels, RefuseAForgedChunkByItsNumberAndLeaveItsCiphertext) {
   for (const size_t forged : {0, 5, 11}) {
     messages_[forged].cipher[3] ^= 1;
@@ -110,8 +140,8 @@ TEST_F(CudaKernels, RefuseAForgedChunkByItsNumberAndLeaveItsCiphertext) {
 }
 
 TEST_F(CudaKernels, LeaveNothingWhereTheDriverFailsInTheMiddle) {
-  for (const char* call : {"cuLaunchKernel:4:1", "cuLaunchKernel:5:1", "cuMemcpyDtoHAsync:3:1",
-                           "cuMemsetD8Async:4:1", "cuEventRecord:2:1"}) {
+  for (const char* call : {"cuMemcpyBatchAsync:2:700", "cuLaunchKernel:4:1", "cuLaunchKernel:5:1",
+                           "cuMemcpyDtoHAsync:3:1", "cuMemsetD8Async:3:1", "cuEventRecord:2:1"}) {
     fake().reset();
     fake().fail(call);
     static_cast<void>(error_of_load(Errc::device));
@@ -161,6 +191,13 @@ TEST_F(CudaKernels, ThatDoNotRunAreAnErrorAndNotAGenuineChunk) {
   fake().break_kernels(0);
   expect_loads();
 }
+
+#if !defined(__SANITIZE_THREAD__)
+TEST_F(CudaKernels, BeforeTheirCopyTheFakeDriverWouldNotice) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_DEATH(enqueue_before_copies(), "nothing orders them");
+}
+#endif
 
 TEST_F(CudaKernels, AreNotLoadedWhereNobodyAskedForThem) {
   CudaCopyEngine engine(options(OpenOnDevice::never));

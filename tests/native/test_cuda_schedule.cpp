@@ -60,6 +60,57 @@ class Unordered final : public CopyEngine {
   CopyEngine& engine_;
 };
 
+// Forwards to the real engine, whose copiers are watched: it counts how often one waited for all of
+// its copies. It may also make a mistake.
+class Watched final : public CopyEngine {
+ public:
+  explicit Watched(CopyEngine& engine) : engine_(engine) {}
+  uint64_t buffer_nbytes() const noexcept override { return engine_.buffer_nbytes(); }
+  bool is_ready() const noexcept override { return engine_.is_ready(); }
+  void order_after_caller() override { engine_.order_after_caller(); }
+  std::unique_ptr<Copier> make_copier(bool secret) override {
+    return std::make_unique<WatchedCopier>(engine_.make_copier(secret), *this);
+  }
+  void wipe(std::span<const DeviceRange> destinations) noexcept override {
+    engine_.wipe(destinations);
+  }
+  std::atomic<unsigned> finishes{0};
+  bool uses_buffers_early = false;  // a buffer is filled again while its copies are under way
+
+ private:
+  class WatchedCopier final : public Copier {
+   public:
+    WatchedCopier(std::unique_ptr<Copier> copier, Watched& engine)
+        : copier_(std::move(copier)), engine_(engine) {}
+    std::span<std::byte> try_acquire() override {
+      if (!engine_.uses_buffers_early || last_.empty()) last_ = copier_->try_acquire();
+      return last_;
+    }
+    void wait(const std::stop_token& stop) override { copier_->wait(stop); }
+    bool has_in_use() const noexcept override { return copier_->has_in_use(); }
+    void give_back_unused() noexcept override { copier_->give_back_unused(); }
+    void pass_fence(const std::stop_token& stop) override { copier_->pass_fence(stop); }
+    void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) override {
+      copier_->send(pieces, stop);
+    }
+    void begin_fetch(std::span<const CopyPiece> pieces, const std::stop_token& stop) override {
+      copier_->begin_fetch(pieces, stop);
+    }
+    void end_fetch(const std::stop_token& stop) override { copier_->end_fetch(stop); }
+    void finish(const std::stop_token& stop) override {
+      ++engine_.finishes;
+      copier_->finish(stop);
+    }
+
+   private:
+    const std::unique_ptr<Copier> copier_;
+    Watched& engine_;
+    std::span<std::byte> last_;
+  };
+
+  CopyEngine& engine_;
+};
+
 class CudaSchedule : public FakeDriverTest {
  protected:
   struct File {
@@ -197,6 +248,21 @@ TEST_F(CudaSchedule, WithoutAFenceTheFakeDriverWouldNotice) {
       },
       "nothing orders them");
 }
+
+TEST_F(CudaSchedule, ABufferThatIsUsedEarlyTheFakeDriverWouldNotice) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_DEATH(
+      {
+        fake().set_delay(2000, 4000);
+        const File file = make_file({40 * kMib}, false);
+        CudaCopyEngine engine(ring(3));
+        Watched watched(engine);
+        watched.uses_buffers_early = true;
+        Load load(file, watched, 0, false, 1);
+        load.run();
+      },
+      "was changed");
+}
 #endif
 
 // What allocates is the thread that waits for the load, with a lock that workers may need.
@@ -292,6 +358,21 @@ TEST_F(CudaSchedule, TwoDevicesGetTheirCopiesAtTheSameTime) {
   EXPECT_LE(least_ahead, 6U) << "one device was served after the other";
 }
 
+// Each copier finishes once, at the end: who waits for copies of his own to one device leaves those
+// to the other on their way.
+TEST_F(CudaSchedule, WaitingForCopiesToOneDeviceDoesNotEmptyTheQueueOfTheOther) {
+  fake().set_delay(200, 400);
+  const File first = make_file({40 * kMib}, false, 7), second = make_file({40 * kMib}, false, 8);
+  CudaCopyEngine zero(ring(4)), one(ring(4, 2 * kMib, 1));
+  Watched to_zero(zero), to_one(one);
+  Load a(first, to_zero, 0, false, 1), b(second, to_one, 1, false, 1);
+  run_all({&a, &b});
+  a.expect_loaded();
+  b.expect_loaded();
+  EXPECT_EQ(to_zero.finishes, 1U);
+  EXPECT_EQ(to_one.finishes, 1U);
+}
+
 TEST_F(CudaSchedule, TheFirstFailureStopsAllAndNamesItsTensor) {
   File good = make_file({20 * kMib}, true, 9), bad = make_file({20 * kMib}, true, 10);
   bad.bytes[bad.bytes.size() - 100] ^= std::byte{1};
@@ -375,23 +456,47 @@ TEST_F(CudaSchedule, AStopEndsALoadThatWaitsForTheKernels) {
 
 // --- stops and failures --------------------------------------------------------------------------
 
+// Where the device decrypts, the fake driver also looks whether all that it was told is zero again.
 TEST_F(CudaSchedule, AfterAStopNothingIsEnqueuedAndNoBufferIsOwned) {
-  fake().set_delay(1000, 2000);
-  const File file = make_file({60 * kMib}, false);
-  CudaCopyEngine engine(ring(4));
+  for (const bool encrypted : {false, true}) {
+    fake().reset();
+    fake().set_delay(1000, 2000);
+    const File file = make_file({60 * kMib}, encrypted);
+    CudaCopyOptions options = ring(4);
+    if (encrypted) options.open_on_device = OpenOnDevice::always;
+    CudaCopyEngine engine(options);
+    Load load(file, engine);
+    load::LoadSession* session = &load.session();
+    std::stop_source stop;
+    std::atomic<unsigned> reads{0};
+    load.source.before_read = [&] {
+      if (++reads == 8) stop.request_stop();
+    };
+    testing::expect_error(Errc::cancelled,
+                          [&] { load::load_together({&session, 1}, 1, {}, stop.get_token()); });
+    const unsigned enqueued = copies();
+    EXPECT_EQ(Device::get(0).status().free_slots, Device::get(0).status().slots);
+    std::this_thread::sleep_for(20ms);
+    EXPECT_EQ(copies(), enqueued);
+    EXPECT_TRUE(!encrypted || fake().calls("cuLaunchKernel") > 3) << "it was stopped too early";
+    fake().wait(nullptr, 0);
+  }
+}
+
+TEST_F(CudaSchedule, AStopEndsALoadWhoseMemoryIsBeingPinned) {
+  fake().model("gbps=100,pin_us_per_mib=10000");  // 160 ms a step
+  const File file = make_file({100 * kMib}, false);
+  CudaCopyEngine engine(ring(40));
   Load load(file, engine);
   load::LoadSession* session = &load.session();
   std::stop_source stop;
-  std::atomic<unsigned> reads{0};
-  load.source.before_read = [&] {
-    if (++reads == 8) stop.request_stop();
-  };
+  load.source.before_read = [&] { stop.request_stop(); };
   testing::expect_error(Errc::cancelled,
                         [&] { load::load_together({&session, 1}, 1, {}, stop.get_token()); });
-  const unsigned enqueued = copies();
-  EXPECT_EQ(Device::get(0).status().free_slots, Device::get(0).status().slots);
-  std::this_thread::sleep_for(20ms);
-  EXPECT_EQ(copies(), enqueued);
+  // Two steps at once may have been under way.
+  EXPECT_LE(Device::get(0).status().slots, 24U);
+  fake().wait(nullptr, 0);
+  fake().model("");
 }
 
 TEST_F(CudaSchedule, WhereverTheDriverFailsTheMemoryIsAtRestAfterwards) {

@@ -43,9 +43,20 @@ CopyStream::CopyStream(const Driver& driver, std::atomic<bool>& batches)
 CopyStream::~CopyStream() { static_cast<void>(driver_.cuStreamDestroy(stream_)); }
 
 void CopyStream::issue(std::byte* buffer, Event event, std::span<const CopyPiece> pieces,
-                       Direction direction, const std::function<void(Stream)>& more) {
-  copy_many(buffer, merge_adjacent(pieces), direction);
-  if (more) more(stream_);
+                       Direction direction,
+                       const std::function<void(Stream, const CopyWithTables&)>& around) {
+  const auto copy = [&](std::span<const Copy> tables) {
+    std::vector<Copy> copies(tables.begin(), tables.end());
+    for (const CopyPiece& piece : merge_adjacent(pieces))
+      copies.push_back(
+          {buffer + piece.buffer_offset, address_of(piece.device_address), piece.nbytes});
+    copy_many(copies, direction);
+  };
+  if (around) {
+    around(stream_, copy);
+  } else {
+    copy({});
+  }
   check(driver_, driver_.cuEventRecord(event, stream_), "recording a CUDA event");
 }
 
@@ -61,54 +72,50 @@ void CopyStream::zero(std::span<const DeviceRange> ranges) {
 
 Result CopyStream::settle() noexcept { return driver_.cuStreamSynchronize(stream_); }
 
-void CopyStream::copy_one(std::byte* buffer, const CopyPiece& piece, Direction direction) {
-  std::byte* const host = buffer + piece.buffer_offset;
-  const DevicePointer device = address_of(piece.device_address);
-  const Result result = direction == Direction::to_device
-                            ? driver_.cuMemcpyHtoDAsync(device, host, piece.nbytes, stream_)
-                            : driver_.cuMemcpyDtoHAsync(host, device, piece.nbytes, stream_);
+void CopyStream::copy_one(const Copy& copy, Direction direction) {
+  const Result result =
+      direction == Direction::to_device
+          ? driver_.cuMemcpyHtoDAsync(copy.device, copy.host, copy.nbytes, stream_)
+          : driver_.cuMemcpyDtoHAsync(copy.host, copy.device, copy.nbytes, stream_);
   if (result != kSuccess)
     throw_cuda_error(
         driver_, result,
-        std::string(action_of(direction)) + " (" + std::to_string(piece.nbytes) + " bytes)");
+        std::string(action_of(direction)) + " (" + std::to_string(copy.nbytes) + " bytes)");
 }
 
-void CopyStream::copy_many(std::byte* buffer, std::span<const CopyPiece> pieces,
-                           Direction direction) {
-  while (!pieces.empty()) {
-    const auto part = pieces.first(std::min(pieces.size(), kMaxBatch));
-    if (part.size() == 1 || !batches_ || !copy_batched(buffer, part, direction)) {
-      for (const CopyPiece& piece : part) copy_one(buffer, piece, direction);
+void CopyStream::copy_many(std::span<const Copy> copies, Direction direction) {
+  while (!copies.empty()) {
+    const auto part = copies.first(std::min(copies.size(), kMaxBatch));
+    if (part.size() == 1 || !batches_ || !copy_batched(part, direction)) {
+      for (const Copy& copy : part) copy_one(copy, direction);
     }
-    pieces = pieces.subspan(part.size());
+    copies = copies.subspan(part.size());
   }
 }
 
 // False when the driver wants none of it: the caller copies piece by piece, which gives the same
 // bytes even if some of the batch were on their way already.
-bool CopyStream::copy_batched(std::byte* buffer, std::span<const CopyPiece> pieces,
-                              Direction direction) {
+bool CopyStream::copy_batched(std::span<const Copy> copies, Direction direction) {
   std::vector<DevicePointer> destinations;
   std::vector<DevicePointer> sources;
   std::vector<size_t> sizes;
-  for (const CopyPiece& piece : pieces) {
-    const DevicePointer host = address_of(buffer + piece.buffer_offset);
-    const DevicePointer device = address_of(piece.device_address);
-    destinations.push_back(direction == Direction::to_device ? device : host);
-    sources.push_back(direction == Direction::to_device ? host : device);
-    sizes.push_back(piece.nbytes);
+  for (const Copy& copy : copies) {
+    const DevicePointer host = address_of(copy.host);
+    destinations.push_back(direction == Direction::to_device ? copy.device : host);
+    sources.push_back(direction == Direction::to_device ? host : copy.device);
+    sizes.push_back(copy.nbytes);
   }
   CopyAttributes attributes;
   attributes.source_access_order = kSourceAccessInStreamOrder;
   size_t first = 0;
   size_t failed = 0;
   const Result result =
-      driver_.cuMemcpyBatchAsync(destinations.data(), sources.data(), sizes.data(), pieces.size(),
+      driver_.cuMemcpyBatchAsync(destinations.data(), sources.data(), sizes.data(), copies.size(),
                                  &attributes, &first, 1, &failed, stream_);
   if (result == kSuccess) return true;
   if (result != kNotSupported && result != kInvalidValue)
     throw_cuda_error(driver_, result,
-                     std::string(action_of(direction)) + " (" + std::to_string(pieces.size()) +
+                     std::string(action_of(direction)) + " (" + std::to_string(copies.size()) +
                          " pieces at once)");
   batches_ = false;
   return false;

@@ -14,6 +14,17 @@ namespace tensorizer::device::cuda {
 
 enum class Direction : uint8_t { to_device, to_host };
 
+// Between host memory and the device.
+struct Copy {
+  std::byte* host;
+  DevicePointer device;
+  uint64_t nbytes;
+};
+// Enqueues the copies of a buffer's pieces and of tables that the kernels need beside them. One
+// call copies all: a table in a call of its own would queue behind the copies of the other streams,
+// and the link would idle while the kernels of all of them wait for their tables.
+using CopyWithTables = std::function<void(std::span<const Copy>)>;
+
 // Pieces that continue each other on both sides become one; empty ones go. Order and bytes stay.
 // Pure.
 std::vector<CopyPiece> merge_adjacent(std::span<const CopyPiece> pieces);
@@ -31,10 +42,11 @@ class CopyStream {
   CopyStream(const CopyStream&) = delete;
   CopyStream& operator=(const CopyStream&) = delete;
 
-  // Enqueues the copies of one buffer, what `more` enqueues (if it is set), and then the buffer's
-  // event. Throws Error(device); some of it may be enqueued then.
+  // Enqueues the copies of one buffer, and then its event. `around` (if it is set) calls the
+  // function that it gets, which enqueues the copies, and enqueues more. Throws Error(device); some
+  // of it may be enqueued then.
   void issue(std::byte* buffer, Event event, std::span<const CopyPiece> pieces, Direction direction,
-             const std::function<void(Stream)>& more);
+             const std::function<void(Stream, const CopyWithTables&)>& around);
 
   // Overwrites the ranges with zeros and waits for that. Throws Error(device).
   void zero(std::span<const DeviceRange> ranges);
@@ -44,9 +56,9 @@ class CopyStream {
   Result settle() noexcept;
 
  private:
-  void copy_one(std::byte* buffer, const CopyPiece& piece, Direction direction);
-  bool copy_batched(std::byte* buffer, std::span<const CopyPiece> pieces, Direction direction);
-  void copy_many(std::byte* buffer, std::span<const CopyPiece> pieces, Direction direction);
+  void copy_one(const Copy& copy, Direction direction);
+  bool copy_batched(std::span<const Copy> copies, Direction direction);
+  void copy_many(std::span<const Copy> copies, Direction direction);
 
   const Driver& driver_;
   Stream stream_ = nullptr;

@@ -189,7 +189,8 @@ void CudaCopier::pass_fence(const std::stop_token& stop) {
 }
 
 void CudaCopier::enqueue(std::span<const CopyPiece> pieces, Direction direction,
-                         const std::function<void(Stream)>& more, const std::stop_token& stop) {
+                         const std::function<void(Stream, const CopyWithTables&)>& around,
+                         const std::stop_token& stop) {
   pass_fence(stop);
   in_context([&] {
     check_pieces(pieces);
@@ -198,7 +199,7 @@ void CudaCopier::enqueue(std::span<const CopyPiece> pieces, Direction direction,
     use.copies = true;
     buffers_.on_stream(use.buffer, [&](CopyStream& stream) {
       stream.issue(buffers_.bytes(use.buffer).data(), buffers_.event(use.buffer), pieces, direction,
-                   more);
+                   around);
     });
   });
 }
@@ -247,10 +248,9 @@ void CudaCopier::send_to_work(std::span<const CopyPiece> pieces, const WorkOnDev
   Use& use = in_use_.back();
   use.chunks = work.chunks;
   use.refuse = work.refuse;
-  const auto enqueue_work = [&](Stream stream) {
-    if (work.chunks > 0) kernels_->enqueue_open(stream, use.buffer, work.chunks);
-    if (work.conversions > 0)
-      shared_.converts->enqueue_convert(stream, use.buffer, work.conversions);
+  const Kernels& kernels = work.chunks > 0 ? *kernels_ : *shared_.converts;
+  const auto enqueue_work = [&](Stream stream, const CopyWithTables& copy) {
+    kernels.enqueue(stream, use.buffer, work, copy);
   };
   enqueue(pieces, Direction::to_device, enqueue_work, stop);
 }

@@ -42,6 +42,7 @@ class CudaCopier final : public Copier {
 
   std::span<std::byte> try_acquire() override;
   void wait(const std::stop_token& stop) override;
+  bool has_in_use() const noexcept override { return !in_use_.empty(); }
   void give_back_unused() noexcept override;
   void pass_fence(const std::stop_token& stop) override;
   void send(std::span<const CopyPiece> pieces, const std::stop_token& stop) override;
@@ -67,7 +68,8 @@ class CudaCopier final : public Copier {
   template <class Fn>
   auto in_context(Fn&& fn) const;
   void enqueue(std::span<const CopyPiece> pieces, Direction direction,
-               const std::function<void(Stream)>& more, const std::stop_token& stop);
+               const std::function<void(Stream, const CopyWithTables&)>& around,
+               const std::stop_token& stop);
   void check_pieces(std::span<const CopyPiece> pieces) const;
   void wait_for_line(const std::stop_token& stop);
   const Kernels* find_kernels(const std::stop_token& stop);

@@ -65,10 +65,15 @@ void Kernels::release() noexcept {
 
 Kernels::~Kernels() { release(); }
 
-// --- opening chunks ------------------------------------------------------------------------------
+// --- what is enqueued for a buffer ---------------------------------------------------------------
 
 std::span<ChunkToOpen> Kernels::chunks(unsigned buffer) const noexcept {
   return {area(buffer).chunks(), room_};
+}
+
+std::span<PieceToConvert> Kernels::conversions(unsigned buffer) const noexcept {
+  const Area area = this->area(buffer);
+  return {reinterpret_cast<PieceToConvert*>(area.host + area.conversions_at()), area.conversions};
 }
 
 void Kernels::launch(Function function, unsigned blocks, Stream stream, void** parameters) const {
@@ -92,14 +97,35 @@ void Kernels::enqueue_and_clear(Stream stream, DevicePointer from, size_t nbytes
         "wiping memory of the CUDA device");
 }
 
-void Kernels::enqueue_open(Stream stream, unsigned buffer, size_t count) const {
-  enqueue_open(stream, area(buffer), count);
+void Kernels::enqueue(Stream stream, unsigned buffer, const WorkOnDevice& work,
+                      const CopyWithTables& copy) const {
+  const Area area = this->area(buffer);
+  std::vector<Copy> tables;
+  uint32_t segments = 0, blocks = 0;
+  if (work.chunks > 0) {
+    segments = number_segments(area, work.chunks);
+    tables.push_back(chunk_table(area, work.chunks, segments));
+  }
+  if (work.conversions > 0) blocks = number_blocks(buffer, work.conversions);
+  if (blocks > 0)
+    tables.push_back({area.host + area.conversions_at(), area.device + area.conversions_at(),
+                      work.conversions * sizeof(PieceToConvert) + blocks * sizeof(uint32_t)});
+  if (tables.empty()) return copy({});
+  const size_t from = work.chunks > 0 ? 0 : area.conversions_at();
+  const size_t to = area.conversions_at() + (blocks > 0 ? tables.back().nbytes : 0);
+  enqueue_and_clear(stream, area.device + from, to - from, [&] {
+    copy(tables);
+    if (segments > 0) enqueue_open(stream, area, work.chunks, segments);
+    if (blocks > 0) enqueue_convert(stream, area, work.conversions, blocks);
+  });
 }
 
-void Kernels::enqueue_open(Stream stream, const Area& area, size_t count) const {
+// --- opening chunks ------------------------------------------------------------------------------
+
+// Fills in which segments are whose; how many there are.
+uint32_t Kernels::number_segments(const Area& area, size_t count) {
   ChunkToOpen* const chunks = area.chunks();
-  const size_t table_at = count * sizeof(ChunkToOpen);
-  auto* const chunk_of = reinterpret_cast<uint32_t*>(area.host + table_at);
+  auto* const chunk_of = reinterpret_cast<uint32_t*>(area.host + count * sizeof(ChunkToOpen));
   uint32_t segments = 0;
   for (size_t i = 0; i < count; ++i) {
     if (chunks[i].segments > area.room - segments)
@@ -109,42 +135,40 @@ void Kernels::enqueue_open(Stream stream, const Area& area, size_t count) const 
     segments += chunks[i].segments;
   }
   std::fill_n(area.verdicts(), count, uint32_t{kVerdictMissing});
+  return segments;
+}
 
+Copy Kernels::chunk_table(const Area& area, size_t count, uint32_t segments) noexcept {
+  return {area.host, area.device, count * sizeof(ChunkToOpen) + segments * sizeof(uint32_t)};
+}
+
+// Behind the copies of the ciphertext and of the table.
+void Kernels::enqueue_open(Stream stream, const Area& area, size_t count, uint32_t segments) const {
   DevicePointer chunks_there = area.device;
-  DevicePointer chunk_of_there = area.device + table_at;
+  DevicePointer chunk_of_there = area.device + count * sizeof(ChunkToOpen);
   DevicePointer verdicts_there = area.device + area.verdicts_at();
   DevicePointer partial_there = area.device + area.partial_at();
   void* for_mac[] = {&chunks_there, &chunk_of_there, &partial_there};
   void* for_open[] = {&chunks_there, &chunk_of_there, &partial_there, &verdicts_there};
-  enqueue_and_clear(stream, area.device, area.nbytes(), [&] {
-    check(driver_,
-          driver_.cuMemcpyHtoDAsync(area.device, area.host, table_at + segments * sizeof(uint32_t),
-                                    stream),
-          "copying to the CUDA device");
-    // A verdict of the buffer's last use says nothing of this one.
-    check(driver_, driver_.cuMemsetD8Async(verdicts_there, 0, count * sizeof(uint32_t), stream),
-          "clearing memory of the CUDA device");
-    launch(mac_, segments, stream, for_mac);
-    launch(open_, segments, stream, for_open);
-    check(driver_,
-          driver_.cuMemcpyDtoHAsync(area.verdicts(), verdicts_there, count * sizeof(uint32_t),
-                                    stream),
-          "copying from the CUDA device");
-  });
+  // A verdict of the buffer's last use says nothing of this one.
+  check(driver_, driver_.cuMemsetD8Async(verdicts_there, 0, count * sizeof(uint32_t), stream),
+        "clearing memory of the CUDA device");
+  launch(mac_, segments, stream, for_mac);
+  launch(open_, segments, stream, for_open);
+  check(
+      driver_,
+      driver_.cuMemcpyDtoHAsync(area.verdicts(), verdicts_there, count * sizeof(uint32_t), stream),
+      "copying from the CUDA device");
 }
 
 // --- converting ----------------------------------------------------------------------------------
 
-std::span<PieceToConvert> Kernels::conversions(unsigned buffer) const noexcept {
-  const Area area = this->area(buffer);
-  return {reinterpret_cast<PieceToConvert*>(area.host + area.conversions_at()), area.conversions};
-}
-
-void Kernels::enqueue_convert(Stream stream, unsigned buffer, size_t count) const {
+// Fills in which thread blocks are whose; how many there are.
+uint32_t Kernels::number_blocks(unsigned buffer, size_t count) const {
   const Area area = this->area(buffer);
   const std::span<PieceToConvert> pieces = conversions(buffer).first(count);
-  const size_t table_at = pieces.size_bytes();
-  auto* const piece_of = reinterpret_cast<uint32_t*>(area.host + area.conversions_at() + table_at);
+  auto* const piece_of =
+      reinterpret_cast<uint32_t*>(area.host + area.conversions_at() + pieces.size_bytes());
   uint32_t blocks = 0;
   for (uint32_t i = 0; i < count; ++i) {
     const uint64_t needed = (pieces[i].count + kConvertedAtOnce - 1) / kConvertedAtOnce;
@@ -154,18 +178,18 @@ void Kernels::enqueue_convert(Stream stream, unsigned buffer, size_t count) cons
     std::fill_n(piece_of + blocks, needed, i);
     blocks += static_cast<uint32_t>(needed);
   }
-  if (blocks == 0) return;
-
-  DevicePointer pieces_there = area.device + area.conversions_at();
-  DevicePointer piece_of_there = pieces_there + table_at;
-  const size_t nbytes = table_at + blocks * sizeof(uint32_t);
-  void* parameters[] = {&pieces_there, &piece_of_there};
-  enqueue_and_clear(stream, pieces_there, nbytes, [&] {
-    check(driver_, driver_.cuMemcpyHtoDAsync(pieces_there, pieces.data(), nbytes, stream),
-          "copying to the CUDA device");
-    launch(convert_, blocks, stream, parameters);
-  });
+  return blocks;
 }
+
+void Kernels::enqueue_convert(Stream stream, const Area& area, size_t count,
+                              uint32_t blocks) const {
+  DevicePointer pieces_there = area.device + area.conversions_at();
+  DevicePointer piece_of_there = pieces_there + count * sizeof(PieceToConvert);
+  void* parameters[] = {&pieces_there, &piece_of_there};
+  launch(convert_, blocks, stream, parameters);
+}
+
+// --- the end of a buffer's use -------------------------------------------------------------------
 
 std::optional<Kernels::Refused> Kernels::first_refused(unsigned buffer,
                                                        size_t count) const noexcept {
@@ -353,7 +377,11 @@ class SelfTest {
   void enqueue() {
     check(driver_, driver_.cuMemcpyHtoDAsync(device_, host_, kAreaAt, stream_),
           "copying to the CUDA device");
-    kernels_.enqueue_open(stream_, area(), kTestChunks);
+    const uint32_t segments = Kernels::number_segments(area(), kTestChunks);
+    const Copy chunks = Kernels::chunk_table(area(), kTestChunks, segments);
+    check(driver_, driver_.cuMemcpyHtoDAsync(chunks.device, chunks.host, chunks.nbytes, stream_),
+          "copying to the CUDA device");
+    kernels_.enqueue_open(stream_, area(), kTestChunks, segments);
     DevicePointer pieces = device_ + kPiecesAt;
     DevicePointer table = device_ + kTableAt;
     void* parameters[] = {&pieces, &table};

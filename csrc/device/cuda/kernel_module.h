@@ -17,6 +17,7 @@
 
 #include "device/chunk_to_open.h"
 #include "device/copy_engine.h"
+#include "device/cuda/copy_stream.h"
 #include "device/cuda/driver.h"
 
 namespace tensorizer::device::cuda {
@@ -33,20 +34,16 @@ class Kernels {
 
   // Chunks that one buffer has room for.
   size_t room() const noexcept { return room_; }
-  // To be filled; first_segment is left to enqueue_open().
+  // To be filled; first_segment and first_block are left to enqueue().
   std::span<ChunkToOpen> chunks(unsigned buffer) const noexcept;
-
-  // Enqueues all that opens the first `count` chunks, whose ciphertext is there when the stream
-  // comes to it, and zeroes the device's area. Throws Error(device), the zeroing enqueued where the
-  // driver still takes it; Error(invalid_argument) for more segments than fit.
-  void enqueue_open(Stream stream, unsigned buffer, size_t count) const;
-
-  // To be filled; first_block is left to enqueue_convert().
   std::span<PieceToConvert> conversions(unsigned buffer) const noexcept;
 
-  // Enqueues the conversion of the first `count` pieces, whose sources are there when the stream
-  // comes to it. Throws as enqueue_open() does.
-  void enqueue_convert(Stream stream, unsigned buffer, size_t count) const;
+  // Enqueues the copies of a buffer by `copy`, all that opens the first `work.chunks` chunks, the
+  // conversion of the first `work.conversions` pieces, and the zeroing of the device's area. Throws
+  // Error(device), the zeroing enqueued where the driver still takes it; Error(invalid_argument)
+  // for more segments or thread blocks than fit.
+  void enqueue(Stream stream, unsigned buffer, const WorkOnDevice& work,
+               const CopyWithTables& copy) const;
 
   struct Refused {
     size_t chunk;
@@ -92,7 +89,11 @@ class Kernels {
   void reserve();
   void release() noexcept;
   void launch(Function function, unsigned blocks, Stream stream, void** parameters) const;
-  void enqueue_open(Stream stream, const Area& area, size_t count) const;
+  static uint32_t number_segments(const Area& area, size_t count);
+  uint32_t number_blocks(unsigned buffer, size_t count) const;
+  static Copy chunk_table(const Area& area, size_t count, uint32_t segments) noexcept;
+  void enqueue_open(Stream stream, const Area& area, size_t count, uint32_t segments) const;
+  void enqueue_convert(Stream stream, const Area& area, size_t count, uint32_t blocks) const;
   template <class Fn>
   void enqueue_and_clear(Stream stream, DevicePointer from, size_t nbytes, Fn&& enqueue) const;
 
