@@ -14,19 +14,18 @@ constexpr uint64_t kGapNbytes = uint64_t{1} << 20;
 
 }  // namespace
 
-HttpSource::HttpSource(HttpAddress address, HttpOptions options, uint64_t begin,
+HttpSource::HttpSource(HttpAddress address, const HttpOptions& options, uint64_t begin,
                        std::optional<uint64_t> end)
-    : client_(std::move(address), std::move(options)), begin_(begin), end_(end) {}
+    : client_(std::move(address), options), begin_(begin), end_(end) {}
 
-std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, HttpOptions options,
+std::shared_ptr<HttpSource> HttpSource::open(HttpAddress address, const HttpOptions& options,
                                              uint64_t begin, std::optional<uint64_t> end,
                                              const std::stop_token& stop,
                                              std::optional<ResourceIdentity> known) {
   if (end && *end <= begin)
     throw Error(Errc::invalid_argument, "the range ends at " + std::to_string(*end) +
                                             ", not after its begin " + std::to_string(begin));
-  std::shared_ptr<HttpSource> source(
-      new HttpSource(std::move(address), std::move(options), begin, end));
+  std::shared_ptr<HttpSource> source(new HttpSource(std::move(address), options, begin, end));
   source->known_ = std::move(known);
   source->open_first(stop);
   return source;

@@ -28,8 +28,9 @@ class HttpSource final : public RangeSource {
   //
   // With `known`, which has a strong ETag and a size, no bytes come where the object is still that
   // one: is_known() is true then.
-  static std::shared_ptr<HttpSource> open(HttpAddress address, HttpOptions options, uint64_t begin,
-                                          std::optional<uint64_t> end, const std::stop_token& stop,
+  static std::shared_ptr<HttpSource> open(HttpAddress address, const HttpOptions& options,
+                                          uint64_t begin, std::optional<uint64_t> end,
+                                          const std::stop_token& stop,
                                           std::optional<ResourceIdentity> known = std::nullopt);
 
   const std::string& name() const noexcept override { return name_; }
@@ -59,7 +60,8 @@ class HttpSource final : public RangeSource {
   uint64_t connections() const noexcept { return client_.counters.connections.load(); }
 
  private:
-  HttpSource(HttpAddress address, HttpOptions options, uint64_t begin, std::optional<uint64_t> end);
+  HttpSource(HttpAddress address, const HttpOptions& options, uint64_t begin,
+             std::optional<uint64_t> end);
 
   void open_first(const std::stop_token& stop);
   // Returns when the head of a response was accepted; `body` has the body.
