@@ -178,8 +178,8 @@ TEST_F(CudaConvert, AForgedChunkLeavesNothingOnTheDevice) {
 TEST_F(CudaConvert, ADriverThatRefusesInTheMiddleEndsTheLoadAndLeavesNothing) {
   // Each counted from the first call after the self-test.
   for (const char* call :
-       {"cuLaunchKernel:2:1", "cuMemcpyHtoDAsync:2:1", "cuMemcpyHtoDAsync:3:1",
-        "cuMemcpyBatchAsync:1:700", "cuMemsetD8Async:1:1", "cuEventRecord:3:1"}) {
+       {"cuLaunchKernel:2:1", "cuMemcpyBatchAsync:1:700", "cuMemcpyBatchAsync:2:700",
+        "cuMemcpyBatchAsync:3:700", "cuMemsetD8Async:1:1", "cuEventRecord:3:1"}) {
     SCOPED_TRACE(call);
     Load load(some(), kNarrower, true);
     load.run(ring());
