@@ -38,6 +38,10 @@ struct SourceTraits {
   bool waits = false;
 };
 
+// A source is told of so many bytes before they are read (will_read): enough requests for a disk,
+// and no more of the page cache than a load that ends early may waste.
+inline constexpr uint64_t kAnnouncedNbytes = uint64_t{32} << 20;
+
 // A source that is not as it was when it was opened.
 struct SourceChange {
   enum class Kind : uint8_t { written, grown, cut };

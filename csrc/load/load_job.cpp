@@ -4,7 +4,6 @@
 
 #include "format/tensor_path.h"
 #include "load/authenticity.h"
-#include "load/request_costs.h"
 
 namespace tensorizer::load {
 namespace {
@@ -54,7 +53,7 @@ void LoadJob::rethrow_named(uint32_t record, const Error& error) const {
 }
 
 void LoadJob::announce_after(const Unit& unit) noexcept {
-  const uint64_t wanted = begun_nbytes_.fetch_add(unit.nbytes) + unit.nbytes + kAnnouncedNbytes;
+  const uint64_t wanted = begun_nbytes_.fetch_add(unit.nbytes) + unit.nbytes + io::kAnnouncedNbytes;
   while (announced_nbytes_.load() < wanted) {
     const size_t number = announced_.fetch_add(1);
     if (number >= plan.units.size()) return;

@@ -14,10 +14,6 @@ inline constexpr size_t kBriefUnits = 512;
 // is read chunk by chunk when decrypting.
 inline constexpr uint64_t kCheapRequestNbytes = uint64_t{64} << 10;
 
-// A source is told of so many bytes before they are read: enough requests for a disk, and no more
-// of the page cache than a load may waste that ends early.
-inline constexpr uint64_t kAnnouncedNbytes = uint64_t{32} << 20;
-
 // Record headers that are closer than this are read together.
 inline constexpr uint64_t kHeaderGapNbytes = 4096;
 

@@ -15,7 +15,6 @@ namespace tensorizer::save {
 namespace {
 
 constexpr unsigned kMostWorkers = 16;  // each holds a unit
-constexpr uint64_t kUnitsAhead = 4;
 
 using UseBytes = std::function<void(uint64_t offset, io::ConstSlice bytes, const std::stop_token&)>;
 
@@ -27,8 +26,7 @@ class Reader final : public UnitWorker {
   void process(size_t unit) override {
     const uint64_t offset = unit * kUnitNbytes;
     buffer_.resize(std::min(kUnitNbytes, total_ - offset));
-    // So far ahead of the other readers that a disk always has requests.
-    const uint64_t ahead = offset + kUnitsAhead * kUnitNbytes;
+    const uint64_t ahead = offset + io::kAnnouncedNbytes;
     if (ahead < total_) source_.will_read(ahead, std::min(kUnitNbytes, total_ - ahead));
     source_.read_at(offset, io::Slice(buffer_), stop_);
     use_(offset, buffer_, stop_);

@@ -1,7 +1,6 @@
 // What a save session writes, a load session reads: every path of both, on memory.
 #include <set>
 
-#include "load/request_costs.h"
 #include "session_harness.h"
 
 namespace tensorizer::tests {
@@ -141,7 +140,7 @@ TEST(Sessions, ASourceIsToldOnceOfEveryUnitBeforeItIsRead) {
     EXPECT_GE(source.told_nbytes(), 11 * kUnit);
     EXPECT_LE(source.told_nbytes(), file.size());
     // The units ahead, and those that two workers have begun and not read.
-    EXPECT_LE(source.most_ahead(), load::kAnnouncedNbytes + 4 * kUnit);
+    EXPECT_LE(source.most_ahead(), io::kAnnouncedNbytes + 4 * kUnit);
   }
 }
 
