@@ -67,7 +67,6 @@ __all__ = [
     "TensorSerializer",
     "TensorDeserializer",
     "TensorType",
-    "CryptographyError",
     "EncryptionParams",
     "DecryptionParams",
     "FilterFuncType",

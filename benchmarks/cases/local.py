@@ -54,7 +54,7 @@ def load_cold(bench: Bench) -> float:
     memory.drop_page_cache(bench.path)
     if isinstance(bench.contender, Machine):
         return bench.contender.limit("direct", str(READERS_OF_DISK), str(bench.path))
-    with bench.clock():
+    with bench.clock(page_cache_nbytes=bench.path.stat().st_size):
         state = getattr(bench.contender, bench.case.needs)(bench.path)
     bench.check(state)
     return bench.seconds

@@ -25,6 +25,8 @@ struct SourceTraits {
   uint64_t unit_nbytes = uint64_t{8} << 20;
   // Reading this many unwanted bytes is cheaper than starting another request.
   uint64_t gap_nbytes = uint64_t{64} << 10;
+  // So many parts of the source are best read at the same time, each from its begin to its end.
+  unsigned streams = 1;
   // True when reads should come one at a time at growing offsets, because going back costs a new
   // pass (an HTTP server without ranges, a file object that unpacks what it reads).
   bool sequential = false;
@@ -37,10 +39,6 @@ struct SourceTraits {
   // use what he does not need yet.
   bool waits = false;
 };
-
-// A source is told of so many bytes before they are read (will_read): enough requests for a disk,
-// and no more of the page cache than a load that ends early may waste.
-inline constexpr uint64_t kAnnouncedNbytes = uint64_t{32} << 20;
 
 // A source that is not as it was when it was opened.
 struct SourceChange {
@@ -79,10 +77,6 @@ class RangeSource {
   // Like read_at, but stops at the end of the source; returns the bytes read, fewer only there.
   // This is how a source of unknown size is read whole.
   virtual uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop);
-
-  // These bytes will be read soon: a source gets them under way where that saves time, and does not
-  // wait for them.
-  virtual void will_read(uint64_t /*offset*/, uint64_t /*nbytes*/) noexcept {}
 
   // What tells that the content is no longer that of the opening. nullopt: nothing does, or every
   // read is checked by itself.

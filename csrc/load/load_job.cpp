@@ -52,18 +52,6 @@ void LoadJob::rethrow_named(uint32_t record, const Error& error) const {
   throw named;
 }
 
-void LoadJob::announce_after(const Unit& unit) noexcept {
-  const uint64_t wanted = begun_nbytes_.fetch_add(unit.nbytes) + unit.nbytes + io::kAnnouncedNbytes;
-  while (announced_nbytes_.load() < wanted) {
-    const size_t number = announced_.fetch_add(1);
-    if (number >= plan.units.size()) return;
-    const Unit& next = plan.units[number];
-    announced_nbytes_.fetch_add(next.nbytes);
-    // What is read run by run may be a small part of its stretch.
-    if (next.read != Unit::Read::apart) source.will_read(next.offset, next.nbytes);
-  }
-}
-
 std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t record,
                                                           std::span<const std::byte> bytes) {
   const format::IndexEntry& entry = entry_of(record);
@@ -93,7 +81,6 @@ std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t record,
 void LoadJob::begin_plan() {
   reads = std::make_unique<Turns>();
   progress_ = std::vector<std::atomic<Progress>>(plan.units.size());
-  begun_nbytes_ = announced_nbytes_ = announced_ = 0;
 }
 
 void LoadJob::wait_for_memory(uint32_t target, const std::stop_token& stop) {

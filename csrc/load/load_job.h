@@ -132,9 +132,6 @@ struct LoadJob {
   }
   // Before the workers begin.
   void begin_plan();
-  // Announces to the source the units that follow the one which begins now, so that it reads while
-  // workers hash and copy.
-  void announce_after(const Unit& unit) noexcept;
 
   io::RangeSource& source;
   const std::shared_ptr<const OpenedIndex> opened;
@@ -155,9 +152,6 @@ struct LoadJob {
   // In a handler.
   [[noreturn]] void rethrow_named(uint32_t record, const Error& error) const;
 
-  std::atomic<uint64_t> begun_nbytes_{0};        // of units
-  std::atomic<uint64_t> announced_nbytes_{0};    // of units, from the first on
-  std::atomic<size_t> announced_{0};             // their number
   std::vector<std::atomic<bool>> accepted_;      // per record
   std::vector<std::atomic<bool>> ready_;         // per target; empty: all are
   std::vector<std::atomic<Progress>> progress_;  // per unit

@@ -10,13 +10,19 @@ namespace {
 
 class Planner {
  public:
-  Planner(const PlanOptions& options, LoadPlan& plan) : options_(options), plan_(plan) {}
+  Planner(const PlanOptions& options, uint64_t total_nbytes, LoadPlan& plan)
+      : options_(options), total_nbytes_(total_nbytes), plan_(plan) {}
 
   void add_record(uint32_t target, const format::IndexEntry& entry) {
     const uint64_t payload = options_.payloads ? entry.data_nbytes : 0;
     plan_.hash_steps.push_back(0);
     if (entry.header_nbytes() == 0 && payload == 0) return;  // a container without record headers
+    if (begins_stream()) {
+      close();
+      plan_.stream_begins.push_back(static_cast<uint32_t>(plan_.units.size()));
+    }
     if (open_ && !joins(entry, payload)) close();
+    planned_nbytes_ += payload;
     if (entry.header_nbytes() > 0)
       add({.kind = Piece::Kind::header, .target = target, .nbytes = entry.header_nbytes()},
           entry.offset);
@@ -28,6 +34,10 @@ class Planner {
   void finish() { close(); }
 
  private:
+  bool begins_stream() const noexcept {
+    const size_t begun = plan_.stream_begins.size();
+    return begun < options_.streams && planned_nbytes_ >= total_nbytes_ / options_.streams * begun;
+  }
   bool deals() const noexcept { return options_.large_at_once > 0; }
   uint64_t unit_nbytes() const noexcept { return open_ ? end_ - begin_ : 0; }
 
@@ -101,7 +111,9 @@ class Planner {
   }
 
   const PlanOptions& options_;
+  const uint64_t total_nbytes_;  // of payloads
   LoadPlan& plan_;
+  uint64_t planned_nbytes_ = 0;
   bool open_ = false;
   uint64_t begin_ = 0, end_ = 0;
   uint64_t placed_nbytes_ = 0;
@@ -129,7 +141,10 @@ LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selecti
   LoadPlan plan;
   plan.pieces.reserve(selection.size() * 2);
   plan.hash_steps.reserve(selection.size());
-  Planner planner(options, plan);
+  uint64_t total_nbytes = 0;
+  if (options.streams > 1)
+    for (const uint32_t entry : selection) total_nbytes += index[entry].data_nbytes;
+  Planner planner(options, total_nbytes, plan);
   for (uint32_t target = 0; target < selection.size(); ++target)
     planner.add_record(target, index[selection[target]]);
   planner.finish();

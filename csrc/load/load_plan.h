@@ -48,6 +48,8 @@ struct Unit {
 struct LoadPlan {
   std::vector<Piece> pieces;  // in the order of the source
   std::vector<Unit> units;    // in the order in which to take them
+  // The first unit of each of options.streams, or of as many as have a record.
+  std::vector<uint32_t> stream_begins;
   // Per whole tensor: payload pieces; 0: header and payload are in one unit, and hashed there.
   std::vector<uint32_t> hash_steps;
 
@@ -65,6 +67,9 @@ struct PlanOptions {
   // No unit with payload in it is longer, whatever the headers take; at least unit_nbytes and
   // cut_nbytes.
   uint64_t buffer_nbytes = std::numeric_limits<uint64_t>::max();
+  // Parts of about the same size that are read at the same time, each with whole records: a reader in
+  // the middle of one would wait for its header and earlier bytes.
+  size_t streams = 1;
   // Above 0: tensors that are cut have units of their own, and those of so many are dealt in turn.
   size_t large_at_once = 0;
   // Tensors share a unit only where it has no more pieces than this.

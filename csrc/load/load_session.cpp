@@ -156,6 +156,7 @@ LoadPlan LoadSession::plan_whole() const {
     plan.large_at_once = format::Sha256::lanes() * workers;
     plan.whole_nbytes = plan.unit_nbytes / 8;
   }
+  if (plan.large_at_once == 0) plan.streams = std::min(traits.streams, workers);
   return plan_load(job_.opened->index, job_.entries, plan);
 }
 

@@ -114,13 +114,29 @@ class Together {
   }
 
   static void order(Pool& pool) {
-    if (pool.sessions.size() < 2) return;
+    if (pool.sessions.empty()) return;
+    if (pool.sessions.size() == 1) return order_streams(pool);
     std::vector<UnitsOfLoad> loads;
     loads.reserve(pool.sessions.size());
     for (const LoadSession* session : pool.sessions)
       loads.push_back(
           {session->job_.plan.units, &session->job_.source, session->job_.source.traits().waits});
     pool.order = order_units(loads);
+  }
+
+  // Parts of the source that are read at the same pace.
+  static void order_streams(Pool& pool) {
+    const LoadPlan& plan = pool.sessions.front()->job_.plan;
+    const std::vector<uint32_t>& begins = plan.stream_begins;
+    if (begins.size() < 2) return;
+    const std::span<const Unit> units = plan.units;
+    std::vector<UnitsOfLoad> parts;
+    for (size_t i = 0; i < begins.size(); ++i) {
+      const size_t end = i + 1 < begins.size() ? begins[i + 1] : units.size();
+      parts.push_back({units.subspan(begins[i], end - begins[i])});
+    }
+    pool.order = order_units(parts);
+    for (NumberedUnit& unit : pool.order) unit = {0, begins[unit.load] + unit.unit};
   }
 
   static size_t unit_count(const Pool& pool) {

@@ -57,7 +57,6 @@ class Worker final : public LoadWorker {
     const Unit& unit = job_.plan.units[number];
     const std::span<const Piece> pieces = job_.plan.pieces_of(unit);
     job_.note(number, LoadJob::Progress::begun);
-    job_.announce_after(unit);
     give_places(unit, pieces);
     const std::byte* image = job_.in_order(number, stop_, [&] { return read(unit, pieces); });
     if (job_.options.parts && job_.cipher && unit.placed_nbytes > 0)

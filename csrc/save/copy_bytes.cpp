@@ -26,8 +26,6 @@ class Reader final : public UnitWorker {
   void process(size_t unit) override {
     const uint64_t offset = unit * kUnitNbytes;
     buffer_.resize(std::min(kUnitNbytes, total_ - offset));
-    const uint64_t ahead = offset + io::kAnnouncedNbytes;
-    if (ahead < total_) source_.will_read(ahead, std::min(kUnitNbytes, total_ - ahead));
     source_.read_at(offset, io::Slice(buffer_), stop_);
     use_(offset, buffer_, stop_);
   }

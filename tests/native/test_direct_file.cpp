@@ -216,5 +216,23 @@ TEST(DirectLoads, EveryKindOfLoadFindsTheSameAndLeavesNothingCached) {
   }
 }
 
+TEST(ColdLoads, AFileThatIsNotCachedIsReadInStreamsThroughTheCache) {
+  const auto tensors = make_tensors({(40 << 20) + 5, 300'000, 7, 0, (2 << 20) + 1, 35 << 20}, 6);
+  const testing::DiskFile file(save_all(tensors, {}));
+  if (!file.can_be_uncached()) GTEST_SKIP() << "a file system in memory, or without O_DIRECT";
+  const auto source = file.source(false);
+  EXPECT_EQ(source->traits().streams, 2U);
+  HostEngine engine(6, 8 << 20);
+  for (const bool device : {false, true}) {
+    LoadSettings settings{.verify = device, .workers = 3};
+    if (device) settings.engine = &engine;
+    std::vector<Bytes> found;
+    load_all(*source, settings, found);
+    for (size_t i = 0; i < tensors.size(); ++i)
+      ASSERT_TRUE(testing::same(found[i], tensors[i].data)) << i;
+  }
+  EXPECT_EQ(file.source(false)->traits().streams, 1U) << "it is cached now";
+}
+
 }  // namespace
 }  // namespace tensorizer::tests

@@ -75,7 +75,15 @@ class Guarded {
   size_t pages_ = 0;
 };
 
-// The chunks of one launch, with the memory that the kernels are given beside them.
+template <class T>
+Guarded guarded(const std::vector<T>& values) {
+  const std::span<const uint8_t> bytes(reinterpret_cast<const uint8_t*>(values.data()),
+                                       values.size() * sizeof(T));
+  return Guarded({bytes.begin(), bytes.end()}, true);
+}
+
+// The chunks of one launch, with the memory that the kernels are given beside them: no kernel reads
+// or writes beyond any of it.
 class Launch {
  public:
   explicit Launch(int order = HOST_SHUFFLED, uint64_t seed = 1) : order_(order), seed_(seed) {}
@@ -104,16 +112,20 @@ class Launch {
     std::vector<uint32_t> chunk_of;
     for (size_t i = 0; i < chunks_.size(); ++i)
       chunk_of.insert(chunk_of.end(), chunks_[i].segments, static_cast<uint32_t>(i));
-    partial_.assign(kPartialWords * segments_, 0xA5A5A5A5);
+    const Guarded chunk_memory = guarded(chunks_), table_memory = guarded(chunk_of);
+    const Guarded partial_memory =
+        guarded(std::vector<uint32_t>(kPartialWords * segments_, 0xA5A5A5A5));
     std::vector<uint32_t> verdicts(chunks_.size(), 0xA5A5A5A5);
-    const ChunkToOpen* chunks = chunks_.data();
-    const uint32_t* table = chunk_of.data();
-    uint32_t* partial = partial_.data();
-    uint32_t* verdict = verdicts.data();
+    const Guarded verdict_memory = guarded(verdicts);
+    std::byte* chunks = chunk_memory.data();
+    std::byte* table = table_memory.data();
+    std::byte* partial = partial_memory.data();
+    std::byte* verdict = verdict_memory.data();
     void* for_mac[] = {&chunks, &table, &partial};
     void* for_open[] = {&chunks, &table, &partial, &verdict};
     EXPECT_EQ(host_kernel_run("tz_mac", segments_, for_mac, order_, seed_), 0);
     EXPECT_EQ(host_kernel_run("tz_open", segments_, for_open, order_, seed_), 0);
+    std::memcpy(verdicts.data(), verdict, verdicts.size() * sizeof(uint32_t));
     return verdicts;
   }
 
@@ -125,7 +137,6 @@ class Launch {
   const uint64_t seed_;
   std::vector<Guarded> memory_;
   std::vector<ChunkToOpen> chunks_;
-  std::vector<uint32_t> partial_;
   uint32_t segments_ = 0;
 };
 

@@ -104,6 +104,36 @@ TEST(LoadPlan, LargeTensorsAreDealtInTurnAndSmallOnesStayTogether) {
   EXPECT_EQ(order, (std::vector<uint32_t>{0, 1, 0, 3, 0, 3, 0, 3, 0, 3, 4, 4, 4}));
 }
 
+TEST(LoadPlan, StreamsShareTheBytesAndBeginWithARecord) {
+  const auto opened = index_of({300'000, 3 * kMiB, 5 * kMiB + 1, 17, 0, 2 * kMiB, 4 * kMiB, kMiB,
+                                100, 6 * kMiB, 300'000, 2 * kMiB, 3 * kMiB});
+  uint64_t total = 0, largest = 0;
+  for (uint32_t i = 0; i < opened->index.size(); ++i) {
+    total += opened->index[i].data_nbytes;
+    largest = std::max(largest, opened->index[i].data_nbytes);
+  }
+  for (const size_t streams : {1, 2, 3, 4}) {
+    const PlanOptions options{.unit_nbytes = kMiB, .streams = streams};
+    const LoadPlan plan = plan_load(opened->index, all_of(*opened), options);
+    expect_whole(*opened, plan, options);
+    ASSERT_EQ(plan.stream_begins.size(), streams);
+    EXPECT_EQ(plan.stream_begins[0], 0U);
+    for (size_t i = 0; i < streams; ++i) {
+      const size_t begin = plan.stream_begins[i];
+      const size_t end = i + 1 < streams ? plan.stream_begins[i + 1] : plan.units.size();
+      ASSERT_LT(begin, end);
+      EXPECT_EQ(plan.pieces_of(plan.units[begin]).front().kind, Piece::Kind::header);
+      uint64_t nbytes = 0;
+      for (size_t unit = begin; unit < end; ++unit) nbytes += plan.units[unit].placed_nbytes;
+      EXPECT_LE(nbytes, total / streams + largest);
+      EXPECT_GE(nbytes + largest, total / streams);
+    }
+  }
+  const auto one = index_of({9 * kMiB});
+  EXPECT_EQ(plan_load(one->index, all_of(*one), {.unit_nbytes = kMiB, .streams = 4}).stream_begins,
+            std::vector<uint32_t>{0});
+}
+
 TEST(LoadPlan, ALongPayloadIsAStepToHashEvenWhereItIsWithItsHeader) {
   const auto opened = index_of({200, 4000, 1000, 1001, 5000});
   const PlanOptions options{.unit_nbytes = kMiB, .whole_nbytes = 1000};

@@ -1,5 +1,4 @@
 // What a save session writes, a load session reads: every path of both, on memory.
-#include <set>
 
 #include "session_harness.h"
 
@@ -92,55 +91,47 @@ TEST(Sessions, WhatIsSmallAndInMemoryIsLoadedByTheCallingThread) {
   }
 }
 
-// Keeps what it was told and asked, in this order.
-class AnnouncedSource final : public io::RangeSource {
+// Is best read in two streams. Keeps where reads of payloads began, in the order of the calls.
+class TwoStreams final : public io::RangeSource {
  public:
-  explicit AnnouncedSource(const Bytes& bytes) : file_(bytes, "announced") {}
+  explicit TwoStreams(const Bytes& bytes) : file_(bytes, "two streams") {}
   const std::string& name() const noexcept override { return file_.name(); }
   std::optional<uint64_t> size() const override { return file_.size(); }
-  io::SourceTraits traits() const override { return {.concurrency = 2}; }
+  io::SourceTraits traits() const override { return {.concurrency = 2, .streams = 2}; }
   using io::RangeSource::read_at;
   void read_at(uint64_t offset, std::span<const io::Slice> slices,
                const std::stop_token& stop) override {
-    const uint64_t nbytes = io::total_nbytes(slices);
-    {
+    if (io::total_nbytes(slices) >= (1 << 20)) {
       const MutexLock lock(mutex_);
-      if (nbytes >= (1 << 20)) all_announced_ &= told_.count(offset) > 0;
-      read_nbytes_ += nbytes;
+      begins.push_back(offset);
     }
     file_.read_at(offset, slices, stop);
   }
-  void will_read(uint64_t offset, uint64_t nbytes) noexcept override {
-    const MutexLock lock(mutex_);
-    again_ |= !told_.insert(offset).second;
-    told_nbytes_ += nbytes;
-    most_ahead_ = std::max(most_ahead_, told_nbytes_ - std::min(told_nbytes_, read_nbytes_));
-  }
   uint64_t bytes_read() const noexcept override { return file_.bytes_read(); }
-  bool all_announced() const { return all_announced_ && !again_; }
-  uint64_t told_nbytes() const { return told_nbytes_; }
-  uint64_t most_ahead() const { return most_ahead_; }
+  std::vector<uint64_t> begins;
 
  private:
   io::MemorySource file_;
   Mutex mutex_;
-  std::set<uint64_t> told_;
-  uint64_t told_nbytes_ = 0, read_nbytes_ = 0, most_ahead_ = 0;
-  bool all_announced_ = true, again_ = false;
 };
 
-TEST(Sessions, ASourceIsToldOnceOfEveryUnitBeforeItIsRead) {
-  const auto tensors = make_tensors({9 * kUnit + 100, 2 * kUnit, 77}, 12);
+TEST(Sessions, BothStreamsOfASourceAreReadAtTheSamePace) {
+  const auto tensors = make_tensors({3 * kUnit, 3 * kUnit + 5, 3 * kUnit, 77, 3 * kUnit + 1}, 12);
   for (const bool encrypted : {false, true}) {
-    const Bytes file = save_all(tensors, encrypted ? encrypted_options() : save::SaveOptions{});
-    AnnouncedSource source(file);
-    std::vector<Bytes> found;
-    load_all(source, {.keys = encrypted ? ring() : nullptr}, found);
-    EXPECT_TRUE(source.all_announced());
-    EXPECT_GE(source.told_nbytes(), 11 * kUnit);
-    EXPECT_LE(source.told_nbytes(), file.size());
-    // The units ahead, and those that two workers have begun and not read.
-    EXPECT_LE(source.most_ahead(), io::kAnnouncedNbytes + 4 * kUnit);
+    for (const bool verify : {false, true}) {
+      const Bytes file = save_all(tensors, encrypted ? encrypted_options() : save::SaveOptions{});
+      TwoStreams source(file);
+      std::vector<Bytes> found;
+      load_all(source, {.verify = verify, .keys = encrypted ? ring() : nullptr}, found);
+      for (size_t i = 0; i < tensors.size(); ++i)
+        EXPECT_TRUE(testing::same(found[i], tensors[i].data)) << i;
+      const size_t half = source.begins.size() / 2;
+      ASSERT_GE(half, 6U);
+      const auto is_late = [&](uint64_t begin) { return begin >= file.size() / 2; };
+      const auto late = std::count_if(source.begins.begin(),
+                                      source.begins.begin() + static_cast<ptrdiff_t>(half), is_late);
+      EXPECT_NEAR(static_cast<double>(late), static_cast<double>(half) / 2, 2);
+    }
   }
 }
 

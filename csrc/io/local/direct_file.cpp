@@ -11,6 +11,7 @@
 #include "core/checked_math.h"
 #include "core/error.h"
 #include "io/local/file_calls.h"
+#include "io/local/file_system.h"
 
 namespace tensorizer::io {
 namespace {
@@ -93,10 +94,7 @@ struct DirectFile::Call {
 
 std::shared_ptr<DirectFile> DirectFile::open(int fd) {
 #if defined(O_DIRECT)
-  // Not a duplicate: that would share its flags with the descriptor of the caller.
-  UniqueFd own(
-      ::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC));
-  if (own) return std::shared_ptr<DirectFile>(new DirectFile(std::move(own)));
+  if (UniqueFd own = open_again(fd, O_DIRECT)) return std::shared_ptr<DirectFile>(new DirectFile(std::move(own)));
 #endif
   return nullptr;
 }

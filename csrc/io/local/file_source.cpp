@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <chrono>
 #include <optional>
+#include <vector>
 
 #include "core/checked_math.h"
 #include "core/error.h"
@@ -21,14 +22,17 @@
 namespace tensorizer::io {
 namespace {
 
-// Of a file that is not cached. A disk gets its requests in advance, by will_read(): more readers
-// than processors only compete for the page cache. Another machine answers more requests at once.
+// Of a file that is not cached. The kernel reads ahead of each reader that goes on where it was:
+// more readers than processors only compete for the page cache. Another machine answers more
+// requests at once.
 constexpr unsigned kColdReaders = 2;
 constexpr unsigned kColdNetworkReaders = 8;
+// The kernel remembers one place for each descriptor. A shorter part is over before its read-ahead
+// has grown.
+constexpr uint64_t kMostStreams = 8;
+constexpr uint64_t kLeastStreamNbytes = uint64_t{32} << 20;
 constexpr unsigned kDirectReaders = 16;        // requests in flight that a disk wants to see
 constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
-// The kernel ignores what a call asks for beyond the longest request of the disk.
-constexpr uint64_t kAdviceNbytes = 512 << 10;
 
 // Whether a byte is there without waiting for a disk. nullopt: the file system does not say, as
 // overlayfs (containers) and tmpfs do not.
@@ -90,14 +94,19 @@ bool is_cached(int fd, const struct stat& file) noexcept {
 struct FileSource::Handle {
   Handle(UniqueFd file, const std::string& file_name);
   void read(uint64_t offset, ScatterCursor left, const std::stop_token& stop) const;
-  void will_read(uint64_t offset, uint64_t nbytes) const noexcept;
+  // The descriptor of the stream that `offset` is in.
+  int fd_at(uint64_t offset) const noexcept {
+    return streams.empty() ? fd.get() : streams[offset / stream_nbytes].get();
+  }
 
   const std::string& name;
   UniqueFd fd;
+  std::vector<UniqueFd> streams;  // the same file, opened again for each part of stream_nbytes
+  uint64_t stream_nbytes = 0;
   struct stat opened{};  // as it was then
   uint64_t nbytes = 0;
   bool cached = true;
-  unsigned cold_readers = kColdReaders;
+  unsigned readers = cpu_quota();
 };
 
 FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
@@ -107,7 +116,19 @@ FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
   if (!S_ISREG(opened.st_mode)) throw Error(Errc::io, name + " is not a regular file", name);
   nbytes = static_cast<uint64_t>(opened.st_size);
   cached = is_cached(fd.get(), opened);
-  if (!cached && network_file_system(fd.get()) != nullptr) cold_readers = kColdNetworkReaders;
+  if (cached) return;
+  const bool on_network = network_file_system(fd.get()) != nullptr;
+  readers = std::max(cpu_quota(), on_network ? kColdNetworkReaders : kColdReaders);
+  const uint64_t most =
+      std::min({uint64_t{readers}, kMostStreams, std::max<uint64_t>(nbytes / kLeastStreamNbytes, 1)});
+  stream_nbytes = ceil_div(nbytes, most);
+  for (uint64_t i = 0; most > 1 && i < most; ++i) {
+    UniqueFd stream = open_again(fd.get(), 0);
+    if (!stream) break;
+    posix_fadvise(stream.get(), 0, 0, POSIX_FADV_SEQUENTIAL);
+    streams.push_back(std::move(stream));
+  }
+  if (streams.size() < most) streams.clear();
 }
 
 FileSource::FileSource(UniqueFd fd, std::string name) : name_(std::move(name)) {
@@ -178,21 +199,11 @@ std::shared_ptr<FileMapping> FileSource::map() const {
 
 SourceTraits FileSource::traits() const {
   // A cached file is bound by the processors, a cold one by the disk.
-  const unsigned cpus = cpu_quota();
-  if (direct_file()) return {.concurrency = std::max(cpus, kDirectReaders), .direct = true};
+  if (direct_file()) return {.concurrency = std::max(cpu_quota(), kDirectReaders), .direct = true};
   const std::shared_ptr<const Handle> file = handle();
-  if (file->cached) return {.concurrency = cpus, .prompt = true};
-  return {.concurrency = std::max(cpus, file->cold_readers)};
-}
-
-void FileSource::will_read(uint64_t offset, uint64_t nbytes) noexcept {
-  std::shared_ptr<const Handle> file;
-  {
-    MutexLock lock(mutex_);
-    if (direct_) return;
-    file = handle_;
-  }
-  if (file) file->will_read(offset, nbytes);
+  return {.concurrency = file->readers,
+          .streams = static_cast<unsigned>(std::max<size_t>(file->streams.size(), 1)),
+          .prompt = file->cached};
 }
 
 void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
@@ -207,13 +218,6 @@ void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
   bytes_read_.fetch_add(wanted, std::memory_order_relaxed);
 }
 
-void FileSource::Handle::will_read(uint64_t offset, uint64_t wanted) const noexcept {
-  if (cached) return;
-  for (const uint64_t end = offset + wanted; offset < end; offset += kAdviceNbytes)
-    posix_fadvise(fd.get(), static_cast<off_t>(offset),
-                  static_cast<off_t>(std::min(kAdviceNbytes, end - offset)), POSIX_FADV_WILLNEED);
-}
-
 void FileSource::Handle::read(uint64_t offset, ScatterCursor left,
                               const std::stop_token& stop) const {
   std::array<iovec, kMaxVectors> vectors;
@@ -221,7 +225,7 @@ void FileSource::Handle::read(uint64_t offset, ScatterCursor left,
     const size_t count = left.places(vectors, cached ? nbytes : kColdCallNbytes);
     throw_if_stopped(stop);
     const ssize_t got =
-        preadv(fd.get(), vectors.data(), static_cast<int>(count), static_cast<off_t>(offset));
+        preadv(fd_at(offset), vectors.data(), static_cast<int>(count), static_cast<off_t>(offset));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) throw_errno("cannot read", name, errno);
     if (got == 0) throw_truncated(name, offset, 1, offset);

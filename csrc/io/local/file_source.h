@@ -38,8 +38,6 @@ class FileSource final : public RangeSource {
     return bytes_read_.load(std::memory_order_relaxed);
   }
 
-  void will_read(uint64_t offset, uint64_t nbytes) noexcept override;
-
   std::optional<SourceChange> change() const override;
 
   void close() noexcept override;

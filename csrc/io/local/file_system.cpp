@@ -1,8 +1,10 @@
 #include "io/local/file_system.h"
 
+#include <fcntl.h>
 #include <sys/vfs.h>
 
 #include <cstdint>
+#include <string>
 
 namespace tensorizer::io {
 
@@ -47,6 +49,11 @@ bool is_in_memory(int fd) noexcept {
   constexpr uint32_t kTmpfs = 0x01021994;
   struct statfs found{};
   return fstatfs(fd, &found) == 0 && static_cast<uint32_t>(found.f_type) == kTmpfs;
+}
+
+UniqueFd open_again(int fd, int flags) {
+  return UniqueFd(
+      ::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDONLY | O_CLOEXEC | flags));
 }
 
 }  // namespace tensorizer::io
