@@ -17,7 +17,7 @@ class Planner {
     const uint64_t payload = options_.payloads ? entry.data_nbytes : 0;
     plan_.hash_steps.push_back(0);
     if (entry.header_nbytes() == 0 && payload == 0) return;  // a container without record headers
-    if (begins_stream()) {
+    if (begins_stream(payload)) {
       close();
       plan_.stream_begins.push_back(static_cast<uint32_t>(plan_.units.size()));
     }
@@ -34,9 +34,11 @@ class Planner {
   void finish() { close(); }
 
  private:
-  bool begins_stream() const noexcept {
+  // At the record whose begin is nearest to an even share.
+  bool begins_stream(uint64_t payload) const noexcept {
     const size_t begun = plan_.stream_begins.size();
-    return begun < options_.streams && planned_nbytes_ >= total_nbytes_ / options_.streams * begun;
+    return begun < options_.streams &&
+           planned_nbytes_ + payload / 2 >= total_nbytes_ / options_.streams * begun;
   }
   bool deals() const noexcept { return options_.large_at_once > 0; }
   uint64_t unit_nbytes() const noexcept { return open_ ? end_ - begin_ : 0; }
