@@ -67,6 +67,7 @@ __all__ = [
     "TensorSerializer",
     "TensorDeserializer",
     "TensorType",
+    "CryptographyError",
     "EncryptionParams",
     "DecryptionParams",
     "FilterFuncType",
