@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <stop_token>
@@ -77,6 +78,10 @@ class RangeSource {
   // Like read_at, but stops at the end of the source; returns the bytes read, fewer only there.
   // This is how a source of unknown size is read whole.
   virtual uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop);
+
+  // Called before the streams of traits() are read: until the result is destroyed, the source keeps
+  // for each of them what makes it fast.
+  virtual std::shared_ptr<void> open_streams() { return nullptr; }
 
   // What tells that the content is no longer that of the opening. nullopt: nothing does, or every
   // read is checked by itself.

@@ -67,8 +67,8 @@ struct PlanOptions {
   // No unit with payload in it is longer, whatever the headers take; at least unit_nbytes and
   // cut_nbytes.
   uint64_t buffer_nbytes = std::numeric_limits<uint64_t>::max();
-  // Parts of about the same size that are read at the same time, each with whole records: a reader in
-  // the middle of one would wait for its header and earlier bytes.
+  // Parts of about the same size that are read at the same time, each with whole records: a reader
+  // in the middle of one would wait for its header and earlier bytes.
   size_t streams = 1;
   // Above 0: tensors that are cut have units of their own, and those of so many are dealt in turn.
   size_t large_at_once = 0;

@@ -139,6 +139,12 @@ class Together {
     for (NumberedUnit& unit : pool.order) unit = {0, begins[unit.load] + unit.unit};
   }
 
+  // Only while the pool runs: a model may have hundreds of files, and a process few descriptors.
+  static std::shared_ptr<void> open_streams(const Pool& pool) {
+    LoadJob& job = pool.sessions.front()->job_;
+    return job.plan.stream_begins.size() < 2 ? nullptr : job.source.open_streams();
+  }
+
   static size_t unit_count(const Pool& pool) {
     return pool.order.empty() ? pool.sessions.front()->job_.plan.units.size() : pool.order.size();
   }
@@ -150,6 +156,7 @@ class Together {
     const std::vector<Allocation> allocations = order_allocations();
     const auto run_pool = [&](size_t i, const std::stop_token& token) {
       Pool& pool = *pools_[i];
+      const std::shared_ptr<void> streams = open_streams(pool);
       run_units(unit_count(pool), pool.next, pool.workers, token,
                 [&](const std::stop_token& t) { return std::make_unique<Worker>(*this, pool, t); });
     };

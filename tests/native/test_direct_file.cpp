@@ -220,8 +220,16 @@ TEST(ColdLoads, AFileThatIsNotCachedIsReadInStreamsThroughTheCache) {
   const auto tensors = make_tensors({(40 << 20) + 5, 300'000, 7, 0, (2 << 20) + 1, 35 << 20}, 6);
   const testing::DiskFile file(save_all(tensors, {}));
   if (!file.can_be_uncached()) GTEST_SKIP() << "a file system in memory, or without O_DIRECT";
+  const auto descriptors = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  };
   const auto source = file.source(false);
+  const auto before = descriptors();
   EXPECT_EQ(source->traits().streams, 2U);
+  {
+    const std::shared_ptr<void> streams = source->open_streams();
+    EXPECT_EQ(descriptors(), before + 2);
+  }
   HostEngine engine(6, 8 << 20);
   for (const bool device : {false, true}) {
     LoadSettings settings{.verify = device, .workers = 3};
@@ -231,6 +239,7 @@ TEST(ColdLoads, AFileThatIsNotCachedIsReadInStreamsThroughTheCache) {
     for (size_t i = 0; i < tensors.size(); ++i)
       ASSERT_TRUE(testing::same(found[i], tensors[i].data)) << i;
   }
+  EXPECT_EQ(descriptors(), before) << "none is kept after a load";
   EXPECT_EQ(file.source(false)->traits().streams, 1U) << "it is cached now";
 }
 

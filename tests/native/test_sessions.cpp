@@ -128,8 +128,8 @@ TEST(Sessions, BothStreamsOfASourceAreReadAtTheSamePace) {
       const size_t half = source.begins.size() / 2;
       ASSERT_GE(half, 6U);
       const auto is_late = [&](uint64_t begin) { return begin >= file.size() / 2; };
-      const auto late = std::count_if(source.begins.begin(),
-                                      source.begins.begin() + static_cast<ptrdiff_t>(half), is_late);
+      const auto late = std::count_if(
+          source.begins.begin(), source.begins.begin() + static_cast<ptrdiff_t>(half), is_late);
       EXPECT_NEAR(static_cast<double>(late), static_cast<double>(half) / 2, 2);
     }
   }

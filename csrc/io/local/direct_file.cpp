@@ -94,7 +94,8 @@ struct DirectFile::Call {
 
 std::shared_ptr<DirectFile> DirectFile::open(int fd) {
 #if defined(O_DIRECT)
-  if (UniqueFd own = open_again(fd, O_DIRECT)) return std::shared_ptr<DirectFile>(new DirectFile(std::move(own)));
+  if (UniqueFd own = open_again(fd, O_DIRECT))
+    return std::shared_ptr<DirectFile>(new DirectFile(std::move(own)));
 #endif
   return nullptr;
 }

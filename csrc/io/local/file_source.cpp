@@ -29,7 +29,7 @@ constexpr unsigned kColdReaders = 2;
 constexpr unsigned kColdNetworkReaders = 8;
 // The kernel remembers one place for each descriptor. A shorter part is over before its read-ahead
 // has grown.
-constexpr uint64_t kMostStreams = 8;
+constexpr unsigned kMostStreams = 8;
 constexpr uint64_t kLeastStreamNbytes = uint64_t{32} << 20;
 constexpr unsigned kDirectReaders = 16;        // requests in flight that a disk wants to see
 constexpr uint64_t kColdCallNbytes = 2 << 20;  // between two looks at the stop token
@@ -93,20 +93,16 @@ bool is_cached(int fd, const struct stat& file) noexcept {
 // An open file. Immutable; reads share it.
 struct FileSource::Handle {
   Handle(UniqueFd file, const std::string& file_name);
-  void read(uint64_t offset, ScatterCursor left, const std::stop_token& stop) const;
-  // The descriptor of the stream that `offset` is in.
-  int fd_at(uint64_t offset) const noexcept {
-    return streams.empty() ? fd.get() : streams[offset / stream_nbytes].get();
-  }
+  void read(uint64_t offset, ScatterCursor left, const Streams* streams,
+            const std::stop_token& stop) const;
 
   const std::string& name;
   UniqueFd fd;
-  std::vector<UniqueFd> streams;  // the same file, opened again for each part of stream_nbytes
-  uint64_t stream_nbytes = 0;
   struct stat opened{};  // as it was then
   uint64_t nbytes = 0;
   bool cached = true;
   unsigned readers = cpu_quota();
+  unsigned streams = 1;
 };
 
 FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
@@ -119,17 +115,17 @@ FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
   if (cached) return;
   const bool on_network = network_file_system(fd.get()) != nullptr;
   readers = std::max(cpu_quota(), on_network ? kColdNetworkReaders : kColdReaders);
-  const uint64_t most =
-      std::min({uint64_t{readers}, kMostStreams, std::max<uint64_t>(nbytes / kLeastStreamNbytes, 1)});
-  stream_nbytes = ceil_div(nbytes, most);
-  for (uint64_t i = 0; most > 1 && i < most; ++i) {
-    UniqueFd stream = open_again(fd.get(), 0);
-    if (!stream) break;
-    posix_fadvise(stream.get(), 0, 0, POSIX_FADV_SEQUENTIAL);
-    streams.push_back(std::move(stream));
-  }
-  if (streams.size() < most) streams.clear();
+  streams = static_cast<unsigned>(
+      std::clamp<uint64_t>(nbytes / kLeastStreamNbytes, 1, std::min(readers, kMostStreams)));
 }
+
+// The same file, opened again for each part of it: the kernel reads ahead of each descriptor.
+struct FileSource::Streams {
+  int fd_at(uint64_t offset) const noexcept { return files[offset / part_nbytes].get(); }
+
+  std::vector<UniqueFd> files;
+  uint64_t part_nbytes = 0;
+};
 
 FileSource::FileSource(UniqueFd fd, std::string name) : name_(std::move(name)) {
   auto handle = std::make_shared<const Handle>(std::move(fd), name_);
@@ -149,6 +145,11 @@ std::shared_ptr<const FileSource::Handle> FileSource::handle() const {
 std::shared_ptr<DirectFile> FileSource::direct_file() const {
   MutexLock lock(mutex_);
   return direct_;
+}
+
+std::shared_ptr<const FileSource::Streams> FileSource::streams() const {
+  MutexLock lock(mutex_);
+  return streams_.lock();
 }
 
 bool FileSource::was_cached() const { return handle()->cached; }
@@ -201,9 +202,23 @@ SourceTraits FileSource::traits() const {
   // A cached file is bound by the processors, a cold one by the disk.
   if (direct_file()) return {.concurrency = std::max(cpu_quota(), kDirectReaders), .direct = true};
   const std::shared_ptr<const Handle> file = handle();
-  return {.concurrency = file->readers,
-          .streams = static_cast<unsigned>(std::max<size_t>(file->streams.size(), 1)),
-          .prompt = file->cached};
+  return {.concurrency = file->readers, .streams = file->streams, .prompt = file->cached};
+}
+
+std::shared_ptr<void> FileSource::open_streams() {
+  const std::shared_ptr<const Handle> file = handle();
+  if (file->streams < 2 || direct_file()) return nullptr;
+  auto streams = std::make_shared<Streams>();
+  streams->part_nbytes = ceil_div(nbytes_, uint64_t{file->streams});
+  for (unsigned i = 0; i < file->streams; ++i) {
+    UniqueFd again = open_again(file->fd.get(), 0);
+    if (!again) return nullptr;  // one descriptor serves all, with less read ahead
+    posix_fadvise(again.get(), 0, 0, POSIX_FADV_SEQUENTIAL);
+    streams->files.push_back(std::move(again));
+  }
+  MutexLock lock(mutex_);
+  streams_ = streams;
+  return streams;
 }
 
 void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
@@ -214,18 +229,20 @@ void FileSource::read_at(uint64_t offset, std::span<const Slice> slices,
   const std::shared_ptr<const Handle> file = handle();
   ScatterCursor left(slices);
   if (const std::shared_ptr<DirectFile> direct = direct_file()) direct->read(offset, left, stop);
-  file->read(offset, left, stop);
+  const std::shared_ptr<const Streams> apart = file->streams > 1 ? streams() : nullptr;
+  file->read(offset, left, apart.get(), stop);
   bytes_read_.fetch_add(wanted, std::memory_order_relaxed);
 }
 
-void FileSource::Handle::read(uint64_t offset, ScatterCursor left,
+void FileSource::Handle::read(uint64_t offset, ScatterCursor left, const Streams* streams,
                               const std::stop_token& stop) const {
   std::array<iovec, kMaxVectors> vectors;
   while (left.room() > 0) {
     const size_t count = left.places(vectors, cached ? nbytes : kColdCallNbytes);
     throw_if_stopped(stop);
+    const int from = streams ? streams->fd_at(offset) : fd.get();
     const ssize_t got =
-        preadv(fd_at(offset), vectors.data(), static_cast<int>(count), static_cast<off_t>(offset));
+        preadv(from, vectors.data(), static_cast<int>(count), static_cast<off_t>(offset));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) throw_errno("cannot read", name, errno);
     if (got == 0) throw_truncated(name, offset, 1, offset);

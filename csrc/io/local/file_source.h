@@ -38,6 +38,8 @@ class FileSource final : public RangeSource {
     return bytes_read_.load(std::memory_order_relaxed);
   }
 
+  std::shared_ptr<void> open_streams() override;
+
   std::optional<SourceChange> change() const override;
 
   void close() noexcept override;
@@ -57,16 +59,19 @@ class FileSource final : public RangeSource {
 
  private:
   struct Handle;
+  struct Streams;
   // What reads use: they keep it alive, so that close() never pulls a descriptor from under one of
   // them.
   std::shared_ptr<const Handle> handle() const;
   std::shared_ptr<DirectFile> direct_file() const;
+  std::shared_ptr<const Streams> streams() const;
 
   std::string name_;
   uint64_t nbytes_ = 0;
   mutable Mutex mutex_;
   std::shared_ptr<const Handle> handle_ GUARDED_BY(mutex_);  // null once closed
   std::shared_ptr<DirectFile> direct_ GUARDED_BY(mutex_);    // null: through the page cache
+  std::weak_ptr<const Streams> streams_ GUARDED_BY(mutex_);
   std::atomic<uint64_t> bytes_read_{0};
 };
 
