@@ -1,5 +1,5 @@
-// Reads past the page cache: whatever the offsets, lengths and addresses are, the bytes of the file
-// and no others.
+// Reads past the page cache, and through it of files that are not cached: whatever the offsets,
+// lengths and addresses are, the bytes of the file and no others.
 #include "io/local/direct_file.h"
 
 #include <fcntl.h>

@@ -27,8 +27,7 @@ namespace {
 // requests at once.
 constexpr unsigned kColdReaders = 2;
 constexpr unsigned kColdNetworkReaders = 8;
-// The kernel remembers one place for each descriptor. A shorter part is over before its read-ahead
-// has grown.
+// Each stream takes a descriptor, and its read-ahead has to grow before it is worth one.
 constexpr unsigned kMostStreams = 8;
 constexpr uint64_t kLeastStreamNbytes = uint64_t{32} << 20;
 constexpr unsigned kDirectReaders = 16;        // requests in flight that a disk wants to see
@@ -114,7 +113,7 @@ FileSource::Handle::Handle(UniqueFd file, const std::string& file_name)
   cached = is_cached(fd.get(), opened);
   if (cached) return;
   const bool on_network = network_file_system(fd.get()) != nullptr;
-  readers = std::max(cpu_quota(), on_network ? kColdNetworkReaders : kColdReaders);
+  readers = std::max(readers, on_network ? kColdNetworkReaders : kColdReaders);
   streams = static_cast<unsigned>(
       std::clamp<uint64_t>(nbytes / kLeastStreamNbytes, 1, std::min(readers, kMostStreams)));
 }
