@@ -506,7 +506,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             ValueError: The shards of a model; your file object is closed, as after an eager load.
             StreamError: The file is closed, as after an eager load, and another version has replaced it.
         """
-        from tensorizer._io.redis_export import export_to_redis
+        from tensorizer._io.redis import export_to_redis
 
         file = self._open_file
         if file.source is None and self._same_file is None:

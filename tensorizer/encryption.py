@@ -11,9 +11,8 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, ClassVar, Optional, TypeVar, Union
 
-from tensorizer import _C
-from tensorizer._crypto import key_material
-from tensorizer._crypto.key_material import BytesLike, Key, Provided
+from tensorizer import _C, _crypto
+from tensorizer._crypto import BytesLike, Key, Provided
 
 __all__ = ["DecryptionParams", "EncryptionParams"]
 
@@ -22,7 +21,7 @@ _MAX_OPSLIMIT = 4_294_967_295
 _MAX_MEMLIMIT = 4_398_046_510_080
 
 
-class _Params(key_material.Immutable):
+class _Params(_crypto.Immutable):
     """What parameters for both directions have in common: a key, if any, that is here or with somebody else."""
 
     __slots__ = ("_key",)
@@ -36,8 +35,8 @@ class _Params(key_material.Immutable):
             ValueError: The file has another size.
             OSError: The file cannot be read.
         """
-        key_material.require_crypto()
-        return cls._of(key_material.secret_from_file(path))
+        _crypto.require_crypto()
+        return cls._of(_crypto.secret_from_file(path))
 
     @classmethod
     def from_provider(cls: type[_Made], provider: Callable[[], BytesLike]) -> _Made:
@@ -50,7 +49,7 @@ class _Params(key_material.Immutable):
         Raises:
             TypeError: ``provider`` is not callable.
         """
-        key_material.require_crypto()
+        _crypto.require_crypto()
         return cls._of(Provided(provider))
 
     @classmethod
@@ -104,13 +103,13 @@ class EncryptionParams(_Params):
     _DEFAULTS = MappingProxyType({"_derivation": None})
 
     def __init__(self, key: bytes) -> None:
-        key_material.require_crypto()
-        self._set(_key=key_material.secret_from_bytes(key, "encryption key"), _derivation=None)
+        _crypto.require_crypto()
+        self._set(_key=_crypto.secret_from_bytes(key, "encryption key"), _derivation=None)
 
     @classmethod
     def random(cls) -> EncryptionParams:
         """A new random key. Keep :attr:`key`: nobody can read the file without it."""
-        key_material.require_crypto()
+        _crypto.require_crypto()
         return cls._of(_C.random_key())
 
     @classmethod
@@ -142,11 +141,11 @@ class EncryptionParams(_Params):
             CryptographyError: Not enough memory for ``memlimit``.
             RuntimeError: libsodium is unusable.
         """
-        key_material.require_crypto()
-        passphrase = key_material.passphrase_bytes(source, encoding)
+        _crypto.require_crypto()
+        passphrase = _crypto.passphrase_bytes(source, encoding)
         ops = _limit("opslimit", opslimit, cls.OpsLimit, cls.MemLimit, 1, _MAX_OPSLIMIT)
         mem = _limit("memlimit", memlimit, cls.MemLimit, cls.OpsLimit, 8_192, _MAX_MEMLIMIT)
-        salted = key_material.salt_bytes(salt, encoding)
+        salted = _crypto.salt_bytes(salt, encoding)
         return cls._of(_C.derive_key(passphrase, ops, mem, _ARGON2ID13, salted), _derivation=(ops, mem, salted))
 
     @property
@@ -171,12 +170,12 @@ class EncryptionParams(_Params):
         return self._derivation
 
     def _secret(self) -> _C.SecretKey:
-        return key_material.secret_of(self._key)
+        return _crypto.secret_of(self._key)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, EncryptionParams):
             return NotImplemented
-        return self._derivation == other._derivation and key_material.same_key(self._key, other._key)
+        return self._derivation == other._derivation and _crypto.same_key(self._key, other._key)
 
     __hash__ = None  # a class with __eq__ has to say it again
 
@@ -250,11 +249,11 @@ class DecryptionParams(_Params):
             ValueError: ``source`` is empty; a limit is below 1.
             RuntimeError: libsodium is unusable.
         """
-        key_material.require_crypto()
+        _crypto.require_crypto()
         ops = _ceiling("max_opslimit", max_opslimit, _C.DEFAULT_MAX_OPSLIMIT)
         mem = _ceiling("max_memlimit", max_memlimit, _C.DEFAULT_MAX_MEMLIMIT)
         most = _ceiling("max_derivations", max_derivations, _C.DEFAULT_MAX_DERIVATIONS)
-        passphrase = key_material.passphrase_bytes(source, encoding)
+        passphrase = _crypto.passphrase_bytes(source, encoding)
         return cls._of(None, _source=passphrase, max_opslimit=ops, max_memlimit=mem, max_derivations=most)
 
     @classmethod
@@ -266,15 +265,15 @@ class DecryptionParams(_Params):
             ValueError: ``key`` is empty or does not have 32 bytes.
             RuntimeError: libsodium is unusable.
         """
-        key_material.require_crypto()
+        _crypto.require_crypto()
         if not key:
             raise ValueError("decryption key: it is empty")
-        return cls._of(key_material.secret_from_bytes(key, "decryption key"))
+        return cls._of(_crypto.secret_from_bytes(key, "decryption key"))
 
     @property
     def key(self) -> Optional[bytes]:
         """The 32 bytes of the key (a copy in ordinary memory); ``None`` with a passphrase."""
-        return None if self._key is None else key_material.secret_of(self._key).export()
+        return None if self._key is None else _crypto.secret_of(self._key).export()
 
     @property
     def source(self) -> Optional[bytes]:
@@ -282,7 +281,7 @@ class DecryptionParams(_Params):
         return self._source
 
     def _secret(self) -> Optional[_C.SecretKey]:
-        return None if self._key is None else key_material.secret_of(self._key)
+        return None if self._key is None else _crypto.secret_of(self._key)
 
     def _limits(self) -> tuple[int, int, int]:
         return self.max_opslimit, self.max_memlimit, self.max_derivations
@@ -292,8 +291,8 @@ class DecryptionParams(_Params):
             return NotImplemented
         return (
             self._limits() == other._limits()
-            and key_material.same_bytes(self._source, other._source)
-            and key_material.same_key(self._key, other._key)
+            and _crypto.same_bytes(self._source, other._source)
+            and _crypto.same_key(self._key, other._key)
         )
 
     __hash__ = None  # as for EncryptionParams
@@ -310,14 +309,14 @@ class DecryptionParams(_Params):
 
 
 def _unpickle_encryption(key: bytes, derivation: Optional[tuple[int, int, bytes]]) -> EncryptionParams:
-    key_material.require_crypto()
+    _crypto.require_crypto()
     return EncryptionParams._of(_C.SecretKey(key), _derivation=derivation)
 
 
 def _unpickle_decryption(
     key: Optional[bytes], source: Optional[bytes], max_opslimit: int, max_memlimit: int, max_derivations: int
 ) -> DecryptionParams:
-    key_material.require_crypto()
+    _crypto.require_crypto()
     secret = None if key is None else _C.SecretKey(key)
     return DecryptionParams._of(
         secret,

@@ -6,7 +6,9 @@ Each class derives from :class:`TensorizerError` *and* from the builtin that cal
 
 from __future__ import annotations
 
+import contextlib
 import struct
+from collections.abc import Iterator
 from typing import Any, Optional
 
 __all__ = [
@@ -129,3 +131,45 @@ class DeviceError(TensorizerError, RuntimeError):
 
 class UnsupportedContentError(TensorizerError, ValueError):
     """What is to be written cannot be expressed in the format of the target; nothing was written."""
+
+
+# --- what the operating system says about files, as errors that are the builtin ones, too ----------------------------
+
+_CLASSES: dict[type[OSError], type[StreamError]] = {
+    OSError: StreamError,
+    FileNotFoundError: StreamNotFoundError,
+    PermissionError: StreamPermissionError,
+    IsADirectoryError: StreamIsADirectoryError,
+    NotADirectoryError: StreamNotADirectoryError,
+    FileExistsError: StreamExistsError,
+}
+
+
+def stream_error_class(number: int) -> type[StreamError]:
+    """The class for a system call that failed with this ``errno``. The extension asks here, too (bind/errors.cpp)."""
+    return _CLASSES.get(type(OSError(number, "")), StreamError)  # OSError picks the builtin class
+
+
+@contextlib.contextmanager
+def stream_errors() -> Iterator[None]:
+    """Within it an ``OSError`` of opening files becomes a :class:`StreamError` with the same number, text and names.
+
+    Other kinds (``ConnectionError``, ``io.UnsupportedOperation``, those of file system drivers) go on as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        found = as_stream_error(error)
+        if found is error:
+            raise
+        raise found from None
+
+
+def as_stream_error(error: OSError) -> OSError:
+    """What :func:`stream_errors` raises for an error."""
+    kind = _CLASSES.get(type(error))
+    if kind is None:
+        return error
+    if error.filename is None:
+        return kind(*error.args)
+    return kind(error.errno, error.strerror, error.filename, None, error.filename2)

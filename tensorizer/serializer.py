@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from tensorizer import _C
-from tensorizer._crypto.keys import check_encryption, encryption_key
 from tensorizer._format import extra_state
 from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Name, Path, display
@@ -22,6 +21,7 @@ from tensorizer._format.tree import flatten
 from tensorizer._io.sinks import open_sink
 from tensorizer._io.sources import TargetArgument
 from tensorizer._io.upload_on_close import tell_if_unclosed
+from tensorizer._keys import check_encryption, encryption_key
 from tensorizer._save.records import (
     Record,
     check_name,

@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Optional, Union
 
-from tensorizer import _C
-from tensorizer._crypto import key_material
-from tensorizer._system.os_errors import stream_errors
+from tensorizer import _C, _crypto
+from tensorizer.errors import stream_errors
 
 __all__ = ["PublicKey", "PublicKeyArgument", "SigningKey"]
 
@@ -23,7 +22,7 @@ _PUBLIC_PREFIX = bytes.fromhex("302a300506032b6570032100")
 _PUBLIC_PEM = re.compile(r"-----BEGIN PUBLIC KEY-----([A-Za-z0-9+/=\s]*)-----END PUBLIC KEY-----")
 
 
-class PublicKey(key_material.Immutable):
+class PublicKey(_crypto.Immutable):
     """The public half of a :class:`SigningKey`: 32 bytes that anybody may know.
 
     Instances are immutable, hashable and compare by value; ``bytes(key)`` are the 32 bytes, ``str(key)`` is 64
@@ -133,7 +132,7 @@ class SigningKey:
     @classmethod
     def generate(cls) -> SigningKey:
         """A new random key. :meth:`save` it: without it you cannot sign again."""
-        key_material.require_crypto()
+        _crypto.require_crypto()
         return cls._of(_C.random_key())
 
     @classmethod
@@ -144,8 +143,8 @@ class SigningKey:
             TypeError: Not bytes-like.
             ValueError: Another length.
         """
-        key_material.require_crypto()
-        return cls._of(key_material.secret_from_bytes(seed, "signing key"))
+        _crypto.require_crypto()
+        return cls._of(_crypto.secret_from_bytes(seed, "signing key"))
 
     @classmethod
     def from_file(cls, path: Union[str, os.PathLike[str]]) -> SigningKey:
@@ -156,7 +155,7 @@ class SigningKey:
             ValueError: The file holds no Ed25519 private key, or an encrypted one.
             OSError: It cannot be read.
         """
-        key_material.require_crypto()
+        _crypto.require_crypto()
         text = bytearray(_MAX_KEY_FILE_NBYTES)
         with stream_errors(), open(path, "rb", buffering=0) as file:  # unbuffered: no other copy stays behind
             nbytes = file.readinto(text) or 0
@@ -180,7 +179,7 @@ class SigningKey:
         Raises:
             TypeError: Arguments of other types.
         """
-        key_material.require_crypto()
+        _crypto.require_crypto()
         if not callable(sign):
             raise TypeError(f"sign: wanted a callable with one argument, found {type(sign).__name__}")
         if not isinstance(public_key, PublicKey):

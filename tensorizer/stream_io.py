@@ -25,8 +25,8 @@ from tensorizer._io.uri import expanded, scheme_of
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
 from tensorizer._system.config import env_text
 from tensorizer._system.on_demand import names_on_demand
-from tensorizer._system.os_errors import stream_errors
 from tensorizer._system.redaction import hidden, shown_uri
+from tensorizer.errors import stream_errors
 
 if TYPE_CHECKING:
     from tensorizer._io.cache import Cache, CachedObject

@@ -50,7 +50,7 @@ py::object make_exception(const Error& error) {
     return py::handle(PyExc_ValueError)(shown(error.what()));
   if (name == nullptr) return py::handle(PyExc_MemoryError)(shown(error.what()));
   const bool from_system = error.code() == Errc::io && error.system_errno != 0;
-  py::object type = from_system ? py::module_::import("tensorizer._system.os_errors")
+  py::object type = from_system ? py::module_::import("tensorizer.errors")
                                       .attr("stream_error_class")(error.system_errno)
                                 : py::module_::import("tensorizer.errors").attr(name);
   py::object exception = type(shown(error.what()));

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, Optional
 
 from tensorizer import _C
-from tensorizer._format import shards
+from tensorizer._io import shards
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import open_source
 from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from tensorizer import _C
-from tensorizer._crypto.keys import signer_of
 from tensorizer._files.verify import check_all
 from tensorizer._format.names import listed
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
+from tensorizer._keys import signer_of
 from tensorizer._load.authenticity import named, read_signature, signature_place
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location

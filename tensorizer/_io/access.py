@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from tensorizer._crypto.keys import check_decryption, check_encryption, public_key_bytes
+from tensorizer._keys import check_decryption, check_encryption, public_key_bytes
 from tensorizer._system.checks import thread_limit
 from tensorizer._system.config import env_int
 

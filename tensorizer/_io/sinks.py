@@ -15,7 +15,7 @@ from tensorizer import _C
 from tensorizer._io.sources import Lent, check_binary, check_stream_options, describe, is_path, real_file
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import local_path
-from tensorizer._system.os_errors import stream_errors
+from tensorizer.errors import stream_errors
 
 __all__ = ["NewFile", "OpenedSink", "Place", "WholeFile", "open_sink", "place_of_new_file"]
 

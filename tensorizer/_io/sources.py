@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Optional, Protocol, Union
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import expanded, local_path, scheme_of
-from tensorizer._system.os_errors import as_stream_error
-from tensorizer.errors import StreamError
+from tensorizer.errors import StreamError, as_stream_error
 
 __all__ = [
     "Lent",

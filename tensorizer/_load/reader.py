@@ -16,13 +16,13 @@ from typing import NamedTuple, Optional, Union
 import torch
 
 from tensorizer import _C
-from tensorizer._crypto.keys import key_ring
 from tensorizer._format import dtypes
 from tensorizer._format.dtypes import casts, known_dtype
 from tensorizer._format.entries import FilterFuncType
 from tensorizer._format.names import Name, listed
 from tensorizer._io.access import NOBODY, Access
 from tensorizer._io.sources import OpenedSource
+from tensorizer._keys import key_ring
 from tensorizer._load.arguments import DeviceChooser
 from tensorizer._load.authenticity import authenticate
 from tensorizer._system import cgroup, cuda_engine, perf

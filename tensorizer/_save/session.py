@@ -9,9 +9,9 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import _C
-from tensorizer._crypto.keys import check_encryption, encryption_key, signer_of
 from tensorizer._format.payloads import contiguous, is_copied
 from tensorizer._io.sinks import open_sink
+from tensorizer._keys import check_encryption, encryption_key, signer_of
 from tensorizer._save.records import Record, Tie
 from tensorizer._system import cuda_engine
 from tensorizer._system.sizes import runs

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorizer import _C
-from tensorizer._crypto import key_material as kernels
+from tensorizer import _crypto as kernels
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import CryptographyError
 

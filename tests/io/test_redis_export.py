@@ -10,8 +10,7 @@ import pytest
 from servers import needs
 from servers.redis_server import RedisServer, redis_is_installed
 
-from tensorizer._io.redis import RedisStreamFile
-from tensorizer._io.redis_export import _ClientWriter, _writer_for, export_to_redis
+from tensorizer._io.redis import RedisStreamFile, _ClientWriter, _writer_for, export_to_redis
 from tensorizer.errors import StreamError
 
 redis = pytest.importorskip("redis")
@@ -197,7 +196,7 @@ def test_records_of_a_filter_are_stored_alone(server, file):
 
 @pytest.mark.parametrize("kind", ["tcp", "subclass"])
 def test_payloads_above_the_limit_of_a_value_are_stored_in_pieces(monkeypatch, kind):
-    from tensorizer._io import redis_export
+    from tensorizer._io import redis as redis_export
 
     limit = 1 << 20  # the smallest that a server can be told
     monkeypatch.setattr(redis_export, "MAX_VALUE_NBYTES", limit)

@@ -23,7 +23,7 @@ from tensorizer import (
     TensorSerializer,
     stream_io,
 )
-from tensorizer._system.os_errors import stream_error_class, stream_errors
+from tensorizer.errors import stream_error_class, stream_errors
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
 VALUES = {"weight": torch.arange(5.0)}

@@ -175,14 +175,13 @@ def test_foundations_import_nothing_of_the_package():
 # From a folder of the package to what it may import of the package, itself left out.
 FOLDERS = {
     "_system": {"_C", "errors"},
-    "_crypto": {"_C", "_system", "errors"},
     "_format": {"_C", "_system", "errors"},
-    "_io": {"_C", "_version", "_system", "_crypto", "errors"},
-    "_load": {"_C", "_system", "_crypto", "_format", "_io", "errors", "progress"},
+    "_io": {"_C", "_version", "_system", "_keys", "errors"},
+    "_load": {"_C", "_system", "_keys", "_format", "_io", "errors", "progress"},
     "_files": {
         "_C",
         "_system",
-        "_crypto",
+        "_keys",
         "_format",
         "_io",
         "_load",
@@ -192,7 +191,7 @@ FOLDERS = {
         "progress",
         "signing",
     },
-    "_save": {"_C", "_system", "_crypto", "_format", "_io", "errors", "progress"},
+    "_save": {"_C", "_system", "_keys", "_format", "_io", "errors", "progress"},
 }
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from tensorizer._crypto.keys import check_decryption
 from tensorizer._files.write import WriteOptions, write_contents
 from tensorizer._format.names import Path
 from tensorizer._io.access import Access
 from tensorizer._io.sources import TargetArgument
+from tensorizer._keys import check_decryption
 from tensorizer._save.records import Record
 from tensorizer._save.session import HASH_NAMES, check_hashes
 from tensorizer._system.checks import thread_limit

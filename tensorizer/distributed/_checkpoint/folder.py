@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 from tensorizer._io.sinks import NewFile, WholeFile
 from tensorizer._io.sources import OpenedSource, open_source, read_whole
 from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
-from tensorizer._system.os_errors import stream_errors
-from tensorizer.errors import StreamExistsError, StreamNotFoundError
+from tensorizer.errors import StreamExistsError, StreamNotFoundError, stream_errors
 
 if TYPE_CHECKING:
     from tensorizer._io.s3.objects import S3Prefix

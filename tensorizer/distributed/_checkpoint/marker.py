@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tensorizer import _C
-from tensorizer._crypto.keys import encryption_key, key_ring
+from tensorizer._keys import encryption_key, key_ring
 from tensorizer._load.reader import no_collections
 from tensorizer._version import __version__
 from tensorizer.distributed._checkpoint.folder import is_data_file

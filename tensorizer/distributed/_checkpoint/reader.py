@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tensorizer._crypto.keys import check_decryption
 from tensorizer._io.access import Trust
+from tensorizer._keys import check_decryption
 from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._boxes import box_at, check_cover, check_described, slices_of
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox

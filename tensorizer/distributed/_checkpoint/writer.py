@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tensorizer import _C
-from tensorizer._crypto.keys import check_encryption
 from tensorizer._format.payloads import contiguous, is_copied, stored_dtype
+from tensorizer._keys import check_encryption
 from tensorizer._save.records import Record
 from tensorizer._save.session import check_hashes, memory_of, on_fast_device, tensors_file
 from tensorizer._system import cuda_engine

@@ -1,1 +1,0 @@
-"""Keys: what callers pass, what the extension gets."""
