@@ -19,7 +19,7 @@ __all__ = ["PublicKey", "PublicKeyArgument", "SigningKey"]
 _MAX_KEY_FILE_NBYTES = 65_536
 _SEED_PREFIX = bytes.fromhex("302e020100300506032b657004220420")  # RFC 8410
 _PUBLIC_PREFIX = bytes.fromhex("302a300506032b6570032100")
-_PUBLIC_PEM = re.compile(r"-----BEGIN PUBLIC KEY-----([A-Za-z0-9+/=\s]*)-----END PUBLIC KEY-----")
+_PUBLIC_PEM = r"-----BEGIN PUBLIC KEY-----([A-Za-z0-9+/=\s]*)-----END PUBLIC KEY-----"
 
 
 class PublicKey(_crypto.Immutable):
@@ -63,7 +63,7 @@ class PublicKey(_crypto.Immutable):
         with stream_errors(), open(path, "rb") as file:
             text = file.read(_MAX_KEY_FILE_NBYTES + 1).decode("latin-1")
         what = f"public key file {os.fspath(path)!r}"
-        found = _PUBLIC_PEM.search(text)
+        found = re.search(_PUBLIC_PEM, text)
         if found is not None:
             try:
                 der = base64.b64decode("".join(found.group(1).split()), validate=True)

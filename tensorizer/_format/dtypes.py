@@ -75,7 +75,7 @@ ELEMENT_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.fl
 #: What ``dtype=`` converts among each other; everything else stays as it is stored.
 CASTABLE = frozenset(ELEMENT_TYPES)
 INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_TORCH_NAME = re.compile(r"torch\.([A-Za-z_]\w*)\Z")
+_TORCH_NAME = r"torch\.([A-Za-z_]\w*)\Z"
 
 
 class LoadedDtype(NamedTuple):
@@ -99,7 +99,7 @@ def torch_dtype(stored: str) -> torch.dtype:
         return _STORED_TO_TORCH.get(numpy_part) or _normalized(numpy_part)
     if not np.dtype(numpy_part.replace("V", "i")).isnative:
         raise FormatError(f"stored dtype {stored!r} has foreign byte order")
-    match = _TORCH_NAME.match(name)
+    match = re.match(_TORCH_NAME, name)
     found = getattr(torch, match.group(1), None) if match else None
     if not isinstance(found, torch.dtype):
         raise FormatError(f"stored dtype {stored!r}: this torch ({torch.__version__}) has no dtype {name!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from tensorizer._keys import check_decryption, check_encryption, public_key_bytes
@@ -45,12 +44,10 @@ class Trust(NamedTuple):
 NOBODY = Trust()
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """How one call gets at its files. Made by the public function that was called, and passed on as it is.
 
-    :meth:`to_read` and :meth:`to_write` check what users gave. The shown form has no key and no options, which may
-    hold passwords.
+    :meth:`to_read` and :meth:`to_write` check what users gave.
 
     Attributes:
         encryption: ``DecryptionParams`` where files are read, ``EncryptionParams`` where they are written.
@@ -61,11 +58,15 @@ class Access:
         trust: Who may vouch for what is read.
     """
 
-    encryption: Any = field(default=None, repr=False)
-    stream_options: Optional[Mapping[str, Any]] = field(default=None, repr=False)
+    encryption: Any = None
+    stream_options: Optional[Mapping[str, Any]] = None
     num_readers: Optional[int] = None
     progress: ProgressArgument = False
     trust: Trust = NOBODY
+
+    def __repr__(self) -> str:
+        """Without the key and the options, which may hold passwords."""
+        return f"Access(num_readers={self.num_readers!r}, progress={self.progress!r}, trust={self.trust!r})"
 
     @classmethod
     def to_read(

@@ -36,11 +36,12 @@ __all__ = [
 TRIED_NAMES = ("model.safetensors.index.json", "model.safetensors", "model.tensors.index.json", "model.tensors")
 MAX_INDEX_NBYTES = 100_000_000
 
+# Patterns are compiled when they are first used: each takes as long as importing a small module.
 # "model.safetensors.index.json", with a variant before or behind "index".
-_INDEX_NAME = re.compile(r"\.(safetensors|tensors)(\.[^./]+)?\.index(\.[^./]+)?\.json\Z")
-_SHARD_NAME = re.compile(r"\.(safetensors|tensors)\Z")
+_INDEX_NAME = r"\.(safetensors|tensors)(\.[^./]+)?\.index(\.[^./]+)?\.json\Z"
+_SHARD_NAME = r"\.(safetensors|tensors)\Z"
 _NO_PREFIX_SCHEMES = ("redis", "rediss")  # keys are no paths there
-_HUB_MODEL = re.compile(r"hf://(?:models/)?[^/]+/[^/]+/?\Z", re.IGNORECASE)  # a whole repository, whatever dots it has
+_HUB_MODEL = r"(?i)hf://(?:models/)?[^/]+/[^/]+/?\Z"  # a whole repository, whatever dots it has
 
 
 class OpenedShards(NamedTuple):
@@ -94,12 +95,12 @@ class _ModelFolder(NamedTuple):
             if os.path.isdir(path):
                 return cls(path, None, False, stream_options, file_obj)
             folder, name = os.path.split(path)
-            return cls(folder, name, False, stream_options, file_obj) if _INDEX_NAME.search(name) else None
+            return cls(folder, name, False, stream_options, file_obj) if re.search(_INDEX_NAME, name) else None
         bare = re.split(r"[?#]", file_obj)[0] if scheme in ("http", "https") else file_obj
-        if _HUB_MODEL.match(bare):
+        if re.match(_HUB_MODEL, bare):
             return cls(bare.rstrip("/"), None, True, stream_options, f"{bare.rstrip('/')}/")
         folder, _, name = bare.rpartition("/")
-        if _INDEX_NAME.search(name):
+        if re.search(_INDEX_NAME, name):
             return cls(folder, name, True, stream_options, file_obj)
         if scheme not in _NO_PREFIX_SCHEMES and bare == file_obj and "." not in name:
             # A name without an extension may be a file's; what ends with a slash is none.
@@ -113,8 +114,8 @@ class _ModelFolder(NamedTuple):
 
     def _open_folder(self) -> OpenedFiles:
         names = os.listdir(self.folder)
-        indexes = [name for name in names if _INDEX_NAME.search(name)]
-        files = [name for name in names if _SHARD_NAME.search(name)]
+        indexes = [name for name in names if re.search(_INDEX_NAME, name)]
+        files = [name for name in names if re.search(_SHARD_NAME, name)]
         for name in TRIED_NAMES:
             if name in indexes:
                 single = name[: -len(".index.json")]
@@ -196,7 +197,7 @@ class _ModelFolder(NamedTuple):
             raise FormatError(f"{shown}: {error}") from None
         if not weight_map:
             raise FormatError(f"{shown}: its weight_map names no tensor")
-        wanted = _INDEX_NAME.search(name)
+        wanted = re.search(_INDEX_NAME, name)
         assert wanted is not None
         shards = OpenedShards(shown, weight_map, metadata, {})
         try:

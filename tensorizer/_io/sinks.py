@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, Optional
@@ -22,7 +21,7 @@ __all__ = ["NewFile", "OpenedSink", "Place", "WholeFile", "open_sink", "place_of
 _MODE_WANTED = "wb+"
 
 # Of a repository in a cache of huggingface_hub: names below snapshots/ are links to files below blobs/.
-_HUB_FOLDER = re.compile(r"(models|datasets|spaces)--")
+_HUB_FOLDERS = ("models--", "datasets--", "spaces--")
 
 
 def _nothing() -> None:
@@ -136,7 +135,7 @@ def _without_links(path: str) -> str:
     """The path of the file itself; of a link to a blob of a hub cache, which other names share, that of the link."""
     target = os.path.realpath(path)
     folder, kind = os.path.split(os.path.dirname(target))
-    if os.path.islink(path) and kind == "blobs" and _HUB_FOLDER.match(os.path.basename(folder)):
+    if os.path.islink(path) and kind == "blobs" and os.path.basename(folder).startswith(_HUB_FOLDERS):
         return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     return target
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
@@ -737,7 +736,7 @@ def _of_each(access: Access, files: int) -> Access:
     """How each of several files is read, some of them at once: the bound for threads holds for all of them."""
     if not access.max_workers:
         return access
-    return dataclasses.replace(access, num_readers=max(1, access.max_workers // min(files, _LOCAL_FILES_AT_ONCE)))
+    return access._replace(num_readers=max(1, access.max_workers // min(files, _LOCAL_FILES_AT_ONCE)))
 
 
 def _moved(state: Any, device: torch.device) -> Any:

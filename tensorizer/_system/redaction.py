@@ -10,7 +10,7 @@ __all__ = ["hidden", "shown_location", "shown_uri", "without_secrets"]
 
 # In these schemes the text before the at sign names a container, and no user.
 _CONTAINER_SCHEMES = ("az", "abfs", "abfss")
-_LOGIN = re.compile(r"(?<=://)[^/\s\"'@]*@")
+_LOGIN = r"(?<=://)[^/\s\"'@]*@"
 
 
 class HiddenText(str):
@@ -36,7 +36,7 @@ def shown_uri(uri: str) -> str:
     if scheme.lower() not in _CONTAINER_SCHEMES:
         authority = authority.rpartition("@")[2]
     # Chained schemes have further URIs in their path.
-    return f"{scheme}://{authority}{slash}{_LOGIN.sub('', path)}"
+    return f"{scheme}://{authority}{slash}{re.sub(_LOGIN, '', path)}"
 
 
 def shown_location(location: Any) -> str:
@@ -51,4 +51,4 @@ def shown_location(location: Any) -> str:
 
 def without_secrets(text: str) -> str:
     """Somebody else's message: the URLs in it lose their credentials and queries."""
-    return _LOGIN.sub("", re.sub(r"\?[^\s\"']*", "", text))
+    return re.sub(_LOGIN, "", re.sub(r"\?[^\s\"']*", "", text))

@@ -8,7 +8,7 @@ from typing import Optional, TypeVar, Union
 
 __all__ = ["convert_bytes", "parse_size", "runs"]
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTP])(i?))?B?\s*", re.IGNORECASE)
+_SIZE = r"(?i)\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTP])(i?))?B?\s*"
 
 
 def convert_bytes(num: float, decimal: bool = True) -> str:
@@ -45,7 +45,7 @@ def parse_size(name: str, value: Union[int, str]) -> int:
         if not 0 <= value < 1 << 63:
             raise ValueError(f"{name}: wanted a number of bytes >= 0, found {value}")
         return value
-    found = _SIZE.fullmatch(value)
+    found = re.fullmatch(_SIZE, value)
     if found is None:
         raise ValueError(f"{name}: wanted a size as '500GB' or '200GiB', found {value!r}")
     power = " KMGTP".index((found[2] or " ").upper())

@@ -190,7 +190,7 @@ def open_for_all(
         try:
             chosen = target_device(device)
             assert isinstance(chosen, torch.device)
-            access = dataclasses.replace(make_access(), num_readers=_readers(source))
+            access = make_access()._replace(num_readers=_readers(source))
             file = stack.enter_context(open_file(source, access, ReadOptions(chosen, dtype)))
             opened = GroupFile(ranks, file, chosen)
             seen = _identity(file)
