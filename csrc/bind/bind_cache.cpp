@@ -32,7 +32,7 @@ std::shared_ptr<CacheSource> open_source(std::shared_ptr<CacheFolder> folder,
                                          uint64_t nbytes, const std::string& about,
                                          std::optional<uint64_t> max_nbytes,
                                          uint64_t min_free_nbytes, std::string name) {
-  const py::gil_scoped_release unlocked;
+  const InterpreterUnlock unlocked;
   return CacheSource::open(std::move(folder),
                            {location, version, nbytes, about, {max_nbytes, min_free_nbytes}},
                            std::move(network), std::move(name));
@@ -41,7 +41,7 @@ std::shared_ptr<CacheSource> open_source(std::shared_ptr<CacheFolder> folder,
 }  // namespace
 
 void register_cache(py::module_& m) {
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  const auto unlocked = py::call_guard<InterpreterUnlock>();
   py::class_<CachedVersion>(m, "CachedVersion")
       .def_readonly("location", &CachedVersion::location)
       .def_readonly("version", &CachedVersion::version)

@@ -54,7 +54,7 @@ std::shared_ptr<cuda::CudaCopyEngine> make_engine(int device, uintptr_t stream, 
       make_options(device, stream, slots, slot_nbytes, keep_idle_seconds, open_on_device);
   std::shared_ptr<cuda::CudaCopyEngine> engine;
   {
-    const py::gil_scoped_release unlocked;
+    const InterpreterUnlock unlocked;
     engine = std::make_shared<cuda::CudaCopyEngine>(options);
   }
   warn_of_shortage(engine->shortage());
@@ -76,7 +76,7 @@ py::dict pinned_status(int device) {
 
 void register_cuda(py::module_& m) {
   using cuda::CudaCopyEngine;
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<InterpreterUnlock>;
   const cuda::PinnedSettings defaults;
   py::class_<CopyEngine, std::shared_ptr<CopyEngine>>(m, "CopyEngine")
       .def_property_readonly("buffer_nbytes", &CopyEngine::buffer_nbytes);

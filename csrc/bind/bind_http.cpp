@@ -125,9 +125,8 @@ void register_source(py::module_& m) {
                   py::arg("known_nbytes") = 0)
       .def_property_readonly("is_known", &HttpSource::is_known)
       .def("fix_connections", &HttpSource::fix_connections, py::arg("connections"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("close_connections", &HttpSource::close_connections,
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<InterpreterUnlock>())
+      .def("close_connections", &HttpSource::close_connections, py::call_guard<InterpreterUnlock>())
       .def_property_readonly("response_status_line",
                              [](const HttpSource& s) { return s.response_head().status_line; })
       .def_property_readonly("response_headers",
@@ -172,7 +171,7 @@ void register_uploader(py::module_& m) {
            py::arg("headers") = io::HttpHeaderList(), py::arg("display_name") = "")
       .def(
           "close_connections", [](io::HttpUploader& u) { u.connections.close(); },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<InterpreterUnlock>())
       .def_property_readonly("requests",
                              [](const io::HttpUploader& u) { return u.counters.requests.load(); });
 }

@@ -134,7 +134,7 @@ std::vector<uint32_t> crc32_of(const std::vector<std::pair<uint64_t, uint64_t>>&
 }  // namespace
 
 void register_io(py::module_& m) {
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  const auto unlocked = py::call_guard<InterpreterUnlock>();
   m.def("cpu_quota", &cpu_quota);
   m.def("crc32_of", &crc32_of, py::arg("payloads"));
   using io::RangeSink;

@@ -86,7 +86,7 @@ void register_redis(py::module_& m) {
       .def(py::init(&open_redis), py::arg("settings"), py::arg("prefix"))
       .def_property_readonly("end", &RedisSource::end)
       .def("close_connections", &RedisSource::close_connections,
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<InterpreterUnlock>())
       .def("contiguous_end", &RedisSource::contiguous_end, py::arg("offset"));
   py::class_<RedisWriter>(m, "RedisWriter")
       .def(py::init([](const py::dict& settings, uint64_t max_nbytes, uint64_t split_nbytes) {

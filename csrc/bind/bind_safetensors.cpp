@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind/bindings.h"
+#include "bind/python_calls.h"
 #include "format/dtype.h"
 #include "format/safetensors.h"
 
@@ -39,7 +40,7 @@ std::optional<std::string> dtype_of(const std::string& stored) {
 
 std::vector<uint32_t> canonical_order(const std::vector<Described>& described) {
   const std::vector<SafetensorsTensor> tensors = tensors_of(described);
-  const py::gil_scoped_release unlocked;
+  const InterpreterUnlock unlocked;
   return format::canonical_order(tensors);
 }
 

@@ -105,7 +105,7 @@ std::unique_ptr<SaveSession> make_session(
 }  // namespace
 
 void register_save(py::module_& m) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<InterpreterUnlock>;
   py::class_<SaveSession>(m, "SaveSession")
       .def(py::init(&make_session), py::arg("sink"), py::arg("start"), py::kw_only(),
            py::arg("crc32"), py::arg("sha256"), py::arg("max_workers") = 0,

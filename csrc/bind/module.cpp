@@ -17,7 +17,7 @@ void end_work_at_exit() {
         tensorizer::bind::ActiveWork::instance().shut_down(std::chrono::seconds(10));
         tensorizer::device::cuda::shut_down();
       },
-      py::call_guard<py::gil_scoped_release>()));
+      py::call_guard<tensorizer::bind::InterpreterUnlock>()));
 }
 
 }  // namespace

@@ -497,6 +497,21 @@ sys.late = Late()
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_the_interpreter_ends_while_daemon_threads_wait_for_its_lock(run, slow_file):
+    program = """
+from tensorizer import _C
+source = _C.FileSource(os.open(sys.argv[1], os.O_RDONLY), "source")
+def work():
+    while True:
+        source.close()  # lets go of the lock and takes it again
+for _ in range(4):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.2)
+"""
+    result = run(program, slow_file)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_ctrl_c_ends_a_load_through_a_driver_of_fsspec_that_waits_for_ever(assert_interrupted, slow_file):
     pytest.importorskip("fsspec")
     program = """
