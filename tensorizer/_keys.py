@@ -74,19 +74,22 @@ def public_key_bytes(public_key: Any) -> tuple[bytes, ...]:
     """
     if public_key is None:
         return ()
+    several = public_key if isinstance(public_key, (list, tuple, set, frozenset)) else [public_key]
+    if not several:
+        raise ValueError("public_key: an empty sequence, which no signature could satisfy")
+    return tuple(map(_public_key_bytes, several))
+
+
+def _public_key_bytes(public_key: Any) -> bytes:
     from tensorizer.signing import PublicKey
 
-    if isinstance(public_key, PublicKey):
-        return (bytes(public_key),)
     if isinstance(public_key, (str, os.PathLike)):
-        return (bytes(PublicKey.from_file(public_key)),)
-    if not isinstance(public_key, (list, tuple, set, frozenset)):
+        public_key = PublicKey.from_file(public_key)
+    if not isinstance(public_key, PublicKey):
         raise TypeError(
             f"public_key: wanted a PublicKey, a path or a sequence of them, found {type(public_key).__name__}"
         )
-    if not public_key:
-        raise ValueError("public_key: an empty sequence, which no signature could satisfy")
-    return tuple(key for one in public_key for key in public_key_bytes(one))
+    return bytes(public_key)
 
 
 def signer_of(signing_key: Any) -> Optional[_C.Signer]:

@@ -92,8 +92,9 @@ def test_keys_that_are_none_are_refused():
             SigningKey.from_bytes(wrong)
         with pytest.raises(TypeError):
             PublicKey.from_bytes(wrong)
-    with pytest.raises(TypeError):
-        opened(signed(), public_key=7)
+    for wrong in (7, [None], [None, SIGNER.public_key], [[SIGNER.public_key]], (False,)):
+        with pytest.raises(TypeError, match="public_key"):
+            opened(signed(), public_key=wrong)
     with pytest.raises(ValueError, match="empty"):
         opened(signed(), public_key=[])
     with pytest.raises(ValueError, match="without the public_key"):
