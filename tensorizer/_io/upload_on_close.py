@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -83,7 +84,9 @@ class UploadOnClose(ClosesOrDiscards):
         if self._closed:
             raise ValueError(f"I/O operation on the closed stream for {self._target}")
         if self._sink is not None:
-            raise ValueError(f"a serializer writes to {self._target}: the stream can only be closed or discarded")
+            raise io.UnsupportedOperation(
+                f"a serializer uploads to {self._target} without a file: the stream can only be closed or discarded"
+            )
         if self._file is None:
             descriptor, self._name = tempfile.mkstemp(prefix="tensorizer-")
             self._file = cast(BinaryIO, os.fdopen(descriptor, "wb+"))
@@ -140,13 +143,13 @@ class UploadOnClose(ClosesOrDiscards):
         return 0 if self._is_new() else self.file.tell()
 
     def readable(self) -> bool:
-        return self._is_new() or self.file.readable()
+        return self._sink is None and (self._is_new() or self.file.readable())
 
     def writable(self) -> bool:
-        return self._is_new() or self.file.writable()
+        return self._sink is None and (self._is_new() or self.file.writable())
 
     def seekable(self) -> bool:
-        return self._is_new() or self.file.seekable()
+        return self._sink is None and (self._is_new() or self.file.seekable())
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Optional
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tensorizer._format.dtypes import known_dtype
 from tensorizer._format.entries import TensorType
@@ -175,7 +176,7 @@ def decide(
                 continue
         else:
             supplied.setdefault((id(target), slot.is_buffer), name)
-            if target.shape != index.shape(i) or dtype is not target.dtype:
+            if not is_lazy(target) and (target.shape != index.shape(i) or dtype is not target.dtype):
                 row = _misfit(name, target, file, i, dtype)
                 if row is not None and (refuses is None or refuses(row)):
                     mismatched.append(row)
@@ -218,8 +219,6 @@ def decide(
 
 def _misfit(name: str, target: torch.Tensor, file: OpenFile, i: int, dtype: Optional[torch.dtype]) -> Optional[Misfit]:
     """How a tensor of the file differs from that of the module; ``None`` where it can take its place."""
-    if torch.nn.parameter.is_lazy(target):
-        return None
     shape = file.shape(i)
     if target.shape != shape and not (target.dim() == 0 and file.may_be_scalar(i)):
         return Misfit(name, "shape", torch.Size(shape), target.shape)

@@ -121,8 +121,8 @@ class ModuleFill:
             refuses=None if how.by_modules else self._matters,
             replaces=None if self._assign is True else self._replaces,
         )
-        self.left_on_meta = [
-            name
+        left = {
+            name: slot
             for name, slot in view.slots.items()
             if slot.tensor is not None
             and slot.tensor.is_meta
@@ -130,7 +130,10 @@ class ModuleFill:
             and name not in self.report.tied
             and (how.by_modules or not slot.counts_batches)
             and (expects is None or expects(name))
-        ]
+        }
+        # Of a module that is there twice, the file lists one path.
+        filled = {(slot.module, slot.attribute) for name, slot in view.slots.items() if name in stored} if left else ()
+        self.left_on_meta = [name for name, slot in left.items() if (slot.module, slot.attribute) not in filled]
 
     # ---- what was decided -------------------------------------------------------------------------------------------
 

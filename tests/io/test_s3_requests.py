@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import gc
+import io
 import logging
 import os
 import tempfile
@@ -179,8 +180,9 @@ class TestStreamsOfSerializers:
     def test_a_stream_of_a_serializer_can_only_be_closed(self, store):
         with open_stream("s3://bucket/taken", "wb+", **store.arguments) as stream:
             TensorSerializer(stream)
-            for use in (stream.tell, lambda: stream.write(b"x"), lambda: stream.seek(0), lambda: stream.name):
-                with pytest.raises(ValueError, match="s3://bucket/taken"):
+            assert (stream.readable(), stream.writable(), stream.seekable()) == (False, False, False)
+            for use in (stream.tell, lambda: stream.seek(0), lambda: stream.name, lambda: stream.write(b"x")):
+                with pytest.raises(io.UnsupportedOperation, match="s3://bucket/taken"):
                     use()
             with pytest.raises(ValueError, match="s3://bucket/taken"):
                 TensorSerializer(stream)

@@ -438,6 +438,28 @@ def test_names_that_stay_on_the_meta_device_are_logged(caplog):
     assert count.missing == ("1.weight", "1.bias")
 
 
+def test_a_module_that_is_there_twice_is_filled_by_either_path_and_no_warning_says_otherwise(caplog):
+    def twice():
+        shared = nn.Linear(4, 4)
+        return nn.ModuleDict({"shared": shared, "encoder": nn.ModuleDict({"embed": shared})})
+
+    with torch.device("meta"):
+        target = twice()
+    with caplog.at_level("WARNING", "tensorizer"):
+        count = load_into(target, module_bytes(twice()))
+    assert not caplog.records
+    assert count.missing == ()
+    assert not any(t.is_meta for t in target.state_dict().values())
+
+
+def test_lazy_parameters_take_the_shape_of_the_file():
+    model = nn.Sequential(nn.Linear(3, 4))
+    rows = torch.ones(2, 3)
+    target = nn.Sequential(nn.LazyLinear(4))
+    assert load_into(target, module_bytes(model)) == 2
+    assert torch.equal(target(rows), model(rows))
+
+
 def torchs_words(target, model, strict=True) -> str:
     with pytest.raises(RuntimeError) as caught:
         target.load_state_dict(model.state_dict(), strict=strict)

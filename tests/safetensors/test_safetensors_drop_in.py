@@ -28,6 +28,15 @@ def names_in(folder):
 # --- what is removed -------------------------------------------------------------------------------------------------
 
 
+def test_load_model_gives_lazy_parameters_the_shape_of_the_file(tmp_path):
+    model = torch.nn.Linear(3, 4)
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    for assign in ("auto", True, False):
+        target = torch.nn.LazyLinear(4)
+        assert load_model(target, tmp_path / "m.safetensors", assign=assign).ok
+        assert torch.equal(target(torch.ones(2, 3)), model(torch.ones(2, 3)))
+
+
 def test_a_save_of_one_named_file_removes_no_other(tmp_path):
     model = torch.nn.Linear(3, 3)
     save_file(STATE, tmp_path / "model.safetensors", max_shard_size=4000)
