@@ -19,6 +19,7 @@ from tensorizer._io.shards import MAX_INDEX_NBYTES
 from tensorizer._load.open_file import OpenFile
 from tensorizer._save.records import ModuleTensor, Record, extra_states, place_of, record_of, ties_of, walk_module
 from tensorizer._save.session import check_metadata
+from tensorizer._system.redaction import torch_refusal
 from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedContentError
 
 __all__ = [
@@ -239,7 +240,6 @@ def _overlapping(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 _INDEX = ".bin.index.json"
 _EXTENSIONS = (".bin", ".pt", ".pth")
-_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"
 # Where training scripts keep the state dict of a checkpoint, in the order in which they are tried.
@@ -337,8 +337,7 @@ def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[di
     except (OSError, MemoryError):
         raise
     except Exception as error:  # of damaged bytes pickle makes whatever its instructions come upon
-        first_line = _TERMINAL_CODES.sub("", str(error)).strip().partition("\n")[0]
-        raise FormatError(f"{path}: cannot be read as plain weights: {first_line or type(error).__name__}") from None
+        raise FormatError(f"{path}: cannot be read as plain weights: {torch_refusal(error)}") from None
     found = _state_dict(content, key)
     if found is None:
         where = f"under key {key!r}" if key else f"as a whole or under {', '.join(_USUAL_KEYS)}"

@@ -1,12 +1,13 @@
-"""What is used and not shown: secrets in local variables, and the parts of URLs that may hold some."""
+"""What messages leave out: secrets, the parts of URLs that may hold some, and advice of other libraries."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from typing import Any, Optional
 
-__all__ = ["hidden", "shown_location", "shown_uri", "without_secrets"]
+__all__ = ["hidden", "shown_location", "shown_uri", "torch_refusal", "without_secrets"]
 
 # In these schemes the text before the at sign names a container, and no user.
 _CONTAINER_SCHEMES = ("az", "abfs", "abfss")
@@ -52,3 +53,10 @@ def shown_location(location: Any) -> str:
 def without_secrets(text: str) -> str:
     """Somebody else's message: the URLs in it lose their credentials and queries."""
     return re.sub(_LOGIN, "", re.sub(r"\?[^\s\"']*", "", text))
+
+
+def torch_refusal(error: Exception) -> str:
+    """Why ``torch.load(weights_only=True)`` refused: without its advice, which is to load the file all the same."""
+    inner = error.__context__  # torch wraps what its unpickler raised in the advice
+    reason = inner if isinstance(inner, pickle.UnpicklingError) else error
+    return str(reason).strip().partition("\n")[0].partition(" Please use ")[0] or type(error).__name__

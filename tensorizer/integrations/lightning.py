@@ -197,9 +197,11 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                 data = io.BytesIO(file[name].detach().numpy().tobytes())
                 if weights_only is False:
                     return torch.load(data, map_location=where, weights_only=False)
-                return torch.load(torch_saved(load_vetted(name, data)), map_location=where, weights_only=True)
+                value = load_vetted(_place(node, content), data, "weights_only=False")
+                return torch.load(torch_saved(value), map_location=where, weights_only=True)
 
-            result: dict[str, Any] = decoded(json.loads(text), leaf)
+            node = json.loads(text)
+            result: dict[str, Any] = decoded(node, leaf)
         return result
 
     def remove_checkpoint(self, path: Union[str, os.PathLike[str]]) -> None:
@@ -246,6 +248,23 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         return encoded(checkpoint, leaf), tensors
     except NotSimple as error:
         raise TypeError(f"checkpoint{error}") from error
+
+
+def _place(node: Any, leaf: dict[str, str]) -> str:
+    """Where a checkpoint has a leaf, for messages: its keys joined by dots."""
+
+    def steps(node: Any) -> Optional[list[str]]:
+        kind, content = next(iter(node.items())) if isinstance(node, dict) else ("t", node)
+        if kind == "x":
+            return [] if content is leaf else None
+        if kind in ("d", "o"):
+            below = [(decoded(key, str), item) for key, item in content]
+        else:
+            below = list(enumerate(content)) if kind == "t" and isinstance(content, list) else []
+        found = ((key, steps(item)) for key, item in below)
+        return next(([str(key), *rest] for key, rest in found if rest is not None), None)
+
+    return ".".join(steps(node) or ())
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -115,8 +115,9 @@ class _ShardedCheckpoints(abc.ABC):
         rest = {_REST: empty(saved_as.size, dtype=torch.uint8, device="cpu")}
         state_dict_loader.load(rest, storage_reader=reader)
         data = io.BytesIO(rest[_REST].numpy().tobytes())
-        content = torch.load(data, weights_only=False) if weights_only is False else load_vetted(_REST, data)
-        return dict(content)
+        if weights_only is False:
+            return dict(torch.load(data, weights_only=False))
+        return dict(load_vetted("checkpoint", data, "weights_only=False"))
 
 
 class TensorizerFSDPStrategy(_ShardedCheckpoints, FSDPStrategy):  # type: ignore[misc]

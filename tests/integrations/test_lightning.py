@@ -115,10 +115,14 @@ def test_a_checkpoint_comes_back_as_it_was_and_unpickles_nothing_unless_it_is_tr
     assert plugin.load_checkpoint(path, "meta")["state_dict"]["w"].is_meta
 
     sign = tmp_path / "executed"
-    plugin.save_checkpoint({"evil": Odd(str(sign))}, path)
+    plugin.save_checkpoint({"state_dict": {}, "hyper_parameters": [1, {"evil": Odd(str(sign))}]}, path)
     for weights_only in (None, True):
-        with pytest.raises(pickle.UnpicklingError):
+        with pytest.raises(pickle.UnpicklingError) as refused:
             plugin.load_checkpoint(path, weights_only=weights_only)
+        assert "'hyper_parameters.1.evil'" in str(refused.value)
+        assert "with weights_only=False its pickle" in str(refused.value)
+        assert "mkdir" in str(refused.value)
+        assert "\x1b" not in str(refused.value)
     assert not sign.exists()
     plugin.load_checkpoint(path, weights_only=False)
     assert sign.exists()

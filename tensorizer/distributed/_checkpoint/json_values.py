@@ -21,6 +21,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
+from tensorizer._system.redaction import torch_refusal
 from tensorizer.errors import FormatError
 
 __all__ = ["NotSimple", "decoded", "encoded", "from_json", "load_vetted", "simple_value", "to_json", "torch_saved"]
@@ -173,8 +174,13 @@ def torch_saved(value: Any) -> io.BytesIO:
     return stream
 
 
-def load_vetted(name: str, data: io.BytesIO) -> Any:
+def load_vetted(name: str, data: io.BytesIO, trusting: str = "allow_pickle=True") -> Any:
     """The value in bytes of ``torch.save``, by the loader that calls nothing that the bytes name.
+
+    Args:
+        name: Whose value it is, for the error.
+        data: The bytes.
+        trusting: The argument with which the caller would load it all the same, for the error.
 
     Raises:
         pickle.UnpicklingError: They hold more than tensors and simple values, or cannot be read.
@@ -183,6 +189,6 @@ def load_vetted(name: str, data: io.BytesIO) -> Any:
         return _load_harmless(data)
     except Exception as error:
         raise pickle.UnpicklingError(
-            f"{name!r} was refused by torch.load(weights_only=True); with allow_pickle=True its pickle would be "
-            f"executed, which is for checkpoints from trusted sources alone: {error}"
+            f"{name!r} was refused by torch.load(weights_only=True); with {trusting} its pickle would be "
+            f"executed, which is only for checkpoints from trusted sources: {torch_refusal(error)}"
         ) from error
