@@ -211,6 +211,18 @@ def test_a_server_without_ranges_is_read_in_one_pass_and_then_not_at_all(tmp_pat
         assert file.cached_bytes_read >= 12 * MIB
 
 
+def test_a_copy_that_was_damaged_is_read_again_from_a_server_without_ranges(tmp_path, folder):
+    def reply(request):
+        return Reply(status=304) if request.headers.get("if-none-match") else Reply(ignore_range=True)
+
+    wanted = write(tmp_path / "m.tensors", tensors())
+    with FaultyServer((tmp_path / "m.tensors").read_bytes(), default=reply) as server:
+        for damage in (None, lambda data: os.truncate(data, 1000), os.unlink):
+            if damage is not None:
+                damage(entries(folder)[0] / "data")
+            assert same(load(f"{server.url}/m.tensors", folder)[0], wanted)
+
+
 @pytest.mark.parametrize(
     "server",
     [

@@ -147,9 +147,12 @@ bool CacheEntry::is_used(int folder) noexcept {
 bool CacheEntry::take_for_removal(int map) noexcept { return lock(map, F_WRLCK, kUseLock, 1) == 0; }
 
 uint64_t CacheEntry::present_nbytes_of(int folder, uint64_t nbytes) {
+  const UniqueFd data = open_file(folder, "data", O_RDONLY);
   const UniqueFd map = open_file(folder, "map", O_RDONLY);
   const uint64_t wanted = map_nbytes_of(nbytes);
-  if (!map || !is_own_regular_file(map.get(), wanted)) return 0;
+  if (!data || !is_own_regular_file(data.get(), nbytes) || !map ||
+      !is_own_regular_file(map.get(), wanted))
+    return 0;
   std::vector<std::byte> bytes(static_cast<size_t>(wanted));
   const std::string head = head_of(nbytes, boot_id());
   if (pread(map.get(), bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(wanted) ||
