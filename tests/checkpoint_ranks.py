@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tensorizer.distributed as td
+from tensorizer import DecryptionParams, EncryptionParams
 from tensorizer.distributed._checkpoint import writer as writer_module
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles
 from tensorizer.distributed._checkpoint.folder import Folder
@@ -303,6 +304,38 @@ def fail_to_load(folder: Path, rank: int, number: int) -> None:
     dist.barrier()
     assert number_in(folder, 2) == number
     dist.barrier()
+
+
+def different_keys(folder: Path) -> None:
+    """Ranks that differ in their key, or in whether they have one, learn it before the old checkpoint is replaced."""
+
+    def work(rank):
+        save(folder, 1, rank)
+        dist.barrier()
+        random = EncryptionParams.random()
+        salted = EncryptionParams.from_string(f"open sesame {rank}", 1, 8192, salt=b"0" * 16)
+        passphrase = EncryptionParams.from_string("open sesame", 1, 8192)
+        for state in (state_of(2, rank), {f"number{rank}": 2}):
+            for key, found in (
+                (random, "rank 1: another key"),
+                (salted, "rank 1: another key"),
+                (passphrase if rank == 0 else random, "rank 1: another key"),
+                (random if rank == 0 else passphrase, "rank 1: another key"),
+                (random if rank == 0 else None, "rank 1: no key"),
+                (random if rank == 1 else None, "rank 1: a key"),
+            ):
+                writer = td.TensorizerWriter(folder, encryption=key)
+                fails_on_all(lambda: dcp.save(state, storage_writer=writer), 0, found)  # noqa: B023
+                assert number_in(folder, 2) == 1, found
+                dist.barrier()
+        save(folder, 2, rank, encryption=passphrase)  # each rank has a salt of its own, and so another key
+        target = {f"w{rank}": torch.zeros(500), "number": 0}
+        unlock = DecryptionParams.from_string("open sesame")
+        dcp.load(target, storage_reader=td.TensorizerReader(folder, encryption=unlock, require_authenticated=True))
+        assert (target["number"], float(target[f"w{rank}"][-1])) == (2, 2.0)
+        assert len(list(folder.iterdir())) == 3  # the next save deletes what those left
+
+    run_ranks(2, work)
 
 
 def a_store_that_refuses(folder: Path) -> None:

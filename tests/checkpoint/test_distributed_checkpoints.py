@@ -61,6 +61,19 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left, right)
 
 
+def marker_in(folder):
+    """Head and body."""
+    head, body = (folder / ".metadata").read_bytes().split(b"\n", 1)
+    return json.loads(head), json.loads(body)
+
+
+def write_marker(folder, head, body):
+    """With sizes and digest that fit, as anybody can."""
+    content = json.dumps(body).encode()
+    fitting = {"nbytes": len(content), "content_nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / ".metadata").write_bytes(json.dumps({**head, **fitting}).encode() + b"\n" + content)
+
+
 def cause_of(error: CheckpointException) -> BaseException:
     (failure,) = {type(f[0]): f[0] for f in error.failures.values()}.values()
     return failure
@@ -257,23 +270,15 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(600), [])
 )
 def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is_right(tmp_path, place, key, value):
     save({"a": torch.arange(10.0), "b": torch.arange(6.0).view(2, 3), "leaf": list(range(3000))}, tmp_path)
-    marker = tmp_path / ".metadata"
-    first, body = marker.read_bytes().split(b"\n", 1)
-
-    def write(body):
-        content = json.dumps(body).encode()
-        sizes = {"nbytes": len(content), "content_nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        marker.write_bytes(json.dumps({**json.loads(first), **sizes}).encode() + b"\n" + content)
-
-    changed = json.loads(body)
-    write(changed)
+    head, changed = marker_in(tmp_path)
+    write_marker(tmp_path, head, changed)
     assert td.is_complete(tmp_path)
     column = functools.reduce(lambda inner, step: inner[step], place, changed)
     if value is None:
         column.pop(key)
     else:
         column[key] = value
-    write(changed)
+    write_marker(tmp_path, head, changed)
     assert not td.is_complete(tmp_path)
 
 
@@ -299,14 +304,10 @@ def test_boxes_cover_a_tensor_exactly_once_or_are_refused_by_name(tmp_path):
         check_cover("w", (), [])
 
     save({"w": torch.arange(24.0).view(4, 6)}, tmp_path)
-    marker = tmp_path / ".metadata"
-    first, body = marker.read_bytes().split(b"\n", 1)
-    content = json.loads(body)
+    head, content = marker_in(tmp_path)
     (row,) = content["tensors"]
     row[2] = [8, 6]  # twice as large as its one box
-    text = json.dumps(content).encode()
-    sizes = {"nbytes": len(text), "content_nbytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-    marker.write_bytes(json.dumps({**json.loads(first), **sizes}).encode() + b"\n" + text)
+    write_marker(tmp_path, head, content)
     with pytest.raises(FormatError, match=r"tensor 'w'.*hole"):
         td.consolidate(tmp_path, tmp_path / "one.tensors")
     with pytest.raises((FormatError, CheckpointException), match=r"tensor 'w'.*hole"):
@@ -367,6 +368,33 @@ def test_the_marker_of_an_encrypted_checkpoint_vouches_for_its_body_and_its_file
         data = json.dumps({**known, "derivation": known["derivation"], **wrong}).encode() + b"\n" + body
         with pytest.raises((AuthenticationError, FormatError)):
             unpack_marker(data, "marker", unlock)
+
+
+def test_with_the_key_a_marker_without_its_tag_gives_no_values(tmp_path):
+    key = EncryptionParams.random()
+    unlock = DecryptionParams.from_key(key.key)
+    save({"w": torch.arange(3.0), "run": {"step": 10, "lr": 0.1}}, tmp_path, encryption=key)
+    head, body = marker_in(tmp_path)
+    del head["tag"]
+    (step,) = (leaf for leaf in body["leaves"] if leaf[0] == "run.step")
+    forged = ["run.step", "json", "666"]
+    step[:] = forged
+    nothing_else = {
+        "leaves": [forged],
+        "files": [],
+        "tensors": [],
+        "bounds": [],
+        "boxes": {column: [] for column in body["boxes"]},
+    }
+    for changes in ({}, nothing_else):
+        write_marker(tmp_path, head, {**body, **changes})
+        target = {"run": {"step": 0}}
+        with pytest.raises(CheckpointException, match=r"'run.step'.*not authenticated"):
+            load(target, tmp_path, encryption=unlock)
+        assert target == {"run": {"step": 0}}
+        assert not td.verify(tmp_path, encryption=unlock).ok
+        with pytest.raises(AuthenticationError):
+            td.consolidate(tmp_path, tmp_path / "one.tensors", decryption=unlock)
 
 
 def test_a_checkpoint_is_loaded_from_files_that_a_wanted_key_has_signed_alone(tmp_path):
@@ -449,6 +477,17 @@ def test_overwriting_replaces_a_checkpoint_as_a_whole_and_overwrite_false_refuse
         td.TensorizerWriter("gs://bucket/x")
 
 
+@pytest.mark.parametrize("uri", ["s3://", "s3:///", "s3:///prefix"])
+def test_an_s3_uri_without_a_bucket_is_refused_before_anything_is_written(tmp_path, monkeypatch, uri):
+    monkeypatch.chdir(tmp_path)
+    for refuses in (td.TensorizerWriter, td.TensorizerReader, td.is_complete):
+        with pytest.raises(ValueError, match="no bucket"):
+            refuses(uri)
+    with pytest.raises(ValueError, match="no bucket"):
+        dcp.save({"w": torch.zeros(3)}, checkpoint_id=uri, storage_writer=td.TensorizerWriter())
+    assert not list(tmp_path.iterdir())
+
+
 def run(fresh_process, program: str, *arguments, timeout: float = 200) -> str:
     result = fresh_process(f"import warnings; warnings.simplefilter('ignore')\n{program}", *arguments, timeout=timeout)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -480,6 +519,13 @@ def test_strided_shards_are_saved_and_loaded_right_or_refused(fresh_process, tmp
 def test_with_ranks_of_their_own(fresh_process, tmp_path, scenario):
     """A save that is killed at any step leaves the old checkpoint or the new one; the others say what they do."""
     program = f"import sys, checkpoint_ranks\nfrom pathlib import Path\ncheckpoint_ranks.{scenario}(Path(sys.argv[1]))"
+    run(fresh_process, program, tmp_path)
+
+
+def test_ranks_with_different_keys_all_raise_and_the_old_checkpoint_stays(fresh_process, tmp_path):
+    program = (
+        "import sys, checkpoint_ranks\nfrom pathlib import Path\ncheckpoint_ranks.different_keys(Path(sys.argv[1]))"
+    )
     run(fresh_process, program, tmp_path)
 
 

@@ -72,7 +72,7 @@ class Folder(NamedTuple):
         """Of a path or URI.
 
         Raises:
-            ValueError: A scheme that checkpoints cannot be written to or listed at.
+            ValueError: A scheme that checkpoints cannot be written to or listed at; an ``s3://`` URI without a bucket.
             TypeError: Not a path.
         """
         if not isinstance(path, (str, os.PathLike)):
@@ -84,6 +84,9 @@ class Folder(NamedTuple):
             return cls(os.path.abspath(path_of_file_uri(str(path))), False, stream_options)
         if scheme != "s3":
             raise ValueError(f"checkpoint: wanted a local path or an s3:// URI, found one with {scheme}://")
+        from tensorizer._io.s3.options import parse_s3_uri
+
+        parse_s3_uri(str(path))
         return cls(str(path).rstrip("/"), True, stream_options)
 
     def join(self, name: str) -> str:

@@ -39,7 +39,16 @@ from tensorizer.errors import (
     InvalidVersionError,
 )
 
-__all__ = ["Marker", "SavedFile", "Stored", "pack_marker", "unpack_marker"]
+__all__ = [
+    "KeyCheck",
+    "Marker",
+    "SavedFile",
+    "Stored",
+    "check_keys",
+    "key_check",
+    "pack_marker",
+    "unpack_marker",
+]
 
 _FORMAT = "tensorizer.checkpoint"
 _VERSION = 1
@@ -51,7 +60,18 @@ _MAX_RANKS = 10**9  # as names of files have digits for
 _NOWHERE = -1  # file number of what needs no bytes
 _DIGESTS = ("crc32", "sha256")
 
+# What ranks authenticate for each other; no body of a marker begins like this.
+_FILE_LABEL = b"tensorizer.checkpoint file "
+_MOST_RANKS_NAMED = 8
+
 TENSOR, JSON, TORCH_SAVE = "tensor", "json", "torch_save"
+
+
+class KeyCheck(NamedTuple):
+    """What tells the coordinator whether a rank has its key. It never goes into a file."""
+
+    tag: bytes
+    derivation: Optional[tuple[int, int, bytes]]  # of a passphrase
 
 
 class SavedFile(NamedTuple):
@@ -60,6 +80,7 @@ class SavedFile(NamedTuple):
     name: str
     nbytes: int
     index_digest: Optional[str] = None  # of an authenticated file; from a marker only where its tag was checked
+    key_check: Optional[KeyCheck] = None  # of an encrypted file, from the rank that wrote it
 
 
 class Stored(NamedTuple):
@@ -139,6 +160,45 @@ def pack_marker(
     return json.dumps(head).encode() + b"\n" + stored_content
 
 
+def key_check(encryption: EncryptionParams, index_digest: bytes) -> KeyCheck:
+    """For a file that was written with this key."""
+    key, derivation = encryption_key(encryption)
+    assert key is not None
+    return KeyCheck(_C.marker_tag(key, _FILE_LABEL + index_digest), derivation)
+
+
+def check_keys(
+    results: Sequence[Sequence[Stored]], encryption: Optional[EncryptionParams], first_rank: int = 0
+) -> None:
+    """Compares the keys of all ranks with that of the marker. One reader could not load what they wrote otherwise.
+
+    Keys that come from passphrases with different salts cannot be compared.
+
+    Raises:
+        ValueError: Ranks differ.
+    """
+    differing: list[str] = []
+    for rank, of_rank in enumerate(results, first_rank):
+        files = {stored.file for stored in of_rank if stored.file is not None or stored.text is not None}
+        differing += [f"rank {rank}: {found}" for found in {_other_key(file, encryption) for file in files} if found]
+    if differing:
+        wanted = "no key on any rank" if encryption is None else "one key on all ranks"
+        named = ", ".join(differing[:_MOST_RANKS_NAMED]) + (", …" if len(differing) > _MOST_RANKS_NAMED else "")
+        raise ValueError(f"encryption: wanted {wanted}, as on the coordinator; found {named}")
+
+
+def _other_key(file: Optional[SavedFile], encryption: Optional[EncryptionParams]) -> Optional[str]:
+    """How the key of a file, or of a value in the marker, differs from the coordinator's."""
+    found = None if file is None else file.key_check
+    if encryption is None:
+        return None if found is None else "a key"
+    if file is None or file.index_digest is None or found is None:
+        return "no key"
+    own = key_check(encryption, bytes.fromhex(file.index_digest))
+    other_salt = None not in (own.derivation, found.derivation) and own.derivation != found.derivation
+    return None if other_salt or _C.same_secret(own.tag, found.tag) else "another key"
+
+
 def _planner_node(data: Any) -> Any:
     try:
         return encoded(data)
@@ -216,7 +276,8 @@ def unpack_marker(
         require_authenticated: Refuses a marker that the key does not vouch for.
 
     Raises:
-        AuthenticationError: The marker is not what the key vouches for, or the key vouches for none and has to.
+        AuthenticationError: The marker is not what the key vouches for; or the key vouches for none, and it has to, or
+            the marker itself holds values.
         FormatError: Not a marker, or a damaged one; :class:`InvalidVersionError` for one of a later version.
         HashMismatchError: Its content is not what was written.
     """
@@ -230,11 +291,18 @@ def unpack_marker(
             f"{name}: not authenticated: written by an earlier release, or without encryption; save the checkpoint anew"
         )
     try:
-        return _marker(body, tagged)
+        marker = _marker(body, tagged)
+        values = [fqn for fqn, _, text, *_ in body["leaves"] if text is not None]
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"{name}: a damaged marker ({type(error).__name__}: {error})") from None
+    # Markers of encrypted checkpoints never held values, not even before they had tags.
+    if values and encryption is not None and not tagged:
+        raise AuthenticationError(
+            f"{name}: value {values[0]!r} is not authenticated: the marker was altered, or saved without encryption"
+        )
+    return marker
 
 
 def _body(data: bytes, name: str, encryption: Optional[DecryptionParams]) -> tuple[dict[str, Any], bool]:

@@ -58,7 +58,7 @@ class TensorizerReader(Located, StorageReader):
         total_bytes_read: Bytes that came from storage since the reader was made.
 
     Raises:
-        ValueError: Another scheme than ``s3``; `threads` below 1.
+        ValueError: Another scheme than ``s3``, or no bucket; `threads` below 1.
         TypeError: An argument of the wrong type.
 
     Source: docs/training.md, "Distributed checkpoints".

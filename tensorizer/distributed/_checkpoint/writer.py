@@ -29,7 +29,7 @@ from tensorizer.distributed._boxes import check_described
 from tensorizer.distributed._checkpoint import marker as markers
 from tensorizer.distributed._checkpoint.folder import MARKER, Located, PathLike, data_file_name, marker_name
 from tensorizer.distributed._checkpoint.json_values import load_vetted, simple_value
-from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, pack_marker
+from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, check_keys, key_check, pack_marker
 from tensorizer.encryption import EncryptionParams
 from tensorizer.errors import StreamExistsError
 
@@ -73,14 +73,15 @@ class TensorizerWriter(Located, StorageWriter):
         fsync: Syncs files and folder, so that a crash of the machine does no harm either.
         overwrite: ``False`` raises on every rank, before anything is written, if the folder has a checkpoint.
         encryption: Encrypts tensors and leaves, and authenticates files and marker; names, shapes and placements stay
-            readable in the marker. Parameters, or a function without arguments that returns them.
+            readable in the marker. Parameters, or a function without arguments that returns them. All ranks need
+            one key.
         threads: Upper bound for threads; ``None`` uses as many as are useful.
         allow_pickle: Stores leaves that are more than tensors and simple values as pickles. With ``False``, the
             default, they raise, as in the reader.
         stream_options: Keywords for opening ``s3://`` URIs, as for :func:`tensorizer.stream_io.open_stream`.
 
     Raises:
-        ValueError: Another scheme than ``s3``; unknown `hashes`; `threads` below 1.
+        ValueError: Another scheme than ``s3``, or no bucket; unknown `hashes`; `threads` below 1.
         TypeError: An argument of the wrong type.
 
     Source: docs/training.md, "Distributed checkpoints".
@@ -169,9 +170,12 @@ class TensorizerWriter(Located, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the marker, then deletes the files of the replaced checkpoint. A warning lists files that stay.
 
+        If it raises, the previous checkpoint stays valid.
+
         Raises:
+            ValueError: Ranks have different keys, or only some have one.
             FileExistsError: A checkpoint appeared meanwhile, and ``overwrite=False``.
-            OSError: The marker could not be written. The previous checkpoint stays valid.
+            OSError: The marker could not be written.
         """
         stored = _by_index(results)
         world_size = len(results)
@@ -179,6 +183,7 @@ class TensorizerWriter(Located, StorageWriter):
             world_size = torch.distributed.get_world_size()
         folder = self._folder()
         params = self._encryption() if callable(self._encryption) else self._encryption
+        check_keys([[result.storage_data for result in of_rank] for of_rank in results], params, self._rank or 0)
         content = pack_marker(metadata, stored, self._rank, world_size, params)
         if self._fsync and not folder.remote:
             os.makedirs(folder.where, exist_ok=True)
@@ -260,7 +265,12 @@ class TensorizerWriter(Located, StorageWriter):
             _write_batches(session, records, planner)
             facts = session.records()
         digest = session.index_digest
-        file = SavedFile(name, session.published_nbytes, None if digest is None else digest.hex())
+        file = SavedFile(
+            name,
+            session.published_nbytes,
+            None if digest is None else digest.hex(),
+            None if params is None or digest is None else key_check(params, digest),
+        )
         return [
             WriteResult(
                 item.index,
