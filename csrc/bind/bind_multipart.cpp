@@ -35,13 +35,7 @@ class PythonTransport final : public io::MultipartTransport {
 
   std::string put_part(int number, io::ConstSlice bytes, const std::stop_token& stop) override {
     const io::ResponseHead response = put(number, bytes, stop);
-    const auto etag = io::find_field(response.headers, "etag");
-    if (!etag)
-      throw Error(Errc::io,
-                  "Failed to write " + name_ + ": the answer to part " + std::to_string(number) +
-                      " has no ETag; the server does not speak S3",
-                  name_);
-    return std::string(*etag);
+    return etag_of(response, "the answer to part " + std::to_string(number));
   }
 
   void complete(const std::vector<std::string>& etags, const std::stop_token&) override {
@@ -59,12 +53,24 @@ class PythonTransport final : public io::MultipartTransport {
   }
 
   void put_object(io::ConstSlice bytes, const std::stop_token& stop) override {
-    put(0, bytes, stop);
+    const io::ResponseHead response = put(0, bytes, stop);
     uploader_.connections.close();
+    etag_of(response, "the answer");
   }
 
  private:
   py::handle upload() const noexcept { return upload_.get(); }
+
+  // Status 200 alone is no proof: a gateway or a login page answers so, too, and stores nothing.
+  std::string etag_of(const io::ResponseHead& response, const std::string& answer) const {
+    const auto etag = io::find_field(response.headers, "etag");
+    if (!etag || etag->empty())
+      throw Error(
+          Errc::io,
+          "Failed to write " + name_ + ": " + answer + " has no ETag; the server does not speak S3",
+          name_);
+    return std::string(*etag);
+  }
 
   io::ResponseHead put(int number, io::ConstSlice bytes, const std::stop_token& stop) {
     const uint32_t crc32 = format::crc32(0, bytes);

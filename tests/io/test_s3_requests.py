@@ -438,6 +438,47 @@ class TestChecksums:
         assert upload()
 
 
+class TestAnswersOfOtherServers:
+    """A gateway or a login page answers everything, and stores nothing."""
+
+    ANSWERS = (
+        (200, {}, b""),
+        (200, {}, b"<html>login</html>"),
+        (200, {}, b"<!DOCTYPE html><p>login"),
+        (200, {"ETag": ""}, b""),
+        (204, {}, b""),
+    )
+
+    def answer(self, monkeypatch, store, operation, answer):
+        monkeypatch.setattr(store, f"_{operation}", lambda request: answer)
+        store.requests.clear()
+
+    def test_a_small_object_that_was_not_stored_is_an_error(self, store, monkeypatch):
+        for answer in (*self.ANSWERS, (200, {}, b"<Error><Code>InternalError</Code></Error>")):
+            self.answer(monkeypatch, store, "PutObject", answer)
+            with pytest.raises(StreamError, match=r"s3://bucket/model .*no ETag; the server does not speak S3"):
+                save(store, {"a": torch.ones(2)})
+            assert [request.operation for request in store.requests] == ["PutObject"], answer
+
+    def test_a_stream_by_hand_that_was_not_stored_is_an_error(self, store, monkeypatch):
+        for answer in ((200, {}, b""), (204, {}, b"")):
+            self.answer(monkeypatch, store, "PutObject", answer)
+            stream = open_stream("s3://bucket/hand", "wb", **store.arguments)
+            stream.write(b"x")
+            with pytest.raises(StreamError, match=r"s3://bucket/hand .*no ETag; the server does not speak S3"):
+                stream.close()
+
+    def test_an_upload_that_was_not_completed_is_an_error_and_aborted(self, store, monkeypatch):
+        for operation in ("CompleteMultipartUpload", "UploadPart"):
+            for answer in self.ANSWERS:
+                with monkeypatch.context() as patch:
+                    self.answer(patch, store, operation, answer)
+                    with pytest.raises(StreamError, match=r"s3://bucket/model "):
+                        save(store, state())
+                    assert len(store.of("AbortMultipartUpload")) == 1, (operation, answer)
+                    assert store.open_uploads == store.objects == {}
+
+
 class TestExtraArguments:
     CUSTOMER = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": KEY}  # noqa: RUF012
 

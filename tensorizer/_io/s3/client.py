@@ -24,6 +24,7 @@ __all__ = [
     "chosen_checksums",
     "configured_endpoint",
     "enforce_scheme",
+    "expect_answers",
     "explain",
     "make_client",
     "make_session",
@@ -172,6 +173,30 @@ def _trust(session: Any, certificates: Optional[CAInfo]) -> Union[str, bool, Non
     if env_text("AWS_CA_BUNDLE") or env_text("REQUESTS_CA_BUNDLE") or session.get_config_variable("ca_bundle"):
         return None
     return env_text("CURL_CA_BUNDLE") or env_text("SSL_CERT_FILE")
+
+
+# --- answers that mean nothing ----------------------------------------------------------------------------------------
+
+# What a store says when it has done its part. A gateway or a login page answers with status 200 and something else.
+_TOLD = {
+    "UploadPart": "ETag",
+    "CompleteMultipartUpload": "ETag",
+    "PutObject": "ETag",
+}
+
+
+def expect_answers(client: Any) -> None:
+    """Has the client's writes raise ``StreamError`` where boto3 takes a success that says nothing for one."""
+    events = getattr(client.meta, "events", None)
+    if events is not None:
+        for operation in _TOLD:
+            events.register(f"after-call.s3.{operation}", _expect_answer, unique_id=f"tensorizer-{operation}")
+
+
+def _expect_answer(http_response: Any, parsed: Any, model: Any, **_: Any) -> None:
+    wanted = _TOLD[model.name]
+    if http_response.status_code < 300 and not parsed.get(wanted):
+        raise StreamError(f"the answer to {model.name} has no {wanted}; the server does not speak S3")
 
 
 # --- presigned requests: their URLs, and the headers that were signed with them -------------------------------------

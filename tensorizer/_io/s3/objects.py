@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union, cast
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
 from tensorizer._io.s3.access import S3Access, access_at, named_endpoint, resolve
-from tensorizer._io.s3.client import SignedRequest, presign, s3_code, translated
+from tensorizer._io.s3.client import SignedRequest, expect_answers, presign, s3_code, translated
 from tensorizer._io.s3.options import (
     READ_ENDPOINT,
     WRITE_ENDPOINT,
@@ -26,6 +26,7 @@ from tensorizer._io.s3.options import (
 )
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import split_uri
+from tensorizer.errors import StreamError
 
 if TYPE_CHECKING:
     from tensorizer import _C
@@ -243,7 +244,11 @@ def _upload_file(
     from boto3.s3.transfer import TransferConfig
 
     config = TransferConfig(use_threads=with_threads)
-    access.client.upload_file(path, location.bucket, location.key, ExtraArgs=dict(extra), Config=config)
+    expect_answers(access.client)
+    try:
+        access.client.upload_file(path, location.bucket, location.key, ExtraArgs=dict(extra), Config=config)
+    except StreamError as error:
+        raise translated(error, "write", access.describe(location)) from error
 
 
 def open_write(uri: str, options: S3Options) -> BinaryIO:
