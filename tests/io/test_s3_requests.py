@@ -478,6 +478,13 @@ class TestAnswersOfOtherServers:
                     assert len(store.of("AbortMultipartUpload")) == 1, (operation, answer)
                     assert store.open_uploads == store.objects == {}
 
+    def test_an_upload_that_never_began_is_a_stream_error(self, store, monkeypatch):
+        for answer in self.ANSWERS:
+            self.answer(monkeypatch, store, "CreateMultipartUpload", answer)
+            with pytest.raises(StreamError, match=r"Failed to begin the upload of s3://bucket/model "):
+                save(store, state())
+            assert {request.operation for request in store.requests} == {"CreateMultipartUpload"}, answer
+
 
 class TestExtraArguments:
     CUSTOMER = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": KEY}  # noqa: RUF012

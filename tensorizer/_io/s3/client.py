@@ -179,6 +179,7 @@ def _trust(session: Any, certificates: Optional[CAInfo]) -> Union[str, bool, Non
 
 # What a store says when it has done its part. A gateway or a login page answers with status 200 and something else.
 _TOLD = {
+    "CreateMultipartUpload": "UploadId",
     "UploadPart": "ETag",
     "CompleteMultipartUpload": "ETag",
     "PutObject": "ETag",
