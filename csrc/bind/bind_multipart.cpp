@@ -22,6 +22,7 @@ using io::MultipartSink;
 
 // The callbacks are methods of a Python object: create(), request(number, crc32),
 // adapt(number, status, reason), complete(etags), abort(). Part 0 stands for the whole object.
+// create() and complete() wait for the store in Python, so they run where Ctrl-C reaches them.
 class PythonTransport final : public io::MultipartTransport {
  public:
   PythonTransport(py::object upload, std::string name, io::HttpOptions options)
@@ -30,7 +31,7 @@ class PythonTransport final : public io::MultipartTransport {
         uploader_(std::move(options)) {}
 
   void create(const std::stop_token&) override {
-    call_python([&] { upload().attr("create")(); });
+    on_calling_thread([&] { call_python([&] { upload().attr("create")(); }); });
   }
 
   std::string put_part(int number, io::ConstSlice bytes, const std::stop_token& stop) override {
@@ -40,7 +41,7 @@ class PythonTransport final : public io::MultipartTransport {
 
   void complete(const std::vector<std::string>& etags, const std::stop_token&) override {
     uploader_.connections.close();
-    call_python([&] { upload().attr("complete")(etags); });
+    on_calling_thread([&] { call_python([&] { upload().attr("complete")(etags); }); });
   }
 
   void abort() noexcept override {

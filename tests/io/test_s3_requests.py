@@ -8,7 +8,10 @@ import gc
 import io
 import logging
 import os
+import signal
 import tempfile
+import threading
+import time
 import warnings
 import zlib
 
@@ -484,6 +487,42 @@ class TestAnswersOfOtherServers:
             with pytest.raises(StreamError, match=r"Failed to begin the upload of s3://bucket/model "):
                 save(store, state())
             assert {request.operation for request in store.requests} == {"CreateMultipartUpload"}, answer
+
+
+class TestInterrupts:
+    def test_ctrl_c_ends_a_save_that_a_silent_store_holds_up(self, store, monkeypatch, caplog):
+        monkeypatch.setattr("tensorizer._io.s3.upload.ABORT_SECONDS", 0.5)
+        released = threading.Event()
+
+        def be_silent(request):
+            released.wait(60)
+            return 500, {}, b""
+
+        def be_silent_and_interrupt(request):
+            if not interrupted.is_set():
+                interrupted.set()
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            return be_silent(request)
+
+        for operation, aborts in (
+            ("CreateMultipartUpload", False),
+            ("CompleteMultipartUpload", True),
+            ("CompleteMultipartUpload", False),
+        ):
+            interrupted = threading.Event()
+            with monkeypatch.context() as patch:
+                patch.setattr(store, f"_{operation}", be_silent_and_interrupt)
+                if not aborts:
+                    patch.setattr(store, "_AbortMultipartUpload", be_silent)
+                started = time.monotonic()
+                with pytest.raises(KeyboardInterrupt):
+                    save(store, state())
+                assert time.monotonic() - started < 10, operation
+                assert store.objects == {}
+                if aborts:
+                    assert store.open_uploads == {}
+        released.set()
+        assert "the store does not answer, parts of the upload may stay" in caplog.text
 
 
 class TestExtraArguments:

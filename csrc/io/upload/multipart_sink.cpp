@@ -83,13 +83,16 @@ void MultipartSink::reserve_head(uint64_t end) {
 }
 
 void MultipartSink::reserve(uint64_t end) {
-  MutexLock lock(mutex_);
-  throw_if_failed();
-  if (end > kMaxObjectNbytes)
-    throw aborted(name_, "it would have " + std::to_string(end) + " bytes, an object holds up to " +
-                             std::to_string(kMaxObjectNbytes));
-  extent_ = std::max(extent_, end);
-  for (size_t i = 0; i < parts_.size(); ++i) queue_if_due(i);
+  {
+    MutexLock lock(mutex_);
+    throw_if_failed();
+    if (end > kMaxObjectNbytes)
+      throw aborted(name_, "it would have " + std::to_string(end) +
+                               " bytes, an object holds up to " + std::to_string(kMaxObjectNbytes));
+    extent_ = std::max(extent_, end);
+    for (size_t i = 0; i < parts_.size(); ++i) queue_if_due(i);
+  }
+  send_queued();
 }
 
 size_t MultipartSink::part_at(uint64_t offset) {
@@ -154,7 +157,7 @@ void MultipartSink::write_at(uint64_t offset, std::span<const ConstSlice> slices
       const size_t n = room.bytes.size();
       std::memcpy(room.bytes.data(), from.data(), n);
       leave_part(room.index, offset, offset + n);
-      upload_here();
+      send_queued();
       offset += n;
       from = from.subspan(n);
     }
@@ -171,7 +174,7 @@ bool MultipartSink::fill_at(uint64_t offset, uint64_t nbytes,
   const Room room = enter_part(offset, nbytes, stop);
   fill(room.bytes);
   leave_part(room.index, offset, offset + nbytes);
-  upload_here();
+  send_queued();
   return true;
 }
 
@@ -233,11 +236,17 @@ void MultipartSink::run_uploads() noexcept {
 
 void MultipartSink::upload_or_fail(size_t index) noexcept {
   try {
-    create_once();
+    wait_until_created();
     upload(index);
   } catch (...) {
     fail(std::current_exception());
   }
+}
+
+// Behind every queue(), by the same thread and without the lock.
+void MultipartSink::send_queued() noexcept {
+  create_once();
+  upload_here();
 }
 
 // Where the system has no thread to give, the writing thread uploads what is due.
@@ -263,25 +272,38 @@ void MultipartSink::abort_after_the_last() noexcept {
   transport_->abort();
 }
 
-void MultipartSink::create_once() {
+// On the thread that queued the first part: it works for a call that Ctrl-C can end, upload threads
+// work for none.
+void MultipartSink::create_once() noexcept {
   {
     MutexLock lock(mutex_);
-    changed_.wait(mutex_, {},
-                  [&]() REQUIRES_LOCK(mutex_) { return error_ || upload_ != Upload::creating; });
-    throw_if_failed();
-    if (upload_ == Upload::created) return;
+    if (error_ || pending_ == 0 || upload_ != Upload::none) return;
     upload_ = Upload::creating;
   }
+  std::exception_ptr error;
   try {
     transport_->create(stop_.get_token());
+  } catch (const Error& e) {
+    error = e.code() == Errc::cancelled
+                ? std::make_exception_ptr(aborted(name_, "the call was interrupted"))
+                : std::current_exception();
   } catch (...) {
-    MutexLock lock(mutex_);
-    upload_ = Upload::none;
-    throw;
+    error = std::current_exception();
   }
+  {
+    MutexLock lock(mutex_);
+    upload_ = error ? Upload::ended : Upload::created;
+    changed_.notify_all();
+  }
+  if (error) fail(error);
+  abort_after_the_last();  // where it was given up meanwhile
+}
+
+void MultipartSink::wait_until_created() {
   MutexLock lock(mutex_);
-  upload_ = Upload::created;
-  changed_.notify_all();
+  changed_.wait(mutex_, {},
+                [&]() REQUIRES_LOCK(mutex_) { return error_ || upload_ == Upload::created; });
+  throw_if_failed();
 }
 
 ConstSlice MultipartSink::bytes_of(size_t index) const {
@@ -353,7 +375,7 @@ void MultipartSink::publish(uint64_t end, const std::stop_token&) {
     dirty_ = false;
     for (size_t i = 0; i < parts_.size(); ++i) queue_if_due(i);
   }
-  upload_here();
+  send_queued();
 }
 
 // Parts that hold void bytes may be on their way, and what they replaced is gone, so there is
@@ -443,7 +465,7 @@ void MultipartSink::put_rest(const std::stop_token& stop) {
       if (parts_[i].state == Part::State::filling) queue(i);
     if (parts_[0].state == Part::State::filling) queue(0);
   }
-  upload_here();
+  send_queued();
   {
     MutexLock lock(mutex_);
     const bool ended = changed_.wait(

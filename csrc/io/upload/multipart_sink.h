@@ -32,9 +32,9 @@
 
 namespace tensorizer::io {
 
-// What the sink needs of an object store. Called from the sink's threads, and never while it holds
-// a lock; put_part by several threads at once, everything else by one at a time. All but abort()
-// throw Error on failure.
+// What the sink needs of an object store. Called from the sink's threads, create() and complete()
+// from those of its callers, and never while it holds a lock; put_part by several threads at once,
+// everything else by one at a time. All but abort() throw Error on failure.
 class MultipartTransport {
  public:
   virtual ~MultipartTransport() = default;
@@ -139,7 +139,9 @@ class MultipartSink final : public RangeSink {
   void run_uploads() noexcept;
   void upload_here() noexcept;
   void abort_after_the_last() noexcept;
-  void create_once();
+  void send_queued() noexcept;
+  void create_once() noexcept;
+  void wait_until_created();
   ConstSlice bytes_of(size_t index) const;
   void upload(size_t index);
   // Whatever goes wrong is the failure of the whole upload.

@@ -23,6 +23,7 @@ logger = logging.getLogger("tensorizer.s3")
 DEFAULT_UPLOADS = 8
 MIN_PART_NBYTES = 16 << 20
 MAX_PART_NBYTES = 64 << 20
+ABORT_SECONDS = 5
 URL_SECONDS = 6 * 3600  # each try of each part gets a fresh URL; this bounds one request
 
 # How stores say that they know nothing of checksums.
@@ -129,7 +130,21 @@ class S3Upload:
         return etag.strip('"').endswith(f"-{parts}")
 
     def abort(self) -> None:
-        """Ends the upload and frees its parts. Does not raise: something else has failed already."""
+        """Ends the upload and frees its parts. Does not raise: something else has failed already.
+
+        A store that does not answer is waited for a few seconds only: whoever pressed Ctrl-C waits, too.
+        """
+        request = threading.Thread(target=self._abort, name="tensorizer-abort", daemon=True)
+        try:
+            request.start()
+        except RuntimeError:  # the interpreter ends
+            self._abort()
+            return
+        request.join(ABORT_SECONDS)
+        if request.is_alive():
+            logger.warning("%s: the store does not answer, parts of the upload may stay", self.name)
+
+    def _abort(self) -> None:
         try:
             self._client.abort_multipart_upload(**self._params("abort_multipart_upload"), UploadId=self._upload_id)
         except Exception as error:
