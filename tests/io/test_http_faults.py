@@ -7,6 +7,7 @@ import gzip
 import logging
 import os
 import re
+import resource
 import socket
 import threading
 import time
@@ -334,6 +335,32 @@ def test_a_port_that_nobody_listens_on_is_an_error_in_time():
     refused = r"connect.*after 3 tries.*check that the server runs"
     with nothing_left(), within(10), pytest.raises(StreamError, match=refused):
         open_stream(url, http_options=quick(retries=2))
+
+
+def test_a_limit_of_open_files_is_named():
+    for direct_nbytes in BOTH_WAYS:
+        with FaultyServer(CONTENT) as server:
+            source = open_source(server, direct_nbytes=direct_nbytes, retries=0, stall_timeout=0.3)
+            source.close_connections()
+            while server.open_connections():
+                time.sleep(0.01)
+            time.sleep(0.1)  # its socket is closed a little later
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            free = os.dup(0)
+            os.close(free)
+            # What a connection needs besides its socket differs among releases of libcurl; the server needs one, too.
+            texts = []
+            for more in range(5):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, before[1]))
+                try:
+                    source.read(100_000, 10)
+                    break
+                except StreamError as error:
+                    texts.append(str(error))
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            assert any(re.search("Too many open files; raise the limit", text) for text in texts), texts
+            assert not any("check that the server runs" in text for text in texts), texts
 
 
 def test_a_host_that_does_not_exist_is_an_error_in_time():

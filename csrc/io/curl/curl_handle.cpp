@@ -2,16 +2,19 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <mutex>
 #include <new>
 #include <string_view>
 #include <utility>
 
 #include "core/error.h"
+#include "core/unique_fd.h"
 
 namespace tensorizer::io {
 namespace {
@@ -180,6 +183,16 @@ void CurlTransfer::start() { expect_ok(curl_multi_add_handle(driver_.multi_.get(
 
 std::string CurlTransfer::error_text(CURLcode code) const {
   return error_text_[0] != '\0' ? error_text_ : curl_easy_strerror(code);
+}
+
+int CurlTransfer::system_errno(CURLcode code) const {
+  long found = 0;
+  if (code == CURLE_COULDNT_CONNECT || code == CURLE_SEND_ERROR || code == CURLE_RECV_ERROR)
+    curl_easy_getinfo(easy(), CURLINFO_OS_ERRNO, &found);
+  if (code != CURLE_COULDNT_CONNECT || found != 0) return static_cast<int>(found);
+  // Of a socket that it did not get, libcurl tells nothing.
+  const UniqueFd another(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  return another ? 0 : errno;
 }
 
 CurlVerdict curl_verdict(CURLcode code, const std::string& text) {

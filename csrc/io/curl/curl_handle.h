@@ -92,6 +92,8 @@ class CurlTransfer {
   std::optional<CURLcode> end() const noexcept { return end_; }
   // What libcurl says of an error of this transfer, or of the code alone.
   std::string error_text(CURLcode code) const;
+  // The errno behind an error of this transfer, or 0. Ask before the transfer ends.
+  int system_errno(CURLcode code) const;
 
  private:
   friend class CurlDriver;

@@ -76,16 +76,14 @@ void CurlSocket::fail(const char* operation, CURLcode code) const {
   const std::string curl_text = transfer_.error_text(code);
   std::string text = curl_text;
   const CurlVerdict verdict = curl_verdict(code, text);
-  long system_errno = 0;
-  if (code == CURLE_COULDNT_CONNECT || code == CURLE_SEND_ERROR || code == CURLE_RECV_ERROR)
-    curl_easy_getinfo(transfer_.easy(), CURLINFO_OS_ERRNO, &system_errno);
-  if (code == CURLE_OPERATION_TIMEDOUT) system_errno = ETIMEDOUT;
-  if (system_errno != 0) text += std::string(": ") + std::strerror(static_cast<int>(system_errno));
+  const int system_errno =
+      code == CURLE_OPERATION_TIMEDOUT ? ETIMEDOUT : transfer_.system_errno(code);
+  if (system_errno != 0) text += std::string(": ") + std::strerror(system_errno);
   // Hints of other errors speak of HTTP.
   if (code == CURLE_PEER_FAILED_VERIFICATION || code == CURLE_SSL_CACERT_BADFILE)
     text += std::string("; ") + verdict.hint;
   SocketError error(std::string(operation) + " " + peer_ + ": " + text, peer_, verdict.transient);
-  error.system_errno = static_cast<int>(system_errno);
+  error.system_errno = system_errno;
   error.code = code;
   error.curl_text = curl_text;
   throw error;

@@ -218,7 +218,7 @@ std::unique_ptr<CurlSocket> connect(const DirectRead& read, const SocketOptions&
     read.counters.connections.fetch_add(1, std::memory_order_relaxed);
     return socket;
   } catch (const SocketError& error) {
-    throw failure_of_curl(error.code, printable(error.curl_text, 300));
+    throw failure_of_curl(error.code, printable(error.curl_text, 300), error.system_errno);
   }
 }
 

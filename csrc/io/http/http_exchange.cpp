@@ -1,6 +1,7 @@
 #include "io/http/http_exchange.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 
@@ -50,11 +51,16 @@ void apply_connection_options(CURL* easy, const HttpOptions& options, const Http
   if (options.no_proxy) curl_easy_setopt(easy, CURLOPT_NOPROXY, options.no_proxy->c_str());
 }
 
-HttpFailure failure_of_curl(CURLcode code, const std::string& text) {
+HttpFailure failure_of_curl(CURLcode code, const std::string& text, int system_errno) {
   const CurlVerdict verdict = curl_verdict(code, text);
-  return {.reason = text + " (" + verdict.name + ")",
-          .hint = verdict.hint,
-          .transient = verdict.transient};
+  HttpFailure failure{.reason = text + " (" + verdict.name + ")",
+                      .hint = verdict.hint,
+                      .transient = verdict.transient};
+  if (system_errno == EMFILE || system_errno == ENFILE) {
+    failure.reason += std::string(": ") + std::strerror(system_errno);
+    failure.hint = "raise the limit of open files (ulimit -n), or use fewer connections";
+  }
+  return failure;
 }
 
 HttpExchange::HttpExchange(CurlDriver& driver, const HttpOptions& options,
@@ -261,7 +267,7 @@ void HttpExchange::fail(CURLcode code) const {
   // Of a proxy that it cannot use libcurl quotes all, password included.
   const bool is_bad_proxy = text.starts_with("Unsupported proxy");
   if (is_bad_proxy) text = text.substr(0, text.find('\'')) + "<redacted>";
-  HttpFailure failure = failure_of_curl(code, printable(text, 300));
+  HttpFailure failure = failure_of_curl(code, printable(text, 300), transfer_.system_errno(code));
   if (is_bad_proxy) {
     failure.transient = false;
     failure.hint = "check proxy, http_proxy, https_proxy and all_proxy";

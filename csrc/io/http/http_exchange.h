@@ -138,8 +138,12 @@ class HttpExchange {
 // The headers of the caller that go with a request; `further_headers` replace options of the name.
 HttpHeaderList fields_of(const HttpOptions& options, const HttpRequest& request);
 
-// What a libcurl error means. `text` is its own description, already without secrets.
-HttpFailure failure_of_curl(CURLcode code, const std::string& text);
+// What a request holds that no message may tell.
+std::vector<std::string> secrets_of(const HttpOptions& options, const HttpRequest& request);
+
+// What a libcurl error means. `text` is its own description, already without secrets;
+// `system_errno` is 0 where there is none.
+HttpFailure failure_of_curl(CURLcode code, const std::string& text, int system_errno = 0);
 
 // Settings that all requests share: connecting, TLS, proxies, HTTP version.
 void apply_connection_options(CURL* easy, const HttpOptions& options, const HttpUrl& url);
