@@ -7,9 +7,11 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <stop_token>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace tensorizer {
@@ -52,6 +54,13 @@ class Error : public std::runtime_error {
 
 // "<operation> <object>: <strerror>", with the errno kept for the Python side.
 [[noreturn]] void throw_errno(const std::string& operation, const std::string& object, int err);
+
+// The text with everything unprintable replaced, cut to `max_nbytes`: for messages.
+std::string printable(std::string_view text, size_t max_nbytes = 200);
+
+// What another side said, without these secrets and their longer words: it may quote the token of
+// "Bearer <token>", or one field of a query.
+std::string without_secrets(std::string text, std::span<const std::string> secrets);
 
 // What a task does when it notices that it was asked to stop.
 inline void throw_if_stopped(const std::stop_token& stop) {

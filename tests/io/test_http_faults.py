@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import functools
 import gzip
+import itertools
 import logging
 import os
 import re
@@ -18,7 +21,7 @@ from http_tools import nothing_left, quick, random_bytes
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from servers.certificates import make_certificates
-from servers.http_faults import GOOD, FaultyServer, Reply
+from servers.http_faults import GOOD, FaultyServer, Reply, Request
 
 from tensorizer import _C
 from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
@@ -872,7 +875,30 @@ _FAULTS_WITH_SECRETS = [
     Reply(headers={"Content-Range": "junk"}), Reply(status=302, headers={"Location": f"/loop?Signature={SECRET}"}),
     Reply(status=302, headers={"Location": f"ftp://user:{SECRET}@h/?{SECRET}"}), Reply(stall_after=0),
     Reply(status=400, body=f"<Error><Code>{SECRET} is wrong</Code>{SECRET}</Error>".encode()),
+    lambda request: quoting(403, request), lambda request: quoting(206, request),
 ]  # fmt: skip
+
+
+def quoting(status: int, request: Request) -> Reply:
+    """A status line with all that was sent."""
+    words = f"{request.target} {request.target.partition('=')[2]} {list(request.headers.values())}"
+    return Reply(raw=f"HTTP/1.1 {status} {words}\r\nContent-Length: 0\r\n\r\n".encode())
+
+
+def test_a_status_line_that_quotes_the_request_is_told_without_its_secrets():
+    token = f"{SECRET}5".encode().hex()
+    basic = base64.b64encode(f"user:{SECRET}1".encode()).decode()
+    logins = (("", {"Authorization": f"Bearer {token}"}), (f"user:{SECRET}1@", {}))
+    for (login, headers), direct_nbytes, at_request in itertools.product(logins, BOTH_WAYS, (0, 1)):
+        for status in (206, 403):
+            default = functools.partial(quoting, status)
+            with FaultyServer(CONTENT, [GOOD] * at_request, default=default) as server:
+                url = server.url.replace("http://", f"http://{login}") + f"?X-Amz-Signature={SECRET}2"
+                options = quick(retries=0, direct_nbytes=direct_nbytes, headers=headers)
+                with pytest.raises(StreamError, match=f"HTTP/1.1 {status}") as caught:
+                    _C.HttpSource.open(url, options._native()).read(100_000, 10)
+            for secret in (SECRET, token, basic):
+                assert secret not in str(caught.value)
 
 
 def read_with_secrets(url: str, options: HTTPOptions) -> None:

@@ -78,6 +78,13 @@ TEST(HttpMessage, MessagesArePrintableAscii) {
   EXPECT_EQ(printable("12345", 3), "123...");
 }
 
+TEST(HttpMessage, SecretsAndTheirLongerWordsAreTakenOut) {
+  const std::vector<std::string> secrets{"Bearer abcdefgh1", "v=1&sig=QSECRET12", "ab"};
+  EXPECT_EQ(without_secrets("no abcdefgh1, v=1&sig=QSECRET12, QSECRET12, ab", secrets),
+            "no <redacted>, <redacted>, <redacted>, ab");
+  EXPECT_EQ(without_secrets("red", std::vector<std::string>{"red"}), "<redacted>");
+}
+
 TEST(HttpCheck, TheRangeThatWasAskedForIsAccepted) {
   const auto checked = check_response(
       bytes_100_to_199(),

@@ -73,7 +73,8 @@ std::optional<uint64_t> body_length(const ResponseHead& head) {
 }
 
 // nullopt for what is not a well-formed head of HTTP/1.1.
-std::optional<ResponseHead> parse_head(std::string_view text) {
+std::optional<ResponseHead> parse_head(std::string_view text,
+                                       std::span<const std::string> secrets) {
   ResponseHead head;
   while (!text.empty()) {
     const size_t end = text.find("\r\n");
@@ -85,7 +86,7 @@ std::optional<ResponseHead> parse_head(std::string_view text) {
       const auto status = parse_status_line(line);
       if (!line.starts_with("HTTP/1.1 ") || !status) return std::nullopt;
       head.status = *status;
-      head.status_line = printable(line);
+      head.status_line = printable(without_secrets(std::string(line), secrets));
       continue;
     }
     auto field = parse_header_line(line);
@@ -99,7 +100,11 @@ std::optional<ResponseHead> parse_head(std::string_view text) {
 class Exchange {
  public:
   Exchange(const DirectRead& read, CurlSocket& socket, const std::stop_token& stop)
-      : read_(read), socket_(socket), stop_(stop), watch_(read.options) {}
+      : read_(read),
+        socket_(socket),
+        stop_(stop),
+        watch_(read.options),
+        secrets_(secrets_of(read.options, read.request)) {}
 
   // False where the connection broke.
   bool send(const std::string& text) {
@@ -118,7 +123,7 @@ class Exchange {
     for (;;) {
       const size_t end = text.find("\r\n\r\n");
       if (end != text.npos) {
-        head = parse_head(std::string_view(text).substr(0, end + 4));
+        head = parse_head(std::string_view(text).substr(0, end + 4), secrets_);
         text.erase(0, end + 4);
         if (!head || head->status >= 200) return true;
         continue;
@@ -176,6 +181,7 @@ class Exchange {
   CurlSocket& socket_;
   const std::stop_token& stop_;
   StallWatch watch_;
+  const std::vector<std::string> secrets_;
   uint64_t heard_ = 0;
 };
 

@@ -13,12 +13,6 @@ constexpr size_t kMaxErrorNbytes = size_t{256} << 10;
 constexpr long kReceiveBufferNbytes = 256 << 10;
 constexpr long kSendBufferNbytes = 256 << 10;
 
-void replace_all(std::string& text, const std::string& what) {
-  if (what.size() < 3) return;  // too short to be told from ordinary words
-  for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at))
-    text.replace(at, what.size(), "<redacted>");
-}
-
 }  // namespace
 
 void StallWatch::check(uint64_t nbytes, int status) {
@@ -68,6 +62,7 @@ HttpExchange::HttpExchange(CurlDriver& driver, const HttpOptions& options,
     : options_(options),
       accept_(std::move(accept)),
       counters_(counters),
+      secrets_(secrets_of(options, request)),
       watch_(options),
       transfer_(driver) {
   configure(request);
@@ -81,14 +76,12 @@ void HttpExchange::configure(const HttpRequest& request) {
   apply_connection_options(easy, options_, url);
   curl_easy_setopt(easy, CURLOPT_URL, url.text.c_str());
   curl_easy_setopt(easy, CURLOPT_USERAGENT, options_.user_agent.c_str());
-  secrets_.push_back(url.query);
-  if (options_.proxy) secrets_.push_back(*options_.proxy);
   configure_headers(request);
   if (request.send_credentials && url.has_credentials()) {
     curl_easy_setopt(easy, CURLOPT_HTTPAUTH, static_cast<long>(CURLAUTH_BASIC));
     curl_easy_setopt(easy, CURLOPT_USERNAME, url.user.c_str());
     curl_easy_setopt(easy, CURLOPT_PASSWORD, url.password.c_str());
-    secrets_.push_back(url.password);
+    sends_password_ = true;
   }
   if (request.fresh) curl_easy_setopt(easy, CURLOPT_FRESH_CONNECT, 1L);
   if (request.body) configure_upload(*request.body);
@@ -108,6 +101,14 @@ HttpHeaderList fields_of(const HttpOptions& options, const HttpRequest& request)
   return fields;
 }
 
+std::vector<std::string> secrets_of(const HttpOptions& options, const HttpRequest& request) {
+  const HttpUrl& url = *request.url;
+  std::vector<std::string> secrets{url.query, options.proxy.value_or("")};
+  if (request.send_credentials) secrets.insert(secrets.end(), {url.user, url.password});
+  for (auto& [name, value] : fields_of(options, request)) secrets.push_back(value);
+  return secrets;
+}
+
 void HttpExchange::configure_headers(const HttpRequest& request) {
   const HttpHeaderList fields = fields_of(options_, request);
   if (!find_field(fields, "accept-encoding"))
@@ -119,7 +120,6 @@ void HttpExchange::configure_headers(const HttpRequest& request) {
     std::string line = name;
     line += value.empty() ? ";" : ": ";
     append_line(header_lines_, line += value);
-    secrets_.push_back(value);
   }
 }
 
@@ -178,8 +178,10 @@ size_t HttpExchange::take_header_line(std::string_view line) {
                       "", head_.status};
   if (head_complete_) return line.size();  // trailers of a chunked body
   if (const auto status = parse_status_line(line)) {
-    // After a 1xx, a second head follows.
-    head_ = ResponseHead{*status, printable(line), {}};
+    // After a 1xx, a second head follows. Words behind the status may quote what was sent.
+    const size_t told = sends_password_ ? line.find(' ') + 4 : line.npos;
+    head_ = ResponseHead{
+        *status, printable(without_secrets(std::string(line.substr(0, told)), secrets_)), {}};
   } else if (auto field = parse_header_line(line)) {
     head_.headers.push_back(std::move(*field));
   } else if ((line == "\r\n" || line == "\n") && head_.status >= 200) {
@@ -262,8 +264,7 @@ void HttpExchange::check_progress() {
 }
 
 void HttpExchange::fail(CURLcode code) const {
-  std::string text = transfer_.error_text(code);
-  for (const std::string& secret : secrets_) replace_all(text, secret);
+  std::string text = without_secrets(transfer_.error_text(code), secrets_);
   // Of a proxy that it cannot use libcurl quotes all, password included.
   const bool is_bad_proxy = text.starts_with("Unsupported proxy");
   if (is_bad_proxy) text = text.substr(0, text.find('\'')) + "<redacted>";

@@ -117,7 +117,8 @@ class HttpExchange {
   Accept accept_;
   HttpCounters& counters_;
   UniqueCurlList header_lines_;
-  std::vector<std::string> secrets_;  // removed from libcurl's messages
+  const std::vector<std::string> secrets_;  // removed from messages
+  bool sends_password_ = false;             // in a code of its own
   ResponseHead head_;
   size_t head_nbytes_ = 0;
   bool head_complete_ = false;

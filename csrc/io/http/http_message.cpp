@@ -120,16 +120,6 @@ std::optional<int> parse_status_line(std::string_view line) noexcept {
   return static_cast<int>(*status);
 }
 
-std::string printable(std::string_view text, size_t max_nbytes) {
-  text = trimmed(text);
-  const bool cut = text.size() > max_nbytes;
-  std::string result(text.substr(0, max_nbytes));
-  for (char& c : result)
-    if (static_cast<unsigned char>(c) < 0x20 || static_cast<unsigned char>(c) >= 0x7f) c = '?';
-  if (cut) result += "...";
-  return result;
-}
-
 void refuse(const ResponseHead& head, const std::string& reason, const std::string& hint) {
   throw HttpFailure{Errc::io, reason + " (" + head.status_line + ")", hint, head.status};
 }

@@ -28,7 +28,7 @@ std::optional<std::string_view> find_field(const HttpHeaderList& fields,
 
 struct ResponseHead {
   int status = 0;
-  std::string status_line;  // "HTTP/1.1 404 Not Found", printable and short
+  std::string status_line;  // "HTTP/1.1 404 Not Found", printable, short, without secrets
   HttpHeaderList headers;
 };
 
@@ -62,9 +62,6 @@ ResourceIdentity identity_of(const ResponseHead& head, std::optional<uint64_t> s
 std::optional<HttpField> parse_header_line(std::string_view line);
 // Status of "HTTP/1.1 206 Partial Content"; nullopt for anything else.
 std::optional<int> parse_status_line(std::string_view line) noexcept;
-
-// The text with everything unprintable replaced, cut to `max_nbytes`: for messages.
-std::string printable(std::string_view text, size_t max_nbytes = 200);
 
 bool equals_ignoring_case(std::string_view a, std::string_view b) noexcept;
 
