@@ -338,6 +338,24 @@ class TestLogin:
         assert "NOAUTH" in text or "WRONGPASS" in text
         assert "wrongword" not in str(caught.value) + caplog.text
 
+    def test_no_answer_of_a_server_shows_the_password(self, tmp_path):
+        password = "hunter2SECRET" + "x" * 200
+        unknown = f"ERR unknown command 'AUTH', with args beginning with: '{password[:100]}'"
+        (tmp_path / "conf").write_text(f"requirepass {password}\nrename-command AUTH NOTAUTH\n")
+        with RedisServer(options={"include": str(tmp_path / "conf")}) as server:
+            with pytest.raises(StreamError, match="ERR unknown command") as caught:
+                RedisStreamFile(f"redis://bob:{password}@127.0.0.1:{server.port}/p")
+            assert "hunter2SECRET" not in str(caught.value)
+        for login in (unknown, f"{password[:50]} is wrong", f"LOADING {password}", "OK"):
+            for scan in ("NOAUTH Authentication required.", f"ERR {password} \x1b[31m " + "y" * 50_000):
+                answers = [b"+OK\r\n" if login == "OK" else f"-{login}\r\n".encode(), f"-{scan}\r\n".encode()]
+                with AnsweringServer(answers) as port, pytest.raises(StreamError) as caught:
+                    RedisStreamFile(f"redis://bob:{password}@127.0.0.1:{port}/p", retries=0)
+                text = str(caught.value)
+                assert "hunter2SECRET" not in text
+                assert text.isprintable()
+                assert len(text) < 1000
+
     def test_a_password_that_nobody_asked_for_does_no_harm(self, server):
         server.client().set("open:header:0", b"data")
         for login in (":word", "user:word", "default:word"):
@@ -585,6 +603,31 @@ class LyingServer:
         with client, contextlib.suppress(OSError):
             client.recv(1000)
             client.sendall(self._answer)
+
+    def __exit__(self, *_):
+        self._thread.join()
+        self._listener.close()
+
+
+class AnsweringServer:
+    """Answers the n-th request of its only connection with the n-th answer, and all further ones with the last."""
+
+    def __init__(self, answers):
+        self._answers = iter(answers)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self):
+        self._thread.start()
+        return self._listener.getsockname()[1]
+
+    def _serve(self):
+        client, _ = self._listener.accept()
+        answer = b""
+        with client, contextlib.suppress(OSError):
+            while client.recv(10_000):
+                answer = next(self._answers, answer)
+                client.sendall(answer)
 
     def __exit__(self, *_):
         self._thread.join()

@@ -48,9 +48,25 @@ bool starts_with_word(std::string_view text, std::string_view word) {
   return text.starts_with(word) && (text.size() == word.size() || text[word.size()] == ' ');
 }
 
+constexpr std::array<std::string_view, 5> kPassing = {"LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN",
+                                                      "CLUSTERDOWN"};
+
+// What may be told of the answer to AUTH, which may quote the password, whole or in part.
+std::string_view told_of_login(std::string_view text) {
+  constexpr std::array<std::string_view, 6> kTold = {"WRONGPASS",
+                                                     "NOAUTH",
+                                                     "NOPERM",
+                                                     "ERR invalid password",
+                                                     "ERR wrong number of arguments",
+                                                     "ERR unknown command"};
+  for (const auto& words :
+       {std::span<const std::string_view>(kTold), std::span<const std::string_view>(kPassing)})
+    for (std::string_view known : words)
+      if (text.starts_with(known)) return known;
+  return "its words may quote the password";
+}
+
 bool worth_retrying(std::string_view text) {
-  constexpr std::array<std::string_view, 5> kPassing = {"LOADING", "BUSY", "TRYAGAIN", "MASTERDOWN",
-                                                        "CLUSTERDOWN"};
   return std::any_of(kPassing.begin(), kPassing.end(),
                      [&](std::string_view word) { return starts_with_word(text, word); });
 }
@@ -76,6 +92,8 @@ RedisHandle::RedisHandle(const RedisOptions& options, const std::stop_token& sto
 
 void RedisHandle::log_in(const RedisOptions& options, const std::stop_token& stop) {
   if (!options.password.empty()) {
+    secrets_ = {options.password};
+    logging_in_ = true;
     if (options.user.empty())
       append({"AUTH", options.password});
     else
@@ -88,6 +106,7 @@ void RedisHandle::log_in(const RedisOptions& options, const std::stop_token& sto
       if (refused.again) throw;
       login_problem_ = refused.what();
     }
+    logging_in_ = false;
   }
   if (options.database != 0) command({"SELECT", std::to_string(options.database)}, stop);
 }
@@ -232,7 +251,11 @@ void RedisHandle::fail_protocol(const std::string& problem) const {
 }
 
 void RedisHandle::fail_reply(const std::string& text) const {
-  std::string what = server_ + ": the server refused: " + text;
+  std::string what = server_ + ": the server refused";
+  if (logging_in_)
+    what += " the login: " + std::string(told_of_login(text));
+  else
+    what += ": " + printable(without_secrets(text, secrets_), 300);
   const bool denied = starts_with_word(text, "NOAUTH") || starts_with_word(text, "NOPERM");
   if (denied && !login_problem_.empty()) what = login_problem_;
   if (denied && login_problem_.empty()) what += " (give user and password in the URI)";

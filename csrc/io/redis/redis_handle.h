@@ -112,6 +112,8 @@ class RedisHandle {
   ConstSlice input() const noexcept { return {input_.data() + begin_, end_ - begin_}; }
 
   std::string server_;
+  std::vector<std::string> secrets_;  // the password
+  bool logging_in_ = false;
   std::string login_problem_;  // what AUTH said, for the error that follows from it
   CurlSocket socket_;
   bool answered_ = false;

@@ -79,8 +79,10 @@ std::vector<RedisValue> RedisSource::measure(RedisHandle& redis, std::vector<std
     for (size_t i = first; i < last; ++i) {
       const std::optional<uint64_t> position = key_position(keys[i]);
       if (!position)
-        throw Error(Errc::malformed,
-                    name_ + ": key " + keys[i] + " does not end in a colon and a position", name_);
+        throw Error(
+            Errc::malformed,
+            name_ + ": key " + printable(keys[i]) + " does not end in a colon and a position",
+            name_);
       const RedisReply reply = read_length(redis, keys[i], stop);
       if (reply->type != REDIS_REPLY_INTEGER || reply->integer < 0)
         throw Error(Errc::io, name_ + ": not an answer that Redis gives to STRLEN", name_);
