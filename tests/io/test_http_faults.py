@@ -499,6 +499,7 @@ LIES = {
     "another date": (Reply(headers={"Last-Modified": "Thu, 22 Oct 2015 07:28:00 GMT"}), "Last-Modified"),
     "a precondition that failed": (Reply(status=412), "412.*changed"),
     "no content": (Reply(status=204), "204"),
+    "interim heads without end": (Reply(raw=b"HTTP/1.1 102 Processing\r\nX: y\r\n\r\n" * 20_000), "larger"),
     "garbage": (Reply(raw=b"\x00\x01\x02 no http at all\r\n\r\n"), "HTTP"),
     "a head without end": (Reply(raw=b"HTTP/1.1 206 OK\r\n" + b"x: " + b"y" * 400_000), "head|larger"),
     "a 404": (Reply(status=404), "no such object"),

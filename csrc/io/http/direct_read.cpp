@@ -120,16 +120,18 @@ class Exchange {
   // result is nullopt where it is none of HTTP/1.1. False where the connection broke before.
   bool receive_head(std::optional<ResponseHead>& head) {
     constexpr std::string_view kStart = "HTTP/1.1 ";
-    for (;;) {
+    for (size_t interim_nbytes = 0;;) {
       const size_t end = text.find("\r\n\r\n");
       if (end != text.npos) {
-        head = parse_head(std::string_view(text).substr(0, end + 4), secrets_);
+        auto found = parse_head(std::string_view(text).substr(0, end + 4), secrets_);
         text.erase(0, end + 4);
-        if (!head || head->status >= 200) return true;
-        continue;
+        interim_nbytes += end + 4;
+        if (found && found->status < 200) continue;
+        head = std::move(found);
+        return true;
       }
       if (std::string_view(text).substr(0, kStart.size()) != kStart.substr(0, text.size()) ||
-          text.size() > kMaxHeadNbytes)
+          interim_nbytes + text.size() > kMaxHeadNbytes)
         return true;
       if (!receive_text()) return false;
     }
