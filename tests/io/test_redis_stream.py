@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import logging
 import os
 import random
@@ -635,6 +636,23 @@ class AnsweringServer:
 
 
 class TestLyingServers:
+    def test_a_listing_without_end_is_an_error(self):
+        def page(cursor, *keys):
+            parts = (b"$%d\r\n%b\r\n" % (len(part), part) for part in (cursor, *keys))
+            return b"*2\r\n" + next(parts) + b"*%d\r\n" % len(keys) + b"".join(parts)
+
+        numbers = [str(number).encode() for number in range(1, 300)]
+        for pages, text in (
+            ([page(b"7", b"p:a:0")], "SCAN goes in circles"),
+            (itertools.cycle([page(number) for number in numbers]), "SCAN goes in circles"),
+            (
+                (page(b"%d" % n, b"p:" + b"a" * (64 << 20)) for n in itertools.count(1)),
+                "more keys than can be believed",
+            ),
+        ):
+            with AnsweringServer(pages) as port, pytest.raises(StreamError, match=text):
+                RedisStreamFile(f"redis://127.0.0.1:{port}/p", retries=0)
+
     @pytest.mark.parametrize(
         "answer",
         [

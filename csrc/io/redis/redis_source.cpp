@@ -1,6 +1,7 @@
 #include "io/redis/redis_source.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "core/error.h"
 
@@ -13,6 +14,9 @@ constexpr uint64_t kPieceNbytes = uint64_t{1} << 20;
 constexpr size_t kPipelinedReads = 4;
 constexpr size_t kPipelinedLengths = 1024;
 constexpr std::string_view kScanCount = "4096";
+// A listing that is larger than this, or goes on for longer, is not believed.
+constexpr uint64_t kMaxListedNbytes = uint64_t{256} << 20;
+constexpr uint64_t kMaxPages = uint64_t{1} << 24;
 
 }  // namespace
 
@@ -40,7 +44,10 @@ std::vector<std::string> RedisSource::list_keys(RedisHandle& redis,
   const std::string pattern = escape_glob(prefix_) + ":*";
   std::vector<std::string> keys;
   std::string cursor = "0";
-  do {
+  std::string earlier;  // a cursor from before the last power of two, so that a circle meets it
+  uint64_t nbytes = 0;
+  for (uint64_t page = 1; page == 1 || cursor != "0"; ++page) {
+    if (std::has_single_bit(page)) earlier = cursor;
     const RedisReply reply =
         redis.command({"SCAN", cursor, "MATCH", pattern, "COUNT", kScanCount}, stop);
     const auto is = [](const redisReply* part, int type) { return part->type == type; };
@@ -49,8 +56,16 @@ std::vector<std::string> RedisSource::list_keys(RedisHandle& redis,
       throw Error(Errc::io, name_ + ": not an answer that Redis gives to SCAN", name_);
     cursor = text_of(*reply->element[0]);
     for (const redisReply* key : std::span(reply->element[1]->element, reply->element[1]->elements))
-      keys.emplace_back(text_of(*key));
-  } while (cursor != "0");
+      nbytes += sizeof(std::string) + keys.emplace_back(text_of(*key)).size();
+    if (cursor != "0" && (cursor == earlier || page == kMaxPages || nbytes > kMaxListedNbytes))
+      throw Error(
+          Errc::io,
+          name_ + ": SCAN " +
+              (cursor == earlier ? "goes in circles: not what Redis does"
+                                 : "names more keys than can be believed: not ended after " +
+                                       std::to_string(keys.size())),
+          name_);
+  }
   // SCAN may name a key twice.
   std::sort(keys.begin(), keys.end());
   keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
