@@ -823,6 +823,20 @@ def test_secrets_do_not_follow_to_another_host():
             assert request.headers["user-agent"].startswith("Tensorizer/")
 
 
+def test_secrets_are_sent_again_where_another_host_leads_back():
+    with FaultyServer(CONTENT) as home, FaultyServer() as other:
+        home.script.append(Reply(status=302, headers={"Location": other.url}))
+        other.default = Reply(status=302, headers={"Location": home.url})
+        url = home.url.replace("http://", "http://user:s3cret@")
+        with CURLStreamFile(url, headers={"X-Key": "s3cret"}, http_options=quick()) as stream:
+            assert stream.read() == CONTENT
+        assert len(home.requests) > 2
+        for request in home.requests:
+            assert request.headers["x-key"] == "s3cret"
+            assert request.headers["authorization"].startswith("Basic ")
+        assert "authorization" not in other.requests[0].headers
+
+
 def test_headers_follow_within_a_host():
     with FaultyServer(CONTENT, [Reply(status=302, headers={"Location": "/elsewhere?x=1"})]) as server:
         with CURLStreamFile(server.url, headers={"X-Api-Key": "s3cret"}, http_options=quick()) as stream:

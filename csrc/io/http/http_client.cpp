@@ -224,6 +224,10 @@ std::unique_ptr<HttpExchange> HttpSender::send(const UniqueHttpPermit& permit, H
     });
     if (exchange->accepted()) return exchange;
     led_to = next_hop(options, request, exchange->head(), hops);
+    if (led_to->origin == first.origin) {  // also by way of another host
+      led_to->user = first.user;
+      led_to->password = first.password;
+    }
   }
 }
 
