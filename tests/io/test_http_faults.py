@@ -837,6 +837,15 @@ def test_secrets_are_sent_again_where_another_host_leads_back():
         assert "authorization" not in other.requests[0].headers
 
 
+def test_a_redirect_of_s3_without_a_target_names_its_code():
+    body = b"<Error><Code>PermanentRedirect</Code><Message>s3cret</Message></Error>"
+    with FaultyServer(CONTENT, [GOOD], default=Reply(status=301, body=body)) as server:
+        for opening in (False, True):
+            with pytest.raises(StreamError, match=r"301.*\[PermanentRedirect\]; .*s3_region_name") as caught:
+                read_all(server) if opening else open_source(server).read(100_000, 10)
+            assert "s3cret" not in str(caught.value)
+
+
 def test_headers_follow_within_a_host():
     with FaultyServer(CONTENT, [Reply(status=302, headers={"Location": "/elsewhere?x=1"})]) as server:
         with CURLStreamFile(server.url, headers={"X-Api-Key": "s3cret"}, http_options=quick()) as stream:

@@ -29,7 +29,6 @@ HttpUrl next_hop(const HttpOptions& options, const HttpRequest& request, const R
   if (request.body && head.status != 307 && head.status != 308)  // those would turn it into a GET
     refuse(head, "a redirect that is not followed", "check endpoint and region");
   const auto location = find_field(head.headers, "location");
-  if (!location) refuse(head, "a redirect without a target");
   if (hops == options.max_redirects)
     refuse(head, "more than " + std::to_string(hops) + " redirects");
   auto next = request.url->resolve(std::string(*location));

@@ -194,7 +194,6 @@ void HttpExchange::head_is_complete() {
   head_complete_ = true;
   counters_.answered.store(true, std::memory_order_relaxed);
   const int status = head_.status;
-  if (is_redirect(status)) return;
   // A 416 may be the answer of an empty object; check_response knows. A 304 answers a condition.
   const bool is_answer = !upload_ && (status == 416 || status == 304);
   if ((status >= 200 && status < 300) || is_answer) sink_ = accept_(head_);
@@ -239,7 +238,7 @@ bool HttpExchange::check() {
   }
   // An error's body that breaks off, or is too long to read on, does not change what the error is.
   if (head_complete_ && sink_ == nullptr) {
-    if (is_redirect(head_.status)) return true;
+    if (is_redirect(head_)) return true;
     throw failure_of_status(head_, error_body_);
   }
   if (transfer_.end() != CURLE_OK) fail(*transfer_.end());

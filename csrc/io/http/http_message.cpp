@@ -254,8 +254,10 @@ bool is_passing(int status) noexcept {
   return status == 408 || status == 429 || status >= 500;
 }
 
-bool is_redirect(int status) noexcept {
-  return status == 301 || status == 302 || status == 303 || status == 307 || status == 308;
+bool is_redirect(const ResponseHead& head) noexcept {
+  const int status = head.status;
+  return (status == 301 || status == 302 || status == 303 || status == 307 || status == 308) &&
+         find_field(head.headers, "location");
 }
 
 HttpFailure failure_of_status(const ResponseHead& head, std::string_view body) {
@@ -266,6 +268,8 @@ HttpFailure failure_of_status(const ResponseHead& head, std::string_view body) {
   if (!code.empty()) failure.reason += " [" + code + "]";
   failure.hint = hint_in(kHintsOfS3, code);
   if (failure.hint.empty()) failure.hint = hint_in(kHintsOfStatus, head.status);
+  if (failure.hint.empty() && head.status / 100 == 3)
+    failure.hint = "a redirect without a target that can be followed";
   if (head.status == 404 || head.status == 410) failure.code = Errc::not_found;
   // S3 says so, with status 400, of an upload whose bytes came too slowly, or not as they were
   // sent.

@@ -123,8 +123,8 @@ HttpFailure failure_of_status(const ResponseHead& head, std::string_view body);
 // True for statuses that may be another one later: 408, 429, and 5xx but for 501 and 505.
 bool is_passing(int status) noexcept;
 
-// True for 301, 302, 303, 307, 308.
-bool is_redirect(int status) noexcept;
+// True for 301, 302, 303, 307, 308 that name a target.
+bool is_redirect(const ResponseHead& head) noexcept;
 
 // Conditions under which the server may answer with bytes of the object seen at open, as header
 // lines.
