@@ -223,6 +223,19 @@ def test_a_copy_that_was_damaged_is_read_again_from_a_server_without_ranges(tmp_
             assert same(load(f"{server.url}/m.tensors", folder)[0], wanted)
 
 
+def test_a_304_about_another_etag_is_not_believed(tmp_path, folder):
+    uri_of = "{}/m.tensors".format
+    old = write(tmp_path / "m.tensors", tensors())
+    with FaultyServer((tmp_path / "m.tensors").read_bytes()) as server:
+        assert same(load(uri_of(server.url), folder)[0], old)
+        server.script.append(Reply(status=304, headers={"ETag": None}))
+        assert same(load(uri_of(server.url), folder)[0], old)
+        new = write(tmp_path / "m.tensors", tensors(seed=5))
+        server.content = (tmp_path / "m.tensors").read_bytes()
+        server.script.append(Reply(status=304))
+        assert same(load(uri_of(server.url), folder)[0], new)
+
+
 @pytest.mark.parametrize(
     "server",
     [

@@ -89,8 +89,8 @@ void HttpSource::request_head(HttpBody& body, const std::stop_token& stop) {
       } catch (const HttpFailure& failure) {
         deadline.end_request();
         const bool is_range_refused = failure.status == 416 && begin_ == 0 && !range.empty();
-        if (failure.status == 412 && known_)
-          known_.reset();  // some servers compare nothing where a range is asked for
+        if ((failure.status == 412 || failure.status == 304) && known_)
+          known_.reset();  // some servers compare nothing where a range is asked for, or wrongly
         else if (is_range_refused)
           range.clear();  // some stores refuse every range of an empty object
         else
@@ -117,6 +117,8 @@ void HttpSource::note_first(const HttpExchange& exchange) {
 
 uint64_t HttpSource::accept_first(const RangeRequest& request, const ResponseHead& response) {
   if (response.status == 304 && known_) {
+    const auto etag = find_field(response.headers, "etag");
+    if (etag && *etag != *known_->etag) refuse(response, "its ETag is not the one asked about");
     has_ranges_ = true;
     identity_ = *known_;
     head_.clear();
