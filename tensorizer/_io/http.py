@@ -328,9 +328,9 @@ def _quoted(uri: str) -> str:
     if uri.isascii() and " " not in uri:
         return uri
     scheme, separator, rest = uri.partition("://")
-    host, slash, path = rest.partition("/")
+    host = rest[: next((i for i, letter in enumerate(rest) if letter in "/?#"), len(rest))]
     ascii_printable = "".join(map(chr, range(33, 127)))
-    return scheme + separator + host + slash + urllib.parse.quote(path, safe=ascii_printable)
+    return scheme + separator + host + urllib.parse.quote(rest[len(host) :], safe=ascii_printable)
 
 
 def _http_message(fields: list[tuple[str, str]]) -> http.client.HTTPMessage:

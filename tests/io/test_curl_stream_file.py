@@ -277,6 +277,8 @@ def test_credentials_of_the_url_are_sent_and_never_shown(server):
 def test_blanks_and_letters_in_a_url_are_encoded_and_percents_left_alone(server):
     CURLStreamFile(server.url + "/a b/ü%20?q=ö#part", http_options=quick()).close()
     assert server.requests[0].target == "/some/object.tensors/a%20b/%C3%BC%20?q=%C3%B6"
+    CURLStreamFile(f"http://127.0.0.1:{server.port}?q=ö /#part", http_options=quick()).close()
+    assert server.requests[-1].target == "/?q=%C3%B6%20/"
 
 
 @pytest.mark.parametrize("uri", ["", "no url", "http://", "ftp://127.0.0.1/x", "file:///etc/passwd"])
