@@ -40,7 +40,8 @@ No option takes a key or a passphrase itself, because other users can see argume
 hexadecimal digits; one line end after a passphrase in a file is ignored. If a command needs a key and you name none, it
 reads `TENSORIZER_KEY_FILE` and `TENSORIZER_PASSPHRASE_FILE`, then prompts on the terminal unless `--no-input` is given.
 `--key-…` names the key of the file (of the target, if the command writes one), `--in-key-…` that of the source of a
-conversion, `--new-key-…` the new one of `rekey`.
+conversion, `--new-key-…` the new one of `rekey`. No output may be the file of a key that the command names, and no
+option takes an empty text.
 
 ## Exit status
 
@@ -48,7 +49,7 @@ conversion, `--new-key-…` the new one of `rekey`.
 |---:|---|
 | 0 | done; all equal; all verified |
 | 1 | a digest does not match or is missing, or files differ |
-| 2 | wrong arguments |
+| 2 | wrong arguments; `--filter` of `verify` or `diff` matches nothing |
 | 3 | not found, no access, network, disk full |
 | 4 | not a valid file: malformed, truncated, unknown version or dtype |
 | 5 | key missing, wrong or not needed; authentication failed |

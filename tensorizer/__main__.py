@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from tensorizer.cli.main import main
-
 if __name__ == "__main__":
+    from tensorizer import cli
+
+    cli.begin_program()
+    from tensorizer.cli.main import main
+
     sys.exit(main())

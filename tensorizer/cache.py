@@ -150,7 +150,7 @@ def prune(
             or entry.last_used < oldest
             or (limit is not None and used > limit)
         )
-        if not wanted or not fnmatch.fnmatchcase(entry.location, location or "*"):
+        if not wanted or not fnmatch.fnmatchcase(entry.location, "*" if location is None else location):
             continue
         if entry.in_use or not (dry_run or folder.remove(*entry._key)):
             pruned.skipped.append(entry)
@@ -178,7 +178,7 @@ def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Veri
     folder, _ = _open(cache)
     result = []
     for entry in _entries(folder):
-        if folder is None or not fnmatch.fnmatchcase(entry.location, location or "*"):
+        if folder is None or not fnmatch.fnmatchcase(entry.location, "*" if location is None else location):
             continue
         problem, checked = _problem_of(folder, entry)
         if problem is not None:

@@ -105,7 +105,7 @@ void destroy(MultipartSink* sink) {
     delete sink;
     return;
   }
-  py::gil_scoped_release unlocked;
+  InterpreterUnlock unlocked;
   delete sink;
 }
 
@@ -156,7 +156,7 @@ std::shared_ptr<MultipartSink> make_sink(py::object upload, const std::string& n
 }  // namespace
 
 void register_multipart(py::module_& m) {
-  using Lock = py::call_guard<py::gil_scoped_release>;
+  using Lock = py::call_guard<InterpreterUnlock>;
   py::module_::import("atexit").attr("register")(
       py::cpp_function([] { OpenUploads::instance().abandon_all(); }, Lock()));
   py::class_<MultipartSink, io::RangeSink, std::shared_ptr<MultipartSink>>(m, "MultipartSink")

@@ -7,6 +7,7 @@ import statistics
 import time
 from typing import Any, Optional
 
+from tensorizer import cli
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, stream_options
@@ -32,7 +33,8 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
-    from tensorizer._files.inspect import inspect
+    with cli.imports():
+        from tensorizer._files.inspect import inspect
     from tensorizer._system.sizes import convert_bytes
 
     if arguments.repeat < 1:

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
+from tensorizer import cli
 from tensorizer._system.sizes import convert_bytes
 from tensorizer.cli.options import add_common, stream_options
 from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped, table
@@ -114,6 +115,9 @@ def _prune(arguments: argparse.Namespace, output: Output) -> int:
 
 def _verify(arguments: argparse.Namespace, output: Output) -> int:
     from tensorizer import cache
+
+    with cli.imports():
+        import torch  # noqa: F401 - before a damaged entry is removed
 
     results = cache.verify(arguments.cache, location=arguments.location)
     is_ok = all(result.problem is None for result in results)

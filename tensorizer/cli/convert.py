@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from typing import Any
+import os
+from typing import Any, Optional
 
+from tensorizer import cli
 from tensorizer._system.redaction import shown_uri
-from tensorizer.cli.keys import add_key_options, decryption, encryption
+from tensorizer.cli.keys import add_key_options, check_keeps_keys, decryption, encryption, key_paths
 from tensorizer.cli.options import add_common, add_force, stream_options
 from tensorizer.cli.output import OK, Output, escaped
 
@@ -60,13 +62,15 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
-    import torch
+    with cli.imports():
+        import torch
 
-    from tensorizer._files.convert import convert
-    from tensorizer._files.inspect import is_encrypted
+        from tensorizer._files.convert import convert
+        from tensorizer._files.inspect import is_encrypted
 
     options = stream_options(arguments, arguments.source, arguments.target)
     encrypted = is_encrypted(arguments.source, options)
+    _check_outputs(arguments, options)
     key = decryption(arguments, output, encrypted, prefix="in-", what=escaped(shown_uri(arguments.source)))
     with contextlib.nullcontext() if arguments.dry_run else encryption(arguments, output) as new_key:
         report = convert(
@@ -91,6 +95,22 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         )
     print_report(report, output)
     return OK
+
+
+def _check_outputs(arguments: argparse.Namespace, options: Optional[dict[str, Any]]) -> None:
+    from tensorizer._files.copy import copies_beside
+    from tensorizer._files.write import file_in_folder
+    from tensorizer._io.shards import names_of_model
+
+    keys = key_paths(arguments)
+    target = file_in_folder(arguments.target, arguments.to)
+    outputs = [target]
+    if arguments.max_shard_size is not None:
+        folder, name = os.path.split(target)
+        outputs += [os.path.join(folder, other) for other in names_of_model(name, map(os.path.basename, keys.values()))]
+    if arguments.all_files and keys:
+        outputs += [copy for _, copy in copies_beside(arguments.source, target, True, options)]
+    check_keeps_keys(keys, outputs)
 
 
 def print_report(report: Any, output: Output) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from tensorizer import cli
 from tensorizer._system.redaction import shown_uri
-from tensorizer.cli.keys import add_key_options, decryption
+from tensorizer.cli.keys import add_key_options, check_keeps_keys, decryption, key_paths
 from tensorizer.cli.options import add_common, add_force, check_names_object, stream_options
 from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped
 
@@ -38,7 +39,6 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     import sys
 
     from tensorizer._files.copy import check_target, copy_file, sha256_of_file, signature_beside
-    from tensorizer._files.verify import describe
 
     source, target = arguments.source, arguments.target
     options = stream_options(arguments, source, target)
@@ -52,10 +52,14 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             raise UsageError("--json and - as the target both write to standard output")
     else:
         check_target(target, arguments.force, options)
+    signature = signature_beside(source, target)
+    check_keeps_keys(key_paths(arguments), [target, *(signature or ())[1:]])
     compares_bytes = False
     if arguments.verify:
         report = _verify_tensors(arguments, output, options)
         if report is not None and not report.may_be_right:
+            from tensorizer._files.verify import describe
+
             output.error(f"{escaped(report.source)}: {describe(report)}; nothing was copied")
             for mismatch in report.mismatched:
                 output.error(escaped(mismatch.reason))
@@ -66,7 +70,6 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
                 f"{escaped(shown_uri(source))} holds tensors without a digest, and --verify cannot read "
                 "standard output again to compare bytes: copy it to a file"
             )
-    signature = signature_beside(source, target)
     if signature:
         check_target(signature[1], arguments.force, options)
     nbytes = copy_file(source, target, progress=output.progress(), stream_options=options)
@@ -86,8 +89,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 def _verify_tensors(arguments: argparse.Namespace, output: Output, options: Any) -> VerifyReport | None:
     """The tensors of the source against their digests; ``None`` where it is no file of tensors."""
-    from tensorizer._files.inspect import inspect
-    from tensorizer._files.verify import verify
+    with cli.imports():
+        from tensorizer._files.inspect import inspect
+        from tensorizer._files.verify import verify
     from tensorizer.errors import FormatError
 
     try:

@@ -6,10 +6,11 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from tensorizer import cli
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.keys import add_key_options, decryption
-from tensorizer.cli.options import add_common, add_filter, name_filter, stream_options
-from tensorizer.cli.output import DIFFERS, OK, Output, escaped
+from tensorizer.cli.options import NO_SUCH_NAME, add_common, add_filter, name_filter, stream_options
+from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped
 
 if TYPE_CHECKING:
     from tensorizer._files.diff import Change, DiffReport
@@ -24,8 +25,8 @@ def add_parsers(commands: Any) -> None:
     )
     parser.add_argument("a", metavar="A", help="a path or URI: a file, folder or index of shards")
     parser.add_argument("b", metavar="B", help="a path or URI: a file, folder or index of shards")
-    parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help="relative tolerance; default 0")
-    parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="absolute tolerance; default 0")
+    parser.add_argument("--rtol", type=_tolerance, default=0.0, metavar="X", help="relative tolerance; default 0")
+    parser.add_argument("--atol", type=_tolerance, default=0.0, metavar="X", help="absolute tolerance; default 0")
     parser.add_argument("--ignore-dtype", action="store_true", help="compare values of different dtypes")
     add_filter(parser)
     parser.add_argument("--stat", action="store_true", help="counts only")
@@ -35,8 +36,9 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
-    from tensorizer._files.diff import diff
-    from tensorizer._files.inspect import is_encrypted
+    with cli.imports():
+        from tensorizer._files.diff import diff
+        from tensorizer._files.inspect import is_encrypted
 
     options = stream_options(arguments, arguments.a, arguments.b)
     encrypted = [is_encrypted(uri, options) for uri in (arguments.a, arguments.b)]
@@ -54,11 +56,23 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         encryption_b=key if encrypted[1] else None,
         stream_options=options,
     )
+    if arguments.filter is not None and report.ok and not report.same:
+        raise UsageError(NO_SUCH_NAME.format(arguments.filter))
     if output.json:
         output.document(_document(report))
     elif not output.quiet:
         _print(report, arguments.stat, output)
     return OK if report.ok else DIFFERS
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not value >= 0:  # NaN too
+        raise argparse.ArgumentTypeError(f"wanted 0 or more, found {text!r}")
+    return value
 
 
 def _print(report: DiffReport, stat: bool, output: Output) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any, Optional
 
+from tensorizer import cli
 from tensorizer._system.redaction import shown_uri
 from tensorizer.cli.convert import print_report
-from tensorizer.cli.keys import add_key_options, decryption, encryption
+from tensorizer.cli.keys import add_key_options, check_keeps_keys, decryption, encryption, key_paths
 from tensorizer.cli.options import add_common, add_force, check_names_object, stream_options
 from tensorizer.cli.output import OK, Output, escaped
 
@@ -62,7 +64,13 @@ def _add(
 
 
 def run_encrypt(arguments: argparse.Namespace, output: Output) -> int:
+    from tensorizer.errors import CryptographyError
+
     _check_target(arguments)
+    with cli.imports():
+        from tensorizer._files.inspect import is_encrypted
+    if is_encrypted(arguments.source, stream_options(arguments, arguments.source)):
+        raise CryptographyError(f"{shown_uri(arguments.source)} is encrypted already: rekey changes its key")
     with _new_key(arguments, output, "") as key:
         return _recrypt(arguments, output, None, key)
 
@@ -85,6 +93,8 @@ def _check_target(arguments: argparse.Namespace) -> None:
 
     options = stream_options(arguments, arguments.source, arguments.target)
     check_names_object(arguments.target)
+    in_folder = os.path.join(arguments.target, "model.tensors")  # where the target is a folder
+    check_keeps_keys(key_paths(arguments), [arguments.target, in_folder])
     check_target(arguments.target, arguments.force, options)
 
 
@@ -123,7 +133,8 @@ def _limit(text: Optional[str], presets: Any, option: str) -> Any:
 
 
 def _recrypt(arguments: argparse.Namespace, output: Output, decryption: Any, encryption: Any) -> int:
-    from tensorizer._files.convert import convert
+    with cli.imports():
+        from tensorizer._files.convert import convert
 
     report = convert(
         arguments.source,

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tensorizer import cli
 from tensorizer.cli.options import add_common, add_filter, name_filter, stream_options
 from tensorizer.cli.output import OK, Output, escaped, table
 
@@ -39,7 +40,8 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
-    from tensorizer._files.inspect import inspect
+    with cli.imports():
+        from tensorizer._files.inspect import inspect
 
     documents = []
     for position, file in enumerate(arguments.files):

@@ -8,20 +8,32 @@ import getpass
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
+from tensorizer._io.uri import local_path
 from tensorizer._system.config import env_text
-from tensorizer.cli.output import Output, UsageError, escaped
+from tensorizer._system.redaction import shown_uri
+from tensorizer.cli.output import Output, UsageError, escaped, option_of
 
 if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams, EncryptionParams
 
-__all__ = ["Secret", "add_key_options", "decryption", "encryption", "given", "write_new_key"]
+__all__ = [
+    "Secret",
+    "add_key_options",
+    "check_keeps_keys",
+    "decryption",
+    "encryption",
+    "errors_name",
+    "key_paths",
+    "write_new_key",
+]
 
 _KEY_NBYTES = 32
 _EXISTS = "{} exists: a key is never replaced"
-_KINDS = ("key_file", "key_env", "passphrase_file", "passphrase_env")
+_FILES = ("key_file", "passphrase_file", "generate_key")  # how the names of options with paths end
+_DEFAULTS = ("TENSORIZER_KEY_FILE", "TENSORIZER_PASSPHRASE_FILE")
 
 
 class Secret(NamedTuple):
@@ -44,9 +56,33 @@ def add_key_options(parser: argparse.ArgumentParser, what: str, prefix: str = ""
         group.add_argument(f"--{prefix}generate-key", metavar="PATH", help="write a new random key to this new file")
 
 
-def given(arguments: argparse.Namespace, prefix: str = "") -> bool:
-    """Whether the arguments name a key."""
-    return any(_option(arguments, prefix, kind) for kind in (*_KINDS, "generate_key"))
+def key_paths(arguments: argparse.Namespace) -> dict[str, str]:
+    """The files of keys and passphrases, by the options and variables that name them."""
+    named = {option_of(name): value for name, value in vars(arguments).items() if name.endswith(_FILES)}
+    named.update((name, env_text(name)) for name in _DEFAULTS)
+    return {name: path for name, path in named.items() if path not in (None, "-")}
+
+
+def check_keeps_keys(paths: Mapping[str, str], outputs: Iterable[str]) -> None:
+    """Refuses outputs that would replace the file of a key, as :func:`key_paths` finds them.
+
+    Raises:
+        UsageError: An output is that file, under whatever name.
+    """
+    for output in outputs:
+        place = local_path(output)
+        for option, path in paths.items():
+            if place is not None and _is_same_file(place, path):
+                raise UsageError(f"{option} and the output {escaped(shown_uri(output))} name the same file")
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one is missing
+        return False
 
 
 def decryption(
@@ -105,7 +141,7 @@ def encryption(
     from tensorizer.errors import StreamExistsError
 
     path = _option(arguments, prefix, "generate_key")
-    if not path:
+    if path is None:
         yield _named_for_writing(arguments, output, prefix, opslimit, memlimit, required)
         return
     if os.path.lexists(path):
@@ -171,12 +207,23 @@ def write_new_key(path: str, key: bytes) -> None:
     from tensorizer._io.sinks import NewFile
     from tensorizer.errors import StreamExistsError
 
-    with NewFile(os.path.abspath(path), 0o600) as file:
+    with errors_name(path), NewFile(os.path.abspath(path), 0o600) as file:
         file.write(key)
         try:
             file.publish(exclusive=True)
         except FileExistsError:
             raise StreamExistsError(_EXISTS.format(path)) from None
+
+
+@contextlib.contextmanager
+def errors_name(path: str) -> Iterator[None]:
+    """Errors of the block name a new file, and not the hidden one that it is at first."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            error.filename = path
+        raise
 
 
 def _option(arguments: argparse.Namespace, prefix: str, kind: str) -> Optional[str]:
@@ -186,26 +233,25 @@ def _option(arguments: argparse.Namespace, prefix: str, kind: str) -> Optional[s
 
 def _from_arguments(arguments: argparse.Namespace, output: Output, prefix: str) -> Optional[Secret]:
     path = _option(arguments, prefix, "key_file")
-    if path:
+    if path is not None:
         return Secret(_key_of_file(path, output), True)
     name = _option(arguments, prefix, "key_env")
-    if name:
+    if name is not None:
         return Secret(_key_of_text(_variable(name), f"environment variable {name}"), True)
     path = _option(arguments, prefix, "passphrase_file")
-    if path:
+    if path is not None:
         return Secret(_passphrase_of_file(path, output), False)
     name = _option(arguments, prefix, "passphrase_env")
-    if name:
+    if name is not None:
         return Secret(os.fsencode(_variable(name)), False)
     return None
 
 
 def _from_defaults(output: Output) -> Optional[Secret]:
-    path = env_text("TENSORIZER_KEY_FILE")
-    if path:
-        return Secret(_key_of_file(path, output), True)
-    path = env_text("TENSORIZER_PASSPHRASE_FILE")
-    return Secret(_passphrase_of_file(path, output), False) if path else None
+    key_file, passphrase_file = map(env_text, _DEFAULTS)
+    if key_file:
+        return Secret(_key_of_file(key_file, output), True)
+    return Secret(_passphrase_of_file(passphrase_file, output), False) if passphrase_file else None
 
 
 def _from_terminal(arguments: argparse.Namespace, question: str, repeat: bool) -> Optional[Secret]:

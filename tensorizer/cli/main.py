@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import Optional, TextIO
 
+from tensorizer import cli
 from tensorizer._system.redaction import shown_uri
 from tensorizer._version import __version__
 from tensorizer.cli import output as said
-from tensorizer.cli.output import Output, escaped
+from tensorizer.cli.output import Output, UsageError, escaped
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
@@ -34,6 +35,8 @@ COMMANDS = {
     "bench": "bench",
     "cache": "cache",
 }
+
+_POSITIONALS = ("a", "action", "b", "command", "file", "files", "source", "target", "uris")
 
 _EPILOG = "Exit status: 0 done, 1 differs or does not verify, 2 usage, 3 not found or no access, 4 not a valid file, \
 5 key or signature, 6 the target exists or cannot hold the content, 130 interrupted."
@@ -77,9 +80,15 @@ def make_parser(command: Optional[str] = None) -> argparse.ArgumentParser:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs one command.
 
+    Args:
+        argv: The arguments. ``None`` is for programs: it takes those of the process, and interrupts end the process
+            before and after the work of the command.
+
     Returns:
         The exit status (docs/cli.md, "Exit status").
     """
+    if argv is None:
+        cli.begin_program()
     _open_streams()
     try:
         try:
@@ -101,7 +110,12 @@ def _run(argv: Optional[Sequence[str]]) -> int:
     arguments = make_parser(command).parse_args(argv)
     output = Output(arguments)
     try:
-        status: int = arguments.run(arguments, output)
+        _check_texts(arguments)
+        cli.raise_error()
+        try:
+            status: int = arguments.run(arguments, output)
+        finally:
+            cli.end_process()
         return status
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and (_is_broken(sys.stdout) or _is_broken(sys.stderr)):
@@ -112,6 +126,13 @@ def _run(argv: Optional[Sequence[str]]) -> int:
         if status != said.INTERRUPTED:
             output.error(escaped(_message(error)))
         return status
+
+
+def _check_texts(arguments: argparse.Namespace) -> None:
+    """Refuses empty texts, as of a variable that is not set: they would count as options that were not given."""
+    for name, value in vars(arguments).items():
+        if name not in _POSITIONALS and (value == "" or (isinstance(value, list) and "" in value)):
+            raise UsageError(f"{said.option_of(name)}: wanted a text, found an empty one")
 
 
 def _open_streams() -> None:
@@ -160,5 +181,12 @@ _OPTIONS_OF_KEYWORDS = {
     "(force replaces it)": "(--force replaces it)",
     "(force removes it)": "(--force removes it)",
     "sha256: wanted": "--sha256: wanted",
+    "(skip_non_tensors)": "(--skip-non-tensors)",
+    "all_files: ": "--all: ",
+    "max_shard_size: wanted": "--max-shard-size: wanted",
+    "max_size: wanted": "--max-size: wanted",
+    "older_than: wanted": "--older-than: wanted",
+    "opslimit: wanted": "--opslimit: wanted",
+    "memlimit: wanted": "--memlimit: wanted",
     "signature: say where it goes": "--output: say where the signature goes",
 }

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tensorizer._format.names import Name
 
 __all__ = [
+    "NO_SUCH_NAME",
     "add_common",
     "add_filter",
     "add_force",
@@ -23,6 +24,8 @@ __all__ = [
     "name_filter",
     "stream_options",
 ]
+
+NO_SUCH_NAME = "--filter {}: no tensor has such a name"
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "Output",
     "UsageError",
     "escaped",
+    "option_of",
     "status_of",
     "table",
 ]
@@ -56,6 +57,11 @@ def escaped(text: str) -> str:
         letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
         for letter in text
     )
+
+
+def option_of(name: str) -> str:
+    """The option that argparse stores under a name."""
+    return f"--{name.replace('_', '-')}"
 
 
 class Output:

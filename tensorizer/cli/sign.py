@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from tensorizer.cli.keys import add_key_options, decryption
+from tensorizer import cli
+from tensorizer.cli.keys import add_key_options, check_keeps_keys, decryption, errors_name, key_paths
 from tensorizer.cli.options import add_common, add_force, stream_options
 from tensorizer.cli.output import OK, Output, UsageError, escaped
 
@@ -38,8 +39,13 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         raise UsageError("wanted FILE and --key, or --generate-key")
     if arguments.output and len(arguments.files) > 1:
         raise UsageError("--output takes one file")
-    from tensorizer._files.sign import sign
+    with cli.imports():
+        from tensorizer._files.sign import sign
+    from tensorizer._load.authenticity import signature_place
     from tensorizer.signing import SigningKey
+
+    places = [arguments.output or signature_place(file) for file in arguments.files]
+    check_keeps_keys({"--key": arguments.key, **key_paths(arguments)}, places)
 
     key = SigningKey.from_file(arguments.key)
     documents = []
@@ -77,8 +83,10 @@ def _generate(path: str, output: Output) -> int:
         if os.path.lexists(place):
             raise StreamExistsError(f"{place} exists: a key is never replaced")
     key = SigningKey.generate()
-    key.save(path)
-    key.public_key.save(public)
+    with errors_name(path):
+        key.save(path)
+    with errors_name(public):
+        key.public_key.save(public)
     if output.json:
         output.document({"key": path, "public_key_file": public, "public_key": str(key.public_key)})
     elif not output.quiet:

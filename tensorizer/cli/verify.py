@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from tensorizer import cli
 from tensorizer.cli.keys import add_key_options, decryption
-from tensorizer.cli.options import add_common, add_filter, name_filter, stream_options
+from tensorizer.cli.options import NO_SUCH_NAME, add_common, add_filter, name_filter, stream_options
 from tensorizer.cli.output import DIFFERS, OK, Output, UsageError, escaped
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
-    from tensorizer._files.inspect import inspect
-    from tensorizer._files.verify import sha256_of_hub_file, verify
+    with cli.imports():
+        from tensorizer._files.inspect import inspect
+        from tensorizer._files.verify import sha256_of_hub_file, verify
 
     if arguments.sha256 and len(arguments.files) > 1:
         raise UsageError("--sha256 takes one file")
@@ -62,13 +64,19 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             signature=arguments.signature,
         )
         reports.append(report)
-        if not output.json:
+        if not output.json and (_has_checked(report, arguments) or not report.ok):
             _print(report, output)
         if arguments.fail_fast and not report.ok:
             break
+    if all(reports) and not any(_has_checked(report, arguments) for report in reports):
+        raise UsageError(NO_SUCH_NAME.format(arguments.filter))
     if output.json:
         output.document({"ok": all(reports), "files": [_document(report) for report in reports]})
     return OK if all(reports) else DIFFERS
+
+
+def _has_checked(report: VerifyReport, arguments: argparse.Namespace) -> bool:
+    return arguments.filter is None or bool(report.verified or report.mismatched or report.unverified)
 
 
 def _print(report: VerifyReport, output: Output) -> None:

@@ -147,7 +147,7 @@ def test_what_prune_cannot_mean_is_refused_whatever_is_there(wrong, folder, caps
         folder,
         f"{wrong[0]}={wrong[1]}",
         status=2,
-        err="older_than" if "older" in wrong[0] else "max_size",
+        err=wrong[0],
         capsys=capsys,
     )
 

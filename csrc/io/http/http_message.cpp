@@ -268,7 +268,7 @@ HttpFailure failure_of_status(const ResponseHead& head, std::string_view body) {
   if (!code.empty()) failure.reason += " [" + code + "]";
   failure.hint = hint_in(kHintsOfS3, code);
   if (failure.hint.empty()) failure.hint = hint_in(kHintsOfStatus, head.status);
-  if (failure.hint.empty() && head.status / 100 == 3)
+  if (failure.hint.empty() && head.status / 100 == 3 && head.status != 304)
     failure.hint = "a redirect without a target that can be followed";
   if (head.status == 404 || head.status == 410) failure.code = Errc::not_found;
   // S3 says so, with status 400, of an upload whose bytes came too slowly, or not as they were

@@ -1,0 +1,166 @@
+"""Command lines that would lose a key, write plain text or check nothing: refused before anything is written."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from command_line import run
+
+from tensorizer import EncryptionParams, TensorSerializer
+from tensorizer.signing import SigningKey
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with a model, the same encrypted, a pickle, a key and a signing key."""
+    monkeypatch.chdir(tmp_path)
+    for name, encryption in (("m.tensors", None), ("secret.tensors", EncryptionParams(KEY))):
+        with TensorSerializer(name, encryption=encryption) as serializer:
+            serializer.write_state_dict({"a": torch.arange(1000.0), "b": torch.ones(1000)})
+    torch.save({"a": torch.ones(2), "n": 3}, "m.bin")
+    for name in ("key", "out/key", "src/config.json", "dst/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(KEY)
+        (tmp_path / name).chmod(0o600)
+    (tmp_path / "src" / "m.tensors").write_bytes((tmp_path / "m.tensors").read_bytes())
+    SigningKey.generate().save("signing")
+    os.symlink("key", "link")
+    os.symlink(".", "here")
+    return tmp_path
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(folder, command, *texts, status=2, **environment):
+    """Asserts that a command ends with a status and texts in its one line, and leaves all files as they were."""
+    before = content(folder)
+    result = run(*command, **environment)
+    assert (result.returncode, result.stdout) == (status, b""), (command, result)
+    message = result.stderr.decode()
+    assert message.count("\n") == 1, (command, message)
+    assert all(text in message for text in texts), (command, message)
+    assert content(folder) == before, command
+
+
+def test_an_output_never_replaces_the_file_of_a_key(folder):
+    shard = "new-00001-of-00002.tensors"
+    cases = [
+        ("--generate-key", "encrypt m.tensors same --generate-key same"),
+        ("--generate-key", "encrypt m.tensors ./missing/../same --generate-key same"),
+        ("--generate-key", "encrypt m.tensors here/same --generate-key same"),
+        ("--generate-key", f"encrypt m.tensors file://{folder}/same --generate-key same"),
+        ("--generate-key", "encrypt m.tensors out --force --generate-key out/model.tensors"),
+        ("--generate-key", "convert m.tensors same --generate-key ./same"),
+        ("--generate-key", "convert m.tensors out --generate-key out/model.tensors"),
+        ("--generate-key", "convert m.tensors new/ --generate-key new/model.tensors"),
+        ("--generate-key", f"convert m.tensors new.tensors --max-shard-size 5KB --generate-key {shard}"),
+        ("--generate-key", "convert src new/m.tensors --all --generate-key new/config.json"),
+        ("--generate-key", "convert m.tensors same --dry-run --generate-key same"),
+        ("--new-generate-key", "rekey secret.tensors same --key-file key --new-generate-key same"),
+        ("--key-file", "encrypt m.tensors key --force --key-file key"),
+        ("--key-file", "encrypt m.tensors key --force --key-file link"),
+        ("--key-file", "encrypt m.tensors link --force --key-file key"),
+        ("--passphrase-file", "encrypt m.tensors key --force --passphrase-file key"),
+        ("--key-file", "decrypt secret.tensors key --force --key-file key"),
+        ("--key-file", "rekey secret.tensors key --force --key-file key --new-key-env K"),
+        ("--new-key-file", "rekey secret.tensors key --force --key-env K --new-key-file key"),
+        ("--in-key-file", "convert secret.tensors key --force --in-key-file key"),
+        ("--key-file", "convert src dst/m.tensors --all --force --key-file dst/config.json"),
+        ("--key-file", "cp --verify secret.tensors key --force --key-file key"),
+        ("--key", "sign m.tensors --force --key signing --output signing"),
+        ("--file-key-file", "sign secret.tensors --force --key signing --file-key-file key --output key"),
+        ("TENSORIZER_KEY_FILE", "decrypt secret.tensors key --force"),
+    ]
+    for option, command in cases:
+        refused(folder, command.split(), option, "the same file", K=KEY.hex(), TENSORIZER_KEY_FILE="key")
+    os.link("key", "second")
+    refused(folder, ["encrypt", "m.tensors", "second", "--force", "--key-file", "key"], "the same file")
+    (folder / "m.tensors.sig").write_bytes((folder / "signing").read_bytes())
+    refused(folder, ["sign", "m.tensors", "--force", "--key", "m.tensors.sig"], "the same file")
+
+
+def test_a_key_may_be_in_the_folder_of_the_output(folder):
+    for command in (
+        "convert m.tensors out --key-file out/key",
+        "convert m.tensors out/ --force --generate-key out/new.key",
+        "convert m.tensors out/s.tensors --max-shard-size 5KB --key-file out/key",
+        "convert src out/m.tensors --all --key-file out/key",
+        "encrypt m.tensors out/e.tensors --generate-key out/e.tensors.key",
+    ):
+        result = run(*command.split())
+        assert result.returncode == 0, (command, result)
+    assert (folder / "out" / "key").read_bytes() == KEY
+
+
+def test_an_option_with_an_empty_text_is_never_taken_as_not_given(folder):
+    commands = {
+        "convert m.tensors plain.tensors": "key-file key-env passphrase-file passphrase-env generate-key in-key-file "
+        "in-key-env in-passphrase-file in-passphrase-env key max-shard-size s3-endpoint s3-profile",
+        "encrypt m.tensors plain.tensors": "key-file key-env passphrase-file passphrase-env generate-key opslimit",
+        "rekey secret.tensors plain.tensors --key-file key": "new-key-file new-passphrase-env new-generate-key",
+        "verify m.tensors": "public-key signature sha256 filter key-file",
+        "sign m.tensors --key signing": "output file-key-file",
+        "sign m.tensors": "key generate-key",
+        "bench m.tensors": "compare readers device",
+        "cache prune --cache out": "location max-size older-than",
+        "cache ls": "cache",
+    }
+    for command, options in commands.items():
+        for option in options.split():
+            for given in ([f"--{option}", ""], [f"--{option}="]):
+                before = content(folder)
+                result = run(*command.split(), *given, TENSORIZER_KEY_FILE="key", TENSORIZER_CACHE="out")
+                assert (result.returncode, result.stdout) == (2, b""), (command, given, result)
+                assert f"--{option}".encode() in result.stderr
+                assert b"Traceback" not in result.stderr
+                assert content(folder) == before, (command, given)
+
+
+def test_messages_say_what_the_user_gave(folder):
+    refused(folder, ["encrypt", "secret.tensors", "e2", "--key-file", "key"], "is encrypted already", "rekey", status=5)
+    refused(folder, ["encrypt", "m.tensors", "e", "--generate-key", "nodir/k"], "nodir/k: No such file", status=3)
+    refused(folder, ["sign", "--generate-key", "nodir/k"], "nodir/k: No such file", status=3)
+    refused(folder, ["convert", "m.bin", "n.tensors"], "(--skip-non-tensors)", status=6)
+    refused(folder, ["convert", "src", "served", "--all"], "--all: ")
+    refused(folder, ["convert", "m.tensors", "n.tensors", "--max-shard-size", "x"], "--max-shard-size: wanted")
+    refused(folder, ["cache", "prune", "--cache", "out", "--max-size", "x"], "--max-size: wanted")
+    refused(folder, ["cache", "prune", "--cache", "out", "--older-than", "-1"], "--older-than: wanted")
+    words = "encrypt m.tensors e --passphrase-env P --opslimit"
+    refused(folder, [*words.split(), "0"], "--opslimit: wanted", P="words")
+    refused(folder, [*words.split(), "1", "--memlimit", "0"], "--memlimit: wanted", P="words")
+    refused(folder, ["verify", "m.tensors", "--signature", "key"], "--public-key")
+
+
+def test_a_filter_that_no_tensor_matches_is_an_error_of_verify_and_diff(folder):
+    for command in (
+        "verify m.tensors --filter zzz",
+        "verify m.tensors src/m.tensors --filter zzz",
+        "verify m.tensors --json --filter zzz",
+        "diff m.tensors src/m.tensors --filter zzz",
+        "diff m.tensors src/m.tensors --json --filter zzz",
+    ):
+        result = run(*command.split())
+        assert (result.returncode, result.stdout) == (2, b""), (command, result)
+        assert b"--filter zzz: no tensor has such a name" in result.stderr
+    with TensorSerializer("other.tensors") as serializer:
+        serializer.write_state_dict({"zzz": torch.ones(2)})
+    result = run("verify", "m.tensors", "other.tensors", "--filter", "zzz")
+    assert result.returncode == 0, result
+    assert result.stdout.startswith(b"other.tensors: ok: 1 verified")
+    assert run("diff", "m.tensors", "other.tensors", "--filter", "zzz").returncode == 1
+
+
+def test_tolerances_are_numbers_of_zero_and_more(folder):
+    for option in ("--rtol", "--atol"):
+        for text in ("nan", "-1", "-1e-9", "x", str(-math.inf)):
+            result = run("diff", "m.tensors", "m.tensors", f"{option}={text}")
+            assert (result.returncode, result.stdout) == (2, b""), (option, text, result)
+            assert f"{option}: wanted 0 or more, found {text!r}".encode() in result.stderr
+        assert run("diff", "m.tensors", "m.tensors", option, "1e-3").returncode == 0
