@@ -50,9 +50,10 @@ py::object make_exception(const Error& error) {
     return py::handle(PyExc_ValueError)(shown(error.what()));
   if (name == nullptr) return py::handle(PyExc_MemoryError)(shown(error.what()));
   const bool from_system = error.code() == Errc::io && error.system_errno != 0;
-  py::object type = from_system ? py::module_::import("tensorizer.errors")
-                                      .attr("stream_error_class")(error.system_errno)
-                                : py::module_::import("tensorizer.errors").attr(name);
+  py::object type =
+      from_system
+          ? py::module_::import("tensorizer.errors").attr("stream_error_class")(error.system_errno)
+          : py::module_::import("tensorizer.errors").attr(name);
   py::object exception = type(shown(error.what()));
   if (error.system_errno != 0) exception.attr("errno") = error.system_errno;
   if (error.http_status != 0) exception.attr("status") = error.http_status;
