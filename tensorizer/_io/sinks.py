@@ -297,7 +297,11 @@ class NewFile(contextlib.AbstractContextManager["NewFile"]):
                     self._descriptor = os.open(self._folder, flags | os.O_TMPFILE, bits)
             if self._descriptor < 0:
                 self._hidden = self._unused_name()
-                self._descriptor = os.open(self._hidden, flags | os.O_CREAT | os.O_EXCL, bits)
+                try:
+                    self._descriptor = os.open(self._hidden, flags | os.O_CREAT | os.O_EXCL, bits)
+                except OSError as error:
+                    error.filename = path
+                    raise
             if mode is not None:
                 os.fchmod(self._descriptor, mode)
 

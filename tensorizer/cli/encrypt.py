@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any, Optional
 
 from tensorizer import cli
@@ -93,8 +92,9 @@ def _check_target(arguments: argparse.Namespace) -> None:
 
     options = stream_options(arguments, arguments.source, arguments.target)
     check_names_object(arguments.target)
-    in_folder = os.path.join(arguments.target, "model.tensors")  # where the target is a folder
-    check_keeps_keys(key_paths(arguments), [arguments.target, in_folder])
+    with cli.imports():
+        from tensorizer._files.write import file_in_folder
+    check_keeps_keys(key_paths(arguments), [file_in_folder(arguments.target, "tensors")])
     check_target(arguments.target, arguments.force, options)
 
 

@@ -25,7 +25,6 @@ __all__ = [
     "check_keeps_keys",
     "decryption",
     "encryption",
-    "errors_name",
     "key_paths",
     "write_new_key",
 ]
@@ -207,23 +206,12 @@ def write_new_key(path: str, key: bytes) -> None:
     from tensorizer._io.sinks import NewFile
     from tensorizer.errors import StreamExistsError
 
-    with errors_name(path), NewFile(os.path.abspath(path), 0o600) as file:
+    with NewFile(os.path.abspath(path), 0o600) as file:
         file.write(key)
         try:
             file.publish(exclusive=True)
         except FileExistsError:
             raise StreamExistsError(_EXISTS.format(path)) from None
-
-
-@contextlib.contextmanager
-def errors_name(path: str) -> Iterator[None]:
-    """Errors of the block name a new file, and not the hidden one that it is at first."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            error.filename = path
-        raise
 
 
 def _option(arguments: argparse.Namespace, prefix: str, kind: str) -> Optional[str]:

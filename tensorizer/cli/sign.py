@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from tensorizer import cli
-from tensorizer.cli.keys import add_key_options, check_keeps_keys, decryption, errors_name, key_paths
+from tensorizer.cli.keys import add_key_options, check_keeps_keys, decryption, key_paths
 from tensorizer.cli.options import add_common, add_force, stream_options
 from tensorizer.cli.output import OK, Output, UsageError, escaped
 
@@ -83,10 +83,8 @@ def _generate(path: str, output: Output) -> int:
         if os.path.lexists(place):
             raise StreamExistsError(f"{place} exists: a key is never replaced")
     key = SigningKey.generate()
-    with errors_name(path):
-        key.save(path)
-    with errors_name(public):
-        key.public_key.save(public)
+    key.save(path)
+    key.public_key.save(public)
     if output.json:
         output.document({"key": path, "public_key_file": public, "public_key": str(key.public_key)})
     elif not output.quiet:

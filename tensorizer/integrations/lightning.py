@@ -24,7 +24,7 @@ from tensorizer._system.on_demand import names_on_demand
 from tensorizer._system.redaction import shown_location
 from tensorizer.deserializer import TensorDeserializer
 from tensorizer.distributed._checkpoint.folder import Folder
-from tensorizer.distributed._checkpoint.json_values import NotSimple, decoded, encoded, load_vetted, torch_saved
+from tensorizer.distributed._checkpoint.json_values import NotSimple, Place, decoded, encoded, load_vetted, torch_saved
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import AuthenticationError, FormatError
 from tensorizer.serializer import TensorSerializer
@@ -188,7 +188,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                 )
             moved: dict[str, torch.Tensor] = {}
 
-            def leaf(content: Any) -> Any:
+            def leaf(content: Any, place: Place) -> Any:
                 name = content["tensor"] if "tensor" in content else content["saved"]
                 if "tensor" in content:
                     if name not in moved:
@@ -197,11 +197,10 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
                 data = io.BytesIO(file[name].detach().numpy().tobytes())
                 if weights_only is False:
                     return torch.load(data, map_location=where, weights_only=False)
-                value = load_vetted(_place(node, content), data, "weights_only=False")
+                value = load_vetted(".".join(map(str, place)), data, "weights_only=False")
                 return torch.load(torch_saved(value), map_location=where, weights_only=True)
 
-            node = json.loads(text)
-            result: dict[str, Any] = decoded(node, leaf)
+            result: dict[str, Any] = decoded(json.loads(text), leaf)
         return result
 
     def remove_checkpoint(self, path: Union[str, os.PathLike[str]]) -> None:
@@ -248,23 +247,6 @@ def _taken_apart(checkpoint: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         return encoded(checkpoint, leaf), tensors
     except NotSimple as error:
         raise TypeError(f"checkpoint{error}") from error
-
-
-def _place(node: Any, leaf: dict[str, str]) -> str:
-    """Where a checkpoint has a leaf, for messages: its keys joined by dots."""
-
-    def steps(node: Any) -> Optional[list[str]]:
-        kind, content = next(iter(node.items())) if isinstance(node, dict) else ("t", node)
-        if kind == "x":
-            return [] if content is leaf else None
-        if kind in ("d", "o"):
-            below = [(decoded(key, str), item) for key, item in content]
-        else:
-            below = list(enumerate(content)) if kind == "t" and isinstance(content, list) else []
-        found = ((key, steps(item)) for key, item in below)
-        return next(([str(key), *rest] for key, rest in found if rest is not None), None)
-
-    return ".".join(steps(node) or ())
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,8 @@ def command(*arguments, status=0, err="", capsys=None):
 
 
 def test_the_command_lists_adds_verifies_and_prunes(site, folder, capsys, monkeypatch):
+    from tensorizer import cache
+
     wanted = write(site.root / "a.tensors", tensors())
     write(site.root / "b.tensors", tensors(4 * MIB, seed=1))
     assert command("ls", "--cache", folder, "--json", capsys=capsys)["count"] == 0
@@ -54,6 +56,7 @@ def test_the_command_lists_adds_verifies_and_prunes(site, folder, capsys, monkey
     assert len(entries(folder)) == 1
     command("prune", "--location", "*/nothing", capsys=capsys)
     command("prune", "--older-than", "1", capsys=capsys)
+    assert cache.prune(all=True, location="").removed == []
     assert len(entries(folder)) == 1
     command("prune", "--max-size", "1MB", capsys=capsys)
     assert entries(folder) == []

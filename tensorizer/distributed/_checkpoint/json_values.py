@@ -24,9 +24,22 @@ import torch
 from tensorizer._system.redaction import torch_refusal
 from tensorizer.errors import FormatError
 
-__all__ = ["NotSimple", "decoded", "encoded", "from_json", "load_vetted", "simple_value", "to_json", "torch_saved"]
+__all__ = [
+    "NotSimple",
+    "Place",
+    "decoded",
+    "encoded",
+    "from_json",
+    "load_vetted",
+    "simple_value",
+    "to_json",
+    "torch_saved",
+]
 
 _MAX_JSON_INT = 1 << 63
+
+#: The keys and positions that lead to a value.
+Place = tuple[Any, ...]
 
 
 class NotSimple(TypeError):
@@ -107,21 +120,22 @@ def _encoded_below(key: Any, value: Any, leaf: Optional[Callable[[Any], Any]]) -
         raise error.below(key) from None
 
 
-def decoded(node: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
-    """The value of :func:`encoded`; `leaf` gives the values of other types.
+def decoded(node: Any, leaf: Optional[Callable[[Any, Place], Any]] = None, place: Place = ()) -> Any:
+    """The value of :func:`encoded`; `leaf` gives the values of other types, from what stands for each and its place.
 
     Raises:
         ValueError, TypeError, AttributeError: The node is none that :func:`encoded` gives.
     """
     if isinstance(node, list):
-        return [decoded(item, leaf) for item in node]
+        return [decoded(item, leaf, (*place, i)) for i, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
     ((kind, content),) = node.items()
     if kind == "t":
-        return tuple(decoded(item, leaf) for item in content)
+        return tuple(decoded(item, leaf, (*place, i)) for i, item in enumerate(content))
     if kind in ("d", "o"):
-        pairs = [(decoded(key, leaf), decoded(item, leaf)) for key, item in content]
+        keys = [decoded(key, leaf, place) for key, _ in content]
+        pairs = [(key, decoded(item, leaf, (*place, key))) for key, (_, item) in zip(keys, content)]
         return dict(pairs) if kind == "d" else collections.OrderedDict(pairs)
     if kind == "b":
         return base64.b64decode(content, validate=True)
@@ -136,7 +150,7 @@ def decoded(node: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
     if kind == "i":
         return int(content, 16)
     if kind == "x" and leaf is not None:
-        return leaf(content)
+        return leaf(content, place)
     raise ValueError(f"unknown kind {kind!r}")
 
 
