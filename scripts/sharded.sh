@@ -1,18 +1,22 @@
 #!/usr/bin/env bash
-# Runs a program of GoogleTest, built with sanitizers or without, in JOBS processes that share its tests; prints what each
-# said, one after the other. usage: sharded.sh PROGRAM ARGUMENTS...
+# Runs a program of GoogleTest, built with sanitizers or without, in JOBS processes at a time; prints what each said, one
+# after the other. usage: sharded.sh PROGRAM ARGUMENTS...
 set -euo pipefail
-shards=${JOBS:-2}
+here=$(dirname "$0")
+jobs=${JOBS:-2}
+# Tests differ by minutes, so whoever is done early takes another share.
+export GTEST_TOTAL_SHARDS=$((jobs == 1 ? 1 : 8 * jobs)) here folder
 folder=$(mktemp -d)
-pids=()
-trap 'kill "${pids[@]}" 2>/dev/null || true; rm -rf "$folder"' EXIT
-for ((shard = 0; shard < shards; shard++)); do
-  GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard "$(dirname "$0")/sanitized.sh" "$@" >"$folder/$shard" 2>&1 &
-  pids+=($!)
-done
+trap 'rm -rf "$folder"' EXIT
+share() {
+  local index=$1
+  shift
+  GTEST_SHARD_INDEX=$index "$here/sanitized.sh" "$@" >"$folder/$index" 2>&1
+}
+export -f share
 failed=0
-for ((shard = 0; shard < shards; shard++)); do
-  wait "${pids[shard]}" || failed=1
-  cat "$folder/$shard"
+seq 0 $((GTEST_TOTAL_SHARDS - 1)) | xargs -P "$jobs" -I{} bash -c 'share "$@"' _ {} "$@" || failed=1
+for ((index = 0; index < GTEST_TOTAL_SHARDS; index++)); do
+  cat "$folder/$index"
 done
 exit $failed

@@ -51,15 +51,13 @@ class CudaConvert : public FakeDriverTest {
       file = tensorizer::tests::save_all(
           tensors, {.hashes = {!encrypted, true}, .key = encrypted ? test_key() : nullptr});
       for (size_t i = 0; i < tensors.size(); ++i) {
-        memory.push_back(std::make_unique<DeviceMemory>(std::max<size_t>(1, expected(i).size())));
+        expected.push_back(converts(i) ? converted(tensors[i].data, conversion) : tensors[i].data);
+        memory.push_back(std::make_unique<DeviceMemory>(std::max<size_t>(1, expected[i].size())));
         memory.back()->fill(Bytes(memory.back()->size(), kFormer));
       }
     }
 
     bool converts(size_t i) const { return i % 3 != 2; }
-    Bytes expected(size_t i) const {
-      return converts(i) ? converted(tensors[i].data, conversion) : tensors[i].data;
-    }
 
     void run(const CudaCopyOptions& options, bool verify = false, const std::stop_token& stop = {},
              const io::SourceTraits& traits = {.concurrency = 4}) {
@@ -76,7 +74,7 @@ class CudaConvert : public FakeDriverTest {
       std::vector<load::LoadTarget> targets;
       for (uint32_t i = 0; i < memory.size(); ++i) {
         targets.push_back(
-            {.entry = i, .destination = {memory[i]->data(), expected(i).size(), nullptr}});
+            {.entry = i, .destination = {memory[i]->data(), expected[i].size(), nullptr}});
         if (converts(i)) targets.back().conversion = conversion;
       }
       load::LoadSession(source, opened, std::move(targets),
@@ -87,16 +85,14 @@ class CudaConvert : public FakeDriverTest {
     void expect_loaded() const {
       for (size_t i = 0; i < tensors.size(); ++i) {
         Bytes found = memory[i]->bytes();
-        found.resize(expected(i).size());
-        EXPECT_TRUE(same(found, expected(i))) << i;
+        found.resize(expected[i].size());
+        EXPECT_TRUE(same(found, expected[i])) << i;
       }
     }
 
     // Zeros, or what was there before anything arrived.
     static bool is_wiped(const DeviceMemory& memory) {
-      const Bytes found = memory.bytes();
-      return std::ranges::all_of(
-          found, [](std::byte byte) { return byte == std::byte{0} || byte == kFormer; });
+      return testing::only_holds(memory.bytes(), std::byte{0}, kFormer);
     }
     void expect_nothing_left() const {
       EXPECT_TRUE(is_wiped(*staging));
@@ -107,6 +103,7 @@ class CudaConvert : public FakeDriverTest {
     load::Conversion conversion;
     bool encrypted;
     Bytes file;
+    std::vector<Bytes> expected;
     std::vector<std::unique_ptr<DeviceMemory>> memory;
     std::unique_ptr<DeviceMemory> staging;
   };

@@ -272,10 +272,7 @@ TEST_F(CudaKernelsLoad, RefusesAForgedChunkInTheWordsOfTheHostPathAndWipesTheDes
     for (const auto& memory : memory_) memory->fill(Bytes(memory->size(), std::byte{0x5A}));
     EXPECT_EQ(testing::expect_error(Errc::crypto, [&] { load(OpenOnDevice::always, 1); }), by_host);
     for (const auto& memory : memory_) {  // zeros, or where nothing had arrived what was there
-      const Bytes found = memory->bytes();
-      EXPECT_TRUE(std::ranges::all_of(found, [](std::byte byte) {
-        return byte == std::byte{0} || byte == std::byte{0x5A};
-      })) << from_end;
+      EXPECT_TRUE(testing::only_holds(memory->bytes(), std::byte{0}, std::byte{0x5A})) << from_end;
     }
     EXPECT_EQ(memory_[0]->bytes()[0], std::byte{0});
   }

@@ -382,10 +382,8 @@ TEST_F(CudaSchedule, TheFirstFailureStopsAllAndNamesItsTensor) {
   EXPECT_NE(what.find("does not match its authentication code"), std::string::npos) << what;
   for (const Load* load : {&a, &b}) {
     for (const auto& memory : load->memory) {
-      const Bytes found = memory->bytes();
       // Zeros, or where nothing had arrived what was there.
-      EXPECT_TRUE(std::ranges::all_of(
-          found, [](std::byte byte) { return byte == std::byte{0} || byte == kFormer; }));
+      EXPECT_TRUE(testing::only_holds(memory->bytes(), std::byte{0}, kFormer));
     }
   }
 }

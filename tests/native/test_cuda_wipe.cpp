@@ -160,9 +160,7 @@ TEST_F(CudaWipe, AfterACopyThatTheDriverRefusedWhatHadArrivedIsWiped) {
   const auto [first, chunk] = std::pair(memory_[0]->bytes(), Bytes(kChunk, std::byte{0}));
   EXPECT_TRUE(std::equal(chunk.begin(), chunk.end(), first.begin()));
   for (const auto& memory : memory_) {  // and what had not begun to arrive is as it was
-    const auto bytes = memory->bytes();
-    EXPECT_TRUE(std::all_of(bytes.begin(), bytes.end(),
-                            [](std::byte b) { return b == std::byte{0} || b == kBefore; }));
+    EXPECT_TRUE(testing::only_holds(memory->bytes(), std::byte{0}, kBefore));
   }
 }
 

@@ -75,7 +75,8 @@ constexpr Meaning kMeanings[] = {
     {CURLE_HTTP2_STREAM, true, kBroke},
     {CURLE_SSL_CONNECT_ERROR, false, "check that the server speaks TLS on this port"},
     {CURLE_PEER_FAILED_VERIFICATION, false,
-     "the server's certificate is not trusted: pass CAInfo(cacert=...) or set CURL_CA_BUNDLE"},
+     "the server's certificate is for another host, or not trusted: check the host's name, pass "
+     "CAInfo(cacert=...) or set CURL_CA_BUNDLE"},
     {CURLE_SSL_CACERT_BADFILE, false, "the file or folder of trusted certificates cannot be read"},
     {CURLE_UNSUPPORTED_PROTOCOL, false, kNotHttp},
     {CURLE_WEIRD_SERVER_REPLY, false, kNotHttp}};
