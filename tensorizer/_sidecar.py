@@ -249,6 +249,7 @@ class LoadSession:
         self.note: Optional[PairNote] = None  # the unpickler's to fill in
         self._location, self._load, self._kwargs, self._map_location = location, load, kwargs, map_location
         self._storages: Optional[list[torch.UntypedStorage]] = None
+        self._sizes: list[int] = []  # of the storages, as they were handed out
 
     def persistent_load(self, pid: Any) -> Optional[torch.storage.TypedStorage]:
         """The storage that a persistent id stands for; ``None`` leaves the id to torch."""
@@ -265,14 +266,25 @@ class LoadSession:
             raise pickle.UnpicklingError(f"malformed storage reference {pid!r}")
         if self._storages is None:
             self._storages = self._load_storages()
+            self._sizes = [storage.nbytes() for storage in self._storages]
         if not 0 <= index < len(self._storages):
-            raise FormatError(
-                f"{shown_location(self._location)} does not belong to this file: "
-                f"it holds {len(self._storages)} storages, number {index} is wanted"
-            )
+            raise self._mismatch(f"it holds {len(self._storages)} storages, number {index} is wanted")
         return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
             wrap_storage=self._storages[index], dtype=torch.uint8 if dtype is None else dtype, _internal=True
         )
+
+    def check_unpickled(self) -> None:
+        """Refuses what torch has made of storages that were too short: it lengthens them, with what memory held."""
+        for index, (storage, nbytes) in enumerate(zip(self._storages or (), self._sizes)):
+            if storage.nbytes() > nbytes:
+                raise self._mismatch(f"storage {index}: {storage.nbytes()} bytes wanted, {nbytes} found")
+
+    def explained(self, error: Exception) -> Exception:
+        """The error of a load; one that names the sidecar where torch could not lengthen its storage."""
+        return self._mismatch("a storage is too short for its tensor") if "not resizable" in str(error) else error
+
+    def _mismatch(self, problem: str) -> FormatError:
+        return FormatError(f"{shown_location(self._location)} does not belong to this file: {problem}")
 
     def _load_storages(self) -> list[torch.UntypedStorage]:
         if self._load is not default_load:
@@ -294,9 +306,8 @@ class LoadSession:
         wanted = self.note.pair_id if self.note else 0
         found = _stamp_of(self._location) if wanted else 0
         if found not in (0, wanted):
-            raise FormatError(
-                f"{shown_location(self._location)} does not belong to this file: it was written with another one "
-                f"(pair number {wanted:016x} wanted, {found:016x} found)"
+            raise self._mismatch(
+                f"it was written with another one (pair number {wanted:016x} wanted, {found:016x} found)"
             )
 
     def _check_sizes(self, storages: list[torch.UntypedStorage], exact: bool) -> None:
@@ -310,7 +321,7 @@ class LoadSession:
             if problem is None and (have != want if exact else have < want):
                 problem = f"storage {index}: {want} bytes wanted, {have} found"
         if problem:
-            raise FormatError(f"{shown_location(self._location)} does not belong to this file: {problem}")
+            raise self._mismatch(problem)
 
 
 def _moved(storages: list[torch.UntypedStorage], move: Callable[[Any, str], Any]) -> list[torch.UntypedStorage]:

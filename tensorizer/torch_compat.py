@@ -190,9 +190,17 @@ def _load_wrapper(
             # Unset means False within the block, whether or not there is a sidecar: custom objects load either way.
             safe = bool(weights_only) and not context.suppress_weights_only
             return _torch_load(f, map_location, None, *args, weights_only=safe, **kwargs)
-        if _wants_weights_only(weights_only, context):
-            return _torch_load(f, map_location, None, *args, weights_only=True, **kwargs)
-        return _torch_load(f, map_location, PICKLE_FOR_LOADING, *args, weights_only=False, **kwargs)
+        safe = _wants_weights_only(weights_only, context)
+        try:
+            module = None if safe else PICKLE_FOR_LOADING
+            loaded = _torch_load(f, map_location, module, *args, weights_only=safe, **kwargs)
+        except (RuntimeError, pickle.UnpicklingError) as error:  # torch 2.1 makes one of the other for weights_only
+            found = session.explained(error)
+            if found is error:
+                raise
+            raise found from error
+        session.check_unpickled()
+        return loaded
     finally:
         current_load.reset(token)
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import io
+import itertools
 import logging
 import pickle
 import threading
@@ -20,6 +21,7 @@ import torch
 import tensorizer
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, torch_compat
 from tensorizer._sidecar import SaveSession, pickle_for_saving
+from tensorizer.errors import FormatError
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
 torch_save, torch_load = torch.save, torch.load
@@ -739,6 +741,34 @@ def test_a_reference_beyond_the_sidecar_is_named(tmp_path):
     strip_note(tmp_path / "two.pt")
     with pytest.raises(ValueError, match="it holds 1 storages, number 1 is wanted"):
         load(tmp_path / "two.pt", tmp_path / "one.pt.tensors")
+
+
+def test_a_sidecar_with_too_short_a_storage_never_yields_what_memory_held(tmp_path):
+    pt, forged = tmp_path / "r.pt", tmp_path / "forged.tensors"
+    for zipped, weights_only in itertools.product((False, True), repeat=2):
+        with tensorizer_saving():
+            torch.save({"a": torch.arange(1000.0)}, pt, _use_new_zipfile_serialization=zipped)
+        if zipped:
+            strip_note(pt)
+        asked = {"weights_only": weights_only}
+        for nbytes in (0, 8):
+            with TensorSerializer(forged) as serializer:
+                serializer.write_state_dict([torch.zeros(nbytes, dtype=torch.uint8)])
+            for place in ({"map_location": "cpu"}, {"map_location": lambda storage, tag: storage}):
+                with pytest.raises(FormatError, match=r"forged\.tensors does not belong to this file: (a )?storage"):
+                    load(pt, forged, device=None, load_kwargs={**asked, **place})
+        with pytest.raises(FormatError, match="does not belong to this file: storage 0: 4000 bytes wanted, 8 found"):
+            load(pt, load_func=lambda place, kwargs: [torch.zeros(2)], load_kwargs=asked)
+        assert load(pt, load_kwargs=asked)["a"][999] == 999
+
+
+def test_an_empty_tensor_on_an_empty_storage_of_the_sidecar_loads(pt):
+    with tensorizer_saving():
+        torch.save(torch.arange(3.0)[3:], pt, _use_new_zipfile_serialization=False)
+    for nbytes in (0, 12):
+        with TensorSerializer(sidecar_of(pt)) as serializer:
+            serializer.write_state_dict([torch.zeros(nbytes, dtype=torch.uint8)])
+        assert load(pt).shape == (0,)
 
 
 def strip_note(pt: Path) -> None:
