@@ -282,6 +282,24 @@ def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is
     assert not td.is_complete(tmp_path)
 
 
+def test_a_marker_takes_no_memory_for_boxes_that_it_has_no_places_for(tmp_path):
+    from tensorizer.distributed._checkpoint.marker import unpack_marker
+
+    save({"s": torch.tensor(5.0), "w": torch.zeros(3)}, tmp_path)
+    head, body = marker_in(tmp_path)
+    for row in body["tensors"]:
+        right = row[3]
+        for count in (10**6, -1, 10**30, True, 1.0):
+            row[3] = count
+            write_marker(tmp_path, head, body)
+            tracemalloc.start()
+            with pytest.raises(FormatError, match=f"the marker.*tensor '{row[0]}' of .* boxes: wanted as many as have"):
+                unpack_marker((tmp_path / ".metadata").read_bytes(), "the marker")
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20, count
+            tracemalloc.stop()
+        row[3] = right
+
+
 def test_boxes_cover_a_tensor_exactly_once_or_are_refused_by_name(tmp_path):
     """An overlap and a hole of the same size leave the count of elements right."""
     from tensorizer.distributed._boxes import check_cover

@@ -384,9 +384,12 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     properties = [_properties(key) for key in body["properties"]]
     bounds = body["bounds"]
-    at = 0
+    at, unseen = 0, len(body["boxes"]["file"])
     with no_collections():
         for fqn, number, size, count in body["tensors"]:
+            unseen -= count
+            if type(count) is not int or count < 0 or unseen < 0:  # boxes without dimensions have no bounds either
+                raise ValueError(f"tensor {fqn!r:.200} of {count!r:.50} boxes: wanted as many as have places")
             step = len(size)
             places = range(at, at + 2 * step * count, 2 * step) if step else [at] * count
             at += 2 * step * count
