@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -97,17 +97,15 @@ def torch_dtype(stored: str) -> torch.dtype:
     numpy_part, _, name = stored.partition(OPAQUE_SEPARATOR)
     if "V" not in numpy_part:
         return _STORED_TO_TORCH.get(numpy_part) or _normalized(numpy_part)
-    if not np.dtype(numpy_part.replace("V", "i")).isnative:
+    if not _numpy_dtype(numpy_part.replace("V", "i"), stored).isnative:
         raise FormatError(f"stored dtype {stored!r} has foreign byte order")
     match = re.match(_TORCH_NAME, name)
     found = getattr(torch, match.group(1), None) if match else None
     if not isinstance(found, torch.dtype):
         raise FormatError(f"stored dtype {stored!r}: this torch ({torch.__version__}) has no dtype {name!r}")
-    if found.itemsize != np.dtype(numpy_part).itemsize:
-        raise FormatError(
-            f"stored dtype {stored!r}: wanted elements of {np.dtype(numpy_part).itemsize} bytes, "
-            f"{name} has {found.itemsize}"
-        )
+    itemsize = _numpy_dtype(numpy_part, stored).itemsize
+    if found.itemsize != itemsize:
+        raise FormatError(f"stored dtype {stored!r}: wanted elements of {itemsize} bytes, {name} has {found.itemsize}")
     return found
 
 
@@ -134,12 +132,16 @@ def casts(stored: Optional[torch.dtype], wanted: Optional[torch.dtype]) -> bool:
     return wanted in CASTABLE and stored != wanted and (stored is None or stored in CASTABLE)
 
 
+def _numpy_dtype(text: str, stored: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(text)
+    except (TypeError, ValueError, SyntaxError):  # numpy takes "i4,(" for Python
+        raise FormatError(f"stored dtype {stored!r} is not a numpy dtype") from None
+
+
 def _normalized(numpy_part: str) -> torch.dtype:
     """Other spellings of a native dtype ("<i1", "=f4", "bool"); foreign byte order is refused, as torch does."""
-    try:
-        dtype = np.dtype(numpy_part)
-    except TypeError:
-        raise FormatError(f"stored dtype {numpy_part!r} is not a numpy dtype") from None
+    dtype = _numpy_dtype(numpy_part, numpy_part)
     if not dtype.isnative:
         raise FormatError(f"stored dtype {numpy_part!r} has foreign byte order")
     known = _STORED_TO_TORCH.get(dtype.str)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import base64
 import ctypes
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tensorizer._format import dtypes
-from tensorizer._format.payloads import contiguous, stored_dtype
+from tensorizer._format.payloads import contiguous, dense_nbytes, stored_dtype
 from tensorizer._system.devices import empty
 from tensorizer.errors import FormatError
 
@@ -163,8 +162,10 @@ def _state(node: dict[str, Any], depth: int) -> Any:
     stored, shape, encoded = node["t"]
     dtype = dtypes.torch_dtype(stored)
     raw = bytearray(base64.b64decode(encoded, validate=True))
-    wanted = math.prod(shape) * dtype.itemsize
-    if len(raw) != wanted or any(size < 0 for size in shape):
+    wanted = dense_nbytes(shape, dtype.itemsize) if isinstance(shape, list) else None
+    if wanted is None:
+        raise FormatError(f"the extra state in the file is damaged: wanted a shape, found {shape!r:.80}")
+    if len(raw) != wanted:
         raise FormatError(f"the extra state in the file is damaged: wanted {wanted} bytes, found {len(raw)}")
     if not raw:
         return empty(shape, dtype=dtype, device="cpu")

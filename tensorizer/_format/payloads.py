@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -11,7 +12,26 @@ import torch
 from tensorizer._format import dtypes
 from tensorizer._system.devices import empty
 
-__all__ = ["adopt", "contiguous", "is_copied", "same_bits", "stored_dtype"]
+__all__ = ["adopt", "contiguous", "dense_nbytes", "is_copied", "same_bits", "stored_dtype"]
+
+_MAX_DIMENSIONS = 255
+
+
+def dense_nbytes(shape: Sequence[Any], itemsize: int) -> Optional[int]:
+    """Bytes of a tensor whose shape comes from a file; ``None`` where no tensor has such a shape, found in few steps.
+
+    Non-zero dimensions are limited even where another one is zero, as in an index.
+    """
+    if len(shape) > _MAX_DIMENSIONS:
+        return None
+    nbytes = itemsize
+    for size in shape:
+        if type(size) is not int or size < 0:
+            return None
+        nbytes *= size or 1
+        if nbytes >= 1 << 63:
+            return None
+    return 0 if 0 in shape else nbytes
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -227,7 +227,10 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         for reader in self.readers:
             text = (reader.metadata() or {}).get(extra_state.KEY, "") if reader.index.has_annex else ""
             if text:
-                states.update(extra_state.unpack(text))
+                try:
+                    states.update(extra_state.unpack(text))
+                except FormatError as error:
+                    raise FormatError(f"{reader.source_name}: {error}") from None
         with ordinary_tensors():
             return {path: _moved(state, self.device_of(extra_state.state_name(path))) for path, state in states.items()}
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import time
+import tracemalloc
 import warnings
 
 import pytest
@@ -150,6 +153,37 @@ def test_damaged_text_is_a_format_error():
     for damaged in [*map(json.dumps, bad), "{", '{"a":{"t":["<f4",[1e400],""]}}', '{"a":' + '{"d":{"a":' * 5000]:
         with pytest.raises(FormatError):
             extra_state.unpack(damaged)
+
+
+def test_damaged_extra_state_costs_no_more_than_its_text_and_the_error_names_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "m.tensors"
+    data = base64.b64encode(bytes(8)).decode()
+    shapes = [
+        ["x", 10**9],
+        [10**4000] * 2000,
+        [1] * 256 + [2],
+        [0, 2**63],
+        [0, 2**62, 2**62],
+        [-1, -2],
+        [True, 2],
+        [2.0],
+    ]
+    bad = [["<f4", shape, data] for shape in [*shapes, "ab", {"2": 1}, None, 2]]
+    bad += [[dtype, [2], data] for dtype in ("i4,(", "Vxx,(\0torch.float32", "VV\0torch.float32")]
+    for tensor in bad:
+        text = json.dumps({"0": {"t": tensor}})
+        monkeypatch.setattr(extra_state, "to_text", lambda nodes, text=text: text)
+        path.write_bytes(with_state(None))
+        tracemalloc.start()
+        started = time.process_time()
+        with (
+            TensorDeserializer(path, device="cpu") as deserializer,
+            pytest.raises(FormatError, match=r"m\.tensors: (the extra state in the file is damaged|stored dtype)"),
+        ):
+            deserializer.load_into_module(nn.ModuleList([Keeper(), Keeper()]))
+        assert time.process_time() - started < 2
+        assert tracemalloc.get_traced_memory()[1] < (16 << 20) + 4 * len(text)
+        tracemalloc.stop()
 
 
 # --- what is left out -----------------------------------------------------------------------------------------------
