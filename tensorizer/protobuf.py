@@ -8,7 +8,6 @@ without magic, version or hashes, and a message ends at 2 GiB. Use :class:`tenso
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from tensorizer import tensors_pb2
+from tensorizer._format.payloads import dense_nbytes
 from tensorizer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -116,17 +116,21 @@ def deserialize_tensor(msg: Tensor) -> Union[torch.Tensor, tuple[torch.Tensor, i
         The tensor, or ``(tensor, attr_type)`` when the message says what kind of attribute it was.
 
     Raises:
-        FormatError: The message has no known dtype, a negative dimension, or other than the bytes its shape needs.
+        FormatError: The message has no known dtype, a shape that no tensor has, or other than the bytes its shape
+            needs.
     """
     if msg.dtype not in PbNpyDtypes:
         raise FormatError(f"protobuf tensor: wanted one of the numbers of tensors.Dtype, found dtype {msg.dtype}")
     shape = tuple(msg.shape)
     dtype = np.dtype(PbNpyDtypes[msg.dtype]).newbyteorder("<")
-    wanted = math.prod(shape) * dtype.itemsize
-    if any(dimension < 0 for dimension in shape) or len(msg.data) != wanted:
+    wanted = dense_nbytes(shape, dtype.itemsize)
+    if wanted is None:
+        raise FormatError(f"protobuf tensor: wanted a shape, found {len(shape)} dimensions: {list(shape[:8])}")
+    if len(msg.data) != wanted:
         raise FormatError(f"protobuf tensor of shape {list(shape)}: wanted {wanted} bytes, found {len(msg.data)}")
-    array = np.frombuffer(msg.data, dtype=dtype).reshape(shape)
-    tensor = torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=True))
+    array = np.frombuffer(msg.data, dtype=dtype)
+    # numpy has fewer dimensions than torch
+    tensor = torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=True)).reshape(shape)
     return (tensor, msg.attr_type) if msg.HasField("attr_type") else tensor
 
 

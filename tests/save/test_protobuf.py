@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -120,13 +121,28 @@ def test_what_cannot_be_written_is_refused_by_kind():
         ({"dtype": 0, "data": b""}, "dtype 0"),
         ({"dtype": 99, "data": b""}, "dtype 99"),
         ({"dtype": 1, "shape": [2], "data": b"1234"}, "wanted 8 bytes, found 4"),
-        ({"dtype": 8, "shape": [-1, -4], "data": b"1234"}, "found 4"),
-        ({"dtype": 8, "shape": [2**40, 2**40], "data": b"1234"}, "found 4"),
+        ({"dtype": 8, "shape": [-1, -4], "data": b"1234"}, r"wanted a shape, found 2 dimensions: \[-1, -4\]"),
+        ({"dtype": 8, "shape": [2**40, 2**40], "data": b"1234"}, "wanted a shape"),
+        ({"dtype": 8, "shape": [0, 2**62, 2**62], "data": b""}, "wanted a shape"),
+        ({"dtype": 8, "shape": [1] * 256, "data": b"1"}, "wanted a shape, found 256 dimensions"),
     ],
 )
 def test_a_message_that_contradicts_itself_is_refused(fields, problem):
     with pytest.raises(FormatError, match=problem):
         deserialize_tensor(tensors_pb2.Tensor(**fields))
+
+
+def test_a_shape_of_many_huge_dimensions_is_refused_at_once():
+    message = tensors_pb2.Tensor(dtype=8, shape=[2**62 + 12345] * 80_000, data=b"1234")
+    started = time.process_time()
+    with pytest.raises(FormatError, match="wanted a shape, found 80000 dimensions"):
+        deserialize_tensor(message)
+    assert time.process_time() - started < 2
+
+
+def test_more_dimensions_than_numpy_has_are_read():
+    tensor = deserialize_tensor(tensors_pb2.Tensor(dtype=8, shape=[1] * 99 + [4], data=b"1234"))
+    assert tensor.shape == (*[1] * 99, 4)
 
 
 def test_a_model_survives_and_nothing_is_printed(capsys):
