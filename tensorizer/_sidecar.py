@@ -77,9 +77,14 @@ _SIDECAR_MAGIC = b"|TZR|"
 _RESERVED_AT, _RESERVED_NBYTES = 49, 8
 
 
+def _file_path(location: Any) -> Optional[str]:
+    path = local_path(location) if isinstance(location, (str, bytes, os.PathLike)) else None
+    return path if path is not None and os.path.isfile(path) else None  # opening a pipe would wait for its writer
+
+
 def _stamp(location: Any, pair_id: int) -> bool:
     """Put the number into a finished local sidecar. False where that is not possible: the pair is then not numbered."""
-    path = local_path(location) if isinstance(location, (str, bytes, os.PathLike)) else None
+    path = _file_path(location)
     if path is None:
         return False
     try:
@@ -94,7 +99,7 @@ def _stamp(location: Any, pair_id: int) -> bool:
 
 def _stamp_of(location: Any) -> int:
     """The number in a local sidecar; 0 where there is none or it cannot be seen from here."""
-    path = local_path(location) if isinstance(location, (str, bytes, os.PathLike)) else None
+    path = _file_path(location)
     if path is None:
         return 0
     try:

@@ -9,6 +9,7 @@ import inspect
 import io
 import itertools
 import logging
+import os
 import pickle
 import threading
 import zipfile
@@ -818,6 +819,23 @@ def test_a_missing_sidecar_is_a_missing_file(pt):
     sidecar_of(pt).unlink()
     with pytest.raises(FileNotFoundError):
         load(pt)
+
+
+def test_a_pipe_in_the_place_of_the_sidecar_is_refused_at_once(pt):
+    save(torch.ones(3), pt)
+    sidecar_of(pt).unlink()
+    os.mkfifo(sidecar_of(pt))
+    refused = []
+
+    def attempt():
+        with pytest.raises(io.UnsupportedOperation, match="named pipe"):
+            load(pt)
+        refused.append(True)
+
+    thread = threading.Thread(target=attempt, daemon=True)  # it would wait for ever
+    thread.start()
+    thread.join(20)
+    assert refused
 
 
 def test_plain_torch_refuses_such_a_file(pt):
