@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _KEY_NBYTES = 32
+_MAX_PASSPHRASE_NBYTES = 65_536
 _EXISTS = "{} exists: a key is never replaced"
 _FILES = ("key_file", "passphrase_file", "generate_key")  # how the names of options with paths end
 _DEFAULTS = ("TENSORIZER_KEY_FILE", "TENSORIZER_PASSPHRASE_FILE")
@@ -284,18 +285,21 @@ def _key_of_text(text: str, what: str) -> bytes:
 def _passphrase_of_file(path: str, output: Output) -> bytes:
     from tensorizer.errors import CryptographyError
 
+    where = "standard input" if path == "-" else path
     if path == "-":
-        content = sys.stdin.buffer.read()
+        content = sys.stdin.buffer.read(_MAX_PASSPHRASE_NBYTES + 1)
     else:
         _warn_if_readable_by_others(path, output)
         with open(path, "rb") as file:
-            content = file.read()
+            content = file.read(_MAX_PASSPHRASE_NBYTES + 1)
+    if len(content) > _MAX_PASSPHRASE_NBYTES:
+        raise CryptographyError(f"{where}: wanted a passphrase of at most {_MAX_PASSPHRASE_NBYTES} bytes, found more")
     for ending in (b"\r\n", b"\n"):
         if content.endswith(ending):
             content = content[: -len(ending)]
             break
     if not content:
-        raise CryptographyError(f"{'standard input' if path == '-' else path}: the passphrase is empty")
+        raise CryptographyError(f"{where}: the passphrase is empty")
     return content
 
 

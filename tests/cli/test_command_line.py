@@ -283,6 +283,17 @@ def test_passphrases_come_from_files_variables_and_standard_input(tmp_path, mode
     assert run("decrypt", "--force", secret, clear, "--passphrase-env", "P", P="wrong").returncode == 5
 
 
+def test_a_passphrase_without_an_end_is_refused_by_the_name_of_its_file(tmp_path, model):
+    longest = tmp_path / "longest"
+    longest.write_bytes(b"x" * 65_536)
+    cheap = ("--opslimit", "min", "--memlimit", "min")
+    assert run("encrypt", model, tmp_path / "secret", "--passphrase-file", longest, *cheap).returncode == 0
+    for path, stdin, name in (("/dev/zero", b"", "/dev/zero"), ("-", b"x" * 65_537, "standard input")):
+        result = run("encrypt", model, tmp_path / "other", "--passphrase-file", path, *cheap, stdin=stdin)
+        assert result.returncode == 5
+        assert f"{name}: wanted a passphrase of at most 65536 bytes" in result.stderr.decode()
+
+
 def test_a_key_file_that_everybody_can_read_is_warned_of(tmp_path, model, key_file):
     key_file.chmod(0o644)
     result = run("encrypt", model, tmp_path / "secret", "--key-file", key_file)
