@@ -263,6 +263,18 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(600), [])
         (["leaves", 0], 3, 5),
         (["files", 0], 0, "../x.tensors"),
         ([], "planner", NESTED),
+        (["boxes", "file"], 0, 0.0),
+        (["boxes", "record"], 0, 0.5),
+        (["boxes", "offset"], 0, 2**63),
+        (["boxes", "crc32"], 0, 2**32),
+        (["boxes", "crc32"], 0, "0"),
+        (["leaves", 0], 4, 0.0),
+        (["leaves", 0], 3, -1),
+        (["bounds"], 1, 2**63),
+        (["bounds"], 1, 10.0),
+        (["properties", 0], 0, "qint8"),
+        ([], "planner", {"s": ["", 2**70]}),
+        ([], "planner", {"n": []}),
         ([], "world_size", 10**30),
         ([], "world_size", 0),
     ],
@@ -280,6 +292,50 @@ def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is
         column[key] = value
     write_marker(tmp_path, head, changed)
     assert not td.is_complete(tmp_path)
+    with pytest.raises(FormatError, match="metadata: "):
+        td.TensorizerReader(tmp_path).read_metadata()
+
+
+def test_a_head_without_sizes_that_can_be_is_no_marker(tmp_path):
+    save({"a": torch.zeros(1)}, tmp_path)
+    head, _, body = (tmp_path / ".metadata").read_bytes().partition(b"\n")
+    for key in ("nbytes", "content_nbytes"):
+        for value in (float("inf"), float("nan"), None, []):
+            (tmp_path / ".metadata").write_bytes(json.dumps({**json.loads(head), key: value}).encode() + b"\n" + body)
+            with pytest.raises(FormatError, match="metadata: wanted a marker of TensorizerWriter"):
+                td.TensorizerReader(tmp_path).read_metadata()
+
+
+def test_a_value_that_is_none_is_a_format_error_that_names_it(tmp_path):
+    from tensorizer.distributed._checkpoint.json_values import from_json
+
+    for text in (
+        '{"n":["<i8",""]}',
+        '{"n":[]}',
+        '{"n":["i4,(","AAAA"]}',
+        '{"n":["O","AAAAAAAAAAA="]}',
+        '{"n":[5,"AAAA"]}',
+        '{"s":[]}',
+        '{"s":["",1180591620717411303424]}',
+        '{"s":["",-1]}',
+        '{"t":5}',
+        '{"i":5}',
+        "{}",
+    ):
+        with pytest.raises(FormatError, match="a value that is none"):
+            from_json(text)
+    with pytest.raises(FormatError, match="a value that is none"):
+        from_json(b'"\xff"')
+
+    save({"step": 1}, tmp_path)
+    head, body = marker_in(tmp_path)
+    for text in ('{"n":["<i8",""]}', 5):
+        body["leaves"][0][2] = text
+        write_marker(tmp_path, head, body)
+        with pytest.raises(CheckpointException) as caught:
+            load({"step": 0}, tmp_path)
+        assert isinstance(cause_of(caught.value), FormatError)
+        assert f"{tmp_path}: 'step': a value that is none" in str(cause_of(caught.value))
 
 
 def test_a_marker_takes_no_memory_for_boxes_that_it_has_no_places_for(tmp_path):

@@ -154,7 +154,11 @@ class CheckpointFiles:
 
     def read_value(self, name: str, stored: Stored) -> Any:
         """The value of a leaf that is JSON, from the marker where that has it."""
-        return from_json(self.read_bytes(name, stored).decode() if stored.text is None else stored.text)
+        text = self.read_bytes(name, stored) if stored.text is None else stored.text
+        try:
+            return from_json(text)
+        except FormatError as error:
+            raise FormatError(f"{self._folder.where}: {name!r:.200}: {error}") from None
 
     def read(self, wanted: Iterable[WantedBox]) -> None:
         """Fills the targets: in the order of the files, several files at a time, with few and large requests.

@@ -15,8 +15,9 @@ import io
 import json
 import math
 import pickle
+import re
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _MAX_JSON_INT = 1 << 63
+_NUMPY_SCALAR = r"[<>|][biufc]\d{1,2}"  # numpy itself takes some texts for Python
 
 #: The keys and positions that lead to a value.
 Place = tuple[Any, ...]
@@ -66,7 +68,7 @@ def to_json(value: Any) -> Optional[str]:
         return None
 
 
-def from_json(text: str) -> Any:
+def from_json(text: Union[str, bytes]) -> Any:
     """The value that :func:`to_json` gave the text for.
 
     Raises:
@@ -74,8 +76,8 @@ def from_json(text: str) -> Any:
     """
     try:
         return decoded(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError(f"a value that is none: {text[:80]!r} ({error})") from None
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise FormatError(f"a value that is none: {text!r:.80} ({error})") from None
 
 
 def encoded(value: Any, leaf: Optional[Callable[[Any], Any]] = None) -> Any:
@@ -124,7 +126,7 @@ def decoded(node: Any, leaf: Optional[Callable[[Any, Place], Any]] = None, place
     """The value of :func:`encoded`; `leaf` gives the values of other types, from what stands for each and its place.
 
     Raises:
-        ValueError, TypeError, AttributeError: The node is none that :func:`encoded` gives.
+        ValueError, TypeError, LookupError, AttributeError, OverflowError: The node is none that :func:`encoded` gives.
     """
     if isinstance(node, list):
         return [decoded(item, leaf, (*place, i)) for i, item in enumerate(node)]
@@ -144,6 +146,8 @@ def decoded(node: Any, leaf: Optional[Callable[[Any, Place], Any]] = None, place
         stream.seek(content[1])
         return stream
     if kind == "n":
+        if not re.fullmatch(_NUMPY_SCALAR, content[0]):
+            raise ValueError(f"wanted the dtype of a number, found {content[0]!r:.50}")
         return np.frombuffer(base64.b64decode(content[1], validate=True), np.dtype(content[0]))[0]
     if kind == "f":
         return float(content)

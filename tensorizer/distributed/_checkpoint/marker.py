@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tensorizer import _C
+from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._keys import encryption_key, key_ring
 from tensorizer._load.reader import no_collections
 from tensorizer._version import __version__
@@ -312,7 +313,7 @@ def _body(data: bytes, name: str, encryption: Optional[DecryptionParams]) -> tup
         head = json.loads(first)
         known, version, compression = head["format"] == _FORMAT, head["version"], head["body"]
         nbytes, content_nbytes, digest = int(head["nbytes"]), int(head["content_nbytes"]), head["sha256"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found other JSON") from None
     if not known:
         raise FormatError(f"{name}: wanted a marker of TensorizerWriter, found format {head['format']!r:.50}")
@@ -384,6 +385,8 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     properties = [_properties(key) for key in body["properties"]]
     bounds = body["bounds"]
+    if not _are_numbers(bounds):
+        raise ValueError("a box with bounds that cannot be")
     at, unseen = 0, len(body["boxes"]["file"])
     with no_collections():
         for fqn, number, size, count in body["tensors"]:
@@ -433,10 +436,7 @@ class _StoredItems(Mapping[MetadataIndex, Stored]):
         digests = [columns[name] for name in _DIGESTS]  # None where no box has any
         if any(len(column) != count for column in (*places, *(each for each in digests if each is not None))):
             raise ValueError("columns of different lengths")
-        if count and not (
-            min(places[0]) >= _NOWHERE and max(places[0]) < len(files) and all(min(each) >= 0 for each in places[1:])
-        ):
-            raise ValueError("a box at a place that cannot be")
+        _check_places(files, places, digests)
         self._places, self._digests = places, digests
         self._begin = dict(zip(chunks, accumulate(map(len, chunks.values()), initial=0)))
         self._numbers: dict[str, dict[torch.Size, int]] = {}  # of the boxes of a tensor, once one of them was wanted
@@ -474,17 +474,41 @@ class _StoredItems(Mapping[MetadataIndex, Stored]):
         return Stored(TENSOR, self._files[file], record, offset, nbytes, crc32, sha256, shape=shape)
 
 
+def _are_numbers(column: Sequence[Any], end: int = 1 << 63, begin: int = 0) -> bool:
+    """Whether all are integers from `begin` to below `end`: of a million, in hundredths of a second."""
+    return set(map(type, column)) <= {int} and min(column, default=begin) >= begin and max(column, default=begin) < end
+
+
+def _check_places(
+    files: Sequence[SavedFile], places: Sequence[Sequence[Any]], digests: Sequence[Optional[Sequence[Any]]]
+) -> None:
+    """Refuses columns of boxes or leaves."""
+    numbers, *others = places
+    if not (_are_numbers(numbers, len(files), _NOWHERE) and all(map(_are_numbers, others))):
+        raise ValueError("a place that cannot be")
+    crc32, sha256 = ([value for value in column or () if value is not None] for column in digests)
+    if not _are_numbers(crc32, 1 << 32):
+        raise ValueError("a CRC32 that cannot be")
+    bytes.fromhex("".join(sha256))
+
+
 def _stored(kind: str, files: Sequence[SavedFile], place: Sequence[Any]) -> Stored:
     number, record, offset, nbytes, crc32, sha256 = place
-    if number < 0 or record < 0 or offset < 0 or nbytes < 0:
-        raise ValueError("a negative place")
+    _check_places(files, ([number], [record], [offset], [nbytes]), ([crc32], [sha256]))
+    if number == _NOWHERE:
+        raise ValueError("a place that cannot be")
     return Stored(kind, files[number], record, offset, nbytes, crc32, sha256)
 
 
 def _properties(key: Sequence[Any]) -> TensorProperties:
-    dtype, layout, requires_grad, memory_format, pin_memory = key
+    word, layout, requires_grad, memory_format, pin_memory = key
+    dtype = _named(word, torch.dtype)
+    try:
+        stored_for_tensor(dtype)
+    except NotImplementedError as error:
+        raise FormatError(str(error)) from None
     return TensorProperties(
-        dtype=_named(dtype, torch.dtype),
+        dtype=dtype,
         layout=_named(layout, torch.layout),
         requires_grad=bool(requires_grad),
         memory_format=_named(memory_format, torch.memory_format),
