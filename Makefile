@@ -142,17 +142,17 @@ bench: $(VENV)/stamp-build $(VENV)/stamp-bench  ## measure against the others (C
 
 # ---- machines with a GPU: the Python and torch they have, nothing from the network --------------------------------------
 
-GPU_CASES ?= gpu-load-hot gpu-load-tmpfs gpu-load-many gpu-save-tmpfs
+GPU_CASES ?= gpu-load-hot gpu-load-first gpu-load-tmpfs gpu-load-many gpu-save-tmpfs
 GPU_ARGS ?=
 .PHONY: gpu-check bench-gpu
 gpu-check:  ## build and run the GPU tests with this machine's own torch (GPU_ARGS=--fake: over the fake driver)
 	@scripts/gpu_check.sh $(GPU_ARGS)
 
 bench-gpu:  ## loads to and saves from the GPU against the link and others (SIZE=16GB; BENCH_FAKE_CUDA=1 to try it out)
-	@scripts/gpu_check.sh --build $(if $(BENCH_FAKE_CUDA),--fake)
-	$(if $(BENCH_FAKE_CUDA),build/gpu-venv/bin/python -m benchmarks.model_gpu --runs $(RUNS))
-	build/gpu-venv/bin/python -m benchmarks --size $(SIZE) --runs $(RUNS) --cases $(GPU_CASES) \
-	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)
+	@scripts/gpu_check.sh --build $(if $(BENCH_FAKE_CUDA),--fake) bash -ec '\
+	  $(if $(BENCH_FAKE_CUDA),build/gpu-venv/bin/python -m benchmarks.model_gpu --runs $(RUNS);) \
+	  build/gpu-venv/bin/python -m benchmarks --size $(SIZE) --runs $(RUNS) --cases $(GPU_CASES) \
+	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)'
 
 # The share of a modelled link that loads and saves fill, on a machine without a GPU (CASES, SIZE as a number of bytes, RUNS).
 .PHONY: model-gpu

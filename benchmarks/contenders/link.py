@@ -47,7 +47,8 @@ class Link(Contender):
     def _fake_seconds(self, nbytes: int, to_device: bool) -> float:
         """The fake driver copies at the speed of memory."""
         driver = gpu.fake_device().driver
-        memory = driver.memory(nbytes, 0).data_ptr()
+        device = driver.memory(nbytes, 0)
+        memory = device.data_ptr()
         host = (ctypes.c_ubyte * BLOCK)()
         begin = time.perf_counter()
         for at in range(0, nbytes, BLOCK):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Optional
+import contextlib
+from collections.abc import Iterable
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -15,6 +17,7 @@ __all__ = [
     "converting_engine_for",
     "engine_for",
     "is_fast_device",
+    "on_current_streams",
     "set_ring_size",
     "use_driver_library",
     "why_host_decrypts",
@@ -72,6 +75,19 @@ def engine_for(device: torch.device) -> _C.CudaCopyEngine:
         # auto means the host until the kernels have run on a GPU (docs/gpu.md).
         open_on_device=_who("DECRYPT") == "1",
     )
+
+
+def on_current_streams(work: Callable[..., None], devices: Iterable[torch.device]) -> Callable[..., None]:
+    """`work` for other threads, which begin with the default stream of each device: there too it uses those of now."""
+    streams = [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
+
+    def on_streams(*args: Any) -> None:
+        with contextlib.ExitStack() as entered:
+            for stream in streams:
+                entered.enter_context(torch.cuda.stream(stream))
+            work(*args)
+
+    return on_streams
 
 
 def converting_engine_for(device: torch.device) -> Optional[_C.CudaCopyEngine]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import accelerators
 import golden_files
@@ -607,6 +609,27 @@ def test_work_after_a_load_sees_the_data_without_synchronising():
         doubled = loaded["x"] * 2
     stream.synchronize()
     assert torch.equal(doubled.cpu(), state["x"] * 2)
+
+
+def test_work_given_to_threads_uses_the_current_streams_of_who_gave_it(monkeypatch):
+    """torch keeps the current stream for each thread."""
+    current = threading.local()
+
+    @contextlib.contextmanager
+    def entered(stream):
+        before, current.stream = getattr(current, "stream", "default"), stream
+        yield
+        current.stream = before
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"{current.stream} of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    found = []
+    with entered("side"):
+        devices = [torch.device("cpu"), torch.device("cuda:1")]
+        work = cuda_engine.on_current_streams(lambda text: found.append((text, current.stream)), devices)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work, "a").result()
+    assert found == [("a", "side of cuda:1")]
 
 
 @pytest.mark.gpu

@@ -276,3 +276,11 @@ def test_make_takes_torch_from_the_public_index_of_cpu_builds(foreign, tmp_path)
         done = make(foreign, ".venv/stamp-torch", **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"install-torch.sh .venv/bin/python torch==2.13.0+cpu {wanted}\n" in (tmp_path / "log").read_text()
+
+
+def test_gpu_check_runs_every_file_with_tests_for_a_gpu_and_collects_no_other():
+    """The others import packages that a machine with a GPU need not have."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    marked = {str(path.relative_to(ROOT)) for path in files if "pytest.mark." + "gpu" in path.read_text()}
+    run = re.search(r"-m gpu((?:\s|\\|[\w/.])+)", (ROOT / "scripts" / "gpu_check.sh").read_text())
+    assert set(re.findall(r"[\w/]+\.py", run[1])) == marked

@@ -209,6 +209,7 @@ class CheckpointFiles:
             for file, items in by_file.items():
                 read(file, items)
             return
+        read = cuda_engine.on_current_streams(read, {want.target.device for _, want in others})
         with ThreadPoolExecutor(_NETWORK_FILES_AT_ONCE, "tensorizer-load") as threads:
             list(threads.map(read, by_file, by_file.values()))
 
