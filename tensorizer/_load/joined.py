@@ -144,8 +144,15 @@ def _check_paths(index: str, home: dict[Name, str]) -> None:
     """Paths of several files form one tree: no tensor lies below another one."""
     if all(isinstance(name, str) for name in home):
         return
-    paths = {path_of(name) for name in home}
-    for path in paths:
-        for length in range(1, len(path)):
-            if path[:length] in paths:
+    tree: dict[Any, Any] = {}  # layers, and the path of a tensor where it ends
+    for path in map(path_of, home):
+        node: Any = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
                 raise FormatError(f"{index}: tensor {path!r:.200} lies below another tensor")
+        below = node.setdefault(path[-1], path)
+        if below is not path:
+            while isinstance(below, dict):
+                below = next(iter(below.values()))
+            raise FormatError(f"{index}: tensor {below!r:.200} lies below another tensor")

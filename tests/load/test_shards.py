@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 
 import pytest
+import reference_format
 import samples
 import torch
 from samples import same, tensor
@@ -276,3 +279,28 @@ def test_a_prefix_of_a_bucket_loads_like_a_folder(folder):
         ):
             with TensorDeserializer(source, device="cpu", stream_options=server.arguments) as found:
                 assert_is_all(found)
+
+
+def test_a_tensor_below_one_of_another_shard_is_refused_in_either_order(tmp_path):
+    for names in ((("a", 0), ("a", 0, "b")), (("a", 0, "b"), ("a", 0)), (("a",), ("a", "b"))):
+        weight_map = {}
+        for number, path in enumerate(names):
+            one = reference_format.Tensor(path, "<f4", (1,), bytes(4))
+            (tmp_path / f"{number}.tensors").write_bytes(reference_format.write_file([one]))
+            weight_map[reference_format.encode_name(path).decode()] = f"{number}.tensors"
+        index = write_index(tmp_path, weight_map, name="m.tensors.index.json")
+        below = max(names, key=len)
+        with pytest.raises(FormatError, match=re.escape(f"m.tensors.index.json: tensor {below!r} lies below another")):
+            TensorDeserializer(index, device="cpu", lazy_load=True)
+
+
+def test_shards_with_deep_names_open_in_time_in_proportion_to_their_size(tmp_path):
+    paths = [(number, *[0] * 32_000) for number in range(4)]
+    tensors = [reference_format.Tensor(path, "<f4", (1,), bytes(4)) for path in paths]
+    (tmp_path / "m-1.tensors").write_bytes(reference_format.write_file(tensors, index_nbytes=None))
+    weight_map = {reference_format.encode_name(path).decode(): "m-1.tensors" for path in paths}
+    index = write_index(tmp_path, weight_map, name="m.tensors.index.json")
+    begin = time.process_time()
+    with TensorDeserializer(index, device="cpu", lazy_load=True) as found:
+        assert len(found) == len(paths)
+    assert time.process_time() - begin < 5  # a hash of every prefix takes 28
