@@ -128,7 +128,8 @@ def _single(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]
     from tensorizer._system.sizes import convert_bytes
 
     for tensor in tensors:
-        row = [escaped(name_text(tensor.name)), tensor.dtype, str(list(tensor.shape)), convert_bytes(tensor.nbytes)]
+        row = [escaped(name_text(tensor.name)), escaped(tensor.dtype), str(list(tensor.shape))]
+        row.append(convert_bytes(tensor.nbytes))
         yield [*row, *_details(tensor, shards)] if long else row
 
 
@@ -148,7 +149,7 @@ def _grouped(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int
             name = name.replace("*", _range_text(column), 1)
         count = f" x{len(members)}" if len(members) > 1 else ""
         size = convert_bytes(sum(member.nbytes for member in members))
-        row = [escaped(name) + count, dtype, str(list(shape)), size]
+        row = [escaped(name) + count, escaped(dtype), str(list(shape)), size]
         yield [*row, *_details(members[0], shards)] if long else row
 
 

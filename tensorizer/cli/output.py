@@ -49,6 +49,7 @@ _SHORTEST_WORD = 3
 _LAST_WORDS = 3  # two, and what separates them
 _SEPARATOR = re.compile(r"([./](?![^{]*}))")  # not within {0...31}
 _NUMBERS = re.compile(r"\A[0-9{]| x[0-9]+\Z")
+_BEYOND_ASCII = re.compile(r"[^\n -~]")  # DEL too, which JSON leaves as it is
 
 
 def escaped(text: str) -> str:
@@ -141,9 +142,10 @@ def _bars(delay: float, must_show: bool) -> Any:
 
 
 def _json(content: dict[str, Any]) -> str:
-    """The text of a document; what the encoding of the output lacks, and halves of surrogate pairs, as escapes."""
+    """The text of a document; what the encoding of the output lacks, and what :func:`escaped` names, as escapes."""
     finite = _finite(content)
     text = json.dumps(finite, indent=2, ensure_ascii=False, allow_nan=False)
+    text = _BEYOND_ASCII.sub(lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import reference_safetensors
 import samples
 import torch
 from command_line import run
@@ -704,6 +705,28 @@ def test_json_is_valid_whatever_the_values_and_names_are(tmp_path):
     assert document["files"][0]["tensor_count"] == 2
     copy = json.loads(run("convert", "--json", a, strange, "--force").stdout)
     assert copy["files"] == [str(strange)]
+
+
+def test_nothing_that_a_file_says_of_a_tensor_acts_on_the_terminal(tmp_path):
+    acting = "a\x1b[31m\r\n\x7f\x9b31m\u202e\U000e0001"
+    rows = {
+        f"{acting}é😀": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "b": {"dtype": acting, "shape": [2], "data_offsets": [8, 16]},
+    }
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(reference_safetensors.build(rows, bytes(16)))
+    other = tmp_path / "y.safetensors"
+    rows["b"] = {**rows["b"], "dtype": "I32"}
+    other.write_bytes(reference_safetensors.build(rows, bytes(16)))
+    for command in (["diff", other], ["ls"], ["ls", "--group"], ["ls", "--long"], ["ls", "--json"]):
+        result = run(*command, file)
+        text = (result.stdout + result.stderr).decode()
+        assert result.returncode == (command[0] == "diff"), text
+        assert [letter for letter in text if not letter.isprintable() and letter != "\n"] == [], command
+        assert "\\x1b" in text or "\\u001b" in text
+    assert "é😀" in text
+    (found,) = json.loads(result.stdout)["files"]
+    assert {tensor["name"]: tensor["dtype"] for tensor in found["tensors"]} == {f"{acting}é😀": "float32", "b": acting}
 
 
 def test_diff_compares_names_whether_a_tensor_is_stored_once_or_under_each(tmp_path):
