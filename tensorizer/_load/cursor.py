@@ -13,6 +13,7 @@ from tensorizer._format import dtypes
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.names import Name
 from tensorizer._load.open_file import OpenFile
+from tensorizer._load.reader import tensor_error
 
 __all__ = ["ArrayItem", "Cursor", "TensorItem"]
 
@@ -62,11 +63,16 @@ class Cursor:
                 f"tensor {self._file.names[i]!r} has dtype {tensor.dtype}, which numpy lacks; "
                 "allow_raw_data=True yields its elements as integers"
             )
+        try:
+            array = _as_array(tensor.detach(), numpy_dtype, opaque)
+        except ValueError as error:
+            problem = f"numpy lacks arrays of its {tensor.dim()} dimensions: {error}"
+            raise tensor_error(self._file.source_name, self._file.names[i], problem) from None
         return (
             module_idx,
             self._file.type(i),
             self._file.names[i],
-            _as_array(tensor.detach(), numpy_dtype, opaque),
+            array,
             opaque,
             str(tensor.dtype) if opaque else None,
         )
@@ -136,8 +142,7 @@ class Cursor:
             return False
         kept = self._file.kept.get(self._file.aliases.get(i, i))
         if kept is not None and self._file.has_header(i):
-            stored, _, _ = self._file.described(i)
-            return kept.dtype != dtypes.torch_dtype(stored.decode("utf-8", "replace"))
+            return kept.dtype != self._file.dtype_of(i)
         return self._file.casts(self._file.stored_dtype(i))
 
 

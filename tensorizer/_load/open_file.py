@@ -22,7 +22,7 @@ from tensorizer import _C
 from tensorizer._format import dtypes, extra_state
 from tensorizer._format.dtypes import known_dtype
 from tensorizer._format.entries import FilterFuncType, HashType, TensorEntry, TensorHash, TensorType
-from tensorizer._format.names import Name, listed, name_text
+from tensorizer._format.names import Name, listed
 from tensorizer._format.payloads import contiguous, same_bits
 from tensorizer._format.tree import Node, build_tree
 from tensorizer._io.access import Access
@@ -38,6 +38,7 @@ from tensorizer._load.reader import (
     ReadOptions,
     missing_hashes,
     open_reader,
+    tensor_error,
 )
 from tensorizer._system import perf
 from tensorizer._system.devices import ordinary_tensors
@@ -391,7 +392,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         try:
             return dtypes.torch_dtype(stored.decode("utf-8", "replace") or str(self.index.container_dtype(i)))
         except FormatError as error:
-            raise FormatError(f"{self.source_name}: tensor {name_text(self.names[i])!r}: {error}") from None
+            raise tensor_error(self.source_name, self.names[i], error) from None
 
     def dtype_text(self, i: int) -> str:
         """The dtype as torch calls it, without ``torch.``; as the file has it where this torch lacks it."""
@@ -641,8 +642,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
     def _is_as_stored(self, i: int) -> bool:
         """Whether a kept tensor has the bytes that the digests are about: not after a conversion, not without data."""
-        stored = dtypes.torch_dtype(self.described(i)[0].decode("utf-8", "replace"))
-        return self.kept[i].dtype == stored and not self.kept[i].is_meta
+        return self.kept[i].dtype == self.dtype_of(i) and not self.kept[i].is_meta
 
     def _read_differently(self, entries: Sequence[int]) -> list[int]:
         """Reads tensors again, verified; those that differ from what is kept."""

@@ -9,16 +9,14 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from tensorizer import _C
-from tensorizer._format.dtypes import torch_dtype
 from tensorizer._format.names import Name
 from tensorizer._format.safetensors import safetensors_dtype
 from tensorizer._load.arguments import target_device
 from tensorizer._load.indices import cover, is_basic
 from tensorizer._load.open_file import OpenFile
-from tensorizer._load.reader import FileReader, no_collections
+from tensorizer._load.reader import FileReader, no_collections, tensor_error
 from tensorizer._system import cuda_engine
 from tensorizer._system.devices import empty, ordinary_tensors, resolve_cuda_device
-from tensorizer.errors import FormatError
 
 __all__ = ["TensorSlice", "WantedPart", "get_slice", "get_slices", "read_parts", "slices"]
 
@@ -129,15 +127,12 @@ def _form_of(file: OpenFile, entry: int) -> tuple[tuple[int, ...], torch.dtype]:
     """
     entry = file.aliases.get(entry, entry)
     if file.stored_dtype(entry) is None and file.index.format == "safetensors":
-        raise FormatError(
-            f"{file.source_name}: tensor {file.names[entry]!r}: torch has no dtype for "
-            f"{file.index.container_dtype(entry)}"
-        )
+        problem = f"torch has no dtype for {file.index.container_dtype(entry)}"
+        raise tensor_error(file.source_name, file.names[entry], problem)
     if not _is_plain(file, entry) and not file.has_header(entry):
         file.read_headers([entry])
     stored, shape, _ = file.described(entry)
-    dtype = torch_dtype(stored.decode("utf-8", "replace"))
-    return tuple(shape), _given(file, dtype)
+    return tuple(shape), _given(file, file.dtype_of(entry, stored))
 
 
 def _given(file: OpenFile, stored: torch.dtype) -> torch.dtype:

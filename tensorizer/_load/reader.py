@@ -19,7 +19,7 @@ from tensorizer import _C
 from tensorizer._format import dtypes
 from tensorizer._format.dtypes import casts, known_dtype
 from tensorizer._format.entries import FilterFuncType
-from tensorizer._format.names import Name, listed
+from tensorizer._format.names import Name, listed, name_text
 from tensorizer._io.access import NOBODY, Access
 from tensorizer._io.sources import OpenedSource
 from tensorizer._keys import key_ring
@@ -44,6 +44,7 @@ __all__ = [
     "missing_hashes",
     "no_collections",
     "open_reader",
+    "tensor_error",
 ]
 
 # Host memory that a load which cannot stay where it lands (cast, moved, streamed) holds at a time.
@@ -329,10 +330,22 @@ class FileReader:
             self._check_hashes_are_there(entries, batch.headers, verify)
             # Function modes (torch.device contexts are some) would be asked about each tensor that gets a gradient.
             with no_collections(), ordinary_tensors(), torch._C.DisableTorchFunction():
-                tensors = batch.tensors(self.factory) if plain else batch.parameters(self.factory)
+                try:
+                    tensors = batch.tensors(self.factory) if plain else batch.parameters(self.factory)
+                except FormatError:
+                    self._check_dtypes(entries, batch.headers)
+                    raise
             return LoadedBatch(entries, tensors, batch.headers)
 
         return batch, finish
+
+    def _check_dtypes(self, entries: Sequence[int], headers: _C.LoadedHeaders) -> None:
+        """Names the first tensor that this torch has no dtype for; the factory knows only the dtype."""
+        for position, entry in enumerate(entries):
+            try:
+                dtypes.torch_dtype(headers.dtype(position).decode("utf-8", "replace"))
+            except FormatError as error:
+                raise tensor_error(self.source_name, self.names[entry], error) from None
 
     def _run(self, batch: _C.LoadBatch, entries: Sequence[int], progress: Progress) -> None:
         if not perf.enabled:
@@ -359,7 +372,10 @@ class FileReader:
         wanted = self._options.dtype
         dtype = wanted if casts(tensor.dtype, wanted) else None
         if dtype is not None and device.type == "cpu" and self.index.data_nbytes(entry) == 0:
-            tensor = _zeros(tensor.shape, dtype)
+            try:
+                tensor = _zeros(tensor.shape, dtype)
+            except FormatError as error:
+                raise tensor_error(self.source_name, self.names[entry], error) from None
         # Off the CPU a cast happens on the target: less to transfer, or the same.
         moved = tensor.to(device=device).to(dtype=dtype) if dtype is not None else tensor.to(device=device)
         if plain:
@@ -458,12 +474,19 @@ def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     try:
         memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
     except (OSError, OverflowError, ValueError):
-        raise FormatError(f"a tensor claims {nbytes} bytes of zeros, more than memory can be") from None
+        raise FormatError(f"claims {nbytes} bytes of zeros, more than memory can be") from None
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _report_from(progress: Callable[[int], object], before: int, done: int) -> None:
     progress(before + done)
+
+
+def tensor_error(source: str, name: Name, problem: object) -> FormatError:
+    """The error for what is wrong with one tensor of a file."""
+    error = FormatError(f"{source}: tensor {name_text(name)!r:.200}: {problem}")
+    error.source = source
+    return error
 
 
 def missing_hashes(source: str, names: Sequence[Name]) -> MissingHashError:

@@ -17,6 +17,7 @@ import torch
 from samples import assert_same, load, tensor
 from servers.http_faults import FaultyServer, Reply
 
+import tensorizer.torch
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, errors
 
 FAMILY = (errors.TensorizerError, OSError)
@@ -621,3 +622,56 @@ except FormatError as error:
             done = fresh_process(program, str(path))
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith((str(path), "http://127.0.0.1")), done.stdout + done.stderr
+
+
+def test_a_dtype_that_torch_lacks_is_refused_by_file_and_tensor_on_every_way(tmp_path):
+    file = tmp_path / "x.tensors"
+    module = torch.nn.Module()
+    module.bad = torch.nn.Parameter(torch.zeros(8))
+
+    def opened(**options):
+        return TensorDeserializer(file, **{"device": "cpu", **options})
+
+    def part():
+        with opened(lazy_load=True) as found:
+            return found.get_slice("bad")[:1]
+
+    ways = {
+        "eager": opened,
+        "mapped": lambda: opened(mmap=True),
+        "lazy": lambda: opened(lazy_load=True)["bad"],
+        "converted": lambda: opened(dtype=torch.float16),
+        "meta": lambda: opened(device="meta"),
+        "arrays": lambda: list(opened(lazy_load=True).read_numpy_arrays()),
+        "load_file": lambda: tensorizer.torch.load_file(file),
+        "load_state_dict": lambda: module.load_state_dict(opened(lazy_load=True)),
+        "load_into_module": lambda: opened(lazy_load=True).load_into_module(module),
+        "slice": part,
+    }
+    for dtype, words in (("<V4\0torch.foo", "no dtype 'torch.foo'"), (">f4", "foreign byte order")):
+        good = fmt.Tensor(("good",), "<f4", (8,), bytes(32))
+        file.write_bytes(fmt.write_file([good, fmt.Tensor(("bad",), dtype, (8,), bytes(32))]))
+        for way, load_it in ways.items():
+            with pytest.raises(errors.FormatError) as caught:
+                load_it()
+            assert str(caught.value).startswith(f"{file}: tensor 'bad': stored dtype"), (way, caught.value)
+            assert words in str(caught.value), way
+            assert caught.value.source == str(file), way
+
+
+def test_zeros_beyond_all_memory_are_refused_by_file_and_tensor(tmp_path):
+    file = tmp_path / "x.tensors"
+    file.write_bytes(fmt.write_file([fmt.Tensor(("vast",), "<f2", (1 << 25, 1 << 20), b"")]))
+    with pytest.raises(errors.FormatError, match=r"x\.tensors: tensor 'vast': claims [0-9]+ bytes of zeros") as caught:
+        TensorDeserializer(file, device="cpu", dtype=torch.float64)
+    assert caught.value.source == str(file)
+
+
+def test_more_dimensions_than_numpy_has_are_refused_by_file_and_tensor(tmp_path):
+    file = tmp_path / "x.tensors"
+    file.write_bytes(fmt.write_file([fmt.Tensor(("deep",), "<f4", (1,) * 70, bytes(4))]))
+    with TensorDeserializer(file, device="cpu") as found:
+        assert found["deep"].dim() == 70
+        with pytest.raises(errors.FormatError, match=r"x\.tensors: tensor 'deep': .* 70 dimensions") as caught:
+            list(found.read_numpy_arrays())
+    assert caught.value.source == str(file)
