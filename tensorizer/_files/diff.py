@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from tensorizer._files.names import double_name, flat_name
+from tensorizer._files.names import flat_name
 from tensorizer._format.entries import FilterFuncType, HashType
-from tensorizer._format.names import Name
+from tensorizer._format.names import Name, double_name
 from tensorizer._format.payloads import same_bits
 from tensorizer._io.access import Access
 from tensorizer._load.open_file import BATCH_NBYTES, OpenFile, open_whole

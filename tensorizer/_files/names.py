@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from tensorizer._format.entries import TensorType
-from tensorizer._format.names import Key, Name, Path, path_of
+from tensorizer._format.names import Key, Name, Path, double_name, path_of
 from tensorizer._format.tree import branch
 from tensorizer._load.open_file import OpenFile
 from tensorizer.errors import FormatError
 
-__all__ = ["double_name", "flat_name", "flat_names", "state_dict_of"]
+__all__ = ["flat_name", "flat_names", "state_dict_of"]
 
 
 def flat_name(name: Name, type: TensorType) -> str:
@@ -21,21 +21,6 @@ def flat_name(name: Name, type: TensorType) -> str:
     text = name if isinstance(name, str) else ".".join(map(str, name))
     of_root = type is not TensorType.STATE_DICT and text.startswith(".") and len(text) > 1
     return text[1:] if of_root else text
-
-
-def double_name(named: Iterable[tuple[object, Hashable]]) -> Optional[str]:
-    """Which names would be one, as text for an error; ``None`` where all differ.
-
-    Args:
-        named: Names as they are stored, and what would stand for each.
-    """
-    seen: dict[Hashable, object] = {}
-    for name, text in named:
-        if text in seen:
-            first, second, both = (ascii(value)[:200] for value in (seen[text], name, text))
-            return f"tensors {first} and {second} would both be named {both}"
-        seen[text] = name
-    return None
 
 
 def flat_names(file: OpenFile) -> dict[str, int]:

@@ -17,9 +17,9 @@ import torch
 from tensorizer import _C
 from tensorizer._files.contents import Contents
 from tensorizer._files.copy import check_target, other_forms, remove_files
-from tensorizer._files.names import double_name, flat_name
+from tensorizer._files.names import flat_name
 from tensorizer._format.dtypes import CASTABLE
-from tensorizer._format.names import Path, name_of, name_text
+from tensorizer._format.names import Path, double_name, name_of, name_text
 from tensorizer._format.payloads import contiguous, is_copied
 from tensorizer._format.safetensors import canonical_order, check_entries, header_bytes
 from tensorizer._io import shards

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Union
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Optional, Union
 
-__all__ = ["Key", "Name", "Path", "display", "listed", "name_of", "name_text", "path_of"]
+__all__ = ["Key", "Name", "Path", "display", "double_name", "listed", "name_of", "name_text", "path_of"]
 
 # Names in a message that is about many tensors.
 _SHOWN_NAMES = 5
@@ -40,3 +40,18 @@ def name_text(name: Name) -> str:
 def listed(names: Sequence[Name]) -> str:
     """Names for a message, the first few of many."""
     return ", ".join(repr(name) for name in names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")
+
+
+def double_name(named: Iterable[tuple[object, Hashable]]) -> Optional[str]:
+    """Which names would be one, as text for an error; ``None`` where all differ.
+
+    Args:
+        named: Names as they are stored, and what would stand for each.
+    """
+    seen: dict[Hashable, object] = {}
+    for name, text in named:
+        if text in seen:
+            first, second, both = (ascii(value)[:200] for value in (seen[text], name, text))
+            return f"tensors {first} and {second} would both be named {both}"
+        seen[text] = name
+    return None

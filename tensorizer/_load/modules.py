@@ -14,13 +14,13 @@ import torch
 
 from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
-from tensorizer._format.names import Name
+from tensorizer._format.names import Name, double_name
 from tensorizer._format.payloads import same_bits
 from tensorizer._load.fit import ModuleView, Slot, decide
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.report import LoadReport, Misfit
 from tensorizer._system.devices import ordinary_tensors
-from tensorizer.errors import LoadError
+from tensorizer.errors import FormatError, LoadError
 
 __all__ = [
     "Filling",
@@ -343,10 +343,11 @@ class ModuleFill:
             )
 
 
-def module_names(file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
-    """Entries by the state-dict name of a tensor of a module; of two of one name, the later one.
+def module_names(file: OpenFile, entries: Sequence[int], strict: bool) -> dict[str, int]:
+    """Entries by the state-dict name of a tensor of a module; of two of one name, the later one unless `strict`.
 
     Raises:
+        FormatError: Two tensors have one name, and the load is strict.
         NotImplementedError: The file holds nested containers.
     """
     found: dict[str, int] = {}
@@ -359,7 +360,12 @@ def module_names(file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
             )
         if name.rfind(".") == 0:
             name = name[1:]
-        found.pop(name, None)  # the order is that of the entries
+        before = found.pop(name, None)  # the order is that of the entries
+        if strict and before is not None:
+            names = file.names[before], file.names[i]
+            error = FormatError(f"{file.source_name}: {double_name((stored, name) for stored in names)}")
+            error.source = file.source_name
+            raise error
         found[name] = i
     return found
 
