@@ -551,6 +551,22 @@ def test_overwriting_replaces_a_checkpoint_as_a_whole_and_overwrite_false_refuse
         td.TensorizerWriter("gs://bucket/x")
 
 
+def test_a_save_whose_files_another_save_deleted_raises_and_the_other_checkpoint_stays(tmp_path):
+    class Overtaken(td.TensorizerWriter):
+        def finish(self, *args, **kwargs):
+            save({"w": torch.full((3,), 2.0)}, tmp_path)
+            super().finish(*args, **kwargs)
+
+    save({"w": torch.zeros(3)}, tmp_path)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.ones(3)}, storage_writer=Overtaken(tmp_path), no_dist=True)
+    assert isinstance(cause_of(caught.value), FileNotFoundError)
+    assert "another save" in str(cause_of(caught.value))
+    target = {"w": torch.zeros(3)}
+    load(target, tmp_path)
+    assert torch.equal(target["w"], torch.full((3,), 2.0))
+
+
 @pytest.mark.parametrize("uri", ["s3://", "s3:///", "s3:///prefix"])
 def test_an_s3_uri_without_a_bucket_is_refused_before_anything_is_written(tmp_path, monkeypatch, uri):
     monkeypatch.chdir(tmp_path)

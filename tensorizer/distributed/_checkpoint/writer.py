@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tensorizer import _C
+from tensorizer._format.names import listed
 from tensorizer._format.payloads import contiguous, is_copied, stored_dtype
 from tensorizer._keys import check_encryption
 from tensorizer._save.records import Record
@@ -27,7 +28,7 @@ from tensorizer._system import cuda_engine
 from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._boxes import check_described
 from tensorizer.distributed._checkpoint import marker as markers
-from tensorizer.distributed._checkpoint.folder import MARKER, Located, PathLike, data_file_name, marker_name
+from tensorizer.distributed._checkpoint.folder import MARKER, Folder, Located, PathLike, data_file_name, marker_name
 from tensorizer.distributed._checkpoint.json_values import load_vetted, simple_value
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored, check_keys, key_check, pack_marker
 from tensorizer.encryption import EncryptionParams
@@ -175,6 +176,7 @@ class TensorizerWriter(Located, StorageWriter):
         Raises:
             ValueError: Ranks have different keys, or only some have one.
             FileExistsError: A checkpoint appeared meanwhile, and ``overwrite=False``.
+            FileNotFoundError: Another save into the folder deleted files of this one.
             OSError: The marker could not be written.
         """
         stored = _by_index(results)
@@ -189,12 +191,15 @@ class TensorizerWriter(Located, StorageWriter):
             os.makedirs(folder.where, exist_ok=True)
             folder.sync()
         replace = self._overwrite and self._rank is None
+        files = {item.file.name for item in stored.values() if item.file is not None}
+        if replace:  # while the checkpoint of the other save is whole
+            _check_files(folder, files)
         folder.write(marker_name(self._rank), content, fsync=self._fsync, replace=replace)
         metadata.storage_data = stored
         if hasattr(metadata, "storage_meta"):
             metadata.storage_meta = self.storage_meta()
         if self._rank is None:
-            files = {item.file.name for item in stored.values() if item.file is not None}
+            _check_files(folder, files)
             try:
                 folder.remove_stale(files)
             except OSError as error:  # the new checkpoint is complete without that
@@ -383,6 +388,20 @@ def _prepared(session: _C.SaveSession, batch: list[torch.Tensor]) -> Callable[[]
         batch.clear()  # kept until here
 
     return write
+
+
+def _check_files(folder: Folder, files: set[str]) -> None:
+    """Raises if files of this save are gone: another save deletes what its own marker does not name."""
+    try:  # a listing may be older than the files of other machines
+        gone = sorted(name for name in files.difference(folder.names()) if not folder.exists(name))
+    except OSError as error:  # who may not list the folder may save all the same
+        _logger.warning("%s: could not be listed, to see whether the files are still there: %s", folder.where, error)
+        return
+    if gone:
+        raise FileNotFoundError(
+            f"{folder.where}: another save into this folder deleted files of this one, {listed(gone)}; "
+            "wanted one save at a time"
+        )
 
 
 def _by_index(results: Sequence[Sequence[WriteResult]]) -> dict[MetadataIndex, Stored]:
