@@ -454,8 +454,8 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         Raises:
             LoadError: Tensors of `m` with data have another shape or kind (floating point, complex, integer, bool) than
                 the file's; the message names all of them. With `strict`, any other difference. `m` is as it was.
-            FormatError: With `strict`, two tensors of the file have one name, as ``.w`` and ``w``. `m` is as it was.
                 Without `strict`, tensors of `m` on the meta device are replaced even so, with one warning.
+            FormatError: With `strict`, two tensors of the file have one name, as ``.w`` and ``w``. `m` is as it was.
             KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
             NotImplementedError: The file holds nested containers; use ``m.load_state_dict(...)`` with one of
                 :meth:`tree`.
