@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _KEY_NBYTES = 32
-_MAX_PASSPHRASE_NBYTES = 65_536
+_MAX_PASSPHRASE_NBYTES = 65_536  # far above any; devices and pipes may have no end
 _EXISTS = "{} exists: a key is never replaced"
 _FILES = ("key_file", "passphrase_file", "generate_key")  # how the names of options with paths end
 _DEFAULTS = ("TENSORIZER_KEY_FILE", "TENSORIZER_PASSPHRASE_FILE")

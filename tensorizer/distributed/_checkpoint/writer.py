@@ -171,7 +171,7 @@ class TensorizerWriter(Located, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the marker, then deletes the files of the replaced checkpoint. A warning lists files that stay.
 
-        If it raises, the previous checkpoint stays valid.
+        If it raises, the previous checkpoint stays valid, unless another save ended while the marker was written.
 
         Raises:
             ValueError: Ranks have different keys, or only some have one.
