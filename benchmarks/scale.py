@@ -332,8 +332,8 @@ def simulated(ranks: int, nbytes: int, tensors: int, costs: Costs, links: Links,
         marker=marker,
         connections_of_node=local * options.max_connections,
         connections=ranks * options.max_connections,
-        # Rank 0 lists the folder, and deletes what was there, an object of each rank.
-        save_requests=ranks * (upload_requests(own) + 1) + upload_requests(marker) + -(-(ranks + 1) // 1000),
+        # Rank 0 lists the folder before and after the marker, and deletes what was there, an object of each rank.
+        save_requests=ranks * (upload_requests(own) + 1) + upload_requests(marker) + 3 * -(-(ranks + 1) // 1000),
         load_requests=ranks * (download_requests(own, options) + download_requests(marker, options)),
         memory_of_saving=2 * _BATCH_NBYTES + parts,
         memory_of_first=2 * _BATCH_NBYTES + parts + boxes * (costs.plan + costs.result + costs.metadata),

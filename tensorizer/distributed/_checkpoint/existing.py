@@ -108,7 +108,7 @@ def prune(checkpoint: PathLike, *, stream_options: Optional[Mapping[str, Any]] =
     folder = Folder.at(checkpoint, stream_options)
     markers = read_markers(folder)
     files = {file.name for marker in markers for file in marker.files}
-    return folder.remove_stale(files, {marker.rank for marker in markers})
+    return folder.remove_stale(folder.names(), files, {marker.rank for marker in markers})
 
 
 class VerifyReport(NamedTuple):

@@ -220,9 +220,12 @@ class Folder(NamedTuple):
             except FileNotFoundError:
                 continue
 
-    def remove_stale(self, files: Collection[str], ranks: Collection[Optional[int]] = (None,)) -> list[str]:
-        """Deletes files and markers of earlier checkpoints beside the markers of `ranks`, which name `files`."""
-        stale = [name for name in self.names() if _is_stale(name, files, ranks)]
+    def remove_stale(
+        self, names: list[str], files: Collection[str], ranks: Collection[Optional[int]] = (None,)
+    ) -> list[str]:
+        """Deletes those of `names` that are files and markers of earlier checkpoints, beside the markers of `ranks`,
+        which name `files`."""
+        stale = [name for name in names if _is_stale(name, files, ranks)]
         self.delete(stale)
         return sorted(stale)
 

@@ -199,9 +199,9 @@ class TensorizerWriter(Located, StorageWriter):
         if hasattr(metadata, "storage_meta"):
             metadata.storage_meta = self.storage_meta()
         if self._rank is None:
-            _check_files(folder, files)
+            names = _check_files(folder, files)
             try:
-                folder.remove_stale(files)
+                folder.remove_stale(names, files)
             except OSError as error:  # the new checkpoint is complete without that
                 _logger.warning("%s: files of an earlier checkpoint could not be deleted: %s", folder.where, error)
 
@@ -390,18 +390,22 @@ def _prepared(session: _C.SaveSession, batch: list[torch.Tensor]) -> Callable[[]
     return write
 
 
-def _check_files(folder: Folder, files: set[str]) -> None:
-    """Raises if files of this save are gone: another save deletes what its own marker does not name."""
-    try:  # a listing may be older than the files of other machines
-        gone = sorted(name for name in files.difference(folder.names()) if not folder.exists(name))
+def _check_files(folder: Folder, files: set[str]) -> list[str]:
+    """Raises if files of this save are gone: another save deletes what its own marker does not name. Returns the names
+    in the folder, as far as they can be listed."""
+    try:
+        names = folder.names()
+        # a listing may be older than the files of other machines
+        gone = sorted(name for name in files.difference(names) if not folder.exists(name))
     except OSError as error:  # who may not list the folder may save all the same
-        _logger.warning("%s: could not be listed, to see whether the files are still there: %s", folder.where, error)
-        return
+        _logger.warning("%s: could not be listed, to find files of other saves: %s", folder.where, error)
+        return []
     if gone:
         raise FileNotFoundError(
             f"{folder.where}: another save into this folder deleted files of this one, {listed(gone)}; "
             "wanted one save at a time"
         )
+    return names
 
 
 def _by_index(results: Sequence[Sequence[WriteResult]]) -> dict[MetadataIndex, Stored]:
