@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.cache import Cache, CachedFile, CacheOptions, parse_about
+from tensorizer._io.cache import Cache, CachedFile, CacheOptions, open_to_look, parse_about
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
 from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import parse_size
@@ -180,6 +180,8 @@ def verify(cache: Folder = None, *, location: Optional[str] = None) -> list[Veri
     for entry in _entries(folder):
         if folder is None or not fnmatch.fnmatchcase(entry.location, "*" if location is None else location):
             continue
+        if entry._key[1] not in dict(folder.versions(entry._key[0])):  # removed meanwhile
+            continue
         problem, checked = _problem_of(folder, entry)
         if problem is not None:
             folder.remove(*entry._key, force=True)
@@ -267,10 +269,7 @@ def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], in
     from tensorizer._load.open_file import open_whole
 
     try:
-        source = _C.CacheSource.open(
-            folder, None, location=entry._key[0], version=entry._key[1], nbytes=entry.size, about="",
-            max_nbytes=None, min_free_nbytes=0, name=entry.location,
-        )  # fmt: skip
+        source = open_to_look(folder, entry._key, entry.size, entry.location)
         if source is None:
             return "its files are damaged", 0
     except OSError as error:

@@ -35,6 +35,7 @@ __all__ = [
     "CachedFile",
     "CachedObject",
     "http_location",
+    "open_to_look",
     "parse_about",
     "version_of_info",
 ]
@@ -235,6 +236,7 @@ class CachedObject:
         self._shown = shown_uri(location)
         self._folder = cache.open_folder()
         self._abouts: dict[str, dict[str, Any]] = {}
+        self._held: Optional[_C.CacheSource] = None
         self.known = self._find_known()
 
     def _find_known(self) -> Optional[Known]:
@@ -257,8 +259,11 @@ class CachedObject:
         if known is None or not known.has_etag or self._folder is None:
             return {}
         if not known.has_ranges:  # what is missing would come only with all the rest
-            name = _name_of(known.version, known.nbytes)
-            if self._folder.present_nbytes(self._name, name, known.nbytes) < known.nbytes:
+            directory = _name_of(known.version, known.nbytes)
+            with contextlib.suppress(OSError):
+                # Open until the answer is here, so that nobody removes it meanwhile.
+                self._held = open_to_look(self._folder, (self._name, directory), known.nbytes, self._shown)
+            if self._held is None or not self._held.was_complete:
                 return {}
         return {"known_etag": known.version, "known_nbytes": known.nbytes}
 
@@ -266,7 +271,9 @@ class CachedObject:
         """The cache before an open object of a server; ``None`` where it is not to be cached."""
         known = self.known
         if http.is_known and known is not None:
-            return self._over(http, known.version, known.nbytes, http.name, known.has_ranges)
+            over = self._over(http, known.version, known.nbytes, http.name, known.has_ranges) or self._held
+            self._held = None
+            return over
         headers = {name.lower(): value for name, value in http.response_headers}
         if re.search(r"(?:^|[\s,])no-store(?:$|[\s,;])", headers.get("cache-control", ""), re.IGNORECASE):
             self.leave("the server forbids it (Cache-Control: no-store)")
@@ -326,6 +333,7 @@ class CachedObject:
         except (OSError, MemoryError) as error:  # a size that is none, for one
             if network is None and isinstance(error, OSError):
                 raise self.cache.useless(error) from None
+            self._folder = None  # and its descriptor
             _warn(self.cache.path, str(error))
             return None
         if source is None:
@@ -365,6 +373,14 @@ class CachedObject:
             f" ({source.trouble})" if source.trouble else "",
         )
         _warn_of_troubles()
+
+
+def open_to_look(folder: _C.CacheFolder, key: tuple[str, str], nbytes: int, name: str) -> Optional[_C.CacheSource]:
+    """An entry, which no one removes until it is closed; ``None`` where there is none, or only a damaged one."""
+    return _C.CacheSource.open(
+        folder, None, location=key[0], version=key[1], nbytes=nbytes, about="",
+        max_nbytes=None, min_free_nbytes=0, name=name,
+    )  # fmt: skip
 
 
 def _warn(path: str, reason: str) -> None:

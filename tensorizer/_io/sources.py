@@ -155,7 +155,13 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         from tensorizer import stream_io
 
         stream: Any = stream_io.open_stream(file_obj, "rb", **(stream_options or {}))
-        return _open_object(stream)._replace(location=file_obj, stream_options=stream_options)
+        opened = _open_object(stream)
+
+        def close() -> None:
+            opened.close()
+            opened.source.close()  # nobody else reads from it: its descriptors need not wait for this object
+
+        return opened._replace(close=close, location=file_obj, stream_options=stream_options)
     try:
         if isinstance(file_obj, int):
             return _open_descriptor(file_obj)

@@ -16,7 +16,7 @@ from cache_tools import BLOCK, MIB, entries, load, load_one, result, same, sent,
 from places import EXAMPLES
 from servers.http_faults import FaultyServer
 
-from tensorizer import EncryptionParams, TensorDeserializer
+from tensorizer import EncryptionParams, TensorDeserializer, cache
 from tensorizer.stream_io import CacheOptions, open_stream
 
 environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
@@ -203,3 +203,18 @@ def test_a_thousand_entries_are_listed_by_one_scan(folder):
         for name in ("data", "map", "about.json"):
             (place / name).write_bytes(b"")
     assert len(cache.scan()) == 1000
+
+
+def test_an_entry_that_is_removed_while_the_cache_is_verified_has_no_problem(site, folder, monkeypatch):
+    write(site.root / "m.tensors", tensors(MIB))
+    load(f"{site.url}/m.tensors", folder)
+    listed = cache._entries
+
+    def list_and_remove(opened):
+        found = listed(opened)
+        monkeypatch.setattr(cache, "_entries", listed)
+        assert len(cache.prune(folder, all=True).removed) == 1
+        return found
+
+    monkeypatch.setattr(cache, "_entries", list_and_remove)
+    assert cache.verify(folder) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
@@ -9,8 +10,9 @@ import resource
 import cache_tools
 import pytest
 from cache_tools import MIB, entries, load, result, same, start, tensors, write
+from servers.http_faults import FaultyServer
 
-from tensorizer import DecryptionParams, EncryptionParams
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
 from tensorizer.errors import HashMismatchError
 
 environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
@@ -104,6 +106,19 @@ def test_damaged_bytes_are_an_error_once(site, folder):
     assert same(load(f"{site.url}/m.tensors", folder, verify_hash=True)[0], wanted)
 
 
+def test_bytes_that_fail_a_check_as_they_come_are_not_kept(tmp_path, folder):
+    wanted = write(tmp_path / "m.tensors", tensors())
+    right = (tmp_path / "m.tensors").read_bytes()
+    wrong = bytearray(right)
+    wrong[9 * MIB] ^= 1
+    with FaultyServer(bytes(wrong), etag='"one"') as server:
+        with pytest.raises(HashMismatchError, match="tensor"):
+            load(f"{server.url}/m.tensors", folder, verify_hash=True)
+        server.content = right
+        assert entries(folder) == []
+        assert same(load(f"{server.url}/m.tensors", folder)[0], wanted)
+
+
 def test_a_damaged_index_is_an_error_once(site, folder):
     wanted = write(site.root / "m.tensors", tensors())
     load(f"{site.url}/m.tensors", folder)
@@ -159,6 +174,32 @@ def test_an_entry_stays_where_only_the_process_has_no_descriptors_left(site, fol
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         assert entries(folder) == [entry], more
     assert refused > 1
+
+
+def test_connections_keep_half_of_the_descriptors(tmp_path, site, folder, caplog):
+    for i in range(40):
+        write(site.root / f"{i}.tensors", tensors(MIB))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first = os.dup(0)
+    os.close(first)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first + 200, before[1]))
+    try:
+        with contextlib.ExitStack() as stack:
+            files = [
+                stack.enter_context(
+                    TensorDeserializer(f"{site.url}/{i}.tensors", device="cpu", lazy_load=True,
+                                       stream_options={"cache": folder})
+                )
+                for i in range(40)
+            ]  # fmt: skip
+            for file in files:
+                assert same(dict(file), tensors(MIB))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    warnings = [record.message for record in caplog.records if record.name == "tensorizer.cache"]
+    assert len(warnings) == 1
+    assert "more than half of the" in warnings[0]
+    assert 10 <= len(entries(folder)) < 40
 
 
 @pytest.mark.parametrize("durable", [True, False])

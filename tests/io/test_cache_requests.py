@@ -15,7 +15,7 @@ from cache_tools import BLOCK, MIB, WHOLE_HEAD, entries, files_below, load, load
 from servers.http_faults import FaultyServer, Reply
 from servers.s3_server import S3Server, s3_is_installed
 
-from tensorizer import TensorDeserializer
+from tensorizer import TensorDeserializer, cache
 from tensorizer._io.cache import finish
 from tensorizer.errors import StreamError, StreamNotFoundError
 from tensorizer.stream_io import CacheOptions, HTTPOptions, open_stream
@@ -221,6 +221,21 @@ def test_a_copy_that_was_damaged_is_read_again_from_a_server_without_ranges(tmp_
             if damage is not None:
                 damage(entries(folder)[0] / "data")
             assert same(load(f"{server.url}/m.tensors", folder)[0], wanted)
+
+
+def test_a_copy_is_not_removed_between_the_answer_of_a_server_without_ranges_and_its_use(tmp_path, folder):
+    def reply(request):
+        if not request.headers.get("if-none-match"):
+            return Reply(ignore_range=True)
+        removed.append(cache.prune(folder, all=True).removed)
+        return Reply(status=304)
+
+    removed = []
+    wanted = write(tmp_path / "m.tensors", tensors())
+    with FaultyServer((tmp_path / "m.tensors").read_bytes(), default=reply) as server:
+        load(f"{server.url}/m.tensors", folder)
+        assert same(load(f"{server.url}/m.tensors", folder)[0], wanted)
+        assert removed == [[]]
 
 
 def test_a_304_about_another_etag_is_not_believed(tmp_path, folder):

@@ -15,6 +15,7 @@
 #include "io/byte_ranges.h"
 #include "io/cache/cache_disk.h"
 #include "io/cache/cache_source.h"
+#include "io/local/file_calls.h"
 
 namespace tensorizer::io {
 namespace {
@@ -237,6 +238,78 @@ TEST_F(CacheSourceTest, NothingThatIsOpenIsRemovedForRoom) {
   EXPECT_FALSE(std::filesystem::exists(path("data")));
   second->fill({});
   EXPECT_EQ(open(network(), {object.size() - 1, 0}, '4'), nullptr);
+}
+
+// A disk that takes everything, and says at the sync that it could not keep it.
+class BadDisk final : public FileCalls {
+ public:
+  int sync_data(int) override {
+    errno = EIO;
+    return -1;
+  }
+};
+
+TEST_F(CacheSourceTest, AnEntryThatCannotBeSyncedGoesAndIsNoted) {
+  static BadDisk disk;  // the thread that syncs may be the last one to use it
+  CacheDisk::instance().take_troubles();
+  const CacheKey key{std::string(32, '1'), std::string(32, '2'), object.size(), "{}", {}};
+  ASSERT_TRUE(folder->make_entry(key.location, key.version, key.nbytes, key.about));
+  const std::string where = folder->path_of({key.location, key.version});
+  const auto entry = CacheEntry::open(
+      UniqueFd(::open(where.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)), key.nbytes, disk);
+  ASSERT_TRUE(entry);
+  const auto other = folder->open_entry(key.location, key.version, key.nbytes);
+  const auto filling = std::make_shared<CacheFilling>(folder, entry, key);
+  const Slice all(object);
+  filling->add({0, entry->blocks()}, std::span(&all, 1), {}, true, {});
+  ASSERT_TRUE(filling->finish({}));
+  EXPECT_TRUE(other->is_complete());
+  filling->rest();
+  const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  std::vector<CacheDisk::Trouble> troubles;
+  while (troubles.empty() && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    troubles = CacheDisk::instance().take_troubles();
+  }
+  ASSERT_EQ(troubles.size(), 1U);
+  EXPECT_EQ(troubles[0], (CacheDisk::Trouble{root, "cannot sync: Input/output error"}));
+  while (std::filesystem::exists(where) && std::chrono::steady_clock::now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_FALSE(std::filesystem::exists(where));
+  EXPECT_EQ(other->present_nbytes(), 0U) << "others that have it open fetch its blocks again";
+}
+
+TEST_F(CacheSourceTest, OpenEntriesTogetherStayWithinTheLimit) {
+  std::vector<std::shared_ptr<CacheSource>> sources;
+  const CacheLimits limits{.max_nbytes = 2 * object.size() + 4 * kB};
+  for (const char location : {'1', '3', '4', '5'}) {
+    sources.push_back(open(network(), limits, location));
+    ASSERT_TRUE(sources.back()) << "nothing is stored yet";
+  }
+  uint64_t stored = 0;
+  for (const auto& source : sources) {
+    expect_right(*source, 0, object.size());
+    ASSERT_TRUE(written());
+    stored += source->present_nbytes();
+  }
+  EXPECT_EQ(stored, 2 * object.size());
+}
+
+TEST_F(CacheSourceTest, WhatFailsACheckGoesAlsoWhereItCameOverTheNetwork) {
+  {
+    const auto source = open(network());
+    EXPECT_FALSE(source->drop_copy());
+    expect_right(*source, 0, object.size());
+    ASSERT_TRUE(written());
+    EXPECT_FALSE(source->drop_copy()) << "to read it again would read the network again";
+    EXPECT_FALSE(std::filesystem::exists(path("data")));
+  }
+  expect_right(*open(network()), 0, object.size());
+  ASSERT_TRUE(written());
+  const auto source = open(network());
+  expect_right(*source, 0, object.size());
+  EXPECT_TRUE(source->drop_copy());
+  EXPECT_FALSE(std::filesystem::exists(path("data")));
 }
 
 TEST_F(CacheSourceTest, OfflineOnlyWhatIsThereIsRead) {

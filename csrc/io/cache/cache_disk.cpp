@@ -112,6 +112,19 @@ bool CacheDisk::finish(std::chrono::milliseconds patience, const std::stop_token
   }
 }
 
+bool CacheDisk::take_room(const std::string& folder, uint64_t nbytes) {
+  MutexLock lock(mutex_);
+  uint64_t& left = room_[folder];
+  if (left < nbytes) return false;
+  left -= nbytes;
+  return true;
+}
+
+void CacheDisk::set_room(const std::string& folder, uint64_t nbytes) {
+  MutexLock lock(mutex_);
+  room_[folder] = nbytes;
+}
+
 void CacheDisk::note(Trouble trouble) {
   MutexLock lock(mutex_);
   if (std::ranges::find(troubles_, trouble) == troubles_.end())

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <stop_token>
 #include <string>
@@ -40,6 +41,11 @@ class CacheDisk {
   // Until nothing waits to be written. False: a stop, or nothing was written for so long.
   bool finish(std::chrono::milliseconds patience, const std::stop_token& stop);
 
+  // Takes `nbytes` of what may be stored in a folder before the next look at its limits, whichever
+  // of its entries they are for; false: too little is left.
+  bool take_room(const std::string& folder, uint64_t nbytes);
+  void set_room(const std::string& folder, uint64_t nbytes);
+
   // Why a folder keeps nothing more, for whoever can say so: its path, and the reason.
   using Trouble = std::pair<std::string, std::string>;
   void note(Trouble trouble);
@@ -61,6 +67,7 @@ class CacheDisk {
   Queue syncing_ GUARDED_BY(mutex_);
   uint64_t lent_nbytes_ GUARDED_BY(mutex_) = 0;
   std::vector<Pages> spare_ GUARDED_BY(mutex_);  // together with those lent at most the limit
+  std::map<std::string, uint64_t> room_ GUARDED_BY(mutex_);
   std::vector<Trouble> troubles_ GUARDED_BY(mutex_);
 };
 

@@ -337,18 +337,22 @@ void CacheEntry::wait(std::chrono::milliseconds time, const std::stop_token& sto
                       [&]() REQUIRES_LOCK(mutex_) { return wakes_ != before; });
 }
 
-bool CacheEntry::make_durable() noexcept {
+int CacheEntry::make_durable() noexcept {
   try {
     std::vector<uint8_t> written(bits_nbytes(nbytes_));
     for (size_t i = 0; i < written.size(); ++i)
       written[i] = present()[i].load(std::memory_order_acquire);
-    if (calls_.sync_data(data()) != 0) return false;
+    if (calls_.sync_data(data()) != 0) {
+      const int error = errno;
+      for (size_t i = 0; i < written.size(); ++i)
+        present()[i].fetch_and(durable()[i].load(), std::memory_order_release);
+      return error;
+    }
     for (size_t i = 0; i < written.size(); ++i)
       durable()[i].fetch_or(written[i], std::memory_order_release);
-    return true;
-  } catch (const std::bad_alloc&) {
-    return true;  // another time
+  } catch (const std::bad_alloc&) {  // another time
   }
+  return 0;
 }
 
 bool CacheEntry::take_unsynced() noexcept {

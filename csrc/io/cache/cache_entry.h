@@ -112,8 +112,9 @@ class CacheEntry : public std::enable_shared_from_this<CacheEntry> {
   void wait(std::chrono::milliseconds time, const std::stop_token& stop);
   void wake() noexcept;
 
-  // Sets the durable bits of what is present now. False: the disk refused.
-  bool make_durable() noexcept;
+  // Sets the durable bits of what is present now. 0, or errno: then the system may have dropped
+  // what it could not write, and only what was durable before is present.
+  int make_durable() noexcept;
   // Whether blocks are present that are not durable and that nobody was told of before.
   bool take_unsynced() noexcept;
   // Others may remove the entry from now on; open descriptors go on.

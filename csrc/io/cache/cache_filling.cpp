@@ -70,16 +70,15 @@ void CacheFilling::write(Waiting& waiting) noexcept {
 }
 
 bool CacheFilling::has_room(uint64_t nbytes) {
-  if (room_nbytes_ < nbytes) {
-    const uint64_t missing = entry_->nbytes() - entry_->present_nbytes();
-    const uint64_t step = std::max(nbytes, std::min(kStepNbytes, missing));
-    if (!folder_->make_room(step, limits_)) {
-      stop("the cache has no room within its limits", false);
-      return false;
-    }
-    room_nbytes_ = step;
+  CacheDisk& disk = CacheDisk::instance();
+  if (disk.take_room(folder_->path(), nbytes)) return true;
+  const uint64_t missing = entry_->nbytes() - entry_->present_nbytes();
+  const uint64_t step = std::max(nbytes, std::min(kStepNbytes, missing));
+  if (!folder_->make_room(step, key_.limits)) {
+    stop("the cache has no room within its limits", false);
+    return false;
   }
-  room_nbytes_ -= nbytes;
+  disk.set_room(folder_->path(), step - nbytes);
   return true;
 }
 
@@ -92,6 +91,16 @@ void CacheFilling::stop(const std::string& why, bool is_trouble) noexcept {
     }
     if (is_trouble) CacheDisk::instance().note({folder_->path(), why});
   } catch (const std::bad_alloc&) {  // the storing has ended all the same
+  }
+}
+
+bool CacheFilling::discard(const std::string& why) noexcept {
+  stop(why, false);
+  try {
+    CacheDisk::instance().note({folder_->path(), why});
+    return folder_->remove(key_.location, key_.version, true);
+  } catch (const std::exception&) {
+    return false;
   }
 }
 
@@ -117,10 +126,20 @@ void CacheFilling::rest() noexcept {
   }
 }
 
+bool CacheFilling::make_durable() noexcept {
+  const int error = entry_->make_durable();
+  if (error == 0) return true;
+  try {
+    discard("cannot sync: " + std::generic_category().message(error));
+  } catch (const std::bad_alloc&) {  // without a name for it, no bit says that its bytes are there
+  }
+  return false;
+}
+
 void CacheFilling::settle() noexcept {
   try {
     if (entry_->take_unsynced())
-      CacheDisk::instance().sync([entry = entry_] { entry->make_durable(); });
+      CacheDisk::instance().sync([self = shared_from_this()] { self->make_durable(); });
   } catch (const std::exception&) {  // as above
   }
 }

@@ -17,17 +17,21 @@
 
 namespace tensorizer::io {
 
+// Which object, and what its cache may take.
+struct CacheKey {
+  std::string location;
+  std::string version;
+  uint64_t nbytes = 0;
+  std::string about;  // of an entry that is made; empty: this is no use, only a look
+  CacheLimits limits;
+};
+
 class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
  public:
   static constexpr uint64_t kStepNbytes = uint64_t{256} << 20;  // between two looks at the limits
 
-  // There is room for `room_nbytes` within the limits.
-  CacheFilling(std::shared_ptr<CacheFolder> folder, std::shared_ptr<CacheEntry> entry,
-               CacheLimits limits, uint64_t room_nbytes)
-      : folder_(std::move(folder)),
-        entry_(std::move(entry)),
-        limits_(limits),
-        room_nbytes_(room_nbytes) {}
+  CacheFilling(std::shared_ptr<CacheFolder> folder, std::shared_ptr<CacheEntry> entry, CacheKey key)
+      : folder_(std::move(folder)), entry_(std::move(entry)), key_(std::move(key)) {}
 
   CacheEntry& entry() const noexcept { return *entry_; }
 
@@ -41,6 +45,9 @@ class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
 
   // Nothing more is stored. Noted for the log unless it is what the limits are for.
   void stop(const std::string& why, bool is_trouble = true) noexcept;
+  // The same, and removes the entry, which others may have open: its bytes are not to be believed.
+  // False: it cannot be removed.
+  bool discard(const std::string& why) noexcept;
   bool is_open() const noexcept { return open_.load(std::memory_order_relaxed); }
   // Why nothing more is stored; empty while it is.
   std::string trouble() const;
@@ -49,6 +56,8 @@ class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
 
   // Until all that was added is written. False: a stop.
   bool finish(const std::stop_token& stop);
+  // What is written would survive a power cut now. False: the disk refused, and the entry is gone.
+  bool make_durable() noexcept;
   // The source does not use the entry any more: it is synced when all of it is written.
   void rest() noexcept;
 
@@ -59,7 +68,7 @@ class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
 
   const std::shared_ptr<CacheFolder> folder_;
   const std::shared_ptr<CacheEntry> entry_;
-  const CacheLimits limits_;
+  const CacheKey key_;
   std::atomic<bool> open_{true};
   std::atomic<uint64_t> stored_{0};
   std::atomic<uint64_t> left_out_{0};
@@ -67,7 +76,6 @@ class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
   CondVar written_;
   std::map<uint64_t, std::shared_ptr<Waiting>> waiting_ GUARDED_BY(mutex_);  // by its last block
   std::string trouble_ GUARDED_BY(mutex_);
-  uint64_t room_nbytes_;  // that may be stored before the next look; of the thread that writes
 };
 
 struct CacheFilling::Waiting {

@@ -55,7 +55,11 @@ UniqueFd enter(int parent, const std::string& name, const std::string& shown, bo
     const bool made = mkdirat(parent, name.c_str(), 0700) == 0;
     if (!made && errno != EEXIST) throw_errno("cannot make", shown, errno);
     fd = open_folder(parent, name);
-    if (fd && made && fchmod(fd.get(), mode) != 0) throw_errno("cannot make", shown, errno);
+    if (made && (!fd || fchmod(fd.get(), mode) != 0)) {  // a umask may take the user's own rights
+      const int error = errno;
+      unlinkat(parent, name.c_str(), AT_REMOVEDIR);
+      throw_errno("cannot make", shown, error);
+    }
   }
   if (!fd && errno == ENOENT) throw Error(Errc::not_found, shown + " does not exist", shown);
   if (!fd && (errno == ELOOP || errno == ENOTDIR))

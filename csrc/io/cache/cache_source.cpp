@@ -1,6 +1,7 @@
 #include "io/cache/cache_source.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <chrono>
@@ -23,6 +24,16 @@ constexpr milliseconds kLastLook{50};
 constexpr milliseconds kPatience{2000};
 
 uint64_t begin_of(BlockRun run) noexcept { return run.begin * kCacheBlockNbytes; }
+
+// An entry takes four descriptors. Half of all are for connections and other files.
+void check_descriptors() {
+  struct rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  const UniqueFd lowest(::open("/", O_PATH | O_CLOEXEC));  // the system gives the lowest
+  if (!lowest || static_cast<rlim_t>(lowest.get()) >= limit.rlim_cur / 2)
+    throw Error(Errc::io, "more than half of the " + std::to_string(limit.rlim_cur) +
+                              " descriptors that the process may have (ulimit -n) are in use");
+}
 
 }  // namespace
 
@@ -57,28 +68,28 @@ std::shared_ptr<CacheSource> CacheSource::open(std::shared_ptr<CacheFolder> fold
   std::shared_ptr<CacheSource> source(
       new CacheSource(std::move(folder), std::move(key), std::move(network), std::move(name)));
   const CacheKey& k = source->key_;
+  if (source->network_) check_descriptors();
   auto entry = source->folder_->open_entry(k.location, k.version, k.nbytes);
-  uint64_t room = 0;
   if (!entry && source->network_) {
-    room = std::min(CacheFilling::kStepNbytes, k.nbytes);
+    const uint64_t room = std::min(CacheFilling::kStepNbytes, k.nbytes);
     const bool too_large = k.limits.max_nbytes && k.nbytes > *k.limits.max_nbytes;
     if (too_large || !source->folder_->make_room(room, k.limits)) return nullptr;
     entry = source->folder_->make_entry(k.location, k.version, k.nbytes, k.about);
   }
   if (!entry) return nullptr;
-  source->use(std::move(entry), room);
+  source->use(std::move(entry));
   if (source->network_) source->store_head();
   return source;
 }
 
-void CacheSource::use(std::shared_ptr<CacheEntry> entry, uint64_t room_nbytes) {
+void CacheSource::use(std::shared_ptr<CacheEntry> entry) {
   UniqueFd data(fcntl(entry->data(), F_DUPFD_CLOEXEC, 0));
   if (!data) throw_errno("cannot use", name_, errno);
   if (!key_.about.empty()) entry->touch();
   was_complete_ = entry->is_complete();
   MutexLock lock(mutex_);
   disk_ = std::make_shared<FileSource>(std::move(data), name_);
-  filling_ = std::make_shared<CacheFilling>(folder_, std::move(entry), key_.limits, room_nbytes);
+  filling_ = std::make_shared<CacheFilling>(folder_, std::move(entry), key_);
 }
 
 CacheSource::~CacheSource() { rest(); }
@@ -90,8 +101,7 @@ std::shared_ptr<CacheFilling> CacheSource::filling() const {
     // The locks of its descriptions are the parent's, too.
     try {
       auto entry = folder_->open_entry(key_.location, key_.version, key_.nbytes);
-      filling_ = entry ? std::make_shared<CacheFilling>(folder_, std::move(entry), key_.limits, 0)
-                       : nullptr;
+      filling_ = entry ? std::make_shared<CacheFilling>(folder_, std::move(entry), key_) : nullptr;
     } catch (const Error&) {
       filling_ = nullptr;
     }
@@ -106,10 +116,12 @@ void CacheSource::rest() noexcept {
 void CacheSource::close() noexcept {
   rest();
   std::shared_ptr<FileSource> file;
+  std::shared_ptr<CacheFilling> filling;  // what waits to be written keeps it until then
   {
     MutexLock lock(mutex_);
     is_lost_ = true;
     file.swap(disk_);
+    filling.swap(filling_);
   }
   if (network_) network_->close();
 }
@@ -166,14 +178,12 @@ void CacheSource::write_about(const std::string& about) {
 }
 
 bool CacheSource::drop_copy() noexcept {
-  if (from_disk_.load() == 0) return false;
-  if (const auto filling = this->filling()) filling->stop("the copy was damaged");
-  try {
-    folder_->remove(key_.location, key_.version, true);
-  } catch (const std::exception&) {
-    return false;
-  }
-  return true;
+  // Bytes of the network that failed a check would be damaged in the cache, too.
+  const bool was_used = from_disk_.load() != 0;
+  const auto filling = this->filling();
+  if (!filling) return was_used;  // it is removed already
+  if (!was_used && filling->stored_nbytes() == 0) return false;
+  return filling->discard("the copy was damaged") && was_used;
 }
 
 // -- reading -------------------------------------------------------------------------------------
@@ -269,11 +279,7 @@ bool CacheSource::read_present(CacheFilling& filling, const Request& request, Bl
     disk->read_at(offset, slices, stop);
   } catch (const Error& error) {
     if (error.code() == Errc::cancelled) throw;
-    filling.stop(error.what());
-    try {
-      folder_->remove(key_.location, key_.version, true);
-    } catch (const Error&) {  // it cannot be used, and that is all that was wanted
-    }
+    filling.discard(error.what());
     MutexLock lock(mutex_);
     is_lost_ = true;
     return false;
@@ -419,7 +425,7 @@ void CacheSource::fill(const std::stop_token& stop) {
   });
   const auto filling = this->filling();
   if (filling && !filling->finish(stop)) throw Error(Errc::cancelled, "cancelled");
-  if (!filling || !filling->entry().is_complete() || !filling->entry().make_durable()) {
+  if (!filling || !filling->entry().is_complete() || !filling->make_durable()) {
     const std::string why = trouble();
     throw Error(Errc::io,
                 name_ + ": only " + std::to_string(present_nbytes()) + " of " +

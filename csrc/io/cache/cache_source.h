@@ -19,20 +19,11 @@
 
 namespace tensorizer::io {
 
-// Which object, and what its cache may take.
-struct CacheKey {
-  std::string location;
-  std::string version;
-  uint64_t nbytes = 0;
-  std::string about;  // of an entry that is made; empty: this is no use, only a look
-  CacheLimits limits;
-};
-
 class CacheSource final : public RangeSource {
  public:
   // With `network`, an entry is made where there is none and the limits allow one; nullptr where
   // they do not. Without it, what is there is all there is; nullptr where there is no entry. Throws
-  // Error(io) where the folder cannot be used.
+  // Error(io) where the folder cannot be used, or takes descriptors that connections need.
   static std::shared_ptr<CacheSource> open(std::shared_ptr<CacheFolder> folder, CacheKey key,
                                            std::shared_ptr<RangeSource> network, std::string name);
   ~CacheSource() override;
@@ -72,7 +63,7 @@ class CacheSource final : public RangeSource {
 
   CacheSource(std::shared_ptr<CacheFolder> folder, CacheKey key,
               std::shared_ptr<RangeSource> network, std::string name);
-  void use(std::shared_ptr<CacheEntry> entry, uint64_t room_nbytes);
+  void use(std::shared_ptr<CacheEntry> entry);
   // nullptr: there is no entry any more.
   std::shared_ptr<CacheFilling> filling() const;
   std::shared_ptr<FileSource> disk() const;
