@@ -184,7 +184,7 @@ class LoadBatch {
                    const load::MemoryMaker& memory) {
     if (!addresses) {
       for (const load::MemoryGroup& group : plan_memory(memory))
-        load::allocate(group, *opened_, source_->size().has_value(), memory, targets_);
+        load::allocate(group, *opened_, *source_, source_->size().has_value(), memory, targets_);
       return;
     }
     if (addresses->size() != targets_.size())

@@ -62,7 +62,8 @@ class HeaderParser {
     const auto once = [&](bool seen, std::string_view member) {
       if (seen) fail(name, std::string(member) + " occurs twice");
     };
-    json_.object(name, [&](std::string_view member) {
+    if (!json_.next_is('{')) fail(name, "wanted '{', an object");
+    json_.object("a tensor", [&](std::string_view member) {
       if (member == "dtype") {
         once(dtype.has_value(), member);
         dtype = json_.string(member);

@@ -115,8 +115,8 @@ std::vector<MemoryGroup> plan_memory(const OpenedIndex& opened, bool parts,
   return groups;
 }
 
-void allocate(const MemoryGroup& group, const OpenedIndex& opened, bool sized,
-              const MemoryMaker& memory, std::span<LoadTarget> targets) {
+void allocate(const MemoryGroup& group, const OpenedIndex& opened, const io::RangeSource& source,
+              bool sized, const MemoryMaker& memory, std::span<LoadTarget> targets) {
   TensorMemory made;
   try {
     made = memory.make(group.nbytes, group.zeros);
@@ -126,10 +126,11 @@ void allocate(const MemoryGroup& group, const OpenedIndex& opened, bool sized,
         (sized && !group.zeros))
       throw;
     const format::IndexEntry& entry = opened.index[targets[group.members.front().target].entry];
-    throw Error(Errc::malformed, "tensor " + format::display_name(entry.name) + " claims " +
-                                     std::to_string(group.members.front().nbytes) + " bytes" +
-                                     (group.zeros ? " of zeros" : "") +
-                                     ", more than memory can be");
+    throw Error(Errc::malformed,
+                source.name() + ": tensor " + format::display_name(entry.name) + " claims " +
+                    std::to_string(group.members.front().nbytes) + " bytes" +
+                    (group.zeros ? " of zeros" : "") + ", more than memory can be",
+                source.name());
   }
   for (const MemoryGroup::Member& member : group.members)
     targets[member.target].destination = {made.data + member.place, member.nbytes, made.owner};

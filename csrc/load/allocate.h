@@ -48,7 +48,7 @@ std::vector<MemoryGroup> plan_memory(const OpenedIndex& opened, bool parts,
 // Gives the targets of a group their destinations. `sized`: the size of the source is known, and
 // the index within it. Throws what `memory` throws, Error(malformed) instead of out_of_memory for a
 // tensor that only claims its size.
-void allocate(const MemoryGroup& group, const OpenedIndex& opened, bool sized,
-              const MemoryMaker& memory, std::span<LoadTarget> targets);
+void allocate(const MemoryGroup& group, const OpenedIndex& opened, const io::RangeSource& source,
+              bool sized, const MemoryMaker& memory, std::span<LoadTarget> targets);
 
 }  // namespace tensorizer::load

@@ -218,7 +218,7 @@ void LoadSession::allocate_now() {
 }
 
 void LoadSession::allocate_group(size_t group) {
-  allocate(groups_[group], *job_.opened, sized_, memory_, job_.targets);
+  allocate(groups_[group], *job_.opened, job_.source, sized_, memory_, job_.targets);
 }
 
 void LoadSession::memory_is_ready(std::span<const size_t> groups) {

@@ -231,7 +231,9 @@ class OpenFile(AbstractContextManager["OpenFile"]):
                 try:
                     states.update(extra_state.unpack(text))
                 except FormatError as error:
-                    raise FormatError(f"{reader.source_name}: {error}") from None
+                    named = FormatError(f"{reader.source_name}: {error}")
+                    named.source = reader.source_name
+                    raise named from None
         with ordinary_tensors():
             return {path: _moved(state, self.device_of(extra_state.state_name(path))) for path, state in states.items()}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import time
 import tracemalloc
 import warnings
 
@@ -175,13 +174,14 @@ def test_damaged_extra_state_costs_no_more_than_its_text_and_the_error_names_the
         monkeypatch.setattr(extra_state, "to_text", lambda nodes, text=text: text)
         path.write_bytes(with_state(None))
         tracemalloc.start()
-        started = time.process_time()
         with (
             TensorDeserializer(path, device="cpu") as deserializer,
-            pytest.raises(FormatError, match=r"m\.tensors: (the extra state in the file is damaged|stored dtype)"),
+            pytest.raises(
+                FormatError, match=r"m\.tensors: (the extra state in the file is damaged|stored dtype)"
+            ) as bad,
         ):
             deserializer.load_into_module(nn.ModuleList([Keeper(), Keeper()]))
-        assert time.process_time() - started < 2
+        assert bad.value.source == str(path)
         assert tracemalloc.get_traced_memory()[1] < (16 << 20) + 4 * len(text)
         tracemalloc.stop()
 

@@ -193,7 +193,7 @@ REFUSED = {  # name: bytes, words of the message
     "metadata key twice": (ref.build('{"__metadata__":{"a":"","a":""}}'), "occurs twice"),
     "metadata of a number": (ref.build('{"__metadata__":{"a":1}}'), "__metadata__"),
     "metadata that is a list": (ref.build('{"__metadata__":[]}'), "__metadata__"),
-    "tensor as an array": (one('["U8",[1],[0,1]]'), "wanted '{'"),
+    "tensor as an array": (one('["U8",[1],[0,1]]'), "tensor 'w': wanted '{'"),
     "member twice": (one('{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}'), "occurs twice"),
     "no dtype": (one('{"shape":[1],"data_offsets":[0,1]}'), "no dtype"),
     "no shape": (one('{"dtype":"U8","data_offsets":[0,1]}'), "no shape"),
@@ -249,6 +249,15 @@ def test_a_file_cut_anywhere_says_so_with_both_sizes(tmp_path):
         with pytest.raises(TruncatedError) as caught:
             TensorDeserializer(path, device="cpu")
         assert str(nbytes) in str(caught.value)
+
+
+def test_errors_cut_long_names_of_tensors_and_show_no_control_characters():
+    name = "\\u001b[31m" + "n" * 100_000
+    for body in ("3", '{"dtype":"U8" 3', '{"dtype":"U8","dtype":"U8"}', "{}"):
+        with pytest.raises(FormatError) as caught:
+            TensorDeserializer(io.BytesIO(ref.build(f'{{"{name}":{body}}}')), device="cpu")
+        assert len(str(caught.value)) < 400
+        assert "\x1b" not in str(caught.value)
 
 
 def test_a_git_lfs_pointer_is_named_as_such(tmp_path):

@@ -131,7 +131,7 @@ bool PinnedBuffers::pin(unsigned first, unsigned count, uint64_t slot_nbytes) {
     if (first == 0) registers_ = registered;  // further steps are made as the first one was
   }
   if (!registered && !registers_) {
-    mapping_ = HostMapping();
+    if (first == 0) mapping_ = HostMapping();
     void* address = nullptr;
     result = driver_.cuMemHostAlloc(&address, nbytes, kHostAllocPortable);
     data = static_cast<std::byte*>(address);
