@@ -143,6 +143,7 @@ void register_io(py::module_& m) {
       .def_property_readonly("name", [](const RangeSource& self) { return shown(self.name()); })
       .def("size", &RangeSource::size)
       .def("close", &RangeSource::close, unlocked)
+      .def("drop_copy", &RangeSource::drop_copy, unlocked)
       .def_property_readonly("bytes_read", &RangeSource::bytes_read)
       .def_property_readonly("concurrency",
                              [](const RangeSource& s) { return s.traits().concurrency; })

@@ -120,7 +120,7 @@ def _target(source: Any, signature: Any) -> Any:
 def _existing(file: OpenFile, target: Any, force: bool, stream_options: Optional[Mapping[str, Any]]) -> Optional[bytes]:
     """Signatures of the same content that are at the target, to be kept."""
     try:
-        content = read_signature(target, stream_options)
+        content = read_signature(target, stream_options, bytes)
         if _C.signers_of_detached(file.index, content):
             return content
     except StreamNotFoundError:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.sources import OpenedSource, is_path, open_source
+from tensorizer._io.sources import OpenedSource, is_path, open_source, read_checked
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.sizes import parse_size
 from tensorizer.errors import FormatError, StreamIsADirectoryError, StreamNotFoundError
@@ -169,34 +169,26 @@ class _ModelFolder(NamedTuple):
     def open_file(self, name: str) -> OpenedSource:
         return open_source(self.join(name), self.stream_options)
 
-    def _read_index(self, name: str) -> bytes:
-        where = self.asked_for if name == self.name else self.join(name)  # with its query
-        opened = open_source(where, self.stream_options)
-        try:
-            nbytes = opened.source.size()
-            if nbytes is None or nbytes > MAX_INDEX_NBYTES:
-                raise FormatError(
-                    f"{opened.source.name}: an index of {nbytes} bytes, at most {MAX_INDEX_NBYTES} are legal"
-                )
-            return opened.source.read(0, nbytes)
-        finally:
-            opened.close()
-
     def open_shards(self, name: str, present: bool = True) -> OpenedShards:
         """The shards of an index; `present`: a missing index is an error of its own kind."""
         shown = name if self.remote else self.join(name)
+
+        def parsed(text: bytes) -> tuple[dict[str, str], dict[str, str]]:
+            try:
+                weight_map, metadata = _C.parse_shard_index(text)
+            except FormatError as error:
+                raise FormatError(f"{shown}: {error}") from None
+            if not weight_map:
+                raise FormatError(f"{shown}: its weight_map names no tensor")
+            return weight_map, metadata
+
+        where = self.asked_for if name == self.name else self.join(name)  # with its query
         try:
-            text = self._read_index(name)
+            weight_map, metadata = read_checked(where, self.stream_options, parsed, MAX_INDEX_NBYTES)
         except StreamNotFoundError as error:
             if present:
                 raise
             raise _MissingIndex(str(error)) from None
-        try:
-            weight_map, metadata = _C.parse_shard_index(text)
-        except FormatError as error:
-            raise FormatError(f"{shown}: {error}") from None
-        if not weight_map:
-            raise FormatError(f"{shown}: its weight_map names no tensor")
         wanted = re.search(_INDEX_NAME, name)
         assert wanted is not None
         shards = OpenedShards(shown, weight_map, metadata, {})

@@ -12,12 +12,12 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Optional, Protocol, Union
+from typing import Any, NamedTuple, Optional, Protocol, TypeVar, Union
 
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import expanded, local_path, scheme_of
-from tensorizer.errors import StreamError, as_stream_error
+from tensorizer.errors import AuthenticationError, FormatError, StreamError, as_stream_error
 
 __all__ = [
     "Lent",
@@ -36,7 +36,7 @@ __all__ = [
     "is_path",
     "lent",
     "open_source",
-    "read_whole",
+    "read_checked",
     "real_file",
 ]
 
@@ -92,6 +92,9 @@ def lent(file_obj: Any) -> Any:
     return file_obj if is_path(file_obj) else Lent(file_obj)
 
 
+Read = TypeVar("Read")
+
+
 class OpenedSource(NamedTuple):
     """A source ready to be read."""
 
@@ -119,8 +122,35 @@ def is_path(file_obj: object) -> bool:
     )
 
 
-def read_whole(source: _C.RangeSource) -> bytes:
-    """All bytes of a small source, of known size or not."""
+def read_checked(
+    location: Any,
+    stream_options: Optional[Mapping[str, Any]],
+    check: Callable[[bytes], Read],
+    most_nbytes: Optional[int] = None,
+) -> Read:
+    """What `check` makes of the bytes of a small file. If it refuses those of a copy in a cache, the copy is removed.
+
+    Raises:
+        FormatError: The file has more than `most_nbytes`, or does not say how many. Besides, what `check` raises.
+        OSError: It cannot be read; :class:`StreamNotFoundError` where there is none.
+    """
+    opened = open_source(location, stream_options)
+    try:
+        nbytes = opened.source.size()
+        if most_nbytes is not None and (nbytes is None or nbytes > most_nbytes):
+            raise FormatError(f"{opened.name}: wanted at most {most_nbytes} bytes, found {nbytes}")
+        try:
+            return check(_read_whole(opened.source))
+        except (FormatError, AuthenticationError) as error:
+            if opened.source.drop_copy():
+                error.args = (f"{error}; the cached copy was removed; try again",)
+            raise
+    finally:
+        opened.close()
+
+
+def _read_whole(source: _C.RangeSource) -> bytes:
+    """All bytes, of a known size or not."""
     nbytes = source.size()
     if nbytes is not None:
         return source.read(0, nbytes)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional, Union
 
 from tensorizer import _C
 from tensorizer._io.access import Trust
-from tensorizer._io.sources import OpenedSource, open_source, read_whole
+from tensorizer._io.sources import OpenedSource, Read, read_checked
 from tensorizer._io.uri import scheme_of
 from tensorizer._system.redaction import shown_location
-from tensorizer.errors import AuthenticationError, FormatError, StreamNotFoundError, TensorizerError
+from tensorizer.errors import AuthenticationError, StreamNotFoundError, TensorizerError
 
 __all__ = ["authenticate", "named", "read_signature", "signature_place"]
 
@@ -69,57 +69,44 @@ def _check_signatures(opened: OpenedSource, index: _C.Index, trust: Trust) -> No
     if trust.signature is None:
         embedded = named(opened.name, _C.check_signatures, index, wanted)
         if embedded:
-            return
-    place, content = _detached(opened, trust.signature)
-    if content is not None:
-        found = named(f"{opened.name}: {place}", _C.check_signatures, index, wanted, content)
-        if found:
+            return None
+    place = signature_place(opened.location) if trust.signature is None else trust.signature
+    shown = "the signature given" if isinstance(place, bytes) else str(shown_location(place))
+
+    def check(content: bytes) -> None:
+        if named(f"{opened.name}: {shown}", _C.check_signatures, index, wanted, content):
             return
         signers = _C.signers_of_detached(index, content)
         if not signers:  # of another file, or of another content
-            raise AuthenticationError(f"{opened.name}: {place}: the signature does not match: it is of another content")
-    elif embedded is False:
-        signers = _C.embedded_signers(index)
-    else:
-        raise AuthenticationError(f"{opened.name}: not signed: no signature in it, and {_nothing_at(place)}")
-    raise AuthenticationError(f"{opened.name}: signed by other keys: {', '.join(signer.hex() for signer in signers)}")
+            raise AuthenticationError(f"{opened.name}: {shown}: the signature does not match: it is of another content")
+        raise _signed_by_others(opened.name, signers)
+
+    if isinstance(place, bytes):
+        return check(place)
+    if place is not None:
+        try:
+            return read_signature(place, opened.stream_options, check)
+        except StreamNotFoundError:
+            if trust.signature is not None:
+                raise
+    if embedded is False:
+        raise _signed_by_others(opened.name, _C.embedded_signers(index))
+    nothing = "no place beside it to look (signature= names one)" if place is None else f"none at {shown}"
+    raise AuthenticationError(f"{opened.name}: not signed: no signature in it, and {nothing}")
 
 
-def _nothing_at(place: str) -> str:
-    return f"none at {place}" if place else "no place beside it to look (signature= names one)"
+def _signed_by_others(name: str, signers: list[bytes]) -> AuthenticationError:
+    return AuthenticationError(f"{name}: signed by other keys: {', '.join(signer.hex() for signer in signers)}")
 
 
-def _detached(opened: OpenedSource, signature: Any) -> tuple[str, Optional[bytes]]:
-    """Where a detached signature is looked for, for messages, and what is there; ``None``: nothing."""
-    if isinstance(signature, bytes):
-        return "the signature given", signature
-    place = signature_place(opened.location) if signature is None else signature
-    if place is None:
-        return "", None
-    shown = str(shown_location(place))
-    try:
-        return shown, read_signature(place, opened.stream_options)
-    except StreamNotFoundError:
-        if signature is not None:
-            raise
-        return shown, None
-
-
-def read_signature(place: Any, stream_options: Optional[Mapping[str, Any]]) -> bytes:
-    """The bytes of a detached signature.
+def read_signature(place: Any, stream_options: Optional[Mapping[str, Any]], check: Callable[[bytes], Read]) -> Read:
+    """What `check` makes of a detached signature.
 
     Raises:
         FormatError: It is longer than any.
         OSError: It cannot be read; :class:`StreamNotFoundError` where there is none.
     """
-    opened = open_source(place, stream_options)
-    try:
-        nbytes = opened.source.size()
-        if nbytes is None or nbytes > MAX_SIGNATURE_NBYTES:
-            raise FormatError(f"{opened.name}: a signature of {nbytes} bytes, at most {MAX_SIGNATURE_NBYTES} are read")
-        return read_whole(opened.source)
-    finally:
-        opened.close()
+    return read_checked(place, stream_options, check, MAX_SIGNATURE_NBYTES)
 
 
 def signature_place(location: Any) -> Any:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import resource
 
 import cache_tools
 import pytest
+import safetensors.torch as st
 from cache_tools import MIB, entries, load, result, same, start, tensors, write
 from servers.http_faults import FaultyServer
 
-from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
-from tensorizer.errors import HashMismatchError
+from tensorizer import DecryptionParams, EncryptionParams, SigningKey, TensorDeserializer, sign
+from tensorizer.errors import FormatError, HashMismatchError
 
 environment, folder, site = cache_tools.environment, cache_tools.folder, cache_tools.site
 
@@ -127,6 +129,29 @@ def test_a_damaged_index_is_an_error_once(site, folder):
     with pytest.raises(ValueError, match=r"the cached copy was removed; try again$"):
         load(f"{site.url}/m.tensors", folder)
     assert same(load(f"{site.url}/m.tensors", folder)[0], wanted)
+
+
+def test_damaged_files_beside_the_tensors_are_an_error_once(site, folder):
+    wanted = write(site.root / "m.tensors", tensors(MIB))
+    key = SigningKey.generate()
+    sign(site.root / "m.tensors", key)
+    st.save_file(wanted, site.root / "m-1.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(wanted, "m-1.safetensors")}
+    (site.root / "m.safetensors.index.json").write_text(json.dumps(index))
+    for path in site.root.iterdir():
+        os.utime(path, (1e9, 1e9))
+    for name, beside, options in (
+        ("m.tensors", "m.tensors.sig", {"public_key": key.public_key}),
+        ("m.safetensors.index.json", "m.safetensors.index.json", {}),
+    ):
+        load(f"{site.url}/{name}", folder, **options)
+        (copy,) = [entry for entry in entries(folder) if f'/{beside}"' in (entry / "about.json").read_text()]
+        with (copy / "data").open("r+b") as file:
+            file.seek(30)
+            file.write(b"\0\0")
+        with pytest.raises(FormatError, match=r"the cached copy was removed; try again$"):
+            load(f"{site.url}/{name}", folder, **options)
+        assert same(load(f"{site.url}/{name}", folder, **options)[0], wanted)
 
 
 @pytest.mark.parametrize("name", ["map", "data", "about.json"])

@@ -94,10 +94,10 @@ void CacheFilling::stop(const std::string& why, bool is_trouble) noexcept {
   }
 }
 
-bool CacheFilling::discard(const std::string& why) noexcept {
+bool CacheFilling::discard(const std::string& why, bool is_trouble) noexcept {
   stop(why, false);
   try {
-    CacheDisk::instance().note({folder_->path(), why});
+    if (is_trouble) CacheDisk::instance().note({folder_->path(), why});
     return folder_->remove(key_.location, key_.version, true);
   } catch (const std::exception&) {
     return false;

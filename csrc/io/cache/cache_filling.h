@@ -47,7 +47,7 @@ class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
   void stop(const std::string& why, bool is_trouble = true) noexcept;
   // The same, and removes the entry, which others may have open: its bytes are not to be believed.
   // False: it cannot be removed.
-  bool discard(const std::string& why) noexcept;
+  bool discard(const std::string& why, bool is_trouble = true) noexcept;
   bool is_open() const noexcept { return open_.load(std::memory_order_relaxed); }
   // Why nothing more is stored; empty while it is.
   std::string trouble() const;

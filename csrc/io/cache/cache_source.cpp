@@ -183,7 +183,7 @@ bool CacheSource::drop_copy() noexcept {
   const auto filling = this->filling();
   if (!filling) return was_used;  // it is removed already
   if (!was_used && filling->stored_nbytes() == 0) return false;
-  return filling->discard("the copy was damaged") && was_used;
+  return filling->discard("the copy was damaged", false) && was_used;
 }
 
 // -- reading -------------------------------------------------------------------------------------

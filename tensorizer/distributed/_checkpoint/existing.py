@@ -55,7 +55,7 @@ def read_markers(folder: Folder, encryption: Optional[DecryptionParams] = None) 
 
     def read(rank: Optional[int]) -> Marker:
         name = marker_name(rank)
-        return unpack_marker(folder.read(name), folder.join(name), encryption)
+        return folder.read(name, lambda content: unpack_marker(content, folder.join(name), encryption))
 
     try:
         return [read(None)]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, TypeVar, Union
 
 from tensorizer._io.sinks import NewFile, WholeFile
-from tensorizer._io.sources import OpenedSource, open_source, read_whole
+from tensorizer._io.sources import OpenedSource, open_source, read_checked
 from tensorizer._io.uri import LOCAL_SCHEMES, expanded, path_of_file_uri, scheme_of
 from tensorizer.errors import StreamExistsError, StreamNotFoundError, stream_errors
 
@@ -112,13 +112,9 @@ class Folder(NamedTuple):
         finally:
             opened.close()
 
-    def read(self, name: str) -> bytes:
-        """The content of a small file. Raises as :meth:`open`."""
-        opened = self.open(name)
-        try:
-            return read_whole(opened.source)
-        finally:
-            opened.close()
+    def read(self, name: str, check: Callable[[bytes], Answer]) -> Answer:
+        """What `check` makes of the content of a small file. Raises as :meth:`open`, and what `check` raises."""
+        return read_checked(self.join(name), self.stream_options, check)
 
     def each(self, ask: Callable[[Asked], Answer], items: Sequence[Asked]) -> Iterator[Answer]:
         """The answers to one question about each of several files, in their order; the first error in that order.

@@ -106,9 +106,12 @@ class TensorizerReader(Located, StorageReader):
         """
         folder = self._folder()
         name = marker_name(kwargs.get("rank"))
-        content = folder.read(name)
-        self.total_bytes_read += len(content)
-        found = unpack_marker(content, folder.join(name), self._params(), self._trust.required).metadata
+
+        def unpacked(content: bytes) -> Metadata:
+            self.total_bytes_read += len(content)
+            return unpack_marker(content, folder.join(name), self._params(), self._trust.required).metadata
+
+        found = folder.read(name, unpacked)
         if kwargs.get("rank") is None:  # the marker of one rank alone names its own boxes
             _check_boxes(found)
         _note_load(found, self._path, self._load_id)
