@@ -142,7 +142,9 @@ bench: $(VENV)/stamp-build $(VENV)/stamp-bench  ## measure against the others (C
 
 # ---- machines with a GPU: the Python and torch they have, nothing from the network --------------------------------------
 
-GPU_CASES ?= gpu-load-hot gpu-load-first gpu-load-tmpfs gpu-load-many gpu-save-tmpfs
+# torch itself converts for gpu-load-dtype, and wants a real device.
+GPU_CASES ?= gpu-load-hot gpu-load-first gpu-load-tmpfs gpu-load-many gpu-load-encrypted gpu-load-decrypting gpu-load-crc32 \
+  gpu-load-sha256 gpu-load-dtype gpu-load-converting gpu-load-http gpu-save-tmpfs gpu-save-encrypted
 GPU_ARGS ?=
 .PHONY: gpu-check bench-gpu
 gpu-check:  ## build and run the GPU tests with this machine's own torch (GPU_ARGS=--fake: over the fake driver)
@@ -151,7 +153,7 @@ gpu-check:  ## build and run the GPU tests with this machine's own torch (GPU_AR
 bench-gpu:  ## loads to and saves from the GPU against the link and others (SIZE=16GB; BENCH_FAKE_CUDA=1 to try it out)
 	@scripts/gpu_check.sh --build $(if $(BENCH_FAKE_CUDA),--fake) bash -ec '\
 	  $(if $(BENCH_FAKE_CUDA),build/gpu-venv/bin/python -m benchmarks.model_gpu --runs $(RUNS);) \
-	  build/gpu-venv/bin/python -m benchmarks --size $(SIZE) --runs $(RUNS) --cases $(GPU_CASES) \
+	  build/gpu-venv/bin/python -m benchmarks --size $(SIZE) --runs $(RUNS) --cases $(if $(BENCH_FAKE_CUDA),$(filter-out gpu-load-dtype,$(GPU_CASES)),$(GPU_CASES)) \
 	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)'
 
 # The share of a modelled link that loads and saves fill, on a machine without a GPU (CASES, SIZE as a number of bytes, RUNS).

@@ -107,6 +107,14 @@ class Contender:
         """As :meth:`prepare`, encrypted with ``benchmarks.models.KEY``."""
         raise NotImplementedError
 
+    def prepare_crc32(self, state: State, path: Path) -> None:
+        """As :meth:`prepare`, with CRC-32 as the only digest."""
+        raise NotImplementedError
+
+    def prepare_sha256(self, state: State, path: Path) -> None:
+        """As :meth:`prepare`, with SHA-256 as the only digest."""
+        raise NotImplementedError
+
     def load(self, path: Path) -> State:
         """All tensors, in memory of their own."""
         raise NotImplementedError
@@ -155,8 +163,36 @@ class Contender:
         """All tensors on the first CUDA device."""
         raise NotImplementedError
 
+    def load_gpu_encrypted(self, path: Path) -> State:
+        """As :meth:`load_gpu` of an encrypted file, decrypted by the host."""
+        raise NotImplementedError
+
+    def load_gpu_decrypting(self, path: Path) -> State:
+        """As :meth:`load_gpu` of an encrypted file, decrypted by the device."""
+        raise NotImplementedError
+
+    def load_gpu_verified(self, path: Path) -> State:
+        """As :meth:`load_gpu`, checking every stored digest."""
+        raise NotImplementedError
+
+    def load_gpu_float32(self, path: Path) -> State:
+        """As :meth:`load_gpu`, as ``torch.float32``."""
+        raise NotImplementedError
+
+    def load_gpu_converting(self, path: Path) -> State:
+        """As :meth:`load_gpu_float32`, converted by the device's own kernels on the way."""
+        raise NotImplementedError
+
+    def load_gpu_http(self, place: HttpPlace) -> State:
+        """As :meth:`load_gpu`, of a remote file."""
+        raise NotImplementedError
+
     def save_gpu(self, state: State, path: Path) -> None:
         """Tensors on the first CUDA device, as users save them by default."""
+        raise NotImplementedError
+
+    def save_gpu_encrypted(self, state: State, path: Path) -> None:
+        """As :meth:`save_encrypted`, of tensors on the first CUDA device."""
         raise NotImplementedError
 
     def load_http(self, place: HttpPlace) -> State:

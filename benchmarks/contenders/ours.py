@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 from benchmarks.contender import Contender, HttpPlace, S3Place, State
 
@@ -95,15 +96,58 @@ class Ours(Contender):
         serializer.close()
 
     def load_gpu(self, path: Path) -> State:
+        return self._on_gpu(path)
+
+    def load_gpu_encrypted(self, path: Path) -> State:
+        return self._decrypt_on_gpu(path, "0")
+
+    def load_gpu_decrypting(self, path: Path) -> State:
+        return self._decrypt_on_gpu(path, "1")
+
+    def prepare_crc32(self, state: State, path: Path) -> None:
+        self.save_crc32(state, path)
+
+    def prepare_sha256(self, state: State, path: Path) -> None:
+        self._save(state, path, "sha256", sync=False)
+
+    def load_gpu_verified(self, path: Path) -> State:
+        return self._on_gpu(path, verify_hash=True)
+
+    def load_gpu_float32(self, path: Path) -> State:
+        return self._convert_on_gpu(path, "0")
+
+    def load_gpu_converting(self, path: Path) -> State:
+        return self._convert_on_gpu(path, "1")
+
+    def load_gpu_http(self, place: HttpPlace) -> State:
+        return self._on_gpu(place.url)
+
+    def _decrypt_on_gpu(self, path: Path, by_device: str) -> State:
+        from benchmarks.models import KEY
+        from tensorizer import DecryptionParams
+
+        os.environ["TENSORIZER_CUDA_DECRYPT"] = by_device
+        return self._on_gpu(path, encryption=DecryptionParams.from_key(KEY))
+
+    def _convert_on_gpu(self, path: Path, by_device: str) -> State:
+        import torch
+
+        os.environ["TENSORIZER_CUDA_CONVERT"] = by_device
+        return self._on_gpu(path, dtype=torch.float32)
+
+    def _on_gpu(self, place: Union[Path, str], **options: Any) -> State:
         from benchmarks import gpu
         from tensorizer import TensorDeserializer
 
         if gpu.is_fake():
             gpu.fake_device()
-        return TensorDeserializer(path, device=gpu.DEVICE)
+        return TensorDeserializer(place, device=gpu.DEVICE, **options)
 
     def save_gpu(self, state: State, path: Path) -> None:
         self.save(state, path)
+
+    def save_gpu_encrypted(self, state: State, path: Path) -> None:
+        self.save_encrypted(state, path)
 
     def load_http(self, place: HttpPlace) -> State:
         from tensorizer import TensorDeserializer

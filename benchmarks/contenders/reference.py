@@ -74,8 +74,17 @@ class Reference(Contender):
 
         return TensorDeserializer(str(path), device="cuda:0")
 
+    def load_gpu_encrypted(self, path: Path) -> State:
+        from benchmarks.models import KEY
+        from tensorizer import DecryptionParams, TensorDeserializer
+
+        return TensorDeserializer(str(path), device="cuda:0", encryption=DecryptionParams.from_key(KEY))
+
     def save_gpu(self, state: State, path: Path) -> None:
         self.save(state, path)
+
+    def save_gpu_encrypted(self, state: State, path: Path) -> None:
+        self.save_encrypted(state, path)
 
     def load_http(self, place: HttpPlace) -> State:
         from tensorizer import TensorDeserializer

@@ -28,7 +28,7 @@ sys.path.append(str(ROOT))
 from benchmarks import memory, models, report
 from benchmarks.__main__ import size
 from benchmarks.case import Case, Goal, Stage, Unavailable
-from benchmarks.cases import CASES, cases, names
+from benchmarks.cases import CASES, GPU_CASES, cases, names
 from benchmarks.cases.encrypted import thread_counts
 from benchmarks.contender import S3Place
 from benchmarks.contenders import CONTENDERS, contender
@@ -214,6 +214,15 @@ def test_a_run_from_end_to_end_measures_and_writes_json_and_chart(tmp_path: Path
     for chart in (written.stem, f"{written.stem}-crypto-threads"):
         assert (written.parent / f"{chart}.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "cache" / "scratch").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_cases_of_a_gpu_run_from_end_to_end_over_the_fake_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BENCH_FAKE_CUDA", "1")
+    skipped = ("gpu-load-many", "gpu-load-dtype")  # of 200 MB; converted by torch, which wants a device
+    run_cases(tmp_path, [case.name for case in GPU_CASES if case.name not in skipped], ["ours", "link"])
 
 
 @pytest.mark.slow
