@@ -71,7 +71,7 @@ def _check_signatures(opened: OpenedSource, index: _C.Index, trust: Trust) -> No
         if embedded:
             return None
     place = signature_place(opened.location) if trust.signature is None else trust.signature
-    shown = "the signature given" if isinstance(place, bytes) else str(shown_location(place))
+    shown = "the signature given" if isinstance(trust.signature, bytes) else str(shown_location(place))
 
     def check(content: bytes) -> None:
         if named(f"{opened.name}: {shown}", _C.check_signatures, index, wanted, content):
@@ -81,8 +81,8 @@ def _check_signatures(opened: OpenedSource, index: _C.Index, trust: Trust) -> No
             raise AuthenticationError(f"{opened.name}: {shown}: the signature does not match: it is of another content")
         raise _signed_by_others(opened.name, signers)
 
-    if isinstance(place, bytes):
-        return check(place)
+    if isinstance(trust.signature, bytes):
+        return check(trust.signature)
     if place is not None:
         try:
             return read_signature(place, opened.stream_options, check)
