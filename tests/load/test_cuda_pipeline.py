@@ -504,14 +504,14 @@ def test_an_allocation_that_fails_ends_the_load_with_torchs_own_error(gpu, fake,
 
         def fail(device, nbytes, zeros, nth=nth):
             if nbytes and len(alive) + 1 == nth:
-                raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate")
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory: tried to allocate")
             tensor = allocate(device, nbytes, zeros)
             if nbytes:
                 alive.append(weakref.ref(tensor))
             return tensor
 
         monkeypatch.setattr(cuda_engine, "allocate", fail)
-        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"):
+        with pytest.raises(torch.cuda.OutOfMemoryError, match="tried to allocate"):
             gpu.load(path)
         assert not [reference for reference in alive if reference() is not None]
         alive.clear()
@@ -692,7 +692,7 @@ def test_a_device_that_is_full_is_an_out_of_memory_error_and_the_next_load_works
     torch.cuda.set_per_process_memory_fraction(min(1.0, 16 * MIB / free))
     try:
         torch.cuda.empty_cache()
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(torch.cuda.OutOfMemoryError):
             TensorDeserializer(io.BytesIO(file.getvalue()), device="cuda:0")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

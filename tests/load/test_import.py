@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import tensorizer
 from tensorizer import TensorDeserializer, TensorSerializer, errors
@@ -104,7 +105,10 @@ def test_names_that_type_checkers_see_are_resolved_on_demand(path):
     module = importlib.import_module(
         ".".join(["tensorizer", *Path(path).with_suffix("").parts]).removesuffix(".__init__")
     )
-    for name, origin in for_type_checkers(path).items():
+    names = for_type_checkers(path)
+    if not hasattr(dcp, "save"):  # torch 2.1 has no part of what checkpoints are made of
+        names = {name: origin for name, origin in names.items() if "_checkpoint" not in origin}
+    for name, origin in names.items():
         value = getattr(module, name)
         assert name in dir(module)
         assert value is getattr(importlib.import_module(origin), name)

@@ -23,7 +23,13 @@ from benchmarks import scale
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized"),
+    pytest.mark.skipif(
+        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5),
+        reason="the simulation uses what torch.distributed has since torch 2.5",
+    ),
+]
 
 
 def test_the_program_prints_what_the_document_says_from_costs_that_it_measured(capsys):

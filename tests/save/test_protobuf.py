@@ -107,8 +107,9 @@ def test_what_cannot_be_written_is_refused_by_kind():
         serialize_tensor(np.zeros(3))
     with pytest.raises(AssertionError, match="AT_PARAMETER"):
         serialize_tensor(torch.zeros(1), 7)
-    with pytest.raises(KeyError):
-        serialize_tensor(torch.zeros(1, dtype=torch.uint16))
+    if hasattr(torch, "uint16"):  # since torch 2.3
+        with pytest.raises(KeyError):
+            serialize_tensor(torch.zeros(1, dtype=torch.uint16))
     for dtype in (torch.bfloat16, torch.complex32):
         with pytest.raises(TypeError, match="numpy"):
             serialize_tensor(torch.zeros(1, dtype=dtype))
