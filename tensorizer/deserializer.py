@@ -455,7 +455,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
             LoadError: Tensors of `m` with data have another shape or kind (floating point, complex, integer, bool) than
                 the file's; the message names all of them. With `strict`, any other difference. `m` is as it was.
                 Without `strict`, tensors of `m` on the meta device are replaced even so, with one warning.
-            FormatError: With `strict`, two tensors of the file have one name, as ``.w`` and ``w``. `m` is as it was.
+            FormatError: Two tensors of the file have one name, as ``.w`` and ``w``. `m` is as it was.
             KeyError: `m` has no such submodule, or has the attribute as the other kind. `m` is as it was.
             NotImplementedError: The file holds nested containers; use ``m.load_state_dict(...)`` with one of
                 :meth:`tree`.
@@ -468,7 +468,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         try:
             check_module(m, "for a state dict use module.load_state_dict(deserializer)")
             file = self._open_file
-            stored = module_names(file, file.accepted_by(filter_func), strict)
+            stored = module_names(file, file.accepted_by(filter_func))
             how = Filling(ties="stored", by_modules=True)
             fill = ModuleFill(ModuleView(m), file, stored, how, strict, filter_func)
             try:

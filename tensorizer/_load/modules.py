@@ -343,11 +343,11 @@ class ModuleFill:
             )
 
 
-def module_names(file: OpenFile, entries: Sequence[int], strict: bool) -> dict[str, int]:
-    """Entries by the state-dict name of a tensor of a module; of two of one name, the later one unless `strict`.
+def module_names(file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
+    """Entries by the state-dict name of a tensor of a module.
 
     Raises:
-        FormatError: Two tensors have one name, and the load is strict.
+        FormatError: Two tensors have one name.
         NotImplementedError: The file holds nested containers.
     """
     found: dict[str, int] = {}
@@ -360,9 +360,8 @@ def module_names(file: OpenFile, entries: Sequence[int], strict: bool) -> dict[s
             )
         if name.rfind(".") == 0:
             name = name[1:]
-        before = found.pop(name, None)  # the order is that of the entries
-        if strict and before is not None:
-            names = file.names[before], file.names[i]
+        if name in found:
+            names = file.names[found[name]], file.names[i]
             error = FormatError(f"{file.source_name}: {double_name((stored, name) for stored in names)}")
             error.source = file.source_name
             raise error
