@@ -13,10 +13,12 @@ from tensorizer.stream_io import HTTPOptions
 
 
 def quick(**changes: object) -> HTTPOptions:
-    """Options under which failures show soon. Stalls only after 10 s: tests of stalls wait less by their own choice."""
+    """Options under which failures show soon. Stalls only after 10 s, no second request for a slow answer: on a busy
+    machine both would show by chance, so tests of them choose their own."""
     settings: dict[str, object] = {
         "connect_timeout": 5.0,
         "stall_timeout": 10.0,
+        "hedge_after": 0.0,
         "retries": 3,
         "retry_seconds": 30.0,
         "first_retry_delay": 0.01,
