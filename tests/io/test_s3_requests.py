@@ -12,6 +12,7 @@ import signal
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 import zlib
 
@@ -245,7 +246,7 @@ class TestStreamsByHand:
         try:
             fail()
         except RuntimeError as error:
-            error.__traceback__ = None  # what held the stream
+            traceback.clear_frames(error.__traceback__)  # which held the stream
             gc.collect()
         assert store.objects == {}
         assert "s3://bucket/half" in caplog.text
