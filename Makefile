@@ -153,7 +153,7 @@ gpu-check:  ## build and run the GPU tests with this machine's own torch (GPU_AR
 bench-gpu:  ## loads to and saves from the GPU against the link and others (SIZE=16GB; BENCH_FAKE_CUDA=1 to try it out)
 	@scripts/gpu_check.sh --build $(if $(BENCH_FAKE_CUDA),--fake) bash -ec '\
 	  $(if $(BENCH_FAKE_CUDA),build/gpu-venv/bin/python -m benchmarks.model_gpu --runs $(RUNS);) \
-	  build/gpu-venv/bin/python -m benchmarks --size $(SIZE) --runs $(RUNS) --cases $(if $(BENCH_FAKE_CUDA),$(filter-out gpu-load-dtype,$(GPU_CASES)),$(GPU_CASES)) \
+	  build/gpu-venv/bin/python -m benchmarks --size $(SIZE) --runs $(RUNS) --cases $(filter-out $(if $(BENCH_FAKE_CUDA),gpu-load-dtype),$(GPU_CASES)) \
 	  $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(BENCH_ARGS)'
 
 # The share of a modelled link that loads and saves fill, on a machine without a GPU (CASES, SIZE as a number of bytes, RUNS).

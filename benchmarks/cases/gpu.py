@@ -117,13 +117,7 @@ CASES = (
         limit="link",
         variant="sha256",
     ),
-    Case(
-        "gpu-load-dtype",
-        "load to the GPU as float32, converted by torch",
-        "load_gpu_float32",
-        load,
-        limit="link",
-    ),
+    Case("gpu-load-dtype", "load to the GPU as float32, converted by torch", "load_gpu_float32", load, limit="link"),
     Case(
         "gpu-load-converting",
         "load to the GPU as float32, converted on the way",

@@ -184,7 +184,7 @@ class LoadBatch {
                    const load::MemoryMaker& memory) {
     if (!addresses) {
       for (const load::MemoryGroup& group : plan_memory(memory))
-        load::allocate(group, *opened_, *source_, source_->size().has_value(), memory, targets_);
+        load::allocate(group, *opened_, *source_, memory, targets_);
       return;
     }
     if (addresses->size() != targets_.size())
@@ -203,8 +203,7 @@ class LoadBatch {
   // Memory of a device, while the load runs; a load of a few milliseconds has it before.
   void give_memory_later(load::MemoryMaker memory) {
     std::vector<load::MemoryGroup> groups = plan_memory(memory);
-    session_->allocate_while_it_runs(std::move(groups), std::move(memory),
-                                     source_->size().has_value());
+    session_->allocate_while_it_runs(std::move(groups), std::move(memory));
     if (!session_->is_brief()) return;
     session_->allocate_now();
     engine_->order_after_caller();

@@ -116,14 +116,14 @@ std::vector<MemoryGroup> plan_memory(const OpenedIndex& opened, bool parts,
 }
 
 void allocate(const MemoryGroup& group, const OpenedIndex& opened, const io::RangeSource& source,
-              bool sized, const MemoryMaker& memory, std::span<LoadTarget> targets) {
+              const MemoryMaker& memory, std::span<LoadTarget> targets) {
   TensorMemory made;
   try {
     made = memory.make(group.nbytes, group.zeros);
   } catch (const Error& error) {
     // What the source's size vouches for is honest; the rest is only claimed.
     if (error.code() != Errc::out_of_memory || group.nbytes < kOwnMemoryNbytes ||
-        (sized && !group.zeros))
+        (source.size() && !group.zeros))
       throw;
     const format::IndexEntry& entry = opened.index[targets[group.members.front().target].entry];
     throw Error(Errc::malformed,

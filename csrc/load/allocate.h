@@ -45,10 +45,9 @@ std::vector<MemoryGroup> plan_memory(const OpenedIndex& opened, bool parts,
                                      const MemoryMaker& memory,
                                      std::span<const LoadTarget> targets);
 
-// Gives the targets of a group their destinations. `sized`: the size of the source is known, and
-// the index within it. Throws what `memory` throws, Error(malformed) instead of out_of_memory for a
-// tensor that only claims its size.
+// Gives the targets of a group their destinations. Throws what `memory` throws, Error(malformed)
+// instead of out_of_memory for a tensor that only claims its size.
 void allocate(const MemoryGroup& group, const OpenedIndex& opened, const io::RangeSource& source,
-              bool sized, const MemoryMaker& memory, std::span<LoadTarget> targets);
+              const MemoryMaker& memory, std::span<LoadTarget> targets);
 
 }  // namespace tensorizer::load

@@ -204,11 +204,9 @@ void LoadSession::run(const std::stop_token& stop) {
   load_together({&alone, 1}, 1, {}, stop);
 }
 
-void LoadSession::allocate_while_it_runs(std::vector<MemoryGroup> groups, MemoryMaker memory,
-                                         bool sized) {
+void LoadSession::allocate_while_it_runs(std::vector<MemoryGroup> groups, MemoryMaker memory) {
   groups_ = std::move(groups);
   memory_ = std::move(memory);
-  sized_ = sized;
   if (!groups_.empty()) job_.expect_memory();
 }
 
@@ -218,7 +216,7 @@ void LoadSession::allocate_now() {
 }
 
 void LoadSession::allocate_group(size_t group) {
-  allocate(groups_[group], *job_.opened, job_.source, sized_, memory_, job_.targets);
+  allocate(groups_[group], *job_.opened, job_.source, memory_, job_.targets);
 }
 
 void LoadSession::memory_is_ready(std::span<const size_t> groups) {

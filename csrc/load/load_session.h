@@ -34,8 +34,8 @@ class LoadSession {
   void run(const std::stop_token& stop);
 
   // The destinations are allocated while it runs, by load_together(). REQUIRES: an engine; whole
-  // tensors. `sized` as in allocate().
-  void allocate_while_it_runs(std::vector<MemoryGroup> groups, MemoryMaker memory, bool sized);
+  // tensors.
+  void allocate_while_it_runs(std::vector<MemoryGroup> groups, MemoryMaker memory);
   // All of it now; the engine is to be ordered after it.
   void allocate_now();
 
@@ -76,7 +76,6 @@ class LoadSession {
   unsigned plans_begun_ = 0;
   std::vector<MemoryGroup> groups_;  // not allocated when it begins
   MemoryMaker memory_;
-  bool sized_ = false;
 };
 
 }  // namespace tensorizer::load

@@ -11,7 +11,7 @@ from tensorizer._format.entries import TensorType
 from tensorizer._format.names import Key, Name, Path, double_name, path_of
 from tensorizer._format.tree import branch
 from tensorizer._load.open_file import OpenFile
-from tensorizer.errors import FormatError
+from tensorizer._load.reader import file_error
 
 __all__ = ["flat_name", "flat_names", "state_dict_of"]
 
@@ -35,7 +35,7 @@ def flat_names(file: OpenFile) -> dict[str, int]:
         found[name if isinstance(name, str) and name[:1] != "." else flat_name(name, file.type(i))] = i
     if len(found) < len(file.selection):
         named = [(file.names[i], flat_name(file.names[i], file.type(i))) for i in file.selection]
-        raise FormatError(f"{file.source_name}: {double_name(named)}")
+        raise file_error(file.source_name, double_name(named))
     return found
 
 
@@ -56,5 +56,5 @@ def state_dict_of(file: OpenFile, tensors: Sequence[torch.Tensor]) -> dict[Any, 
         below.setdefault(top, []).append((tuple(path), tensor))
     double = double_name(keys.items())
     if double is not None:
-        raise FormatError(f"{file.source_name}: {double}")
+        raise file_error(file.source_name, double)
     return {keys[top]: branch(pairs) for top, pairs in below.items()}

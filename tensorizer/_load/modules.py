@@ -18,9 +18,10 @@ from tensorizer._format.names import Name, double_name
 from tensorizer._format.payloads import same_bits
 from tensorizer._load.fit import ModuleView, Slot, decide
 from tensorizer._load.open_file import OpenFile
+from tensorizer._load.reader import file_error
 from tensorizer._load.report import LoadReport, Misfit
 from tensorizer._system.devices import ordinary_tensors
-from tensorizer.errors import FormatError, LoadError
+from tensorizer.errors import LoadError
 
 __all__ = [
     "Filling",
@@ -362,9 +363,7 @@ def module_names(file: OpenFile, entries: Sequence[int]) -> dict[str, int]:
             name = name[1:]
         if name in found:
             names = file.names[found[name]], file.names[i]
-            error = FormatError(f"{file.source_name}: {double_name((stored, name) for stored in names)}")
-            error.source = file.source_name
-            raise error
+            raise file_error(file.source_name, double_name((stored, name) for stored in names))
         found[name] = i
     return found
 

@@ -36,6 +36,7 @@ from tensorizer._load.reader import (
     LoadedBatch,
     Progress,
     ReadOptions,
+    file_error,
     missing_hashes,
     open_reader,
     tensor_error,
@@ -231,9 +232,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
                 try:
                     states.update(extra_state.unpack(text))
                 except FormatError as error:
-                    named = FormatError(f"{reader.source_name}: {error}")
-                    named.source = reader.source_name
-                    raise named from None
+                    raise file_error(reader.source_name, error) from None
         with ordinary_tensors():
             return {path: _moved(state, self.device_of(extra_state.state_name(path))) for path, state in states.items()}
 

@@ -41,6 +41,7 @@ __all__ = [
     "PendingBatch",
     "Progress",
     "ReadOptions",
+    "file_error",
     "missing_hashes",
     "no_collections",
     "open_reader",
@@ -482,11 +483,16 @@ def _report_from(progress: Callable[[int], object], before: int, done: int) -> N
     progress(before + done)
 
 
-def tensor_error(source: str, name: Name, problem: object) -> FormatError:
-    """The error for what is wrong with one tensor of a file."""
-    error = FormatError(f"{source}: tensor {name_text(name)!r:.200}: {problem}")
+def file_error(source: str, problem: object) -> FormatError:
+    """The error for what is wrong with a file."""
+    error = FormatError(f"{source}: {problem}")
     error.source = source
     return error
+
+
+def tensor_error(source: str, name: Name, problem: object) -> FormatError:
+    """The error for what is wrong with one tensor of a file."""
+    return file_error(source, f"tensor {name_text(name)!r:.200}: {problem}")
 
 
 def missing_hashes(source: str, names: Sequence[Name]) -> MissingHashError:

@@ -148,17 +148,15 @@ class CudaSchedule : public FakeDriverTest {
           load::LoadOptions{
               .verify = verify_, .max_workers = workers_, .keys = keys.get(), .engine = &engine_});
       session_->allocate_while_it_runs(
-          std::move(groups),
-          {[this](uint64_t nbytes, bool) -> TensorMemory {
-             if (before_allocation) before_allocation(memory.size());
-             memory.push_back(std::make_unique<DeviceMemory>(nbytes, device_));
-             // Work of whoever had the memory before, still to come.
-             fake().compute(nullptr, device_, memory.back()->data(), nbytes,
-                            static_cast<int>(kFormer), 500);
-             return {memory.back()->data(), nbytes, nullptr};
-           },
-           512},
-          true);
+          std::move(groups), {[this](uint64_t nbytes, bool) -> TensorMemory {
+                                if (before_allocation) before_allocation(memory.size());
+                                memory.push_back(std::make_unique<DeviceMemory>(nbytes, device_));
+                                // Work of whoever had the memory before, still to come.
+                                fake().compute(nullptr, device_, memory.back()->data(), nbytes,
+                                               static_cast<int>(kFormer), 500);
+                                return {memory.back()->data(), nbytes, nullptr};
+                              },
+                              512});
       return *session_;
     }
     void run() { run_all({this}); }

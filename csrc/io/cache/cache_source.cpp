@@ -25,7 +25,7 @@ constexpr milliseconds kPatience{2000};
 
 uint64_t begin_of(BlockRun run) noexcept { return run.begin * kCacheBlockNbytes; }
 
-// An entry takes four descriptors. Half of all are for connections and other files.
+// An entry takes five descriptors. Half of all are for connections and other files.
 void check_descriptors() {
   struct rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
