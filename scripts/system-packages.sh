@@ -11,7 +11,7 @@ only_print=
 group=${1:?build, test, native, lint, constant-time, wheels, aarch64, docs or site}
 build=(g++ make pkg-config libcurl4-openssl-dev libsodium-dev libssl-dev libhiredis-dev libisal-dev)
 native=(cmake ninja-build libgtest-dev ccache binutils clang)
-servers=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl)
+of_tests=(nginx-light redis-server memcached swift-proxy swift-object swift-container swift-account curl openssl patch)
 wheels=(git make perl cmake nasm patch binutils autoconf automake libtool)
 aarch64=(g++-aarch64-linux-gnu qemu-user mmdebstrap)
 lint=(git)
@@ -86,7 +86,7 @@ install() {
 some_tests=()
 case $group in
   build) wanted=("${build[@]}") ;;
-  test) wanted=("${build[@]}") some_tests=("${servers[@]}") ;;
+  test) wanted=("${build[@]}") some_tests=("${of_tests[@]}") ;;
   native) wanted=("${build[@]}" "${native[@]}") ;;
   lint) wanted=("${build[@]}" "${native[@]}" "${lint[@]}") ;;
   constant-time) wanted=("${build[@]}" "${native[@]}" "${lint[@]}" valgrind) ;;

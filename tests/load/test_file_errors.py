@@ -77,6 +77,9 @@ from tensorizer import StreamError, StreamPermissionError, TensorDeserializer, T
 folder = tempfile.mkdtemp()
 model, locked, own = (os.path.join(folder, name) for name in ("model", "locked", "own"))
 TensorSerializer(model).write_state_dict({"a": torch.ones(1)})
+# What is imported when it is first needed may lie where only root may read: it is imported here.
+TensorDeserializer(model).close()
+stream_io.open_stream(os.path.join(folder, "first"), "wb+").close()
 os.chmod(folder, 0o755)
 os.chmod(model, 0o000)
 os.mkdir(locked, 0o500)

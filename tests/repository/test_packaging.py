@@ -116,6 +116,7 @@ def test_the_latest_release_of_a_library_is_its_highest_tag_of_the_series(script
     assert scripts("sources").latest_release(made) == "1.2.10"
 
 
+@pytest.mark.skipif(shutil.which("patch") is None, reason="no patch")
 def test_patches_are_applied_in_order_and_one_that_does_not_fit_ends_the_build(scripts, library, tmp_path, monkeypatch):
     sources = scripts("sources")
     (tmp_path / "made-1.2.3").mkdir()
