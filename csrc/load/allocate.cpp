@@ -1,6 +1,7 @@
 #include "load/allocate.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include "core/checked_math.h"
@@ -39,16 +40,12 @@ class MemoryPlanner {
         groups_(groups) {}
 
   void run() {
-    for (uint32_t i = 0; i < targets_.size();) {
-      if (!needs_memory(i)) {
-        ++i;
-      } else if (wanted(i) >= kOwnMemoryNbytes) {
-        const uint64_t at = place(i, 0);
-        groups_.push_back({at + wanted(i), zeros_, {{i, at, wanted(i)}}});
-        ++i;
-      } else {
-        i = share_memory(i);
-      }
+    for (uint32_t i = 0; i < targets_.size(); ++i) {
+      if (!needs_memory(i)) continue;
+      MemoryGroup& group = wanted(i) >= kOwnMemoryNbytes ? add_group() : shared_group(i);
+      const uint64_t at = place(i, group.nbytes);
+      group.members.push_back({i, at, wanted(i)});
+      group.nbytes = at + wanted(i);
     }
   }
 
@@ -71,20 +68,17 @@ class MemoryPlanner {
     return align_up(used - std::min(used, in_page), kPageNbytes) + in_page;
   }
 
-  // Memory for target `first` and the small ones behind it; the number of the first that is not in
-  // it.
-  uint32_t share_memory(uint32_t first) {
-    MemoryGroup group{0, zeros_, {}};
-    uint32_t i = first;
-    for (; i < targets_.size(); ++i) {
-      if (!needs_memory(i)) continue;
-      const uint64_t at = place(i, group.nbytes);
-      if (wanted(i) >= kOwnMemoryNbytes || at + wanted(i) > kSharedNbytes) break;
-      group.members.push_back({i, at, wanted(i)});
-      group.nbytes = at + wanted(i);
+  MemoryGroup& add_group() { return groups_.emplace_back(MemoryGroup{0, zeros_, {}}); }
+
+  // The one that small targets share now, if it has room for target `i`, else the next. It stays
+  // open across large targets: a device takes milliseconds for each allocation.
+  MemoryGroup& shared_group(uint32_t i) {
+    if (shared_) {
+      MemoryGroup& group = groups_[*shared_];
+      if (place(i, group.nbytes) + wanted(i) <= kSharedNbytes) return group;
     }
-    groups_.push_back(std::move(group));
-    return i;
+    shared_ = groups_.size();
+    return add_group();
   }
 
   const OpenedIndex& opened_;
@@ -93,6 +87,7 @@ class MemoryPlanner {
   const bool zeros_;
   const std::span<const LoadTarget> targets_;
   std::vector<MemoryGroup>& groups_;
+  std::optional<size_t> shared_;  // the number of a group
 };
 
 }  // namespace

@@ -39,8 +39,8 @@ struct MemoryGroup {
 
 // The memory of every target that has none (in_place) and takes some, in their order, those without
 // data last. A tensor, or part (`parts`: all are), of at least 8 MiB has memory of its own; smaller
-// ones share at most 16 MiB, so a tensor that stays alive keeps at most 16 MiB beyond its own
-// bytes. Tensors without data share with each other: theirs is zero. Pure.
+// ones share at most 16 MiB, also across large ones, so a tensor that stays alive keeps at most 16
+// MiB beyond its own bytes. Tensors without data share with each other: theirs is zero. Pure.
 std::vector<MemoryGroup> plan_memory(const OpenedIndex& opened, bool parts,
                                      const MemoryMaker& memory,
                                      std::span<const LoadTarget> targets);

@@ -1,10 +1,11 @@
 // What is read in which order: every byte of the selection once, units that a buffer can hold,
-// large tensors dealt in turn.
+// large tensors dealt in turn. And which tensors share memory.
 #include "load/load_plan.h"
 
 #include <map>
 
 #include "digest/deal.h"
+#include "load/allocate.h"
 #include "session_harness.h"
 
 namespace tensorizer::load {
@@ -141,6 +142,28 @@ TEST(LoadPlan, ALongPayloadIsAStepToHashEvenWhereItIsWithItsHeader) {
   expect_whole(*opened, plan, options);
   EXPECT_EQ(plan.units.size(), 1U);
   EXPECT_EQ(plan.hash_steps, (std::vector<uint32_t>{0, 1, 0, 1, 1}));
+}
+
+TEST(MemoryPlan, SmallTensorsShareMemoryAcrossLargeOnesUpTo16MiB) {
+  const auto opened =
+      index_of({8 * kMiB, 100, 9 * kMiB, 200, 0, 7 * kMiB, 8 * kMiB, 7 * kMiB, 3 * kMiB});
+  std::vector<LoadTarget> targets;
+  for (const uint32_t entry : all_of(*opened)) targets.push_back({.entry = entry});
+  std::vector<std::vector<uint32_t>> members;
+  for (const MemoryGroup& group : plan_memory(*opened, false, {nullptr, 512}, targets)) {
+    members.emplace_back();
+    uint64_t end = 0;
+    for (const MemoryGroup::Member& member : group.members) {
+      EXPECT_EQ(member.place % 512, 0U);
+      EXPECT_GE(member.place, end);
+      EXPECT_EQ(member.nbytes, opened->index[targets[member.target].entry].data_nbytes);
+      end = member.place + member.nbytes;
+      members.back().push_back(member.target);
+    }
+    EXPECT_EQ(group.nbytes, end);
+    EXPECT_TRUE(members.back().size() == 1 || group.nbytes <= 16 * kMiB);
+  }
+  EXPECT_EQ(members, (std::vector<std::vector<uint32_t>>{{0}, {1, 3, 5, 7}, {2}, {6}, {8}}));
 }
 
 TEST(Deal, KeepsTheOrderWithinARecordAndTakesEveryUnitOnce) {
