@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
@@ -38,12 +39,10 @@ cuda::CudaCopyOptions make_options(int device, uintptr_t stream, unsigned slots,
   return options;
 }
 
-// Once per process: it is the same for every load.
-void warn_of_shortage(const std::string& shortage) {
-  static bool warned = false;  // under the interpreter lock
-  if (shortage.empty() || warned) return;
-  warned = true;
-  if (PyErr_WarnEx(PyExc_RuntimeWarning, ("tensorizer: " + shortage).c_str(), 1) != 0)
+// `warned` is of the process, under the interpreter lock: what is said here holds for every load.
+void warn_once(bool& warned, const std::string& what) {
+  if (what.empty() || std::exchange(warned, true)) return;
+  if (PyErr_WarnEx(PyExc_RuntimeWarning, ("tensorizer: " + what).c_str(), 1) != 0)
     throw py::error_already_set();
 }
 
@@ -57,8 +56,20 @@ std::shared_ptr<cuda::CudaCopyEngine> make_engine(int device, uintptr_t stream, 
     const InterpreterUnlock unlocked;
     engine = std::make_shared<cuda::CudaCopyEngine>(options);
   }
-  warn_of_shortage(engine->shortage());
+  static bool warned = false;
+  warn_once(warned, engine->shortage());
   return engine;
+}
+
+// A binding of a method that says why the device's kernels are not used.
+auto why_not(std::string (cuda::CudaCopyEngine::*method)(const std::stop_token&)) {
+  return [asked = interruptible(method)](cuda::CudaCopyEngine& engine) {
+    std::string why = asked(engine);
+    static bool warned = false;
+    if (const std::string wrong = engine.found_wrong(); !wrong.empty())
+      warn_once(warned, wrong + "; this process does not use them");
+    return why;
+  };
 }
 
 py::dict pinned_status(int device) {
@@ -84,8 +95,8 @@ void register_cuda(py::module_& m) {
       .def(py::init(&make_engine), py::arg("device"), py::arg("stream"), py::kw_only(),
            py::arg("slots") = defaults.slots, py::arg("slot_nbytes") = defaults.slot_nbytes,
            py::arg("keep_idle_seconds") = 30.0, py::arg("open_on_device") = false)
-      .def("why_not_opened", interruptible(&CudaCopyEngine::why_not_opened))
-      .def("why_not_converted", interruptible(&CudaCopyEngine::why_not_converted));
+      .def("why_not_opened", why_not(&CudaCopyEngine::why_not_opened))
+      .def("why_not_converted", why_not(&CudaCopyEngine::why_not_converted));
   m.def("cuda_set_driver_library", &cuda::set_driver_library, py::arg("path"));
   m.def("cuda_driver_is_present", &cuda::driver_is_present, Unlocked());
   m.def("cuda_driver_version", [] { return cuda::driver().version; });

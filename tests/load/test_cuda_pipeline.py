@@ -778,6 +778,29 @@ def test_memory_that_cannot_be_pinned_makes_a_load_slower_and_never_fail(model_f
     assert "cannot be pinned" in result.stdout
 
 
+def test_kernels_that_compute_something_else_are_warned_of_once_and_not_used(model_file):
+    result = run_script(
+        """
+        import tensorizer.cuda
+        os.environ["TENSORIZER_CUDA_DECRYPT"] = "1"
+        device.driver.break_kernels(1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                decrypts, why = tensorizer.cuda.decrypts_on("cuda:0")
+                assert not decrypts
+                assert "when they were tested" in why
+                assert tensorizer.cuda.release_pinned_memory("cuda:0")
+                device.driver.break_kernels(0)
+        print(*[f"{w.category.__name__} {w.message}" for w in caught])
+        """,
+        model_file,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("RuntimeWarning tensorizer: CUDA device 0: the kernels ") == 1, result.stdout
+    assert "this process does not use them" in result.stdout
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_ctrl_c_ends_a_load_behind_work_of_the_caller_that_never_ends(gpu, fake, lazy):
     """Even a single small tensor, which is otherwise read in the calling thread."""

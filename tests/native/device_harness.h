@@ -32,6 +32,12 @@ inline CudaCopyOptions options(void* stream = nullptr, int device = 0) {
   return made;
 }
 
+// The first device's kernels as at the start of a process, and right.
+inline void begin_untested() {
+  fake().break_kernels(0);
+  Device::get(0).kernels_tested().forget();
+}
+
 // One stretch of a source that becomes one buffer: where its bytes go on the device.
 struct Unit {
   uint64_t offset;

@@ -34,7 +34,7 @@ class CudaConvert : public FakeDriverTest {
  protected:
   void SetUp() override {
     FakeDriverTest::SetUp();
-    fake().break_kernels(0);
+    begin_untested();
   }
 
   static CudaCopyOptions ring(OpenOnDevice open = OpenOnDevice::never) {

@@ -21,7 +21,7 @@ class CudaKernels : public FakeDriverTest {
  protected:
   void SetUp() override {
     FakeDriverTest::SetUp();
-    fake().break_kernels(0);
+    begin_untested();
     for (uint64_t i = 0; i < 12; ++i) messages_.emplace_back(i == 11 ? 70'001 : kChunk, i + 1);
   }
 
@@ -85,7 +85,7 @@ class CudaKernels : public FakeDriverTest {
     const CudaCopyEngine engine(options(OpenOnDevice::never));  // keeps the context
     const Driver& driver = Device::get(0).driver();
     const ContextGuard current(driver, Device::get(0).context());
-    const Kernels kernels(driver, 1, kBuffer);
+    const Kernels kernels(driver, Device::get(0).kernels_tested(), 1, kBuffer);
     Stream copies = nullptr;
     Stream work = nullptr;
     static_cast<void>(driver.cuStreamCreate(&copies, kStreamNonBlocking));
@@ -156,6 +156,7 @@ TEST_F(CudaKernels, AreDoneWithoutWhereTheyCannotBeHad) {
        {"cuModuleLoadData:1:218", "cuModuleLoadData:1:222", "cuModuleGetFunction:2:500",
         "cuMemAlloc:1:2", "cuMemAlloc:2:2", "cuLaunchKernel:1:1", "cuLaunchKernel:3:1"}) {
     fake().reset();
+    begin_untested();
     fake().fail(call);
     {
       CudaCopyEngine engine(options(OpenOnDevice::if_possible));
@@ -177,11 +178,27 @@ TEST_F(CudaKernels, AreDoneWithoutWhereTheyCannotBeHad) {
 
 TEST_F(CudaKernels, AreNotUsedWhereTheyComputeSomethingElse) {
   fake().break_kernels(1);
-  {
-    CudaCopyEngine engine(options(OpenOnDevice::if_possible));
-    EXPECT_NE(engine.why_not_opened({}).find("when they were tested"), std::string::npos);
+  for (const unsigned loaded : {1U, 0U}) {  // not again where it was found before
+    fake().reset();
+    {
+      CudaCopyEngine engine(options(OpenOnDevice::if_possible));
+      EXPECT_NE(engine.why_not_opened({}).find("when they were tested"), std::string::npos);
+      EXPECT_EQ(engine.found_wrong(), "CUDA device 0: " + engine.why_not_opened({}));
+      EXPECT_EQ(fake().calls("cuModuleLoadData"), loaded);
+    }
+    EXPECT_TRUE(release_pinned(0));
+    fake().break_kernels(0);
   }
-  EXPECT_TRUE(release_pinned(0));
+}
+
+TEST_F(CudaKernels, AreTestedOnceThoughPinnedMemoryIsMadeAgain) {
+  for (const unsigned launched_by_the_test : {3U, 0U}) {
+    fake().reset();
+    expect_loads();
+    EXPECT_EQ(fake().calls("cuModuleLoadData"), 1U);
+    EXPECT_EQ(fake().calls("cuLaunchKernel"), launched_by_the_test + 2U * 3U);
+    EXPECT_TRUE(release_pinned(0));
+  }
 }
 
 TEST_F(CudaKernels, ThatDoNotRunAreAnErrorAndNotAGenuineChunk) {
@@ -213,7 +230,7 @@ class CudaKernelsLoad : public FakeDriverTest {
 
   void SetUp() override {
     FakeDriverTest::SetUp();
-    fake().break_kernels(0);
+    begin_untested();
     file_ = tensorizer::tests::save_all(
         tensors_, {.hashes = {false, true}, .key = tensorizer::tests::test_key()});
     for (const auto& tensor : tensors_) {

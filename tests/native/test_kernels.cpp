@@ -165,15 +165,20 @@ TEST(Kernels, OpenEveryEdgeOfAChunkInEveryOrderOfThreads) {
     expect_opened(messages, order, 7);
 }
 
-TEST(Kernels, OpenWhatLibsodiumSealedAtRandomSizes) {
-  std::mt19937_64 random(3);
+// 10,000 sizes in all, in parts that several processes share.
+class KernelsAtRandomSizes : public ::testing::TestWithParam<uint64_t> {};
+
+TEST_P(KernelsAtRandomSizes, OpenWhatLibsodiumSealed) {
+  std::mt19937_64 random(GetParam());
   for (uint64_t seed = 0; seed < 400; ++seed) {
     std::vector<Message> messages;
     for (size_t i = 0; i < 5; ++i) messages.emplace_back(1 + random() % 400'000, random());
     expect_opened(messages, HOST_SHUFFLED, seed);
-    if (::testing::Test::HasFailure()) return;
+    if (HasFailure()) return;
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Parts, KernelsAtRandomSizes, ::testing::Range<uint64_t>(0, 5));
 
 // What each forgery does to chunk 1 of three.
 void expect_refused(const char* what, size_t nbytes, auto&& forge) {

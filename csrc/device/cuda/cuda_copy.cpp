@@ -103,6 +103,12 @@ DeviceRange CudaCopyEngine::staging() const noexcept {
 
 void CudaCopyEngine::free_staging() noexcept { state_->staging = {}; }
 
+std::string CudaCopyEngine::found_wrong() const {
+  Device& device = state().device;
+  const std::string wrong = device.kernels_tested().found_wrong();
+  return wrong.empty() ? wrong : device.label() + ": " + wrong;
+}
+
 std::string CudaCopyEngine::shortage() const { return state().buffers->shortage(); }
 
 void CudaCopyEngine::order_after_caller() {

@@ -63,6 +63,10 @@ class CudaCopyEngine final : public CopyEngine {
   // Why torch converts; empty where the device does. Waits as why_not_opened() does.
   std::string why_not_converted(const std::stop_token& stop);
 
+  // What the device's kernels gave wrong when they were tested; empty where they did not, or were
+  // not tested.
+  std::string found_wrong() const;
+
   // Why there is less pinned memory than was asked for; empty where there is not.
   std::string shortage() const;
 

@@ -71,7 +71,7 @@ void Device::make_pinned(const PinnedSettings& settings) {
         "starting to use the CUDA device");
   try {
     const ContextGuard current(driver_, context);
-    pinned_ = std::make_unique<PinnedBuffers>(driver_, handle, context, settings);
+    pinned_ = std::make_unique<PinnedBuffers>(driver_, handle, context, settings, kernels_tested_);
   } catch (...) {
     static_cast<void>(driver_.cuDevicePrimaryCtxRelease(handle));
     throw;

@@ -58,6 +58,8 @@ class Device {
 
   PinnedStatus status() const;
 
+  SelfTestRecord& kernels_tested() noexcept { return kernels_tested_; }
+
   // No thread of ours waits for idle memory after this. For the end of the process.
   static void stop_idle_threads() noexcept;
 
@@ -73,6 +75,7 @@ class Device {
 
   const Driver& driver_;
   const Ordinal ordinal_;
+  SelfTestRecord kernels_tested_;
   mutable Mutex mutex_;
   CondVar changed_;
   Context context_ GUARDED_BY(mutex_) = nullptr;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/cuda/kernels/convert.h"
@@ -27,6 +28,34 @@ bool has_functions(const Driver& driver) noexcept {
 }
 
 }  // namespace
+
+// --- what the self-test has shown ----------------------------------------------------------------
+
+bool SelfTestRecord::has_passed() const {
+  MutexLock lock(mutex_);
+  return passed_;
+}
+
+std::string SelfTestRecord::found_wrong() const {
+  MutexLock lock(mutex_);
+  return wrong_;
+}
+
+void SelfTestRecord::note_passed() {
+  MutexLock lock(mutex_);
+  passed_ = true;
+}
+
+void SelfTestRecord::note_wrong(std::string what) {
+  MutexLock lock(mutex_);
+  wrong_ = std::move(what);
+}
+
+void SelfTestRecord::forget() {
+  MutexLock lock(mutex_);
+  passed_ = false;
+  wrong_.clear();
+}
 
 // --- the module and its memory -------------------------------------------------------------------
 
@@ -260,19 +289,20 @@ class SelfTest {
   SelfTest(const SelfTest&) = delete;
   SelfTest& operator=(const SelfTest&) = delete;
 
-  void run() {
+  // What is wrong; empty where nothing is.
+  std::string run() {
     prepare();
     expect_on_host();
     enqueue();
     check(driver_, driver_.cuStreamSynchronize(stream_), "testing the kernels");
     for (size_t i = 0; i < kTestChunks; ++i) {
       if (area().verdicts()[i] != (i == 0 ? kVerdictGenuine : kVerdictForged))
-        throw Error(Errc::device,
-                    "the kernels took a wrong chunk for genuine, or a genuine one "
-                    "for wrong, when they were tested");
+        return "the kernels took a wrong chunk for genuine, or a genuine one for wrong, when they "
+               "were tested";
     }
     if (::memcmp(bytes(), expected_.data(), expected_.size()) != 0)
-      throw Error(Errc::device, "the kernels gave wrong bytes when they were tested");
+      return "the kernels gave wrong bytes when they were tested";
+    return {};
   }
 
  private:
@@ -399,7 +429,16 @@ class SelfTest {
   std::vector<std::byte> expected_;
 };
 
-Kernels::Kernels(const Driver& driver, unsigned buffers, uint64_t buffer_nbytes)
+void Kernels::test(SelfTestRecord& tested) const {
+  if (tested.has_passed()) return;
+  const std::string wrong = SelfTest(*this).run();
+  if (wrong.empty()) return tested.note_passed();
+  tested.note_wrong(wrong);
+  throw Error(Errc::device, wrong);
+}
+
+Kernels::Kernels(const Driver& driver, SelfTestRecord& tested, unsigned buffers,
+                 uint64_t buffer_nbytes)
     : driver_(driver),
       buffers_(buffers),
       room_(std::max<size_t>(1, static_cast<size_t>(buffer_nbytes / kLeastChunkNbytes))),
@@ -407,10 +446,12 @@ Kernels::Kernels(const Driver& driver, unsigned buffers, uint64_t buffer_nbytes)
                      static_cast<size_t>(buffer_nbytes / kLeastElementNbytes / kConvertedAtOnce)) {
   if (!has_functions(driver))
     throw Error(Errc::device, "the CUDA driver has no functions that load kernels");
+  if (const std::string wrong = tested.found_wrong(); !wrong.empty())
+    throw Error(Errc::device, wrong);
   try {
     load();
     reserve();
-    SelfTest(*this).run();
+    test(tested);
   } catch (...) {
     release();
     throw;

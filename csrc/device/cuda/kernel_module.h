@@ -3,7 +3,8 @@
 // pieces to convert.
 //
 // The kernels are the text that scripts/kernels.py made, compiled by the driver when this is made.
-// They are used only once they have given on this device what the same source gives on the host.
+// They are used only once they have given on this device what the same source gives on the host:
+// a process tests them once for each device.
 //
 // What stands in the areas is as secret as the plaintext: the device's is zeroed in the order of
 // the stream, behind the kernels, the host's by wipe(). No kernel has a secret parameter: those lie
@@ -14,7 +15,9 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 
+#include "core/sync.h"
 #include "device/chunk_to_open.h"
 #include "device/copy_engine.h"
 #include "device/cuda/copy_stream.h"
@@ -22,12 +25,31 @@
 
 namespace tensorizer::device::cuda {
 
+// What the self-test of a device's kernels has shown, for as long as the process lives. Internally
+// locked.
+class SelfTestRecord {
+ public:
+  bool has_passed() const;
+  // What the kernels gave wrong; empty where they did not. They are not used again then.
+  std::string found_wrong() const;
+  void note_passed();
+  void note_wrong(std::string what);
+  // For tests: as at the start of the process.
+  void forget();
+
+ private:
+  mutable Mutex mutex_;
+  bool passed_ GUARDED_BY(mutex_) = false;
+  std::string wrong_ GUARDED_BY(mutex_);
+};
+
 class Kernels {
  public:
-  // Throws Error(device) where the driver is too old, refuses the module or the memory, or the
-  // kernels do not give what they should. REQUIRES: the device's context is current, here, in the
+  // Tests the kernels, unless `tested` says how that ended. Throws Error(device) where the driver
+  // is too old, refuses the module or the memory, or the kernels do not give what they should.
+  // REQUIRES: the device's context is current, here, in the
   // destructor and where work is enqueued; nothing that was enqueued runs when it is destroyed.
-  Kernels(const Driver& driver, unsigned buffers, uint64_t buffer_nbytes);
+  Kernels(const Driver& driver, SelfTestRecord& tested, unsigned buffers, uint64_t buffer_nbytes);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
@@ -86,6 +108,7 @@ class Kernels {
   size_t stride() const noexcept { return (layout().nbytes() + 7) / 8 * 8; }
   Area area(unsigned buffer) const noexcept;
   void load();
+  void test(SelfTestRecord& tested) const;
   void reserve();
   void release() noexcept;
   void launch(Function function, unsigned blocks, Stream stream, void** parameters) const;

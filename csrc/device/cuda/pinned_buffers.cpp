@@ -59,8 +59,8 @@ void validate(const PinnedSettings& settings) {
 }
 
 PinnedBuffers::PinnedBuffers(const Driver& driver, Ordinal device, Context context,
-                             const PinnedSettings& wanted)
-    : driver_(driver), device_(device), context_(context), wanted_(wanted) {
+                             const PinnedSettings& wanted, SelfTestRecord& tested)
+    : driver_(driver), device_(device), context_(context), wanted_(wanted), tested_(tested) {
   buffer_nbytes_ = align_up(wanted.slot_nbytes, kPage);
   most_ = wanted.slots;
   buffers_.resize(most_);
@@ -206,7 +206,7 @@ void PinnedBuffers::make_kernels() noexcept {
   try {
     if (!pinned_) throw Error(Errc::device, "host memory cannot be pinned");
     const ContextGuard current(driver_, context_);
-    made = std::make_unique<Kernels>(driver_, most_, buffer_nbytes_);
+    made = std::make_unique<Kernels>(driver_, tested_, most_, buffer_nbytes_);
   } catch (const std::exception& error) {
     refused = error.what();
   }

@@ -44,10 +44,10 @@ class PinnedBuffers {
  public:
   // Makes the first step. Tries, in this order: memory of ours that the driver registers, memory
   // that the driver allocates, the same with fewer and smaller buffers, memory that is not pinned.
-  // Throws Error(out_of_memory) or Error(device). REQUIRES: the device's context is current, here
-  // and in the destructor.
-  PinnedBuffers(const Driver& driver, Ordinal device, Context context,
-                const PinnedSettings& wanted);
+  // `tested` is of the device's kernels, and outlives this. Throws Error(out_of_memory) or
+  // Error(device). REQUIRES: the device's context is current, here and in the destructor.
+  PinnedBuffers(const Driver& driver, Ordinal device, Context context, const PinnedSettings& wanted,
+                SelfTestRecord& tested);
   ~PinnedBuffers();
   PinnedBuffers(const PinnedBuffers&) = delete;
   PinnedBuffers& operator=(const PinnedBuffers&) = delete;
@@ -128,6 +128,7 @@ class PinnedBuffers {
   const Ordinal device_;
   const Context context_;
   const PinnedSettings wanted_;
+  SelfTestRecord& tested_;
   HostMapping mapping_;  // registered step by step, or memory that is not pinned
   uint64_t buffer_nbytes_ = 0;
   unsigned most_ = 0;
