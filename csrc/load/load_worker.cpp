@@ -47,8 +47,7 @@ class Worker final : public LoadWorker {
     if (!copier_) return;
     if (!waits_)
       while (hashing_.buffers() > 0) hashing_.release_oldest(stop_);
-    copier_->finish(stop_);
-    copier_->give_back_unused();
+    free_slots();
   }
 
   void process(size_t number) override {
@@ -447,6 +446,13 @@ class Worker final : public LoadWorker {
     };
     copier_->send_to_work(copies_, work, stop_);
     copies_.clear();
+    // The next request takes longer than these copies, and other workers wait for slots meanwhile.
+    if (waits_) free_slots();
+  }
+
+  void free_slots() {
+    copier_->finish(stop_);
+    copier_->give_back_unused();
   }
 
   // From where it was copied to.
