@@ -35,7 +35,7 @@ inline CudaCopyOptions options(void* stream = nullptr, int device = 0) {
 // The first device's kernels as at the start of a process, and right.
 inline void begin_untested() {
   fake().break_kernels(0);
-  Device::get(0).kernels_tested().forget();
+  Device::get(0).kernels_tested().note(std::nullopt);
 }
 
 // One stretch of a source that becomes one buffer: where its bytes go on the device.

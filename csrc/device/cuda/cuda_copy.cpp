@@ -105,7 +105,7 @@ void CudaCopyEngine::free_staging() noexcept { state_->staging = {}; }
 
 std::string CudaCopyEngine::found_wrong() const {
   Device& device = state().device;
-  const std::string wrong = device.kernels_tested().found_wrong();
+  const std::string wrong = device.kernels_tested().wrong().value_or("");
   return wrong.empty() ? wrong : device.label() + ": " + wrong;
 }
 

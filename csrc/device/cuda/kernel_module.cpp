@@ -31,30 +31,14 @@ bool has_functions(const Driver& driver) noexcept {
 
 // --- what the self-test has shown ----------------------------------------------------------------
 
-bool SelfTestRecord::has_passed() const {
-  MutexLock lock(mutex_);
-  return passed_;
-}
-
-std::string SelfTestRecord::found_wrong() const {
+std::optional<std::string> SelfTestRecord::wrong() const {
   MutexLock lock(mutex_);
   return wrong_;
 }
 
-void SelfTestRecord::note_passed() {
+void SelfTestRecord::note(std::optional<std::string> wrong) {
   MutexLock lock(mutex_);
-  passed_ = true;
-}
-
-void SelfTestRecord::note_wrong(std::string what) {
-  MutexLock lock(mutex_);
-  wrong_ = std::move(what);
-}
-
-void SelfTestRecord::forget() {
-  MutexLock lock(mutex_);
-  passed_ = false;
-  wrong_.clear();
+  wrong_ = std::move(wrong);
 }
 
 // --- the module and its memory -------------------------------------------------------------------
@@ -430,11 +414,10 @@ class SelfTest {
 };
 
 void Kernels::test(SelfTestRecord& tested) const {
-  if (tested.has_passed()) return;
+  if (tested.wrong()) return;
   const std::string wrong = SelfTest(*this).run();
-  if (wrong.empty()) return tested.note_passed();
-  tested.note_wrong(wrong);
-  throw Error(Errc::device, wrong);
+  tested.note(wrong);
+  if (!wrong.empty()) throw Error(Errc::device, wrong);
 }
 
 Kernels::Kernels(const Driver& driver, SelfTestRecord& tested, unsigned buffers,
@@ -446,7 +429,7 @@ Kernels::Kernels(const Driver& driver, SelfTestRecord& tested, unsigned buffers,
                      static_cast<size_t>(buffer_nbytes / kLeastElementNbytes / kConvertedAtOnce)) {
   if (!has_functions(driver))
     throw Error(Errc::device, "the CUDA driver has no functions that load kernels");
-  if (const std::string wrong = tested.found_wrong(); !wrong.empty())
+  if (const std::string wrong = tested.wrong().value_or(""); !wrong.empty())
     throw Error(Errc::device, wrong);
   try {
     load();

@@ -29,26 +29,22 @@ namespace tensorizer::device::cuda {
 // locked.
 class SelfTestRecord {
  public:
-  bool has_passed() const;
-  // What the kernels gave wrong; empty where they did not. They are not used again then.
-  std::string found_wrong() const;
-  void note_passed();
-  void note_wrong(std::string what);
-  // For tests: as at the start of the process.
-  void forget();
+  // What the kernels gave wrong: they are not used again then. Empty where they passed, nullopt
+  // where they were not tested.
+  std::optional<std::string> wrong() const;
+  void note(std::optional<std::string> wrong);
 
  private:
   mutable Mutex mutex_;
-  bool passed_ GUARDED_BY(mutex_) = false;
-  std::string wrong_ GUARDED_BY(mutex_);
+  std::optional<std::string> wrong_ GUARDED_BY(mutex_);
 };
 
 class Kernels {
  public:
   // Tests the kernels, unless `tested` says how that ended. Throws Error(device) where the driver
   // is too old, refuses the module or the memory, or the kernels do not give what they should.
-  // REQUIRES: the device's context is current, here, in the
-  // destructor and where work is enqueued; nothing that was enqueued runs when it is destroyed.
+  // REQUIRES: the device's context is current, here, in the destructor and where work is enqueued;
+  // nothing that was enqueued runs when it is destroyed.
   Kernels(const Driver& driver, SelfTestRecord& tested, unsigned buffers, uint64_t buffer_nbytes);
   ~Kernels();
   Kernels(const Kernels&) = delete;
