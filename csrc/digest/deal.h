@@ -2,6 +2,7 @@
 // at a time, so that as many SHA-256 chains can run. Pure.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -13,11 +14,15 @@ namespace tensorizer::digest {
 inline constexpr uint32_t kNoRecord = std::numeric_limits<uint32_t>::max();
 // Records at once for each worker: it finds two chains to hash side by side.
 inline constexpr size_t kDealtPerWorker = 2;
+// Where more are dealt than that, another one begins only after so many units: its memory may still
+// be on its way, and the others give the device work until it is there.
+inline constexpr size_t kUnitsBeforeNext = 8;
 
 // records[i] is the record that unit i is a part of; the units of one record are neighbours.
 // Returns the numbers of all units in the order in which to take them: those of one record in their
-// order, `at_once` records in turn.
-inline std::vector<uint32_t> deal(std::span<const uint32_t> records, size_t at_once) {
+// order, `at_first` records in turn, and slowly more, up to `at_once`.
+inline std::vector<uint32_t> deal(std::span<const uint32_t> records, size_t at_once,
+                                  size_t at_first) {
   struct Run {
     uint32_t next, end;
   };
@@ -34,7 +39,8 @@ inline std::vector<uint32_t> deal(std::span<const uint32_t> records, size_t at_o
   order.reserve(count);
   std::vector<Run> open;
   while (order.size() < count) {
-    while (open.size() < at_once && begun < count) open.push_back(next_run());
+    const size_t most = std::min(at_once, at_first + order.size() / kUnitsBeforeNext);
+    while (open.size() < most && begun < count) open.push_back(next_run());
     for (Run& run : open) order.push_back(run.next++);
     std::erase_if(open, [](const Run& run) { return run.next == run.end; });
   }

@@ -180,8 +180,8 @@ void RecordDigester::wait(uint32_t record, uint32_t step, const std::stop_token&
 }
 
 bool RecordDigester::may_help(size_t ready, uint64_t here) const noexcept {
-  if (ready < 2) return false;
-  return !use_.bytes_stay || ready >= Sha256::lanes() || here >= kGatheredSteps;
+  if (!use_.bytes_stay) return ready >= use_.gathered;
+  return ready >= 2 && (ready >= Sha256::lanes() || here >= kGatheredSteps);
 }
 
 bool RecordDigester::help() {

@@ -51,6 +51,9 @@ class RecordDigester {
     unsigned workers = 1;
     // Bytes need not leave soon: help() lets steps gather, for more streams side by side.
     bool bytes_stay = false;
+    // Where they have to leave: help() hashes once so many records have a step. Whoever waits for a
+    // buffer hashes what there is.
+    size_t gathered = 2;
   };
 
   // steps[r]: how many steps record r comes in; 0: it comes whole, through add_whole().

@@ -122,7 +122,7 @@ class Planner {
   uint32_t first_ = 0;
 };
 
-void deal_units(LoadPlan& plan, size_t large_at_once) {
+void deal_units(LoadPlan& plan, size_t at_once, size_t at_first) {
   std::vector<uint32_t> records;
   records.reserve(plan.units.size());
   for (const Unit& unit : plan.units) {
@@ -131,7 +131,7 @@ void deal_units(LoadPlan& plan, size_t large_at_once) {
   }
   std::vector<Unit> dealt;
   dealt.reserve(plan.units.size());
-  for (const uint32_t number : digest::deal(records, large_at_once))
+  for (const uint32_t number : digest::deal(records, at_once, at_first))
     dealt.push_back(plan.units[number]);
   plan.units = std::move(dealt);
 }
@@ -150,7 +150,8 @@ LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selecti
   for (uint32_t target = 0; target < selection.size(); ++target)
     planner.add_record(target, index[selection[target]]);
   planner.finish();
-  if (options.large_at_once > 0) deal_units(plan, options.large_at_once);
+  if (options.large_at_once > 0)
+    deal_units(plan, options.large_at_once, options.large_at_first.value_or(options.large_at_once));
   return plan;
 }
 

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -72,6 +73,8 @@ struct PlanOptions {
   size_t streams = 1;
   // Above 0: tensors that are cut have units of their own, and those of so many are dealt in turn.
   size_t large_at_once = 0;
+  // Of so many at the begin, and slowly more: see digest::deal().
+  std::optional<size_t> large_at_first;
   // Tensors share a unit only where it has no more pieces than this.
   size_t most_pieces = std::numeric_limits<size_t>::max();
   // A longer payload counts as a step to hash even where it is in one unit with its header.

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/checked_math.h"
 #include "core/error.h"
 #include "core/pages.h"
 #include "core/run_units.h"
@@ -32,6 +33,10 @@ constexpr uint64_t kLeastRunGapNbytes = 4096;
 // Of units for a device that come from a source that waits: for each worker, where they are hashed
 // from there.
 constexpr uint64_t kReadBuffers = 3;
+// Where many streams are hashed side by side, units are so much shorter: there are enough steps to
+// fill the lanes of SHA-256 while they are in the cache, and in the three buffers of a worker.
+constexpr uint64_t kShorterToHash = 8;
+constexpr size_t kManyLanes = 8;
 
 // A container without record headers has no digests to compare: its index says all there is to
 // know. Nor has a part. Data of a signed file in clear are compared whether or not somebody asks
@@ -67,8 +72,11 @@ LoadSession::LoadSession(io::RangeSource& source, const std::shared_ptr<const Op
   brief_ = is_brief_plan();
   if (job_.options.verify) {
     // On the host, hashes are made of the tensors' own memory.
-    start_digests(job_, {.workers = std::min(workers_of_plan(), cpu_quota()),
-                         .bytes_stay = job_.options.engine == nullptr});
+    start_digests(job_,
+                  {.workers = std::min(workers_of_plan(), cpu_quota()),
+                   .bytes_stay = job_.options.engine == nullptr,
+                   .gathered = job_.units_share_buffers ? format::Sha256::lanes() * useful_workers()
+                                                        : digest::kDealtPerWorker});
   }
 }
 
@@ -132,29 +140,39 @@ LoadPlan LoadSession::plan_headers() const {
                     .payloads = false});
 }
 
-LoadPlan LoadSession::plan_whole() const {
+LoadPlan LoadSession::plan_whole() {
   const io::SourceTraits traits = job_.source.traits();
   const LoadOptions& options = job_.options;
   const bool all_in_place = std::ranges::all_of(job_.targets, &LoadTarget::in_place);
   if (all_in_place && !job_.targets.empty() && !options.verify) return plan_headers();
 
   const unsigned workers = useful_workers();
+  const size_t lanes = format::Sha256::lanes();
+  // Hashing takes longer than reading: as many chains as there are lanes, and soon.
+  bool fills_lanes = options.verify && traits.prompt;
   PlanOptions plan;
   plan.unit_nbytes = unit_nbytes();
   plan.gap_nbytes = traits.gap_nbytes;
   if (job_.has_crypt_info()) plan.cut_nbytes = format::kCipherChunkNbytes;
   if (options.engine != nullptr) {
     plan.buffer_nbytes = options.engine->buffer_nbytes();
+    fills_lanes = fills_lanes && workers > 1 && lanes >= kManyLanes;
+    job_.units_share_buffers = fills_lanes;
     // Bytes leave their buffer once they are hashed: several chains must be under way.
     if (options.verify && workers > 1 && !traits.sequential)
       plan.large_at_once = digest::kDealtPerWorker * workers;
     if (std::ranges::any_of(job_.targets, [](const LoadTarget& t) { return !!t.conversion; }))
       plan.most_pieces = device::kMostConversions;
-  } else if (options.verify && traits.prompt) {
-    // Hashing takes longer than reading: as many chains as there are lanes, and soon, while the
-    // bytes are in the cache. What would be hashed alone in its unit joins the others.
-    plan.large_at_once = format::Sha256::lanes() * workers;
-    plan.whole_nbytes = plan.unit_nbytes / 8;
+  }
+  if (fills_lanes) {
+    if (plan.large_at_once > 0) plan.large_at_first = plan.large_at_once;
+    plan.large_at_once = lanes * workers;
+    // Each begins in a buffer where it does in its page of the file, which takes a little room.
+    if (lanes >= kManyLanes) {
+      const uint64_t shorter = align_down(plan.unit_nbytes / kShorterToHash - 1, plan.cut_nbytes);
+      plan.unit_nbytes = std::min(plan.unit_nbytes, std::max(shorter, plan.cut_nbytes));
+    }
+    plan.whole_nbytes = plan.unit_nbytes / 8;  // what would be hashed alone joins the others
   }
   if (plan.large_at_once == 0) plan.streams = std::min(traits.streams, workers);
   return plan_load(job_.opened->index, job_.entries, plan);

@@ -22,6 +22,12 @@ class Worker final : public LoadWorker {
       const io::SourceTraits traits = job_.source.traits();
       waits_ = traits.waits && !traits.sequential;
       if (waits_) read_buffers_.resize(job_.read_buffers);
+      if (job_.units_share_buffers) {
+        for (const Unit& unit : job_.plan.units) {
+          longest_unit_ = std::max(longest_unit_, unit.nbytes);
+          most_pieces_ = std::max<size_t>(most_pieces_, unit.piece_count);
+        }
+      }
     }
   }
 
@@ -29,12 +35,14 @@ class Worker final : public LoadWorker {
 
   void prepare() override {
     if (!copier_ || prepared_) return;
-    take_buffer();
+    if (!has_room()) take_buffer();
     prepared_ = true;
   }
 
   void unprepare() override {
     if (!std::exchange(prepared_, false)) return;
+    if (!outgoing_.empty()) return send();
+    buffer_ = {};
     if (job_.digester) hashing_.drop_newest();
     if (waits_) {
       --next_read_buffer_;
@@ -45,6 +53,7 @@ class Worker final : public LoadWorker {
 
   void release_buffers() override {
     if (!copier_) return;
+    send();
     if (!waits_)
       while (hashing_.buffers() > 0) hashing_.release_oldest(stop_);
     free_slots();
@@ -70,19 +79,20 @@ class Worker final : public LoadWorker {
       } else if (open(unit, piece, image, places_[i])) {
         if (job_.digester) digest(piece, places_[i]);
         if (copier_)
-          outgoing_.push_back({place_in_buffer(places_[i]), piece.nbytes, piece.target, piece.place,
-                               std::exchange(chunks_, 0)});
+          outgoing_.push_back({number, place_in_buffer(places_[i]), piece.nbytes, piece.target,
+                               piece.place, std::exchange(chunks_, 0)});
       }
     }
     if (job_.digester) job_.digester->add_whole(whole_);
     whole_.clear();
-    send();
+    if (!has_room() || !straddling_.empty()) send();
     for (const uint32_t record : straddling_) load_by_itself(record);
     straddling_.clear();
     job_.nbytes_done.fetch_add(unit.placed_nbytes, std::memory_order_relaxed);
   }
 
   void finish() override {
+    send();
     if (job_.digester) job_.digester->finish(stop_);
     if (copier_) copier_->finish(stop_);
   }
@@ -90,6 +100,7 @@ class Worker final : public LoadWorker {
  private:
   // A piece in the buffer that is to be sent; `chunks`: how many of it the device opens.
   struct Outgoing {
+    size_t unit;
     uint64_t at, nbytes;
     uint32_t target;
     uint64_t place;
@@ -112,6 +123,12 @@ class Worker final : public LoadWorker {
   }
 
   // --- buffers ---
+
+  // Whether the buffer at hand takes any further unit.
+  bool has_room() const noexcept {
+    return job_.units_share_buffers && used_ + longest_unit_ <= buffer_.size() &&
+           outgoing_.size() + most_pieces_ <= device::kMostConversions;
+  }
 
   void begin_buffer(std::span<std::byte> buffer) {
     buffer_ = buffer;
@@ -159,7 +176,10 @@ class Worker final : public LoadWorker {
   // parts may be longer than a buffer, and have no place before they are opened.
   void give_places(const Unit& unit, std::span<const Piece> pieces) {
     places_.clear();
-    if (copier_ && !job_.options.parts) used_ = place_in_page(unit, buffer_.size());
+    if (copier_ && !job_.options.parts) {
+      unit_begin_ = used_ + place_in_page(unit, used_, buffer_.size());
+      used_ = unit_begin_ + unit.nbytes;
+    }
     for (const Piece& piece : pieces) {
       std::byte* place = nullptr;
       if (piece.kind == Piece::Kind::header) {
@@ -167,7 +187,7 @@ class Worker final : public LoadWorker {
       } else if (!copier_) {
         place = destination_of(piece);
       } else if (!job_.options.parts) {
-        place = buffer_.data() + used_ + piece.unit_offset;
+        place = buffer_.data() + unit_begin_ + piece.unit_offset;
       } else if (!job_.cipher) {
         place = buffer_.data() + used_;
         used_ += piece.nbytes;
@@ -202,10 +222,10 @@ class Worker final : public LoadWorker {
       if (const std::byte* there = job_.source.view(unit.offset, unit.nbytes)) return there;
       if (!traits.waits && !traits.sequential) {
         in_buffer_ = 0;
-        return buffer_.data() + used_;
+        return buffer_.data() + unit_begin_;
       }
     }
-    const io::Slice into = buffer_.subspan(used_, unit.nbytes);
+    const io::Slice into = buffer_.subspan(unit_begin_, unit.nbytes);
     job_.source.read_at(unit.offset, into, stop_);
     return into.data();
   }
@@ -215,7 +235,8 @@ class Worker final : public LoadWorker {
     while (in_buffer_ < end) {
       const uint64_t n = std::min(std::max(end - in_buffer_, format::kCipherChunkNbytes),
                                   unit.nbytes - in_buffer_);
-      job_.source.read_at(unit.offset + in_buffer_, buffer_.subspan(used_ + in_buffer_, n), stop_);
+      job_.source.read_at(unit.offset + in_buffer_, buffer_.subspan(unit_begin_ + in_buffer_, n),
+                          stop_);
       in_buffer_ += n;
     }
   }
@@ -224,17 +245,17 @@ class Worker final : public LoadWorker {
     in_buffer_ = unit.nbytes;
     if (const std::byte* there = job_.source.view(unit.offset, unit.nbytes)) return there;
     grow_image(unit.nbytes + kPageNbytes);
-    const io::Slice into(image_.get() + place_in_page(unit, image_.get_deleter().nbytes),
+    const io::Slice into(image_.get() + place_in_page(unit, 0, image_.get_deleter().nbytes),
                          unit.nbytes);
     job_.source.read_at(unit.offset, into, stop_);
     return into.data();
   }
 
-  // Where in a page the unit's image begins: where it does in the file, if the buffer has room for
-  // that. A read past the page cache then needs no copy.
-  static uint64_t place_in_page(const Unit& unit, uint64_t buffer_nbytes) noexcept {
-    const uint64_t place = unit.offset % kPageNbytes;
-    return place + unit.nbytes <= buffer_nbytes ? place : 0;
+  // How far behind `used` the unit's image begins: where in a page it does in the file, if the
+  // buffer has room for that. A read past the page cache then needs no copy.
+  static uint64_t place_in_page(const Unit& unit, uint64_t used, uint64_t buffer_nbytes) noexcept {
+    const uint64_t place = (unit.offset - used) % kPageNbytes;
+    return used + place + unit.nbytes <= buffer_nbytes ? place : 0;
   }
 
   void grow_image(uint64_t nbytes) {
@@ -421,11 +442,11 @@ class Worker final : public LoadWorker {
     for (const Outgoing& piece : outgoing_) job_.wait_for_memory(piece.target, stop_);
     copier_->pass_fence(stop_);
     if (waits_) copy_to_slot();
-    job_.note(unit_, LoadJob::Progress::placed);
     std::vector<Origin> origins;
     uint64_t staged = 0;
     device::WorkOnDevice work;
     for (const Outgoing& piece : outgoing_) {
+      job_.note(piece.unit, LoadJob::Progress::placed);
       const LoadTarget& target = job_.targets[piece.target];
       std::byte* address = target.destination.data + piece.place;
       if (target.conversion) {
@@ -446,6 +467,7 @@ class Worker final : public LoadWorker {
     };
     copier_->send_to_work(copies_, work, stop_);
     copies_.clear();
+    buffer_ = {};  // is sent once
     // The next request takes longer than these copies, and other workers wait for slots meanwhile.
     if (waits_) free_slots();
   }
@@ -492,7 +514,7 @@ class Worker final : public LoadWorker {
       }
       const uint64_t n = std::min<uint64_t>(piece.nbytes - done, buffer_.size() - used_);
       copy_runs(unit, piece, done, n, image, buffer_.data() + used_);
-      outgoing_.push_back({used_, n, piece.target, piece.place + done, 0});
+      outgoing_.push_back({unit_, used_, n, piece.target, piece.place + done, 0});
       used_ += n;
       done += n;
     }
@@ -540,9 +562,12 @@ class Worker final : public LoadWorker {
   std::unique_ptr<device::Copier> copier_;  // set iff bound for a device
   bool waits_ = false;                      // units are read to memory of ours first
   bool prepared_ = false;                   // buffer_ is for the next unit
-  std::span<std::byte> buffer_;             // for the unit at hand
-  uint64_t in_buffer_ = 0;                  // bytes of the unit that have been read
-  uint64_t used_ = 0;               // of the buffer: by parts, or before the image of a unit
+  uint64_t longest_unit_ = 0;               // with most_pieces_: set where units share buffers
+  size_t most_pieces_ = 0;
+  std::span<std::byte> buffer_;     // for the unit at hand
+  uint64_t used_ = 0;               // of the buffer
+  uint64_t unit_begin_ = 0;         // in the buffer, of the image of a unit
+  uint64_t in_buffer_ = 0;          // bytes of the unit that have been read
   std::vector<std::byte*> places_;  // of the unit's pieces
   std::vector<io::Slice> slices_;
   std::vector<std::byte> headers_;

@@ -78,7 +78,8 @@ void deal_units(Plan& plan, size_t at_once) {
     records.push_back(unit.count > 0 ? digest::kNoRecord : unit.first);
   std::vector<Unit> dealt;
   dealt.reserve(plan.units.size());
-  for (const uint32_t number : digest::deal(records, at_once)) dealt.push_back(plan.units[number]);
+  for (const uint32_t number : digest::deal(records, at_once, at_once))
+    dealt.push_back(plan.units[number]);
   plan.units = std::move(dealt);
 }
 

@@ -132,9 +132,9 @@ TEST_F(CudaConvert, WhateverBringsTheBytes) {
   for (const OpenOnDevice open : {OpenOnDevice::never, OpenOnDevice::always}) {
     for (const bool encrypted : {false, true}) {
       for (const bool verify : {false, true}) {
-        for (const bool waits : {false, true}) {
+        for (const bool prompt : {false, true}) {
           Load load(some(), kNarrower, encrypted);
-          load.run(ring(open), verify, {}, {.concurrency = 4, .waits = waits});
+          load.run(ring(open), verify, {}, {.concurrency = 4, .prompt = prompt, .waits = !prompt});
           load.expect_loaded();
           if (encrypted) {
             EXPECT_TRUE(Load::is_wiped(*load.staging)) << "plaintext was left in staging memory";
@@ -146,11 +146,23 @@ TEST_F(CudaConvert, WhateverBringsTheBytes) {
 }
 
 TEST_F(CudaConvert, MoreTensorsThanABufferHasRoomForShareSeveral) {
-  Load load(tensorizer::tests::make_tensors(std::vector<size_t>(5 * kMostConversions, 12), 3),
-            kWider, false);
-  load.run(ring());
+  for (const bool verify : {false, true}) {
+    Load load(tensorizer::tests::make_tensors(std::vector<size_t>(5 * kMostConversions, 12), 3),
+              kWider, false);
+    const unsigned before = fake().calls("cuLaunchKernel");
+    load.run(ring(), verify, {}, {.concurrency = 2, .prompt = true});
+    load.expect_loaded();
+    // Of the self-test, the first time; headers are pieces too.
+    EXPECT_GE(fake().calls("cuLaunchKernel") - before, (verify ? 0U : 3U) + 10U);
+  }
+}
+
+TEST_F(CudaConvert, UnitsOfFewPiecesShareABufferWhileItHasRoomForTheirConversions) {
+  std::vector<size_t> sizes;
+  for (size_t i = 0; i < 3 * kMostConversions; ++i) sizes.push_back(i % 64 == 0 ? 300'000 : 400);
+  Load load(tensorizer::tests::make_tensors(sizes, 3), kWider, false);
+  load.run(ring(), true, {}, {.concurrency = 2, .prompt = true});
   load.expect_loaded();
-  EXPECT_GE(fake().calls("cuLaunchKernel"), 3U + 10U);  // of the self-test; headers are pieces too
 }
 
 TEST_F(CudaConvert, StagingMemoryIsUsedAgainOnlyBehindItsConversion) {

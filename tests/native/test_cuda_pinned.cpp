@@ -143,6 +143,15 @@ TEST_F(CudaPinned, ALoadThatNeedsMoreGetsItUpToTheSizeAskedFor) {
   EXPECT_EQ(fake().calls("cuMemHostRegister"), 3U);
 }
 
+// Copies of a load that comes later wait behind no more than these.
+TEST_F(CudaPinned, OneWorkerHasThreeBuffersAtMost) {
+  CudaCopyEngine engine(ring_of(16));
+  const auto copier = engine.make_copier(false);
+  unsigned count = 0;
+  while (!copier->try_acquire().empty()) ++count;
+  EXPECT_EQ(count, 3U);
+}
+
 TEST_F(CudaPinned, WhereOneStepIsRefusedTheLoadGoesOnWithWhatThereIs) {
   const Bytes source = random_bytes(50 << 20, 5);
   DeviceMemory memory(source.size());
@@ -159,8 +168,8 @@ TEST_F(CudaPinned, WhereOneStepIsRefusedTheLoadGoesOnWithWhatThereIs) {
 TEST_F(CudaPinned, StepsOfADriverThatRegistersNothingAreItsOwnMemory) {
   fake().fail("cuMemHostRegister:1:801");
   CudaCopyEngine engine(ring_of(6));
-  const auto copier = engine.make_copier(false);
-  while (!copier->try_acquire().empty()) {
+  const auto one = engine.make_copier(false), other = engine.make_copier(false);
+  while (!one->try_acquire().empty() || !other->try_acquire().empty()) {
   }
   EXPECT_EQ(Device::get(0).status().slots, 6U);
   EXPECT_EQ(fake().calls("cuMemHostRegister"), 1U);

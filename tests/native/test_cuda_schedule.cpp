@@ -322,12 +322,14 @@ TEST_F(CudaSchedule, AnyMixOfLoadsEndsWithTheFewestBuffers) {
   fake().set_delay(0, 100);
   const File plain = make_file(kSizes, false, 4), sealed = make_file(kSizes, true, 5);
   CudaCopyEngine zero(ring(2)), one(ring(2, 2 * kMib, 1));
-  for (const unsigned mix : {0U, 1U, 2U, 3U, 5U, 7U}) {
-    const bool verify = mix & 1, waits = mix & 2, other_waits = mix & 4;
+  for (const unsigned mix : {0U, 1U, 2U, 3U, 5U, 7U, 8U, 9U, 15U}) {
+    const bool verify = mix & 1, waits = mix & 2, other_waits = mix & 4, prompt = mix & 8;
     Load a(plain, zero, 0, verify), b(sealed, one, 1, verify), c(plain, one, 1, !verify),
         d(sealed, zero, 0);
-    for (Load* load : {&a, &b}) load->source.settings = {.concurrency = 6, .waits = waits};
-    for (Load* load : {&c, &d}) load->source.settings = {.concurrency = 3, .waits = other_waits};
+    for (Load* load : {&a, &b})
+      load->source.settings = {.concurrency = 6, .prompt = prompt && !waits, .waits = waits};
+    for (Load* load : {&c, &d})
+      load->source.settings = {.concurrency = 3, .prompt = prompt, .waits = other_waits};
     run_all({&a, &b, &c, &d});
     for (Load* load : {&a, &b, &c, &d}) load->expect_loaded();
     for (const int device : {0, 1}) {
@@ -385,6 +387,45 @@ TEST_F(CudaSchedule, TheFirstFailureStopsAllAndNamesItsTensor) {
       EXPECT_TRUE(testing::only_holds(memory->bytes(), std::byte{0}, kFormer));
     }
   }
+}
+
+// --- units that are hashed -----------------------------------------------------------------------
+
+TEST_F(CudaSchedule, UnitsThatAreHashedAreShortAndShareBuffers) {
+  if (format::Sha256::lanes() < 8) GTEST_SKIP() << "few streams are hashed side by side here";
+  const File file = make_file(std::vector<size_t>(20, 3 * kMib), false);
+  CudaCopyEngine engine(ring(6, 8 * kMib));
+  Load load(file, engine, 0, true, 2);
+  load.source.settings = {.concurrency = 2, .prompt = true};
+  load.session();
+  std::atomic<unsigned> reads{0};
+  load.source.before_read = [&] { ++reads; };
+  load.run();
+  load.expect_loaded();
+  EXPECT_GE(reads, 60U) << "units of more than a MiB";
+  EXPECT_LE(copies(), 12U) << "buffers that were not filled";
+}
+
+TEST_F(CudaSchedule, AWrongByteInASharedBufferIsFoundAndNamed) {
+  File file = make_file(std::vector<size_t>(20, 3 * kMib), false);
+  file.bytes[file.bytes.size() / 2 + kMib] ^= std::byte{1};
+  CudaCopyEngine engine(ring(6, 8 * kMib));
+  Load load(file, engine, 0, true, 2);
+  load.source.settings = {.concurrency = 2, .prompt = true};
+  const std::string what = testing::expect_error(Errc::hash_mismatch, [&] { load.run(); });
+  EXPECT_NE(what.find(file.tensors[10].name), std::string::npos) << what;
+  EXPECT_EQ(Device::get(0).status().free_slots, Device::get(0).status().slots);
+}
+
+TEST_F(CudaSchedule, AForgedChunkBesideGenuineOnesInASharedBufferLeavesNothing) {
+  File file = make_file(std::vector<size_t>(6, 5 * kMib), true);
+  file.bytes[file.bytes.size() - 100] ^= std::byte{1};
+  CudaCopyEngine engine(ring(6, 8 * kMib));
+  Load load(file, engine, 0, true, 2);
+  load.source.settings = {.concurrency = 2, .prompt = true};
+  testing::expect_error(Errc::crypto, [&] { load.run(); });
+  for (const auto& memory : load.memory)
+    EXPECT_TRUE(testing::only_holds(memory->bytes(), std::byte{0}, kFormer));
 }
 
 // --- encrypted files -----------------------------------------------------------------------------

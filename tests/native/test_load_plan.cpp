@@ -168,10 +168,21 @@ TEST(MemoryPlan, SmallTensorsShareMemoryAcrossLargeOnesUpTo16MiB) {
 
 TEST(Deal, KeepsTheOrderWithinARecordAndTakesEveryUnitOnce) {
   const std::vector<uint32_t> records{7, 7, 7, digest::kNoRecord, digest::kNoRecord, 8, 8, 9};
-  EXPECT_EQ(digest::deal(records, 1), (std::vector<uint32_t>{0, 1, 2, 3, 4, 5, 6, 7}));
-  EXPECT_EQ(digest::deal(records, 2), (std::vector<uint32_t>{0, 3, 1, 4, 2, 5, 6, 7}));
-  EXPECT_EQ(digest::deal(records, 9), (std::vector<uint32_t>{0, 3, 4, 5, 7, 1, 6, 2}));
-  EXPECT_TRUE(digest::deal({}, 3).empty());
+  EXPECT_EQ(digest::deal(records, 1, 1), (std::vector<uint32_t>{0, 1, 2, 3, 4, 5, 6, 7}));
+  EXPECT_EQ(digest::deal(records, 2, 2), (std::vector<uint32_t>{0, 3, 1, 4, 2, 5, 6, 7}));
+  EXPECT_EQ(digest::deal(records, 9, 9), (std::vector<uint32_t>{0, 3, 4, 5, 7, 1, 6, 2}));
+  EXPECT_TRUE(digest::deal({}, 3, 3).empty());
+}
+
+TEST(Deal, AnotherRecordBeginsOnlyAfterEightUnits) {
+  std::vector<uint32_t> records;
+  for (const uint32_t record : {0, 1, 2}) records.insert(records.end(), 14, record);
+  std::vector<uint32_t> dealt;  // the record of each unit
+  for (const uint32_t unit : digest::deal(records, 3, 1)) dealt.push_back(records[unit]);
+  const std::vector<uint32_t> first(8, 0);
+  const std::vector<uint32_t> then{0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 2, 0, 1, 2};
+  EXPECT_EQ(std::vector(dealt.begin(), dealt.begin() + 8), first);
+  EXPECT_EQ(std::vector(dealt.begin() + 8, dealt.begin() + 22), then);
 }
 
 }  // namespace

@@ -14,7 +14,9 @@
 namespace tensorizer::device::cuda {
 namespace {
 
-constexpr size_t kBuffersOfCopier = 3;  // one is filled, one is copied, one is on its way
+// One is filled, one is copied, one is on its way. With more, the copies of another load would wait
+// behind them.
+constexpr size_t kBuffersOfCopier = 3;
 constexpr std::chrono::microseconds kFirstPause{10};
 constexpr std::chrono::microseconds kLongestPause{200};
 
@@ -43,7 +45,6 @@ auto CudaCopier::in_context(Fn&& fn) const {
 CudaCopier::CudaCopier(CopierState& shared, bool secret)
     : shared_(shared), secret_(secret), buffers_(*shared.buffers) {
   if (secret && shared_.open_on_device != OpenOnDevice::never) buffers_.start_kernels();
-  ++shared_.copier_count;
   MutexLock lock(shared_.mutex);
   ++shared_.copiers;
 }
@@ -61,7 +62,6 @@ CudaCopier::~CudaCopier() {
   } else {
     shared_.device.condemn(buffers_, end);
   }
-  --shared_.copier_count;
   {
     MutexLock lock(shared_.mutex);
     --shared_.copiers;
@@ -87,12 +87,6 @@ Result CudaCopier::settle() noexcept {
   return end;
 }
 
-// Of few copiers each may have more, so that all buffers are of use.
-size_t CudaCopier::most_buffers() const noexcept {
-  return std::max<size_t>(kBuffersOfCopier,
-                          buffers_.most() / std::max(1U, shared_.copier_count.load()));
-}
-
 void CudaCopier::forget_chunks(const Use& use) const noexcept {
   if (use.described) kernels_->wipe(use.buffer);
 }
@@ -110,7 +104,7 @@ std::span<std::byte> CudaCopier::try_acquire() {
   if (!spare_.empty()) {
     buffer = spare_.back();
     spare_.pop_back();
-  } else if (in_use_.size() < most_buffers()) {
+  } else if (in_use_.size() < kBuffersOfCopier) {
     const auto taken = in_context([&] { return buffers_.try_take(); });
     if (!taken) return {};
     buffer = *taken;

@@ -29,7 +29,6 @@ struct CopierState {
   Event fence = nullptr;              // copies wait for its latest record
   std::atomic<uint64_t> fences{0};    // how often it was recorded
   std::atomic<bool> cancelled{false};
-  std::atomic<unsigned> copier_count{0};
   Mutex mutex;
   CondVar changed;
   unsigned copiers GUARDED_BY(mutex) = 0;
@@ -64,7 +63,6 @@ class CudaCopier final : public Copier {
     std::function<void(size_t)> refuse;
   };
 
-  size_t most_buffers() const noexcept;
   template <class Fn>
   auto in_context(Fn&& fn) const;
   void enqueue(std::span<const CopyPiece> pieces, Direction direction,
