@@ -146,9 +146,18 @@ bench: $(VENV)/stamp-build $(VENV)/stamp-bench  ## measure against the others (C
 GPU_CASES ?= gpu-load-hot gpu-load-first gpu-load-tmpfs gpu-load-many gpu-load-encrypted gpu-load-decrypting gpu-load-crc32 \
   gpu-load-sha256 gpu-load-dtype gpu-load-converting gpu-load-http gpu-save-tmpfs gpu-save-encrypted
 GPU_ARGS ?=
-.PHONY: gpu-check bench-gpu
+.PHONY: gpu-check gpu-sanitize gpu-costs bench-gpu
 gpu-check:  ## build and run the GPU tests with this machine's own torch (GPU_ARGS=--fake: over the fake driver)
 	@scripts/gpu_check.sh $(GPU_ARGS)
+
+# Each tool runs, whatever the ones before it find.
+gpu-sanitize:  ## the tests of kernels on a GPU, under NVIDIA's compute-sanitizer
+	@failed=; for tool in memcheck racecheck initcheck synccheck; do echo "== $$tool"; \
+	  scripts/gpu_check.sh --sanitize $$tool $(GPU_ARGS) || failed="$$failed $$tool"; done; \
+	  [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+
+gpu-costs:  ## what copies, pinning, allocation and calls of the driver cost on a GPU (BENCH_ARGS='--json FILE')
+	@scripts/gpu_check.sh --build build/gpu-venv/bin/python -m benchmarks.device_costs $(BENCH_ARGS)
 
 bench-gpu:  ## loads to and saves from the GPU against the link and others (SIZE=16GB; BENCH_FAKE_CUDA=1 to try it out)
 	@scripts/gpu_check.sh --build $(if $(BENCH_FAKE_CUDA),--fake) bash -ec '\

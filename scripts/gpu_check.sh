@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Builds the module and runs the GPU tests with the Python and torch of this machine, without network and without root.
 #
-# usage: gpu_check.sh [--fake] [PYTEST ARGUMENTS...]
+# usage: gpu_check.sh [--fake] [--sanitize TOOL] [PYTEST ARGUMENTS...]
 #        gpu_check.sh --build [--fake] [COMMAND...]
 #   --build  no tests: only make build/gpu-venv, an environment over that Python in which this checkout is importable, and run
 #            COMMAND with what it needs
+#   --sanitize TOOL  only the tests whose kernels decrypt and convert, under that tool of NVIDIA's compute-sanitizer:
+#            memcheck, racecheck, initcheck, synccheck
 #   --fake   the same steps over the fake driver of tests/native/fake_cuda, on a machine without a GPU
 #
 # Machines with GPUs often have another Python and torch than the machine one works on, and no way out. What the build
@@ -19,10 +21,15 @@ cd "$(dirname "$0")/.."
 
 fake=
 build_only=
+runner=()
 while :; do
   case "${1:-}" in
     --fake) fake=1 ;;
     --build) build_only=1 ;;
+    --sanitize)
+      runner=(compute-sanitizer --tool "${2:?--sanitize wants the name of a tool}" --error-exitcode 1 --target-processes all)
+      shift
+      ;;
     *) break ;;
   esac
   shift
@@ -32,6 +39,10 @@ site=build/gpu-site
 mkdir -p build
 
 say() { echo "tensorizer: $*" >&2; }
+if [ ${#runner[@]} -gt 0 ]; then
+  command -v "${runner[0]}" >/dev/null || { say "there is no compute-sanitizer here (it comes with CUDA's toolkit)" && exit 1; }
+  set -- -k "decrypt or convert or forged" "$@"
+fi
 has() { "$python" -c "import $1" 2>/dev/null; }
 
 # An environment of its own, so that processes started without PYTHONPATH find all of it too. It sees what PYTHON sees, be
@@ -94,8 +105,9 @@ if [ -n "$build_only" ]; then
 fi
 echo "== tests"
 if [ -n "$fake" ]; then
-  exec "$python" -m pytest -q -p no:cacheprovider tests/load/test_cuda_pipeline.py "$@"
+  exec ${runner[@]+"${runner[@]}"} "$python" -m pytest -q -p no:cacheprovider tests/load/test_cuda_pipeline.py "$@"
 fi
 # By name: to collect the others takes packages that this machine need not have.
-TENSORIZER_REQUIRE_GPU=1 exec "$python" -m pytest -q -p no:cacheprovider -m gpu \
+export TENSORIZER_REQUIRE_GPU=1
+exec ${runner[@]+"${runner[@]}"} "$python" -m pytest -q -p no:cacheprovider -m gpu \
   tests/load/test_cuda_pipeline.py tests/save/test_torch_compat.py "$@"

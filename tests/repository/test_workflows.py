@@ -284,3 +284,14 @@ def test_gpu_check_runs_every_file_with_tests_for_a_gpu_and_collects_no_other():
     marked = {str(path.relative_to(ROOT)) for path in files if "pytest.mark." + "gpu" in path.read_text()}
     run = re.search(r"-m gpu((?:\s|\\|[\w/.])+)", (ROOT / "scripts" / "gpu_check.sh").read_text())
     assert set(re.findall(r"[\w/]+\.py", run[1])) == marked
+
+
+def test_gpu_check_says_where_it_cannot_sanitize_before_it_builds(tmp_path):
+    program = ROOT / "scripts" / "gpu_check.sh"
+    (tmp_path / "bash").symlink_to("/bin/bash")
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
+    (tmp_path / "mkdir").symlink_to(shutil.which("mkdir"))
+    command = ["/bin/bash", str(program), "--sanitize", "memcheck"]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "tensorizer: there is no compute-sanitizer here (it comes with CUDA's toolkit)\n"
