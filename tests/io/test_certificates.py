@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from mounts import require_mounts, with_mounts
 from servers import needs
 from servers.certificates import make_certificates
 from servers.http_faults import FaultyServer, Reply
@@ -300,22 +301,11 @@ options = stream_io.HTTPOptions(proxy=proxy, no_proxy="", retries=0)
 attempt("proxy", lambda: stream_io.open_stream(https, http_options=options).read())
 attempt("rediss", lambda: RedisStreamFile(redis, retries=0).read())
 """
-SETUP = """set -e
-mount -t tmpfs none "$WORK"
+SETUP = """mount -t tmpfs none "$WORK"
 mkdir "$WORK/upper" "$WORK/work"
 mount -t overlay none -o "lowerdir=/etc,upperdir=$WORK/upper,workdir=$WORK/work" /etc
 rm -rf /etc/ssl /etc/pki
 """
-
-
-def namespaces_work() -> bool:
-    if not sys.platform.startswith("linux") or shutil.which("unshare") is None or os.geteuid() != 0:
-        return False
-    probe = 'mount -t tmpfs none "$1" && mkdir "$1/u" "$1/w" && mount -t overlay none -o '
-    probe += '"lowerdir=/etc,upperdir=$1/u,workdir=$1/w" /etc'
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["unshare", "--mount", "sh", "-c", probe, "sh", folder]
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @pytest.fixture
@@ -351,20 +341,15 @@ def peers(tmp_path):
         yield run
 
 
-def in_layout(commands: str) -> tuple[str, ...]:
-    return ("unshare", "--mount", "sh", "-c", f'{SETUP}{commands}\nexec "$@"', "sh")
-
-
 TRUSTED = ["https b'over https'", "proxy b'over https'", "rediss b'over redis'"]
 
 
 @pytest.mark.slow
 def test_every_layout_of_certificates_serves_https_proxies_and_redis(peers):
-    if not namespaces_work():
-        pytest.skip("needs root and mount namespaces")
+    require_mounts()
     for name, commands in LAYOUTS.items():
         wanted = [f"{way} untrusted" for way in ("https", "proxy", "rediss")] if name == "nothing" else TRUSTED
-        assert peers(*in_layout(commands)) == wanted, name
+        assert peers(*with_mounts(SETUP + commands)) == wanted, name
 
 
 # -- what the host says to OpenSSL -------------------------------------------------------------------------------------
@@ -420,10 +405,9 @@ def test_a_wheel_takes_no_library_of_openssl_or_curl_that_lies_in_the_path(peers
 @pytest.mark.slow
 @needs_own_openssl
 def test_a_wheel_reads_no_configuration_of_openssl_in_its_usual_place(peers, tmp_path):
-    if not namespaces_work():
-        pytest.skip("needs root and mount namespaces")
+    require_mounts()
     for text in (POLICY, HOSTILE):
         (tmp_path / "hostile.cnf").write_text(text)
         for folder in ("/etc/ssl", "/etc/pki/tls"):
             commands = f"{LAYOUTS['debian']}; mkdir -p {folder}; cp {tmp_path}/hostile.cnf {folder}/openssl.cnf"
-            assert peers(*in_layout(commands)) == TRUSTED, (folder, text)
+            assert peers(*with_mounts(SETUP + commands)) == TRUSTED, (folder, text)

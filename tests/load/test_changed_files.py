@@ -9,6 +9,7 @@ import sys
 import pytest
 import samples
 import torch
+from mounts import require_mounts, with_mounts
 from samples import assert_same, load, tensor
 
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, errors
@@ -185,24 +186,19 @@ print(*found)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise") or os.geteuid() != 0, reason="mounting wants root, and Linux")
 def test_files_of_containers_and_in_memory_are_cached_when_they_are(tmp_path):
     """overlayfs and tmpfs do not say whether a read would wait; nothing is ever dropped from the latter."""
+    require_mounts()
     folders = [tmp_path / name for name in ("lower", "upper", "work", "overlay", "tmpfs")]
     for folder in folders:
         folder.mkdir()
     lower, upper, work, overlay, tmpfs = folders
     mounts = (
         f"mount -t overlay none -o lowerdir={lower},upperdir={upper},workdir={work} {overlay}\n"
-        f"mount -t tmpfs none {tmpfs}\n"
-        'exec "$@"'
+        f"mount -t tmpfs none {tmpfs}"
     )
     (tmp_path / "program.py").write_text(WITHOUT_NOWAIT)
-    command = ["unshare", "--mount", "sh", "-ec", mounts, "sh", sys.executable, str(tmp_path / "program.py")]
-    run = subprocess.run(
-        [*command, str(overlay / "f"), str(tmpfs / "f")], capture_output=True, text=True, timeout=60, check=False
-    )
-    if "mount:" in run.stderr or "unshare:" in run.stderr:
-        pytest.skip(f"cannot mount here: {run.stderr.strip()}")
+    command = with_mounts(mounts, sys.executable, tmp_path / "program.py", overlay / "f", tmpfs / "f")
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() in (["1", "0", "1", "1"], ["1", "0"], ["1", "1"], [])  # kernels learn to say it

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 import reference_format as fmt
 import samples
 import torch
+from mounts import require_mounts, with_mounts
 from samples import assert_same, load, state_dict_bytes, tensor
 
 from tensorizer import TensorDeserializer, TensorSerializer, errors
@@ -720,12 +720,8 @@ def test_a_full_disk_during_a_later_call_leaves_the_last_complete_content(run_li
 
 
 FULL = """
-import errno, os, subprocess, sys
+import errno, os, sys, torch
 mount = sys.argv[1]
-if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount], capture_output=True).returncode != 0:
-    print("no mount")
-    sys.exit()
-import torch
 from tensorizer import TensorSerializer
 target = os.path.join(mount, "target.tensors")
 with open(target, "wb") as stream:
@@ -738,16 +734,10 @@ print(os.listdir(mount), open(target, "rb").read())
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs tmpfs and mount namespaces")
 def test_a_full_file_system_is_an_os_error_that_names_the_file(tmp_path):
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        pytest.skip("there is no unshare program")
-    # in a mount namespace of its own, so that the mount goes away with the process, whatever happens to it
-    command = [unshare, "--mount", "--", sys.executable, "-c", FULL, str(tmp_path)]
+    require_mounts()
+    command = with_mounts(f"mount -t tmpfs -o size=2m none {tmp_path}", sys.executable, "-c", FULL, tmp_path)
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if "no mount" in result.stdout or "unshare" in result.stderr:
-        pytest.skip("may not mount a file system")
     assert result.stdout == "True True\n['target.tensors'] b'old content'\n", result.stdout + result.stderr
 
 
