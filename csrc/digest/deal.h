@@ -14,6 +14,9 @@ namespace tensorizer::digest {
 inline constexpr uint32_t kNoRecord = std::numeric_limits<uint32_t>::max();
 // Records at once for each worker: it finds two chains to hash side by side.
 inline constexpr size_t kDealtPerWorker = 2;
+// From so many lanes of SHA-256 on, it pays to wait until as many records have a step as fit into
+// the buffers of all workers.
+inline constexpr size_t kManyLanes = 8;
 // Where more are dealt than that, another one begins only after so many units: its memory may still
 // be on its way, and the others give the device work until it is there.
 inline constexpr size_t kUnitsBeforeNext = 8;

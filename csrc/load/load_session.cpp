@@ -36,7 +36,6 @@ constexpr uint64_t kReadBuffers = 3;
 // Where many streams are hashed side by side, units are so much shorter: there are enough steps to
 // fill the lanes of SHA-256 while they are in the cache, and in the three buffers of a worker.
 constexpr uint64_t kShorterToHash = 8;
-constexpr size_t kManyLanes = 8;
 
 // A container without record headers has no digests to compare: its index says all there is to
 // know. Nor has a part. Data of a signed file in clear are compared whether or not somebody asks
@@ -156,7 +155,7 @@ LoadPlan LoadSession::plan_whole() {
   if (job_.has_crypt_info()) plan.cut_nbytes = format::kCipherChunkNbytes;
   if (options.engine != nullptr) {
     plan.buffer_nbytes = options.engine->buffer_nbytes();
-    fills_lanes = fills_lanes && workers > 1 && lanes >= kManyLanes;
+    fills_lanes = fills_lanes && workers > 1 && lanes >= digest::kManyLanes;
     job_.units_share_buffers = fills_lanes;
     // Bytes leave their buffer once they are hashed: several chains must be under way.
     if (options.verify && workers > 1 && !traits.sequential)
@@ -168,7 +167,7 @@ LoadPlan LoadSession::plan_whole() {
     if (plan.large_at_once > 0) plan.large_at_first = plan.large_at_once;
     plan.large_at_once = lanes * workers;
     // Each begins in a buffer where it does in its page of the file, which takes a little room.
-    if (lanes >= kManyLanes) {
+    if (lanes >= digest::kManyLanes) {
       const uint64_t shorter = align_down(plan.unit_nbytes / kShorterToHash - 1, plan.cut_nbytes);
       plan.unit_nbytes = std::min(plan.unit_nbytes, std::max(shorter, plan.cut_nbytes));
     }

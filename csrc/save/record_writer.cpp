@@ -85,14 +85,15 @@ void deal_units(Plan& plan, size_t at_once) {
 
 // What the workers of one call share.
 struct Shared {
-  Shared(const RecordsToWrite& to_write, Plan planned, unsigned workers, io::RangeSink& to,
-         const std::stop_token& stop)
+  Shared(const RecordsToWrite& to_write, Plan planned, unsigned workers, size_t gathered,
+         io::RangeSink& to, const std::stop_token& stop)
       : job(to_write),
         plan(std::move(planned)),
         sink(to),
         digester(plan.steps,
                  {.workers = std::min(workers, cpu_quota()),
-                  .bytes_stay = !to_write.is_staged() && to.any_order()},
+                  .bytes_stay = !to_write.is_staged() && to.any_order(),
+                  .gathered = gathered},
                  [this, stop](uint32_t record, const digest::RecordDigests& digests) {
                    complete(record, digests, stop);
                  }) {
@@ -331,12 +332,16 @@ void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::st
   const unsigned allowed = job.max_workers > 0 ? std::min(job.max_workers, useful) : useful;
   const auto workers = static_cast<unsigned>(std::clamp<size_t>(plan.units.size(), 1, allowed));
   // Buffers are few; tensors in host memory can fill all lanes.
+  size_t gathered = digest::kDealtPerWorker;
   if (job.hashes.sha256 && job.is_staged()) {
-    deal_units(plan, digest::kDealtPerWorker * workers);
+    const bool many =
+        job.engine == nullptr && sink.any_order() && format::Sha256::lanes() >= digest::kManyLanes;
+    if (many) gathered = kHostBuffers * workers;
+    deal_units(plan, many ? gathered : digest::kDealtPerWorker * workers);
   } else if (job.hashes.sha256 && sink.any_order()) {
     deal_units(plan, format::Sha256::lanes() * workers);
   }
-  Shared shared(job, std::move(plan), workers, sink, stop);
+  Shared shared(job, std::move(plan), workers, gathered, sink, stop);
   std::atomic<size_t> next{0};
   run_units(shared.plan.units.size(), next, workers, stop,
             [&](const std::stop_token& token) { return std::make_unique<Worker>(shared, token); });

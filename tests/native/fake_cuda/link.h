@@ -18,6 +18,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <mutex>
@@ -74,8 +75,9 @@ class LinkModel {
 
   Clock::duration length(const Cost& cost) const;
 
-  bool on_ = false;
-  bool discard_ = false;
+  // Streams look at these while a test sets another model.
+  std::atomic<bool> on_{false};
+  std::atomic<bool> discard_{false};
   double gbps_ = 0, down_gbps_ = 0, host_gbps_ = 0, kernel_gbps_ = 0;
   double copy_us_ = 0, call_us_ = 0, pin_us_per_mib_ = 0, alloc_us_ = 0, alloc_us_per_mib_ = 0;
   double launch_us_ = 0, jit_ms_ = 0;
