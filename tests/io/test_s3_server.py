@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import random
@@ -418,6 +419,7 @@ if sys.argv[4] == "signal":
         serializer.write_state_dict(state(12))
         child = os.fork()
         if child == 0:
+            faulthandler.dump_traceback_later(60, exit=True)  # tells where it hangs
             with contextlib.suppress(BaseException):
                 del serializer
                 gc.collect()
