@@ -5,8 +5,8 @@ number of streams, many small copies one by one and in one call, pinning, alloca
 kernels. Every figure is the median of the rounds, with the lowest and the highest; ``--json`` keeps them all.
 
 ``--library`` names another driver than ``libcuda.so.1``: the tests use the fake one. What the kernels cost is the
-difference of ``gpu-load-decrypting`` to ``gpu-load-hot`` in ``make bench-gpu``, where ``machine`` is what the processor
-copies and hashes.
+difference of ``gpu-load-decrypting`` to ``gpu-load-hot`` in ``make bench-gpu``. The contender ``machine`` of ``make
+bench`` is what the processor copies and hashes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class HostMemory:
     """Pages of this process; ``huge`` asks for huge ones."""
 
     def __init__(self, nbytes: int, *, huge: bool = True) -> None:
-        self.nbytes = nbytes
         self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pages.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
         self._view = (ctypes.c_char * nbytes).from_buffer(self._pages)
@@ -144,18 +143,19 @@ class Costs:
         """Gigabytes a second by direction, size of a copy and number of streams."""
         for each in (self._size(n * MIB) for n in (2, 4, 8, 16)):
             for count in (1, 4, 16):
-                for name, up, down in (("up", True, False), ("down", False, True), ("both", True, True)):
+                for name, ways in (("up", [True]), ("down", [False]), ("both", [True, False])):
                     row = f"copy {name}, {each >> 10} KiB, {count} streams [GB/s]"
-                    self.found[row] = self._link(each, count, up, down)
+                    self.found[row] = self._link(each, count, ways)
 
-    def _link(self, each: int, count: int, up: bool, down: bool) -> list[float]:
+    def _link(self, each: int, count: int, ways: list[bool]) -> list[float]:
         total = self._size(256 * MIB)
         with self._pinned(2 * total) as host, self._device(2 * total) as device, self._streams(count) as streams:
-            # What goes down lies behind what goes up, and has a stream of its own where there are several.
-            ups = [(True, at, streams[i % count]) for i, at in enumerate(range(0, total - each + 1, each))]
-            downs = [(False, total + at, streams[-1 - i % count]) for i, (_, at, _) in enumerate(ups)]
-            wanted = {True} if not down else {True, False} if up else {False}
-            copies = [copy for pair in zip(ups, downs) for copy in pair if copy[0] in wanted]
+            # What goes down lies behind what goes up, and is on another stream than its neighbour if there are several.
+            copies = [
+                (to_device, at if to_device else total + at, streams[i % count if to_device else -1 - i % count])
+                for i, at in enumerate(range(0, total - each + 1, each))
+                for to_device in ways
+            ]
 
             def enqueue() -> None:
                 for to_device, at, stream in copies:

@@ -288,9 +288,8 @@ def test_gpu_check_runs_every_file_with_tests_for_a_gpu_and_collects_no_other():
 
 def test_gpu_check_says_where_it_cannot_sanitize_before_it_builds(tmp_path):
     program = ROOT / "scripts" / "gpu_check.sh"
-    (tmp_path / "bash").symlink_to("/bin/bash")
-    (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
-    (tmp_path / "mkdir").symlink_to(shutil.which("mkdir"))
+    for name in ("dirname", "mkdir"):
+        (tmp_path / name).symlink_to(shutil.which(name))
     command = ["/bin/bash", str(program), "--sanitize", "memcheck"]
     done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert done.returncode == 1
