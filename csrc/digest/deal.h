@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace tensorizer::digest {
@@ -48,6 +49,19 @@ inline std::vector<uint32_t> deal(std::span<const uint32_t> records, size_t at_o
     std::erase_if(open, [](const Run& run) { return run.next == run.end; });
   }
   return order;
+}
+
+// Puts units into that order; record_of(unit) is its record, or kNoRecord.
+template <class Unit, class RecordOf>
+void deal_units(std::vector<Unit>& units, const RecordOf& record_of, size_t at_once,
+                size_t at_first) {
+  std::vector<uint32_t> records;
+  records.reserve(units.size());
+  for (const Unit& unit : units) records.push_back(record_of(unit));
+  std::vector<Unit> dealt;
+  dealt.reserve(units.size());
+  for (const uint32_t number : deal(records, at_once, at_first)) dealt.push_back(units[number]);
+  units = std::move(dealt);
 }
 
 }  // namespace tensorizer::digest

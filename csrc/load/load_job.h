@@ -146,8 +146,6 @@ struct LoadJob {
   std::unique_ptr<Turns> reads;  // of the plan's units, where the source is sequential
   Mutex out_of_order;            // held by reads of a sequential source, which may not overlap
   unsigned read_buffers = 1;     // of a worker, where the source waits and there is an engine
-  // Units for a device are shorter than its buffers: each buffer takes as many as fit.
-  bool units_share_buffers = false;
   std::atomic<uint64_t> nbytes_done{0};
 
  private:

@@ -122,20 +122,6 @@ class Planner {
   uint32_t first_ = 0;
 };
 
-void deal_units(LoadPlan& plan, size_t at_once, size_t at_first) {
-  std::vector<uint32_t> records;
-  records.reserve(plan.units.size());
-  for (const Unit& unit : plan.units) {
-    const uint32_t target = plan.pieces[unit.first_piece].target;
-    records.push_back(plan.hash_steps[target] > 0 ? target : digest::kNoRecord);
-  }
-  std::vector<Unit> dealt;
-  dealt.reserve(plan.units.size());
-  for (const uint32_t number : digest::deal(records, at_once, at_first))
-    dealt.push_back(plan.units[number]);
-  plan.units = std::move(dealt);
-}
-
 }  // namespace
 
 LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selection,
@@ -150,8 +136,18 @@ LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selecti
   for (uint32_t target = 0; target < selection.size(); ++target)
     planner.add_record(target, index[selection[target]]);
   planner.finish();
-  if (options.large_at_once > 0)
-    deal_units(plan, options.large_at_once, options.large_at_first.value_or(options.large_at_once));
+  for (const Unit& unit : plan.units) {
+    plan.longest_unit_nbytes = std::max(plan.longest_unit_nbytes, unit.nbytes);
+    plan.most_pieces = std::max(plan.most_pieces, unit.piece_count);
+  }
+  if (options.large_at_once > 0) {
+    const auto record_of = [&](const Unit& unit) {
+      const uint32_t target = plan.pieces[unit.first_piece].target;
+      return plan.hash_steps[target] > 0 ? target : digest::kNoRecord;
+    };
+    digest::deal_units(plan.units, record_of, options.large_at_once,
+                       options.large_at_first.value_or(options.large_at_once));
+  }
   return plan;
 }
 

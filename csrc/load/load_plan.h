@@ -53,6 +53,11 @@ struct LoadPlan {
   std::vector<uint32_t> stream_begins;
   // Per whole tensor: payload pieces; 0: header and payload are in one unit, and hashed there.
   std::vector<uint32_t> hash_steps;
+  // Units for a device are shorter than its buffers: each buffer takes as many as fit, and has room
+  // for any further one while it has room for so much.
+  bool units_share_buffers = false;
+  uint64_t longest_unit_nbytes = 0;
+  uint32_t most_pieces = 0;  // of a unit
 
   std::span<const Piece> pieces_of(const Unit& unit) const noexcept {
     return std::span(pieces).subspan(unit.first_piece, unit.piece_count);

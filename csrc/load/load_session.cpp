@@ -71,11 +71,11 @@ LoadSession::LoadSession(io::RangeSource& source, const std::shared_ptr<const Op
   brief_ = is_brief_plan();
   if (job_.options.verify) {
     // On the host, hashes are made of the tensors' own memory.
-    start_digests(job_,
-                  {.workers = std::min(workers_of_plan(), cpu_quota()),
-                   .bytes_stay = job_.options.engine == nullptr,
-                   .gathered = job_.units_share_buffers ? format::Sha256::lanes() * useful_workers()
-                                                        : digest::kDealtPerWorker});
+    start_digests(job_, {.workers = std::min(workers_of_plan(), cpu_quota()),
+                         .bytes_stay = job_.options.engine == nullptr,
+                         .gathered = job_.plan.units_share_buffers
+                                         ? format::Sha256::lanes() * useful_workers()
+                                         : digest::kDealtPerWorker});
   }
 }
 
@@ -139,7 +139,7 @@ LoadPlan LoadSession::plan_headers() const {
                     .payloads = false});
 }
 
-LoadPlan LoadSession::plan_whole() {
+LoadPlan LoadSession::plan_whole() const {
   const io::SourceTraits traits = job_.source.traits();
   const LoadOptions& options = job_.options;
   const bool all_in_place = std::ranges::all_of(job_.targets, &LoadTarget::in_place);
@@ -156,7 +156,6 @@ LoadPlan LoadSession::plan_whole() {
   if (options.engine != nullptr) {
     plan.buffer_nbytes = options.engine->buffer_nbytes();
     fills_lanes = fills_lanes && workers > 1 && lanes >= digest::kManyLanes;
-    job_.units_share_buffers = fills_lanes;
     // Bytes leave their buffer once they are hashed: several chains must be under way.
     if (options.verify && workers > 1 && !traits.sequential)
       plan.large_at_once = digest::kDealtPerWorker * workers;
@@ -174,7 +173,9 @@ LoadPlan LoadSession::plan_whole() {
     plan.whole_nbytes = plan.unit_nbytes / 8;  // what would be hashed alone joins the others
   }
   if (plan.large_at_once == 0) plan.streams = std::min(traits.streams, workers);
-  return plan_load(job_.opened->index, job_.entries, plan);
+  LoadPlan made = plan_load(job_.opened->index, job_.entries, plan);
+  made.units_share_buffers = fills_lanes && options.engine != nullptr;
+  return made;
 }
 
 LoadPlan LoadSession::plan_parts() const {

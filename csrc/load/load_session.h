@@ -50,7 +50,7 @@ class LoadSession {
 
   void check_records() const;
   LoadPlan plan_headers() const;
-  LoadPlan plan_whole();
+  LoadPlan plan_whole() const;
   LoadPlan plan_parts() const;
   uint64_t unit_nbytes() const;
   unsigned useful_workers() const;

@@ -22,12 +22,6 @@ class Worker final : public LoadWorker {
       const io::SourceTraits traits = job_.source.traits();
       waits_ = traits.waits && !traits.sequential;
       if (waits_) read_buffers_.resize(job_.read_buffers);
-      if (job_.units_share_buffers) {
-        for (const Unit& unit : job_.plan.units) {
-          longest_unit_ = std::max(longest_unit_, unit.nbytes);
-          most_pieces_ = std::max<size_t>(most_pieces_, unit.piece_count);
-        }
-      }
     }
   }
 
@@ -126,8 +120,9 @@ class Worker final : public LoadWorker {
 
   // Whether the buffer at hand takes any further unit.
   bool has_room() const noexcept {
-    return job_.units_share_buffers && used_ + longest_unit_ <= buffer_.size() &&
-           outgoing_.size() + most_pieces_ <= device::kMostConversions;
+    const LoadPlan& plan = job_.plan;
+    return plan.units_share_buffers && used_ + plan.longest_unit_nbytes <= buffer_.size() &&
+           outgoing_.size() + plan.most_pieces <= device::kMostConversions;
   }
 
   void begin_buffer(std::span<std::byte> buffer) {
@@ -562,13 +557,11 @@ class Worker final : public LoadWorker {
   std::unique_ptr<device::Copier> copier_;  // set iff bound for a device
   bool waits_ = false;                      // units are read to memory of ours first
   bool prepared_ = false;                   // buffer_ is for the next unit
-  uint64_t longest_unit_ = 0;               // with most_pieces_: set where units share buffers
-  size_t most_pieces_ = 0;
-  std::span<std::byte> buffer_;     // for the unit at hand
-  uint64_t used_ = 0;               // of the buffer
-  uint64_t unit_begin_ = 0;         // in the buffer, of the image of a unit
-  uint64_t in_buffer_ = 0;          // bytes of the unit that have been read
-  std::vector<std::byte*> places_;  // of the unit's pieces
+  std::span<std::byte> buffer_;             // for the unit at hand
+  uint64_t used_ = 0;                       // of the buffer
+  uint64_t unit_begin_ = 0;                 // in the buffer, of the image of a unit
+  uint64_t in_buffer_ = 0;                  // bytes of the unit that have been read
+  std::vector<std::byte*> places_;          // of the unit's pieces
   std::vector<io::Slice> slices_;
   std::vector<std::byte> headers_;
   Pages image_{nullptr, {}};    // of a unit as it is in the source; or what gaps are read to

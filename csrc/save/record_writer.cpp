@@ -70,17 +70,20 @@ Plan cut(std::span<const PlannedRecord> records, std::span<const device::TensorM
   return plan;
 }
 
-// So that as many SHA-256 chains run at once.
-void deal_units(Plan& plan, size_t at_once) {
-  std::vector<uint32_t> records;
-  records.reserve(plan.units.size());
-  for (const Unit& unit : plan.units)
-    records.push_back(unit.count > 0 ? digest::kNoRecord : unit.first);
-  std::vector<Unit> dealt;
-  dealt.reserve(plan.units.size());
-  for (const uint32_t number : digest::deal(records, at_once, at_once))
-    dealt.push_back(plan.units[number]);
-  plan.units = std::move(dealt);
+// How the steps of large records are hashed.
+struct Hashing {
+  size_t dealt = 0;  // records in turn, so that as many SHA-256 chains can run; 0: one by one
+  size_t gathered = digest::kDealtPerWorker;  // see RecordDigester::Use
+};
+
+Hashing hashing_of(const RecordsToWrite& job, const io::RangeSink& sink, unsigned workers) {
+  if (!job.hashes.sha256) return {};
+  const size_t lanes = format::Sha256::lanes();
+  // Tensors in host memory can fill all lanes, those of a device have few buffers.
+  if (!job.is_staged()) return {.dealt = sink.any_order() ? lanes * workers : 0};
+  if (job.engine != nullptr || !sink.any_order() || lanes < digest::kManyLanes)
+    return {.dealt = digest::kDealtPerWorker * workers};
+  return {.dealt = kHostBuffers * workers, .gathered = kHostBuffers * workers};
 }
 
 // What the workers of one call share.
@@ -331,17 +334,14 @@ void write_records(const RecordsToWrite& job, io::RangeSink& sink, const std::st
   const unsigned useful = std::max(sink.concurrency(), cpu_quota());
   const unsigned allowed = job.max_workers > 0 ? std::min(job.max_workers, useful) : useful;
   const auto workers = static_cast<unsigned>(std::clamp<size_t>(plan.units.size(), 1, allowed));
-  // Buffers are few; tensors in host memory can fill all lanes.
-  size_t gathered = digest::kDealtPerWorker;
-  if (job.hashes.sha256 && job.is_staged()) {
-    const bool many =
-        job.engine == nullptr && sink.any_order() && format::Sha256::lanes() >= digest::kManyLanes;
-    if (many) gathered = kHostBuffers * workers;
-    deal_units(plan, many ? gathered : digest::kDealtPerWorker * workers);
-  } else if (job.hashes.sha256 && sink.any_order()) {
-    deal_units(plan, format::Sha256::lanes() * workers);
+  const Hashing hashing = hashing_of(job, sink, workers);
+  if (hashing.dealt > 0) {
+    const auto record_of = [](const Unit& unit) {
+      return unit.count > 0 ? digest::kNoRecord : unit.first;
+    };
+    digest::deal_units(plan.units, record_of, hashing.dealt, hashing.dealt);
   }
-  Shared shared(job, std::move(plan), workers, gathered, sink, stop);
+  Shared shared(job, std::move(plan), workers, hashing.gathered, sink, stop);
   std::atomic<size_t> next{0};
   run_units(shared.plan.units.size(), next, workers, stop,
             [&](const std::stop_token& token) { return std::make_unique<Worker>(shared, token); });
