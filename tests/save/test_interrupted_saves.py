@@ -17,7 +17,6 @@ from samples import assert_same, load, tensor
 
 from tensorizer import TensorSerializer, errors
 
-VALUES = {"a": tensor((5, 3), seed=1), "b": tensor((70_000,), torch.uint8)}
 OTHER = {"x": tensor((3,), seed=2)}
 
 
