@@ -2,7 +2,51 @@
 
 from __future__ import annotations
 
-__all__ = ["missing_servers", "needs"]
+import contextlib
+import socketserver
+import threading
+from collections.abc import Iterator
+from typing import TypeVar
+
+__all__ = ["Server", "missing_servers", "needs", "serving"]
+
+_Server = TypeVar("_Server", bound="Server")
+
+
+class Server:
+    """Starts on entering, stops on leaving and where it does not start."""
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self: _Server) -> _Server:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+
+@contextlib.contextmanager
+def serving(*servers: socketserver.BaseServer) -> Iterator[None]:
+    """They answer while the block runs, each on a thread of its own, and are closed then."""
+    threads = [threading.Thread(target=server.serve_forever, args=(0.05,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for server, thread in zip(servers, threads):
+            server.shutdown()
+            server.server_close()
+            thread.join(30)
 
 
 def needs(name: str) -> str:

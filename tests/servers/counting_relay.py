@@ -6,16 +6,16 @@ import contextlib
 import re
 import socket
 import threading
-from types import TracebackType
-from typing import Optional
+
+from . import Server
 
 __all__ = ["CountingRelay"]
 
 _REQUEST = re.compile(rb"^(GET|HEAD|PUT|POST|DELETE) \S+ HTTP/1\.1\r$", re.MULTILINE)
 
 
-class CountingRelay:
-    """Starts on entering, stops on leaving.
+class CountingRelay(Server):
+    """Bytes go on to ``target_port``.
 
     Attributes:
         port: Where it listens.
@@ -39,7 +39,7 @@ class CountingRelay:
             server = socket.create_connection(self._target)
             self._sockets += [client, server]
             for pair in ((client, server, True), (server, client, False)):
-                self._start(self._pass_on, *pair)
+                self._run(self._pass_on, *pair)
 
     def _pass_on(self, source: socket.socket, target: socket.socket, count: bool) -> None:
         with contextlib.suppress(OSError):
@@ -50,21 +50,15 @@ class CountingRelay:
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
-    def _start(self, function: object, *arguments: object) -> None:
+    def _run(self, function: object, *arguments: object) -> None:
         thread = threading.Thread(target=function, args=arguments, daemon=True)  # type: ignore[arg-type]
         thread.start()
         self._threads.append(thread)
 
-    def __enter__(self) -> CountingRelay:
-        self._start(self._accept)
-        return self
+    def start(self) -> None:
+        self._run(self._accept)
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
+    def stop(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for end in self._sockets:

@@ -6,9 +6,10 @@ import contextlib
 import functools
 import http.server
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+from . import serving
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
@@ -40,11 +41,5 @@ def serve_folder(folder: Path) -> Iterator[str]:
     """The address of a server of ``folder`` that runs while the block does."""
     handler = functools.partial(_Handler, directory=str(folder))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with serving(server):
         yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(30)

@@ -7,10 +7,11 @@ import hashlib
 import http.server
 import json
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from . import serving
 
 LARGE = (".tensors", ".safetensors", ".bin")
 TOKEN = "hf_loopback_token"
@@ -55,17 +56,9 @@ def serve_hub(commits: dict[str, Path], main: str) -> Iterator[Hub]:
     """Serves on two ports until the block ends."""
     hub = Hub(commits, main)
     servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub, name)) for name in ("hub", "storage")]
-    threads = [threading.Thread(target=server.serve_forever, daemon=True) for server in servers]
     hub.url, hub.storage = (f"http://127.0.0.1:{server.server_port}" for server in servers)
-    for thread in threads:
-        thread.start()
-    try:
+    with serving(*servers):
         yield hub
-    finally:
-        for server, thread in zip(servers, threads):
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
 
 def _entry(path: Path, folder: Path) -> dict:

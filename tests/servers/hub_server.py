@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Optional
+
+from . import Server, serving
 
 __all__ = ["HubServer"]
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class HubServer:
-    """Starts on entering, stops on leaving.
+class HubServer(Server):
+    """Serves one repository.
 
     Attributes:
         endpoint: For ``HF_ENDPOINT``.
@@ -80,7 +81,7 @@ class HubServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._served = contextlib.ExitStack()
 
     def entry(self, name: str) -> dict[str, Any]:
         content = self.files[name]
@@ -88,16 +89,8 @@ class HubServer:
         lfs = {"oid": digest, "size": len(content), "pointerSize": 130}
         return {"type": "file", "path": name, "size": len(content), "oid": COMMIT, "lfs": lfs}
 
-    def __enter__(self) -> HubServer:
-        self._thread.start()
-        return self
+    def start(self) -> None:
+        self._served.enter_context(serving(self._server))
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(10)
+    def stop(self) -> None:
+        self._served.close()

@@ -6,8 +6,9 @@ import contextlib
 import socketserver
 import ssl
 import struct
-import threading
 from collections.abc import Iterator
+
+from . import serving
 
 _SSL_REQUEST = struct.pack("!II", 8, 80877103)
 _PARAMETERS = {
@@ -49,12 +50,7 @@ class _Server(socketserver.ThreadingTCPServer):
 @contextlib.contextmanager
 def postgres_over_tls(context: ssl.SSLContext) -> Iterator[int]:
     """The port on 127.0.0.1 of a server that runs while the block does."""
-    with _Server(("127.0.0.1", 0), _Session) as server:
-        server.context = context
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join(30)
+    server = _Server(("127.0.0.1", 0), _Session)
+    server.context = context
+    with serving(server):
+        yield server.server_address[1]

@@ -8,8 +8,9 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Optional
+
+from . import Server
 
 __all__ = ["RedisServer", "free_port", "make_certificate", "redis_is_installed"]
 
@@ -41,8 +42,8 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-class RedisServer:
-    """Starts on entering, stops by process id on leaving; keeps nothing on disk.
+class RedisServer(Server):
+    """Stops by process id; keeps nothing on disk.
 
     Args:
         password: What clients must give; ``None`` for none.
@@ -110,15 +111,6 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
-    def __enter__(self) -> RedisServer:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
-        self.stop()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         shutil.rmtree(self.folder, ignore_errors=True)

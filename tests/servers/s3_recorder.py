@@ -6,13 +6,15 @@ For what the real store of ``s3_server.py`` does not have: checksums, sessions, 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import threading
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+from . import Server, serving
 
 __all__ = ["RecordedRequest", "S3Recorder"]
 
@@ -44,8 +46,8 @@ class RecordedRequest(NamedTuple):
         return {"PUT": "PutObject", "GET": "GetObject", "HEAD": "HeadObject", "DELETE": "DeleteObject"}[self.method]
 
 
-class S3Recorder:
-    """Starts on entering, stops on leaving.
+class S3Recorder(Server):
+    """Keeps every request, and answers it.
 
     Attributes:
         requests: What came, in order.
@@ -97,6 +99,7 @@ class S3Recorder:
                 pass  # clients that give up
 
         self._server = Server(("127.0.0.1", 0), Handler)
+        self._served = contextlib.ExitStack()
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     @property
@@ -266,17 +269,8 @@ class S3Recorder:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> S3Recorder:
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        self._thread.start()
-        return self
+    def start(self) -> None:
+        self._served.enter_context(serving(self._server))
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def stop(self) -> None:
+        self._served.close()

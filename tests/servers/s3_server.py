@@ -10,8 +10,9 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Optional
+from typing import Any
+
+from . import Server
 
 __all__ = ["S3Server", "s3_is_installed"]
 
@@ -40,8 +41,8 @@ def five_free_ports() -> int:
     raise RuntimeError("no five free ports in a row")
 
 
-class S3Server:
-    """Starts on entering, stops by process id on leaving.
+class S3Server(Server):
+    """Stops by process id.
 
     Attributes:
         endpoint: ``http://127.0.0.1:port``.
@@ -124,19 +125,6 @@ class S3Server:
     def stop(self) -> None:
         subprocess.run(["bash", str(SCRIPT), "stop", str(self.folder)], check=False, capture_output=True)
 
-    def __enter__(self) -> S3Server:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
-        self.stop()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         shutil.rmtree(self.folder, ignore_errors=True)

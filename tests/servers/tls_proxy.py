@@ -7,8 +7,9 @@ import selectors
 import socket
 import socketserver
 import ssl
-import threading
 from collections.abc import Iterator
+
+from . import serving
 
 
 def _copy(one: ssl.SSLSocket, other: socket.socket) -> None:
@@ -56,12 +57,7 @@ class _Server(socketserver.ThreadingTCPServer):
 @contextlib.contextmanager
 def tls_proxy(context: ssl.SSLContext) -> Iterator[str]:
     """The ``https://`` address of a proxy that runs while the block does."""
-    with _Server(("127.0.0.1", 0), _Tunnel) as server:
-        server.context = context
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"https://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join(30)
+    server = _Server(("127.0.0.1", 0), _Tunnel)
+    server.context = context
+    with serving(server):
+        yield f"https://127.0.0.1:{server.server_address[1]}"
