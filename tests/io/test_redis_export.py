@@ -228,6 +228,15 @@ def test_a_server_that_goes_away_is_an_error_and_leaves_no_thread(file):
         client.close()
 
 
+def test_an_idle_connection_that_the_server_has_closed_is_not_used_again(server):
+    client = server.client()
+    writer = _writer_for(client)
+    writer.put(b"idle", b"1")
+    client.execute_command("CLIENT KILL TYPE normal SKIPME yes")
+    writer.put(b"idle", b"2")
+    assert client.get("idle") == b"2"
+
+
 def test_bad_positions_are_refused(server, file):
     with pytest.raises(ValueError, match="header does not come before"):
         export_to_redis(file.source, file.header, [(b"n", 100, 100, 5)], server.client(), "bad")

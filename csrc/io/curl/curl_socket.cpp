@@ -66,9 +66,11 @@ void CurlSocket::configure(const SocketOptions& options) {
   curl_easy_setopt(easy, CURLOPT_SOCKOPTDATA, &receive_buffer_nbytes_);
 }
 
-bool CurlSocket::is_quiet(const SocketOptions& options) const {
+bool CurlSocket::leads_to(const SocketOptions& options) const { return url_ == url_of(options); }
+
+bool CurlSocket::is_quiet() const noexcept {
   char byte = 0;
-  return url_ == url_of(options) && ::recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
+  return ::recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
          (errno == EAGAIN || errno == EWOULDBLOCK);
 }
 

@@ -59,9 +59,11 @@ class CurlSocket {
 
   // For those who read and write by themselves.
   curl_socket_t descriptor() const noexcept { return socket_; }
-  // Whether it leads to the server of `options`, and was neither closed by it nor holds bytes that
-  // nobody asked for. Not for TLS.
-  bool is_quiet(const SocketOptions& options) const;
+  // Whether it was made for the server of `options`.
+  bool leads_to(const SocketOptions& options) const;
+  // False once the server has closed it or said something unasked. What TLS has decrypted already
+  // is not seen.
+  bool is_quiet() const noexcept;
   bool belongs_to_this_process() const noexcept { return driver_.belongs_to_this_process(); }
 
  private:

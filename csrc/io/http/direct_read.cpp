@@ -255,7 +255,7 @@ DirectOutcome direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& r
   target.stall_timeout = read.options.stall_timeout;
   read.counters.requests.fetch_add(1, std::memory_order_relaxed);
   std::unique_ptr<CurlSocket> socket = std::move(kept);
-  bool reused = !read.request.fresh && socket && socket->is_quiet(target);
+  bool reused = !read.request.fresh && socket && socket->leads_to(target) && socket->is_quiet();
   for (;; reused = false) {
     if (!reused) socket = connect(read, target, stop);
     Exchange exchange(read, *socket, stop);

@@ -207,10 +207,10 @@ void RedisHandle::read_value(ScatterCursor& into, uint64_t wanted, std::string_v
   const std::string line = read_line(stop);
   if (line.starts_with('-')) fail_reply(line.substr(1));
   int64_t found = 0;
-  const char* first = line.data() + 1;
-  const char* last = line.data() + line.size();
-  if (!line.starts_with('$') || std::from_chars(first, last, found).ptr != last || found < -1)
-    fail_protocol("wanted a string");
+  const char* const last = line.data() + line.size();
+  const char* const digits = line.starts_with('$') ? line.data() + 1 : last;
+  const auto [end, problem] = std::from_chars(digits, last, found);
+  if (problem != std::errc{} || end != last || found < -1) fail_protocol("wanted a string");
   if (static_cast<uint64_t>(std::max<int64_t>(found, 0)) != wanted || found < 0)
     throw Error(Errc::truncated,
                 server_ + ": " + std::string(what) + ": wanted " + std::to_string(wanted) +
@@ -223,10 +223,10 @@ void RedisHandle::read_value(ScatterCursor& into, uint64_t wanted, std::string_v
     into.skip(place.size());
     left -= place.size();
   }
-  std::array<std::byte, 2> end;
+  std::array<std::byte, 2> line_end;
   uint64_t ignored = 0;
-  receive_into(end, ignored, stop);
-  if (end[0] != std::byte{'\r'} || end[1] != std::byte{'\n'})
+  receive_into(line_end, ignored, stop);
+  if (line_end[0] != std::byte{'\r'} || line_end[1] != std::byte{'\n'})
     fail_protocol("a string that is longer than announced");
 }
 

@@ -98,7 +98,10 @@ class RedisHandle {
   const std::string& server() const noexcept { return server_; }
   // Whether a reply has come.
   bool answered() const noexcept { return answered_; }
-  bool belongs_to_this_process() const noexcept { return socket_.belongs_to_this_process(); }
+  // False where it is the parent's, or the server has ended it or said something unasked.
+  bool is_usable() const noexcept {
+    return socket_.belongs_to_this_process() && begin_ == end_ && socket_.is_quiet();
+  }
 
   uint64_t generation = 0;  // the pool's
 

@@ -6,11 +6,10 @@ std::unique_ptr<RedisHandle> RedisPool::take(const std::stop_token& stop) {
   uint64_t closed_times = 0;
   {
     MutexLock lock(mutex_);
-    std::erase_if(idle_, [](const auto& handle) { return !handle->belongs_to_this_process(); });
-    if (!idle_.empty()) {
+    while (!idle_.empty()) {
       std::unique_ptr<RedisHandle> handle = std::move(idle_.back());
       idle_.pop_back();
-      return handle;
+      if (handle->is_usable()) return handle;
     }
     closed_times = closed_times_;
   }
