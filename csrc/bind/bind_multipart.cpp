@@ -10,6 +10,7 @@
 
 #include "bind/bindings.h"
 #include "bind/gil.h"
+#include "core/per_process.h"
 #include "core/sync.h"
 #include "format/digest.h"
 #include "io/http/http_put.h"
@@ -114,8 +115,8 @@ void destroy(MultipartSink* sink) {
 class OpenUploads {
  public:
   static OpenUploads& instance() {
-    static auto* const uploads = new OpenUploads;
-    return *uploads;
+    static PerProcess<OpenUploads> uploads;
+    return uploads.get();
   }
 
   void add(const std::shared_ptr<MultipartSink>& sink) {

@@ -1,31 +1,17 @@
 #include "bind/gil.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
-#include <atomic>
-
 #include "core/error.h"
+#include "core/per_process.h"
 
 namespace tensorizer::bind {
 
-namespace {
-
-// Never destroyed: threads may outlive static objects.
-std::atomic<ActiveWork*> current_work{nullptr};
-
-}  // namespace
-
 // A forked child starts with none of the parent's work: the threads that would end it are not
-// there, and one of them may have held the lock.
+// there.
 ActiveWork& ActiveWork::instance() {
-  static const bool made = [] {
-    current_work.store(new ActiveWork);
-    ::pthread_atfork(nullptr, nullptr, [] { current_work.store(new ActiveWork); });
-    return true;
-  }();
-  static_cast<void>(made);
-  return *current_work.load();
+  static PerProcess<ActiveWork> work;
+  return work.get();
 }
 
 void ActiveWork::enter(TaskGroup& group) {
