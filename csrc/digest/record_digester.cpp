@@ -164,15 +164,19 @@ void RecordDigester::complete(uint32_t record, Chain& chain) {
 void RecordDigester::wait(uint32_t record, uint32_t step, const std::stop_token& stop) {
   Chain& chain = *chains_[record];
   if (chain.expected.load(std::memory_order_acquire) && !chain.start.wanted.sha256) return;
+  hash_until([&] { return chain.next > step; }, stop);
+}
+
+template <class Predicate>
+void RecordDigester::hash_until(Predicate done, const std::stop_token& stop) {
   for (;;) {
     Work work;
     {
       MutexLock lock(mutex_);
-      const bool decided = changed_.wait(mutex_, stop, [&]() REQUIRES_LOCK(mutex_) {
-        return chain.next > step || !ready_.empty();
-      });
+      const bool decided = changed_.wait(
+          mutex_, stop, [&]() REQUIRES_LOCK(mutex_) { return done() || !ready_.empty(); });
       if (!decided) throw Error(Errc::cancelled, "cancelled");
-      if (chain.next > step) return;
+      if (done()) return;
       work = take_share();
     }
     hash(work);
@@ -200,19 +204,7 @@ bool RecordDigester::help() {
 }
 
 void RecordDigester::finish(const std::stop_token& stop) {
-  for (;;) {
-    Work work;
-    {
-      MutexLock lock(mutex_);
-      const bool decided = changed_.wait(mutex_, stop, [this]() REQUIRES_LOCK(mutex_) {
-        return steps_left_ == 0 || !ready_.empty();
-      });
-      if (!decided) throw Error(Errc::cancelled, "cancelled");
-      if (steps_left_ == 0) return;
-      work = take_share();
-    }
-    hash(work);
-  }
+  hash_until([this]() REQUIRES_LOCK(mutex_) { return steps_left_ == 0; }, stop);
 }
 
 void RecordDigester::abandon() noexcept {

@@ -109,6 +109,9 @@ class RecordDigester {
   Work take(size_t most) REQUIRES_LOCK(mutex_);
   Work take_share() REQUIRES_LOCK(mutex_);
   void queue_if_ready(uint32_t record, Chain& chain) REQUIRES_LOCK(mutex_);
+  // Digests steps until done(), which is called under the lock. Throws Error(cancelled).
+  template <class Predicate>
+  void hash_until(Predicate done, const std::stop_token& stop);
   void hash(const Work& work);
   void hash_and_complete(const Work& work);
   void complete(uint32_t record, Chain& chain);

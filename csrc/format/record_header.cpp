@@ -210,6 +210,15 @@ HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader&
                               want_sha256);
 }
 
+void check_data(const RecordHeader& header, std::span<const std::byte> header_bytes,
+                std::span<const std::byte> data) {
+  HeaderDigest digest = digest_header(header_bytes, header, true, true);
+  const uint32_t crc32 = format::crc32(digest.crc32, data);
+  digest.sha256.update(data);
+  const Sha256Digest sha256 = digest.sha256.finish();
+  check_hashes(header, &crc32, &sha256);
+}
+
 void check_hashes(const RecordHeader& header, const uint32_t* crc32, const Sha256Digest* sha256) {
   for (const StoredHash& hash : header.hashes) {
     if (hash.type == HashType::crc32) {

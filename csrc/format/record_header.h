@@ -71,6 +71,10 @@ HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader&
 // is not 4 bytes long or a SHA-256 that is not 32 is a mismatch too.
 void check_hashes(const RecordHeader& header, const uint32_t* crc32, const Sha256Digest* sha256);
 
+// The same for a record that is here as a whole.
+void check_data(const RecordHeader& header, std::span<const std::byte> header_bytes,
+                std::span<const std::byte> data);
+
 // --- writing ---
 
 struct HashChoice {

@@ -49,12 +49,7 @@ class Recheck {
     const std::vector<std::byte> bytes = header_bytes(entry);
     const format::RecordHeader header = accept_record(opened_, target.entry, bytes);
     if (header.hashes.empty()) return false;
-    format::HeaderDigest digest = format::digest_header(bytes, header, true, true);
-    const std::span<const std::byte> data(target.destination.data, entry.data_nbytes);
-    const uint32_t crc32 = format::crc32(digest.crc32, data);
-    digest.sha256.update(data);
-    const format::Sha256Digest sha256 = digest.sha256.finish();
-    format::check_hashes(header, &crc32, &sha256);
+    format::check_data(header, bytes, {target.destination.data, entry.data_nbytes});
     return true;
   }
 

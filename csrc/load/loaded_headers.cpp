@@ -77,12 +77,8 @@ bool LoadedHeaders::matches(size_t target, std::span<const std::byte> data) cons
   store_le(bytes.data() + bytes.size() - kTrailerNbytes, entry.data_nbytes);
   const format::RecordHeader header =
       format::parse_header_front(std::span(bytes).first(kept.front_nbytes), entry);
-  format::HeaderDigest digest = format::digest_header(bytes, header, true, true);
-  const uint32_t crc32 = format::crc32(digest.crc32, data);
-  digest.sha256.update(data);
-  const format::Sha256Digest sha256 = digest.sha256.finish();
   try {
-    format::check_hashes(header, &crc32, &sha256);
+    format::check_data(header, bytes, data);
     return true;
   } catch (const Error& error) {
     if (error.code() != Errc::hash_mismatch) throw;
