@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import stat
@@ -81,8 +82,7 @@ def copy_file(
     if _has_no_length(source):
         with open(source, "rb") as stream:
             return _from_stream(stream, target, stream_options)
-    opened = open_source(source, stream_options)
-    try:
+    with contextlib.closing(open_source(source, stream_options)) as opened:
         total = opened.source.size() or 0  # the bar shows no share where nobody knows it
         with progress_reporter(progress, total, "copying") as report:
             if target == "-":
@@ -90,17 +90,12 @@ def copy_file(
             with WholeFile(target, stream_options) as file:
                 file.copy_from(opened.source, report)
             return file.nbytes
-    finally:
-        opened.close()
 
 
 def sha256_of_file(source: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bytes:
     """The SHA-256 of all bytes of a file at a path or URI."""
-    opened = open_source(source, stream_options)
-    try:
+    with contextlib.closing(open_source(source, stream_options)) as opened:
         return _C.sha256_of(opened.source)
-    finally:
-        opened.close()
 
 
 def signature_beside(source: Any, target: Any) -> Optional[tuple[Any, Any]]:

@@ -134,8 +134,7 @@ def read_checked(
         FormatError: The file has more than `most_nbytes`, or does not say how many. Besides, what `check` raises.
         OSError: It cannot be read; :class:`StreamNotFoundError` where there is none.
     """
-    opened = open_source(location, stream_options)
-    try:
+    with contextlib.closing(open_source(location, stream_options)) as opened:
         nbytes = opened.source.size()
         if most_nbytes is not None and (nbytes is None or nbytes > most_nbytes):
             raise FormatError(f"{opened.name}: wanted at most {most_nbytes} bytes, found {nbytes}")
@@ -145,8 +144,6 @@ def read_checked(
             if opened.source.drop_copy():
                 error.args = (f"{error}; the cached copy was removed; try again",)
             raise
-    finally:
-        opened.close()
 
 
 def _read_whole(source: _C.RangeSource) -> bytes:

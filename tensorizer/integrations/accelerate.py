@@ -5,6 +5,7 @@ Importing this module does not import ``accelerate``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection
 from typing import Any, Optional, Union
@@ -151,7 +152,5 @@ def _ending(number: int) -> str:
 
 def _remove_its_files(folder: Any, number: int) -> None:
     for name in _ITS_FILES:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, name.format(_ending(number))))
-        except FileNotFoundError:
-            continue

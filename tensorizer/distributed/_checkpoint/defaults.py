@@ -114,8 +114,6 @@ def _is_foreign(path: PathLike, stream_options: Any) -> bool:
             opened = folder.open(name)
         except FileNotFoundError:
             continue
-        try:
+        with contextlib.closing(opened):
             return bool(opened.source.size()) and opened.source.read(0, 1) != b"{"
-        finally:
-            opened.close()
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -106,11 +107,8 @@ class Folder(NamedTuple):
         if not self.remote:
             with stream_errors():
                 return os.stat(self.join(name)).st_size
-        opened = self.open(name)
-        try:
+        with contextlib.closing(self.open(name)) as opened:
             return opened.source.size() or 0
-        finally:
-            opened.close()
 
     def read(self, name: str, check: Callable[[bytes], Answer]) -> Answer:
         """What `check` makes of the content of a small file. Raises as :meth:`open`, and what `check` raises."""
@@ -211,10 +209,8 @@ class Folder(NamedTuple):
                 self._store().delete(names)
             return
         for name in names:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.join(name))
-            except FileNotFoundError:
-                continue
 
     def remove_stale(
         self, names: list[str], files: Collection[str], ranks: Collection[Optional[int]] = (None,)
