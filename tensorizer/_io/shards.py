@@ -150,9 +150,11 @@ class _ModelFolder(NamedTuple):
                 first = error
         for name in TRIED_NAMES:
             try:
-                return self.open_shards(name, present=False) if name.endswith(".json") else self.open_file(name)
-            except _MissingIndex:
+                index = self._read_index(name) if name.endswith(".json") else None
+            except StreamNotFoundError:
                 continue
+            try:
+                return self.open_file(name) if index is None else self._open_files_of(index)
             except StreamNotFoundError as error:
                 first = first or error
         assert first is not None
@@ -169,8 +171,12 @@ class _ModelFolder(NamedTuple):
     def open_file(self, name: str) -> OpenedSource:
         return open_source(self.join(name), self.stream_options)
 
-    def open_shards(self, name: str, present: bool = True) -> OpenedShards:
-        """The shards of an index; `present`: a missing index is an error of its own kind."""
+    def open_shards(self, name: str) -> OpenedShards:
+        """The shards of an index."""
+        return self._open_files_of(self._read_index(name))
+
+    def _read_index(self, name: str) -> OpenedShards:
+        """What an index says, with no file open yet."""
         shown = name if self.remote else self.join(name)
 
         def parsed(text: bytes) -> tuple[dict[str, str], dict[str, str]]:
@@ -183,19 +189,16 @@ class _ModelFolder(NamedTuple):
             return weight_map, metadata
 
         where = self.asked_for if name == self.name else self.join(name)  # with its query
-        try:
-            weight_map, metadata = read_checked(where, self.stream_options, parsed, MAX_INDEX_NBYTES)
-        except StreamNotFoundError as error:
-            if present:
-                raise
-            raise _MissingIndex(str(error)) from None
-        wanted = re.search(_INDEX_NAME, name)
+        weight_map, metadata = read_checked(where, self.stream_options, parsed, MAX_INDEX_NBYTES)
+        return OpenedShards(shown, weight_map, metadata, {})
+
+    def _open_files_of(self, shards: OpenedShards) -> OpenedShards:
+        wanted = re.search(_INDEX_NAME, shards.name)
         assert wanted is not None
-        shards = OpenedShards(shown, weight_map, metadata, {})
         try:
-            for file in dict.fromkeys(weight_map.values()):
-                self._check_file_name(shown, file, wanted.group(1))
-                shards.files[file] = self._open_shard(shown, file)
+            for file in dict.fromkeys(shards.weight_map.values()):
+                self._check_file_name(shards.name, file, wanted.group(1))
+                shards.files[file] = self._open_shard(shards.name, file)
         except BaseException:
             shards.close()
             raise
@@ -216,10 +219,6 @@ class _ModelFolder(NamedTuple):
             return self.open_file(file)
         except FileNotFoundError as error:
             raise StreamNotFoundError(f"{index}: its shard {file!r:.200} is missing ({error})") from None
-
-
-class _MissingIndex(Exception):
-    """The index itself is not there; internal."""
 
 
 def _is_inside(folder: str, path: str) -> bool:
