@@ -284,7 +284,7 @@ class _Writing:
                 if place is None:
                     self._read_back(name, run, self._write_one(name, run))
                 else:
-                    new = stack.enter_context(NewFile(place.path, place.mode, many))
+                    new = stack.enter_context(NewFile(*place, many))
                     with new.open("wb+") as stream:
                         crcs = self._write_one(stream, run)
                     with new.open("rb") as stream:

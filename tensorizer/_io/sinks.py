@@ -16,7 +16,7 @@ from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import local_path
 from tensorizer.errors import stream_errors
 
-__all__ = ["NewFile", "OpenedSink", "Place", "WholeFile", "open_sink", "place_of_new_file"]
+__all__ = ["NewFile", "OpenedSink", "WholeFile", "open_sink", "place_of_new_file"]
 
 _MODE_WANTED = "wb+"
 
@@ -83,15 +83,10 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
     return _open_object(stream) if sink is None else OpenedSink(sink, 0, appears_on_close=True)
 
 
-class Place(NamedTuple):
-    """Where a new local file goes."""
+def place_of_new_file(file_obj: Any) -> Optional[tuple[str, Optional[int]]]:
+    """Where a new local file goes: the path with links resolved, and the mode of the file that it replaces.
 
-    path: str  # with links resolved
-    mode: Optional[int]  # of the file that it replaces
-
-
-def place_of_new_file(file_obj: Any) -> Optional[Place]:
-    """The place of a target that is a local path which a new file can take; ``None`` for all other targets.
+    ``None`` for targets that are no local path, or one that a new file cannot take.
 
     Raises:
         OSError: The target cannot be written.
@@ -104,13 +99,14 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
     place = _place_of(path)
     with stream_errors():
         if place is not None:
-            return OpenedSink(_C.FileSink.replace(os.fsencode(place.path), fsync, place.mode), 0)
+            target, mode = place
+            return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, mode), 0)
         # Devices are written to, not replaced.
         return _open_object(open(path, "wb+" if stat.S_ISREG(os.stat(path).st_mode) else "rb+"))
 
 
 @stream_errors()
-def _place_of(path: str) -> Optional[Place]:
+def _place_of(path: str) -> Optional[tuple[str, Optional[int]]]:
     if not path:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     target = _without_links(path)
@@ -123,12 +119,12 @@ def _place_of(path: str) -> Optional[Place]:
     if path.endswith(os.sep) or (existing is not None and stat.S_ISDIR(existing.st_mode)):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     if existing is None:
-        return Place(target, None)
+        return target, None
     if not stat.S_ISREG(existing.st_mode):
         return None
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-    return Place(target, stat.S_IMODE(existing.st_mode)) if _can_be_replaced(target, folder, existing) else None
+    return (target, stat.S_IMODE(existing.st_mode)) if _can_be_replaced(target, folder, existing) else None
 
 
 def _without_links(path: str) -> str:
