@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 
-from tensorizer._io.upload_on_close import ClosesOrDiscards, UploadOnClose
+from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import scheme_of
 from tensorizer._io.window import WindowedReader
 from tensorizer._system.config import env_int
@@ -262,7 +262,7 @@ class FsspecReader(WindowedReader):
         super().close()
 
 
-class FsspecWriter(ClosesOrDiscards, io.BufferedIOBase):
+class FsspecWriter(io.BufferedIOBase):
     """A file of an fsspec file system, written straight on.
 
     Blocks go to the file system's own upload, which ends with :meth:`close`. Where it has none and writes in place,
@@ -301,6 +301,12 @@ class FsspecWriter(ClosesOrDiscards, io.BufferedIOBase):
 
     def __repr__(self) -> str:
         return f"<FsspecWriter {self.name}>"
+
+    def __exit__(self, kind: Optional[type[BaseException]], *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
 
     def write(self, data: Any, /) -> int:
         """Writes all of ``data``; returns its size in bytes."""

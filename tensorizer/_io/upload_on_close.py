@@ -12,34 +12,18 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, BinaryIO, Optional, cast
 
 from tensorizer import _C  # first: it gives unfinished uploads up at exit, after what is registered here
 
-__all__ = ["ClosesOrDiscards", "UploadOnClose", "tell_if_unclosed"]
+__all__ = ["UploadOnClose", "tell_if_unclosed"]
 
 logger = logging.getLogger("tensorizer.stream_io")
 
 _open_files: weakref.WeakSet[UploadOnClose] = weakref.WeakSet()
 
 
-class ClosesOrDiscards:
-    """How such a stream leaves a ``with`` block: closed, or discarded where an exception ends the block."""
-
-    def __exit__(
-        self: Any,  # has both
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
-
-
-class UploadOnClose(ClosesOrDiscards):
+class UploadOnClose:
     """A temporary file, readable, writable and seekable, with a real descriptor, uploaded by :meth:`close`.
 
     The file is made when something is first asked of it, and deleted in every case. One that was never written to is
@@ -114,6 +98,12 @@ class UploadOnClose(ClosesOrDiscards):
 
     def __enter__(self) -> UploadOnClose:
         return self
+
+    def __exit__(self, kind: Optional[type[BaseException]], *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
 
     def write(self, data: Any, /) -> int:
         """Writes all of ``data``; returns its size in bytes."""
