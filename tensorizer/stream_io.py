@@ -220,7 +220,7 @@ def open_stream(
     from tensorizer._io import fsspec
 
     with stream_errors():
-        return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, end=end, cache=chosen)
+        return fsspec.open(uri, mode, buffer_size=buffer_size, begin=begin, cache=chosen)
 
 
 def _chosen_cache(cache: Any) -> Optional[Cache]:

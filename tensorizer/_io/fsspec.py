@@ -42,7 +42,6 @@ def open(
     *,
     buffer_size: Optional[int] = None,
     begin: Optional[int] = None,
-    end: Optional[int] = None,
     cache: Optional[Cache] = None,
 ) -> BinaryIO:
     """Opens a file of any file system that ``fsspec`` knows.
@@ -53,7 +52,6 @@ def open(
             for a seekable temporary file that is uploaded when it is closed.
         buffer_size: Bytes that small reads fetch ahead; ``None`` for the file system's own choice.
         begin: First position of a reader.
-        end: Ignored: a reader ends where the file ends.
         cache: Where a reader keeps what it reads, if the file system tells versions.
 
     Raises:

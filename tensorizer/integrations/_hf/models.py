@@ -142,11 +142,11 @@ def _by_library(
         None, config=config, state_dict=weights.state_dict(), output_loading_info=True, **passed
     )
     if options.strict:
-        _check(model, info, weights, keywords)
+        _check(model, info, weights)
     return model, info
 
 
-def _check(model: Any, info: dict[str, Any], weights: Weights, keywords: dict[str, Any]) -> None:
+def _check(model: Any, info: dict[str, Any], weights: Weights) -> None:
     report = LoadReport(
         module=type(model).__name__,
         source=weights.label,

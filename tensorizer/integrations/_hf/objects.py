@@ -123,7 +123,7 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
             continue
         if len(entry) != 2 or not all(isinstance(text, str) for text in entry):
             raise ValueError(f"{folder.label}: {_PIPELINE}: wanted library and class of {name!r}, found {entry!r:.200}")
-        component = _load_component(name, entry, folder.below(name), options)
+        component = _load_component(entry, folder.below(name), options)
         if component is not None:
             loaded[name] = component
     keywords = {**options.model_kwargs, **loaded}
@@ -134,7 +134,7 @@ def _load_pipeline(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     return pipeline
 
 
-def _load_component(name: str, entry: Any, folder: ModelFolder, options: LoadOptions) -> Any:
+def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     """A component that has weights; ``None`` for those that the pipeline reads itself."""
     library, class_name = entry
     plain = dataclasses.replace(options, model_kwargs={}, config=None, model_class=None)
