@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -14,7 +14,7 @@ from tensorizer._format.names import Name, name_text
 from tensorizer._io.access import Access, Trust
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_uri
-from tensorizer.errors import CryptographyError, FormatError, HashMismatchError
+from tensorizer.errors import CryptographyError, FormatError, HashMismatchError, TensorizerError
 from tensorizer.progress import ProgressArgument, progress_reporter
 from tensorizer.signing import PublicKeyArgument
 
@@ -122,23 +122,41 @@ def verify(
         source = file.source
         if wanted is not None and source is None:
             raise ValueError(f"sha256: wanted one file, found the shards of {file.source_name}")
-        run = _Verification(file, fail_fast)
+        verified: list[Name] = []
+        mismatched: list[Mismatch] = []
+        unverified: list[Name] = []
+        nbytes = 0
         total = sum(map(file.index.data_nbytes, chosen)) + (source.size() or 0 if wanted and source else 0)
         with progress_reporter(progress, total, "verifying") as report:
-            run.check(chosen, report)
+            for batch in file.runs(chosen):
+                for i, error in _errors_of(file, batch):
+                    if error is None:
+                        proved = file.index.encrypted or not file.lacks_hashes(i)
+                        (verified if proved else unverified).append(file.names[i])
+                        continue
+                    if isinstance(error, CryptographyError) and not verified and not mismatched:
+                        raise error  # the key may be wrong: that says nothing about the data
+                    mismatched.append(Mismatch(file.names[i], str(error)))
+                    if fail_fast:
+                        break
+                nbytes += sum(map(file.index.data_nbytes, batch))
+                if report is not None:
+                    report(nbytes)
+                if fail_fast and mismatched:
+                    break
             found = None
-            if source is not None and wanted is not None and not (fail_fast and run.mismatched):
-                found = _C.sha256_of(source, None if report is None else lambda done: report(run.nbytes + done)).hex()
+            if source is not None and wanted is not None and not (fail_fast and mismatched):
+                found = _C.sha256_of(source, None if report is None else lambda done: report(nbytes + done)).hex()
         return VerifyReport(
             source=file.source_name,
             format=file.index.format,
-            verified=tuple(run.verified),
-            mismatched=tuple(run.mismatched),
-            unverified=tuple(run.unverified),
+            verified=tuple(verified),
+            mismatched=tuple(mismatched),
+            unverified=tuple(unverified),
             index_matches=file.index_matches,
             sha256=found,
             sha256_matches=None if found is None or wanted is None else found == wanted,
-            nbytes=run.nbytes,
+            nbytes=nbytes,
             seconds=time.monotonic() - begin,
             sharded=source is None,
             authenticated=file.authenticated,
@@ -162,42 +180,19 @@ def check_all(file: OpenFile, progress: ProgressArgument) -> None:
                 report(done)
 
 
-class _Verification:
-    """One pass over the tensors of a file."""
-
-    def __init__(self, file: OpenFile, fail_fast: bool) -> None:
-        self._file, self._fail_fast = file, fail_fast
-        self.verified: list[Name] = []
-        self.mismatched: list[Mismatch] = []
-        self.unverified: list[Name] = []
-        self.nbytes = 0
-
-    def check(self, entries: list[int], report: Any) -> None:
-        for batch in self._file.runs(entries):
-            self._check_batch(list(batch))
-            self.nbytes += sum(map(self._file.index.data_nbytes, batch))
-            if report is not None:
-                report(self.nbytes)
-            if self._fail_fast and self.mismatched:
-                return
-
-    def _check_batch(self, batch: list[int]) -> None:
-        try:
-            self._file.read(batch, True)
-        except (HashMismatchError, CryptographyError, FormatError) as error:
-            if len(batch) > 1:  # one of them: each for itself
-                for i in batch:
-                    self._check_batch([i])
-                    if self._fail_fast and self.mismatched:
-                        return
-                return
-            if isinstance(error, CryptographyError) and not self.verified and not self.mismatched:
-                raise  # the key may be wrong: that says nothing about the data
-            self.mismatched.append(Mismatch(self._file.names[batch[0]], str(error)))
-            return
+def _errors_of(file: OpenFile, batch: Sequence[int]) -> Iterator[tuple[int, Optional[TensorizerError]]]:
+    """What is wrong with each tensor of a batch; they are read one by one, as the answers are asked for, only if one of
+    them is wrong."""
+    found: Optional[TensorizerError] = None
+    try:
+        file.read(batch, True)
+    except (HashMismatchError, CryptographyError, FormatError) as error:
+        found = error
+    if found is None or len(batch) == 1:
+        yield from ((i, found) for i in batch)
+    else:
         for i in batch:
-            proved = self._file.index.encrypted or not self._file.lacks_hashes(i)
-            (self.verified if proved else self.unverified).append(self._file.names[i])
+            yield from _errors_of(file, [i])
 
 
 def _digest(text: str) -> str:
