@@ -75,12 +75,16 @@ def save_pretrained(
         UnsupportedContentError: A model quantised by ``torchao``, because its layout is not in its tensors.
         OSError: The folder cannot be written.
     """
-    from tensorizer.integrations._hf.saving import SaveOptions, save_object
+    from tensorizer._files.write import WriteOptions
+    from tensorizer._io.access import Access
+    from tensorizer.integrations._hf.saving import SavedFolder, save_object
 
     if names not in ("model", "library"):
         raise ValueError(f"names: wanted 'model' or 'library', found {names!r}")
-    options = SaveOptions(dict(metadata or {}), ties, encryption, max_shard_size, variant, names, stream_options)
-    save_object(obj, folder, tokenizer, options)
+    options = WriteOptions(format="tensors", ties=ties, max_shard_size=max_shard_size)
+    access = Access.to_write(encryption, stream_options)
+    with SavedFolder(folder, options, access, dict(metadata or {}), variant, names == "library") as where:
+        save_object(obj, tokenizer, where)
 
 
 def from_pretrained(

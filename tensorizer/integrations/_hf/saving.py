@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional
 
 import torch
 
@@ -31,36 +32,46 @@ from tensorizer.errors import UnsupportedContentError
 from tensorizer.integrations._hf.folders import MANIFEST, is_weight
 from tensorizer.integrations._hf.objects import is_peft, is_sentence_transformer, stem_of
 
-__all__ = ["SaveOptions", "save_object"]
+__all__ = ["SavedFolder", "save_object"]
 
 
-class SaveOptions(NamedTuple):
-    """How files are written."""
+class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
+    """The folder or prefix that is written to; small files are written to a temporary folder first and go last.
 
-    metadata: Mapping[str, str]
-    ties: str
-    encryption: Any
-    max_shard_size: Union[str, int, None]
-    variant: Optional[str]
-    names: str
-    stream_options: Optional[Mapping[str, Any]]
+    Args:
+        target: A path or URI.
+        options: How files of weights are written.
+        access: How all files are.
+        metadata: Texts for the files of weights, beside our own.
+        variant: A word in their names.
+        as_library: Whether models of transformers get the names of the library's own files.
+    """
 
-
-class _SavedFolder:
-    """The folder or prefix that is written to; small files are written to a temporary folder first and go last."""
-
-    def __init__(self, target: Any, options: SaveOptions, staging: Path) -> None:
+    def __init__(
+        self,
+        target: Any,
+        options: WriteOptions,
+        access: Access,
+        metadata: Mapping[str, str],
+        variant: Optional[str],
+        as_library: bool,
+    ) -> None:
         self.remote = scheme_of(target) not in (None, "file", "local")
         self._root = str(target).rstrip("/") if self.remote else os.path.expanduser(os.fspath(target))
-        self.options, self.staging = options, staging
+        self._options, self._access = options, access
+        self._metadata, self._variant, self.as_library = metadata, variant, as_library
+        self._temporary = tempfile.TemporaryDirectory(prefix="tensorizer-")
+        self.staging = Path(self._temporary.name)
         self._weights: list[str] = []
+
+    def __exit__(self, *_: object) -> None:
+        self._temporary.cleanup()
 
     def join(self, name: str) -> str:
         return f"{self._root}/{name}" if self.remote else os.path.join(self._root, *name.split("/"))
 
     def weight_name(self, subfolder: str, stem: str) -> str:
-        variant = f".{self.options.variant}" if self.options.variant else ""
-        name = f"{stem}{variant}.tensors"
+        name = f"{stem}.{self._variant}.tensors" if self._variant else f"{stem}.tensors"
         name = f"{subfolder}/{name}" if subfolder else name
         self._weights.append(name)
         if not self.remote:
@@ -76,7 +87,7 @@ class _SavedFolder:
         """The state dict of a model; as a module, which ``load_into_module`` takes, where it is no more than that."""
         state = _state_of(model)
         listed = {shown(item.name) for item in walk_module(model, False)}
-        if self.options.max_shard_size is not None or listed != set(state):
+        if self._options.max_shard_size is not None or listed != set(state):
             self.write_state(state, subfolder, stem, more)
         else:
             self._write(module_contents(model, self._texts(more), False), subfolder, stem)
@@ -87,15 +98,14 @@ class _SavedFolder:
             self._write(FileContents(file, verify=False), subfolder, stem)
 
     def _texts(self, more: Mapping[str, str]) -> dict[str, str]:
-        return {"format": "pt", **more, **self.options.metadata}
+        return {"format": "pt", **more, **self._metadata}
 
     def _write(self, contents: Contents, subfolder: str, stem: str) -> None:
-        path, options = self.join(self.weight_name(subfolder, stem)), self.options
-        how = WriteOptions(format="tensors", ties=options.ties, max_shard_size=options.max_shard_size)
-        write_contents(contents, path, how, Access.to_write(options.encryption, options.stream_options))
-        if options.max_shard_size is None:
+        path, stream_options = self.join(self.weight_name(subfolder, stem)), self._access.stream_options
+        write_contents(contents, path, self._options, self._access)
+        if self._options.max_shard_size is None:
             # What an earlier save left as shards, now that the model is one file; sharded saves do so themselves.
-            remove_files(other_forms(path, [path], options.stream_options), options.stream_options)
+            remove_files(other_forms(path, [path], stream_options), stream_options)
 
     def finish(self) -> None:
         """Writes the small files."""
@@ -107,7 +117,7 @@ class _SavedFolder:
         for name in names:
             if not self.remote:
                 os.makedirs(os.path.dirname(self.join(name)), exist_ok=True)
-            with WholeFile(self.join(name), self.options.stream_options) as file:
+            with WholeFile(self.join(name), self._access.stream_options) as file:
                 file.append((self.staging / name).read_bytes())
 
 
@@ -115,34 +125,32 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-def save_object(obj: Any, target: Any, tokenizer: Any, options: SaveOptions) -> None:
+def save_object(obj: Any, tokenizer: Any, where: SavedFolder) -> None:
     """Writes a model, adapter, pipeline or sentence transformer.
 
     Raises:
         TypeError: An object of another kind.
         UnsupportedContentError: Weights whose layout is not in their tensors (torchao).
     """
-    with tempfile.TemporaryDirectory(prefix="tensorizer-") as folder:
-        where = _SavedFolder(target, options, Path(folder))
-        if is_sentence_transformer(obj):
-            _save_sentence_transformer(obj, where)
-        elif is_peft(obj):
-            _save_adapters(obj, where)
-        elif hasattr(obj, "components") and hasattr(obj, "save_config"):
-            _save_pipeline(obj, where)
-        elif isinstance(obj, torch.nn.Module) and hasattr(obj, "config"):
-            _save_model(obj, where, "")
-        else:
-            raise TypeError(
-                "wanted a model of transformers or diffusers, a PeftModel, a pipeline or a SentenceTransformer, "
-                f"found {type(obj).__name__}"
-            )
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        where.finish()
+    if is_sentence_transformer(obj):
+        _save_sentence_transformer(obj, where)
+    elif is_peft(obj):
+        _save_adapters(obj, where)
+    elif hasattr(obj, "components") and hasattr(obj, "save_config"):
+        _save_pipeline(obj, where)
+    elif isinstance(obj, torch.nn.Module) and hasattr(obj, "config"):
+        _save_model(obj, where, "")
+    else:
+        raise TypeError(
+            "wanted a model of transformers or diffusers, a PeftModel, a pipeline or a SentenceTransformer, "
+            f"found {type(obj).__name__}"
+        )
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(where.staging))
+    where.finish()
 
 
-def _save_model(model: Any, where: _SavedFolder, subfolder: str) -> None:
+def _save_model(model: Any, where: SavedFolder, subfolder: str) -> None:
     folder = where.staging / subfolder
     folder.mkdir(parents=True, exist_ok=True)
     more = {"architecture": type(model).__name__, "names": "model"}
@@ -156,13 +164,13 @@ def _save_model(model: Any, where: _SavedFolder, subfolder: str) -> None:
         _config_to_save(model).save_pretrained(folder)
         if hasattr(model, "can_generate") and model.can_generate():
             model.generation_config.save_pretrained(folder)
-        if where.options.names == "library":
+        if where.as_library:
             _write_as_the_library(model, where, subfolder)
             return
     where.write_model(model, subfolder, stem_of(model), more)
 
 
-def _write_as_the_library(model: Any, where: _SavedFolder, subfolder: str) -> None:
+def _write_as_the_library(model: Any, where: SavedFolder, subfolder: str) -> None:
     """The names that releases of the library agree on, which it alone knows: it writes, and its file is converted."""
     with tempfile.TemporaryDirectory(prefix="tensorizer-") as folder:
         model.save_pretrained(folder, max_shard_size="1000TB")
@@ -199,7 +207,7 @@ def _check_quantiser(model: Any) -> None:
         )
 
 
-def _save_adapters(model: Any, where: _SavedFolder) -> None:
+def _save_adapters(model: Any, where: SavedFolder) -> None:
     from peft import get_peft_model_state_dict
 
     names = list(model.peft_config)
@@ -216,7 +224,7 @@ def _save_adapters(model: Any, where: _SavedFolder) -> None:
         where.write_state(state, subfolder, "adapter_model", {"peft_type": str(config.peft_type)})
 
 
-def _save_pipeline(pipeline: Any, where: _SavedFolder) -> None:
+def _save_pipeline(pipeline: Any, where: SavedFolder) -> None:
     pipeline.save_config(where.staging)
     for name, component in pipeline.components.items():
         if component is None:
@@ -227,7 +235,7 @@ def _save_pipeline(pipeline: Any, where: _SavedFolder) -> None:
             component.save_pretrained(where.staging / name)
 
 
-def _save_sentence_transformer(model: Any, where: _SavedFolder) -> None:
+def _save_sentence_transformer(model: Any, where: SavedFolder) -> None:
     model.save_pretrained(str(where.staging), create_model_card=False, safe_serialization=True)
     for path in sorted(_files(where.staging)):
         if path.suffix == ".safetensors":
