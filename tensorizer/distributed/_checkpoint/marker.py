@@ -41,7 +41,6 @@ from tensorizer.errors import (
 )
 
 __all__ = [
-    "KeyCheck",
     "Marker",
     "SavedFile",
     "Stored",
@@ -68,11 +67,8 @@ _MOST_RANKS_NAMED = 8
 TENSOR, JSON, TORCH_SAVE = "tensor", "json", "torch_save"
 
 
-class KeyCheck(NamedTuple):
-    """What tells the coordinator whether a rank has its key. It never goes into a file."""
-
-    tag: bytes
-    derivation: Optional[tuple[int, int, bytes]]  # of a passphrase
+#: What tells the coordinator whether a rank has its key: a tag, and the derivation of a passphrase. Never in a file.
+_KeyCheck = tuple[bytes, Optional[tuple[int, int, bytes]]]
 
 
 class SavedFile(NamedTuple):
@@ -81,7 +77,7 @@ class SavedFile(NamedTuple):
     name: str
     nbytes: int
     index_digest: Optional[str] = None  # of an authenticated file; from a marker only where its tag was checked
-    key_check: Optional[KeyCheck] = None  # of an encrypted file, from the rank that wrote it
+    key_check: Optional[_KeyCheck] = None  # of an encrypted file, from the rank that wrote it
 
 
 class Stored(NamedTuple):
@@ -161,11 +157,11 @@ def pack_marker(
     return json.dumps(head).encode() + b"\n" + stored_content
 
 
-def key_check(encryption: EncryptionParams, index_digest: bytes) -> KeyCheck:
+def key_check(encryption: EncryptionParams, index_digest: bytes) -> _KeyCheck:
     """For a file that was written with this key."""
     key, derivation = encryption_key(encryption)
     assert key is not None
-    return KeyCheck(_C.marker_tag(key, _FILE_LABEL + index_digest), derivation)
+    return _C.marker_tag(key, _FILE_LABEL + index_digest), derivation
 
 
 def check_keys(
@@ -195,9 +191,10 @@ def _other_key(file: Optional[SavedFile], encryption: Optional[EncryptionParams]
         return None if found is None else "a key"
     if file is None or file.index_digest is None or found is None:
         return "no key"
-    own = key_check(encryption, bytes.fromhex(file.index_digest))
-    other_salt = None not in (own.derivation, found.derivation) and own.derivation != found.derivation
-    return None if other_salt or _C.same_secret(own.tag, found.tag) else "another key"
+    tag, derivation = key_check(encryption, bytes.fromhex(file.index_digest))
+    other_tag, other_derivation = found
+    other_salt = None not in (derivation, other_derivation) and derivation != other_derivation
+    return None if other_salt or _C.same_secret(tag, other_tag) else "another key"
 
 
 def _planner_node(data: Any) -> Any:
@@ -215,7 +212,7 @@ def _tensor_columns(
     properties: dict[tuple[Any, ...], int] = {}
     tensors: list[list[Any]] = []  # [name, number of its properties, size, number of boxes]
     bounds: list[int] = []  # offsets, then sizes, of each box
-    places: list[list[Any]] = [[], [], [], [], [], []]
+    columns: dict[str, Any] = {name: [] for name in ("file", "record", "offset", "nbytes", *_DIGESTS)}
     for fqn, item in metadata.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
             continue
@@ -228,11 +225,9 @@ def _tensor_columns(
                 raise ValueError(f"tensor {fqn!r}: no rank wrote its box at {list(chunk.offsets)}")
             file = _NOWHERE if found.file is None else numbers[found.file]
             values = (file, found.record, found.offset, found.nbytes, found.crc32, found.sha256)
-            for column, value in zip(places, values):
+            for column, value in zip(columns.values(), values):
                 column.append(value)
-    names = ("file", "record", "offset", "nbytes", "crc32", "sha256")
-    columns: dict[str, Any] = dict(zip(names, places))
-    for digest in ("crc32", "sha256"):
+    for digest in _DIGESTS:
         if all(value is None for value in columns[digest]):
             columns[digest] = None
     return {"properties": [list(key) for key in properties], "tensors": tensors, "bounds": bounds, "boxes": columns}
