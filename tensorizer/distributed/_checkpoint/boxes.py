@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 
 from tensorizer import _C
 from tensorizer._format.dtypes import stored_for_tensor
 from tensorizer._format.entries import HashType
-from tensorizer._io.access import NOBODY, Access, Trust
+from tensorizer._io.access import Access
 from tensorizer._io.sources import OpenedSource
 from tensorizer._load.open_file import OpenFile, file_of
 from tensorizer._load.parts import WantedPart, read_parts
@@ -22,7 +22,6 @@ from tensorizer._system.sizes import runs
 from tensorizer.distributed._checkpoint.folder import Folder
 from tensorizer.distributed._checkpoint.json_values import from_json
 from tensorizer.distributed._checkpoint.marker import SavedFile, Stored
-from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import AuthenticationError, FormatError, HashMismatchError, StreamNotFoundError, TruncatedError
 
 __all__ = ["CheckpointFiles", "Saved", "WantedBox"]
@@ -68,17 +67,8 @@ class WantedBox(NamedTuple):
 class CheckpointFiles:
     """The files of one checkpoint, opened when they are needed. A context manager that closes them."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        *,
-        verify: bool = False,
-        encryption: Optional[DecryptionParams] = None,
-        max_workers: int = 0,
-        trust: Trust = NOBODY,
-    ) -> None:
-        self._folder, self._verify = folder, verify
-        self._access = Access(encryption, num_readers=max_workers or None, trust=trust)
+    def __init__(self, folder: Folder, access: Access, *, verify: bool) -> None:
+        self._folder, self._access, self._verify = folder, access, verify
         self._open: dict[SavedFile, OpenFile] = {}
         self._closing = contextlib.ExitStack()
         self.bytes_read = 0  # by files that are closed

@@ -15,7 +15,6 @@ from tensorizer._files.write import WriteOptions, write_contents
 from tensorizer._format.names import Path
 from tensorizer._io.access import Access
 from tensorizer._io.sources import TargetArgument
-from tensorizer._keys import check_decryption
 from tensorizer._save.records import Record
 from tensorizer._save.session import HASH_NAMES, check_hashes
 from tensorizer._system.checks import thread_limit
@@ -156,13 +155,13 @@ def verify(
         TypeError, ValueError: Wrong arguments.
     """
     folder = Folder.at(checkpoint, stream_options)
-    check_decryption(encryption)
-    max_workers = thread_limit("threads", threads)
+    access = Access.to_read(encryption, num_readers=threads)
+    thread_limit("threads", threads)
     rank, ranks = 0, 1
     if distributed.is_available() and distributed.is_initialized():
         rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     try:
-        own = _verify_share(folder, rank, ranks, encryption, max_workers)
+        own = _verify_share(folder, access, rank, ranks)
     except Exception as error:  # the others wait for what comes of it
         if ranks == 1:
             raise
@@ -175,15 +174,13 @@ def verify(
     return VerifyReport(sum(r.boxes for r in reports), sum(r.nbytes for r in reports), tuple(errors))
 
 
-def _verify_share(
-    folder: Folder, rank: int, ranks: int, encryption: Optional[DecryptionParams], max_workers: int
-) -> VerifyReport:
+def _verify_share(folder: Folder, access: Access, rank: int, ranks: int) -> VerifyReport:
     try:
-        markers = read_markers(folder, encryption)
+        markers = read_markers(folder, access.encryption)
     except (FormatError, VerificationError, AuthenticationError) as error:
         return VerifyReport(0, 0, (str(error),))
     share = _share(_saved_in(markers), rank, ranks)
-    with CheckpointFiles(folder, verify=True, encryption=encryption, max_workers=max_workers) as files:
+    with CheckpointFiles(folder, access, verify=True) as files:
         together = runs(share, lambda record: record.stored.nbytes, _RUN_NBYTES, lambda record: record.stored.file)
         errors = [error for run in together for error in _errors(files, run)]
     return VerifyReport(len(share), sum(record.stored.nbytes for record in share), tuple(dict.fromkeys(errors)))
@@ -281,19 +278,19 @@ def consolidate(
         OSError: A file cannot be read or written. The target is unchanged.
     """
     folder = Folder.at(checkpoint, stream_options)
-    check_decryption(decryption)
-    access = Access.to_write(encryption, stream_options)
+    reading = Access.to_read(decryption, num_readers=threads)
+    writing = Access.to_write(encryption, stream_options)
     max_workers = thread_limit("threads", threads)
     check_hashes(hashes, encrypted=encryption is not None)
     markers = read_markers(folder, decryption)
     records = _records(markers)
     if not records:
         raise UnsupportedContentError(f"{folder.where}: wanted a checkpoint with tensors, found one without")
-    with CheckpointFiles(folder, verify=verify_hash, encryption=decryption, max_workers=max_workers) as files:
+    with CheckpointFiles(folder, reading, verify=verify_hash) as files:
         values, left_out = _values(markers, files)
         contents = _CheckpointContents(files, records, {VALUES_KEY: json.dumps(values)} if values else {})
         options = WriteOptions(format="tensors", hashes=hashes, max_workers=max_workers)
-        plan, _ = write_contents(contents, target, options, access)
+        plan, _ = write_contents(contents, target, options, writing)
     return ConsolidationReport(len(records), plan.nbytes, tuple(left_out))
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tensorizer._io.access import Trust
+from tensorizer._io.access import Access, Trust
 from tensorizer._keys import check_decryption
 from tensorizer._system.checks import thread_limit
 from tensorizer.distributed._boxes import box_at, check_cover, check_described, slices_of
@@ -81,7 +81,8 @@ class TensorizerReader(Located, StorageReader):
             check_decryption(encryption)
         self._encryption = encryption
         self._trust = Trust.of(public_key, None, require_authenticated)
-        self._max_workers = thread_limit("threads", threads)
+        thread_limit("threads", threads)
+        self._threads = threads
         self._verify = verify_hash or bool(self._trust.public_keys)
         self._allow_pickle = allow_pickle
         self._load_id = str(uuid.uuid4())
@@ -140,13 +141,8 @@ class TensorizerReader(Located, StorageReader):
             AuthenticationError: A file differs from what the key and the marker vouch for.
             OSError: A file cannot be read.
         """
-        files = CheckpointFiles(
-            self._folder(),
-            verify=self._verify,
-            encryption=self._params(),
-            max_workers=self._max_workers,
-            trust=self._trust,
-        )
+        access = Access(self._params(), num_readers=self._threads, trust=self._trust)
+        files = CheckpointFiles(self._folder(), access, verify=self._verify)
         try:
             with files:
                 self._read(plan, planner, files)
