@@ -19,7 +19,7 @@ from tensorizer._io.options import HTTPOptions as HTTPOptions
 from tensorizer._io.s3 import objects
 from tensorizer._io.s3.access import ParsedCredentials, infer_credentials
 from tensorizer._io.s3.client import enforce_scheme
-from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, ConfigPath, S3Defaults, S3Options
+from tensorizer._io.s3.options import READ_ENDPOINT, WRITE_ENDPOINT, ConfigPath, S3Options
 from tensorizer._io.uri import LOCAL_SCHEMES as LOCAL_SCHEMES
 from tensorizer._io.uri import expanded, scheme_of
 from tensorizer._io.uri import path_of_file_uri as path_of_file_uri
@@ -74,7 +74,8 @@ def _if_replaced(function: _Function, own: _Function) -> Optional[_Function]:
 
 def _s3_options(**keywords: Any) -> S3Options:
     """Keywords of :func:`open_stream`, and what programs have put in this module's place, as one value."""
-    defaults = S3Defaults(
+    return S3Options.of(
+        keywords,
         infer_credentials=_infer_credentials,
         enforce_scheme=_enforce_scheme,
         read_endpoint=default_s3_read_endpoint,
@@ -83,7 +84,6 @@ def _s3_options(**keywords: Any) -> S3Options:
         download=_if_replaced(s3_download, objects.s3_download),
         upload=_if_replaced(s3_upload, objects.s3_upload),
     )
-    return S3Options.of(keywords, defaults)
 
 
 _get, __dir__ = names_on_demand(__name__)

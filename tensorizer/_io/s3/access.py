@@ -206,7 +206,7 @@ def resolve(location: S3Location, options: S3Options, *, write: bool) -> S3Acces
     endpoint = _endpoint(session, options, config)
     is_default = endpoint is None and not identity.from_chain and not location.is_express
     if is_default:
-        default = options.defaults.write_endpoint if write else options.defaults.read_endpoint
+        default = options.write_endpoint if write else options.read_endpoint
         endpoint = _as_url(default, options, config, allow_http=False) if default else None
     access = _access(session, options, identity, endpoint, location)
     access.announce()
@@ -243,7 +243,7 @@ def _warn_of_default(access: S3Access) -> None:
 
 def _file_or_arguments(options: S3Options) -> Optional[ParsedCredentials]:
     """``None`` sends the search on to the AWS chain. A profile is part of that chain and goes before ``~/.s3cfg``."""
-    infer = options.defaults.infer_credentials
+    infer = options.infer_credentials
     incomplete = options.access_key_id is None or options.secret_access_key is None
     if options.profile is not None and incomplete and options.config_path is None:
         return None
@@ -286,7 +286,7 @@ def _as_url(endpoint: str, options: S3Options, config: Optional[ParsedCredential
     force_http = options.force_http
     if force_http is None:
         force_http = config is not None and config.use_https is False
-    return (options.defaults.enforce_scheme or enforce_scheme)(endpoint, allow_http, force_http)
+    return (options.enforce_scheme or enforce_scheme)(endpoint, allow_http, force_http)
 
 
 def _access(

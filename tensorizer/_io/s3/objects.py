@@ -171,14 +171,12 @@ def open_read(
     access = resolve(location, options, write=False)
     make_url = None
     if options.extra("get"):
-        _refuse_extra_args("get", options.defaults.download or options.defaults.download_url)
+        _refuse_extra_args("get", options.download or options.download_url)
         check_names(access.client, "get", options.extra("get"))
-    if options.defaults.download_url is not None:
-        make_url = functools.partial(options.defaults.download_url, uri, *access.arguments)
-    if options.defaults.download is not None:
-        stream = options.defaults.download(
-            uri, *access.arguments, buffer_size, begin, end, options.certificate_handling
-        )
+    if options.download_url is not None:
+        make_url = functools.partial(options.download_url, uri, *access.arguments)
+    if options.download is not None:
+        stream = options.download(uri, *access.arguments, buffer_size, begin, end, options.certificate_handling)
         return cast(CURLStreamFile, stream)
     return _open_presigned(access, location, options, begin, end, buffer_size, make_url, cached)
 
@@ -265,9 +263,9 @@ def open_write(uri: str, options: S3Options) -> BinaryIO:
     access = resolve(location, options, write=True)
     extra = options.extra("put")
     if extra:
-        _refuse_extra_args("put", options.defaults.upload)
+        _refuse_extra_args("put", options.upload)
         check_names(access.client, "put", extra)
-    replaced = options.defaults.upload
+    replaced = options.upload
     if replaced is not None:
         return cast(BinaryIO, UploadOnClose(lambda path, _: replaced(path, uri, *access.arguments), str(location)))
 
@@ -326,17 +324,14 @@ class S3Prefix:
         client = self._access.client  # made here: making clients is not safe from threads, using them is
 
         def delete(name: str) -> None:
-            self._ask("delete", lambda: self._delete(client, self._prefix + name))
+            try:
+                client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
+            except Exception as error:
+                if s3_code(error) not in ("404", "NoSuchKey"):
+                    raise
 
         with ThreadPoolExecutor(min(_DELETIONS, len(names)), "tensorizer-delete") as threads:
-            list(threads.map(delete, names))
-
-    def _delete(self, client: Any, key: str) -> None:
-        try:
-            client.delete_object(Bucket=self._bucket, Key=key)
-        except Exception as error:
-            if s3_code(error) not in ("404", "NoSuchKey"):
-                raise
+            list(threads.map(lambda name: self._ask("delete", lambda: delete(name)), names))
 
     def _ask(self, operation: str, request: Any) -> Any:
         from botocore.exceptions import BotoCoreError, ClientError

@@ -21,7 +21,6 @@ __all__ = [
     "READ_ENDPOINT",
     "WRITE_ENDPOINT",
     "ConfigPath",
-    "S3Defaults",
     "S3Location",
     "S3Options",
     "check_names",
@@ -76,31 +75,6 @@ def parse_s3_uri(uri: str) -> S3Location:
     return S3Location(parts.authority, parts.path.lstrip("/"), version)
 
 
-@dataclasses.dataclass(frozen=True)
-class S3Defaults:
-    """What :mod:`tensorizer.stream_io` lets programs replace, as it is at the time of one call.
-
-    Attributes:
-        infer_credentials: Finds keys from those of the arguments and a configuration file; ``None`` looks into none.
-        enforce_scheme: Makes an endpoint a URL; ``None`` for the package's own.
-        read_endpoint: Used where nobody names one, for reads.
-        write_endpoint: The same for writes.
-        download_url: Makes the URLs of reads; ``None`` for the package's own.
-        download: Opens objects for reading; ``None`` for the package's own.
-        upload: Uploads local files; ``None`` for the package's own.
-    """
-
-    infer_credentials: Optional[Callable[..., ParsedCredentials]] = None
-    enforce_scheme: Optional[Callable[[str, bool, bool], str]] = None
-    read_endpoint: str = READ_ENDPOINT
-    write_endpoint: str = WRITE_ENDPOINT
-    download_url: Optional[Callable[..., str]] = None
-    download: Optional[Callable[..., Any]] = None
-    upload: Optional[Callable[..., None]] = None
-
-
-_DEFAULTS = S3Defaults()
-
 _TEXTS = (
     "access_key_id", "secret_access_key", "endpoint", "region_name", "session_token", "profile",
 )  # fmt: skip
@@ -109,7 +83,7 @@ _TEXTS = (
 @dataclasses.dataclass(frozen=True)
 class S3Options:
     """All that is said of objects in a store, but which one: the keywords of :func:`tensorizer.stream_io.open_stream`,
-    without ``s3_``, and `defaults`."""
+    without ``s3_``, and what programs may replace in that module, as it is at the time of one call."""
 
     access_key_id: Optional[str] = dataclasses.field(default=None, repr=False)
     secret_access_key: Optional[str] = dataclasses.field(default=None, repr=False)
@@ -125,14 +99,24 @@ class S3Options:
     memory_budget: Optional[int] = None
     certificate_handling: Optional[CAInfo] = None
     http_options: Optional[HTTPOptions] = None
-    defaults: S3Defaults = dataclasses.field(default=_DEFAULTS, repr=False)
+
+    # What finds keys from those of the arguments and a configuration file; None looks into none.
+    infer_credentials: Optional[Callable[..., ParsedCredentials]] = None
+    # Where nobody names an endpoint.
+    read_endpoint: str = dataclasses.field(default=READ_ENDPOINT, repr=False)
+    write_endpoint: str = dataclasses.field(default=WRITE_ENDPOINT, repr=False)
+    # None for the package's own: what makes an endpoint a URL, makes the URLs of reads, opens objects, uploads files.
+    enforce_scheme: Optional[Callable[[str, bool, bool], str]] = None
+    download_url: Optional[Callable[..., str]] = None
+    download: Optional[Callable[..., Any]] = None
+    upload: Optional[Callable[..., None]] = None
 
     @classmethod
-    def of(cls, keywords: Mapping[str, Any], defaults: S3Defaults) -> S3Options:
+    def of(cls, keywords: Mapping[str, Any], **replaced: Any) -> S3Options:
         """From keywords of ``open_stream``, of which those that S3 has no use for are passed over."""
-        names = {field.name for field in dataclasses.fields(cls)} - {"defaults"}
+        names = {field.name for field in dataclasses.fields(cls)} - replaced.keys()
         given = {name.removeprefix("s3_"): value for name, value in keywords.items()}
-        return cls(**{name: value for name, value in given.items() if name in names}, defaults=defaults)
+        return cls(**{name: value for name, value in given.items() if name in names}, **replaced)
 
     def __post_init__(self) -> None:
         for name in _TEXTS:
