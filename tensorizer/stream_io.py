@@ -29,7 +29,7 @@ from tensorizer._system.redaction import hidden, shown_uri
 from tensorizer.errors import stream_errors
 
 if TYPE_CHECKING:
-    from tensorizer._io.cache import Cache, CachedObject
+    from tensorizer._io.cache import Cache
     from tensorizer._io.cache import CacheOptions as CacheOptions
     from tensorizer._io.redis import RedisStreamFile as RedisStreamFile
     from tensorizer._io.redis import _parse_redis_uri as _parse_redis_uri
@@ -188,7 +188,11 @@ def open_stream(
         chosen = None
     if scheme in ("http", "https"):
         _require_mode(mode, {frozenset("rb")}, scheme)
-        cached = None if chosen is None else _cached_http(chosen, uri)
+        cached = None
+        if chosen is not None:
+            from tensorizer._io.cache import CachedObject, http_location
+
+            cached = CachedObject(chosen, http_location(uri))
         if cached is not None and cached.cache.offline:
             return cast(BinaryIO, cached.open_offline())
         return CURLStreamFile(
@@ -230,12 +234,6 @@ def _chosen_cache(cache: Any) -> Optional[Cache]:
     from tensorizer._io.cache import Cache
 
     return Cache.chosen(cache)
-
-
-def _cached_http(cache: Cache, uri: str) -> CachedObject:
-    from tensorizer._io.cache import http_location
-
-    return cache.object_at(http_location(uri))
 
 
 def _require_mode(mode: str, allowed: set[frozenset[str]], scheme: str) -> None:

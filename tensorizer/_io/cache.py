@@ -210,9 +210,6 @@ class Cache:
         free = max(self._min_free, int(self._min_free_share * folder.disk_nbytes()[0]))
         return {"max_nbytes": self.max_nbytes, "min_free_nbytes": free}
 
-    def object_at(self, location: str) -> CachedObject:
-        return CachedObject(self, location)
-
 
 def _make_folder(path: str) -> None:
     """The folder and those above it; only its own mode is ours to say."""

@@ -76,10 +76,10 @@ def _open_cached(
     cache: Cache, fs: Any, path: str, uri: str, buffer_size: Optional[int], begin: int
 ) -> Optional[CachedFile]:
     """The file through the cache, as its one ``info()`` says; ``None`` where it is not to be cached."""
-    from tensorizer._io.cache import CachedFile, version_of_info
+    from tensorizer._io.cache import CachedFile, CachedObject, version_of_info
 
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-    cached = cache.object_at(f"{protocol}://{path}")
+    cached = CachedObject(cache, f"{protocol}://{path}")
     if cache.offline:
         return cached.open_offline()
     name = shown_uri(uri)
