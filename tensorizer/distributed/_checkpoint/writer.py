@@ -327,54 +327,39 @@ def _unused(index: MetadataIndex, names: set[str]) -> str:
 
 def _write_batches(session: _C.SaveSession, records: Sequence[_Planned], planner: SavePlanner) -> None:
     """Writes all records; where tensors have to be copied, one batch is copied while the one before is written."""
+    batch: list[torch.Tensor] = []
+    copied = 0  # bytes of copies in it
+    pending: Any = None  # the batch before, which the thread writes
+    pending_copied = 0
+
+    def wait() -> None:
+        nonlocal pending, pending_copied
+        if pending is not None:
+            pending.result()
+        pending, pending_copied = None, 0
+
     with ThreadPoolExecutor(1, "tensorizer-save") as thread:
-        batches = _Batches(session, thread)
         for record in records:
-            batches.add(record.tensor(planner))
-        batches.finish()
-
-
-class _Batches:
-    """Tensors in the order of the records, on their way to the file."""
-
-    def __init__(self, session: _C.SaveSession, thread: ThreadPoolExecutor) -> None:
-        self._session, self._thread = session, thread
-        self._batch: list[torch.Tensor] = []
-        self._copied = 0  # bytes of copies in it
-        self._pending: Any = None  # the batch before, which the thread writes
-        self._pending_copied = 0
-
-    def add(self, tensor: torch.Tensor) -> None:
-        """Takes a tensor, or a copy of it where there has to be one and its memory fits."""
-        on_device = on_fast_device(tensor)
-        device = tensor.device if on_device else torch.device("cpu")
-        size = tensor.nbytes if is_copied(tensor, on_device) else 0
-        if self._batch and (self._copied + size > _BATCH_NBYTES or self._batch[0].device != device):
-            self._write_ahead()
-        if self._pending_copied + self._copied + size > 2 * _BATCH_NBYTES:
-            self._wait()
-        self._batch.append(contiguous(tensor, on_device))
-        self._copied += size
-
-    def finish(self) -> None:
-        """Writes what is left."""
-        write = _prepared(self._session, self._batch)
-        self._wait()
+            tensor = record.tensor(planner)
+            on_device = on_fast_device(tensor)
+            device = tensor.device if on_device else torch.device("cpu")
+            size = tensor.nbytes if is_copied(tensor, on_device) else 0
+            if batch and (copied + size > _BATCH_NBYTES or batch[0].device != device):
+                write = _prepared(session, batch)
+                wait()
+                if copied:
+                    pending, pending_copied = thread.submit(write), copied
+                else:
+                    write()
+                batch, copied = [], 0
+            if pending_copied + copied + size > 2 * _BATCH_NBYTES:
+                wait()
+            batch.append(contiguous(tensor, on_device))
+            copied += size
+            del tensor  # before the next one is made
+        write = _prepared(session, batch)
+        wait()
         write()
-
-    def _write_ahead(self) -> None:
-        write = _prepared(self._session, self._batch)
-        self._wait()
-        if self._copied:
-            self._pending, self._pending_copied = self._thread.submit(write), self._copied
-        else:
-            write()
-        self._batch, self._copied = [], 0
-
-    def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-        self._pending, self._pending_copied = None, 0
 
 
 def _prepared(session: _C.SaveSession, batch: list[torch.Tensor]) -> Callable[[], None]:
