@@ -15,6 +15,7 @@ import torch
 
 from tensorizer._files.contents import read_pickled
 from tensorizer._files.convert import convert
+from tensorizer._files.names import state_dict_of
 from tensorizer._io.access import Access, Trust
 from tensorizer._load.arguments import target_device
 from tensorizer._load.open_file import OpenFile, open_file
@@ -22,7 +23,7 @@ from tensorizer._load.reader import ReadOptions
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import AuthenticationError
 from tensorizer.integrations._hf.folders import LoadOptions, LocalFolder, ModelFolder, is_weight
-from tensorizer.torch import load_file, save_file
+from tensorizer.torch import save_file
 
 __all__ = ["Weights", "find_weights", "private_copy", "write_safetensors"]
 
@@ -66,15 +67,8 @@ class Weights(NamedTuple):
         """All tensors in host memory, with the dtypes that are stored."""
         if self.pickled:
             return read_pickled(self.source)[0]
-        return load_file(
-            self.source,
-            verify=self.options.verify,
-            encryption=self.options.encryption,
-            mmap=self._mmap,
-            stream_options=self.folder.stream_options,
-            public_key=self.options.public_key,
-            require_authenticated=self.options.require_authenticated,
-        )
+        with self.open() as file:
+            return state_dict_of(file, file.read_plain(file.selection))
 
     @property
     def encrypted(self) -> bool:
