@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Optional
 
 from tensorizer._io.uri import local_path
 from tensorizer._system.config import env_text
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tensorizer.encryption import DecryptionParams, EncryptionParams
 
 __all__ = [
-    "Secret",
     "add_key_options",
     "check_keeps_keys",
     "decryption",
@@ -36,11 +35,7 @@ _FILES = ("key_file", "passphrase_file", "generate_key")  # how the names of opt
 _DEFAULTS = ("TENSORIZER_KEY_FILE", "TENSORIZER_PASSPHRASE_FILE")
 
 
-class Secret(NamedTuple):
-    """A key or a passphrase."""
-
-    value: bytes
-    is_key: bool
+_Secret = tuple[bytes, bool]  # a key or a passphrase, and whether it is a key
 
 
 def add_key_options(parser: argparse.ArgumentParser, what: str, prefix: str = "", generate: bool = False) -> None:
@@ -113,9 +108,8 @@ def decryption(
             )
     if secret is None:
         return None
-    if secret.is_key:
-        return DecryptionParams.from_key(secret.value)
-    return DecryptionParams.from_string(secret.value)
+    value, is_key = secret
+    return DecryptionParams.from_key(value) if is_key else DecryptionParams.from_string(value)
 
 
 @contextlib.contextmanager
@@ -184,9 +178,8 @@ def _named_for_writing(
             )
     if secret is None:
         return None
-    if secret.is_key:
-        return EncryptionParams(secret.value)
-    return EncryptionParams.from_string(secret.value, opslimit, memlimit)
+    value, is_key = secret
+    return EncryptionParams(value) if is_key else EncryptionParams.from_string(value, opslimit, memlimit)
 
 
 def _files_around(target: str) -> Optional[dict[str, tuple[int, int, int]]]:
@@ -220,30 +213,28 @@ def _option(arguments: argparse.Namespace, prefix: str, kind: str) -> Optional[s
     return value
 
 
-def _from_arguments(arguments: argparse.Namespace, output: Output, prefix: str) -> Optional[Secret]:
-    path = _option(arguments, prefix, "key_file")
-    if path is not None:
-        return Secret(_key_of_file(path, output), True)
+def _from_arguments(arguments: argparse.Namespace, output: Output, prefix: str) -> Optional[_Secret]:
+    secret = _from_files(output, *(_option(arguments, prefix, kind) for kind in ("key_file", "passphrase_file")))
+    if secret is not None:
+        return secret
     name = _option(arguments, prefix, "key_env")
     if name is not None:
-        return Secret(_key_of_text(_variable(name), f"environment variable {name}"), True)
-    path = _option(arguments, prefix, "passphrase_file")
-    if path is not None:
-        return Secret(_passphrase_of_file(path, output), False)
+        return _key_of_text(_variable(name), f"environment variable {name}"), True
     name = _option(arguments, prefix, "passphrase_env")
-    if name is not None:
-        return Secret(os.fsencode(_variable(name)), False)
-    return None
+    return None if name is None else (os.fsencode(_variable(name)), False)
 
 
-def _from_defaults(output: Output) -> Optional[Secret]:
-    key_file, passphrase_file = map(env_text, _DEFAULTS)
-    if key_file:
-        return Secret(_key_of_file(key_file, output), True)
-    return Secret(_passphrase_of_file(passphrase_file, output), False) if passphrase_file else None
+def _from_defaults(output: Output) -> Optional[_Secret]:
+    return _from_files(output, *map(env_text, _DEFAULTS))
 
 
-def _from_terminal(arguments: argparse.Namespace, question: str, repeat: bool) -> Optional[Secret]:
+def _from_files(output: Output, key_file: Optional[str], passphrase_file: Optional[str]) -> Optional[_Secret]:
+    if key_file is not None:
+        return _key_of_file(key_file, output), True
+    return None if passphrase_file is None else (_passphrase_of_file(passphrase_file, output), False)
+
+
+def _from_terminal(arguments: argparse.Namespace, question: str, repeat: bool) -> Optional[_Secret]:
     if arguments.no_input or not sys.stdin.isatty():
         return None
     passphrase = getpass.getpass(question)
@@ -251,7 +242,7 @@ def _from_terminal(arguments: argparse.Namespace, question: str, repeat: bool) -
         raise UsageError("the passphrases differ")
     if not passphrase:
         raise UsageError("the passphrase is empty")
-    return Secret(passphrase.encode(), False)
+    return passphrase.encode(), False
 
 
 def _variable(name: str) -> str:
