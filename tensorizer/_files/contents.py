@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -24,9 +24,8 @@ from tensorizer.errors import FormatError, StreamNotFoundError, UnsupportedConte
 
 __all__ = [
     "Contents",
-    "FileContents",
-    "TensorContents",
     "check_state_dict",
+    "contents_of_file",
     "contents_of_tensors",
     "module_contents",
     "not_storable",
@@ -37,23 +36,18 @@ __all__ = [
 ]
 
 
-class Contents(Protocol):
+class Contents(NamedTuple):
     """A source of tensors."""
 
     records: Sequence[Record]
-
-    @property
-    def metadata(self) -> Optional[Mapping[str, str]]: ...
-    @property
-    def ties(self) -> Mapping[Path, Path]:
-        """From each name that shares its tensor with another one to that, whose record it may do without."""
-        ...
-
-    def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
-        """The tensors of some of the records, of the stored dtype; those of files are in host memory, in C order."""
+    metadata: Optional[Mapping[str, str]]
+    ties: Mapping[Path, Path]
+    """From each name that shares its tensor with another one to that, whose record it may do without."""
+    read: Callable[[Sequence[Record]], list[torch.Tensor]]
+    """The tensors of some of the records, of the stored dtype; those of files are in host memory, in C order."""
 
 
-class FileContents:
+def contents_of_file(file: OpenFile, verify: bool) -> Contents:
     """The tensors of a file of tensors.
 
     Args:
@@ -64,37 +58,28 @@ class FileContents:
         CryptographyError: The file is encrypted and there is no key.
     """
 
-    def __init__(self, file: OpenFile, verify: bool) -> None:
-        self._file, self._verify = file, verify
-        self.metadata: Optional[Mapping[str, str]] = file.metadata()
-        self.ties: Mapping[Path, Path] = {path_of(alias): path_of(kept) for alias, kept in file.ties().items()}
-        if file.index.stores_hashes:
-            file.read_headers(file.stored)
-        self.records: Sequence[Record] = [self._record(i) for i in file.stored]
-
-    def _record(self, i: int) -> Record:
-        file = self._file
+    def record(i: int) -> Record:
         without_data = file.index.data_nbytes(i) == 0 and file.index.loaded_nbytes(i) > 0
         stored, shape, module_idx = file.described(i)
         return Record(
             path_of(file.names[i]), file.dtype_of(i, stored), shape, file.type(i), module_idx, without_data, i
         )
 
-    def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
+    def read(records: Sequence[Record]) -> list[torch.Tensor]:
         entries = sorted({record.source for record in records})  # names of one tensor that are stored apart have one
-        tensors = dict(zip(entries, self._file.read(entries, self._verify)))
+        tensors = dict(zip(entries, file.read(entries, verify)))
         return [tensors[record.source] for record in records]
 
+    metadata = file.metadata()
+    ties = {path_of(alias): path_of(kept) for alias, kept in file.ties().items()}
+    if file.index.stores_hashes:
+        file.read_headers(file.stored)
+    return Contents([record(i) for i in file.stored], metadata, ties, read)
 
-class TensorContents:
-    """Tensors in memory, or mapped from a pickled file. Shared ones are told in `ties`."""
 
-    def __init__(self, records: Sequence[Record], metadata: Optional[Mapping[str, str]] = None) -> None:
-        self.metadata, self.records = metadata, records
-        self.ties: Mapping[Path, Path] = ties_of(records)
-
-    def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
-        return [record.source for record in records]
+def _in_memory(records: Sequence[Record], metadata: Optional[Mapping[str, str]], ties: Mapping[Path, Path]) -> Contents:
+    """Tensors in memory, or mapped from a pickled file."""
+    return Contents(records, metadata, ties, lambda chosen: [record.source for record in chosen])
 
 
 def check_state_dict(tensors: Any) -> Mapping[str, torch.Tensor]:
@@ -133,7 +118,7 @@ def not_storable(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return refused
 
 
-def state_dict_contents(tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[str, str]]) -> TensorContents:
+def state_dict_contents(tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[str, str]]) -> Contents:
     """A state dict that was checked. Of the names of one tensor the alphabetically first one has the data; one warning
     names tensors that overlap without being the same."""
     texts = _texts(metadata)
@@ -155,20 +140,17 @@ def _texts(metadata: Optional[Mapping[str, str]]) -> Optional[dict[str, str]]:
         raise UnsupportedContentError(str(error)) from None
 
 
-def contents_of_tensors(
-    tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[str, str]] = None
-) -> TensorContents:
+def contents_of_tensors(tensors: Mapping[str, torch.Tensor], metadata: Optional[Mapping[str, str]] = None) -> Contents:
     """Named tensors, in their order; ties go to the alphabetically first name."""
     records = [Record.of_tensor((name,), one, stored_for_tensor(one.dtype)) for name, one in tensors.items()]
-    contents = TensorContents(records, metadata)
     ties = ties_of(sorted(records, key=lambda record: record.path))
-    contents.ties = {record.path: ties[record.path] for record in records if record.path in ties}
-    return contents
+    in_order = {record.path: ties[record.path] for record in records if record.path in ties}
+    return _in_memory(records, metadata, in_order)
 
 
 def module_contents(
     model: torch.nn.Module, metadata: Optional[Mapping[str, str]], include_non_persistent_buffers: bool
-) -> TensorContents:
+) -> Contents:
     """What the modules of a model hold, with their extra state; of a model whose class or hooks make something else of
     its state dict, that state dict.
 
@@ -184,7 +166,7 @@ def module_contents(
         raise UnsupportedContentError(str(error)) from None
     texts = {**(_texts(metadata) or {}), **({extra_state.KEY: text} if text else {})}
     records = [record_of(held) for held in walk_module(model, include_non_persistent_buffers, under_all_names=True)]
-    return TensorContents(records, texts)
+    return _in_memory(records, texts, ties_of(records))
 
 
 def state_of(model: torch.nn.Module, include_non_persistent_buffers: bool = False) -> dict[str, Any]:

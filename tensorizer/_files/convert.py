@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import _C
-from tensorizer._files.contents import Contents, FileContents, contents_of_tensors, pickled_files, read_pickled
+from tensorizer._files.contents import Contents, contents_of_file, contents_of_tensors, pickled_files, read_pickled
 from tensorizer._files.copy import copies_beside, copy_file
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
@@ -203,7 +203,7 @@ def _open_contents(
         return contents_of_tensors(tensors), skipped, [os.fspath(source), *files]
     file = stack.enter_context(open_whole(source, access))
     _warn_of_signatures(file, source)
-    return FileContents(file, verify=file.index.stores_hashes), [], file.files
+    return contents_of_file(file, verify=file.index.stores_hashes), [], file.files
 
 
 def _warn_of_signatures(file: OpenFile, source: Any) -> None:

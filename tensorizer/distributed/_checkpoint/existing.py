@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from tensorizer._files.contents import Contents
 from tensorizer._files.write import WriteOptions, write_contents
-from tensorizer._format.names import Path
 from tensorizer._io.access import Access
 from tensorizer._io.sources import TargetArgument
 from tensorizer._save.records import Record
@@ -288,26 +288,21 @@ def consolidate(
         raise UnsupportedContentError(f"{folder.where}: wanted a checkpoint with tensors, found one without")
     with CheckpointFiles(folder, reading, verify=verify_hash) as files:
         values, left_out = _values(markers, files)
-        contents = _CheckpointContents(files, records, {VALUES_KEY: json.dumps(values)} if values else {})
+        metadata = {VALUES_KEY: json.dumps(values)} if values else {}
+
+        def read(chosen: Sequence[Record]) -> list[torch.Tensor]:
+            wholes = [empty(record.shape, dtype=record.dtype, device="cpu") for record in chosen]
+            files.read(want for record, whole in zip(chosen, wholes) for want in _parts_of(record, whole))
+            return wholes
+
+        contents = Contents(records, metadata, {}, read)
         options = WriteOptions(format="tensors", hashes=hashes, max_workers=max_workers)
         plan, _ = write_contents(contents, target, options, writing)
     return ConsolidationReport(len(records), plan.nbytes, tuple(left_out))
 
 
-class _CheckpointContents:
-    """Tensors that are put together from the boxes of a checkpoint; the source of each record is its boxes."""
-
-    def __init__(self, files: CheckpointFiles, records: Sequence[Record], metadata: Mapping[str, str]) -> None:
-        self._files, self.records, self.metadata = files, records, metadata
-        self.ties: Mapping[Path, Path] = {}
-
-    def read(self, records: Sequence[Record]) -> list[torch.Tensor]:
-        wholes = [empty(record.shape, dtype=record.dtype, device="cpu") for record in records]
-        self._files.read(want for record, whole in zip(records, wholes) for want in _parts_of(record, whole))
-        return wholes
-
-
 def _parts_of(record: Record, whole: torch.Tensor) -> Iterator[WantedBox]:
+    """The boxes of a tensor, which are the source of its record, each to its place in the whole."""
     for offsets, stored in record.source:
         part = slices_of(box_at(offsets, stored.shape))
         all_of_it = tuple(slice(0, n) for n in stored.shape)

@@ -15,8 +15,8 @@ import torch
 
 from tensorizer._files.contents import (
     Contents,
-    FileContents,
     check_state_dict,
+    contents_of_file,
     module_contents,
     state_dict_contents,
 )
@@ -95,7 +95,7 @@ class SavedFolder(contextlib.AbstractContextManager["SavedFolder"]):
     def write_file(self, source: Path, subfolder: str, stem: str) -> None:
         """A file that a library has written, in the format of this one."""
         with open_whole(source, Access()) as file:
-            self._write(FileContents(file, verify=False), subfolder, stem)
+            self._write(contents_of_file(file, verify=False), subfolder, stem)
 
     def _texts(self, more: Mapping[str, str]) -> dict[str, str]:
         return {"format": "pt", **more, **self._metadata}
