@@ -264,6 +264,13 @@ class Located:
             return False
         return True
 
+    def _storage_meta(self, **number: str) -> Any:
+        """Path and number of a save or load, as planners are told (torch 2.4 and later)."""
+        from torch.distributed.checkpoint import metadata
+
+        kind = getattr(metadata, "StorageMeta", None)
+        return None if kind is None else kind(checkpoint_id=self._path, **number)
+
     @property
     def checkpoint_id(self) -> Optional[PathLike]:
         """Where the checkpoint is, as it was given."""

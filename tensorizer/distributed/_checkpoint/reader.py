@@ -115,7 +115,8 @@ class TensorizerReader(Located, StorageReader):
         found = folder.read(name, unpacked)
         if kwargs.get("rank") is None:  # the marker of one rank alone names its own boxes
             _check_boxes(found)
-        _note_load(found, self._path, self._load_id)
+        if hasattr(found, "storage_meta"):
+            found.storage_meta = self._storage_meta(load_id=self._load_id)
         return found
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -205,12 +206,3 @@ def _check_boxes(metadata: Metadata) -> None:
         if isinstance(item, TensorStorageMetadata):
             boxes = [box_at(chunk.offsets, chunk.sizes) for chunk in item.chunks if chunk.sizes.numel()]
             check_cover(name, item.size, boxes)
-
-
-def _note_load(metadata: Metadata, checkpoint_id: Optional[PathLike], load_id: str) -> None:
-    """Path and number of the load, as planners are told (torch 2.4 and later)."""
-    from torch.distributed.checkpoint import metadata as module
-
-    kind = getattr(module, "StorageMeta", None)
-    if kind is not None:
-        metadata.storage_meta = kind(checkpoint_id=checkpoint_id, load_id=load_id)

@@ -124,10 +124,7 @@ class TensorizerWriter(Located, StorageWriter):
 
     def storage_meta(self) -> Any:
         """Path and number of the save, as planners are told (torch 2.4 and later)."""
-        from torch.distributed.checkpoint import metadata
-
-        kind = getattr(metadata, "StorageMeta", None)
-        return None if kind is None else kind(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return self._storage_meta(save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Looks for a checkpoint in the folder.
