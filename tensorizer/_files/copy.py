@@ -21,6 +21,7 @@ from tensorizer.errors import StreamExistsError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
 __all__ = [
+    "MODEL_ENDINGS",
     "check_target",
     "copies_beside",
     "copy_file",
@@ -33,9 +34,9 @@ __all__ = [
 
 _PIECE_NBYTES = 1 << 20
 
-# Of models in any format, and of the indexes of their shards.
-_MODELS = (".safetensors", ".tensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-_INDEXES = tuple(f"{ending}.index" for ending in _MODELS)
+#: Endings of models in any format.
+MODEL_ENDINGS = (".tensors", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+_INDEXES = tuple(f"{ending}.index" for ending in MODEL_ENDINGS)  # of their shards
 
 
 def exists(target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> bool:
@@ -176,7 +177,7 @@ def copies_beside(
 
 def _is_left_out(name: str) -> bool:
     signed = name.removesuffix(".sig")  # a signature is of that one file
-    return name.startswith(".") or signed.endswith(_MODELS) or any(index in name for index in _INDEXES)
+    return name.startswith(".") or signed.endswith(MODEL_ENDINGS) or any(index in name for index in _INDEXES)
 
 
 def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:

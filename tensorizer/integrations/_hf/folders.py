@@ -18,6 +18,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import stream_io
+from tensorizer._files.copy import MODEL_ENDINGS
 from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import StreamNotFoundError
@@ -27,7 +28,6 @@ __all__ = ["MANIFEST", "LoadOptions", "LocalFolder", "ModelFolder", "RemoteFolde
 #: The list of files that ``save_pretrained`` leaves where a loader cannot know their names: prefixes have no listing.
 MANIFEST = "tensorizer_files.json"
 
-_WEIGHTS = (".tensors", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 # The files that say what a folder holds.
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "model_index.json", "modules.json", "generation_config.json")
 
@@ -77,7 +77,7 @@ class LoadOptions:
 
 def is_weight(name: str) -> bool:
     """Whether a file holds weights, in whatever format."""
-    return name.endswith(_WEIGHTS)
+    return name.endswith(MODEL_ENDINGS)
 
 
 class ModelFolder:
