@@ -198,12 +198,8 @@ class RedisStreamFile(WindowedReader):
             else checks.integer("buffer_size", buffer_size, -(1 << 63), wanted="a number of bytes")
         )
         settings = {
-            "host": address.host,
-            "port": address.port,
-            "user": address.user,
+            **{name: value for name, value in address._asdict().items() if name != "prefix"},
             "password": hidden(address.password),
-            "database": address.database,
-            "tls": address.tls,
             "connections": _connections(connections),
             "connect_timeout": checks.seconds("connect_timeout", connect_timeout, above_zero=True),
             "stall_timeout": checks.seconds("stall_timeout", stall_timeout, above_zero=True),
