@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+import importlib
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Union
 
 import torch
@@ -273,7 +274,7 @@ def _view_of(module: torch.nn.Module) -> ModuleView:
     view = ModuleView(module)
     with _unasked(view.modules.values()):
         state = module.state_dict(keep_vars=True)
-    found = {name: value.module for name, value in state.items() if isinstance(value, _Unasked)}
+    found = {name: value for name, value in state.items() if isinstance(value, torch.nn.Module)}
     known = {id(owner) for owner in found.values()}
     paths = {state_name(path): m for path, m in view.modules.items() if gives_state(m) or takes_state(m)}
     takers = {name: child for name, child in paths.items() if id(child) not in known} | found
@@ -288,16 +289,12 @@ def _view_of(module: torch.nn.Module) -> ModuleView:
     return view
 
 
-class _Unasked:
-    """In place of the extra state of a module in a state dict."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-
-
 @contextlib.contextmanager
 def _unasked(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Keeps ``state_dict`` from calling ``get_extra_state``, which may be slow, or fail before there is a state."""
+    """Keeps ``state_dict`` from calling ``get_extra_state``, which may be slow, or fail before there is a state.
+
+    In place of its extra state, a state dict has the module itself.
+    """
     with contextlib.ExitStack() as restored:
         for module in {id(m): m for m in modules if gives_state(m)}.values():
             attributes = vars(module)
@@ -305,12 +302,8 @@ def _unasked(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
                 restored.callback(attributes.__setitem__, "get_extra_state", attributes["get_extra_state"])
             else:
                 restored.callback(attributes.pop, "get_extra_state", None)
-            attributes["get_extra_state"] = _answer(module)
+            attributes["get_extra_state"] = lambda module=module: module
         yield
-
-
-def _answer(module: torch.nn.Module) -> Callable[[], _Unasked]:
-    return lambda: _Unasked(module)
 
 
 def _is_state_name(name: str) -> bool:
@@ -343,8 +336,6 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _tensor_module() -> Any:
-    import importlib
-
     try:
         return importlib.import_module("torch.distributed.tensor")
     except ImportError:  # torch 2.3, 2.4
