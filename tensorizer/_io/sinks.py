@@ -203,19 +203,18 @@ _Progress = Optional[Callable[[int], object]]
 class WholeFile(contextlib.AbstractContextManager["WholeFile"]):
     """A file of plain bytes, written from its beginning to its end, that appears under its name when the block ends.
 
-    After an exception what was there stays.
+    A local file is on the disk before it takes its name. After an exception what was there stays.
 
     Args:
         target: A path, URI, descriptor or open binary file object.
         stream_options: Keywords for opening a URI.
-        fsync: Whether a local file is on the disk before it takes its name.
 
     Raises:
         OSError: The target cannot be written.
     """
 
-    def __init__(self, target: Any, stream_options: Optional[Mapping[str, Any]] = None, fsync: bool = True) -> None:
-        self._opened = open_sink(target, fsync, stream_options)
+    def __init__(self, target: Any, stream_options: Optional[Mapping[str, Any]] = None) -> None:
+        self._opened = open_sink(target, True, stream_options)
         self._sink = self._opened.sink
         self._end = self._opened.start
 
