@@ -99,12 +99,7 @@ def _check_target(arguments: argparse.Namespace) -> None:
 
 
 def _old_key(arguments: argparse.Namespace, output: Output) -> Any:
-    from tensorizer.errors import CryptographyError
-
-    key = decryption(arguments, output, encrypted=True, what=escaped(shown_uri(arguments.source)))
-    if key is None:  # a passphrase was not given either
-        raise CryptographyError("no key")
-    return key
+    return decryption(arguments, output, encrypted=True, what=escaped(shown_uri(arguments.source)))
 
 
 def _new_key(arguments: argparse.Namespace, output: Output, prefix: str) -> Any:
