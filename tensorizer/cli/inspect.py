@@ -125,37 +125,36 @@ def _print(info: FileInfo, arguments: argparse.Namespace, output: Output) -> Non
 
 def _single(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
     from tensorizer._format.names import name_text
-    from tensorizer._system.sizes import convert_bytes
 
     for tensor in tensors:
-        row = [escaped(name_text(tensor.name)), escaped(tensor.dtype), str(list(tensor.shape))]
-        row.append(convert_bytes(tensor.nbytes))
-        yield [*row, *_details(tensor, shards)] if long else row
+        yield _row(escaped(name_text(tensor.name)), tensor, tensor.nbytes, long, shards)
 
 
 def _grouped(tensors: Iterable[TensorInfo], long: bool, shards: Mapping[str, int]) -> Iterable[list[str]]:
     """Names that differ only in numbers share a row; the numbers are shown as a range where they have no gap."""
     from tensorizer._format.names import name_text
-    from tensorizer._system.sizes import convert_bytes
 
     groups: dict[tuple[str, str, tuple[int, ...], str], list[TensorInfo]] = {}
     for tensor in tensors:
         pattern = _NUMBER.sub("*", name_text(tensor.name))
         groups.setdefault((pattern, tensor.dtype, tensor.shape, tensor.kind), []).append(tensor)
-    for (pattern, dtype, shape, _), members in groups.items():
+    for (pattern, *_), members in groups.items():
         numbers = [[int(number) for number in _NUMBER.findall(name_text(member.name))] for member in members]
         name = pattern
         for column in zip(*numbers):
             name = name.replace("*", _range_text(column), 1)
         count = f" x{len(members)}" if len(members) > 1 else ""
-        size = convert_bytes(sum(member.nbytes for member in members))
-        row = [escaped(name) + count, escaped(dtype), str(list(shape)), size]
-        yield [*row, *_details(members[0], shards)] if long else row
+        yield _row(escaped(name) + count, members[0], sum(member.nbytes for member in members), long, shards)
 
 
-def _details(tensor: TensorInfo, shards: Mapping[str, int]) -> list[str]:
+def _row(name: str, tensor: TensorInfo, nbytes: int, long: bool, shards: Mapping[str, int]) -> list[str]:
+    from tensorizer._system.sizes import convert_bytes
+
+    row = [name, escaped(tensor.dtype), str(list(tensor.shape)), convert_bytes(nbytes)]
+    if not long:
+        return row
     shard = [] if tensor.file is None else [f"{shards[tensor.file]} of {len(shards)}"]
-    return [f"{tensor.offset:,}", tensor.kind, *shard]
+    return [*row, f"{tensor.offset:,}", tensor.kind, *shard]
 
 
 def _range_text(numbers: tuple[int, ...]) -> str:
