@@ -202,20 +202,15 @@ class FsspecReader(WindowedReader):
         self._source: Optional[_C.RangeSource] = None
         self._size: Optional[int] = None
         options = {} if buffer_size is None else {"block_size": max(1, buffer_size)}
-        try:
+        with contextlib.ExitStack() as after_errors:
+            after_errors.callback(super().close)  # nothing is open then that the interpreter would have to close
             with _network_errors(self.name):
                 self._file = fs.open(path, "rb", **options)
-        except BaseException:
-            super().close()  # nothing is open that the interpreter would have to close
-            raise
-        try:
+            after_errors.callback(self._file.close)
             with contextlib.suppress(TypeError, io.UnsupportedOperation):  # drivers that know no size
                 self._size = int(self._file.seek(0, io.SEEK_END))
             self._file.seek(begin)
-        except BaseException:
-            self._file.close()
-            super().close()
-            raise
+            after_errors.pop_all()
         self._start_at(begin, _window_nbytes(buffer_size))
 
     def _tensorizer_source(self) -> _C.RangeSource:
