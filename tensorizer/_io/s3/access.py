@@ -23,7 +23,7 @@ from tensorizer._io.s3.options import ConfigPath, S3Location, S3Options
 from tensorizer._io.uri import split_uri
 from tensorizer._system.redaction import hidden, shown_uri
 
-__all__ = ["ParsedCredentials", "S3Access", "access_at", "infer_credentials", "named_endpoint", "resolve"]
+__all__ = ["ParsedCredentials", "S3Access", "explicit_access", "infer_credentials", "named_endpoint", "resolve"]
 
 logger = logging.getLogger("tensorizer.s3")
 
@@ -223,10 +223,28 @@ def named_endpoint(options: S3Options) -> Optional[str]:
     return _endpoint(make_session(options.profile), options, _file_or_arguments(options))
 
 
-def access_at(location: S3Location, options: S3Options, endpoint: Optional[str], *, write: bool) -> S3Access:
+def explicit_access(
+    location: S3Location,
+    access_key_id: Optional[str],
+    secret_access_key: Optional[str],
+    endpoint: Optional[str],
+    region_name: Optional[str],
+    signature_version: Optional[str],
+    *,
+    write: bool,
+) -> S3Access:
     """The arguments or the AWS chain, at exactly this endpoint; no configuration file of s3cmd is read."""
+    options = S3Options(
+        access_key_id=access_key_id,
+        secret_access_key=secret_access_key,
+        region_name=region_name,
+        signature_version=signature_version,
+    )
+    if endpoint and "://" not in endpoint:
+        endpoint = "https://" + endpoint
     session = make_session(None)
-    return _access(session, options, _identify(session, options, None, anonymous=not write), endpoint, location)
+    identity = _identify(session, options, None, anonymous=not write)
+    return _access(session, options, identity, endpoint or None, location)
 
 
 def _warn_of_default(access: S3Access) -> None:

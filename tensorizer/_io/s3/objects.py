@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Optional, Union, cast
 
 from tensorizer._io.certificates import CAInfo
 from tensorizer._io.http import CURLStreamFile
-from tensorizer._io.s3.access import S3Access, access_at, named_endpoint, resolve
+from tensorizer._io.s3.access import S3Access, explicit_access, named_endpoint, resolve
 from tensorizer._io.s3.client import SignedRequest, expect_answers, presign, s3_code, translated
 from tensorizer._io.s3.options import (
     READ_ENDPOINT,
@@ -52,28 +52,6 @@ def _signed(access: S3Access, location: S3Location, extra: Mapping[str, Any]) ->
     return presign(access.client, "get_object", {**location.params, **extra}, _url_seconds())
 
 
-def _explicit_access(
-    location: S3Location,
-    access_key_id: Optional[str],
-    secret_access_key: Optional[str],
-    endpoint: Optional[str],
-    region_name: Optional[str],
-    signature_version: Optional[str],
-    *,
-    write: bool,
-) -> S3Access:
-    """For the functions that look into no configuration file: arguments, else the AWS chain, at the given endpoint."""
-    options = S3Options(
-        access_key_id=access_key_id,
-        secret_access_key=secret_access_key,
-        region_name=region_name,
-        signature_version=signature_version,
-    )
-    if endpoint and "://" not in endpoint:
-        endpoint = "https://" + endpoint
-    return access_at(location, options, endpoint or None, write=write)
-
-
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -88,7 +66,7 @@ def s3_download_url(
     """A presigned URL of an object, good for 24 to 48 hours; plain where there are no credentials."""
     location = parse_s3_uri(path_uri)
     keys = s3_access_key_id, s3_secret_access_key
-    access = _explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
+    access = explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
     return _signed(access, location, {}).url
 
 
@@ -112,7 +90,7 @@ def s3_download(
     """
     location = parse_s3_uri(path_uri)
     keys = s3_access_key_id, s3_secret_access_key
-    access = _explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
+    access = explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=False)
     options = S3Options(certificate_handling=certificate_handling)
     return _open_presigned(access, location, options, begin, end, buffer_size)
 
@@ -225,7 +203,7 @@ def s3_upload(
     """
     location = _parse_target(target_uri)
     keys = s3_access_key_id, s3_secret_access_key
-    access = _explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=True)
+    access = explicit_access(location, *keys, s3_endpoint, s3_region_name, s3_signature_version, write=True)
     _upload_file(access, path, location, {}, with_threads=True)
 
 
