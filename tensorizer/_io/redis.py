@@ -338,7 +338,7 @@ def _writer_settings(client: Any) -> Optional[dict[str, Any]]:
     if pool.connection_class is redis.UnixDomainSocketConnection:
         return {**settings, "unix_path": kwargs["path"]}
     settings["host"] = kwargs.get("host") or "localhost"
-    settings["port"] = int(kwargs.get("port") or 6379)
+    settings["port"] = int(kwargs.get("port") or DEFAULT_PORT)
     if pool.connection_class is redis.SSLConnection:
         settings.update(_tls(kwargs))
     return settings
