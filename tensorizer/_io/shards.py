@@ -149,14 +149,16 @@ class _ModelFolder(NamedTuple):
             except StreamNotFoundError as error:
                 first = error
         for name in TRIED_NAMES:
+            is_index = name.endswith(".json")
             try:
-                index = self._read_index(name) if name.endswith(".json") else None
-            except StreamNotFoundError:
-                continue
-            try:
-                return self.open_file(name) if index is None else self._open_files_of(index)
+                if not is_index:
+                    return self.open_file(name)
+                index = self._read_index(name)
             except StreamNotFoundError as error:
-                first = first or error
+                if not is_index:
+                    first = first or error
+                continue
+            return self._open_files_of(index)  # a shard that is missing does not mean another form of the model
         assert first is not None
         raise first
 

@@ -262,6 +262,9 @@ def test_a_missing_shard_on_a_server_is_not_found(folder, served):
     write_index(folder, {**MAP, "z": "missing.safetensors"})
     with pytest.raises(FileNotFoundError, match=r"missing\.safetensors"):
         TensorDeserializer(f"{served}/model/", device="cpu")
+    st.save_file({"w": torch.ones(2)}, folder / "model.safetensors")  # another form of the model is no answer
+    with pytest.raises(FileNotFoundError, match=r"missing\.safetensors"):
+        TensorDeserializer(f"{served}/model/", device="cpu")
 
 
 @pytest.mark.skipif(not s3_is_installed(), reason=needs("OpenStack Swift"))
