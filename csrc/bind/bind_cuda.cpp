@@ -99,7 +99,6 @@ void register_cuda(py::module_& m) {
       .def("why_not_converted", why_not(&CudaCopyEngine::why_not_converted));
   m.def("cuda_set_driver_library", &cuda::set_driver_library, py::arg("path"));
   m.def("cuda_driver_is_present", &cuda::driver_is_present, Unlocked());
-  m.def("cuda_driver_version", [] { return cuda::driver().version; });
   m.def("cuda_release_pinned", &cuda::release_pinned, py::arg("device"), Unlocked());
   m.def("cuda_release_all_pinned", &cuda::release_all_pinned, Unlocked());
   m.def("cuda_pinned_status", &pinned_status, py::arg("device"));

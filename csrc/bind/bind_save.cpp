@@ -133,8 +133,7 @@ void register_save(py::module_& m) {
                                if (!digest) return std::nullopt;
                                return to_bytes(*digest);
                              })
-      .def_property_readonly("published_nbytes", &SaveSession::published_nbytes)
-      .def_property_readonly("nbytes_done", &SaveSession::nbytes_done);
+      .def_property_readonly("published_nbytes", &SaveSession::published_nbytes);
 }
 
 }  // namespace tensorizer::bind

@@ -182,8 +182,6 @@ std::optional<SourceChange> FileSource::change() const {
                         "it had " + std::to_string(nbytes_) + " bytes when it was opened and has " +
                             std::to_string(size) + " now"};
   const struct stat& then = file->opened;
-  if (now.st_ino != then.st_ino || now.st_dev != then.st_dev)
-    return SourceChange{Kind::written, size, "another file is in its place"};
   if (now.st_mtim.tv_sec != then.st_mtim.tv_sec || now.st_mtim.tv_nsec != then.st_mtim.tv_nsec)
     return SourceChange{Kind::written, size, "it was written to"};
   return std::nullopt;
