@@ -194,8 +194,9 @@ def decide(
             continue
         other = supplied.get((id(slot.tensor), slot.is_buffer))
         if other is not None:
-            # Of a module that is there twice, the file lists one path.
-            if not by_modules or slots[other].module is not slot.module:
+            # Of a module that is there twice, the file lists one path: what lies under the other one is loaded with it.
+            kept = slots[other]
+            if not by_modules or kept.module is not slot.module or kept.attribute != slot.attribute:
                 tied[name] = other
         elif slot.in_state_dict:
             missing.append(name)

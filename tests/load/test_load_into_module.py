@@ -820,3 +820,33 @@ def test_two_tensors_of_one_name_are_refused_and_a_filter_chooses_one():
         with open_bytes(data) as deserializer:
             assert deserializer.load_into_module(module, filter_func=names[0].__eq__, strict=True) == 1
         assert module.weight.tolist() == [[chosen, chosen]]
+
+
+class SharesWithin(torch.nn.Module):
+    """Names of one module for one tensor, which the file lists once."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(2))
+        self.same = self.weight
+        self.register_buffer("scale", torch.rand(2))
+        self.register_buffer("same_scale", self.scale)
+        self.listed = torch.nn.ParameterList([torch.nn.Parameter(torch.rand(3))] * 3)
+        self.rnn = torch.nn.LSTM(2, 2, num_layers=2)
+        self.rnn.weight_hh_l1 = self.rnn.weight_hh_l0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_names_of_one_module_for_one_tensor_all_get_it(tmp_path, device):
+    model = SharesWithin()
+    samples.write_module(tmp_path / "m.tensors", model)
+    with torch.device(device):
+        target = SharesWithin()
+    with TensorDeserializer(tmp_path / "m.tensors", device="cpu") as found:
+        report = found.load_into_module(target, strict=True)
+    assert report.missing == ()
+    samples.assert_same(target.state_dict(), model.state_dict())
+    assert target.same is target.weight
+    assert target.same_scale.data_ptr() == target.scale.data_ptr()
+    assert target.listed[2] is target.listed[0]
+    assert target.rnn.weight_hh_l1 is target.rnn.weight_hh_l0
