@@ -118,6 +118,8 @@ class _Comparison:
         for name, i in of_a.items():
             if name in of_b:
                 self._names.setdefault((i, of_b[name]), []).append(name)
+        for file, entries in zip((self._a, self._b), zip(*self._names)):
+            file.read_dtypes(sorted(set(entries)))
         comparable = []
         for pair in self._names:
             what = self._difference_of_form(*pair)

@@ -103,6 +103,7 @@ def is_encrypted(source: Any, stream_options: Optional[Mapping[str, Any]] = None
 def info_of(file: OpenFile) -> FileInfo:
     """The description of a file that is open."""
     index = file.index
+    file.read_dtypes(file.stored)
     tensors = tuple(
         TensorInfo(
             file.names[i],

@@ -528,6 +528,12 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             if wanted:
                 self._noted(part.of_all(part.reader.read_headers(wanted)))
 
+    def read_dtypes(self, entries: Sequence[int]) -> None:
+        """Reads the record headers of those of `entries` (ascending) whose dtype the index does not show: of tensors
+        without data whose dtype numpy lacks. Reads none where a key is needed and not given."""
+        if self.readable:
+            self.read_headers([i for i in entries if self.stored_dtype(i) is None])
+
     def runs(self, entries: Sequence[int]) -> Iterator[Sequence[int]]:
         """Runs of `entries` whose payloads fit :data:`BATCH_NBYTES`, or single larger ones."""
         return runs(entries, self.index.loaded_nbytes, BATCH_NBYTES)
