@@ -14,7 +14,7 @@ from tensorizer import _C
 from tensorizer._io import shards
 from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import open_source
-from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._io.uri import LOCAL_SCHEMES, local_path, path_of_file_uri, scheme_of
 from tensorizer._load.authenticity import signature_place
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError
@@ -189,23 +189,23 @@ def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapp
         stream_options: Keywords for opening a URI.
 
     Returns:
-        Of a local folder all files of the model but `files`. Of a bucket, which need not let itself be listed, the one
-        name that a reader tries: shards that no index names are not read. Nothing for targets of other kinds.
+        Of a local folder all files of the model but `files`. Of a store, which need not let itself be listed, the one
+        name that a reader tries: shards that no index names are not read. Nothing for open files.
     """
     if not isinstance(target, (str, os.PathLike)):
         return []
-    path = os.fspath(target)
-    if "://" in path:
-        return _in_bucket(path, files, stream_options) if path.startswith("s3://") else []
+    path = local_path(target)
+    if path is None:
+        return _in_store(os.fspath(target), files, stream_options)
     folder, name = os.path.split(os.path.abspath(path))
     if not os.path.isdir(folder):
         return []
     of_model = shards.names_of_model(name, os.listdir(folder))
-    written = {os.path.basename(file) for file in files if isinstance(file, (str, os.PathLike))}
+    written = {os.path.basename(local_path(file) or "") for file in files if isinstance(file, (str, os.PathLike))}
     return [os.path.join(folder, other) for other in of_model if other not in written]
 
 
-def _in_bucket(path: str, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]]) -> list[str]:
+def _in_store(path: str, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]]) -> list[str]:
     other = shards.index_name(path) if len(files) == 1 else path
     try:
         return [other] if exists(other, stream_options) else []
@@ -225,5 +225,9 @@ def remove_files(paths: Sequence[str], stream_options: Optional[Mapping[str, Any
 
             folder, _, name = path.rpartition("/")
             stream_io._s3_prefix(folder, **(stream_options or {})).delete([name])
+        elif scheme_of(path) is not None:
+            from tensorizer._io import fsspec
+
+            fsspec.remove(path)
         else:
             os.unlink(path)

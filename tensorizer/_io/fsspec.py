@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tensorizer import _C
     from tensorizer._io.cache import Cache, CachedFile
 
-__all__ = ["FsspecReader", "FsspecWriter", "open"]
+__all__ = ["FsspecReader", "FsspecWriter", "open", "remove"]
 
 _CONNECTIONS = 8
 _UNIT_NBYTES = 8 << 20
@@ -70,6 +70,13 @@ def open(
     if wanted == "xb" and fs.exists(path):
         raise FileExistsError(f"{shown_uri(uri)} exists")
     return cast(BinaryIO, FsspecWriter(fs, path, uri, append=wanted == "ab"))
+
+
+def remove(uri: str) -> None:
+    """Removes a file. Raises ``OSError`` where the file system refuses, and as :func:`open`."""
+    fs, path = _file_system(uri)
+    with _network_errors(shown_uri(uri)):
+        fs.rm_file(path)
 
 
 def _open_cached(

@@ -142,11 +142,11 @@ class _ModelFolder(NamedTuple):
         )
 
     def _open_prefix(self) -> OpenedFiles:
-        first: Optional[StreamNotFoundError] = None
+        first: Optional[OSError] = None
         if not self.asked_for.endswith("/"):
             try:
                 return open_source(self.asked_for, self.stream_options)
-            except StreamNotFoundError as error:
+            except (StreamNotFoundError, StreamIsADirectoryError) as error:  # some file systems of fsspec have folders
                 first = error
         for name in TRIED_NAMES:
             is_index = name.endswith(".json")

@@ -521,6 +521,17 @@ def test_a_saved_folder_replaces_an_earlier_one(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
+def test_a_folder_may_be_a_uri(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = tiny_models.llama()
+    for folder in ((tmp_path / "a folder").as_uri(), f"memory://{tmp_path.name}"):
+        for scale, size in ((3.0, None), (4.0, "20KB"), (5.0, None)):
+            model.model.norm.weight.data.fill_(scale)
+            save_pretrained(model, folder, max_shard_size=size)
+            assert from_pretrained(None, folder).model.norm.weight[0] == scale
+    assert [path.name for path in tmp_path.iterdir()] == ["a folder"]
+
+
 def test_what_cannot_be_saved_is_refused_before_a_file_appears(tmp_path):
     with pytest.raises(TypeError, match="found Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "out")

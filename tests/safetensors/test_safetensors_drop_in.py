@@ -68,6 +68,23 @@ def test_a_sharded_save_replaces_the_other_form_of_its_name_once_it_is_whole(tmp
     assert names_in(tmp_path) == ["model.safetensors", "other.safetensors"]
 
 
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_the_other_form_of_a_model_at_a_uri_is_replaced_too(tmp_path, scheme):
+    folder = tmp_path.as_uri() if scheme == "file" else f"memory://{tmp_path.name}"
+    newer = {name: tensor + 1 for name, tensor in STATE.items()}
+    (tmp_path / "elsewhere").mkdir()
+    source = tmp_path / "elsewhere" / "source.tensors"
+    save_file(STATE, source)
+    for shard_sizes in (("1GB", 4000), (4000, "1GB")):
+        for state, size in zip((STATE, newer), shard_sizes):
+            save_file(state, f"{folder}/model.tensors", max_shard_size=size)
+        for prefix in (folder, f"{folder}/"):
+            with tensorizer.TensorDeserializer(prefix, device="cpu") as found:
+                assert all(torch.equal(tensor, found[name]) for name, tensor in newer.items())
+        with pytest.raises(FileExistsError, match="exists"):
+            convert(source, f"{folder}/model.tensors", max_shard_size=shard_sizes[0], force=False)
+
+
 def test_readers_refuse_to_guess_between_two_forms_of_one_model(tmp_path):
     save_file(STATE, tmp_path / "model.safetensors", max_shard_size=4000)
     save_file(STATE, tmp_path / "model.safetensors")
