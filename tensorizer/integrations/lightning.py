@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -49,6 +50,8 @@ __all__ = ["TensorizerCheckpointIO", "TensorizerFSDPStrategy", "TensorizerModelP
 _KEY = "lightning.checkpoint"
 _ZIP = b"PK\x03\x04"  # what files of torch.save begin with
 
+logger = logging.getLogger(__name__)
+
 MapLocation = Union[str, torch.device, Mapping[str, Any], Callable[[Any, str], Any], None]
 
 
@@ -67,7 +70,7 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
     Args:
         async_save: Saves in the background. Tensors are copied to host memory before training goes on, so that no
             memory of the device is taken for them. One save runs at a time. The next save, and :meth:`teardown`, wait
-            for it and raise its error.
+            for it and raise its error, which is logged as well: after ``fit``, nobody may wait.
         encryption: Encrypts the files.
         decryption: The key of encrypted files.
         verify_hash: Compares the tensors of a checkpoint with their digests when it is loaded.
@@ -128,7 +131,14 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         with self._lock:
             if self._thread is None:  # after a teardown
                 self._thread = ThreadPoolExecutor(1, "tensorizer-lightning")
-            self._pending = self._thread.submit(self._write, node, staged, path, options)
+            self._pending = self._thread.submit(self._write_behind, node, staged, path, options)
+
+    def _write_behind(self, node: Any, tensors: dict[str, torch.Tensor], path: Any, options: Mapping[str, Any]) -> None:
+        try:
+            self._write(node, tensors, path, options)
+        except BaseException as error:  # a save behind the last teardown is waited for by nobody
+            logger.error("%s was not saved: %s", shown_location(path), error)
+            raise
 
     def _write(self, node: Any, tensors: dict[str, torch.Tensor], path: Any, options: Mapping[str, Any]) -> None:
         remote = scheme_of(path) is not None

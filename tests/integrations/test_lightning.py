@@ -140,7 +140,7 @@ def test_a_checkpoint_comes_back_as_it_was_and_unpickles_nothing_unless_it_is_tr
     assert "secret" not in str(caught.value)
 
 
-def test_a_background_save_sees_no_later_change_and_tells_its_failure_at_the_next_call(tmp_path):
+def test_a_background_save_sees_no_later_change_and_tells_its_failure_at_the_next_call(tmp_path, caplog):
     plugin = TensorizerCheckpointIO(async_save=True)
     weight = torch.zeros(1000)
     plugin.save_checkpoint({"w": weight}, tmp_path / "a.ckpt")
@@ -150,6 +150,7 @@ def test_a_background_save_sees_no_later_change_and_tells_its_failure_at_the_nex
     plugin.save_checkpoint({"w": weight}, tmp_path / "file" / "b.ckpt")
     with pytest.raises(OSError, match="file"):
         plugin.teardown()
+    assert "b.ckpt was not saved" in caplog.text  # also where nobody asks
     plugin.save_checkpoint({"w": weight}, tmp_path / "c.ckpt")
     plugin.teardown()
     assert float(plugin.load_checkpoint(tmp_path / "c.ckpt")["w"].sum()) == 1000
