@@ -67,33 +67,35 @@ def slices_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(begin, end) for begin, end in box)
 
 
-def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box], where: str) -> None:
     """Refuses boxes that do not cover a tensor exactly once: what nobody wrote would be loaded, or written twice.
 
     Args:
         name: Of the tensor, for messages.
         shape: Of the tensor.
         boxes: Those with elements.
+        where: The checkpoint, for messages.
 
     Raises:
         FormatError: A box outside of the tensor, two that overlap, or a hole.
     """
+    tensor = f"{where}: tensor {name!r}"
     for box in boxes:
         if len(box) != len(shape) or any(not 0 <= begin <= end <= n for (begin, end), n in zip(box, shape)):
-            raise FormatError(f"tensor {name!r}: wanted boxes within {list(shape)}, found {_text(box)}")
-    _check_apart(name, boxes)
+            raise FormatError(f"{tensor}: wanted boxes within {list(shape)}, found {_text(box)}")
+    _check_apart(tensor, boxes)
     found = sum(math.prod(end - begin for begin, end in box) for box in boxes)
     if found != math.prod(shape):  # they lie apart and inside, so something is left
         raise FormatError(
-            f"tensor {name!r} of shape {list(shape)}: its boxes leave a hole: wanted {math.prod(shape)} elements, "
+            f"{tensor} of shape {list(shape)}: its boxes leave a hole: wanted {math.prod(shape)} elements, "
             f"found {found} in {', '.join(map(_text, boxes[:4]))}{' …' if len(boxes) > 4 else ''}"
         )
 
 
-def _check_apart(name: str, boxes: Sequence[Box]) -> None:
+def _check_apart(tensor: str, boxes: Sequence[Box]) -> None:
     if len(boxes) < 2 or not boxes[0]:
         if len(boxes) > 1:
-            raise FormatError(f"tensor {name!r}: wanted one box of a tensor without dimensions, found {len(boxes)}")
+            raise FormatError(f"{tensor}: wanted one box of a tensor without dimensions, found {len(boxes)}")
         return
     # Along the dimension that is cut most, only boxes that are open at the same place can overlap.
     cut = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
@@ -102,7 +104,7 @@ def _check_apart(name: str, boxes: Sequence[Box]) -> None:
         is_open = [other for other in is_open if other[cut][1] > box[cut][0]]
         for other in is_open:
             if all(a < d and c < b for (a, b), (c, d) in zip(box, other)):
-                raise FormatError(f"tensor {name!r}: its boxes {_text(other)} and {_text(box)} overlap")
+                raise FormatError(f"{tensor}: its boxes {_text(other)} and {_text(box)} overlap")
         is_open.append(box)
 
 

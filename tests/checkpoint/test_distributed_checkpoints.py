@@ -270,6 +270,10 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(600), [])
         (["boxes", "crc32"], 0, 2**32),
         (["boxes", "crc32"], 0, "0"),
         (["leaves", 0], 4, 0.0),
+        (["leaves", 0], 0, -1),
+        (["leaves", 0], 1, "foo"),
+        (["leaves", 0], 1, {}),
+        (["tensors", 0], 0, -1),
         (["leaves", 0], 3, -1),
         (["bounds"], 1, 2**63),
         (["bounds"], 1, 10.0),
@@ -295,6 +299,37 @@ def test_a_marker_whose_columns_cannot_be_true_is_refused_although_its_digest_is
     assert not td.is_complete(tmp_path)
     with pytest.raises(FormatError, match="metadata: "):
         td.TensorizerReader(tmp_path).read_metadata()
+
+
+def test_verify_reports_boxes_that_are_no_whole_tensor_and_values_that_are_none(tmp_path):
+    save({"a": torch.arange(10.0), "step": 7}, tmp_path)
+    head, body = marker_in(tmp_path)
+    body["tensors"][0][2] = [11]
+    write_marker(tmp_path, head, body)
+    (found,) = td.verify(tmp_path).errors
+    assert found.startswith(f"{tmp_path}: tensor 'a' of shape [11]: its boxes leave a hole")
+    for read in (lambda: td.TensorizerReader(tmp_path).read_metadata(), lambda: td.consolidate(tmp_path, io.BytesIO())):
+        with pytest.raises(FormatError, match=re.escape(f"{tmp_path}: tensor 'a'")):
+            read()
+    body["tensors"][0][2] = [10]
+    body["leaves"][0][2] = "{"
+    write_marker(tmp_path, head, body)
+    (found,) = td.verify(tmp_path).errors
+    assert found.startswith(f"{tmp_path}: 'step': ")
+
+
+@pytest.mark.parametrize("digest", [{}, [], 7, "zz"], ids=str)
+def test_verify_reports_digests_of_indexes_that_are_none(tmp_path, digest):
+    import reference_auth as auth
+
+    key = EncryptionParams.random()
+    save({"a": torch.arange(10.0)}, tmp_path, encryption=key)
+    head, body = marker_in(tmp_path)
+    body["index_digests"][0] = digest
+    tag = hashlib.blake2b(json.dumps(body).encode(), digest_size=32, key=auth.subkey(key.key, 3)).hexdigest()
+    write_marker(tmp_path, {**head, "tag": tag}, body)
+    (found,) = td.verify(tmp_path, encryption=DecryptionParams.from_key(key.key)).errors
+    assert "wanted the digest of an index" in found
 
 
 def test_a_head_without_sizes_that_can_be_is_no_marker(tmp_path):
@@ -362,10 +397,10 @@ def test_boxes_cover_a_tensor_exactly_once_or_are_refused_by_name(tmp_path):
     from tensorizer.distributed._boxes import check_cover
 
     halves = [((0, 2), (0, 6)), ((2, 4), (0, 6))]
-    check_cover("w", (4, 6), halves)
-    check_cover("w", (4, 6), [((0, 2), (0, 3)), ((0, 2), (3, 6)), ((2, 4), (0, 5)), ((2, 4), (5, 6))])
-    check_cover("w", (), [()])
-    check_cover("w", (0, 3), [])
+    check_cover("w", (4, 6), halves, "folder")
+    check_cover("w", (4, 6), [((0, 2), (0, 3)), ((0, 2), (3, 6)), ((2, 4), (0, 5)), ((2, 4), (5, 6))], "folder")
+    check_cover("w", (), [()], "folder")
+    check_cover("w", (0, 3), [], "folder")
     for boxes, text in (
         ([halves[0], ((1, 3), (0, 6))], r"tensor 'w'.*\[0:2, 0:6\] and \[1:3, 0:6\] overlap"),
         ([halves[0], ((0, 2), (0, 6))], "overlap"),
@@ -374,9 +409,9 @@ def test_boxes_cover_a_tensor_exactly_once_or_are_refused_by_name(tmp_path):
         ([], "hole"),
     ):
         with pytest.raises(FormatError, match=text):
-            check_cover("w", (4, 6), boxes)
+            check_cover("w", (4, 6), boxes, "folder")
     with pytest.raises(FormatError, match="hole"):
-        check_cover("w", (), [])
+        check_cover("w", (), [], "folder")
 
     save({"w": torch.arange(24.0).view(4, 6)}, tmp_path)
     head, content = marker_in(tmp_path)

@@ -181,9 +181,28 @@ def _verify_share(folder: Folder, access: Access, rank: int, ranks: int) -> Veri
         return VerifyReport(0, 0, (str(error),))
     share = _share(_saved_in(markers), rank, ranks)
     with CheckpointFiles(folder, access, verify=True) as files:
+        errors = _errors_of_markers(folder, markers, files)
         together = runs(share, lambda record: record.stored.nbytes, _RUN_NBYTES, lambda record: record.stored.file)
-        errors = [error for run in together for error in _errors(files, run)]
+        errors += [error for run in together for error in _errors(files, run)]
     return VerifyReport(len(share), sum(record.stored.nbytes for record in share), tuple(dict.fromkeys(errors)))
+
+
+def _errors_of_markers(folder: Folder, markers: Sequence[Marker], files: CheckpointFiles) -> list[str]:
+    """What is wrong with what the markers themselves say: boxes that are no whole tensors, values that are none."""
+    errors = []
+    try:
+        _records(folder, markers)
+    except FormatError as error:
+        errors.append(str(error))
+    for marker in markers:
+        for index, stored in marker.stored.items():
+            if stored.text is None:
+                continue
+            try:
+                files.read_value(index.fqn, stored)
+            except FormatError as error:
+                errors.append(str(error))
+    return errors
 
 
 def _share(records: list[Saved], rank: int, ranks: int) -> list[Saved]:
@@ -283,7 +302,7 @@ def consolidate(
     max_workers = thread_limit("threads", threads)
     check_hashes(hashes, encrypted=encryption is not None)
     markers = read_markers(folder, decryption)
-    records = _records(markers)
+    records = _records(folder, markers)
     if not records:
         raise UnsupportedContentError(f"{folder.where}: wanted a checkpoint with tensors, found one without")
     with CheckpointFiles(folder, reading, verify=verify_hash) as files:
@@ -309,10 +328,13 @@ def _parts_of(record: Record, whole: torch.Tensor) -> Iterator[WantedBox]:
         yield WantedBox(Saved(str(record.name), stored, record.dtype, stored.shape), all_of_it, whole[part])
 
 
-def _records(markers: Sequence[Marker]) -> list[Record]:
+def _records(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
     """The tensors by name, each with its boxes: their offsets, and where they are stored.
 
     Those that ranks saved without collectives have their boxes in several markers.
+
+    Raises:
+        FormatError: The boxes of a tensor are not all of it, or overlap.
     """
     found: dict[str, Record] = {}
     for marker in markers:
@@ -324,7 +346,7 @@ def _records(markers: Sequence[Marker]) -> list[Record]:
             boxes = [(tuple(chunk.offsets), chunk.offsets) for chunk in item.chunks if chunk.sizes.numel()]
             whole.source.extend((o, marker.stored[MetadataIndex(name, at)]) for o, at in boxes if o not in taken)
     for name, whole in found.items():
-        check_cover(name, whole.shape, [box_at(offsets, stored.shape) for offsets, stored in whole.source])
+        check_cover(name, whole.shape, [box_at(at, stored.shape) for at, stored in whole.source], folder.where)
     return list(found.values())
 
 

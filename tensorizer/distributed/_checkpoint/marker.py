@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -372,6 +373,9 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     digests = body["index_digests"] if tagged else [None] * len(body["files"])
     if len(digests) != len(body["files"]):
         raise ValueError("digests of other files")
+    for digest in digests:
+        if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
+            raise ValueError(f"wanted the digest of an index, found {digest!r:.200}")
     files = [SavedFile(str(name), int(nbytes), digest) for (name, nbytes), digest in zip(body["files"], digests)]
     for file in files:
         if not is_data_file(file.name):
@@ -385,6 +389,7 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     at, unseen = 0, len(body["boxes"]["file"])
     with no_collections():
         for fqn, number, size, count in body["tensors"]:
+            _check_name(fqn)
             unseen -= count
             if type(count) is not int or count < 0 or unseen < 0:  # boxes without dimensions have no bounds either
                 raise ValueError(f"tensor {fqn!r:.200} of {count!r:.50} boxes: wanted as many as have places")
@@ -400,6 +405,9 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
             items[fqn] = TensorStorageMetadata(properties[number], torch.Size(size), chunks[fqn])
     leaves: dict[MetadataIndex, Stored] = {}
     for fqn, kind, text, *place in body["leaves"]:
+        _check_name(fqn)
+        if kind not in (JSON, TORCH_SAVE) or (text is not None and kind != JSON):
+            raise ValueError(f"{fqn!r:.200}: wanted {JSON}, or {TORCH_SAVE} in a file, found {kind!r:.50}")
         items[fqn] = BytesStorageMetadata()
         leaves[MetadataIndex(fqn)] = Stored(kind, text=text) if text is not None else _stored(kind, files, place)
     stored = _StoredItems(files, body["boxes"], chunks, leaves)
@@ -409,6 +417,11 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     if not 0 < world_size <= _MAX_RANKS:
         raise FormatError(f"wanted a number of ranks, found {world_size!r:.50}")
     return Marker(metadata, stored, files, rank, world_size)
+
+
+def _check_name(fqn: Any) -> None:
+    if not isinstance(fqn, str):
+        raise ValueError(f"wanted the name of a tensor or value, found {fqn!r:.200}")
 
 
 class _StoredItems(Mapping[MetadataIndex, Stored]):

@@ -114,7 +114,7 @@ class TensorizerReader(Located, StorageReader):
 
         found = folder.read(name, unpacked)
         if kwargs.get("rank") is None:  # the marker of one rank alone names its own boxes
-            _check_boxes(found)
+            _check_boxes(found, folder.where)
         if hasattr(found, "storage_meta"):
             found.storage_meta = self._storage_meta(load_id=self._load_id)
         return found
@@ -201,8 +201,8 @@ class TensorizerReader(Located, StorageReader):
         return data if self._allow_pickle else torch_saved(load_vetted(fqn, data))
 
 
-def _check_boxes(metadata: Metadata) -> None:
+def _check_boxes(metadata: Metadata, where: str) -> None:
     for name, item in metadata.state_dict_metadata.items():
         if isinstance(item, TensorStorageMetadata):
             boxes = [box_at(chunk.offsets, chunk.sizes) for chunk in item.chunks if chunk.sizes.numel()]
-            check_cover(name, item.size, boxes)
+            check_cover(name, item.size, boxes, where)
