@@ -494,6 +494,16 @@ def test_bench_prints_medians(model):
     assert all(len(phase["seconds"]) == 2 for phase in document["phases"])
 
 
+def test_bench_says_which_package_cannot_read_the_file_and_measures_the_others(model):
+    options = ["--repeat", "1", "--compare", "torch,safetensors", model]
+    status, _, err = run("bench", *options)
+    assert status == 0
+    assert b"torch cannot read it" in err
+    assert b"safetensors cannot read it" in err
+    document = json.loads(run("bench", "--json", *options).stdout)
+    assert [phase["name"] for phase in document["phases"]] == ["load", "load, verified"]
+
+
 def test_the_reference_page_lists_every_command_and_option():
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     commands = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))

@@ -240,10 +240,10 @@ def model_class_of(cls: Any, config: Any, folder: ModelFolder, options: LoadOpti
         found = getattr(transformers, name, None)
         if found is not None:
             return found
-    named = getattr(config, "architectures", None)
+    named = ", ".join(getattr(config, "architectures", None) or [])
+    lacks = f"{named}, which transformers {transformers.__version__} does not have" if named else "no class"
     raise ValueError(
-        f"{folder.label}: its configuration names {', '.join(named) if named else 'no class'}, which transformers "
-        f"{transformers.__version__} does not have; pass the class, as the first argument or as model_class="
+        f"{folder.label}: its configuration names {lacks}; pass the class, as the first argument or as model_class="
     )
 
 
