@@ -253,6 +253,7 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(600), [])
     [
         (["boxes", "file"], 0, 1),
         (["boxes", "file"], 0, -2),
+        (["boxes", "file"], 0, -1),
         (["boxes", "offset"], 1, -1),
         (["boxes", "nbytes"], -1, None),
         (["boxes", "crc32"], -1, None),
@@ -271,6 +272,7 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(600), [])
         (["boxes", "crc32"], 0, "0"),
         (["leaves", 0], 4, 0.0),
         (["leaves", 0], 0, -1),
+        (["leaves", 0], 0, "a"),
         (["leaves", 0], 1, "foo"),
         (["leaves", 0], 1, {}),
         (["tensors", 0], 0, -1),

@@ -181,7 +181,7 @@ def _verify_share(folder: Folder, access: Access, rank: int, ranks: int) -> Veri
         return VerifyReport(0, 0, (str(error),))
     share = _share(_saved_in(markers), rank, ranks)
     with CheckpointFiles(folder, access, verify=True) as files:
-        errors = _errors_of_markers(folder, markers, files)
+        errors = _errors_of_markers(folder, markers, files) if rank == 0 else []
         together = runs(share, lambda record: record.stored.nbytes, _RUN_NBYTES, lambda record: record.stored.file)
         errors += [error for run in together for error in _errors(files, run)]
     return VerifyReport(len(share), sum(record.stored.nbytes for record in share), tuple(dict.fromkeys(errors)))
@@ -337,14 +337,16 @@ def _records(folder: Folder, markers: Sequence[Marker]) -> list[Record]:
         FormatError: The boxes of a tensor are not all of it, or overlap.
     """
     found: dict[str, Record] = {}
+    taken: dict[str, set[torch.Size]] = {}  # the offsets of boxes that were found
     for marker in markers:
         for name, item in marker.metadata.state_dict_metadata.items():
             if not isinstance(item, TensorStorageMetadata):
                 continue
             whole = found.setdefault(name, Record((name,), item.properties.dtype, tuple(item.size), source=[]))
-            taken = {offsets for offsets, _ in whole.source}
-            boxes = [(tuple(chunk.offsets), chunk.offsets) for chunk in item.chunks if chunk.sizes.numel()]
-            whole.source.extend((o, marker.stored[MetadataIndex(name, at)]) for o, at in boxes if o not in taken)
+            there = taken.setdefault(name, set())
+            new = [c.offsets for c in item.chunks if c.sizes.numel() and c.offsets not in there]
+            whole.source.extend((tuple(at), marker.stored[MetadataIndex(name, at)]) for at in new)
+            there.update(new)
     for name, whole in found.items():
         check_cover(name, whole.shape, [box_at(at, stored.shape) for at, stored in whole.source], folder.where)
     return list(found.values())

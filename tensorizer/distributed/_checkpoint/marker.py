@@ -406,6 +406,8 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     leaves: dict[MetadataIndex, Stored] = {}
     for fqn, kind, text, *place in body["leaves"]:
         _check_name(fqn)
+        if fqn in chunks:
+            raise ValueError(f"{fqn!r:.200}: found as a tensor and as a value")
         if kind not in (JSON, TORCH_SAVE) or (text is not None and kind != JSON):
             raise ValueError(f"{fqn!r:.200}: wanted {JSON}, or {TORCH_SAVE} in a file, found {kind!r:.50}")
         items[fqn] = BytesStorageMetadata()
@@ -445,6 +447,10 @@ class _StoredItems(Mapping[MetadataIndex, Stored]):
         if any(len(column) != count for column in (*places, *(each for each in digests if each is not None))):
             raise ValueError("columns of different lengths")
         _check_places(files, places, digests)
+        if _NOWHERE in places[0]:
+            every = (chunk for boxes in chunks.values() for chunk in boxes)
+            if any(chunk.sizes.numel() for number, chunk in zip(places[0], every) if number == _NOWHERE):
+                raise ValueError("a box with elements that is nowhere")
         self._places, self._digests = places, digests
         self._begin = dict(zip(chunks, accumulate(map(len, chunks.values()), initial=0)))
         self._numbers: dict[str, dict[torch.Size, int]] = {}  # of the boxes of a tensor, once one of them was wanted
