@@ -14,7 +14,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._files.contents import Contents, contents_of_file, contents_of_tensors, pickled_files, read_pickled
-from tensorizer._files.copy import copies_beside, copy_file
+from tensorizer._files.copy import copies_beside, copy_file, place_of
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
@@ -145,7 +145,7 @@ def convert(
     with contextlib.ExitStack() as stack:
         trust = Trust.of(public_key, None, False)
         reading = Access.to_read(decryption, stream_options, trust=trust)
-        contents, skipped, files_read = _open_contents(stack, source, reading, key, skip_non_tensors)
+        contents, skipped, shown_source, files_read = _open_contents(stack, source, reading, key, skip_non_tensors)
         options = WriteOptions(
             format=format,
             dtype=dtype,
@@ -156,7 +156,7 @@ def convert(
             flatten=flatten,
             force=force,
             dry_run=dry_run,
-            reads={path if "://" in path else os.path.abspath(path) for path in files_read},
+            reads={place_of(location) for location in files_read if isinstance(location, (str, bytes, os.PathLike))},
         )
         target = file_in_folder(target, format)
         if all_files:
@@ -167,7 +167,7 @@ def convert(
             for file, copy in beside:
                 copy_file(file, copy, stream_options=stream_options)
         return ConversionReport(
-            source=files_read[0],
+            source=shown_source,
             target=shown_location(target),
             format=plan.format,
             files=tuple(map(shown_location, files)),
@@ -193,17 +193,17 @@ def _check_is_told_from_folders(target: Any) -> None:
 
 def _open_contents(
     stack: contextlib.ExitStack, source: Any, access: Access, key: Optional[str], skip_non_tensors: bool
-) -> tuple[Contents, list[str], list[str]]:
-    """The tensors of a source, what of a pickle is none, and the files that they come from, the source first."""
+) -> tuple[Contents, list[str], str, list[Any]]:
+    """The tensors of a source, what of a pickle is none, its name, and the files that the tensors come from."""
     files = pickled_files(source)
     if files:
         if access.trust.public_keys:
             raise AuthenticationError(f"{os.fspath(source)}: not signed: a pickle, for which nothing vouches")
         tensors, skipped = read_pickled(files, key, skip_non_tensors)
-        return contents_of_tensors(tensors), skipped, [os.fspath(source), *files]
+        return contents_of_tensors(tensors), skipped, os.fspath(source), [source, *files]
     file = stack.enter_context(open_whole(source, access))
     _warn_of_signatures(file, source)
-    return contents_of_file(file, verify=file.index.stores_hashes), [], file.files
+    return contents_of_file(file, verify=file.index.stores_hashes), [], file.source_name, file.opened.locations
 
 
 def _warn_of_signatures(file: OpenFile, source: Any) -> None:

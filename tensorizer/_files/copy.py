@@ -16,7 +16,7 @@ from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import open_source
 from tensorizer._io.uri import LOCAL_SCHEMES, local_path, path_of_file_uri, scheme_of
 from tensorizer._load.authenticity import signature_place
-from tensorizer._system.redaction import shown_location
+from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import StreamExistsError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
@@ -27,12 +27,14 @@ __all__ = [
     "copy_file",
     "exists",
     "other_forms",
+    "place_of",
     "remove_files",
     "sha256_of_file",
     "signature_beside",
 ]
 
 _PIECE_NBYTES = 1 << 20
+_NOT_WRITABLE = ("http", "https", "redis", "rediss")  # opening the target says so
 
 #: Endings of models in any format.
 MODEL_ENDINGS = (".tensors", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
@@ -180,6 +182,12 @@ def _is_left_out(name: str) -> bool:
     return name.startswith(".") or signed.endswith(MODEL_ENDINGS) or any(index in name for index in _INDEXES)
 
 
+def place_of(location: Any) -> str:
+    """What names of one file have in common: the absolute path, or the URI without credentials and query."""
+    path = local_path(location)
+    return shown_uri(os.fspath(location)) if path is None else os.path.abspath(path)
+
+
 def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:
     """Files that readers of the same model could take instead of those that are written.
 
@@ -196,7 +204,8 @@ def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapp
         return []
     path = local_path(target)
     if path is None:
-        return _in_store(os.fspath(target), files, stream_options)
+        readable_only = scheme_of(target) in _NOT_WRITABLE
+        return [] if readable_only else _in_store(os.fspath(target), files, stream_options)
     folder, name = os.path.split(os.path.abspath(path))
     if not os.path.isdir(folder):
         return []
@@ -220,7 +229,7 @@ def remove_files(paths: Sequence[str], stream_options: Optional[Mapping[str, Any
         OSError: The file system or store refused.
     """
     for path in paths:
-        if path.startswith("s3://"):
+        if scheme_of(path) == "s3":
             from tensorizer import stream_io
 
             folder, _, name = path.rpartition("/")

@@ -137,6 +137,7 @@ def verify(
                     if isinstance(error, CryptographyError) and not verified and not mismatched:
                         raise error  # the key may be wrong: that says nothing about the data
                     mismatched.append(Mismatch(file.names[i], str(error)))
+                    del error  # it holds what was read
                     if fail_fast:
                         break
                 nbytes += sum(map(file.index.data_nbytes, batch))
@@ -183,16 +184,17 @@ def check_all(file: OpenFile, progress: ProgressArgument) -> None:
 def _errors_of(file: OpenFile, batch: Sequence[int]) -> Iterator[tuple[int, Optional[TensorizerError]]]:
     """What is wrong with each tensor of a batch; they are read one by one, as the answers are asked for, only if one of
     them is wrong."""
-    found: Optional[TensorizerError] = None
     try:
         file.read(batch, True)
     except (HashMismatchError, CryptographyError, FormatError) as error:
-        found = error
-    if found is None or len(batch) == 1:
-        yield from ((i, found) for i in batch)
+        if len(batch) == 1:
+            yield batch[0], error
+            return
     else:
-        for i in batch:
-            yield from _errors_of(file, [i])
+        yield from ((i, None) for i in batch)
+        return
+    for i in batch:
+        yield from _errors_of(file, [i])
 
 
 def _digest(text: str) -> str:

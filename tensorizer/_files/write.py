@@ -16,7 +16,7 @@ import torch
 
 from tensorizer import _C
 from tensorizer._files.contents import Contents
-from tensorizer._files.copy import check_target, other_forms, remove_files
+from tensorizer._files.copy import check_target, other_forms, place_of, remove_files
 from tensorizer._files.names import flat_name
 from tensorizer._format.dtypes import CASTABLE
 from tensorizer._format.names import Path, double_name, name_of, name_text
@@ -72,7 +72,7 @@ class WriteOptions(NamedTuple):
     dry_run: bool = False
     max_workers: int = 0
     reads: Collection[str] = ()
-    """Absolute paths, or URIs, of the files that the contents come from: they are never removed."""
+    """The files that the contents come from, as :func:`~tensorizer._files.copy.place_of` has them: they stay."""
 
 
 def write_contents(contents: Contents, target: Any, options: WriteOptions, access: Access) -> tuple[Plan, list[Any]]:
@@ -95,7 +95,7 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
         check_target(file, options.force, access.stream_options)
     # Who writes one named file has said nothing of others. Who lets a model have shards means all of its files.
     old = [] if options.max_shard_size is None else other_forms(target, files, access.stream_options)
-    old = [path for path in old if path not in options.reads]
+    old = [path for path in old if place_of(path) not in options.reads]
     if old and not options.force:
         raise StreamExistsError(
             f"{shown_location(old[0])} exists, of an older form of {shown_location(target)} (force removes it)"

@@ -118,6 +118,11 @@ def known_dtype(stored: bytes) -> Optional[torch.dtype]:
         return None
 
 
+def lacks_name(shown: bytes) -> bool:
+    """Whether an index shows the width of elements and no more, so that only the record header names their dtype."""
+    return b"V" in shown and OPAQUE_SEPARATOR.encode() not in shown
+
+
 def dtype_text(stored: str) -> str:
     """A stored dtype as torch calls it, without ``torch.``; as it is stored where this torch lacks it."""
     try:

@@ -73,10 +73,13 @@ def open(
 
 
 def remove(uri: str) -> None:
-    """Removes a file. Raises ``OSError`` where the file system refuses, and as :func:`open`."""
+    """Removes a file. Raises ``OSError`` where the file system refuses or cannot, and as :func:`open`."""
     fs, path = _file_system(uri)
-    with _network_errors(shown_uri(uri)):
-        fs.rm_file(path)
+    for remove_it in (fs.rm_file, fs.rm):  # some file systems have the second one alone
+        with contextlib.suppress(NotImplementedError), _network_errors(shown_uri(uri)):
+            remove_it(path)
+            return
+    raise StreamError(f"{shown_uri(uri)}: this file system removes no files")
 
 
 def _open_cached(

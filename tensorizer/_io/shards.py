@@ -51,7 +51,13 @@ class OpenedShards(NamedTuple):
     weight_map: dict[str, str]  # tensor to file
     metadata: dict[str, str]  # of the index
     files: dict[str, OpenedSource]  # in the order in which the map names them
+    location: Any  # the path or URI of the index
     stream: Any = None
+
+    @property
+    def locations(self) -> list[Any]:
+        """The paths or URIs of what is open, the index first."""
+        return [self.location, *(opened.location for opened in self.files.values())]
 
     def close(self) -> None:
         for opened in self.files.values():
@@ -192,7 +198,7 @@ class _ModelFolder(NamedTuple):
 
         where = self.asked_for if name == self.name else self.join(name)  # with its query
         weight_map, metadata = read_checked(where, self.stream_options, parsed, MAX_INDEX_NBYTES)
-        return OpenedShards(shown, weight_map, metadata, {})
+        return OpenedShards(shown, weight_map, metadata, {}, where)
 
     def _open_files_of(self, shards: OpenedShards) -> OpenedShards:
         wanted = re.search(_INDEX_NAME, shards.name)

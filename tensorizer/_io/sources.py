@@ -110,6 +110,11 @@ class OpenedSource(NamedTuple):
         """For messages."""
         return self.source.name
 
+    @property
+    def locations(self) -> list[Any]:
+        """The path or URI of what is open; ``None`` of an open object."""
+        return [self.location]
+
 
 def _nothing() -> None:
     """For sources that belong to somebody else."""

@@ -93,7 +93,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         aliases: From entries to those that hold their data, where these are others.
         selection: The entries that exist for the user, ascending.
         opened: The sources.
-        files: Paths or URIs of what is open: the file, or the index and its shards.
         shard_names: Of the files of a sharded model, in order; none for a single file.
         stream: The caller's object, or the stream opened for a URI; ``None`` for local paths.
         access: How it was opened.
@@ -112,7 +111,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         shards = opened if isinstance(opened, OpenedShards) else None
         self.readers, self.access, self.options = readers, access, options
         self.opened, self.source_name, self.stream = opened, opened.name, opened.stream
-        self.files = [opened.name]
         self.shard_names: list[str] = []
         self._map_metadata: Optional[dict[str, str]] = None
         self.index: Any
@@ -122,7 +120,6 @@ class OpenFile(AbstractContextManager["OpenFile"]):
             (only,) = readers
             self.index, self.names, self.selection = only.index, only.names, only.selection
         else:
-            self.files += [shard.name for shard in shards.files.values()]
             self.shard_names, self._map_metadata = list(shards.files), shards.metadata
             self.index, self.names = join(shards, readers)
             chosen = [begin + i for begin, c in zip(self.index.begins, readers) for i in c.selection]
@@ -532,7 +529,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """Reads the record headers of those of `entries` (ascending) whose dtype the index does not show: of tensors
         without data whose dtype numpy lacks. Reads none where a key is needed and not given."""
         if self.readable:
-            self.read_headers([i for i in entries if self.stored_dtype(i) is None])
+            self.read_headers([i for i in entries if dtypes.lacks_name(self.index.dtype(i))])
 
     def runs(self, entries: Sequence[int]) -> Iterator[Sequence[int]]:
         """Runs of `entries` whose payloads fit :data:`BATCH_NBYTES`, or single larger ones."""

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pty
+import struct
 import subprocess
 import sys
 import warnings
@@ -419,7 +420,6 @@ def test_a_terminal_gets_colours_and_tables_as_wide_as_it_is(tmp_path):
     def on_terminal(columns, **environment):
         parent, child = pty.openpty()
         import fcntl
-        import struct
         import termios
 
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -968,17 +968,3 @@ def test_bench_drops_every_local_file_from_the_cache_and_says_that_remote_ones_h
     refused = run("bench", "--cold", "https://127.0.0.1:9/model.tensors")
     assert refused.returncode == 2
     assert b"--cold needs a local file" in refused.stderr
-
-
-def test_tensors_without_data_have_their_dtype_on_every_screen(tmp_path):
-    files = [tmp_path / name for name in ("e.tensors", "e.safetensors")]
-    empty = {
-        "bf16": torch.zeros(0, 3, dtype=torch.bfloat16),
-        "fp8": torch.zeros(0, dtype=torch.float8_e5m2),
-        "some": torch.ones(2),
-    }
-    for file in files:
-        tensorizer.torch.save_file(empty, file)
-    shown = [{one.name: one.dtype for one in tensorizer.inspect(file).tensors} for file in files]
-    assert shown[0] == shown[1] == {"bf16": "bfloat16", "fp8": "float8_e5m2", "some": "float32"}
-    assert tensorizer.diff(*files).ok

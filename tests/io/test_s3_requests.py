@@ -26,6 +26,7 @@ from tensorizer._io import certificates
 from tensorizer._io.s3.client import s3_code
 from tensorizer.errors import StreamError
 from tensorizer.stream_io import HTTPOptions, open_stream
+from tensorizer.torch import save_file
 
 botocore = pytest.importorskip("botocore")
 pytest.importorskip("boto3")
@@ -657,3 +658,11 @@ class TestExpress:
             assert request.query["X-Amz-Credential"].endswith("/us-west-2/s3express/aws4_request")
             assert request.query["X-Amz-S3session-Token"] == store.session_token
         assert store.of("CreateSession")
+
+
+def test_the_other_form_of_a_model_is_removed_whatever_the_case_of_the_scheme():
+    tensors = {f"w{i}": torch.full((1000,), float(i)) for i in range(3)}
+    with S3Recorder() as store:
+        for size in (4096, "1GB"):
+            save_file(tensors, "S3://bucket/m.tensors", max_shard_size=size, stream_options=store.arguments)
+            assert ("/bucket/m.tensors.index.json" in store.objects) == (size == 4096)

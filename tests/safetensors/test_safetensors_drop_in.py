@@ -7,8 +7,10 @@ import json
 import os
 import struct
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors import SafetensorError
 from safetensors.torch import load_file as reference_load
 from safetensors.torch import save_file as reference_save
@@ -83,6 +85,56 @@ def test_the_other_form_of_a_model_at_a_uri_is_replaced_too(tmp_path, scheme):
                 assert all(torch.equal(tensor, found[name]) for name, tensor in newer.items())
         with pytest.raises(FileExistsError, match="exists"):
             convert(source, f"{folder}/model.tensors", max_shard_size=shard_sizes[0], force=False)
+
+
+def test_what_a_conversion_reads_at_a_uri_stays(tmp_path):
+    store, prefix = fsspec.filesystem("memory"), f"memory://{tmp_path.name}"
+    save_file(STATE, f"{prefix}/model.tensors", max_shard_size=4000)
+    convert(f"{prefix}/", f"{prefix}/model.tensors", max_shard_size="1GB")
+    assert store.exists(f"/{tmp_path.name}/model.tensors.index.json")
+    named = f"memory://user:secret@{tmp_path.name}/one.tensors"  # messages show it without the password
+    save_file(STATE, named)
+    convert(named, named, max_shard_size=4000, dtype=torch.bfloat16)
+    assert set(load_file(named)) == set(STATE)
+
+
+class WithoutRmFile(MemoryFileSystem):
+    """As some file systems of fsspec are."""
+
+    protocol = "norm"
+    store, pseudo_dirs, removes = {}, [""], True
+
+    def rm_file(self, path):
+        raise NotImplementedError
+
+    def rm(self, path, recursive=False, maxdepth=None):
+        if not self.removes:
+            raise NotImplementedError
+        del self.store[self._strip_protocol(path)]
+
+    def mv(self, source, target, **_):
+        self.store[self._strip_protocol(target)] = self.store.pop(self._strip_protocol(source))
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("norm://"))
+
+
+def test_a_store_without_rm_file_is_asked_for_rm(monkeypatch):
+    fsspec.register_implementation("norm", WithoutRmFile, clobber=True)
+    save_file(STATE, "norm://model.tensors")
+    save_file(STATE, "norm://model.tensors", max_shard_size=4000)
+    with pytest.raises(FileNotFoundError):
+        load_file("norm://model.tensors")
+    monkeypatch.setattr(WithoutRmFile, "removes", False)
+    with pytest.raises(OSError, match="removes no files"):
+        save_file(STATE, "norm://model.tensors", max_shard_size="1GB")
+
+
+def test_a_target_that_nobody_can_write_to_is_not_asked_for_other_forms():
+    for target in ("https://host.invalid/m.tensors", "redis://host.invalid/m"):
+        with pytest.raises(ValueError, match=r"mode|redis"):
+            save_file(STATE, target, max_shard_size="1GB")
 
 
 def test_readers_refuse_to_guess_between_two_forms_of_one_model(tmp_path):
