@@ -108,9 +108,9 @@ def _check_outputs(arguments: argparse.Namespace, options: Optional[dict[str, An
     if arguments.max_shard_size is not None:
         folder, name = os.path.split(target)
         outputs += [os.path.join(folder, other) for other in names_of_model(name, map(os.path.basename, keys.values()))]
-    if arguments.all_files and keys:
-        outputs += [copy for _, copy in copies_beside(arguments.source, target, True, options)]
-    check_keeps_keys(keys, outputs)
+    beside = copies_beside(arguments.source, target, True, options) if arguments.all_files and keys else []
+    outputs += [copy for _, copy in beside]
+    check_keeps_keys(keys, outputs, [file for file, _ in beside])
 
 
 def print_report(report: Any, output: Output) -> None:

@@ -8,7 +8,7 @@ import getpass
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Optional
 
 from tensorizer._io.uri import local_path
@@ -58,17 +58,25 @@ def key_paths(arguments: argparse.Namespace) -> dict[str, str]:
     return {name: path for name, path in named.items() if path not in (None, "-")}
 
 
-def check_keeps_keys(paths: Mapping[str, str], outputs: Iterable[str]) -> None:
-    """Refuses outputs that would replace the file of a key, as :func:`key_paths` finds them.
+def check_keeps_keys(paths: Mapping[str, str], outputs: Sequence[str], copied: Sequence[str] = ()) -> None:
+    """Refuses outputs that would replace the file of a key, as :func:`key_paths` finds them, and copies of one.
+
+    Args:
+        paths: The files of keys, by the options that name them.
+        outputs: Paths and URIs that will be written.
+        copied: Local files that will be copied without having been named one by one.
 
     Raises:
-        UsageError: An output is that file, under whatever name.
+        UsageError: An output is such a file, or it is among `copied`, under whatever name.
     """
-    for output in outputs:
-        place = local_path(output)
-        for option, path in paths.items():
+    for option, path in paths.items():
+        for output in outputs:
+            place = local_path(output)
             if place is not None and _is_same_file(place, path):
                 raise UsageError(f"{option} and the output {escaped(shown_uri(output))} name the same file")
+        for file in copied:
+            if _is_same_file(file, path):
+                raise UsageError(f"{option} names {escaped(file)}, which --all would copy: move the key elsewhere")
 
 
 def _is_same_file(one: str, other: str) -> bool:

@@ -86,6 +86,12 @@ def test_an_output_never_replaces_the_file_of_a_key(folder):
     refused(folder, ["sign", "m.tensors", "--force", "--key", "m.tensors.sig"], "the same file")
 
 
+def test_convert_all_does_not_copy_a_key_that_is_in_the_folder_of_the_source(folder):
+    os.link("key", "src/key")
+    for option in ("--key-file src/key", "--key-file key"):
+        refused(folder, ["convert", "src", "new/m.tensors", "--all", *option.split()], "src/key", "--all would copy")
+
+
 def test_a_key_may_be_in_the_folder_of_the_output(folder):
     for command in (
         "convert m.tensors out --key-file out/key",
