@@ -14,15 +14,37 @@ namespace tensorizer {
 
 void UnmapPages::operator()(std::byte* memory) const noexcept { munmap(memory, nbytes); }
 
-Pages allocate_pages(size_t nbytes) {
-  void* memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED)
-    throw Error(Errc::out_of_memory,
-                "no memory for a buffer of " + std::to_string(nbytes) + " bytes");
-#if defined(MADV_HUGEPAGE)
-  madvise(memory, nbytes, MADV_HUGEPAGE);
-#endif
-  return Pages(static_cast<std::byte*>(memory), UnmapPages{nbytes});
+Pages allocate_pages(size_t nbytes, PageUse use) {
+  const bool tensors = use == PageUse::tensors;
+  const bool huge = nbytes >= kHugePageNbytes;
+  const size_t unit = huge ? kHugePageNbytes : kPageNbytes;
+  const size_t spare = huge ? unit : 0;  // both ends of which go back
+  const bool fits = nbytes <= SIZE_MAX - unit - spare;
+  const size_t kept = fits ? align_up(std::max<size_t>(nbytes, 1), unit) : 0;
+  void* const mapped =
+      fits ? mmap(nullptr, kept + spare, PROT_READ | PROT_WRITE,
+                  MAP_PRIVATE | MAP_ANONYMOUS | (tensors ? MAP_NORESERVE : 0), -1, 0)
+           : MAP_FAILED;
+  if (mapped == MAP_FAILED)
+    throw Error(Errc::out_of_memory, "no memory for " + std::to_string(nbytes) + " bytes of " +
+                                         (tensors ? "tensors" : "a buffer"));
+  auto* const raw = static_cast<std::byte*>(mapped);
+  const size_t head =
+      huge ? align_up(reinterpret_cast<uintptr_t>(raw), unit) - reinterpret_cast<uintptr_t>(raw)
+           : 0;
+  if (head > 0) munmap(raw, head);
+  if (spare > head) munmap(raw + head + kept, spare - head);
+  Pages pages(raw + head, UnmapPages{kept});
+  if (use == PageUse::secret) {
+    madvise(pages.get(), kept, MADV_DONTDUMP);
+  } else if (huge) {
+    prefer_huge_pages(bytes_of(pages));
+  }
+  return pages;
+}
+
+void prefer_huge_pages(std::span<std::byte> memory) noexcept {
+  madvise(memory.data(), memory.size(), MADV_HUGEPAGE);
 }
 
 void clear_pages(std::span<std::byte> memory) noexcept {

@@ -2,7 +2,6 @@
 
 #include <sodium.h>
 
-#include <sys/mman.h>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -58,23 +57,6 @@ bool same_secret(std::span<const std::byte> a, std::span<const std::byte> b) noe
 void require_sodium() {
   static const bool kReady = sodium_init() >= 0;  // 1: somebody else in the process did it before
   if (!kReady) throw Error(Errc::crypto, "libsodium could not be initialised");
-}
-
-SecretBuffer::SecretBuffer(size_t nbytes) {
-  if (nbytes == 0) return;
-  void* const memory =
-      mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED)
-    throw Error(Errc::out_of_memory,
-                "no memory for a buffer of " + std::to_string(nbytes) + " bytes");
-#if defined(MADV_DONTDUMP)
-  madvise(memory, nbytes, MADV_DONTDUMP);
-#endif
-  bytes_ = {static_cast<std::byte*>(memory), nbytes};
-}
-
-SecretBuffer::~SecretBuffer() {
-  if (!bytes_.empty()) munmap(bytes_.data(), bytes_.size());
 }
 
 }  // namespace tensorizer::crypto

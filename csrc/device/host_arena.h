@@ -6,6 +6,9 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
+
+#include "core/pages.h"
 
 namespace tensorizer::device {
 
@@ -18,19 +21,17 @@ class HostArena {
   // and it is left to those that follow. For what is no secret.
   static std::shared_ptr<HostArena> recycle(uint64_t nbytes);
 
+  HostArena(Pages pages, uint64_t nbytes, bool recycled) noexcept
+      : pages_(std::move(pages)), nbytes_(nbytes), recycled_(recycled) {}
   ~HostArena();
   HostArena(const HostArena&) = delete;
   HostArena& operator=(const HostArena&) = delete;
 
-  std::span<std::byte> bytes() const noexcept { return {data_, nbytes_}; }
+  std::span<std::byte> bytes() const noexcept { return {pages_.get(), nbytes_}; }
 
  private:
-  HostArena(std::byte* data, uint64_t nbytes, uint64_t mapped, bool recycled) noexcept
-      : data_(data), nbytes_(nbytes), mapped_(mapped), recycled_(recycled) {}
-
-  std::byte* data_;
+  Pages pages_;
   uint64_t nbytes_;
-  uint64_t mapped_;
   bool recycled_;
 };
 

@@ -6,10 +6,8 @@
 
 #include <fstream>
 #include <string>
-#include <utility>
 
 #include "core/checked_math.h"
-#include "core/error.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -17,8 +15,6 @@
 
 namespace tensorizer::device {
 namespace {
-
-constexpr uint64_t kHugePage = 2ULL << 20;
 
 // A wish, not a demand: containers often forbid the call, and hosts with one node have nothing to
 // choose.
@@ -46,45 +42,21 @@ bool huge_pages_stall() {
 
 }  // namespace
 
-HostMapping::HostMapping(uint64_t nbytes, int numa_node) : nbytes_(align_up(nbytes, kHugePage)) {
-  // One huge page more than needed, so that the part kept begins at one; the rest goes back at
-  // once.
-  const uint64_t reserved = nbytes_ + kHugePage;
-  void* raw = ::mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (raw == MAP_FAILED)
-    throw Error(Errc::out_of_memory,
-                "no host memory for staging buffers: wanted " + std::to_string(nbytes) + " bytes");
-  const auto begin = reinterpret_cast<uintptr_t>(raw);
-  const uintptr_t aligned = align_up(begin, kHugePage);
-  if (aligned > begin) ::munmap(raw, aligned - begin);
-  const uint64_t tail = begin + reserved - (aligned + nbytes_);
-  if (tail > 0) ::munmap(reinterpret_cast<void*>(aligned + nbytes_), tail);
-  data_ = reinterpret_cast<std::byte*>(aligned);
-  if (!huge_pages_stall()) ::madvise(data_, nbytes_, MADV_HUGEPAGE);
-  ::madvise(data_, nbytes_, MADV_DONTFORK);
-  ::madvise(data_, nbytes_, MADV_DONTDUMP);  // plaintext of encrypted files passes through
-  prefer_numa_node(data_, nbytes_, numa_node);
+Pages map_host_memory(uint64_t nbytes, int numa_node) {
+  // Plaintext of encrypted files passes through.
+  Pages pages = allocate_pages(align_up(nbytes, kHugePageNbytes), PageUse::secret);
+  const std::span<std::byte> memory = bytes_of(pages);
+  if (!huge_pages_stall()) prefer_huge_pages(memory);
+  ::madvise(memory.data(), memory.size(), MADV_DONTFORK);
+  prefer_numa_node(memory.data(), memory.size(), numa_node);
+  return pages;
 }
 
-void HostMapping::fault_in(uint64_t offset, uint64_t nbytes) const noexcept {
-  std::byte* const data = data_ + offset;
-  if (::madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) return;
+void fault_in(std::span<std::byte> memory) noexcept {
+  if (::madvise(memory.data(), memory.size(), MADV_POPULATE_WRITE) == 0) return;
   const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));  // kernels before 5.14
-  for (uint64_t at = 0; at < nbytes; at += page)
-    *reinterpret_cast<volatile unsigned char*>(data + at) = 0;
-}
-
-HostMapping::HostMapping(HostMapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), nbytes_(std::exchange(other.nbytes_, 0)) {}
-
-HostMapping& HostMapping::operator=(HostMapping&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(nbytes_, other.nbytes_);
-  return *this;
-}
-
-HostMapping::~HostMapping() {
-  if (data_) ::munmap(data_, nbytes_);
+  for (uint64_t at = 0; at < memory.size(); at += page)
+    *reinterpret_cast<volatile unsigned char*>(&memory[at]) = 0;
 }
 
 }  // namespace tensorizer::device

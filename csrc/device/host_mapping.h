@@ -1,34 +1,21 @@
-// A stretch of anonymous host memory of process-wide use, aligned for huge pages and kept from
-// forked children: pinned pages must not be copied on write, and a child has no use for them. It is
-// address space alone until it is faulted in, part by part. What pins the pages (a driver) is not
-// known here. Confined to one thread while it is being made; then immutable.
+// Host memory that a driver will pin: aligned for huge pages and kept from forked children, since
+// pinned pages must not be copied on write, and a child has no use for them. It is address space
+// only until it is faulted in, part by part.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
+
+#include "core/pages.h"
 
 namespace tensorizer::device {
 
-class HostMapping {
- public:
-  HostMapping() = default;
-  // Reserves `nbytes`, on `numa_node` where the system grants it (-1: anywhere). Throws
-  // Error(out_of_memory).
-  HostMapping(uint64_t nbytes, int numa_node);
-  HostMapping(HostMapping&& other) noexcept;
-  HostMapping& operator=(HostMapping&& other) noexcept;
-  ~HostMapping();
+// At least `nbytes`, on `numa_node` where the system grants it (-1: anywhere). Throws
+// Error(out_of_memory).
+Pages map_host_memory(uint64_t nbytes, int numa_node);
 
-  // Has pages for a part of it, so that no later access waits for them. Different parts may be
-  // faulted in by different threads.
-  void fault_in(uint64_t offset, uint64_t nbytes) const noexcept;
-
-  std::byte* data() const noexcept { return data_; }
-  uint64_t nbytes() const noexcept { return nbytes_; }
-
- private:
-  std::byte* data_ = nullptr;
-  uint64_t nbytes_ = 0;
-};
+// Makes the pages, so that no later access waits for them. Threads may do so for different parts.
+void fault_in(std::span<std::byte> memory) noexcept;
 
 }  // namespace tensorizer::device

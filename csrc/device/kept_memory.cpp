@@ -3,6 +3,11 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <new>
+#include <utility>
+
+#include "core/checked_math.h"
+
 namespace tensorizer::device {
 namespace {
 
@@ -38,52 +43,44 @@ uint64_t KeptMemory::nbytes() const noexcept {
   return nbytes_;
 }
 
-// The smallest that is large enough; what is left of it stays here.
-Region KeptMemory::take(uint64_t nbytes) noexcept {
+// Of the smallest that is large enough; what is left of it stays here.
+Pages KeptMemory::take(uint64_t nbytes) noexcept {
+  nbytes = align_up(nbytes, kHugePageNbytes);
   const std::lock_guard lock(mutex_);
   auto best = kept_.end();
   for (auto it = kept_.begin(); it != kept_.end(); ++it) {
-    if (it->region.nbytes >= nbytes &&
-        (best == kept_.end() || it->region.nbytes < best->region.nbytes))
-      best = it;
+    const size_t size = bytes_of(it->pages).size();
+    if (size >= nbytes && (best == kept_.end() || size < bytes_of(best->pages).size())) best = it;
   }
   if (best == kept_.end()) return {};
-  const Region taken{best->region.data, nbytes};
-  best->region = {taken.data + nbytes, best->region.nbytes - nbytes};
-  if (best->region.nbytes == 0) kept_.erase(best);
+  const std::span<std::byte> whole = bytes_of(best->pages);
+  Pages taken(best->pages.release(), UnmapPages{nbytes});
+  if (whole.size() > nbytes)
+    best->pages = Pages(whole.data() + nbytes, UnmapPages{whole.size() - nbytes});
+  else
+    kept_.erase(best);
   nbytes_ -= nbytes;
   return taken;
 }
 
-bool KeptMemory::give(Region region) noexcept {
-#if defined(MADV_FREE)
+void KeptMemory::give(Pages pages) noexcept {
   const std::lock_guard lock(mutex_);
-  if (region.nbytes > max_nbytes_) return false;
-  drop(region.nbytes);
+  const std::span<std::byte> memory = bytes_of(pages);
+  if (memory.size() > max_nbytes_) return;
+  drop(memory.size());
+  if (madvise(memory.data(), memory.size(), MADV_FREE) != 0) return;
   try {
-    kept_.push_back({region, Clock::now() + idle_});
-  } catch (...) {  // no memory
-    return false;
+    kept_.push_back({std::move(pages), Clock::now() + idle_});
+    nbytes_ += memory.size();
+  } catch (const std::bad_alloc&) {  // they go
   }
-  if (madvise(region.data, region.nbytes, MADV_FREE) != 0) {
-    kept_.pop_back();
-    return false;
-  }
-  nbytes_ += region.nbytes;
-  return true;
-#else
-  (void)region;
-  return false;
-#endif
 }
 
 // REQUIRES: the lock is held.
 void KeptMemory::drop(uint64_t room) noexcept {
   while (!kept_.empty() && (nbytes_ + room > max_nbytes_ || Clock::now() >= kept_.front().until)) {
-    const Region oldest = kept_.front().region;
+    nbytes_ -= bytes_of(kept_.front().pages).size();
     kept_.pop_front();
-    nbytes_ -= oldest.nbytes;
-    munmap(oldest.data, oldest.nbytes);
   }
 }
 

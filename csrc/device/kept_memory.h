@@ -6,18 +6,13 @@
 #pragma once
 
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <mutex>
 
-namespace tensorizer::device {
+#include "core/pages.h"
 
-// Whole pages, aligned for huge ones.
-struct Region {
-  std::byte* data = nullptr;
-  uint64_t nbytes = 0;
-};
+namespace tensorizer::device {
 
 class KeptMemory {
  public:
@@ -27,19 +22,18 @@ class KeptMemory {
   // what is kept is given back now. Keeps nothing before the first call.
   void configure(uint64_t max_nbytes, std::chrono::milliseconds idle);
 
-  // A region of exactly `nbytes`, a multiple of huge pages, with any content; data is null where
-  // there is none.
-  Region take(uint64_t nbytes) noexcept;
+  // At least `nbytes` in whole huge pages, with any content. Empty where there are none.
+  Pages take(uint64_t nbytes) noexcept;
 
-  // Takes a region over; false: it is not wanted, and stays the caller's.
-  bool give(Region region) noexcept;
+  // Keeps whole huge pages, or frees them where they are not wanted.
+  void give(Pages pages) noexcept;
 
   uint64_t nbytes() const noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
   struct Kept {
-    Region region;
+    Pages pages;
     Clock::time_point until;
   };
 

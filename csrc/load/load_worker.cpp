@@ -6,7 +6,6 @@
 
 #include "core/checked_math.h"
 #include "core/pages.h"
-#include "crypto/secret_key.h"
 #include "device/host_arena.h"
 
 namespace tensorizer::load {
@@ -159,8 +158,8 @@ class Worker final : public LoadWorker {
   // Of a plain file in pages that are there already, where earlier loads have left some.
   ReadBuffer make_read_buffer(uint64_t nbytes) const {
     if (job_.cipher) {
-      auto secret = std::make_shared<crypto::SecretBuffer>(nbytes);
-      return {secret->bytes(), secret};
+      auto secret = std::make_shared<Pages>(allocate_pages(nbytes, PageUse::secret));
+      return {bytes_of(*secret), secret};
     }
     auto arena = device::HostArena::recycle(nbytes);
     return {arena->bytes(), arena};
@@ -240,7 +239,7 @@ class Worker final : public LoadWorker {
     in_buffer_ = unit.nbytes;
     if (const std::byte* there = job_.source.view(unit.offset, unit.nbytes)) return there;
     grow_image(unit.nbytes + kPageNbytes);
-    const io::Slice into(image_.get() + place_in_page(unit, 0, image_.get_deleter().nbytes),
+    const io::Slice into(image_.get() + place_in_page(unit, 0, bytes_of(image_).size()),
                          unit.nbytes);
     job_.source.read_at(unit.offset, into, stop_);
     return into.data();
@@ -254,7 +253,7 @@ class Worker final : public LoadWorker {
   }
 
   void grow_image(uint64_t nbytes) {
-    if (nbytes > image_.get_deleter().nbytes) image_ = allocate_pages(nbytes);
+    if (nbytes > bytes_of(image_).size()) image_ = allocate_pages(nbytes);
   }
 
   // Calls fn(piece, begin, to, nbytes) for the runs of all pieces, in the order of the source:
@@ -383,23 +382,24 @@ class Worker final : public LoadWorker {
     const uint64_t payload = job_.entry_of(record).data_offset;
     const uint64_t chunk_nbytes = job_.cipher->chunk_nbytes(record);
     const bool straight = !copier_ && pieces.size() == 1 && first.is_one_run();
-    if (plain_.size() < unit.nbytes) plain_ = crypto::SecretBuffer(unit.nbytes);
+    if (bytes_of(plain_).size() < unit.nbytes)
+      plain_ = allocate_pages(unit.nbytes, PageUse::secret);
     for (uint64_t at = 0; at < unit.nbytes;) {
       const uint64_t end = std::min(at + chunk_nbytes, unit.nbytes);
       const uint64_t from = std::max(at, first.unit_offset);
       const uint64_t until = std::min(end, first.unit_offset + first.span_nbytes);
       std::byte* const to = straight && from == at && until == end
                                 ? places_.front() + (at - first.unit_offset)
-                                : plain_.data() + at;
+                                : plain_.get() + at;
       job_.naming(record, [&] {
         job_.cipher->open(record, unit.offset + at - payload, {image + at, end - at}, to, stop_);
       });
-      if (straight && to == plain_.data() + at)
-        std::memcpy(places_.front() + (from - first.unit_offset), plain_.data() + from,
+      if (straight && to == plain_.get() + at)
+        std::memcpy(places_.front() + (from - first.unit_offset), plain_.get() + from,
                     until - from);
       at = end;
     }
-    return straight ? nullptr : plain_.data();
+    return straight ? nullptr : plain_.get();
   }
 
   // `nbytes` from byte `skip` of a piece on, out of the image of its unit.
@@ -521,9 +521,9 @@ class Worker final : public LoadWorker {
     const format::IndexEntry& entry = job_.entry_of(record);
     const Piece piece{
         .target = record, .span_nbytes = entry.data_nbytes, .nbytes = entry.data_nbytes};
-    crypto::SecretBuffer opened;
-    if (copier_) opened = crypto::SecretBuffer(entry.data_nbytes);
-    const std::span<std::byte> bytes(copier_ ? opened.data() : destination_of(piece),
+    Pages opened;
+    if (copier_) opened = allocate_pages(entry.data_nbytes, PageUse::secret);
+    const std::span<std::byte> bytes(copier_ ? opened.get() : destination_of(piece),
                                      entry.data_nbytes);
     {
       const MutexLock lock(job_.out_of_order);
@@ -564,8 +564,8 @@ class Worker final : public LoadWorker {
   std::vector<std::byte*> places_;          // of the unit's pieces
   std::vector<io::Slice> slices_;
   std::vector<std::byte> headers_;
-  Pages image_{nullptr, {}};    // of a unit as it is in the source; or what gaps are read to
-  crypto::SecretBuffer plain_;  // chunks of parts
+  Pages image_;  // of a unit as it is in the source; or what gaps are read to
+  Pages plain_;  // chunks of parts
   std::vector<digest::RecordDigester::Whole> whole_;
   std::vector<uint32_t> straddling_;  // records whose header is in the unit
   std::vector<Outgoing> outgoing_;

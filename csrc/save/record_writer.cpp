@@ -9,10 +9,10 @@
 #include "core/checked_math.h"
 #include "core/endian.h"
 #include "core/error.h"
+#include "core/pages.h"
 #include "core/run_units.h"
 #include "core/threads.h"
 #include "crypto/chunked_box.h"
-#include "crypto/secret_key.h"
 #include "digest/deal.h"
 #include "digest/record_digester.h"
 
@@ -172,9 +172,9 @@ class Worker final : public UnitWorker {
       next_buffer_ = next;
     } else {
       if (hashing_.buffers() == kHostBuffers) release();
-      crypto::SecretBuffer& next = host_buffers_[next_host_buffer_++ % kHostBuffers];
-      if (next.size() == 0) next = crypto::SecretBuffer(kHostBufferNbytes);
-      buffer_ = next.bytes();
+      Pages& next = host_buffers_[next_host_buffer_++ % kHostBuffers];
+      if (!next) next = allocate_pages(kHostBufferNbytes, PageUse::secret);
+      buffer_ = bytes_of(next);
     }
     if (!copier_) hashing_.begin_buffer();
   }
@@ -313,8 +313,7 @@ class Worker final : public UnitWorker {
   bool prepared_ = false;
   std::span<std::byte> next_buffer_;
   std::optional<Fetched> fetched_;
-  std::array<crypto::SecretBuffer, kHostBuffers>
-      host_buffers_;  // host tensors are only staged to be encrypted
+  std::array<Pages, kHostBuffers> host_buffers_;  // host tensors are only staged to be encrypted
   size_t next_host_buffer_ = 0;
   digest::StepsInBuffers hashing_{&shared_.digester};  // behind the buffers
   std::vector<device::CopyPiece> pieces_;

@@ -77,8 +77,8 @@ PinnedBuffers::PinnedBuffers(const Driver& driver, Ordinal device, Context conte
     } else {
       pinned_ = false;
       most_ = first;
-      mapping_ = HostMapping(first * buffer_nbytes_, numa_node_of(driver_, device_));
-      for (unsigned i = 0; i < first; ++i) buffers_[i] = mapping_.data() + i * buffer_nbytes_;
+      mapping_ = map_host_memory(first * buffer_nbytes_, numa_node_of(driver_, device_));
+      for (unsigned i = 0; i < first; ++i) buffers_[i] = mapping_.get() + i * buffer_nbytes_;
     }
     if (!pinned_) break;
   }
@@ -123,15 +123,15 @@ bool PinnedBuffers::pin(unsigned first, unsigned count, uint64_t slot_nbytes) {
   bool registered = false;
   if (first == 0) registers_ = registers_host_memory(driver_, device_);
   if (registers_) {
-    if (first == 0) mapping_ = HostMapping(most_ * slot_nbytes, numa_node_of(driver_, device_));
-    data = mapping_.data() + first * slot_nbytes;
-    mapping_.fault_in(first * slot_nbytes, nbytes);
+    if (first == 0) mapping_ = map_host_memory(most_ * slot_nbytes, numa_node_of(driver_, device_));
+    data = mapping_.get() + first * slot_nbytes;
+    fault_in({data, nbytes});
     result = driver_.cuMemHostRegister(data, nbytes, kHostRegisterPortable);
     registered = result == kSuccess;
     if (first == 0) registers_ = registered;  // further steps are made as the first one was
   }
   if (!registered && !registers_) {
-    if (first == 0) mapping_ = HostMapping();
+    if (first == 0) mapping_ = nullptr;
     void* address = nullptr;
     result = driver_.cuMemHostAlloc(&address, nbytes, kHostAllocPortable);
     data = static_cast<std::byte*>(address);

@@ -129,7 +129,7 @@ class PinnedBuffers {
   const Context context_;
   const PinnedSettings wanted_;
   SelfTestRecord& tested_;
-  HostMapping mapping_;  // registered step by step, or memory that is not pinned
+  Pages mapping_;  // registered step by step, or memory that is not pinned
   uint64_t buffer_nbytes_ = 0;
   unsigned most_ = 0;
   bool pinned_ = true;

@@ -14,8 +14,6 @@ constexpr std::chrono::milliseconds kLinger{250};
 // Buffers are multiples of it, so that they fit units of about the same size.
 constexpr uint64_t kBufferNbytes = uint64_t{1} << 20;
 
-size_t mapped_nbytes(const Pages& pages) noexcept { return pages.get_deleter().nbytes; }
-
 }  // namespace
 
 CacheDisk& CacheDisk::instance() {
@@ -35,7 +33,7 @@ CacheDisk::Buffer CacheDisk::borrow(uint64_t nbytes, bool patient, const std::st
   if (patient ? !changed_.wait(mutex_, stop, fits) : lent_nbytes_ + nbytes > kLimitNbytes)
     return nullptr;
   const auto found = std::ranges::find_if(
-      spare_, [&](const Pages& pages) { return mapped_nbytes(pages) >= nbytes; });
+      spare_, [&](const Pages& pages) { return bytes_of(pages).size() >= nbytes; });
   Pages pages;
   if (found != spare_.end()) {
     pages = std::move(*found);
@@ -44,7 +42,7 @@ CacheDisk::Buffer CacheDisk::borrow(uint64_t nbytes, bool patient, const std::st
     spare_.clear();  // too small, all of them
     pages = allocate_pages(static_cast<size_t>(align_up(nbytes, kBufferNbytes)));
   }
-  const size_t lent = mapped_nbytes(pages);
+  const size_t lent = bytes_of(pages).size();
   lent_nbytes_ += lent;
   return {pages.release(), {lent}};
 }
@@ -53,7 +51,7 @@ void CacheDisk::give_back(Pages pages) noexcept {
   {
     MutexLock lock(mutex_);
     // A forked child lets go of what its parent has borrowed.
-    lent_nbytes_ -= std::min<uint64_t>(lent_nbytes_, mapped_nbytes(pages));
+    lent_nbytes_ -= std::min<uint64_t>(lent_nbytes_, bytes_of(pages).size());
     try {
       if (writing_.has_thread) spare_.push_back(std::move(pages));
     } catch (const std::bad_alloc&) {  // the system gets it back

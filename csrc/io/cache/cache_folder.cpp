@@ -30,7 +30,6 @@ constexpr size_t kNameLength = 32;
 constexpr std::time_t kLeftOverSeconds = 3600;
 constexpr int kLockTries = 200;  // of 5 ms
 constexpr uint64_t kAboutLimit = 64 << 10;
-constexpr uint64_t kPageNbytes = 4096;  // that file systems allocate at least
 
 UniqueFd open_folder(int parent, const std::string& name) {
   return UniqueFd(openat(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
