@@ -124,7 +124,7 @@ def _place_of(path: str) -> Optional[tuple[str, Optional[int]]]:
         return None
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-    return (target, stat.S_IMODE(existing.st_mode)) if _can_be_replaced(target, folder, existing) else None
+    return (target, stat.S_IMODE(existing.st_mode)) if _can_be_replaced(path, target) else None
 
 
 def _without_links(path: str) -> str:
@@ -136,13 +136,29 @@ def _without_links(path: str) -> str:
     return target
 
 
-def _can_be_replaced(target: str, folder: str, existing: os.stat_result) -> bool:
+def _can_be_replaced(path: str, target: str) -> bool:
     """Whether another file can take the name: not for files without one (``/proc/self/fd/N``) or in a locked folder."""
+    named = target == os.path.abspath(path) or _is_name_of(target, path)
+    return named and os.access(os.path.dirname(target), os.W_OK | os.X_OK)
+
+
+def _is_name_of(target: str, path: str) -> bool:
+    """Whether `target`, which `path` resolves to, is a name of its file; links in /proc resolve to what is none."""
+    found = None
+    while True:
+        before, found = found, (_identity(path), _identity(target))
+        if found[0] == found[1]:
+            return True
+        if found == before:  # otherwise another save has replaced the file between the two
+            return False
+
+
+def _identity(path: str) -> Optional[tuple[int, int]]:
     try:
-        named = os.path.samestat(os.stat(target), existing)
+        status = os.stat(path)
     except OSError:
-        named = False
-    return named and os.access(folder, os.W_OK | os.X_OK)
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _open_descriptor(descriptor: int) -> OpenedSink:

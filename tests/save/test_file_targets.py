@@ -149,6 +149,30 @@ def test_a_symbolic_link_stays_one_and_its_target_is_replaced(tmp_path):
     assert samples.temporary_leftovers(real.parent, "real.tensors") == []
 
 
+@pytest.mark.parametrize("name", ["f.tensors", "link"])
+def test_a_file_that_another_save_replaces_meanwhile_is_replaced_and_never_cut(tmp_path, monkeypatch, name):
+    path = tmp_path / "f.tensors"
+    path.write_bytes(b"old")
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "new").write_bytes(DATA)
+    may_write = os.access
+
+    def another_save(*arguments, **options):  # the first call lies between two looks at the file
+        if (tmp_path / "new").exists():
+            os.replace(tmp_path / "new", path)
+        return may_write(*arguments, **options)
+
+    monkeypatch.setattr(os, "access", another_save)
+    serializer = TensorSerializer(tmp_path / name)
+    assert path.read_bytes() == DATA
+    with path.open("rb") as reader:
+        serializer.write_state_dict(OTHER)
+        serializer.close()
+        assert reader.read() == DATA, "who reads the other file goes on reading it"
+    assert_same(load(path), OTHER)
+    assert (tmp_path / "link").is_symlink()
+
+
 def test_a_dangling_link_is_written_through(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "real")
