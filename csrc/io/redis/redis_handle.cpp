@@ -119,7 +119,7 @@ void RedisHandle::append(std::initializer_list<std::string_view> words) {
     sizes.push_back(word.size());
   }
   char* raw = nullptr;
-  const int nbytes =
+  const auto nbytes =
       redisFormatCommandArgv(&raw, static_cast<int>(texts.size()), texts.data(), sizes.data());
   std::unique_ptr<char, CommandDeleter> command(raw);
   if (nbytes < 0) throw std::bad_alloc();
