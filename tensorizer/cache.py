@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 from tensorizer import _C
 from tensorizer._io.cache import Cache, CachedFile, CacheOptions, open_to_look, parse_about
+from tensorizer._io.sources import begins_as_tensors
 from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
 from tensorizer._system.redaction import shown_uri
 from tensorizer._system.sizes import parse_size
@@ -275,7 +276,7 @@ def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], in
     except OSError as error:
         return str(error), 0
     try:
-        if not source.is_present(0, min(entry.size, 8)) or not _holds_tensors(source):
+        if not source.is_present(0, min(entry.size, 8)) or not begins_as_tensors(source):
             return None, 0
         with open_whole(CachedFile(source), Access()) as file:
             if file.index.encrypted:
@@ -297,8 +298,3 @@ def _problem_of(folder: _C.CacheFolder, entry: Entry) -> tuple[Optional[str], in
         return (None if not entry.complete else str(error)), 0
     finally:
         source.rest()
-
-
-def _holds_tensors(source: _C.RangeSource) -> bool:
-    head = source.read(0, min(source.size() or 0, 9))
-    return head.startswith(b"|TZR|") or (len(head) == 9 and head[8:] == b"{")

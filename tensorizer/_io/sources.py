@@ -29,6 +29,7 @@ __all__ = [
     "SourceArgument",
     "TargetArgument",
     "WritableFile",
+    "begins_as_tensors",
     "check_binary",
     "check_stream_options",
     "describe",
@@ -125,6 +126,12 @@ def is_path(file_obj: object) -> bool:
     return isinstance(file_obj, (str, bytes, os.PathLike)) or (
         isinstance(file_obj, int) and not isinstance(file_obj, bool)
     )
+
+
+def begins_as_tensors(source: _C.RangeSource) -> bool:
+    """Whether the first bytes are those of a ``.tensors`` or ``.safetensors`` file, whatever follows."""
+    head = source.read(0, min(source.size() or 0, 9))
+    return head.startswith(b"|TZR|") or (len(head) == 9 and head[8:] == b"{")
 
 
 def read_checked(

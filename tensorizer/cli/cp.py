@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _verify_tensors(arguments: argparse.Namespace, output: Output, options: Any) -> VerifyReport | None:
-    """The tensors of the source against their digests; ``None`` where it is no file of tensors."""
+    """The tensors of the source against their digests; ``None`` where neither name nor content say that it has some."""
     with cli.imports():
         from tensorizer._files.inspect import inspect
         from tensorizer._files.verify import verify
@@ -97,6 +97,19 @@ def _verify_tensors(arguments: argparse.Namespace, output: Output, options: Any)
     try:
         info = inspect(arguments.source, stream_options=options)
     except FormatError:
+        if _claims_tensors(arguments.source, options):
+            raise
         return None
     key = decryption(arguments, output, info.encrypted, what=escaped(info.source))
     return verify(arguments.source, encryption=key, progress=output.progress(), stream_options=options)
+
+
+def _claims_tensors(source: str, options: Any) -> bool:
+    import contextlib
+
+    from tensorizer._io.sources import begins_as_tensors, open_source
+
+    if shown_uri(source).endswith((".tensors", ".safetensors")):
+        return True
+    with contextlib.closing(open_source(source, options)) as opened:
+        return begins_as_tensors(opened.source)

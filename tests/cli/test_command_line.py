@@ -399,6 +399,26 @@ def test_cp_verifies_digests_or_bytes_and_says_in_a_sentence_what_is_wrong(tmp_p
     assert not (tmp_path / "none").exists()
 
 
+def test_cp_verify_copies_no_file_of_tensors_that_cannot_be_read(tmp_path, model):
+    plain = tmp_path / "plain.safetensors"
+    assert run("convert", model, plain).returncode == 0
+    whole, cut = model.read_bytes(), plain.read_bytes()[:-100]
+    unknown_version = whole[:5] + b"\x7f" + whole[6:]
+    for name, content in (
+        ("cut.tensors", whole[:-100]),
+        ("cut", whole[:-100]),
+        ("empty.tensors", b""),
+        ("version", unknown_version),
+        ("cut.safetensors", cut),
+        ("other", cut),
+    ):
+        (tmp_path / name).write_bytes(content)
+        result = run("cp", "--verify", tmp_path / name, tmp_path / "none")
+        assert (result.returncode, result.stdout) == (4, b""), (name, result)
+        assert name.encode() in result.stderr
+        assert not (tmp_path / "none").exists()
+
+
 def test_a_reader_that_stops_reading_ends_the_command_quietly(tmp_path):
     path = write(tmp_path / "many", {f"t{i}": torch.zeros(1) for i in range(5000)})
     process = subprocess.Popen(
