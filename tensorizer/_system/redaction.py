@@ -12,6 +12,8 @@ __all__ = ["hidden", "shown_location", "shown_uri", "torch_refusal", "without_se
 # In these schemes the text before the at sign names a container, and no user.
 _CONTAINER_SCHEMES = ("az", "abfs", "abfss")
 _LOGIN = r"(?<=://)[^/\s\"'@]*@"
+# No host: what follows its colon is no port. The slash belongs to a password in which it should have been written %2F.
+_SLASH_IN_LOGIN = re.compile(r"[^/@\[\]]*:(?!\d*/)[^/@]*/.*@")
 
 
 class HiddenText(str):
@@ -33,11 +35,17 @@ def shown_uri(uri: str) -> str:
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
-    authority, slash, path = rest.split("?", 1)[0].split("#", 1)[0].partition("/")
-    if scheme.lower() not in _CONTAINER_SCHEMES:
-        authority = authority.rpartition("@")[2]
-    # Chained schemes have further URIs in their path.
-    return f"{scheme}://{authority}{slash}{re.sub(_LOGIN, '', path)}"
+    first, *further = rest.split("?", 1)[0].split("#", 1)[0].split("://")  # of chained schemes
+    if scheme.rpartition("::")[2].lower() not in _CONTAINER_SCHEMES:
+        first = _without_login(first)
+    return "://".join([scheme, first, *map(_without_login, further)])
+
+
+def _without_login(place: str) -> str:
+    if _SLASH_IN_LOGIN.match(place):
+        return place.rpartition("@")[2]
+    authority, slash, path = place.partition("/")
+    return authority.rpartition("@")[2] + slash + path
 
 
 def shown_location(location: Any) -> str:

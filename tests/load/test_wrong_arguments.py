@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tensorizer import TensorDeserializer, TensorSerializer
-from tensorizer.stream_io import CURLStreamFile, HTTPOptions, RedisStreamFile, open_stream
+from tensorizer.stream_io import CacheOptions, CURLStreamFile, HTTPOptions, RedisStreamFile, open_stream
 
 
 @pytest.fixture
@@ -151,6 +151,16 @@ URL = f"http://user:{SECRET}@127.0.0.1:1/x?sig={SECRET}"
 )
 def test_a_wrong_argument_beside_a_url_is_named_and_the_url_is_not_shown(name, value):
     assert_no_secret(lambda: CURLStreamFile(**{"uri": URL, "http_options": BRIEF, name: value}), name)
+
+
+@pytest.mark.parametrize("password", [f"pa/{SECRET}", f"{SECRET}/@", f"p:/{SECRET}@x"])
+def test_a_password_with_a_slash_that_is_not_escaped_is_not_shown(tmp_path, password):
+    for scheme in ("http", "simplecache::http", "redis"):
+        uri = f"{scheme}://user:{password}@host:1/m"
+        for cache in (None, CacheOptions(tmp_path, offline=True)):
+            with pytest.raises((OSError, ValueError, TypeError)) as caught:
+                TensorDeserializer(uri, stream_options={"cache": cache, "http_options": BRIEF})
+            assert SECRET not in f"{caught.value}", (uri, cache)
 
 
 def test_a_wrong_http_option_is_named_and_neither_proxy_nor_header_is_shown():
