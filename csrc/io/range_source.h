@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -73,6 +74,14 @@ class RangeSource {
 
   void read_at(uint64_t offset, Slice into, const std::stop_token& stop) {
     read_at(offset, std::span<const Slice>(&into, 1), stop);
+  }
+
+  // The same, by sources that wait for another machine: `progress` is called now and then, by this
+  // thread, with how many bytes from `offset` on are in place. It may throw.
+  using Progress = std::function<void(uint64_t nbytes)>;
+  virtual void read_telling(uint64_t offset, std::span<const Slice> slices,
+                            const std::stop_token& stop, const Progress& /*progress*/) {
+    read_at(offset, slices, stop);
   }
 
   // Like read_at, but stops at the end of the source; returns the bytes read, fewer only there.

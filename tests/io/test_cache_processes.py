@@ -22,6 +22,32 @@ def test_four_processes_that_start_together_share_what_they_read(tmp_path, folde
 
 
 @needs_nginx
+def test_processes_share_what_they_read_where_a_unit_takes_longer_than_they_wait_for_nothing(tmp_path, folder):
+    with serving(tmp_path, "limit_rate 2m;") as site:  # four seconds for a unit
+        wanted = write(site.root / "m.tensors", tensors(24 * MIB))
+        size = (site.root / "m.tensors").stat().st_size
+        processes = [start(f"{site.url}/m.tensors", folder) for _ in range(3)]
+        assert {result(process)[0] for process in processes} == {digest_of(wanted)}
+        assert sent(site.requests()) <= 1.25 * size
+
+
+@needs_nginx
+def test_a_load_that_is_interrupted_keeps_what_had_come(tmp_path, folder):
+    with serving(tmp_path, "limit_rate 1m;") as site:  # eight seconds for a unit
+        wanted = write(site.root / "m.tensors", tensors(24 * MIB))
+        process = start(f"{site.url}/m.tensors", folder)
+        while not entries(folder):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        time.sleep(3)
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        found, file = load(f"{site.url}/m.tensors", folder)
+        assert same(found, wanted)
+        assert file.cached_bytes_read >= 4 * MIB  # three units of which two seconds came
+
+
+@needs_nginx
 def test_who_waits_for_a_process_that_is_killed_goes_on_itself(tmp_path, folder):
     with serving(tmp_path, "limit_rate 1m;") as site:
         wanted = write(site.root / "m.tensors", tensors(144 * MIB))

@@ -8,18 +8,15 @@
 
 namespace tensorizer::io {
 
-void CacheFilling::add(BlockRun run, std::span<const Slice> bytes, CacheEntry::Claim claim,
+bool CacheFilling::add(BlockRun run, std::span<const Slice> bytes, CacheEntry::Claim claim,
                        bool patient, const std::stop_token& stop) {
-  if (!is_open()) return;
+  if (!is_open()) return true;
   const uint64_t nbytes = total_nbytes(bytes);
   CacheDisk& disk = CacheDisk::instance();
   std::shared_ptr<Waiting> waiting;
   try {
     CacheDisk::Buffer copy = disk.borrow(nbytes, patient, stop);
-    if (!copy) {
-      left_out_ += nbytes;
-      return;
-    }
+    if (!copy) return false;
     waiting = std::make_shared<Waiting>(Waiting{run, std::move(copy), nbytes, std::move(claim)});
     uint64_t done = 0;
     for (const Slice& slice : bytes) {
@@ -36,6 +33,7 @@ void CacheFilling::add(BlockRun run, std::span<const Slice> bytes, CacheEntry::C
   } catch (const std::exception&) {  // no memory, or no thread
     if (waiting) write(*waiting);
   }
+  return true;
 }
 
 std::shared_ptr<const CacheFilling::Waiting> CacheFilling::waiting_at(uint64_t block) {

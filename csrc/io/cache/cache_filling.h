@@ -35,9 +35,9 @@ class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
 
   CacheEntry& entry() const noexcept { return *entry_; }
 
-  // Keeps the bytes of whole blocks, or leaves them out. `claim` ends when they are written.
-  // `patient` waits where too many do. Throws Error(cancelled).
-  void add(BlockRun run, std::span<const Slice> bytes, CacheEntry::Claim claim, bool patient,
+  // Keeps the bytes of whole blocks; false where too many wait to be written, unless `patient`
+  // waits with them. `claim` ends when they are written. Throws Error(cancelled).
+  bool add(BlockRun run, std::span<const Slice> bytes, CacheEntry::Claim claim, bool patient,
            const std::stop_token& stop);
   // The blocks that wait to be written and that `block` is one of; nullptr: it does not wait.
   struct Waiting;
@@ -48,6 +48,8 @@ class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
   // The same, and removes the entry, which others may have open: its bytes are not to be believed.
   // False: it cannot be removed.
   bool discard(const std::string& why, bool is_trouble = true) noexcept;
+  // What was handed over is not kept.
+  void leave_out(uint64_t nbytes) noexcept { left_out_ += nbytes; }
   bool is_open() const noexcept { return open_.load(std::memory_order_relaxed); }
   // Why nothing more is stored; empty while it is.
   std::string trouble() const;

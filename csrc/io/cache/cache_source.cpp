@@ -22,6 +22,8 @@ constexpr milliseconds kFirstLook{5};
 constexpr milliseconds kLastLook{50};
 // Others that bring nothing for so long are not waited for.
 constexpr milliseconds kPatience{2000};
+// After it, what has come of a read is kept: others wait for it, and the rest may never come.
+constexpr milliseconds kKeepAfter{500};
 
 uint64_t begin_of(BlockRun run) noexcept { return run.begin * kCacheBlockNbytes; }
 
@@ -321,18 +323,36 @@ void CacheSource::fetch(CacheFilling& filling, const Request& request, BlockRun 
   if (!before.empty()) all.emplace_back(before);
   all.insert(all.end(), slices.begin(), slices.end());
   if (!behind.empty()) all.emplace_back(behind);
-  network_->read_at(begin, all, stop);
-  store(filling, run, all, std::move(claim), stop);
+  Clock::time_point kept_at = Clock::now();
+  const auto keep = [&](uint64_t nbytes) {
+    const BlockRun there{run.begin, (begin + nbytes) / kCacheBlockNbytes};
+    if (there.begin >= there.end || Clock::now() - kept_at < kKeepAfter) return;
+    const uint64_t there_nbytes = (there.end - there.begin) * kCacheBlockNbytes;
+    kept_at = Clock::now();
+    if (!filling.add(there, part_of(all, begin_of(there) - begin, there_nbytes), {}, false, stop))
+      return;
+    note_fetched(there);
+    run.begin = there.end;
+  };
+  network_->read_telling(begin, all, stop, keep);
+  if (run.begin < run.end)
+    store(filling, run, part_of(all, begin_of(run) - begin, end - begin_of(run)), std::move(claim),
+          stop);
 }
 
 // -- storing -------------------------------------------------------------------------------------
 
 void CacheSource::store(CacheFilling& filling, BlockRun run, std::span<const Slice> bytes,
                         CacheEntry::Claim claim, const std::stop_token& stop) {
+  note_fetched(run);
+  if (!filling.add(run, bytes, std::move(claim), patient_, stop))
+    filling.leave_out(total_nbytes(bytes));
+}
+
+void CacheSource::note_fetched(BlockRun run) noexcept {
   for (uint64_t block = run.begin; block < run.end; ++block)
     fetched_[block / 8].fetch_or(static_cast<uint8_t>(1U << (block % 8)),
                                  std::memory_order_relaxed);
-  filling.add(run, bytes, std::move(claim), patient_, stop);
 }
 
 // The bytes that came with the opening.

@@ -79,7 +79,8 @@ class CacheSource final : public RangeSource {
   void fetch(CacheFilling& filling, const Request& request, BlockRun run, CacheEntry::Claim claim,
              const std::stop_token& stop);
   void read_network(const Request& request, BlockRun run, const std::stop_token& stop);
-  // Keeps the bytes of whole blocks that this object has fetched.
+  void note_fetched(BlockRun run) noexcept;
+  // Keeps the bytes of whole blocks that this object has fetched, or leaves them out.
   void store(CacheFilling& filling, BlockRun run, std::span<const Slice> bytes,
              CacheEntry::Claim claim, const std::stop_token& stop);
   void absorb(CacheFilling& filling, uint64_t offset, std::span<const Slice> slices,

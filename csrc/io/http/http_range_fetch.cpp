@@ -14,15 +14,22 @@ using Clock = std::chrono::steady_clock;
 }  // namespace
 
 RangeFetch::RangeFetch(HttpClient& client, TypicalSpeed& typical, const ResourceIdentity& known,
-                       uint64_t offset, std::span<const Slice> slices)
+                       uint64_t offset, std::span<const Slice> slices,
+                       const RangeSource::Progress& progress)
     : client_(client),
       typical_(typical),
       known_(known),
       offset_(offset),
       slices_(slices),
       nbytes_(total_nbytes(slices)),
+      progress_(progress),
       deadline_(client.options) {
   if (auto line = condition_header(known)) conditions_.push_back(std::move(*line));
+}
+
+void RangeFetch::meanwhile() const {
+  deadline_.check();
+  if (progress_) progress_(done_);
 }
 
 void RangeFetch::accept(const ResponseHead& head) {
@@ -105,7 +112,7 @@ double RangeFetch::receive_directly(HttpClient::Permit& permit, const std::strin
     const DirectOutcome outcome = direct_read(
         permit.connection->carrier().socket,
         {client_.options, request, [&](const ResponseHead& head) { accept(head); }, into_,
-         [&](uint64_t nbytes) { done_ += nbytes; }, [&] { deadline_.check(); }, client_.counters},
+         [&](uint64_t nbytes) { done_ += nbytes; }, [&] { meanwhile(); }, client_.counters},
         stop);
     if (outcome.odd) client_.indirect_reads.store(kIndirectReads);
     return outcome.done ? std::max(outcome.to_first_byte.count(), 1e-9) : 0;
@@ -125,7 +132,7 @@ double RangeFetch::receive_by_curl(HttpClient::Permit& permit, const std::string
   const auto exchange =
       client_.start(permit, range, conditions_, accept_here, deadline_, stop, lagged_ > 0);
   drive(permit.connection->carrier().curl, stop, [&] {
-    deadline_.check();
+    meanwhile();
     return exchange->check();
   });
   return (exchange->time_to_first_byte() - exchange->time_to_connect()).count();

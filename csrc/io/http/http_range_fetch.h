@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "io/http/http_client.h"
+#include "io/range_source.h"
 #include "io/slices.h"
 
 namespace tensorizer::io {
@@ -48,7 +49,7 @@ class RangeFetch final : private BodySink {
   // Fills `slices` with the bytes from `offset` on. `known` is the object's identity; all outlive
   // this.
   RangeFetch(HttpClient& client, TypicalSpeed& typical, const ResourceIdentity& known,
-             uint64_t offset, std::span<const Slice> slices);
+             uint64_t offset, std::span<const Slice> slices, const RangeSource::Progress& progress);
 
   // Returns the bytes that were read: all, or fewer where the object of unknown size has ended.
   // `earlier`, if not null, counts as the first try.
@@ -63,6 +64,8 @@ class RangeFetch final : private BodySink {
                           const std::stop_token& stop);
   double receive_by_curl(HttpClient::Permit& permit, const std::string& range,
                          const std::stop_token& stop);
+  // Between pieces of the body.
+  void meanwhile() const;
   void accept(const ResponseHead& head);
   void put(std::span<const std::byte> bytes) override;
 
@@ -72,6 +75,7 @@ class RangeFetch final : private BodySink {
   const uint64_t offset_;
   const std::span<const Slice> slices_;
   const uint64_t nbytes_;
+  const RangeSource::Progress& progress_;
   std::vector<std::string> conditions_;
   HttpDeadline deadline_;
   uint64_t done_ = 0;

@@ -58,8 +58,8 @@ void HttpSource::open_first(const std::stop_token& stop) {
   body.reset();  // the rest is another request's
   if (received == head_.size()) return;
   const Slice rest = head.subspan(received);
-  received +=
-      fetch(begin_ + received, std::span<const Slice>(&rest, 1), stop, broke ? &*broke : nullptr);
+  received += fetch(begin_ + received, std::span<const Slice>(&rest, 1), stop, {},
+                    broke ? &*broke : nullptr);
   head_.resize(received);
 }
 
@@ -191,14 +191,14 @@ uint64_t HttpSource::bytes_read() const noexcept {
   return client_.counters.bytes.load(std::memory_order_relaxed);
 }
 
-void HttpSource::read_at(uint64_t offset, std::span<const Slice> slices,
-                         const std::stop_token& stop) {
+void HttpSource::read_telling(uint64_t offset, std::span<const Slice> slices,
+                              const std::stop_token& stop, const Progress& progress) {
   const uint64_t nbytes = total_nbytes(slices);
   const auto end = size();
   const auto last = checked_add(offset, nbytes);
   uint64_t got = 0;
   if (last && (!end || *last <= *end)) {
-    got = read_some(offset, slices, stop);
+    got = read_some(offset, slices, stop, progress);
     if (got == nbytes) return;
   }
   const auto found = size();
@@ -220,7 +220,7 @@ uint64_t HttpSource::read_up_to(uint64_t offset, Slice into, const std::stop_tok
 }
 
 uint64_t HttpSource::read_some(uint64_t offset, std::span<const Slice> slices,
-                               const std::stop_token& stop) {
+                               const std::stop_token& stop, const Progress& progress) {
   const uint64_t nbytes = total_nbytes(slices);
   if (closed_.load()) throw Error(Errc::invalid_argument, name_ + " is closed", name_, offset);
   if (nbytes == 0) return 0;
@@ -231,16 +231,20 @@ uint64_t HttpSource::read_some(uint64_t offset, std::span<const Slice> slices,
     into.put({head_.data() + (offset - begin_), static_cast<size_t>(from_head)});
   }
   if (from_head == nbytes) return nbytes;
-  if (from_head == 0) return fetch(offset, slices, stop);
-  return from_head +
-         fetch(offset + from_head, part_of(slices, from_head, nbytes - from_head), stop);
+  if (from_head == 0) return fetch(offset, slices, stop, progress);
+  Progress behind_head;
+  if (progress) behind_head = [&](uint64_t fetched) { progress(from_head + fetched); };
+  return from_head + fetch(offset + from_head, part_of(slices, from_head, nbytes - from_head), stop,
+                           behind_head);
 }
 
 uint64_t HttpSource::fetch(uint64_t offset, std::span<const Slice> slices,
-                           const std::stop_token& stop, const HttpFailure* earlier) {
+                           const std::stop_token& stop, const Progress& progress,
+                           const HttpFailure* earlier) {
   uint64_t received = 0;
   if (has_ranges_) {
-    received = RangeFetch(client_, typical_, identity_, offset, slices).run(stop, earlier);
+    RangeFetch range(client_, typical_, identity_, offset, slices, progress);
+    received = range.run(stop, earlier);
   } else {
     MutexLock lock(sequential_mutex_);
     if (!sequential_) sequential_ = std::make_unique<HttpBody>(client_);

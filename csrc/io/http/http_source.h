@@ -38,7 +38,11 @@ class HttpSource final : public RangeSource {
   SourceTraits traits() const override;
   using RangeSource::read_at;
   void read_at(uint64_t offset, std::span<const Slice> slices,
-               const std::stop_token& stop) override;
+               const std::stop_token& stop) override {
+    read_telling(offset, slices, stop, {});
+  }
+  void read_telling(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
+                    const Progress& progress) override;
   const std::byte* view(uint64_t offset, uint64_t nbytes) noexcept override;
   uint64_t bytes_read() const noexcept override;
   uint64_t read_up_to(uint64_t offset, Slice into, const std::stop_token& stop) override;
@@ -74,8 +78,9 @@ class HttpSource final : public RangeSource {
   // Fills what lies behind the head; returns the bytes read, fewer only at the end of an object of
   // unknown size.
   uint64_t fetch(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
-                 const HttpFailure* earlier = nullptr);
-  uint64_t read_some(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop);
+                 const Progress& progress = {}, const HttpFailure* earlier = nullptr);
+  uint64_t read_some(uint64_t offset, std::span<const Slice> slices, const std::stop_token& stop,
+                     const Progress& progress = {});
   void note_end(uint64_t end);
 
   HttpClient client_;
