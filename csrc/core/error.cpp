@@ -1,9 +1,12 @@
 #include "core/error.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <system_error>
 
 namespace tensorizer {
+
+bool is_full(int err) noexcept { return err == ENOSPC || err == EFBIG || err == EDQUOT; }
 
 void throw_errno(const std::string& operation, const std::string& object, int err) {
   const Errc code = err == ENOENT   ? Errc::not_found

@@ -55,6 +55,9 @@ class Error : public std::runtime_error {
 // "<operation> <object>: <strerror>", with the errno kept for the Python side.
 [[noreturn]] void throw_errno(const std::string& operation, const std::string& object, int err);
 
+// Whether an errno says that a file can have no more bytes.
+bool is_full(int err) noexcept;
+
 // The text with everything unprintable replaced, cut to `max_nbytes`: for messages.
 std::string printable(std::string_view text, size_t max_nbytes = 200);
 

@@ -304,8 +304,8 @@ SaveSession::Way SaveSession::way() const noexcept {
 }
 
 void SaveSession::publish(const std::stop_token& stop) {
-  const Way how = way();
-  if (how == Way::aside && !aside_) move_content(0, stop);
+  Way how = way();
+  if (how == Way::aside && !aside_ && !copies_aside(stop)) how = Way::in_place;
   const std::array<std::byte, kEndMarkNbytes> end_mark{};
   sink_->write_at(head_.end, io::ConstSlice(end_mark), stop);
   if (how == Way::append) {
@@ -319,6 +319,19 @@ void SaveSession::publish(const std::stop_token& stop) {
   published_annex_ = has_annex();
   unfinished_.reset();
   aside_.reset();
+}
+
+// A copy of all records beside them. False where a full disk has no room for it: what earlier calls
+// have written is then shown by writing over the head that is there, though a power cut in the
+// middle of that would damage it.
+bool SaveSession::copies_aside(const std::stop_token& stop) {
+  try {
+    move_content(0, stop);
+    return true;
+  } catch (const Error& error) {
+    if (!is_full(error.system_errno)) throw;
+    return false;
+  }
 }
 
 // What calls before this one left to be published.
@@ -500,8 +513,13 @@ uint64_t SaveSession::published_nbytes() const noexcept {
 
 void SaveSession::finish(const std::stop_token& stop) {
   if (is_copy_of_fork()) return abandon();
-  publish_waiting(stop);
-  sink_->finish(stop);
+  try {
+    publish_waiting(stop);
+    sink_->finish(stop);
+  } catch (...) {
+    sink_->abandon();
+    throw;
+  }
 }
 
 void SaveSession::abandon() noexcept {

@@ -93,7 +93,7 @@ class SaveSession {
   // Forgets the current call. What earlier calls completed stays valid.
   void abort_call() noexcept;
 
-  // Publishes what waits and closes the sink; no call follows.
+  // Publishes what waits and closes the sink, also where one of them fails; no call follows.
   void finish(const std::stop_token& stop);
 
   // Closes without completing, but publishes what waits; no call follows.
@@ -114,7 +114,8 @@ class SaveSession {
     first,     // nothing is published yet: the index, then the prologue
     append,    // entries behind those of the published index, then the prologue
     aside,     // the whole head, in a new file that takes the place of the published one
-    in_place,  // the whole head, over the published one, with a single write
+    in_place,  // the whole head, over the published one, with a single write: where there can be no
+               // new file, or no room for one
   };
 
   // The layout of the complete content, and how much of its index is in the file.
@@ -144,6 +145,7 @@ class SaveSession {
   void place_records(Call& call);
   Way way() const noexcept;
   void publish(const std::stop_token& stop);
+  bool copies_aside(const std::stop_token& stop);
   void publish_waiting(const std::stop_token& stop);
   void move_content(uint64_t distance, const std::stop_token& stop);
   void write_new_entries(const std::stop_token& stop);

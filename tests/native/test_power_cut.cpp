@@ -233,6 +233,28 @@ TEST(PowerCut, ADiskThatBreaksAtAnyStepKeepsTheLastContentThatWasComplete) {
   }
 }
 
+TEST(PowerCut, AFileThatCannotBeFinishedIsClosedAllTheSame) {
+  const auto descriptors = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  };
+  const auto left_open = [&](bool fails) {
+    const Folder folder;
+    PowerCut disk;
+    const auto before = descriptors();
+    save::SaveSession session(io::FileSink::replace(folder.target(), options(disk)), 0,
+                              settings_of("annexed"));
+    for (const Call& call : scenario("grown")) write(session, call, "");
+    if (fails) {
+      disk.fail_at = static_cast<int>(disk.steps.size());
+      EXPECT_THROW(session.finish({}), Error);
+    } else {
+      session.finish({});
+    }
+    return descriptors() - before;
+  };
+  EXPECT_EQ(left_open(true), left_open(false));
+}
+
 TEST(PowerCut, SingleTensorsInALoopAreSyncedWithTheNameAndAtTheEnd) {
   const Folder folder;
   PowerCut disk;

@@ -259,6 +259,39 @@ def test_a_full_file_system_is_an_os_error_that_names_the_file(tmp_path):
     assert result.stdout == "True True\n['target.tensors'] b'old content'\n", result.stdout + result.stderr
 
 
+GROWN_UNTIL_FULL = """
+import os, sys, torch
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, TensorType
+mount = sys.argv[1]
+target, key = os.path.join(mount, "target.tensors"), bytes(range(32))
+for options in ({}, {"encryption": EncryptionParams(key)}, {"metadata": {"step": "3"}}):
+    serializer, written = TensorSerializer(target, **options), {}
+    try:
+        for i in range(40):
+            value = torch.full((100_000,), float(i))
+            serializer.write_tensor(0, str(i), TensorType.PARAM, value)
+            written[str(i)] = value
+    except OSError:
+        serializer.close()
+    decryption = DecryptionParams.from_key(key) if "encryption" in options else None
+    with TensorDeserializer(target, device="cpu", encryption=decryption, verify_hash=True) as found:
+        assert 15 < len(written) < 21, len(written)
+        assert found.keys() == written.keys(), (options, found.keys())
+        assert all(torch.equal(found[name], written[name]) for name in written)
+    os.unlink(target)
+    assert os.statvfs(mount).f_bfree == os.statvfs(mount).f_blocks, "the serializer keeps the file open"
+"""
+
+
+def test_a_disk_that_is_full_shows_every_tensor_whose_call_returned(tmp_path):
+    require_mounts()
+    command = with_mounts(
+        f"mount -t tmpfs -o size=8m none {tmp_path}", sys.executable, "-c", GROWN_UNTIL_FULL, tmp_path
+    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_a_process_that_is_killed_while_it_saves_leaves_the_old_file(fresh_process, tmp_path):
     path = samples.write_state_dict(tmp_path / "f", OTHER)
     program = """

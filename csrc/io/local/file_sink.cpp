@@ -128,8 +128,7 @@ void FileSink::reserve(uint64_t end) {
   // them does that as well.
   if (!named_ && !target_.empty() && is_in_memory(fd_.get())) return;
   if (options_.calls->reserve(fd_.get(), target_.empty(), extent_, end - extent_) != 0) {
-    if (errno == ENOSPC || errno == EFBIG || errno == EDQUOT)
-      throw_errno("no room for", name_, errno);
+    if (is_full(errno)) throw_errno("no room for", name_, errno);
     return;
   }
   extent_ = end;
@@ -247,8 +246,7 @@ void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
       continue;
     }
     if (copied < 0 && errno == EINTR) continue;
-    if (copied < 0 && (errno == ENOSPC || errno == EFBIG || errno == EDQUOT))
-      throw_errno("no room for", name_, errno);
+    if (copied < 0 && is_full(errno)) throw_errno("no room for", name_, errno);
     std::vector<std::byte> buffer(
         std::min(left, kCopyNbytes));  // this file system cannot: read and write
     read_all(old, static_cast<uint64_t>(in), buffer.data(), buffer.size(), name_);
