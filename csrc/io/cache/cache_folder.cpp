@@ -20,6 +20,7 @@
 
 #include "core/checked_math.h"
 #include "core/error.h"
+#include "core/pages.h"
 #include "io/local/file_system.h"
 
 namespace tensorizer::io {
