@@ -57,6 +57,9 @@ _COMPRESSED_FROM = 1 << 20
 _MAX_CONTENT_NBYTES = 1 << 33
 # How far a marker may unpack: columns of equal numbers shrink to a hundredth, and nothing that is true to much less.
 _MAX_RATIO = 300
+# Of where a planner puts values: how deep, and how much longer than their number the lists are in which they are.
+_MAX_DEPTH = 500
+_MAX_LISTED = 100
 _MAX_RANKS = 10**9  # as names of files have digits for
 _NOWHERE = -1  # file number of what needs no bytes
 _DIGESTS = ("crc32", "sha256")
@@ -402,6 +405,8 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
                 ChunkStorageMetadata(torch.Size(bounds[i : i + step]), torch.Size(bounds[i + step : i + 2 * step]))
                 for i in places
             ]
+            if not _are_numbers(size):
+                raise ValueError(f"tensor {fqn!r:.200}: a shape that cannot be")
             items[fqn] = TensorStorageMetadata(properties[number], torch.Size(size), chunks[fqn])
     leaves: dict[MetadataIndex, Stored] = {}
     for fqn, kind, text, *place in body["leaves"]:
@@ -413,12 +418,32 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
         items[fqn] = BytesStorageMetadata()
         leaves[MetadataIndex(fqn)] = Stored(kind, text=text) if text is not None else _stored(kind, files, place)
     stored = _StoredItems(files, body["boxes"], chunks, leaves)
-    metadata = Metadata(state_dict_metadata=items, planner_data=decoded(body["planner"]), storage_data=stored)
+    planner_data = decoded(body["planner"])
+    _check_planner_data(planner_data)
+    metadata = Metadata(state_dict_metadata=items, planner_data=planner_data, storage_data=stored)
     rank = None if body["rank"] is None else int(body["rank"])
     world_size = int(body["world_size"])
     if not 0 < world_size <= _MAX_RANKS:
         raise FormatError(f"wanted a number of ranks, found {world_size!r:.50}")
     return Marker(metadata, stored, files, rank, world_size)
+
+
+def _check_planner_data(data: Any) -> None:
+    """Where torch's planners put values, as keys and indexes: they make lists that reach to the largest index."""
+    if not isinstance(data, dict):  # of a planner of the user's own
+        return
+    lengths: dict[tuple[Any, ...], int] = {}
+    for fqn, path in data.items():
+        if not isinstance(path, (list, tuple)):
+            continue
+        if len(path) > _MAX_DEPTH or not all(type(step) in (str, int) for step in path):
+            raise ValueError(f"{fqn!r:.200}: a path that cannot be")
+        for depth, step in enumerate(path):
+            if type(step) is int:
+                inside = tuple(path[:depth])
+                lengths[inside] = max(lengths.get(inside, 0), abs(step) + 1)
+    if sum(lengths.values()) > _MAX_LISTED * (100 + len(data)):
+        raise ValueError("lists that are too long for their values")
 
 
 def _check_name(fqn: Any) -> None:
