@@ -105,6 +105,11 @@ def load_whole(folder: Path) -> None:
         for exchange in EXCHANGES:
             raised(CryptographyError, "", td.load, folder / "secret", None, "cpu", exchange, encryption=wrong)
         raised(ValueError, "exchange", td.load, folder / "plain", exchange="broadcast")
+        raised(ValueError, "exchange", td.load, folder / "plain", exchange="none" if rank else "broadcast")
+        raised(
+            TypeError, "target: wanted a Module or MutableMapping", td.load_sharded, 5, folder / "plain", device="cpu"
+        )
+        raised(TypeError, "plan: wanted a Mapping", td.load_sharded, {}, folder / "plain", plan=7, device="cpu")
 
     for ranks in (2, 3):
         run_ranks(ranks, work)

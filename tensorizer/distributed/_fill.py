@@ -45,6 +45,10 @@ class ShardedFill:
         ranks: Ranks,
         strict: bool,
     ) -> None:
+        for name, value, kinds in (("target", target, (torch.nn.Module, MutableMapping)), ("plan", plan, (Mapping,))):
+            if not isinstance(value, kinds):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                raise TypeError(f"{name}: wanted a {wanted}, found {type(value).__name__}")
         self._target, self._opened, self._mesh, self._plan, self._ranks = target, opened, mesh, plan, ranks
         file = self._file = opened.file
         self._source = file.source_name

@@ -76,10 +76,10 @@ def load(
             same class, which names the rank.
     """
     begin = time.perf_counter()
-    _check_exchange(exchange)
     ranks = Ranks(group)
 
     def access() -> Access:
+        _check_exchange(exchange)
         return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
 
     with open_for_all(ranks, file, device, dtype, access) as opened:
@@ -171,13 +171,13 @@ def load_sharded(
         Exception: As for :func:`load`; if one rank fails, all raise.
     """
     begin = time.perf_counter()
-    _check_exchange(exchange)
     if mesh is not None:
         device = mesh.device_type if device is None else device
         group = mesh.get_group() if group is None and mesh.ndim == 1 else group
     ranks = Ranks(group)
 
     def access() -> Access:
+        _check_exchange(exchange)
         return Access.to_read(encryption, stream_options, trust=Trust.of(public_key, signature, require_authenticated))
 
     with open_for_all(ranks, file, device, None, access) as opened:
