@@ -457,14 +457,20 @@ def insert_into_module(
 
 
 def _register(module: torch.nn.Module, attribute: str, is_buffer: bool, tensor: torch.Tensor) -> None:
-    if is_buffer:
+    if isinstance(module, torch.jit.ScriptModule):  # a traced one was never initialised, as registering asks for
+        setattr(module, attribute, tensor.detach() if is_buffer else _parameter(tensor))
+    elif is_buffer:
         # Persistence is named only where it is not the default: subclasses may have a register_buffer without it.
         options = {"persistent": False} if attribute in module._non_persistent_buffers_set else {}
         module.register_buffer(attribute, tensor.detach(), **options)
     else:
-        if not isinstance(tensor, torch.nn.Parameter):
-            tensor = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
-        module.register_parameter(attribute, tensor)
+        module.register_parameter(attribute, _parameter(tensor))
+
+
+def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
 
 
 def live_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

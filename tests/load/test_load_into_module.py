@@ -850,3 +850,18 @@ def test_names_of_one_module_for_one_tensor_all_get_it(tmp_path, device):
     assert target.same_scale.data_ptr() == target.scale.data_ptr()
     assert target.listed[2] is target.listed[0]
     assert target.rnn.weight_hh_l1 is target.rnn.weight_hh_l0
+
+
+@pytest.mark.parametrize("compile", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(2, 3))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_torchscript_module_is_filled(tmp_path, compile):
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).eval()
+
+    model, filled = make(), compile(make())
+    model[1].running_mean += 2
+    samples.write_module(tmp_path / "f", model)
+    with TensorDeserializer(tmp_path / "f", device="cpu") as file:
+        assert file.load_into_module(filled, strict=True) == 7
+    assert_same(dict(filled.state_dict()), dict(model.state_dict()))
+    assert torch.equal(filled(torch.ones(2, 3)), model(torch.ones(2, 3)))
