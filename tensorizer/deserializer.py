@@ -316,7 +316,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         """
         from tensorizer._load.parts import get_slice
 
-        return get_slice(self._open_file, name)
+        return get_slice(self._open_file, name, self)
 
     def slices(self) -> dict[Name, TensorSlice]:
         """Returns a :class:`TensorSlice` for every tensor, by name, in file order.
@@ -326,7 +326,7 @@ class TensorDeserializer(Mapping[Key, Any], contextlib.AbstractContextManager["T
         """
         from tensorizer._load.parts import slices
 
-        return slices(self._open_file)
+        return slices(self._open_file, self)
 
     def get_slices(
         self,

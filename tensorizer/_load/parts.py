@@ -57,10 +57,11 @@ class TensorSlice:
         OSError, FormatError, CryptographyError: As for whole tensors.
     """
 
-    __slots__ = ("_entry", "_file", "_whole")
+    __slots__ = ("_entry", "_file", "_owner", "_whole")
 
-    def __init__(self, file: OpenFile, entry: int) -> None:
+    def __init__(self, file: OpenFile, entry: int, owner: Any = None) -> None:
         self._file, self._entry = file, entry
+        self._owner = owner  # closes the file when nobody refers to it any more
         self._whole: Optional[tuple[tuple[int, ...], torch.dtype]] = None
 
     def _form(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -336,14 +337,14 @@ def _plan(
     return tensors
 
 
-def get_slice(file: OpenFile, name: Name) -> TensorSlice:
-    """As ``TensorDeserializer.get_slice``."""
-    return TensorSlice(file, file.numbers[name])
+def get_slice(file: OpenFile, name: Name, owner: Any = None) -> TensorSlice:
+    """As ``TensorDeserializer.get_slice``, which is the owner of its file."""
+    return TensorSlice(file, file.numbers[name], owner)
 
 
-def slices(file: OpenFile) -> dict[Name, TensorSlice]:
-    """As ``TensorDeserializer.slices``."""
-    return {file.names[i]: TensorSlice(file, i) for i in file.selection}
+def slices(file: OpenFile, owner: Any = None) -> dict[Name, TensorSlice]:
+    """As ``TensorDeserializer.slices``, which is the owner of its file."""
+    return {file.names[i]: TensorSlice(file, i, owner) for i in file.selection}
 
 
 def get_slices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 
@@ -230,6 +231,18 @@ def test_slices_reach_tensors_in_shards_and_below_keys(tmp_path):
     with TensorDeserializer(folder, device="cpu", lazy_load=True) as d:
         found = d.get_slices({name: slice(1, 3) for name in tensors})
         assert all(same(found[name], tensor[1:3]) for name, tensor in tensors.items())
+
+
+def test_a_slice_keeps_its_file_open_until_somebody_closes_it(tmp_path):
+    samples.write_state_dict(tmp_path / "f", {"a": torch.arange(6.0)})
+    part = TensorDeserializer(tmp_path / "f", device="cpu", lazy_load=True).get_slice("a")
+    parts = TensorDeserializer(tmp_path / "f", device="cpu", lazy_load=True).slices()
+    gc.collect()
+    assert part[2:4].tolist() == parts["a"][2:4].tolist() == [2, 3]
+    with TensorDeserializer(tmp_path / "f", device="cpu", lazy_load=True) as file:
+        part = file.get_slice("a")
+    with pytest.raises(RuntimeError, match="the file is closed"):
+        part[0]
 
 
 def test_one_deserializer_gives_slices_to_several_threads(tmp_path):
