@@ -22,6 +22,8 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from servers.certificates import make_certificates
 from servers.http_faults import GOOD, FaultyServer, Reply, Request
+from servers.nginx import PROGRAM as NGINX
+from servers.nginx import nginx
 
 from tensorizer import _C
 from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
@@ -184,9 +186,11 @@ def test_a_handshake_that_ends_early_is_tried_again(certificates):
             CURLStreamFile(server.url, certificate_handling=trust, http_options=quick(retries=2))
 
 
-def test_a_server_without_tls_is_an_error_at_once():
-    with FaultyServer(CONTENT) as server, within(10), pytest.raises(StreamError, match="speaks TLS"):
-        open_stream(server.url.replace("http:", "https:"), http_options=quick(retries=None))
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
+def test_a_server_without_tls_is_an_error_at_once(tmp_path):
+    (tmp_path / "root").mkdir()
+    with nginx(tmp_path, tmp_path / "root") as url, within(10), pytest.raises(StreamError, match="speaks TLS"):
+        open_stream(url.replace("http:", "https:") + "/m", http_options=quick(retries=None))
 
 
 def test_who_waits_for_a_retry_leaves_its_place_to_others():
@@ -499,7 +503,7 @@ LIES = {
     "another date": (Reply(headers={"Last-Modified": "Thu, 22 Oct 2015 07:28:00 GMT"}), "Last-Modified"),
     "a precondition that failed": (Reply(status=412), "412.*changed"),
     "no content": (Reply(status=204), "204"),
-    "interim heads without end": (Reply(raw=b"HTTP/1.1 102 Processing\r\nX: y\r\n\r\n" * 20_000), "larger"),
+    "interim heads without end": (Reply(raw=b"HTTP/1.1 102 Processing\r\nX: y\r\n\r\n" * 20_000), "larger|Too many"),
     "garbage": (Reply(raw=b"\x00\x01\x02 no http at all\r\n\r\n"), "HTTP"),
     "a head without end": (Reply(raw=b"HTTP/1.1 206 OK\r\n" + b"x: " + b"y" * 400_000), "head|larger"),
     "a 404": (Reply(status=404), "no such object"),
@@ -556,7 +560,7 @@ def test_a_body_that_was_packed_for_the_way_is_an_error():
     for coding, body in (("gzip", packed), ("gzip, chunked", chunk), ("deflate", packed)):
         head = f"HTTP/1.1 206 OK\r\nContent-Range: bytes 100000-149999/200000\r\nTransfer-Encoding: {coding}\r\n\r\n"
         with nothing_left(), FaultyServer(CONTENT, [GOOD], Reply(raw=head.encode() + body), etag=None) as server:
-            with pytest.raises(StreamError, match="found Transfer-Encoding"):
+            with pytest.raises(StreamError, match="Transfer-Encoding"):
                 open_source(server, retries=1, direct_nbytes=1 << 40).read(100_000, 50_000)
             assert len(server.requests) == 2
     head = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 100000-149999/200000\r\nTransfer-Encoding: identity\r\n\r\n"
