@@ -159,7 +159,7 @@ class Worker final : public LoadWorker {
   ReadBuffer make_read_buffer(uint64_t nbytes) const {
     if (job_.cipher) {
       auto secret = std::make_shared<Pages>(allocate_pages(nbytes, PageUse::secret));
-      return {bytes_of(*secret), secret};
+      return {bytes_of(*secret).first(nbytes), secret};
     }
     auto arena = device::HostArena::recycle(nbytes);
     return {arena->bytes(), arena};
