@@ -18,7 +18,9 @@ Pages allocate_pages(size_t nbytes, PageUse use) {
   const bool tensors = use == PageUse::tensors;
   const bool huge = nbytes >= kHugePageNbytes;
   const size_t unit = huge ? kHugePageNbytes : kPageNbytes;
-  const size_t spare = huge ? unit : 0;  // both ends of which go back
+  // Mapped in addition, and given back at both ends, so that the rest begins where a huge page
+  // does.
+  const size_t spare = huge ? unit : 0;
   const bool fits = nbytes <= SIZE_MAX - unit - spare;
   const size_t kept = fits ? align_up(std::max<size_t>(nbytes, 1), unit) : 0;
   void* const mapped =

@@ -32,7 +32,7 @@ enum class PageUse {
   secret,   // kept out of core dumps
 };
 
-// At least `nbytes` of zeros, of which there may be none; whole huge pages where one is filled.
+// At least `nbytes` of zeros, which may be 0: whole pages, and from 2 MiB on whole huge pages.
 // Throws Error(out_of_memory) naming the size.
 Pages allocate_pages(size_t nbytes, PageUse use = PageUse::buffer);
 

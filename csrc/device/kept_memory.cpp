@@ -45,8 +45,9 @@ uint64_t KeptMemory::nbytes() const noexcept {
 
 // Of the smallest that is large enough; what is left of it stays here.
 Pages KeptMemory::take(uint64_t nbytes) noexcept {
-  nbytes = align_up(nbytes, kHugePageNbytes);
   const std::lock_guard lock(mutex_);
+  if (nbytes > nbytes_) return {};
+  nbytes = align_up(nbytes, kHugePageNbytes);
   auto best = kept_.end();
   for (auto it = kept_.begin(); it != kept_.end(); ++it) {
     const size_t size = bytes_of(it->pages).size();

@@ -35,8 +35,8 @@ class CacheFilling : public std::enable_shared_from_this<CacheFilling> {
 
   CacheEntry& entry() const noexcept { return *entry_; }
 
-  // Keeps the bytes of whole blocks; false where too many wait to be written, unless `patient`
-  // waits with them. `claim` ends when they are written. Throws Error(cancelled).
+  // Keeps the bytes of whole blocks while the storing goes on. False: too many wait to be written,
+  // or a stop came before `patient` found room. `claim` ends when they are written.
   bool add(BlockRun run, std::span<const Slice> bytes, CacheEntry::Claim claim, bool patient,
            const std::stop_token& stop);
   // The blocks that wait to be written and that `block` is one of; nullptr: it does not wait.

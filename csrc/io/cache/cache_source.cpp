@@ -325,19 +325,18 @@ void CacheSource::fetch(CacheFilling& filling, const Request& request, BlockRun 
   if (!behind.empty()) all.emplace_back(behind);
   Clock::time_point kept_at = Clock::now();
   const auto keep = [&](uint64_t nbytes) {
-    const BlockRun there{run.begin, (begin + nbytes) / kCacheBlockNbytes};
+    // The last block has the claim, which ends when all of them are written.
+    const BlockRun there{run.begin, std::min((begin + nbytes) / kCacheBlockNbytes, run.end - 1)};
     if (there.begin >= there.end || Clock::now() - kept_at < kKeepAfter) return;
     const uint64_t there_nbytes = (there.end - there.begin) * kCacheBlockNbytes;
     kept_at = Clock::now();
-    if (!filling.add(there, part_of(all, begin_of(there) - begin, there_nbytes), {}, false, stop))
-      return;
     note_fetched(there);
-    run.begin = there.end;
+    if (filling.add(there, part_of(all, begin_of(there) - begin, there_nbytes), {}, false, stop))
+      run.begin = there.end;
   };
   network_->read_telling(begin, all, stop, keep);
-  if (run.begin < run.end)
-    store(filling, run, part_of(all, begin_of(run) - begin, end - begin_of(run)), std::move(claim),
-          stop);
+  store(filling, run, part_of(all, begin_of(run) - begin, end - begin_of(run)), std::move(claim),
+        stop);
 }
 
 // -- storing -------------------------------------------------------------------------------------
