@@ -131,7 +131,9 @@ def is_path(file_obj: object) -> bool:
 def begins_as_tensors(source: _C.RangeSource) -> bool:
     """Whether the first bytes are those of a ``.tensors`` or ``.safetensors`` file, whatever follows."""
     head = source.read(0, min(source.size() or 0, 9))
-    return head.startswith(b"|TZR|") or (len(head) == 9 and head[8:] == b"{")
+    # JSON may have a brace as its ninth byte, too; no header of safetensors is longer than 100 MB.
+    header_nbytes = int.from_bytes(head[:8], "little")
+    return head.startswith(b"|TZR|") or (head[8:] == b"{" and header_nbytes <= 100_000_000)
 
 
 def read_checked(

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _verify_tensors(arguments: argparse.Namespace, output: Output, options: Any) -> VerifyReport | None:
-    """The tensors of the source against their digests; ``None`` where neither name nor content say that it has some."""
+    """The tensors of the source against their digests; ``None`` where neither its name nor its content claims any."""
     with cli.imports():
         from tensorizer._files.inspect import inspect
         from tensorizer._files.verify import verify

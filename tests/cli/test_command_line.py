@@ -378,8 +378,10 @@ def test_cp_verifies_digests_or_bytes_and_says_in_a_sentence_what_is_wrong(tmp_p
     assert copied.returncode == 0, copied.stderr
     assert b"compared byte by byte with the source" in copied.stdout + copied.stderr
     text = tmp_path / "config.json"
-    text.write_text("{}")
-    assert run("cp", "--verify", text, tmp_path / "config.copy").returncode == 0
+    for content in ("{}", '{"data":{"a":1}}'):  # the second has a brace where safetensors files have one
+        text.write_text(content)
+        assert run("cp", "--verify", "--force", text, tmp_path / "config.copy").returncode == 0
+        assert (tmp_path / "config.copy").read_text() == content
     refused = run("cp", "--verify", plain, "-")
     assert refused.returncode == 2
     assert b"cannot read standard output again" in refused.stderr
