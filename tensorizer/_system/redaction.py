@@ -12,8 +12,8 @@ __all__ = ["hidden", "shown_location", "shown_uri", "torch_refusal", "without_se
 # In these schemes the text before the at sign names a container, and no user.
 _CONTAINER_SCHEMES = ("az", "abfs", "abfss")
 _LOGIN = r"(?<=://)[^/\s\"'@]*@"
-# No host: what follows its colon is no port. The slash belongs to a password in which it should have been written %2F.
-_SLASH_IN_LOGIN = re.compile(r"[^/@\[\]]*:(?!\d*/)[^/@]*/.*@")
+# In these, a user and a password may stand before the host; a password in which a character was not escaped ends late.
+_LOGIN_SCHEMES = ("dav", "davs", "ftp", "http", "https", "redis", "rediss", "sftp", "smb", "ssh", "webdav")
 
 
 class HiddenText(str):
@@ -35,17 +35,34 @@ def shown_uri(uri: str) -> str:
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
-    first, *further = rest.split("?", 1)[0].split("#", 1)[0].split("://")  # of chained schemes
-    if scheme.rpartition("::")[2].lower() not in _CONTAINER_SCHEMES:
-        first = _without_login(first)
-    return "://".join([scheme, first, *map(_without_login, further)])
+    shown = scheme
+    while separator:  # chained schemes have further URIs in their paths
+        scheme = re.split("[:/]", scheme)[-1].lower()
+        place, separator, further = rest.partition("://")
+        if re.search("[?#]", place):  # the further one is part of a query
+            place, separator = rest, ""
+        place = _cut(place, scheme)
+        authority, slash, path = place.partition("/")
+        if scheme not in _CONTAINER_SCHEMES:
+            authority = authority.rpartition("@")[2]
+        shown += f"://{authority}{slash}{path}"
+        scheme, rest = place, further
+    return shown
 
 
-def _without_login(place: str) -> str:
-    if _SLASH_IN_LOGIN.match(place):
-        return place.rpartition("@")[2]
-    authority, slash, path = place.partition("/")
-    return authority.rpartition("@")[2] + slash + path
+def _cut(rest: str, scheme: str) -> str:
+    """What follows a scheme, without query and fragment, and without a login in which a character was not escaped."""
+    cut = re.split("[?#]", rest, maxsplit=1)[0]
+    authority = cut.partition("/")[0]
+    host, colon, port = authority.rpartition(":")
+    is_port = (host != "" and port.isdecimal()) or port.endswith("]")
+    if scheme not in _LOGIN_SCHEMES or not colon or "@" in authority or is_port:
+        return cut
+    if "@" in cut:
+        return cut.rpartition("@")[2]
+    if "@" in rest:
+        return re.split("[?#]", rest.partition("@")[2], maxsplit=1)[0]
+    return host + cut[len(authority) :]  # of a login that has lost its host
 
 
 def shown_location(location: Any) -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer._system.redaction import shown_uri
 from tensorizer.stream_io import CacheOptions, CURLStreamFile, HTTPOptions, RedisStreamFile, open_stream
 
 
@@ -153,14 +154,25 @@ def test_a_wrong_argument_beside_a_url_is_named_and_the_url_is_not_shown(name, v
     assert_no_secret(lambda: CURLStreamFile(**{"uri": URL, "http_options": BRIEF, name: value}), name)
 
 
-@pytest.mark.parametrize("password", [f"pa/{SECRET}", f"{SECRET}/@", f"p:/{SECRET}@x"])
-def test_a_password_with_a_slash_that_is_not_escaped_is_not_shown(tmp_path, password):
-    for scheme in ("http", "simplecache::http", "redis"):
-        uri = f"{scheme}://user:{password}@host:1/m"
+@pytest.mark.parametrize("password", [f"pa/{SECRET}", f"{SECRET}/@", f"p:/{SECRET}@x", f"{SECRET}#x", f"{SECRET}?x"])
+def test_a_password_that_is_not_escaped_is_not_shown(tmp_path, password):
+    for begin in ("redis://", "redis://:7/", "rediss://:/", "https://us[er"):
+        assert SECRET not in shown_uri(f"{begin}:{password}@host:1/m"), begin
+    for begin in ("http://user", "simplecache::http://user"):
+        uri = f"{begin}:{password}@host:1/m"
         for cache in (None, CacheOptions(tmp_path, offline=True)):
-            with pytest.raises((OSError, ValueError, TypeError)) as caught:
+            with pytest.raises((OSError, ValueError)) as caught:
                 TensorDeserializer(uri, stream_options={"cache": cache, "http_options": BRIEF})
             assert SECRET not in f"{caught.value}", (uri, cache)
+
+
+def test_what_only_looks_like_a_login_is_shown():
+    for uri in (
+        "https://host:80/a@b/c", "https://host/a:b/c@d", "http://[::1]:80/a@b", "http://[::1]/a:b@c", "s3://bucket/a:b@c",
+        "s3://profile:name/key@2", "github://org:repo/folder/f@x", "abfs://container@account/x", "zip://a@b/c::file:///d",
+        "https://host/https://other/x@y", "file:///a:b/c@d",
+    ):  # fmt: skip
+        assert shown_uri(uri) == uri.replace("a@b/c::", "b/c::")
 
 
 def test_a_wrong_http_option_is_named_and_neither_proxy_nor_header_is_shown():
