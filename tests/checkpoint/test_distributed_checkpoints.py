@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import dataclasses
 import functools
 import hashlib
 import io
@@ -250,9 +251,31 @@ def test_planner_data_that_are_nested_hundreds_of_times_are_read_or_refused(tmp_
     head, changed = marker_in(tmp_path)
     changed["planner"] = functools.reduce(lambda inner, _: [inner], range(600), [])
     write_marker(tmp_path, head, changed)
-    if not td.is_complete(tmp_path):  # how deep Python goes is a matter of its version
-        with pytest.raises(FormatError, match="metadata: "):
-            td.TensorizerReader(tmp_path).read_metadata()
+    if td.is_complete(tmp_path):  # how deep Python goes is a matter of its version
+        assert td.TensorizerReader(tmp_path).read_metadata().planner_data
+        return
+    with pytest.raises(FormatError, match="metadata: "):
+        td.TensorizerReader(tmp_path).read_metadata()
+
+
+def test_planner_data_of_any_kind_come_back_and_those_that_could_not_are_refused_by_the_save(tmp_path):
+    class Told(dcp.DefaultSavePlanner):
+        def create_global_plan(self, all_plans):
+            plans, metadata = super().create_global_plan(all_plans)
+            return plans, dataclasses.replace(metadata, planner_data=self.told)
+
+    for name, told in (
+        ("sizes", {"sizes": [10**12], "lr": [0.1], "a": [50_257, 4096], "b": {"x": None}}),
+        ("sparse", {"a": ("list", 20_000)}),
+        ("text", "anything"),
+    ):
+        planner = Told(flatten_state_dict=False)
+        planner.told = told
+        dcp.save({"a": torch.arange(10.0)}, storage_writer=td.TensorizerWriter(tmp_path / name), planner=planner)
+        assert td.TensorizerReader(tmp_path / name).read_metadata().planner_data == told
+    planner.told = {"a": ("list", 10**9)}
+    with pytest.raises(CheckpointException, match="planner data: 'a' is in lists"):
+        dcp.save({"a": torch.arange(10.0)}, storage_writer=td.TensorizerWriter(tmp_path / "huge"), planner=planner)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +296,7 @@ def test_planner_data_that_are_nested_hundreds_of_times_are_read_or_refused(tmp_
         (["files", 0], 0, "../x.tensors"),
         ([], "planner", {"d": [["a", {"t": ["list", 10_000_000]}]]}),
         ([], "planner", {"d": [["a", {"t": ["list", -10_000_000]}]]}),
-        ([], "planner", {"d": [["a", ["list", 10_000_000]]]}),
-        ([], "planner", {"d": [["a", {"t": ["list", [1]]}]]}),
+        ([], "planner", {"d": [["a", ["list", 9_000_000, "inner", 2_000_000]]]}),
         ([], "planner", {"d": [["a", {"t": ["list"] * 2000}]]}),
         (["tensors", 0], 2, [0, 2**70]),
         (["tensors", 0], 2, ["10"]),

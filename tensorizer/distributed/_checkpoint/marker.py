@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Optional
 
@@ -57,9 +57,9 @@ _COMPRESSED_FROM = 1 << 20
 _MAX_CONTENT_NBYTES = 1 << 33
 # How far a marker may unpack: columns of equal numbers shrink to a hundredth, and nothing that is true to much less.
 _MAX_RATIO = 300
-# Of where a planner puts values: how deep, and how much longer than their number the lists are in which they are.
-_MAX_DEPTH = 500
-_MAX_LISTED = 100
+# Of what planners are told to build of values: elements of all lists together, and containers in each other.
+_MAX_LISTED = 10_000_000
+_MAX_DEPTH = 200
 _MAX_RANKS = 10**9  # as names of files have digits for
 _NOWHERE = -1  # file number of what needs no bytes
 _DIGESTS = ("crc32", "sha256")
@@ -131,7 +131,7 @@ def pack_marker(
         "rank": rank,
         "world_size": world_size,
         "files": [[file.name, file.nbytes] for file in files],
-        "planner": _planner_node(metadata.planner_data),
+        "planner": _planner_node(metadata),
         **_tensor_columns(metadata, stored, numbers),
         "leaves": [
             _leaf(fqn, stored.get(MetadataIndex(fqn)), numbers)
@@ -201,7 +201,9 @@ def _other_key(file: Optional[SavedFile], encryption: Optional[EncryptionParams]
     return None if other_salt or _C.same_secret(tag, other_tag) else "another key"
 
 
-def _planner_node(data: Any) -> Any:
+def _planner_node(metadata: Metadata) -> Any:
+    data = metadata.planner_data
+    _check_planner_data(data, metadata.state_dict_metadata)
     try:
         return encoded(data)
     except (NotSimple, RecursionError):
@@ -419,7 +421,7 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
         leaves[MetadataIndex(fqn)] = Stored(kind, text=text) if text is not None else _stored(kind, files, place)
     stored = _StoredItems(files, body["boxes"], chunks, leaves)
     planner_data = decoded(body["planner"])
-    _check_planner_data(planner_data)
+    _check_planner_data(planner_data, items)
     metadata = Metadata(state_dict_metadata=items, planner_data=planner_data, storage_data=stored)
     rank = None if body["rank"] is None else int(body["rank"])
     world_size = int(body["world_size"])
@@ -428,22 +430,31 @@ def _marker(body: Mapping[str, Any], tagged: bool) -> Marker:
     return Marker(metadata, stored, files, rank, world_size)
 
 
-def _check_planner_data(data: Any) -> None:
-    """Where torch's planners put values, as keys and indexes: they make lists that reach to the largest index."""
-    if not isinstance(data, dict):  # of a planner of the user's own
-        return
-    lengths: dict[tuple[Any, ...], int] = {}
-    for fqn, path in data.items():
-        if not isinstance(path, (list, tuple)):
+def _check_planner_data(data: Any, names: Container[str]) -> None:
+    """Refuses data of which torch's planners would make huge lists: they reach to the largest index of a path.
+
+    Args:
+        data: Of any planner. Torch's say for each name by which keys and indexes its value is reached.
+        names: Of the items of the checkpoint.
+
+    Raises:
+        ValueError: The lists would have too many elements.
+    """
+    lengths: dict[int, int] = {}  # of lists, by a hash of the path that leads to each
+    total = 0
+    for fqn, path in data.items() if isinstance(data, dict) else ():
+        if fqn not in names or not isinstance(path, (list, tuple)):
             continue
-        if len(path) > _MAX_DEPTH or not all(type(step) in (str, int) for step in path):
-            raise ValueError(f"{fqn!r:.200}: a path that cannot be")
-        for depth, step in enumerate(path):
+        inside = 0
+        for step in path:
             if type(step) is int:
-                inside = tuple(path[:depth])
-                lengths[inside] = max(lengths.get(inside, 0), abs(step) + 1)
-    if sum(lengths.values()) > _MAX_LISTED * (100 + len(data)):
-        raise ValueError("lists that are too long for their values")
+                total += max(0, abs(step) + 1 - lengths.get(inside, 0))
+                lengths[inside] = max(abs(step) + 1, lengths.get(inside, 0))
+            inside = hash((inside, step)) if type(step) in (int, str) else inside
+            if total > _MAX_LISTED or len(path) > _MAX_DEPTH:
+                raise ValueError(
+                    f"planner data: {fqn!r:.200} is in lists of more than {_MAX_LISTED:,} elements, or deep"
+                )
 
 
 def _check_name(fqn: Any) -> None:
