@@ -111,7 +111,7 @@ def convert(
         encryption: Encrypts the target (``.tensors`` only).
         decryption: The key of an encrypted source.
         all_files: Also copies the other files in the local folder of `source` (configuration, tokenizer) to that of
-            `target`, without hidden files, subfolders, and models in any format.
+            `target`, without hidden files, subfolders, and models in any format. A key that lies there is copied, too.
         check: Reads the target back and compares every payload with what was read from the source: a local file before
             it appears under its name, an object of a store when it is there.
         keep_order: Keeps the order of the source in a ``.safetensors`` target, instead of using that of the reference's

@@ -143,7 +143,7 @@ def _can_be_replaced(path: str, target: str) -> bool:
 
 
 def _is_name_of(target: str, path: str) -> bool:
-    """Whether `target`, which `path` resolves to, is a name of its file; links in /proc resolve to what is none."""
+    """Whether `target`, to which `path` resolves, names the same file. Links in /proc may resolve to a former name."""
     found = None
     while True:
         before, found = found, (_identity(path), _identity(target))

@@ -457,7 +457,8 @@ def insert_into_module(
 
 
 def _register(module: torch.nn.Module, attribute: str, is_buffer: bool, tensor: torch.Tensor) -> None:
-    if isinstance(module, torch.jit.ScriptModule):  # a traced one was never initialised, as registering asks for
+    if isinstance(module, torch.jit.ScriptModule):
+        # Traced modules refuse to register: Module.__init__ was never called for them.
         setattr(module, attribute, tensor.detach() if is_buffer else _parameter(tensor))
     elif is_buffer:
         # Persistence is named only where it is not the default: subclasses may have a register_buffer without it.
