@@ -452,9 +452,8 @@ def _check_planner_data(data: Any, names: Container[str]) -> None:
                 lengths[inside] = max(abs(step) + 1, lengths.get(inside, 0))
             inside = hash((inside, step)) if type(step) in (int, str) else inside
             if total > _MAX_LISTED or len(path) > _MAX_DEPTH:
-                raise ValueError(
-                    f"planner data: {fqn!r:.200} is in lists of more than {_MAX_LISTED:,} elements, or deep"
-                )
+                limits = f"{_MAX_LISTED:,} elements, or in more than {_MAX_DEPTH} containers"
+                raise ValueError(f"planner data: {fqn!r:.200} is in lists of more than {limits}")
 
 
 def _check_name(fqn: Any) -> None:
