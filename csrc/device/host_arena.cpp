@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "core/checked_math.h"
 #include "device/kept_memory.h"
 
 namespace tensorizer::device {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from tensorizer import cli
@@ -105,8 +106,6 @@ def _verify_tensors(arguments: argparse.Namespace, output: Output, options: Any)
 
 
 def _claims_tensors(source: str, options: Any) -> bool:
-    import contextlib
-
     from tensorizer._io.sources import begins_as_tensors, open_source
 
     if shown_uri(source).endswith((".tensors", ".safetensors")):

@@ -441,19 +441,20 @@ def _check_planner_data(data: Any, names: Container[str]) -> None:
         ValueError: The lists would have too many elements.
     """
     lengths: dict[int, int] = {}  # of lists, by a hash of the path that leads to each
-    total = 0
+    total = 0  # of them, while it grows: data that go too far are not read to their end
     for fqn, path in data.items() if isinstance(data, dict) else ():
         if fqn not in names or not isinstance(path, (list, tuple)):
             continue
         inside = 0
-        for step in path:
+        for step in path[:_MAX_DEPTH]:
             if type(step) is int:
-                total += max(0, abs(step) + 1 - lengths.get(inside, 0))
-                lengths[inside] = max(abs(step) + 1, lengths.get(inside, 0))
+                before = lengths.get(inside, 0)
+                lengths[inside] = max(before, abs(step) + 1)
+                total += lengths[inside] - before
             inside = hash((inside, step)) if type(step) in (int, str) else inside
-            if total > _MAX_LISTED or len(path) > _MAX_DEPTH:
-                limits = f"{_MAX_LISTED:,} elements, or in more than {_MAX_DEPTH} containers"
-                raise ValueError(f"planner data: {fqn!r:.200} is in lists of more than {limits}")
+        if total > _MAX_LISTED or len(path) > _MAX_DEPTH:
+            limits = f"{_MAX_LISTED:,} elements, or in more than {_MAX_DEPTH} containers"
+            raise ValueError(f"planner data: {fqn!r:.200} is in lists of more than {limits}")
 
 
 def _check_name(fqn: Any) -> None:
