@@ -39,6 +39,8 @@ def tensors_of(seed: int = 0) -> dict[str, torch.Tensor]:
         "big": (300, 256),
         "one": (1, 7),
         "cube": (4, 6, 8),
+        "row": (1, 1, 3000),
+        "deep": (3, 2, 700),
     }
     dtypes = itertools.cycle([torch.float32, torch.bfloat16, torch.int64])
     return {name: samples.tensor(shape, dtype, (seed, name)) for (name, shape), dtype in zip(shapes.items(), dtypes)}
@@ -149,6 +151,25 @@ def load_on_eight_ranks(folder: Path) -> None:
 
     for ranks in (4, 8):
         run_ranks(ranks, work)
+
+
+def load_a_single_row(folder: Path) -> None:
+    """Fused experts and position embeddings are tensors of few rows, or one, each larger than a window."""
+    expected = {"few": torch.rand(2, 3, 50_000), "one": torch.rand(1, 1, 200_000)}
+    samples.write_state_dict(folder / "f", expected)
+    _exchange._SLOT_NBYTES = 1 << 16
+    nbytes = sum(tensor.nbytes for tensor in expected.values())
+
+    def work(rank: int) -> None:
+        ranks = dist.get_world_size()
+        found = td.load(folder / "f", device="cpu", exchange="all_gather")
+        same_everywhere(found, expected)
+        assert all(part.bytes_read <= nbytes / ranks + (1 << 16) + 8192 for part in found.report.ranks)
+        state = {"few": None}
+        td.load_sharded(state, folder / "f", plan={"few": Shard(2)}, device="cpu", exchange="all_gather")
+        assert samples.same(state["few"], expected["few"].chunk(ranks, 2)[rank])
+
+    run_ranks(3, work)
 
 
 def fail_in_the_middle(folder: Path) -> None:

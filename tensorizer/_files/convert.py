@@ -14,12 +14,12 @@ import torch
 
 from tensorizer import _C
 from tensorizer._files.contents import Contents, contents_of_file, contents_of_tensors, pickled_files, read_pickled
-from tensorizer._files.copy import copies_beside, copy_file, place_of
+from tensorizer._files.copy import copies_beside, copy_file
 from tensorizer._files.write import WriteOptions, file_in_folder, format_of, write_contents
 from tensorizer._format.names import name_text
 from tensorizer._io.access import Access, Trust
 from tensorizer._io.sources import is_path
-from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
+from tensorizer._io.uri import LOCAL_SCHEMES, identity_of, scheme_of
 from tensorizer._load.authenticity import signature_place
 from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
@@ -156,7 +156,7 @@ def convert(
             flatten=flatten,
             force=force,
             dry_run=dry_run,
-            reads={place_of(location) for location in files_read if isinstance(location, (str, bytes, os.PathLike))},
+            reads={identity_of(location) for location in files_read if isinstance(location, (str, bytes, os.PathLike))},
         )
         target = file_in_folder(target, format)
         if all_files:

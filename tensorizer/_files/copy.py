@@ -16,7 +16,7 @@ from tensorizer._io.sinks import WholeFile
 from tensorizer._io.sources import open_source
 from tensorizer._io.uri import LOCAL_SCHEMES, local_path, path_of_file_uri, scheme_of
 from tensorizer._load.authenticity import signature_place
-from tensorizer._system.redaction import shown_location, shown_uri
+from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError
 from tensorizer.progress import ProgressArgument, progress_reporter
 
@@ -27,7 +27,6 @@ __all__ = [
     "copy_file",
     "exists",
     "other_forms",
-    "place_of",
     "remove_files",
     "sha256_of_file",
     "signature_beside",
@@ -180,12 +179,6 @@ def copies_beside(
 def _is_left_out(name: str) -> bool:
     signed = name.removesuffix(".sig")  # a signature is of that one file
     return name.startswith(".") or signed.endswith(MODEL_ENDINGS) or any(index in name for index in _INDEXES)
-
-
-def place_of(location: Any) -> str:
-    """What names of one file have in common: the absolute path, or the URI without credentials and query."""
-    path = local_path(location)
-    return shown_uri(os.fspath(location)) if path is None else os.path.abspath(path)
 
 
 def other_forms(target: Any, files: Sequence[Any], stream_options: Optional[Mapping[str, Any]] = None) -> list[str]:

@@ -9,14 +9,14 @@ import dataclasses
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
 from tensorizer import _C
 from tensorizer._files.contents import Contents
-from tensorizer._files.copy import check_target, other_forms, place_of, remove_files
+from tensorizer._files.copy import check_target, other_forms, remove_files
 from tensorizer._files.names import flat_name
 from tensorizer._format.dtypes import CASTABLE
 from tensorizer._format.names import Path, double_name, name_of, name_text
@@ -25,6 +25,7 @@ from tensorizer._format.safetensors import canonical_order, check_entries, heade
 from tensorizer._io import shards
 from tensorizer._io.access import Access
 from tensorizer._io.sinks import NewFile, WholeFile, place_of_new_file
+from tensorizer._io.uri import identity_of
 from tensorizer._load.arguments import check_dtype
 from tensorizer._load.open_file import BATCH_NBYTES, open_whole
 from tensorizer._save.records import Record
@@ -71,8 +72,8 @@ class WriteOptions(NamedTuple):
     force: bool = True
     dry_run: bool = False
     max_workers: int = 0
-    reads: Collection[str] = ()
-    """The files that the contents come from, as :func:`~tensorizer._files.copy.place_of` has them: they stay."""
+    reads: Collection[Hashable] = ()
+    """The files that the contents come from, as :func:`~tensorizer._io.uri.identity_of` tells them apart: they stay."""
 
 
 def write_contents(contents: Contents, target: Any, options: WriteOptions, access: Access) -> tuple[Plan, list[Any]]:
@@ -95,7 +96,7 @@ def write_contents(contents: Contents, target: Any, options: WriteOptions, acces
         check_target(file, options.force, access.stream_options)
     # Who writes one named file has said nothing of others. Who lets a model have shards means all of its files.
     old = [] if options.max_shard_size is None else other_forms(target, files, access.stream_options)
-    old = [path for path in old if place_of(path) not in options.reads]
+    old = [path for path in old if identity_of(path) not in options.reads]
     if old and not options.force:
         raise StreamExistsError(
             f"{shown_location(old[0])} exists, of an older form of {shown_location(target)} (force removes it)"

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Optional
 
-__all__ = ["LOCAL_SCHEMES", "SplitURI", "expanded", "local_path", "path_of_file_uri", "scheme_of", "split_uri"]
+from tensorizer._system.redaction import CONTAINER_SCHEMES
+
+__all__ = [
+    "LOCAL_SCHEMES",
+    "SplitURI",
+    "expanded",
+    "identity_of",
+    "local_path",
+    "path_of_file_uri",
+    "scheme_of",
+    "split_uri",
+]
 
 # URIs that name paths; the second is fsspec's word.
 LOCAL_SCHEMES = ("file", "local")
@@ -62,6 +74,16 @@ def local_path(location: Any) -> Optional[str]:
     if scheme is None:
         return expanded(os.fsdecode(location))
     return path_of_file_uri(location) if scheme in LOCAL_SCHEMES else None
+
+
+def identity_of(location: Any) -> Hashable:
+    """What names of one file have in common: the absolute path, or the URI without user, password and query."""
+    path = local_path(location)
+    if path is not None:
+        return os.path.abspath(path)
+    parts = split_uri(location)
+    authority = parts.authority if parts.scheme in CONTAINER_SCHEMES else parts.authority.rpartition("@")[2]
+    return parts._replace(authority=authority, query="")
 
 
 def path_of_file_uri(uri: str) -> str:

@@ -7,10 +7,10 @@ import pickle
 import re
 from typing import Any, Optional
 
-__all__ = ["hidden", "shown_location", "shown_uri", "torch_refusal", "without_secrets"]
+__all__ = ["CONTAINER_SCHEMES", "hidden", "shown_location", "shown_uri", "torch_refusal", "without_secrets"]
 
-# In these schemes the text before the at sign names a container, and no user.
-_CONTAINER_SCHEMES = ("az", "abfs", "abfss")
+#: In these schemes the text before the at sign names a container, and no user.
+CONTAINER_SCHEMES = ("az", "abfs", "abfss")
 _LOGIN = r"(?<=://)[^/\s\"'@]*@"
 # In these, a user and a password may stand before the host; a password in which a character was not escaped ends late.
 _LOGIN_SCHEMES = ("dav", "davs", "ftp", "http", "https", "redis", "rediss", "sftp", "smb", "ssh", "webdav")
@@ -43,7 +43,7 @@ def shown_uri(uri: str) -> str:
             place, separator = rest, ""
         place = _cut(place, scheme)
         authority, slash, path = place.partition("/")
-        if scheme not in _CONTAINER_SCHEMES:
+        if scheme not in CONTAINER_SCHEMES:
             authority = authority.rpartition("@")[2]
         shown += f"://{authority}{slash}{path}"
         scheme, rest = place, further

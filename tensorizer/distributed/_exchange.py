@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -14,7 +13,7 @@ from tensorizer._format.names import Name
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.parts import get_slice, get_slices
 from tensorizer._system.devices import empty
-from tensorizer.distributed._boxes import Box
+from tensorizer.distributed._boxes import Box, slices_of
 from tensorizer.distributed._ranks import Ranks
 
 __all__ = ["Part", "gather_into", "whole"]
@@ -34,12 +33,10 @@ class Part(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Rows of a tensor (all of it where it has no dimension) in a slot."""
+    """A part of a tensor that is one run of bytes in the file, in a slot."""
 
     name: Name
-    begin: int
-    end: int
-    shape: tuple[int, ...]
+    box: Box
     dtype: torch.dtype
     at: int  # in the slot
     nbytes: int
@@ -74,8 +71,7 @@ def gather_into(
     # Sizes may be in record headers, which have to be read, and there may be no memory for a slot.
     with ranks.together():
         total = sum(get_slice(file, name).nbytes for name in names)
-        slot = max(min(_SLOT_NBYTES, -(-total // ranks.size)), _longest_row(file, names))
-        slot = -(-slot // _ALIGNMENT) * _ALIGNMENT
+        slot = -(-min(_SLOT_NBYTES, -(-total // ranks.size)) // _ALIGNMENT) * _ALIGNMENT
         windows = _windows(_slots(file, names, slot), ranks.size)
         parts = [torch.zeros(slot + _FLAG_NBYTES, dtype=torch.uint8, device=where) for _ in range(2)]
         gathered = empty((ranks.size, slot + _FLAG_NBYTES), dtype=torch.uint8, device=where)
@@ -107,31 +103,31 @@ def gather_into(
     return received
 
 
-def _longest_row(file: OpenFile, names: Sequence[Name]) -> int:
-    facts = (get_slice(file, name) for name in names)
-    return max((part.nbytes // (part.shape[0] if part.ndim else 1) for part in facts), default=0)
-
-
 def _slots(file: OpenFile, names: Sequence[Name], nbytes: int) -> Iterator[list[_Block]]:
-    """The rows of all tensors, in the order of the file, in slots of at most `nbytes`."""
+    """All tensors, in the order of the file, in slots of at most `nbytes`."""
     blocks: list[_Block] = []
     used = 0
     for name in names:
         part = get_slice(file, name)
-        shape, dtype = tuple(part.shape), part.dtype
-        rows = shape[0] if shape else 1
-        row_nbytes = part.nbytes // rows
-        begin = 0
-        while begin < rows:
-            at = -(-used // _ALIGNMENT) * _ALIGNMENT
-            count = min(rows - begin, max(0, nbytes - at) // row_nbytes)
-            if count == 0:
-                yield blocks
-                blocks, used = [], 0
-                continue
-            blocks.append(_Block(name, begin, begin + count, shape, dtype, at, count * row_nbytes))
-            used = at + count * row_nbytes
-            begin += count
+        # Rows of the first dimension of which one fits into a slot, for each index of the dimensions before it.
+        cut, row_nbytes = 0, part.nbytes // part.shape[0] if part.ndim else part.nbytes
+        while row_nbytes > nbytes:
+            cut += 1
+            row_nbytes //= part.shape[cut]
+        rows = part.shape[cut] if part.ndim else 1
+        for index in itertools.product(*map(range, part.shape[:cut])):
+            begin = 0
+            while begin < rows:
+                at = -(-used // _ALIGNMENT) * _ALIGNMENT
+                count = min(rows - begin, max(0, nbytes - at) // row_nbytes)
+                if count == 0:
+                    yield blocks
+                    blocks, used = [], 0
+                    continue
+                box = (*((i, i + 1) for i in index), (begin, begin + count), *whole(part.shape[cut + 1 :]))
+                blocks.append(_Block(name, box if part.ndim else (), part.dtype, at, count * row_nbytes))
+                used = at + count * row_nbytes
+                begin += count
     if blocks:
         yield blocks
 
@@ -143,7 +139,7 @@ def _windows(slots: Iterator[list[_Block]], size: int) -> Iterator[list[list[_Bl
 
 
 def _view(block: _Block, slot: torch.Tensor) -> torch.Tensor:
-    shape = (block.end - block.begin, *block.shape[1:]) if block.shape else ()
+    shape = [end - begin for begin, end in block.box]
     return slot[block.at : block.at + block.nbytes].view(block.dtype).view(shape)
 
 
@@ -151,9 +147,12 @@ def _read(file: OpenFile, blocks: list[_Block], slot: torch.Tensor) -> Optional[
     """Reads this rank's blocks; an error is marked in the slot, for the others, and returned."""
     slot[-_FLAG_NBYTES] = 0
     try:
-        # Blocks of a slot are of different tensors.
-        parts: dict[Name, Any] = {b.name: slice(b.begin, b.end) if b.shape else () for b in blocks}
-        get_slices(file, parts, out={block.name: _view(block, slot) for block in blocks}, verify_hash=False)
+        while blocks:
+            once = {block.name: block for block in reversed(blocks)}  # a call takes one part of each tensor
+            boxes = {name: slices_of(block.box) for name, block in once.items()}
+            out = {name: _view(block, slot) for name, block in once.items()}
+            get_slices(file, boxes, out=out, verify_hash=False)
+            blocks = [block for block in blocks if once[block.name] is not block]
     except BaseException as error:
         slot[-_FLAG_NBYTES] = 1
         return error
@@ -165,13 +164,10 @@ def _deliver(block: _Block, slot: torch.Tensor, wanted: dict[Name, Part]) -> Non
     part = wanted.get(block.name)
     if part is None:
         return
-    source = _view(block, slot)
-    if not block.shape:
-        part.into.copy_(source)
-        return
-    (first, last), *inner = part.box
-    begin, end = max(first, block.begin), min(last, block.end)
-    if begin >= end or math.prod(b - a for a, b in inner) == 0:
-        return
-    cut = source[(slice(begin - block.begin, end - block.begin), *(slice(a, b) for a, b in inner))]
-    part.into[begin - first : end - first].copy_(cut)
+    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block.box, part.box)]
+    if all(begin < end for begin, end in common):
+        there, here = (
+            tuple(slice(begin - a, end - a) for (begin, end), (a, _) in zip(common, box))
+            for box in (part.box, block.box)
+        )
+        part.into[there].copy_(_view(block, slot)[here])

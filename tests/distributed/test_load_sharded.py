@@ -41,6 +41,10 @@ def test_eight_ranks_read_each_byte_once_whole_or_in_parts_of_which_some_are_emp
     ranks_do(fresh_process, "load_on_eight_ranks", tmp_path)
 
 
+def test_ranks_share_the_reading_of_a_tensor_that_has_a_single_row(fresh_process, tmp_path):
+    ranks_do(fresh_process, "load_a_single_row", tmp_path)
+
+
 def test_a_rank_that_fails_in_the_middle_makes_all_ranks_raise_its_error(fresh_process, tmp_path):
     ranks_do(fresh_process, "fail_in_the_middle", tmp_path)
 
