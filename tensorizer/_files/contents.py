@@ -110,8 +110,7 @@ def not_storable(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         try:
             stored_dtype(name, tensor)
         except (NotImplementedError, ValueError) as error:
-            text = str(error)
-            refused.append(text if repr(name) in text else f"tensor {name!r}: {text}")
+            refused.append(str(error))
             continue
         if tensor.is_meta:
             refused.append(f"tensor {name!r} is on the meta device and has no data")

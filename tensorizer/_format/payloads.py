@@ -53,12 +53,17 @@ def stored_dtype(name: Any, tensor: torch.Tensor) -> str:
     Raises:
         NotImplementedError: A tensor that the format cannot hold: quantized, sparse or nested; or one without memory
             of its own, such as a wrapper around other tensors, which would be written as something else.
-        ValueError: An element width that the format does not know.
+        ValueError: An element width that the format does not know; a tensor of a lazy module that has no shape yet.
     """
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(f"tensor {name!r} cannot be stored: its lazy module gives it a shape when it is first called")
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).rpartition(".")[2].lstrip("_")
         raise NotImplementedError(f"tensor {name!r} cannot be stored: wanted a dense tensor, found a {kind} one")
-    stored = dtypes.stored_for_tensor(tensor.dtype)
+    try:
+        stored = dtypes.stored_for_tensor(tensor.dtype)
+    except (NotImplementedError, ValueError) as error:
+        raise type(error)(f"tensor {name!r}: {error}") from None
     if tensor.device.type in ("cpu", "cuda") and not (_has_memory(tensor) or _detaches_to_memory(tensor)):
         raise NotImplementedError(
             f"tensor {name!r} cannot be stored: this {type(tensor).__name__} has no memory that holds all its elements"
@@ -100,7 +105,10 @@ def adopt(name: Any, tensor: Any) -> tuple[torch.Tensor, str]:
         return tensor, stored_dtype(name, tensor)
     if isinstance(tensor, (np.ndarray, np.generic)):
         array = np.asarray(tensor)
-        stored = dtypes.stored_for_array(array.dtype)
+        try:
+            stored = dtypes.stored_for_array(array.dtype)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"tensor {name!r}: {error}") from None
         return _from_array(np.ascontiguousarray(array).reshape(array.shape)), stored
     raise TypeError(f"tensor: wanted a torch.Tensor or a numpy.ndarray, found {type(tensor).__name__}")
 

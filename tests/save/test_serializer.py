@@ -402,6 +402,7 @@ UNSUPPORTED = {
     "qint8": (lambda: quantized(torch.qint8), NotImplementedError),
     "quint8": (lambda: quantized(torch.quint8), NotImplementedError),
     "qint32": (lambda: quantized(torch.qint32), NotImplementedError),
+    "uninitialized": (lambda: torch.nn.LazyLinear(2).weight, ValueError),
 }
 
 
@@ -412,9 +413,9 @@ def test_a_tensor_that_the_format_cannot_hold_is_refused_by_every_method(kind):
         warnings.simplefilter("ignore")  # torch announces the end of quantized tensors
         value = make()
     serializer = TensorSerializer(io.BytesIO())
-    with pytest.raises(error):
+    with pytest.raises(error, match=r"tensor 'a'.* cannot be stored"):
         serializer.write_state_dict({"fine": torch.ones(2), "a": value})
-    with pytest.raises(error):
+    with pytest.raises(error, match=r"tensor 'b'.* cannot be stored"):
         serializer.write_tensor(0, "b", TensorType.PARAM, value)
     serializer.close()
 
