@@ -7,7 +7,7 @@ shift
 case $name in
   native-plain) settings=() ;;
   native-asan) settings=(-DCMAKE_CXX_COMPILER=clang++ -DTENSORIZER_SANITIZE=address,undefined) ;;
-  native-tsan) settings=(-DTENSORIZER_SANITIZE=thread) ;;
+  native-tsan) settings=(-DCMAKE_CXX_COMPILER=clang++ -DTENSORIZER_SANITIZE=thread) ;;
   *) echo "unknown build: $name" >&2; exit 2 ;;
 esac
 command -v ccache >/dev/null && settings+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)

@@ -322,8 +322,7 @@ TEST_F(CacheSourceTest, OfflineOnlyWhatIsThereIsRead) {
   EXPECT_THROW(source->read_at(0, Slice(one), {}), Error);
 }
 
-#if !defined( \
-    __SANITIZE_THREAD__)  // which does not support threads in a child of a threaded process
+#if !defined(TENSORIZER_TSAN)  // which does not support threads in a child of a threaded process
 TEST_F(CacheSourceTest, AForkedChildGoesOnWithLocksOfItsOwn) {
   const auto from = network();
   const auto source = open(from);

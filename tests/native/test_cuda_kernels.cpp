@@ -209,7 +209,7 @@ TEST_F(CudaKernels, ThatDoNotRunAreAnErrorAndNotAGenuineChunk) {
   expect_loads();
 }
 
-#if !defined(__SANITIZE_THREAD__)
+#if !defined(TENSORIZER_TSAN)
 TEST_F(CudaKernels, BeforeTheirCopyTheFakeDriverWouldNotice) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_DEATH(enqueue_before_copies(), "nothing orders them");

@@ -269,8 +269,7 @@ TEST_F(CudaPinned, ShutDownCancelsLoadsAndReturnsWhenTheirCopiesHaveEnded) {
   EXPECT_EQ(Device::get(0).status().free_slots, kFewBuffers.slots);
 }
 
-#if !defined( \
-    __SANITIZE_THREAD__)  // which does not support threads in a child of a threaded process
+#if !defined(TENSORIZER_TSAN)  // which does not support threads in a child of a threaded process
 TEST_F(CudaPinned, AForkedChildGetsAnErrorAndLeavesTheParentAlone) {
   auto engine = std::make_unique<CudaCopyEngine>(options());
   const pid_t child = ::fork();

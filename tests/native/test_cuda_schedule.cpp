@@ -233,7 +233,7 @@ TEST_F(CudaSchedule, MemoryAllocatedDuringALoadIsWrittenAfterItsFormerUse) {
   }
 }
 
-#if !defined(__SANITIZE_THREAD__)
+#if !defined(TENSORIZER_TSAN)
 TEST_F(CudaSchedule, WithoutAFenceTheFakeDriverWouldNotice) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_DEATH(

@@ -10,8 +10,8 @@
 namespace tensorizer::device::cuda::tests {
 namespace {
 
-#if !defined(__SANITIZE_THREAD__)  // whose runtime ends a child that aborts with threads alive only
-                                   // after long waits
+#if !defined(TENSORIZER_TSAN)  // whose runtime ends a child that aborts with threads alive only
+                               // after long waits
 
 class FakeCudaRules : public ::testing::Test {
  protected:
