@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import os
+import threading
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn, Optional, Union
@@ -77,6 +79,8 @@ class TensorSerializer:
     to write and once for the digests, so a change in between gives a file that fails verification. In other cases
     (encryption, other devices, tensors that are not contiguous) it makes a copy first: the file verifies, and may hold
     a mix of old and new bytes.
+
+    Several threads may use one serializer: their calls wait for each other.
 
     As a context manager, it closes the file. An exception inside the block abandons what is not complete.
 
@@ -157,6 +161,8 @@ class TensorSerializer:
             signer=signer,
         )
         self._unclosed = tell_if_unclosed(self, opened.sink.name) if opened.appears_on_close else None
+        self._lock, self._lock_owner = threading.RLock(), os.getpid()  # see _turn
+        self._writing = self._close_is_due = False
         self._closed = False
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -169,11 +175,20 @@ class TensorSerializer:
     def close(self) -> None:
         """Closes the file, also a file object that you passed. A second call does nothing.
 
+        Within a write call (from its `progress`, or from a signal handler) it takes effect when that call ends.
+
         Raises:
             OSError: The file could not be completed.
         """
         if self._closed:
             return
+        with self._turn():
+            if self._writing:
+                self._close_is_due = True
+            elif not self._closed:
+                self._close()
+
+    def _close(self) -> None:
         self._end()
         try:
             self._session.finish()
@@ -195,12 +210,20 @@ class TensorSerializer:
             self._abandon()
 
     def _abandon(self) -> None:
-        if not self._closed:
+        with self._turn():
+            if self._closed:
+                return
             self._end()
             try:
                 self._session.abandon()
             finally:
                 self._opened.discard()
+
+    def _turn(self) -> contextlib.AbstractContextManager[Any]:
+        """The lock of who changes the file. In a forked child nobody would ever release that of the parent."""
+        if self._lock_owner != os.getpid():
+            self._lock, self._lock_owner, self._writing = threading.RLock(), os.getpid(), False
+        return self._lock
 
     def _end(self) -> None:
         self._closed = True
@@ -256,7 +279,7 @@ class TensorSerializer:
         """
         extra_state.check_module(m, "write_state_dict writes state dicts")
         held = list(walk_module(m, include_non_persistent_buffers))
-        extra = {**self._extra_state, **extra_state.pack(extra_states(m))} if include_extra_state else None
+        extra = extra_state.pack(extra_states(m)) if include_extra_state else None
         records = [record_of(one) for one in held]
         homes = [(one.module, one.attribute) for one in held] if remove_tensors else []
         held.clear()  # from here on only the records keep tensors alive that are taken out of the module
@@ -324,13 +347,32 @@ class TensorSerializer:
         extra: Optional[extra_state.Nodes] = None,
         homes: Sequence[tuple[torch.nn.Module, str]] = (),
     ) -> None:
-        """One call: its records become visible together.
+        """One call: its records become visible together. Calls of other threads wait for each other.
 
         `homes` are the module and the attribute of each record, where tensors are taken out of their modules, and let
         go of, once they are written.
         """
-        if self._closed:
-            raise ValueError("the serializer is closed")
+        with self._turn():
+            if self._closed:
+                raise ValueError("the serializer is closed")
+            if self._writing:
+                raise RuntimeError("a write call cannot begin within another one (its progress, a signal handler)")
+            self._writing = True
+            try:
+                self._write_alone(records, growing, extra, homes)
+            finally:
+                self._writing = False
+                if self._close_is_due:
+                    self.close()
+
+    def _write_alone(
+        self,
+        records: Sequence[Record],
+        growing: bool,
+        extra: Optional[extra_state.Nodes],
+        homes: Sequence[tuple[torch.nn.Module, str]],
+    ) -> None:
+        extra = None if extra is None else {**self._extra_state, **extra}
         home_of = dict(zip((record.path for record in records), homes))
         aliases = ties_of(records)
         left_out = {r.path for r in records if r.path in aliases and (self._once or r.is_second_name)}
