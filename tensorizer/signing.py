@@ -229,8 +229,8 @@ def _pem(label: str, der: bytes) -> bytes:
 
 
 def _write_new(path: Union[str, os.PathLike[str]], content: bytes, mode: Optional[int]) -> None:
-    from tensorizer._io.sinks import NewFile
+    from tensorizer._io.sinks import FileAccess, NewFile
 
-    with NewFile(os.path.abspath(path), mode) as file:
+    with NewFile(os.path.abspath(path), None if mode is None else FileAccess(mode)) as file:
         file.write(content)
         file.publish(exclusive=True)

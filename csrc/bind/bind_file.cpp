@@ -3,6 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <tuple>
+
 #include "bind/bindings.h"
 #include "bind/py_file_sink.h"
 #include "bind/py_file_source.h"
@@ -16,6 +19,14 @@ namespace tensorizer::bind {
 namespace {
 
 namespace py = pybind11;
+
+// Mode, owner and group; -1 for those of any new file.
+using Access = std::tuple<unsigned, int64_t, int64_t>;
+
+io::FileAccess file_access(const Access& access) {
+  const auto [mode, owner, group] = access;
+  return {mode, static_cast<uint32_t>(owner), static_cast<uint32_t>(group)};
+}
 
 UniqueFd duplicate(int fd, const std::string& name) {
   UniqueFd copy(fcntl(fd, F_DUPFD_CLOEXEC, 0));
@@ -53,16 +64,21 @@ void register_file(py::module_& m) {
            py::arg("read"), py::arg("nbytes"), py::arg("name"), py::kw_only(),
            py::arg("concurrency"), py::arg("unit_nbytes"), py::arg("gap_nbytes"));
 
+  m.def(
+      "set_access",
+      [](int fd, const Access& access, const std::string& name) {
+        io::set_access(fd, file_access(access), name);
+      },
+      py::arg("fd"), py::arg("access"), py::arg("name"));
   py::class_<FileSink, io::RangeSink, std::shared_ptr<FileSink>>(m, "FileSink")
       .def_static(
           "replace",
-          [](const std::string& target, bool fsync, std::optional<unsigned> mode) {
+          [](const std::string& target, bool fsync, const std::optional<Access>& access) {
             FileSink::PathOptions options{.fsync = fsync};
-            if (mode) options.mode = *mode;
-            options.keep_mode = mode.has_value();
+            if (access) options.access = file_access(*access);
             return FileSink::replace(target, options);
           },
-          py::arg("target"), py::arg("fsync"), py::arg("mode") = py::none())
+          py::arg("target"), py::arg("fsync"), py::arg("access") = py::none())
       .def_static(
           "overwrite",
           [](int fd, const std::string& name) {

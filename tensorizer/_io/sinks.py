@@ -16,7 +16,7 @@ from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import local_path
 from tensorizer.errors import stream_errors
 
-__all__ = ["NewFile", "OpenedSink", "WholeFile", "open_sink", "place_of_new_file"]
+__all__ = ["FileAccess", "NewFile", "OpenedSink", "WholeFile", "open_sink", "place_of_new_file"]
 
 _MODE_WANTED = "wb+"
 
@@ -83,8 +83,16 @@ def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, 
     return _open_object(stream) if sink is None else OpenedSink(sink, 0, appears_on_close=True)
 
 
-def place_of_new_file(file_obj: Any) -> Optional[tuple[str, Optional[int]]]:
-    """Where a new local file goes: the path with links resolved, and the mode of the file that it replaces.
+class FileAccess(NamedTuple):
+    """Who may do what with a local file."""
+
+    mode: int
+    owner: int = -1  # as for the group: -1 is that of any new file
+    group: int = -1
+
+
+def place_of_new_file(file_obj: Any) -> Optional[tuple[str, Optional[FileAccess]]]:
+    """Where a new local file goes: the path with links resolved, and what it takes over from the file that it replaces.
 
     ``None`` for targets that are no local path, or one that a new file cannot take.
 
@@ -99,14 +107,19 @@ def _open_path(path: str, fsync: bool) -> OpenedSink:
     place = _place_of(path)
     with stream_errors():
         if place is not None:
-            target, mode = place
-            return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, mode), 0)
+            target, access = place
+            return OpenedSink(_C.FileSink.replace(os.fsencode(target), fsync, access), 0)
         # Devices are written to, not replaced.
-        return _open_object(open(path, "wb+" if stat.S_ISREG(os.stat(path).st_mode) else "rb+"))
+        return _open_object(open(path, "wb+" if stat.S_ISREG(os.stat(path).st_mode) else "rb+", opener=_open_existing))
+
+
+def _open_existing(path: str, flags: int) -> int:
+    """In folders like ``/tmp`` the kernel refuses O_CREAT for files of other users (fs.protected_regular)."""
+    return os.open(path, flags & ~os.O_CREAT)
 
 
 @stream_errors()
-def _place_of(path: str) -> Optional[tuple[str, Optional[int]]]:
+def _place_of(path: str) -> Optional[tuple[str, Optional[FileAccess]]]:
     if not path:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     target = _without_links(path)
@@ -124,7 +137,9 @@ def _place_of(path: str) -> Optional[tuple[str, Optional[int]]]:
         return None
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-    return (target, stat.S_IMODE(existing.st_mode)) if _can_be_replaced(path, target) else None
+    if not _can_be_replaced(path, target, existing):
+        return None
+    return target, FileAccess(stat.S_IMODE(existing.st_mode), existing.st_uid, existing.st_gid)
 
 
 def _without_links(path: str) -> str:
@@ -136,10 +151,16 @@ def _without_links(path: str) -> str:
     return target
 
 
-def _can_be_replaced(path: str, target: str) -> bool:
-    """Whether another file can take the name: not for files without one (``/proc/self/fd/N``) or in a locked folder."""
-    named = target == os.path.abspath(path) or _is_name_of(target, path)
-    return named and os.access(os.path.dirname(target), os.W_OK | os.X_OK)
+def _can_be_replaced(path: str, target: str, existing: os.stat_result) -> bool:
+    """Whether another file can take the name: not for files without one (``/proc/self/fd/N``) or in a locked folder,
+    nor for other users' files in folders like ``/tmp``."""
+    if target != os.path.abspath(path) and not _is_name_of(target, path):
+        return False
+    folder = os.path.dirname(target)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    found = os.stat(folder)
+    return not found.st_mode & stat.S_ISVTX or os.geteuid() in (0, existing.st_uid, found.st_uid)
 
 
 def _is_name_of(target: str, path: str) -> bool:
@@ -287,21 +308,21 @@ class NewFile(contextlib.AbstractContextManager["NewFile"]):
 
     Args:
         path: The name that :meth:`publish` gives it.
-        mode: Mode bits; ``None`` for those of any new file.
+        access: ``None`` for that of any new file.
         is_one_of_many: Keeps no descriptor open once the file is complete.
 
     Raises:
         OSError: It cannot be made.
     """
 
-    def __init__(self, path: str, mode: Optional[int] = None, is_one_of_many: bool = False) -> None:
+    def __init__(self, path: str, access: Optional[FileAccess] = None, is_one_of_many: bool = False) -> None:
         self._path, self._folder = path, os.path.dirname(path) or "."
         self._hidden: Optional[str] = None
         self._is_one_of_many = is_one_of_many
         self._descriptor = -1
         self._syncs = True
         flags = os.O_RDWR | os.O_CLOEXEC
-        bits = 0o666 if mode is None else 0o600
+        bits = 0o666 if access is None else 0o600
         with stream_errors():
             if hasattr(os, "O_TMPFILE") and os.path.isdir(_DESCRIPTORS) and not is_one_of_many:
                 with contextlib.suppress(OSError):  # a file system that has no such files
@@ -313,8 +334,8 @@ class NewFile(contextlib.AbstractContextManager["NewFile"]):
                 except OSError as error:
                     error.filename = path
                     raise
-            if mode is not None:
-                os.fchmod(self._descriptor, mode)
+            if access is not None:
+                _C.set_access(self._descriptor, access, os.fsencode(path))
 
     def _unused_name(self) -> str:
         name = f".{os.path.basename(self._path)[:100]}.{os.urandom(8).hex()}.tmp"

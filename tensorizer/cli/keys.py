@@ -205,10 +205,10 @@ def _files_around(target: str) -> Optional[dict[str, tuple[int, int, int]]]:
 
 def write_new_key(path: str, key: bytes) -> None:
     """Writes a file that only its owner can read, whole before it has its name; an existing one is never replaced."""
-    from tensorizer._io.sinks import NewFile
+    from tensorizer._io.sinks import FileAccess, NewFile
     from tensorizer.errors import StreamExistsError
 
-    with NewFile(os.path.abspath(path), 0o600) as file:
+    with NewFile(os.path.abspath(path), FileAccess(0o600)) as file:
         file.write(key)
         try:
             file.publish(exclusive=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -509,7 +510,7 @@ def test_a_target_that_is_not_what_was_read_never_appears(tmp_path, monkeypatch)
                         path.rmdir() if path.is_dir() else path.unlink()
 
 
-def test_a_target_keeps_its_links_and_mode_bits_with_and_without_a_check(tmp_path, monkeypatch):
+def test_a_target_keeps_its_links_mode_bits_and_owner_with_and_without_a_check(tmp_path, monkeypatch):
     source = write(tmp_path / "m.tensors", state())
     (tmp_path / "real").mkdir()
     for check in (True, False):
@@ -519,11 +520,15 @@ def test_a_target_keeps_its_links_and_mode_bits_with_and_without_a_check(tmp_pat
                     patch.delattr(os, "O_TMPFILE")
                 link, real = tmp_path / "link.safetensors", tmp_path / "real" / "file.safetensors"
                 real.write_bytes(b"old")
+                with contextlib.suppress(PermissionError):  # only root gives files away
+                    os.chown(real, 1234, 2345)
                 real.chmod(0o640)
+                before = real.stat()
                 link.symlink_to(real)
                 tensorizer.convert(source, link, check=check)
                 assert link.is_symlink()
-                assert real.stat().st_mode & 0o777 == 0o640
+                after = real.stat()
+                assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
                 assert_equal(load_file(real), state())
                 assert [path.name for path in real.parent.iterdir()] == [real.name]
                 link.unlink()

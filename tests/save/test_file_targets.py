@@ -195,6 +195,19 @@ def test_the_mode_bits_of_an_existing_file_are_kept(tmp_path, bits):
     assert path.read_bytes() == DATA
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_an_existing_file_keeps_its_owner_and_group(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"old content")
+    os.chown(path, 1234, 2345)
+    path.chmod(0o640)
+    with TensorSerializer(path) as serializer:
+        for name, value in VALUES.items():
+            serializer.write_state_dict({name: value})
+    status = path.stat()
+    assert (status.st_uid, status.st_gid, mode_bits(path)) == (1234, 2345, 0o640)
+
+
 def test_a_new_file_has_the_mode_that_open_would_give_it(tmp_path):
     (tmp_path / "plain").write_bytes(b"")
     samples.write_state_dict(tmp_path / "f", VALUES)
@@ -214,9 +227,10 @@ def test_a_file_where_a_directory_should_be_is_an_error(tmp_path):
     assert (tmp_path / "f").read_bytes() == b"old content"
 
 
-def test_a_file_that_may_be_written_in_a_directory_that_may_not_is_written_in_place(fresh_process):
+@pytest.mark.parametrize("folder_bits", [0o555, 0o1777], ids=oct)
+def test_a_file_that_may_be_written_where_none_may_take_its_name_is_written_in_place(fresh_process, folder_bits):
     program = """
-import io, os, tempfile, torch
+import io, os, sys, tempfile, torch
 from tensorizer import TensorDeserializer, TensorSerializer
 TensorSerializer(io.BytesIO()).write_state_dict({"a": torch.ones(1)})  # imports what a save needs, while it may
 folder = tempfile.mkdtemp()
@@ -224,7 +238,7 @@ target = os.path.join(folder, "f")
 with open(target, "wb") as file:
     file.write(b"old" * 100_000)
 os.chmod(target, 0o666)
-os.chmod(folder, 0o555)
+os.chmod(folder, int(sys.argv[1]))
 child = os.fork()
 if child == 0:
     if os.geteuid() == 0:
@@ -241,7 +255,7 @@ os.chmod(folder, 0o755)
 os.unlink(target)
 os.rmdir(folder)
 """
-    done = fresh_process(program)
+    done = fresh_process(program, folder_bits)
     assert done.returncode == 0, done.stderr
 
 

@@ -71,6 +71,15 @@ void read_all(int fd, uint64_t offset, std::byte* data, uint64_t nbytes, const s
 
 }  // namespace
 
+void set_access(int fd, const FileAccess& access, const std::string& name) {
+  // Before the mode, since a new owner takes the set-user-ID bit away.
+  const bool given = fchown(fd, access.owner, access.group) == 0 ||
+                     fchown(fd, static_cast<uid_t>(-1), access.group) == 0;
+  static_cast<void>(given);
+  if (fchmod(fd, access.mode) != 0 && errno != EPERM)
+    throw_errno("cannot set the mode of", name, errno);
+}
+
 FileSink::FileSink(std::string name, std::string target, const PathOptions& options)
     : name_(std::move(name)), target_(std::move(target)), options_(options) {}
 
@@ -97,13 +106,14 @@ void FileSink::drop_temporary() noexcept {
 // An unnamed file leaves nothing behind, whatever kills this process; a hidden temporary name is
 // the second choice, for file systems without unnamed files.
 void FileSink::open_unnamed() {
-  UniqueFd fd(options_.calls->open_unnamed(folder_of(target_), options_.mode));
+  const unsigned mode = options_.access ? options_.access->mode : 0666;
+  UniqueFd fd(options_.calls->open_unnamed(folder_of(target_), mode));
   if (!fd && errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL && errno != ENOENT)
     throw_errno("cannot write", target_, errno);
   std::string temporary;
   if (!fd) {
     temporary = temporary_name(target_);
-    fd = UniqueFd(options_.calls->open_new(temporary, options_.mode));
+    fd = UniqueFd(options_.calls->open_new(temporary, mode));
     if (!fd) throw_errno("cannot write", target_, errno);
   }
   drop_temporary();
@@ -112,8 +122,7 @@ void FileSink::open_unnamed() {
   fd_ = std::move(fd);
   named_ = false;
   extent_ = 0;
-  if (options_.keep_mode && fchmod(fd_.get(), options_.mode) != 0 && errno != EPERM)
-    throw_errno("cannot set the mode of", target_, errno);
+  if (options_.access) set_access(fd_.get(), *options_.access, target_);
 }
 
 unsigned FileSink::concurrency() const noexcept {
@@ -203,10 +212,8 @@ void FileSink::relocate_to_new_file(uint64_t from, uint64_t nbytes, uint64_t to,
                                     const std::stop_token& stop) {
   UniqueFd old = std::move(fd_);
   struct stat info{};
-  if (fstat(old.get(), &info) == 0) {
-    options_.mode = info.st_mode & 07777;
-    options_.keep_mode = true;
-  }
+  if (fstat(old.get(), &info) == 0)
+    options_.access = FileAccess{info.st_mode & 07777, info.st_uid, info.st_gid};
   const uint64_t old_extent = extent_;
   const bool was_named = named_;
   try {

@@ -12,6 +12,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "core/unique_fd.h"
@@ -20,13 +21,21 @@
 
 namespace tensorizer::io {
 
+// Who may do what with a file.
+struct FileAccess {
+  unsigned mode = 0;     // permission bits; umask does not apply
+  uint32_t owner = -1U;  // this and the next: -1 leaves what a new file has
+  uint32_t group = -1U;
+};
+
+// Owner and group as far as the system permits: only root gives files away. Throws Error(io).
+void set_access(int fd, const FileAccess& access, const std::string& name);
+
 class FileSink final : public RangeSink {
  public:
   struct PathOptions {
-    bool fsync = true;     // sync file and directory before the name appears, and at the end
-    unsigned mode = 0666;  // permission bits of the new file
-    bool keep_mode =
-        false;  // `mode` is that of the file being replaced: exact, umask does not apply
+    bool fsync = true;  // sync file and directory before the name appears, and at the end
+    std::optional<FileAccess> access;  // of the file being replaced, otherwise that of any new file
     // Complete records of a synced file wait for company: so many bytes at most, and no longer than
     // until a call that comes so much later than the last sync.
     uint64_t wait_nbytes = uint64_t{64} << 20;
