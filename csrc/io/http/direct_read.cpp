@@ -103,8 +103,8 @@ class Exchange {
       : read_(read),
         socket_(socket),
         stop_(stop),
-        watch_(read.options),
-        secrets_(secrets_of(read.options, read.request)) {}
+        watch_(read.client.options),
+        secrets_(secrets_of(read.client.options, read.request)) {}
 
   // False where the connection broke.
   bool send(const std::string& text) {
@@ -198,12 +198,9 @@ class Exchange {
 void receive_body(Exchange& exchange, const DirectRead& read, const ResponseHead& head,
                   uint64_t nbytes) {
   const size_t there = std::min<uint64_t>(exchange.text.size(), nbytes);
-  const auto note = [&](size_t n) {
-    read.note(n);
-    read.counters.bytes.fetch_add(n, std::memory_order_relaxed);
-  };
+  std::atomic<uint64_t>& counted = read.client.counters.bytes;
   read.into.put(std::as_bytes(std::span(exchange.text.data(), there)));
-  note(there);
+  counted.fetch_add(there, std::memory_order_relaxed);
   exchange.text.erase(0, there);
   std::array<iovec, kPlacesAtOnce> places;
   for (uint64_t received = there; received < nbytes;) {
@@ -215,7 +212,7 @@ void receive_body(Exchange& exchange, const DirectRead& read, const ResponseHead
                   head.status);
     read.into.skip(n);
     received += n;
-    note(n);
+    counted.fetch_add(n, std::memory_order_relaxed);
   }
 }
 
@@ -223,7 +220,7 @@ std::unique_ptr<CurlSocket> connect(const DirectRead& read, const SocketOptions&
                                     const std::stop_token& stop) {
   try {
     auto socket = std::make_unique<CurlSocket>(target, target.host, stop, read.meanwhile);
-    read.counters.connections.fetch_add(1, std::memory_order_relaxed);
+    read.client.counters.connections.fetch_add(1, std::memory_order_relaxed);
     return socket;
   } catch (const SocketError& error) {
     throw failure_of_curl(error.code, printable(error.curl_text, 300), error.system_errno);
@@ -244,16 +241,18 @@ bool is_direct_framing(const ResponseHead& head) {
   return head.status_line.starts_with("HTTP/1.1 ") && body_length(head);
 }
 
-DirectOutcome direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& read,
-                          const std::stop_token& stop) {
-  const std::string text = request_text(read.options, read.request);
-  if (text.empty()) return {};
+std::optional<double> direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& read,
+                                  const std::stop_token& stop) {
+  const HttpOptions& options = read.client.options;
+  HttpCounters& counters = read.client.counters;
+  const std::string text = request_text(options, read.request);
+  if (text.empty()) return std::nullopt;
   SocketOptions target;
   target.host = read.request.url->host;
   target.port = read.request.url->port;
-  target.connect_timeout = read.options.connect_timeout;
-  target.stall_timeout = read.options.stall_timeout;
-  read.counters.requests.fetch_add(1, std::memory_order_relaxed);
+  target.connect_timeout = options.connect_timeout;
+  target.stall_timeout = options.stall_timeout;
+  counters.requests.fetch_add(1, std::memory_order_relaxed);
   std::unique_ptr<CurlSocket> socket = std::move(kept);
   bool reused = !read.request.fresh && socket && socket->leads_to(target) && socket->is_quiet();
   for (;; reused = false) {
@@ -270,16 +269,19 @@ DirectOutcome direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& r
     }
     const auto length = head ? body_length(*head) : std::nullopt;
     const bool is_error = length && head->status >= 400 && head->status != 416;
-    if (!length || (head->status != 206 && !is_error)) return {.odd = true};
-    const auto to_first_byte = HttpExchange::Clock::now() - sent_at;
-    read.counters.answered.store(true, std::memory_order_relaxed);
+    if (!length || (head->status != 206 && !is_error)) {
+      read.client.indirect_reads.store(kIndirectReads);
+      return std::nullopt;
+    }
+    const std::chrono::duration<double> to_first_byte = HttpExchange::Clock::now() - sent_at;
+    counters.answered.store(true, std::memory_order_relaxed);
     if (is_error) fail_with_status(exchange, *head, *length);
     read.accept(*head);
     receive_body(exchange, read, *head, *length);
     const auto connection = find_field(head->headers, "connection");
     const bool stays_open = !connection || equals_ignoring_case(*connection, "keep-alive");
     if (stays_open && exchange.text.empty()) kept = std::move(socket);
-    return {.done = true, .to_first_byte = to_first_byte};
+    return to_first_byte.count();
   }
 }
 

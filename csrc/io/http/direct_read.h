@@ -8,11 +8,10 @@
 #pragma once
 
 #include <functional>
-#include <memory>
+#include <optional>
 #include <stop_token>
 
-#include "io/curl/curl_socket.h"
-#include "io/http/http_exchange.h"
+#include "io/http/http_client.h"
 #include "io/slices.h"
 
 namespace tensorizer::io {
@@ -22,30 +21,24 @@ bool is_direct_framing(const ResponseHead& head);
 
 // What a direct read needs of its caller.
 struct DirectRead {
-  const HttpOptions& options;
+  HttpClient& client;
   const HttpRequest& request;
   // Called with the head of a 206. Throws HttpFailure to refuse it.
   std::function<void(const ResponseHead&)> accept;
   // Has room for the range; moves on with what is in place.
   ScatterCursor& into;
-  // Called with the number of body bytes that came.
-  std::function<void(uint64_t)> note;
   // Called now and then; may throw.
   std::function<void()> meanwhile;
-  HttpCounters& counters;
 };
 
-struct DirectOutcome {
-  bool done = false;  // else libcurl has to send the request
-  bool odd = false;   // because of what came back
-  std::chrono::duration<double> to_first_byte{0};
-};
-
+// Returns the seconds to the first byte; nullopt: libcurl has to send the request, and those of the
+// next reads if what came back is the reason.
+//
 // Cannot send https, passwords, HTTP/2, unusual headers, and nothing through a proxy; those of the
 // environment are ruled out by HttpOptions::direct_nbytes. Uses the connection in `kept` if it
 // fits, and leaves there the one that can be used again. Throws HttpFailure, what `meanwhile`
 // throws, Errc::cancelled.
-DirectOutcome direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& read,
-                          const std::stop_token& stop);
+std::optional<double> direct_read(std::unique_ptr<CurlSocket>& kept, const DirectRead& read,
+                                  const std::stop_token& stop);
 
 }  // namespace tensorizer::io

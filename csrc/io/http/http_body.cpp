@@ -32,15 +32,14 @@ void HttpBody::close() noexcept {
   ended_ = false;
 }
 
-void HttpBody::start(HttpClient::Permit& permit, const std::string& range,
-                     const std::vector<std::string>& header_lines, const Accept& accept,
-                     const HttpDeadline& deadline, const std::stop_token& stop, bool fresh) {
+void HttpBody::start(HttpClient::Permit& permit, const HttpRequest& request, const Accept& accept,
+                     const HttpDeadline& deadline, const std::stop_token& stop) {
   close();
   const auto accept_here = [&](const ResponseHead& head) -> BodySink* {
     position_ = accept(head);
     return this;
   };
-  exchange_ = client_.start(permit, range, header_lines, accept_here, deadline, stop, fresh);
+  exchange_ = client_.start(permit, request, accept_here, deadline, stop);
   connection_ = std::move(permit.connection);
 }
 
@@ -115,13 +114,13 @@ void HttpBody::restart(HttpClient::Permit& permit, const ResourceIdentity& known
         "the server knows no ranges, so reading has to begin anew, and it gives neither ETag "
         "nor date and length to prove that the object is still the same",
         "read forward only, or use a server with ranges"};
-  std::vector<std::string> lines;
-  if (auto line = condition_header(known)) lines.push_back(std::move(*line));
+  HttpRequest request;
+  if (auto line = condition_header(known)) request.header_lines.push_back(std::move(*line));
   const auto accept = [&known](const ResponseHead& head) {
     check_response(RangeRequest{0, 1, &known, true}, head);
     return uint64_t{0};
   };
-  start(permit, "", lines, accept, deadline, stop);
+  start(permit, request, accept, deadline, stop);
 }
 
 }  // namespace tensorizer::io

@@ -29,9 +29,8 @@ class HttpBody final : private BodySink {
 
   // Ends the body that there is and asks for another one, as HttpClient::start does. Takes the
   // connection of `permit` when a head was accepted.
-  void start(HttpClient::Permit& permit, const std::string& range,
-             const std::vector<std::string>& header_lines, const Accept& accept,
-             const HttpDeadline& deadline, const std::stop_token& stop, bool fresh = false);
+  void start(HttpClient::Permit& permit, const HttpRequest& request, const Accept& accept,
+             const HttpDeadline& deadline, const std::stop_token& stop);
 
   // Fills `slices` with the bytes from `offset` on, which the body has not gone past; fewer only
   // where it ends. With `to_end` it goes on until the body has ended, or turns out to be longer.

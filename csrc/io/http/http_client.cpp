@@ -175,26 +175,29 @@ bool HttpClient::refused(Permit& permit, const HttpFailure& failure, const std::
   return true;
 }
 
-std::unique_ptr<HttpExchange> HttpClient::start(Permit& permit, const std::string& range,
-                                                const std::vector<std::string>& header_lines,
+HttpRequest HttpClient::Permit::to_target(HttpRequest request) const {
+  request.url = &target->url;
+  request.send_credentials = target->is_home;
+  request.further_headers = target->headers.get();
+  return request;
+}
+
+std::unique_ptr<HttpExchange> HttpClient::start(Permit& permit, const HttpRequest& request,
                                                 const HttpExchange::Accept& accept,
                                                 const HttpDeadline& deadline,
-                                                const std::stop_token& stop, bool fresh) {
+                                                const std::stop_token& stop) {
   constexpr int kMaxRefusals = 2;  // a stale redirect, then a stale URL
   for (int refusals = 0;; ++refusals) {
-    const HttpEndpoint::SharedTarget target = permit.target;
     std::optional<HttpUrl> led_to;
     try {
       auto exchange =
-          send(permit.connection,
-               {&target->url, target->is_home, range, header_lines, target->headers.get(), fresh},
-               accept, deadline, stop, led_to);
+          send(permit.connection, permit.to_target(request), accept, deadline, stop, led_to);
       endpoint.note_answered();
-      if (led_to) endpoint.found_at(*target, *led_to);
+      if (led_to) endpoint.found_at(*permit.target, *led_to);
       return exchange;
     } catch (const HttpFailure& failure) {
       if (refusals < kMaxRefusals && refused(permit, failure, stop)) continue;
-      if (refusals < kMaxRefusals || !endpoint.refused(*target, failure.status)) throw;
+      if (refusals < kMaxRefusals || !endpoint.refused(*permit.target, failure.status)) throw;
       // Credentials that are being exchanged come late: renewed again within the time for retries.
       HttpFailure later = failure;
       later.transient = later.transient || endpoint.may_recover();

@@ -156,16 +156,16 @@ struct HttpClient : HttpSender {
   struct Permit {
     HttpEndpoint::SharedTarget target;
     UniqueHttpPermit connection;
+
+    // `request`, to `target`, from which it borrows.
+    HttpRequest to_target(HttpRequest request) const;
   };
   Permit enter(const std::stop_token& stop);
 
-  // Sends a GET to where the object is now. `fresh`: on a new connection. Throws what send()
-  // throws, and what renew() throws.
-  std::unique_ptr<HttpExchange> start(Permit& permit, const std::string& range,
-                                      const std::vector<std::string>& header_lines,
+  // Sends `request` to where the object is now. Throws what send() throws, and what renew() throws.
+  std::unique_ptr<HttpExchange> start(Permit& permit, const HttpRequest& request,
                                       const HttpExchange::Accept& accept,
-                                      const HttpDeadline& deadline, const std::stop_token& stop,
-                                      bool fresh = false);
+                                      const HttpDeadline& deadline, const std::stop_token& stop);
   // The server refused a request to permit.target: true where the target is another one now.
   bool refused(Permit& permit, const HttpFailure& failure, const std::stop_token& stop);
 

@@ -36,8 +36,8 @@ class BodySink {
 struct HttpRequest {
   const HttpUrl* url = nullptr;
   bool send_credentials = true;  // false where a redirect has led to another host
-  std::string range;             // "0-99"; empty for none
-  std::vector<std::string> header_lines;
+  std::string range = {};        // "0-99"; empty for none
+  std::vector<std::string> header_lines = {};
   // Sent like HttpOptions::headers, over those of the same name; borrowed for the constructor.
   const HttpHeaderList* further_headers = nullptr;
   bool fresh = false;  // on a new connection

@@ -32,7 +32,7 @@ ResponseHead put_once(HttpUploader& uploader, const HttpPut& put, const PutTarge
   BodySink nowhere;
   std::optional<HttpUrl> led_to;
   const auto exchange = uploader.send(
-      permit, {&target.url, true, "", {}, &target.headers, false, put.body},
+      permit, {.url = &target.url, .further_headers = &target.headers, .body = put.body},
       [&](const ResponseHead&) { return &nowhere; }, deadline, stop, led_to);
   drive(permit->carrier().curl, stop, [&] {
     deadline.check();

@@ -20,16 +20,16 @@ RangeFetch::RangeFetch(HttpClient& client, TypicalSpeed& typical, const Resource
       typical_(typical),
       known_(known),
       offset_(offset),
-      slices_(slices),
       nbytes_(total_nbytes(slices)),
       progress_(progress),
-      deadline_(client.options) {
-  if (auto line = condition_header(known)) conditions_.push_back(std::move(*line));
+      deadline_(client.options),
+      into_(slices) {
+  if (auto line = condition_header(known)) request_.header_lines.push_back(std::move(*line));
 }
 
 void RangeFetch::meanwhile() const {
   deadline_.check();
-  if (progress_) progress_(done_);
+  if (progress_) progress_(done());
 }
 
 void RangeFetch::accept(const ResponseHead& head) {
@@ -39,9 +39,7 @@ void RangeFetch::accept(const ResponseHead& head) {
 }
 
 void RangeFetch::put(std::span<const std::byte> bytes) {
-  const size_t placed = into_.put(bytes);
-  done_ += placed;
-  if (placed < bytes.size())
+  if (into_.put(bytes) < bytes.size())
     throw HttpFailure{Errc::io, "the body is longer than the range that was asked for", ""};
 }
 
@@ -53,17 +51,17 @@ uint64_t RangeFetch::run(const std::stop_token& stop, const HttpFailure* earlier
         // Not kept between tries: who pauses leaves the place to others.
         HttpClient::Permit permit = client_.enter(stop);
         if (!std::exchange(waited, true)) deadline_.restart();
-        while (done_ < nbytes_ && !at_end_) attempt(permit, stop);
+        while (done() < nbytes_ && !at_end_) attempt(permit, stop);
       },
-      [&] { return done_; },
+      [&] { return done(); },
       [&](const HttpFailure& failure, int tries) {
         HttpFailure described = failure;
         described.reason = "bytes " + range_text(offset_, nbytes_) + ": " + failure.reason;
         return to_error(described, "Failed to read", client_.endpoint.name(), tries,
-                        offset_ + done_);
+                        offset_ + done());
       },
       stop, earlier);
-  return done_;
+  return done();
 }
 
 void RangeFetch::attempt(HttpClient::Permit& permit, const std::stop_token& stop) {
@@ -82,55 +80,48 @@ void RangeFetch::attempt(HttpClient::Permit& permit, const std::stop_token& stop
 
 void RangeFetch::receive(HttpClient::Permit& permit, const std::stop_token& stop) {
   const Clock::time_point begun = Clock::now();
-  start_ = done_;
+  start_ = done();
   expected_ = 0;
-  into_ = ScatterCursor(slices_, start_);
-  const std::string range = range_text(offset_ + start_, nbytes_ - start_);
-  double first_byte = receive_directly(permit, range, stop);
-  if (first_byte == 0) first_byte = receive_by_curl(permit, range, stop);
-  if (done_ - start_ != expected_)
-    throw HttpFailure{.reason = "the body ended after " + std::to_string(done_ - start_) + " of " +
+  request_.range = range_text(offset_ + start_, nbytes_ - start_);
+  request_.fresh = lagged_ > 0;
+  std::optional<double> first_byte = receive_directly(permit, stop);
+  if (!first_byte) first_byte = receive_by_curl(permit, stop);
+  const uint64_t received = done() - start_;
+  if (received != expected_)
+    throw HttpFailure{.reason = "the body ended after " + std::to_string(received) + " of " +
                                 std::to_string(expected_) + " bytes",
                       .transient = true};
   const double seconds = std::chrono::duration<double>(Clock::now() - begun).count();
-  if (done_ > start_ && seconds > 0)
-    typical_.note_rate(static_cast<double>(done_ - start_) / seconds);
-  if (first_byte > 0) typical_.note_first_byte(first_byte);
+  if (received > 0 && seconds > 0) typical_.note_rate(static_cast<double>(received) / seconds);
+  if (*first_byte > 0) typical_.note_first_byte(*first_byte);
 }
 
-double RangeFetch::receive_directly(HttpClient::Permit& permit, const std::string& range,
-                                    const std::stop_token& stop) {
-  if (nbytes_ < client_.options.direct_nbytes) return 0;
+std::optional<double> RangeFetch::receive_directly(HttpClient::Permit& permit,
+                                                   const std::stop_token& stop) {
+  if (nbytes_ < client_.options.direct_nbytes) return std::nullopt;
   if (client_.indirect_reads.load() > 0) {
     client_.indirect_reads.fetch_sub(1);
-    return 0;
+    return std::nullopt;
   }
-  const HttpEndpoint::Target& target = *permit.target;
-  const HttpRequest request{&target.url, target.is_home,       range,
-                            conditions_, target.headers.get(), lagged_ > 0};
+  const HttpRequest addressed = permit.to_target(request_);
   try {
-    const DirectOutcome outcome = direct_read(
-        permit.connection->carrier().socket,
-        {client_.options, request, [&](const ResponseHead& head) { accept(head); }, into_,
-         [&](uint64_t nbytes) { done_ += nbytes; }, [&] { meanwhile(); }, client_.counters},
-        stop);
-    if (outcome.odd) client_.indirect_reads.store(kIndirectReads);
-    return outcome.done ? std::max(outcome.to_first_byte.count(), 1e-9) : 0;
+    return direct_read(permit.connection->carrier().socket,
+                       {client_, addressed, [&](const ResponseHead& head) { accept(head); }, into_,
+                        [&] { meanwhile(); }},
+                       stop);
   } catch (const HttpFailure& failure) {
     // There may be another address by now, or other headers.
-    if (!client_.refused(permit, failure, stop) || done_ > start_) throw;
-    return 0;
+    if (!client_.refused(permit, failure, stop) || done() > start_) throw;
+    return std::nullopt;
   }
 }
 
-double RangeFetch::receive_by_curl(HttpClient::Permit& permit, const std::string& range,
-                                   const std::stop_token& stop) {
+double RangeFetch::receive_by_curl(HttpClient::Permit& permit, const std::stop_token& stop) {
   const auto accept_here = [&](const ResponseHead& head) -> BodySink* {
     accept(head);
     return this;
   };
-  const auto exchange =
-      client_.start(permit, range, conditions_, accept_here, deadline_, stop, lagged_ > 0);
+  const auto exchange = client_.start(permit, request_, accept_here, deadline_, stop);
   drive(permit.connection->carrier().curl, stop, [&] {
     meanwhile();
     return exchange->check();

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <limits>
-#include <memory>
+#include <optional>
 #include <span>
 #include <stop_token>
 #include <string>
@@ -59,29 +59,26 @@ class RangeFetch final : private BodySink {
   // One request for what is missing, and whether it was made: one that lags is given up.
   void attempt(HttpClient::Permit& permit, const std::stop_token& stop);
   void receive(HttpClient::Permit& permit, const std::stop_token& stop);
-  // Both return the seconds to the first byte; the first one zero where libcurl has to do it.
-  double receive_directly(HttpClient::Permit& permit, const std::string& range,
-                          const std::stop_token& stop);
-  double receive_by_curl(HttpClient::Permit& permit, const std::string& range,
-                         const std::stop_token& stop);
+  // Both return the seconds to the first byte; the first one nullopt where libcurl has to do it.
+  std::optional<double> receive_directly(HttpClient::Permit& permit, const std::stop_token& stop);
+  double receive_by_curl(HttpClient::Permit& permit, const std::stop_token& stop);
   // Between pieces of the body.
   void meanwhile() const;
   void accept(const ResponseHead& head);
   void put(std::span<const std::byte> bytes) override;
+  uint64_t done() const noexcept { return nbytes_ - into_.room(); }
 
   HttpClient& client_;
   TypicalSpeed& typical_;
   const ResourceIdentity& known_;
   const uint64_t offset_;
-  const std::span<const Slice> slices_;
   const uint64_t nbytes_;
   const RangeSource::Progress& progress_;
-  std::vector<std::string> conditions_;
   HttpDeadline deadline_;
-  uint64_t done_ = 0;
-  // Of the request that runs: how much was there before, where the rest goes, and what it brings.
+  ScatterCursor into_;  // where the rest goes
+  // What runs, how much was there before, and what it brings.
+  HttpRequest request_;
   uint64_t start_ = 0;
-  ScatterCursor into_;
   uint64_t expected_ = 0;
   int lagged_ = 0;
   bool at_end_ = false;

@@ -66,17 +66,17 @@ void HttpSource::open_first(const std::stop_token& stop) {
 void HttpSource::request_head(HttpBody& body, const std::stop_token& stop) {
   uint64_t nbytes = std::max<uint64_t>(1, client_.options.head_nbytes);
   if (end_) nbytes = std::min(nbytes, *end_ - begin_);
-  const RangeRequest request{begin_, nbytes, nullptr, false};
-  std::string range = range_text(begin_, nbytes);
+  const RangeRequest wanted{begin_, nbytes, nullptr, false};
+  HttpRequest request{.range = range_text(begin_, nbytes)};
+  if (known_) request.header_lines.push_back("If-None-Match: " + *known_->etag);
   HttpDeadline deadline(client_.options);
-  const auto accept = [&](const ResponseHead& head) { return accept_first(request, head); };
+  const auto accept = [&](const ResponseHead& head) { return accept_first(wanted, head); };
   const auto ask = [&](HttpClient::Permit& permit) {
-    std::vector<std::string> conditions;
-    if (known_) conditions.push_back("If-None-Match: " + *known_->etag);
     for (int lagged = 0;; ++lagged) {
+      request.fresh = lagged > 0;
       deadline.begin_request([] { return std::chrono::duration<double>(0); }, lagged);
       try {
-        return body.start(permit, range, conditions, accept, deadline, stop, lagged > 0);
+        return body.start(permit, request, accept, deadline, stop);
       } catch (const HttpLag&) {
       }
     }
@@ -88,13 +88,16 @@ void HttpSource::request_head(HttpBody& body, const std::stop_token& stop) {
         return ask(permit);
       } catch (const HttpFailure& failure) {
         deadline.end_request();
-        const bool is_range_refused = failure.status == 416 && begin_ == 0 && !range.empty();
-        if ((failure.status == 412 || failure.status == 304) && known_)
+        const bool is_range_refused =
+            failure.status == 416 && begin_ == 0 && !request.range.empty();
+        if ((failure.status == 412 || failure.status == 304) && known_) {
           known_.reset();  // some servers compare nothing where a range is asked for, or wrongly
-        else if (is_range_refused)
-          range.clear();  // some stores refuse every range of an empty object
-        else
+          request.header_lines.clear();
+        } else if (is_range_refused) {
+          request.range.clear();  // some stores refuse every range of an empty object
+        } else {
           throw;
+        }
       }
     }
   };
