@@ -79,11 +79,7 @@ void PyFileSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
   throw_if_stopped(stop);
   std::vector<std::byte> joined(io::total_nbytes(slices));
   read_at(offset, io::Slice(joined), stop);
-  const std::byte* from = joined.data();
-  for (const io::Slice& slice : slices) {
-    if (!slice.empty()) std::memcpy(slice.data(), from, slice.size());
-    from += slice.size();
-  }
+  io::ScatterCursor(slices).put(joined);
 }
 
 uint64_t PyFileSource::read_up_to(uint64_t offset, io::Slice into, const std::stop_token& stop) {

@@ -1,7 +1,5 @@
 #include "bind/py_range_source.h"
 
-#include <cstring>
-
 #include "bind/calling_thread.h"
 #include "bind/gil.h"
 #include "core/error.h"
@@ -23,12 +21,8 @@ void PyRangeSource::read_at(uint64_t offset, std::span<const io::Slice> slices,
     const py::buffer_info info = py::buffer(result).request();
     const auto found = static_cast<uint64_t>(info.size * info.itemsize);
     if (found != wanted) io::throw_truncated(name_, offset, wanted, offset + found);
-    const auto* from = static_cast<const std::byte*>(info.ptr);
     const InterpreterUnlock unlocked;
-    for (const io::Slice& slice : slices) {
-      std::memcpy(slice.data(), from, slice.size());
-      from += slice.size();
-    }
+    io::ScatterCursor(slices).put({static_cast<const std::byte*>(info.ptr), wanted});
   });
   bytes_read_ += wanted;
 }

@@ -42,12 +42,14 @@ inline std::vector<Slice> part_of(std::span<const Slice> slices, uint64_t skip, 
   return part;
 }
 
-// A place within a scatter list, to which bytes are appended. Borrows the list and its memory.
-class ScatterCursor {
+// A place within a list of slices, where the next bytes go to or come from. Borrows the list and
+// its memory.
+template <class Byte>
+class SliceCursor {
  public:
-  ScatterCursor() = default;
+  SliceCursor() = default;
   // Starts `skip` bytes into the list.
-  explicit ScatterCursor(std::span<const Slice> slices, uint64_t skip = 0) noexcept
+  explicit SliceCursor(std::span<const std::span<Byte>> slices, uint64_t skip = 0) noexcept
       : slices_(slices), room_(total_nbytes(slices)) {
     this->skip(skip);
   }
@@ -57,7 +59,7 @@ class ScatterCursor {
     size_t done = 0;
     while (done < bytes.size() && room_ > 0) {
       drop_full();
-      const Slice& slice = slices_.front();
+      const std::span<Byte>& slice = slices_.front();
       const size_t step = std::min(bytes.size() - done, slice.size() - used_);
       std::memcpy(slice.data() + used_, bytes.data() + done, step);
       advance(step);
@@ -79,10 +81,10 @@ class ScatterCursor {
   // entries that took.
   size_t places(std::span<iovec> into, uint64_t limit) const noexcept {
     size_t count = 0, used = used_;
-    for (const Slice& slice : slices_) {
+    for (const std::span<Byte>& slice : slices_) {
       if (count == into.size() || limit == 0) break;
       const size_t nbytes = static_cast<size_t>(std::min<uint64_t>(limit, slice.size() - used));
-      if (nbytes > 0) into[count++] = {slice.data() + used, nbytes};
+      if (nbytes > 0) into[count++] = {const_cast<std::byte*>(slice.data()) + used, nbytes};
       limit -= nbytes;
       used = 0;
     }
@@ -90,10 +92,10 @@ class ScatterCursor {
   }
 
   // The place of the next bytes, at most `limit` of them; empty only where there is no room.
-  Slice place(uint64_t limit) noexcept {
+  std::span<Byte> place(uint64_t limit) noexcept {
     drop_full();
     if (slices_.empty()) return {};
-    const Slice left = slices_.front().subspan(used_);
+    const std::span<Byte> left = slices_.front().subspan(used_);
     return left.first(static_cast<size_t>(std::min<uint64_t>(limit, left.size())));
   }
 
@@ -112,9 +114,11 @@ class ScatterCursor {
     }
   }
 
-  std::span<const Slice> slices_;
+  std::span<const std::span<Byte>> slices_;
   size_t used_ = 0;  // of the first slice
   uint64_t room_ = 0;
 };
+using ScatterCursor = SliceCursor<std::byte>;
+using GatherCursor = SliceCursor<const std::byte>;
 
 }  // namespace tensorizer::io

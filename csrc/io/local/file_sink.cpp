@@ -43,20 +43,6 @@ std::string temporary_name(const std::string& target) {
   return folder_of(target) + "/." + base_of(target).substr(0, 200) + suffix;
 }
 
-void write_all(FileCalls& calls, int fd, uint64_t offset, std::byte* data, uint64_t nbytes,
-               const std::string& name) {
-  while (nbytes > 0) {
-    const iovec rest{data, nbytes};
-    const ssize_t wrote = calls.write(fd, &rest, 1, offset);
-    if (wrote < 0 && errno == EINTR) continue;
-    if (wrote < 0) throw_errno("cannot write", name, errno);
-    if (wrote == 0) throw_errno("cannot write", name, EIO);
-    offset += static_cast<uint64_t>(wrote);
-    data += wrote;
-    nbytes -= static_cast<uint64_t>(wrote);
-  }
-}
-
 void read_all(int fd, uint64_t offset, std::byte* data, uint64_t nbytes, const std::string& name) {
   while (nbytes > 0) {
     const ssize_t got = pread(fd, data, nbytes, static_cast<off_t>(offset));
@@ -147,31 +133,14 @@ void FileSink::write_at(uint64_t offset, std::span<const ConstSlice> slices,
                         const std::stop_token& stop) {
   const uint64_t begin = offset;
   std::array<iovec, kMaxVectors> vectors;
-  size_t next = 0;
-  uint64_t done_in = 0;
-  while (next < slices.size()) {
-    size_t count = 0;
-    uint64_t wanted = 0;
-    for (size_t i = next; i < slices.size() && count < kMaxVectors; ++i) {
-      const uint64_t skip = i == next ? done_in : 0;
-      vectors[count++] = {const_cast<std::byte*>(slices[i].data()) + skip, slices[i].size() - skip};
-      wanted += slices[i].size() - skip;
-    }
+  for (GatherCursor left(slices); left.room() > 0;) {
     throw_if_stopped(stop);
-    const ssize_t wrote = wanted == 0 ? 0
-                                      : options_.calls->write(fd_.get(), vectors.data(),
-                                                              static_cast<int>(count), offset);
+    const auto count = static_cast<int>(left.places(vectors, left.room()));
+    const ssize_t wrote = options_.calls->write(fd_.get(), vectors.data(), count, offset);
     if (wrote < 0 && errno == EINTR) continue;
-    if (wrote < 0) throw_errno("cannot write", name_, errno);
-    if (wrote == 0 && wanted > 0) throw_errno("cannot write", name_, EIO);
-    uint64_t left = static_cast<uint64_t>(wrote);
-    offset += left;
-    while (next < slices.size() && slices[next].size() - done_in <= left) {
-      left -= slices[next].size() - done_in;
-      done_in = 0;
-      ++next;
-    }
-    done_in += left;
+    if (wrote <= 0) throw_errno("cannot write", name_, wrote < 0 ? errno : EIO);
+    offset += static_cast<uint64_t>(wrote);
+    left.skip(static_cast<uint64_t>(wrote));
   }
   begin_writeback(begin, offset - begin);
 }
@@ -201,7 +170,7 @@ void FileSink::relocate_in_place(uint64_t from, uint64_t nbytes, uint64_t to,
     left -= n;
     read_all(fd_.get(), from + left, buffer.data(), n, name_);
     if (to + left < from + nbytes) damaged_ = true;  // until all has moved
-    write_all(*options_.calls, fd_.get(), to + left, buffer.data(), n, name_);
+    write_at(to + left, ConstSlice(buffer.data(), n), {});
   }
   damaged_ = false;
   extent_ = std::max(extent_, to + nbytes);
@@ -257,8 +226,7 @@ void FileSink::copy_range(int old, uint64_t from, uint64_t nbytes, uint64_t to,
     std::vector<std::byte> buffer(
         std::min(left, kCopyNbytes));  // this file system cannot: read and write
     read_all(old, static_cast<uint64_t>(in), buffer.data(), buffer.size(), name_);
-    write_all(*options_.calls, fd_.get(), static_cast<uint64_t>(out), buffer.data(), buffer.size(),
-              name_);
+    write_at(static_cast<uint64_t>(out), ConstSlice(buffer), {});
     in += static_cast<off_t>(buffer.size());
     out += static_cast<off_t>(buffer.size());
     left -= buffer.size();
