@@ -81,11 +81,23 @@ void parse_chunk(ByteCursor& cursor, CryptInfo& info) {
   info.cipher = cipher;
 }
 
-// Length, number of chunks, and the derivation, of a block of `nbytes` with its prefix.
-void put_block_head(ByteWriter& out, uint64_t nbytes, const KeyDerivation* derivation) {
+// Bytes of a block with its prefix, of whose cipher chunk so many follow its length.
+uint64_t block_nbytes(bool derivation, uint64_t chunk_nbytes) noexcept {
+  return 8 + 2 + (derivation ? kDerivationNbytes : 0) + 8 + chunk_nbytes;
+}
+
+// The block up to the length of its cipher chunk.
+std::vector<std::byte> begin_block(const std::optional<KeyDerivation>& derivation,
+                                   uint64_t chunk_nbytes) {
+  const uint64_t nbytes = block_nbytes(derivation.has_value(), chunk_nbytes);
+  std::vector<std::byte> block;
+  block.reserve(nbytes);
+  ByteWriter out(block);
   out.put(uint64_t{nbytes - 8});
-  out.put(static_cast<uint16_t>(derivation != nullptr ? 2 : 1));
-  if (derivation != nullptr) put_derivation(out, *derivation);
+  out.put(static_cast<uint16_t>(derivation ? 2 : 1));
+  if (derivation) put_derivation(out, *derivation);
+  out.put(chunk_nbytes);
+  return block;
 }
 
 }  // namespace
@@ -154,22 +166,11 @@ uint64_t check_crypt_info(const CryptInfo& info, uint64_t data_nbytes) {
   return info.cipher->chunk_nbytes;
 }
 
-uint64_t mac_offset(bool derivation) noexcept {
-  return 8 + 2 + (derivation ? kDerivationNbytes : 0) + 8 + kCipherChunkFixedNbytes;
-}
-
-uint64_t crypt_info_nbytes(bool encrypted, uint64_t macs, bool derivation) noexcept {
-  return encrypted ? mac_offset(derivation) + kMacNbytes * macs : 8 + 2;
-}
-
-std::vector<std::byte> serialize_crypt_info(const KeyDerivation* derivation, const Nonce& nonce,
-                                            uint64_t macs) {
-  const uint64_t nbytes = crypt_info_nbytes(true, macs, derivation != nullptr);
-  std::vector<std::byte> block;
-  block.reserve(nbytes);
+std::vector<std::byte> serialize_crypt_info(const std::optional<KeyDerivation>& derivation,
+                                            const Nonce& nonce, uint64_t macs) {
+  std::vector<std::byte> block =
+      begin_block(derivation, kCipherChunkFixedNbytes + kMacNbytes * macs);
   ByteWriter out(block);
-  put_block_head(out, nbytes, derivation);
-  out.put(uint64_t{kCipherChunkFixedNbytes + kMacNbytes * macs});
   out.put(kParallelChunk);
   out.put(uint64_t{kCipherChunkNbytes});
   out.put_bytes(nonce);
@@ -179,18 +180,14 @@ std::vector<std::byte> serialize_crypt_info(const KeyDerivation* derivation, con
 }
 
 uint64_t message_crypt_info_nbytes(bool derivation) noexcept {
-  return 8 + 2 + (derivation ? kDerivationNbytes : 0) + 8 + kMessageChunkNbytes;
+  return block_nbytes(derivation, kMessageChunkNbytes);
 }
 
-std::vector<std::byte> serialize_message_crypt_info(const KeyDerivation* derivation,
+std::vector<std::byte> serialize_message_crypt_info(const std::optional<KeyDerivation>& derivation,
                                                     const Nonce& nonce,
                                                     std::span<const std::byte, kMacNbytes> mac) {
-  const uint64_t nbytes = message_crypt_info_nbytes(derivation != nullptr);
-  std::vector<std::byte> block;
-  block.reserve(nbytes);
+  std::vector<std::byte> block = begin_block(derivation, kMessageChunkNbytes);
   ByteWriter out(block);
-  put_block_head(out, nbytes, derivation);
-  out.put(uint64_t{kMessageChunkNbytes});
   out.put(kSequentialChunk);
   out.put_bytes(nonce);
   out.put_bytes(mac);

@@ -63,19 +63,14 @@ CryptInfo parse_crypt_info(std::span<const std::byte> block, uint64_t origin);
 // where one message covers all). Throws Error: crypto, malformed.
 uint64_t check_crypt_info(const CryptInfo& info, uint64_t data_nbytes);
 
-// Bytes of a block with its prefix, as the writer makes it: `macs` MACs, with or without a
-// derivation; 10 bytes for a tensor without data.
-uint64_t crypt_info_nbytes(bool encrypted, uint64_t macs, bool derivation) noexcept;
-
-// Serializes with its u64 prefix; macs are zero and filled in later at mac_offset(derivation).
-std::vector<std::byte> serialize_crypt_info(const KeyDerivation* derivation, const Nonce& nonce,
-                                            uint64_t macs);
+// Serializes with its u64 prefix; the MACs, which end it, are zero and filled in later.
+std::vector<std::byte> serialize_crypt_info(const std::optional<KeyDerivation>& derivation,
+                                            const Nonce& nonce, uint64_t macs);
 std::vector<std::byte> serialize_empty_crypt_info();
 // A block for one message (chunk type 3), with its MAC.
-std::vector<std::byte> serialize_message_crypt_info(const KeyDerivation* derivation,
+std::vector<std::byte> serialize_message_crypt_info(const std::optional<KeyDerivation>& derivation,
                                                     const Nonce& nonce,
                                                     std::span<const std::byte, kMacNbytes> mac);
 uint64_t message_crypt_info_nbytes(bool derivation) noexcept;
-uint64_t mac_offset(bool derivation) noexcept;  // from the first byte of the length prefix
 
 }  // namespace tensorizer::format

@@ -215,12 +215,12 @@ std::optional<uint64_t> needed_index_nbytes(const Prologue& prologue,
   return entries + *annex;
 }
 
-bool EntryToWrite::is_long() const noexcept {
+bool is_long(std::span<const uint64_t> shape) noexcept {
   return std::ranges::any_of(shape, [](uint64_t dim) { return dim > kMaxShortDim; });
 }
 
 uint64_t index_entry_nbytes(const EntryToWrite& entry, bool tagged) noexcept {
-  const uint64_t dim_nbytes = tagged && entry.is_long() ? 8 : 4;
+  const uint64_t dim_nbytes = tagged && is_long(entry.shape) ? 8 : 4;
   return (tagged ? 4 : 0) + 29 + entry.name.size() + entry.dtype.size() +
          dim_nbytes * entry.shape.size();
 }
@@ -235,7 +235,7 @@ void check_fields_fit(std::string_view name, std::string_view dtype,
 }
 
 void append_index_entry(std::vector<std::byte>& out, const EntryToWrite& entry, bool tagged) {
-  const bool wide = tagged && entry.is_long();
+  const bool wide = tagged && is_long(entry.shape);
   check_fields_fit(entry.name, entry.dtype, entry.shape, wide);
   ByteWriter to(out);
   if (tagged) to.put(uint32_t{wide ? 5u : 1u});

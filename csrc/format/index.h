@@ -98,8 +98,8 @@ struct EntryToWrite {
   uint64_t offset;
   uint64_t data_offset;
   uint64_t data_nbytes;
-  bool is_long() const noexcept;  // any dimension >= 2^32
 };
+bool is_long(std::span<const uint64_t> shape) noexcept;  // any dimension >= 2^32
 uint64_t index_entry_nbytes(const EntryToWrite& entry, bool tagged) noexcept;
 
 // Throws Error(out_of_range) naming the tensor, for what neither an index entry nor a record header

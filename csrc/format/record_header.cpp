@@ -114,11 +114,11 @@ void check_shape(const RecordHeader& header, const IndexEntry& entry) {
 }
 
 HeaderDigest digest_without_crypt(std::span<const std::byte> bytes, uint64_t crypt_begin,
-                                  uint64_t crypt_end, bool want_crc32, bool want_sha256) {
+                                  uint64_t crypt_end, HashChoice hashes) {
   HeaderDigest digest;
   for (const auto part : {bytes.first(crypt_begin), bytes.subspan(crypt_end)}) {
-    if (want_crc32) digest.crc32 = crc32(digest.crc32, part);
-    if (want_sha256) digest.sha256.update(part);
+    if (hashes.crc32) digest.crc32 = crc32(digest.crc32, part);
+    if (hashes.sha256) digest.sha256.update(part);
   }
   return digest;
 }
@@ -200,19 +200,18 @@ void check_against_index(const RecordHeader& header, const IndexEntry& entry) {
 }
 
 HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader& header,
-                           bool want_crc32, bool want_sha256) {
+                           HashChoice hashes) {
   std::vector<std::byte> zeroed(bytes.begin(), bytes.end());
   for (const StoredHash& hash : header.hashes) {
     const auto at = hash.value.data() - bytes.data();
     std::fill_n(zeroed.begin() + at, hash.value.size(), std::byte{0});
   }
-  return digest_without_crypt(zeroed, header.crypt_begin, header.crypt_end, want_crc32,
-                              want_sha256);
+  return digest_without_crypt(zeroed, header.crypt_begin, header.crypt_end, hashes);
 }
 
 void check_data(const RecordHeader& header, std::span<const std::byte> header_bytes,
                 std::span<const std::byte> data) {
-  HeaderDigest digest = digest_header(header_bytes, header, true, true);
+  HeaderDigest digest = digest_header(header_bytes, header, {});
   const uint32_t crc32 = format::crc32(digest.crc32, data);
   digest.sha256.update(data);
   const Sha256Digest sha256 = digest.sha256.finish();
@@ -302,8 +301,7 @@ HeaderLayout serialize_record_header(const HeaderToWrite& header, uint64_t padde
 }
 
 HeaderDigest digest_header(const HeaderLayout& layout, HashChoice hashes) {
-  return digest_without_crypt(layout.bytes, layout.crypt_begin, layout.crypt_end, hashes.crc32,
-                              hashes.sha256);
+  return digest_without_crypt(layout.bytes, layout.crypt_begin, layout.crypt_end, hashes);
 }
 
 }  // namespace tensorizer::format

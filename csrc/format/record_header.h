@@ -18,6 +18,11 @@ namespace tensorizer::format {
 
 enum class HashType : uint8_t { crc32 = 0, sha256 = 1 };
 
+struct HashChoice {
+  bool crc32 = true;
+  bool sha256 = true;
+};
+
 struct StoredHash {
   HashType type;
   std::span<const std::byte> value;  // as stored; borrows the header bytes
@@ -64,7 +69,7 @@ struct HeaderDigest {
   Sha256 sha256;
 };
 HeaderDigest digest_header(std::span<const std::byte> bytes, const RecordHeader& header,
-                           bool want_crc32, bool want_sha256);
+                           HashChoice hashes);
 
 // Compares the stored hashes with the computed ones (nullptr: kind not computed because not
 // stored). Throws Error(hash_mismatch) naming tensor, kind, expected and found value; a CRC32 that
@@ -76,11 +81,6 @@ void check_data(const RecordHeader& header, std::span<const std::byte> header_by
                 std::span<const std::byte> data);
 
 // --- writing ---
-
-struct HashChoice {
-  bool crc32 = true;
-  bool sha256 = true;
-};
 
 // A record header to be written; hash values and MACs are zero until filled in through the offsets.
 struct HeaderLayout {

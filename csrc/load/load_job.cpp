@@ -66,7 +66,7 @@ std::optional<digest::RecordStart> LoadJob::accept_header(uint32_t record,
     format::HashChoice stored{.crc32 = false, .sha256 = false};
     for (const format::StoredHash& hash : header.hashes)
       (hash.type == format::HashType::crc32 ? stored.crc32 : stored.sha256) = true;
-    start = {format::digest_header(bytes, header, stored.crc32, stored.sha256), stored};
+    start = {format::digest_header(bytes, header, stored), stored};
   });
   if (steps == 0) return start;
   if (start) digester->expect(record, *start);

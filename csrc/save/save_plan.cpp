@@ -11,11 +11,6 @@ namespace {
 
 constexpr uint64_t kFirstIndexRoom = uint64_t{64} << 10;
 
-bool is_long(const TensorToWrite& tensor) {
-  return std::any_of(tensor.shape.begin(), tensor.shape.end(),
-                     [](uint64_t dim) { return dim > UINT32_MAX; });
-}
-
 }  // namespace
 
 format::Prologue raise_version(format::Prologue prologue, const TensorToWrite& tensor,
@@ -23,7 +18,7 @@ format::Prologue raise_version(format::Prologue prologue, const TensorToWrite& t
   uint32_t version = encrypted ? format::kVersionEncrypted : format::kVersionPlain;
   if (tensor.opaque()) version = std::max(version, format::kVersionOpaque);
   if (tensor.meta) version = std::max(version, format::kVersionMeta);
-  if (is_long(tensor)) version = std::max(version, format::kVersionLong);
+  if (format::is_long(tensor.shape)) version = std::max(version, format::kVersionLong);
   prologue.version = std::max(prologue.version, version);
   prologue.flags = 0;
   if (prologue.version >= format::kVersionMeta && encrypted)
@@ -38,14 +33,12 @@ PlannedRecord plan_record(const TensorToWrite& tensor, uint64_t offset, const Pl
   record.nonce = nonce;
   record.offset = offset;
   record.data_nbytes = tensor.data_nbytes;
-  record.encrypted = choice.crypt != nullptr && tensor.data_nbytes > 0;
+  record.encrypted = choice.encrypted && tensor.data_nbytes > 0;
   std::vector<std::byte> crypt_info;
   if (record.encrypted) {
-    const auto& derivation = choice.crypt->derivation;
-    crypt_info =
-        format::serialize_crypt_info(derivation ? &*derivation : nullptr, record.nonce,
-                                     ceil_div(tensor.data_nbytes, format::kCipherChunkNbytes));
-  } else if (choice.crypt != nullptr) {
+    crypt_info = format::serialize_crypt_info(
+        choice.derivation, nonce, ceil_div(tensor.data_nbytes, format::kCipherChunkNbytes));
+  } else if (choice.encrypted) {
     crypt_info = format::serialize_empty_crypt_info();
   }
   const format::HeaderToWrite header{.module_idx = tensor.module_idx,
@@ -53,9 +46,9 @@ PlannedRecord plan_record(const TensorToWrite& tensor, uint64_t offset, const Pl
                                      .name = tensor.name,
                                      .dtype = tensor.dtype,
                                      .shape = tensor.shape,
-                                     .wide_dims = is_long(tensor),
+                                     .wide_dims = format::is_long(tensor.shape),
                                      .hashes = choice.hashes,
-                                     .has_crypt_info = choice.crypt != nullptr,
+                                     .has_crypt_info = choice.encrypted,
                                      .crypt_info = crypt_info,
                                      .data_nbytes = tensor.data_nbytes};
   const uint64_t bare = format::record_header_nbytes(header);

@@ -51,13 +51,10 @@ struct SavedEntry {
   }
 };
 
-struct CryptChoice {
-  std::optional<format::KeyDerivation> derivation;  // passphrase files
-};
-
 struct PlanChoice {
   format::HashChoice hashes;
-  const CryptChoice* crypt = nullptr;  // nullptr: plain file
+  bool encrypted = false;
+  std::optional<format::KeyDerivation> derivation;  // how the key came from a passphrase
 };
 
 inline constexpr uint64_t kLargeTensorNbytes = uint64_t{256} << 10;

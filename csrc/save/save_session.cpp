@@ -43,8 +43,7 @@ SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
       start_(start),
       options_(options),
       metadata_(options.metadata),
-      process_(getpid()),
-      crypt_{options.derivation} {
+      process_(getpid()) {
   paths_.set_error_is_caller(true);
   if (options_.key) {
     tag_key_ = crypto::derive_subkey(*options_.key, crypto::KeyUse::tag);
@@ -198,7 +197,7 @@ void SaveSession::move_records(uint64_t distance) noexcept {
 }
 
 void SaveSession::place_records(Call& call) {
-  const PlanChoice choice{options_.hashes, options_.key ? &crypt_ : nullptr};
+  const PlanChoice choice{options_.hashes, options_.key != nullptr, options_.derivation};
   uint64_t offset = head_.end;
   call.records.reserve(call.tensors.size());
   for (const TensorToWrite& tensor : call.tensors) {
@@ -442,9 +441,8 @@ std::vector<std::byte> SaveSession::seal_metadata() {
   std::array<std::byte, format::kMacNbytes> mac;
   const format::Nonce nonce = draw_nonce();
   crypto::seal(cipher, mac, plain, crypto::NonceView(nonce), *options_.key);
-  const auto& derivation = options_.derivation;
   std::vector<std::byte> sealed =
-      format::serialize_message_crypt_info(derivation ? &*derivation : nullptr, nonce, mac);
+      format::serialize_message_crypt_info(options_.derivation, nonce, mac);
   sealed.insert(sealed.end(), cipher.begin(), cipher.end());
   return sealed;
 }

@@ -161,7 +161,6 @@ class SaveSession {
   const SaveOptions options_;
   std::vector<format::OwnedPair> metadata_;
   const int process_;  // that writes the file; a child that copied it does not
-  CryptChoice crypt_;
   std::optional<crypto::SecretKey> tag_key_;   // derived from the key of encrypted files
   std::optional<crypto::SecretKey> mark_key_;  // likewise
   format::PathRegistry paths_;

@@ -41,7 +41,7 @@ Bytes write_vector(bool encrypted, Bytes* annex_out) {
   const Bytes payload = from_hex("0000803F 000020C0");
   const uint64_t dims[] = {2};
   Bytes crypt_info;
-  if (encrypted) crypt_info = serialize_crypt_info(nullptr, vector_nonce(), 1);
+  if (encrypted) crypt_info = serialize_crypt_info(std::nullopt, vector_nonce(), 1);
   const HeaderToWrite header{.module_idx = 0,
                              .type = TensorType::state_dict,
                              .name = "w",

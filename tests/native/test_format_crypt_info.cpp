@@ -141,35 +141,33 @@ TEST(CryptInfo, WhatIsWrittenParsesToWhatWasMeant) {
   Nonce nonce;
   std::ranges::copy(some_nonce(), nonce.begin());
   KeyDerivation key{1, 3, 268435456, 2, Bytes(16, std::byte{9})};
-  for (const KeyDerivation* derived : {static_cast<KeyDerivation*>(nullptr), &key}) {
+  for (const std::optional<KeyDerivation>& derived :
+       {std::optional<KeyDerivation>(), std::optional(key)}) {
     for (const uint64_t macs : {0u, 1u, 2u, 77u}) {
       const Bytes bytes = serialize_crypt_info(derived, nonce, macs);
-      EXPECT_EQ(bytes.size(), crypt_info_nbytes(true, macs, derived != nullptr));
+      EXPECT_EQ(bytes.size(), (derived ? 110 : 60) + 16 * macs);
       EXPECT_EQ(load_le<uint64_t>(bytes.data()), bytes.size() - 8);
       const CryptInfo info = parse_crypt_info(std::span(bytes).subspan(8), 0);
-      EXPECT_EQ(info.derivations.size(), derived != nullptr ? 1u : 0u);
-      if (derived != nullptr) {
+      EXPECT_EQ(info.derivations.size(), derived ? 1u : 0u);
+      if (derived) {
         EXPECT_EQ(info.derivations[0], *derived);
       }
       EXPECT_EQ(info.cipher->nonce, nonce);
       EXPECT_EQ(info.cipher->chunk_nbytes, kCipherChunkNbytes);
       EXPECT_EQ(info.cipher->mac_count(), macs);
       if (macs > 0) {
-        EXPECT_EQ(info.cipher->macs.data(), bytes.data() + mac_offset(derived != nullptr));
+        EXPECT_EQ(info.cipher->macs.data(), bytes.data() + (derived ? 110 : 60));
       }
     }
   }
   EXPECT_EQ(to_hex(serialize_empty_crypt_info()), "02000000000000000000");
-  EXPECT_EQ(crypt_info_nbytes(false, 0, false), 10u);
-  EXPECT_EQ(crypt_info_nbytes(true, 5, false), 60u + 16 * 5);
-  EXPECT_EQ(crypt_info_nbytes(true, 5, true), 110u + 16 * 5);
   key.salt.resize(8);
-  expect_error(Errc::invalid_argument, [&] { serialize_crypt_info(&key, nonce, 1); });
+  expect_error(Errc::invalid_argument, [&] { serialize_crypt_info(key, nonce, 1); });
 }
 
 TEST(CryptInfo, ThePublishedDerivationChunkComesOutByteForByte) {
   const KeyDerivation key{1, 1, 8192, 2, Bytes(16)};
-  const Bytes bytes = serialize_crypt_info(&key, Nonce{}, 1);
+  const Bytes bytes = serialize_crypt_info(key, Nonce{}, 1);
   EXPECT_EQ(to_hex(std::span(bytes).subspan(10, 50)),
             to_hex(testing::from_hex(
                 "2A 00 00 00 00 00 00 00  01 00  01 00"

@@ -115,7 +115,7 @@ TEST(WorkedExample, TheDigestsOfItsHeaderAlone) {
 TEST(WorkedExample, TheSameTensorEncrypted) {
   Nonce nonce;
   for (size_t i = 0; i < nonce.size(); ++i) nonce[i] = static_cast<std::byte>(0x40 + i);
-  const Bytes crypt = serialize_crypt_info(nullptr, nonce, 1);
+  const Bytes crypt = serialize_crypt_info(std::nullopt, nonce, 1);
   const Bytes mac = from_hex("E160B2B554008E879D034852084FF9F2");
   const Bytes ciphertext = from_hex("4A17D5463A519BEA");
   Tensor tensor = w();

@@ -295,7 +295,7 @@ TEST(IndexEntryToWrite, SizesMatchWhatIsWrittenAndItReadsBack) {
       shape[0] = (uint64_t{1} << 32) + generator() % 5, shape.push_back(0);
     const std::string name = "name" + std::string(generator() % 50, 'x');
     const EntryToWrite entry{name, "<f8", shape, TensorType::buffer, 1000, 1200, 1 << 12};
-    const bool tagged = entry.is_long() || round % 2 == 0;
+    const bool tagged = is_long(entry.shape) || round % 2 == 0;
     Bytes out(3);
     append_index_entry(out, entry, tagged);
     ASSERT_EQ(out.size(), 3 + index_entry_nbytes(entry, tagged));
@@ -303,16 +303,15 @@ TEST(IndexEntryToWrite, SizesMatchWhatIsWrittenAndItReadsBack) {
                       kOrigin, UINT64_MAX);
     ASSERT_EQ(index[0].name, name);
     ASSERT_TRUE(std::ranges::equal(index[0].shape, shape));
-    ASSERT_EQ(index[0].wide_dims(), entry.is_long());
+    ASSERT_EQ(index[0].wide_dims(), is_long(entry.shape));
     ASSERT_EQ(index[0].type, TensorType::buffer);
     ASSERT_EQ(index[0].data_offset, 1200u);
   }
 }
 
 TEST(IndexEntryToWrite, TheBoundaryOfLongDimensionsIs2ToThe32) {
-  const std::vector<uint64_t> is_short = {UINT32_MAX}, is_long = {uint64_t{UINT32_MAX} + 1};
-  EXPECT_FALSE((EntryToWrite{"a", "<f4", is_short, TensorType::buffer, 0, 0, 0}.is_long()));
-  EXPECT_TRUE((EntryToWrite{"a", "<f4", is_long, TensorType::buffer, 0, 0, 0}.is_long()));
+  EXPECT_FALSE(is_long(std::vector<uint64_t>{UINT32_MAX}));
+  EXPECT_TRUE(is_long(std::vector<uint64_t>{uint64_t{UINT32_MAX} + 1}));
 }
 
 TEST(IndexEntryToWrite, FieldsThatDoNotFitAreTheCallersMistake) {

@@ -245,7 +245,7 @@ TEST(IndexAndHeader, TensorsWithoutDataHaveTwoLiberties) {
 // --- crypt_info and digests ---
 
 TEST(RecordHeader, CryptInfoIsThereExactlyWhereTheFileHasIt) {
-  const Bytes block = serialize_crypt_info(nullptr, Nonce{}, 3);
+  const Bytes block = serialize_crypt_info(std::nullopt, Nonce{}, 3);
   HeaderToWrite to_write = header_to_write();
   to_write.hashes = {false, true};
   to_write.has_crypt_info = true, to_write.crypt_info = block;
@@ -276,7 +276,7 @@ TEST(RecordHeader, AnEmptyCryptInfoHasNoMacs) {
 }
 
 TEST(RecordHeader, ACryptInfoThatOverrunsTheHeaderIsMalformed) {
-  const Bytes block = serialize_crypt_info(nullptr, Nonce{}, 1);
+  const Bytes block = serialize_crypt_info(std::nullopt, Nonce{}, 1);
   HeaderToWrite to_write = header_to_write();
   to_write.has_crypt_info = true, to_write.crypt_info = block;
   HeaderLayout layout = written(to_write);
@@ -288,7 +288,7 @@ TEST(RecordHeader, ACryptInfoThatOverrunsTheHeaderIsMalformed) {
 
 // The digests of writer and reader, and what they cover.
 TEST(HeaderDigest, OfAFilledInHeaderIsThatOfTheEmptyOne) {
-  const Bytes block = serialize_crypt_info(nullptr, Nonce{}, 2);
+  const Bytes block = serialize_crypt_info(std::nullopt, Nonce{}, 2);
   for (const bool crypt : {false, true}) {
     HeaderToWrite to_write = header_to_write();
     to_write.has_crypt_info = crypt;
@@ -298,19 +298,19 @@ TEST(HeaderDigest, OfAFilledInHeaderIsThatOfTheEmptyOne) {
     std::fill_n(layout.bytes.begin() + static_cast<long>(layout.crc32_at), 4, std::byte{0x11});
     std::fill_n(layout.bytes.begin() + static_cast<long>(layout.sha256_at), 32, std::byte{0x22});
     if (crypt) layout.bytes[layout.macs_at] = std::byte{0x33};
-    HeaderDigest after = digest_header(layout.bytes, parse(layout.bytes, crypt), true, true);
+    HeaderDigest after = digest_header(layout.bytes, parse(layout.bytes, crypt), {});
     EXPECT_EQ(after.crc32, before.crc32);
     EXPECT_EQ(to_hex(after.sha256.finish()), to_hex(before.sha256.finish()));
   }
 }
 
 TEST(HeaderDigest, CoversEveryByteButHashValuesAndCryptInfo) {
-  const Bytes block = serialize_crypt_info(nullptr, Nonce{}, 1);
+  const Bytes block = serialize_crypt_info(std::nullopt, Nonce{}, 1);
   HeaderToWrite to_write = header_to_write();
   to_write.has_crypt_info = true, to_write.crypt_info = block;
   const HeaderLayout layout = written(to_write, 5);
   const RecordHeader header = parse(layout.bytes, true);
-  const uint32_t original = digest_header(layout.bytes, header, true, false).crc32;
+  const uint32_t original = digest_header(layout.bytes, header, {.sha256 = false}).crc32;
   for (size_t i = 0; i < layout.bytes.size(); ++i) {
     Bytes turned = layout.bytes;
     turned[i] ^= std::byte{1};
@@ -322,7 +322,8 @@ TEST(HeaderDigest, CoversEveryByteButHashValuesAndCryptInfo) {
     const bool left_out = (i >= layout.crypt_begin && i < layout.crypt_end) ||
                           (i >= layout.crc32_at && i < layout.crc32_at + 4) ||
                           (i >= layout.sha256_at && i < layout.sha256_at + 32);
-    EXPECT_EQ(digest_header(turned, same_places, true, false).crc32 == original, left_out) << i;
+    EXPECT_EQ(digest_header(turned, same_places, {.sha256 = false}).crc32 == original, left_out)
+        << i;
   }
 }
 
