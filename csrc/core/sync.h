@@ -21,7 +21,6 @@ class TZR_TSA(capability("mutex")) Mutex {
  public:
   void lock() TZR_TSA(acquire_capability()) { mutex_.lock(); }
   void unlock() TZR_TSA(release_capability()) { mutex_.unlock(); }
-  bool try_lock() TZR_TSA(try_acquire_capability(true)) { return mutex_.try_lock(); }
 
  private:
   std::mutex mutex_;

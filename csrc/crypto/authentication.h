@@ -54,7 +54,6 @@ class SeedSigner final : public Signer {
   explicit SeedSigner(SecretKey seed);
   PublicKeyBytes public_key() const override { return public_key_; }
   SignatureBytes sign(std::span<const std::byte> message) const override;
-  const SecretKey& seed() const noexcept { return seed_; }
 
  private:
   SecretKey seed_;

@@ -28,8 +28,6 @@ using Function = struct FunctionTag*;
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;
 inline constexpr Result kOutOfMemory = 2;
-inline constexpr Result kNoDevice = 100;
-inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kNotReady = 600;
 inline constexpr Result kNotSupported = 801;
 
@@ -62,7 +60,6 @@ inline constexpr int kSourceAccessInStreamOrder = 1;
   X(cuGetErrorString, 6000, (Result error, const char** text))                     \
   X(cuDeviceGetCount, 2000, (int* count))                                          \
   X(cuDeviceGet, 2000, (Ordinal * device, int ordinal))                            \
-  X(cuDeviceGetName, 2000, (char* name, int nbytes, Ordinal device))               \
   X(cuDeviceGetAttribute, 2000, (int* value, int attribute, Ordinal device))       \
   X(cuDeviceGetPCIBusId, 4010, (char* text, int nbytes, Ordinal device))           \
   X(cuDevicePrimaryCtxRetain, 7000, (Context * context, Ordinal device))           \
@@ -79,7 +76,6 @@ inline constexpr int kSourceAccessInStreamOrder = 1;
   X(cuEventDestroy, 4000, (Event event))                                           \
   X(cuEventRecord, 2000, (Event event, Stream stream))                             \
   X(cuEventQuery, 2000, (Event event))                                             \
-  X(cuEventSynchronize, 2000, (Event event))                                       \
   X(cuMemHostRegister, 6050, (void* address, size_t nbytes, unsigned flags))       \
   X(cuMemHostUnregister, 4000, (void* address))                                    \
   X(cuMemHostAlloc, 2020, (void** address, size_t nbytes, unsigned flags))         \

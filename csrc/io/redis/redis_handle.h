@@ -95,7 +95,6 @@ class RedisHandle {
   // append, flush, read_reply.
   RedisReply command(std::initializer_list<std::string_view> words, const std::stop_token& stop);
 
-  const std::string& server() const noexcept { return server_; }
   // Whether a reply has come.
   bool answered() const noexcept { return answered_; }
   // False where it is the parent's, or the server has ended it or said something unasked.
