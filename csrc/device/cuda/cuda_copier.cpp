@@ -207,9 +207,7 @@ const Kernels* CudaCopier::find_kernels(const std::stop_token& stop) {
   if (shared_.open_on_device == OpenOnDevice::never) return nullptr;
   try {
     if (shared_.open_on_device == OpenOnDevice::if_possible) return buffers_.kernels_now();
-    const Kernels* const kernels = buffers_.kernels(stop);
-    if (!kernels) throw Error(Errc::cancelled, "cancelled");
-    return kernels;
+    return buffers_.kernels(stop);
   } catch (const Error& error) {
     if (error.code() == Errc::cancelled) throw;
     if (shared_.open_on_device == OpenOnDevice::if_possible) return nullptr;

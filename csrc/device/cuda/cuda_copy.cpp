@@ -54,7 +54,7 @@ std::string CudaCopyEngine::why_not_opened(const std::stop_token& stop) {
 
 std::string CudaCopyEngine::why_not_converted(const std::stop_token& stop) {
   try {
-    if (!state().buffers->kernels(stop)) throw Error(Errc::cancelled, "cancelled");
+    state().buffers->kernels(stop);
     return {};
   } catch (const Error& error) {
     if (error.code() == Errc::cancelled) throw;

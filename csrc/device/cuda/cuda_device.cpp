@@ -13,18 +13,6 @@ struct Registry {
   std::vector<std::unique_ptr<Device>> devices GUARDED_BY(mutex);
 };
 
-// Memory that the device may still write to: kept for good.
-struct Condemned {
-  Mutex mutex;
-  std::vector<std::unique_ptr<PinnedBuffers>> buffers GUARDED_BY(mutex);
-};
-
-void keep_for_good(std::unique_ptr<PinnedBuffers> buffers) {
-  static Condemned* const condemned = new Condemned;
-  MutexLock lock(condemned->mutex);
-  condemned->buffers.push_back(std::move(buffers));
-}
-
 Registry& registry() {
   static Registry* const instance = new Registry;
   return *instance;
@@ -175,7 +163,7 @@ void Device::condemn(const PinnedBuffers& buffers, Result why) {
   MutexLock lock(mutex_);
   if (pinned_.get() != &buffers) return;
   pinned_->close(why);
-  keep_for_good(std::move(pinned_));
+  condemned_.push_back(std::move(pinned_));
   context_ = nullptr;  // stays retained: the users of the old memory still work in it
   users_ = 0;
   changed_.notify_all();

@@ -80,6 +80,7 @@ class Device {
   CondVar changed_;
   Context context_ GUARDED_BY(mutex_) = nullptr;
   std::unique_ptr<PinnedBuffers> pinned_ GUARDED_BY(mutex_);
+  std::vector<std::unique_ptr<PinnedBuffers>> condemned_ GUARDED_BY(mutex_);  // kept for good
   unsigned users_ GUARDED_BY(mutex_) = 0;
   bool release_wanted_ GUARDED_BY(mutex_) = false;
   uint64_t uses_ GUARDED_BY(mutex_) =

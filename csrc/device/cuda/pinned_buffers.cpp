@@ -231,7 +231,7 @@ const Kernels* PinnedBuffers::kernels(const std::stop_token& stop) {
     if (!kernels_changed_.wait(kernels_mutex_, stop, [&]() REQUIRES_LOCK(kernels_mutex_) {
           return kernels_ || !kernels_refused_.empty();
         }))
-      return nullptr;
+      throw Error(Errc::cancelled, "cancelled");
   }
   return kernels_now();
 }

@@ -105,7 +105,7 @@ class PinnedBuffers {
   // The kernels where they are made and tested; null where they are not yet. Throws Error(device)
   // where they cannot be had, as long as this memory lives.
   const Kernels* kernels_now() const;
-  // The same, waiting for them; starts them. Null where the stop came.
+  // The same, waiting for them; starts them. Throws Error(cancelled).
   const Kernels* kernels(const std::stop_token& stop);
 
  private:
