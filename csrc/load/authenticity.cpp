@@ -9,7 +9,6 @@
 #include "crypto/chunked_box.h"
 #include "format/crypt_info.h"
 #include "load/load_plan.h"
-#include "load/request_costs.h"
 
 namespace tensorizer::load {
 namespace {
@@ -143,11 +142,7 @@ RecordDigests digest_records(io::RangeSource& source, const OpenedIndex& opened,
   const bool encrypted = opened.prologue.has_crypt_info();
   for (const format::IndexEntry& entry : opened.index.entries())
     check_header_nbytes(entry, encrypted);
-  const io::SourceTraits traits = source.traits();
-  const LoadPlan plan = plan_load(opened.index, entries,
-                                  {.unit_nbytes = traits.unit_nbytes,
-                                   .gap_nbytes = std::min(kHeaderGapNbytes, traits.gap_nbytes),
-                                   .payloads = false});
+  const LoadPlan plan = plan_headers(opened.index, entries, source.traits());
   RecordDigests found;
   found.headers.resize(entries.size());
   std::vector<std::byte> image;

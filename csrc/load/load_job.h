@@ -130,6 +130,11 @@ struct LoadJob {
   Progress progress_of(size_t unit) const noexcept {
     return progress_[unit].load(std::memory_order_relaxed);
   }
+  // Whether something may be in the destinations of any unit.
+  bool has_placed() const noexcept {
+    return std::ranges::any_of(progress_,
+                               [](const auto& unit) { return unit.load() == Progress::placed; });
+  }
   // Before the workers begin.
   void begin_plan();
 

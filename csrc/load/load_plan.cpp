@@ -8,6 +8,9 @@
 namespace tensorizer::load {
 namespace {
 
+// Record headers that are closer than this are read together.
+constexpr uint64_t kHeaderGapNbytes = 4096;
+
 class Planner {
  public:
   Planner(const PlanOptions& options, uint64_t total_nbytes, LoadPlan& plan)
@@ -31,7 +34,15 @@ class Planner {
     if (!in_one_unit && deals()) close();
   }
 
-  void finish() { close(); }
+  void close() {
+    if (!open_) return;
+    plan_.units.push_back({.first_piece = first_,
+                           .piece_count = static_cast<uint32_t>(plan_.pieces.size()) - first_,
+                           .offset = begin_,
+                           .nbytes = end_ - begin_,
+                           .placed_nbytes = placed_nbytes_});
+    open_ = false;
+  }
 
  private:
   // At the record whose begin is nearest to an even share.
@@ -102,16 +113,6 @@ class Planner {
     end_ = offset + piece.nbytes;
   }
 
-  void close() {
-    if (!open_) return;
-    plan_.units.push_back({.first_piece = first_,
-                           .piece_count = static_cast<uint32_t>(plan_.pieces.size()) - first_,
-                           .offset = begin_,
-                           .nbytes = end_ - begin_,
-                           .placed_nbytes = placed_nbytes_});
-    open_ = false;
-  }
-
   const PlanOptions& options_;
   const uint64_t total_nbytes_;  // of payloads
   LoadPlan& plan_;
@@ -135,7 +136,7 @@ LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selecti
   Planner planner(options, total_nbytes, plan);
   for (uint32_t target = 0; target < selection.size(); ++target)
     planner.add_record(target, index[selection[target]]);
-  planner.finish();
+  planner.close();
   for (const Unit& unit : plan.units) {
     plan.longest_unit_nbytes = std::max(plan.longest_unit_nbytes, unit.nbytes);
     plan.most_pieces = std::max(plan.most_pieces, unit.piece_count);
@@ -149,6 +150,14 @@ LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selecti
                        options.large_at_first.value_or(options.large_at_once));
   }
   return plan;
+}
+
+LoadPlan plan_headers(const format::Index& index, std::span<const uint32_t> selection,
+                      const io::SourceTraits& traits) {
+  return plan_load(index, selection,
+                   {.unit_nbytes = traits.unit_nbytes,
+                    .gap_nbytes = std::min(kHeaderGapNbytes, traits.gap_nbytes),
+                    .payloads = false});
 }
 
 }  // namespace tensorizer::load

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "format/index.h"
+#include "io/range_source.h"
 
 namespace tensorizer::load {
 
@@ -89,5 +90,8 @@ struct PlanOptions {
 // `selection` holds entry numbers in ascending order.
 LoadPlan plan_load(const format::Index& index, std::span<const uint32_t> selection,
                    const PlanOptions& options);
+// Their record headers alone.
+LoadPlan plan_headers(const format::Index& index, std::span<const uint32_t> selection,
+                      const io::SourceTraits& traits);
 
 }  // namespace tensorizer::load

@@ -36,6 +36,8 @@ constexpr uint64_t kReadBuffers = 3;
 // Where many streams are hashed side by side, units are so much shorter: there are enough steps to
 // fill the lanes of SHA-256 while they are in the cache, and in the three buffers of a worker.
 constexpr uint64_t kShorterToHash = 8;
+constexpr size_t kBriefUnits = 512;
+constexpr size_t kWipedAtOnce = 1024;  // destinations on a device, between two waits
 
 // A container without record headers has no digests to compare: its index says all there is to
 // know. Nor has a part. Data of a signed file in clear are compared whether or not somebody asks
@@ -64,7 +66,8 @@ LoadSession::LoadSession(io::RangeSource& source, const std::shared_ptr<const Op
   check_records();
   if (job_.options.parts) {
     // How parts of encrypted tensors are cut depends on the chunks that their headers state.
-    job_.plan = job_.has_crypt_info() ? plan_headers() : plan_parts();
+    job_.plan = job_.has_crypt_info() ? plan_headers(opened->index, job_.entries, source.traits())
+                                      : plan_parts();
   } else {
     job_.plan = plan_whole();
   }
@@ -131,19 +134,12 @@ uint64_t LoadSession::unit_nbytes() const {
   return engine ? std::min(traits.unit_nbytes, engine->buffer_nbytes()) : traits.unit_nbytes;
 }
 
-LoadPlan LoadSession::plan_headers() const {
-  const io::SourceTraits traits = job_.source.traits();
-  return plan_load(job_.opened->index, job_.entries,
-                   {.unit_nbytes = traits.unit_nbytes,
-                    .gap_nbytes = std::min(kHeaderGapNbytes, traits.gap_nbytes),
-                    .payloads = false});
-}
-
 LoadPlan LoadSession::plan_whole() const {
   const io::SourceTraits traits = job_.source.traits();
   const LoadOptions& options = job_.options;
   const bool all_in_place = std::ranges::all_of(job_.targets, &LoadTarget::in_place);
-  if (all_in_place && !job_.targets.empty() && !options.verify) return plan_headers();
+  if (all_in_place && !job_.targets.empty() && !options.verify)
+    return plan_headers(job_.opened->index, job_.entries, traits);
 
   const unsigned workers = useful_workers();
   const size_t lanes = format::Sha256::lanes();
@@ -279,7 +275,7 @@ void LoadSession::fill_zeros() {
 // Only what a worker may have filled: touching the rest would cost its memory and its time. Nobody
 // can stop this, so it must be short: pages of ours are given back, not written.
 void LoadSession::wipe_destinations() noexcept {
-  if (!job_.has_crypt_info()) return;
+  if (!job_.has_crypt_info() || plans_begun_ == 0) return;
   if (job_.options.engine != nullptr) return wipe_on_device();
   const auto wipe_unit = [&](size_t i, const std::stop_token&) {
     if (job_.progress_of(i) == LoadJob::Progress::none) return;
@@ -293,7 +289,7 @@ void LoadSession::wipe_destinations() noexcept {
       }
     }
   };
-  const size_t count = plans_begun_ == 0 ? 0 : job_.plan.units.size();
+  const size_t count = job_.plan.units.size();
   try {
     for_each_index(count, workers_of_plan(), {}, wipe_unit);
   } catch (...) {  // no memory for threads: here, then
@@ -304,13 +300,10 @@ void LoadSession::wipe_destinations() noexcept {
 // On a device, what was begun goes too where copies came that far: the caller's work that was to
 // come first is over then. Where it may not be, only what copies have begun to fill.
 void LoadSession::wipe_on_device() noexcept {
-  const size_t units = plans_begun_ == 0 ? 0 : job_.plan.units.size();
-  bool all = false;
-  for (size_t i = 0; i < units; ++i) all = all || job_.progress_of(i) == LoadJob::Progress::placed;
-  all = all && job_.options.engine->is_ready();
+  const bool all = job_.has_placed() && job_.options.engine->is_ready();
   std::array<device::DeviceRange, kWipedAtOnce> ranges;
   size_t count = 0;
-  for (size_t i = 0; i < units; ++i) {
+  for (size_t i = 0; i < job_.plan.units.size(); ++i) {
     const LoadJob::Progress progress = job_.progress_of(i);
     if (progress != LoadJob::Progress::placed && (!all || progress == LoadJob::Progress::none))
       continue;
@@ -327,14 +320,10 @@ void LoadSession::wipe_on_device() noexcept {
 }
 
 void LoadSession::wipe_staging() noexcept {
-  if (!job_.has_crypt_info() || job_.options.engine == nullptr || plans_begun_ == 0) return;
-  const device::DeviceRange staging = job_.options.engine->staging();
-  if (staging.nbytes == 0) return;
   // Nobody has passed the fence before something was placed.
-  for (size_t i = 0; i < job_.plan.units.size(); ++i) {
-    if (job_.progress_of(i) == LoadJob::Progress::placed)
-      return job_.options.engine->wipe({&staging, 1});
-  }
+  if (!job_.has_crypt_info() || job_.options.engine == nullptr || !job_.has_placed()) return;
+  const device::DeviceRange staging = job_.options.engine->staging();
+  if (staging.nbytes > 0) job_.options.engine->wipe({&staging, 1});
 }
 
 // What a piece puts into its destination; whoever has the header of a tensor whose chunks straddle

@@ -49,7 +49,6 @@ class LoadSession {
   friend class Together;
 
   void check_records() const;
-  LoadPlan plan_headers() const;
   LoadPlan plan_whole() const;
   LoadPlan plan_parts() const;
   uint64_t unit_nbytes() const;

@@ -8,7 +8,6 @@
 
 #include "core/error.h"
 #include "core/run_units.h"
-#include "core/threads.h"
 #include "load/changed_source.h"
 #include "load/load_worker.h"
 #include "load/unit_order.h"
@@ -274,9 +273,7 @@ class Together {
     }
 
     void finish() override {
-      for (uint32_t load = 0; load < of_.size(); ++load) {
-        if (of_[load]) guarded(load, [&] { of_[load]->finish(); });
-      }
+      each([](LoadWorker& worker) { worker.finish(); });
       // Others may have more to do than this thread has seen.
       for (uint32_t load = 0; load < of_.size(); ++load) {
         if (!of_[load] && pool_.sessions[load]->job_.digester)
