@@ -117,15 +117,10 @@ std::pair<py::bytes, std::vector<uint32_t>> sign(io::RangeSource& source, const 
   return {to_bytes(file), unbound};
 }
 
-using Derivation = std::tuple<uint64_t, uint64_t, py::bytes>;
-
 py::bytes derivation_chunk(const Derivation& derivation) {
-  const auto& [opslimit, memlimit, salt] = derivation;
-  const auto bytes = bytes_of(salt);
   std::vector<std::byte> out;
   ByteWriter writer(out);
-  format::put_derivation(
-      writer, {.opslimit = opslimit, .memlimit = memlimit, .salt = {bytes.begin(), bytes.end()}});
+  format::put_derivation(writer, derivation_of(derivation));
   return to_bytes(out);
 }
 

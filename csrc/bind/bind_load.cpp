@@ -12,14 +12,9 @@
 #include "bind/torch_bridge.h"
 #include "core/checked_math.h"
 #include "core/error.h"
-#include "core/run_units.h"
-#include "core/task_group.h"
 #include "device/kept_memory.h"
 #include "format/safetensors.h"
-#include "io/local/file_mapping.h"
-#include "load/allocate.h"
 #include "load/authenticity.h"
-#include "load/load_session.h"
 #include "load/open_index.h"
 
 namespace tensorizer::bind {

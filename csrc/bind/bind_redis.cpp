@@ -48,8 +48,7 @@ RedisOptions to_options(const py::dict& settings) {
   set_from(settings, "password", options.password);
   set_from(settings, "database", options.database);
   set_from(settings, "connections", options.connections);
-  if (settings.contains("retries"))
-    options.retry.retries = settings["retries"].cast<std::optional<int>>();
+  set_from(settings, "retries", options.retry.retries);
   set_from(settings, "retry_seconds", options.retry.window);
   set_from(settings, "first_answer_seconds", options.retry.first_answer_window);
   return options;

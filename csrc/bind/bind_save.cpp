@@ -5,7 +5,6 @@
 #include "bind/bindings.h"
 #include "bind/gil.h"
 #include "bind/names.h"
-#include "core/error.h"
 #include "save/save_session.h"
 
 namespace tensorizer::bind {
@@ -82,23 +81,19 @@ py::list record_facts(const SaveSession& session) {
   return result;
 }
 
-std::unique_ptr<SaveSession> make_session(
-    std::shared_ptr<io::RangeSink> sink, uint64_t start, bool crc32, bool sha256,
-    unsigned max_workers, std::shared_ptr<crypto::SecretKey> key,
-    const std::optional<std::tuple<uint64_t, uint64_t, py::bytes>>& derivation,
-    std::vector<format::OwnedPair> metadata, std::shared_ptr<crypto::Signer> signer) {
+std::unique_ptr<SaveSession> make_session(std::shared_ptr<io::RangeSink> sink, uint64_t start,
+                                          bool crc32, bool sha256, unsigned max_workers,
+                                          std::shared_ptr<crypto::SecretKey> key,
+                                          const std::optional<Derivation>& derivation,
+                                          std::vector<format::OwnedPair> metadata,
+                                          std::shared_ptr<crypto::Signer> signer) {
   save::SaveOptions options{.hashes = {crc32, sha256},
                             .max_workers = max_workers,
                             .key = std::move(key),
                             .derivation = std::nullopt,
                             .metadata = std::move(metadata),
                             .signer = std::move(signer)};
-  if (derivation) {
-    const auto& [opslimit, memlimit, salt] = *derivation;
-    const auto bytes = bytes_of(salt);
-    options.derivation = format::KeyDerivation{
-        .opslimit = opslimit, .memlimit = memlimit, .salt = {bytes.begin(), bytes.end()}};
-  }
+  if (derivation) options.derivation = derivation_of(*derivation);
   return std::make_unique<SaveSession>(std::move(sink), start, options);
 }
 

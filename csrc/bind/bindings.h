@@ -9,8 +9,10 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
 
 #include "core/error.h"
+#include "format/crypt_info.h"
 
 namespace tensorizer::bind {
 
@@ -61,6 +63,14 @@ std::span<const std::byte, N> exactly(std::span<const std::byte> bytes, const ch
   if (bytes.size() == N) return std::span<const std::byte, N>(bytes);
   throw Error(Errc::invalid_argument, std::string(what) + ": wanted " + std::to_string(N) +
                                           " bytes, found " + std::to_string(bytes.size()));
+}
+
+// How a key comes from a passphrase: opslimit, memlimit, salt.
+using Derivation = std::tuple<uint64_t, uint64_t, pybind11::bytes>;
+inline format::KeyDerivation derivation_of(const Derivation& derivation) {
+  const auto& [opslimit, memlimit, salt] = derivation;
+  const auto bytes = bytes_of(salt);
+  return {.opslimit = opslimit, .memlimit = memlimit, .salt = {bytes.begin(), bytes.end()}};
 }
 
 inline std::chrono::milliseconds milliseconds_of(double seconds) {
