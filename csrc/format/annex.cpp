@@ -188,13 +188,6 @@ class SectionReader {
   Annex annex_;
 };
 
-void check_section(SectionType type, uint64_t nbytes) {
-  if (nbytes > kMaxMetadataNbytes)
-    throw Error(Errc::out_of_range, (type == SectionType::ties ? "ties of " : "metadata of ") +
-                                        std::to_string(nbytes) + " bytes, at most " +
-                                        std::to_string(kMaxMetadataNbytes) + " fit");
-}
-
 void put_section(std::vector<std::byte>& out, SectionType type, std::span<const std::byte> body) {
   ByteWriter section(out);
   section.put(static_cast<uint8_t>(type));
@@ -226,7 +219,10 @@ void put_signatures(std::vector<std::byte>& out, std::span<const Signature> sign
 std::string text_of(SectionType type, std::span<const TextPair> pairs) {
   std::string text;
   append_text_object(text, pairs);
-  check_section(type, text.size());
+  if (text.size() > kMaxMetadataNbytes)
+    throw Error(Errc::out_of_range, (type == SectionType::ties ? "ties of " : "metadata of ") +
+                                        std::to_string(text.size()) + " bytes, at most " +
+                                        std::to_string(kMaxMetadataNbytes) + " fit");
   return text;
 }
 

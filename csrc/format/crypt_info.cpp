@@ -134,7 +134,6 @@ CryptInfo parse_crypt_info(std::span<const std::byte> block, uint64_t origin) {
   ByteCursor cursor(block, "crypt_info", origin);
   CryptInfo info;
   const auto count = cursor.read_le<uint16_t>("chunk count");
-  info.has_chunks = count > 0;
   for (uint16_t i = 0; i < count; ++i) {
     const auto nbytes = cursor.read_le<uint64_t>("chunk length");
     const uint64_t at = cursor.offset();
@@ -142,7 +141,7 @@ CryptInfo parse_crypt_info(std::span<const std::byte> block, uint64_t origin) {
     ByteCursor chunk(cursor.take(nbytes, "chunk"), "crypt_info chunk", at);
     parse_chunk(chunk, info);
   }
-  if (info.has_chunks && !info.cipher) {
+  if (count > 0 && !info.cipher) {
     throw Error(Errc::crypto, "crypt_info: chunks, but none that says how the data is encrypted",
                 {}, origin);
   }

@@ -43,7 +43,6 @@ struct CipherChunks {
 struct CryptInfo {
   std::vector<KeyDerivation> derivations;
   std::optional<CipherChunks> cipher;  // nullopt: payload is not encrypted (zero chunks)
-  bool has_chunks = false;             // any chunk at all
 };
 
 // A derivation chunk with its length prefix, as writers make it: of exactly this size.

@@ -23,9 +23,8 @@ bool is_torch_name(std::string_view name) noexcept {
   const auto letter = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
   };
-  const auto digit = [](char c) { return c >= '0' && c <= '9'; };
   return !identifier.empty() && letter(identifier.front()) &&
-         std::ranges::all_of(identifier, [&](char c) { return letter(c) || digit(c); });
+         std::ranges::all_of(identifier, [&](char c) { return letter(c) || is_digit(c); });
 }
 
 bool is_one_of(uint32_t value, std::initializer_list<uint32_t> allowed) noexcept {

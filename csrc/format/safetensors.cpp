@@ -250,8 +250,6 @@ const SafetensorsDtype& dtype_of(const SafetensorsTensor& tensor) {
   return *dtype;
 }
 
-void append_number(std::string& out, uint64_t value) { out += std::to_string(value); }
-
 void append_shape(std::string& out, const SafetensorsTensor& tensor,
                   const SafetensorsDtype& dtype) {
   // A type without a tensor type is given with the shape that the header shows.
@@ -271,7 +269,7 @@ void append_shape(std::string& out, const SafetensorsTensor& tensor,
     if (!product) refuse(tensor.name, "its shape is too large");
     bits = *product;
     if (i > 0) out.push_back(',');
-    append_number(out, dim);
+    out += std::to_string(dim);
   }
   out.push_back(']');
   if (bits % 8 != 0 || bits / 8 != tensor.nbytes)
@@ -323,13 +321,13 @@ std::vector<std::byte> serialize_safetensors(std::span<const SafetensorsTensor> 
     text += ",\"shape\":";
     append_shape(text, tensor, dtype);
     text += ",\"data_offsets\":[";
-    append_number(text, end);
+    text += std::to_string(end);
     text.push_back(',');
     const auto next = checked_add(end, tensor.nbytes);
     if (!next || *next > kMaxNbytes)
       refuse(tensor.name, "the tensors are larger than a file can be");
     end = *next;
-    append_number(text, end);
+    text += std::to_string(end);
     text += "]}";
   }
   text.push_back('}');

@@ -47,7 +47,6 @@ TEST(CryptInfo, ChunksAreReadInAnyOrder) {
        std::vector<std::vector<Bytes>>{{derivation(), parallel(2)}, {parallel(2), derivation()}}) {
     const Bytes bytes = block(chunks);
     const CryptInfo info = parse(bytes);
-    EXPECT_TRUE(info.has_chunks);
     ASSERT_EQ(info.derivations.size(), 1u);
     EXPECT_EQ(info.derivations[0].opslimit, 3u);
     EXPECT_EQ(info.derivations[0].memlimit, 8192u);
@@ -61,7 +60,7 @@ TEST(CryptInfo, ChunksAreReadInAnyOrder) {
 
 TEST(CryptInfo, NoChunksMeanNoEncryption) {
   const CryptInfo info = parse(block({}));
-  EXPECT_FALSE(info.has_chunks);
+  EXPECT_TRUE(info.derivations.empty());
   EXPECT_FALSE(info.cipher);
   EXPECT_EQ(check_crypt_info(info, 0), 0u);
   expect_error(Errc::crypto, [&] { check_crypt_info(info, 1); });
