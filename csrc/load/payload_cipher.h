@@ -9,7 +9,6 @@
 #include <stop_token>
 #include <vector>
 
-#include "core/sync.h"
 #include "device/chunk_to_open.h"
 #include "format/record_header.h"
 #include "load/key_ring.h"

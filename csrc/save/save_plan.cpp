@@ -4,7 +4,6 @@
 
 #include "core/checked_math.h"
 #include "core/error.h"
-#include "format/tensor_path.h"
 
 namespace tensorizer::save {
 namespace {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <system_error>
 
-#include "core/error.h"
 #include "io/cache/cache_disk.h"
 
 namespace tensorizer::io {

@@ -13,7 +13,6 @@
 #include <random>
 #include <vector>
 
-#include "core/checked_math.h"
 #include "core/error.h"
 #include "core/threads.h"
 #include "io/local/file_system.h"
