@@ -247,7 +247,7 @@ void RedisHandle::receive_into(Slice into, uint64_t& received, const std::stop_t
 }
 
 void RedisHandle::fail_protocol(const std::string& problem) const {
-  throw RedisProtocolError(server_ + ": not an answer that Redis gives: " + problem, server_);
+  throw Error(Errc::io, server_ + ": not an answer that Redis gives: " + problem, server_);
 }
 
 void RedisHandle::fail_reply(const std::string& text) const {

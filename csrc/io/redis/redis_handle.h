@@ -55,13 +55,6 @@ class RedisServerError : public Error {
   bool again;
 };
 
-// What came is no answer that Redis gives: nothing will be better on another connection.
-class RedisProtocolError : public Error {
- public:
-  RedisProtocolError(const std::string& what, std::string server)
-      : Error(Errc::io, what, std::move(server)) {}
-};
-
 struct RedisReaderDeleter {
   void operator()(redisReader* reader) const noexcept { redisReaderFree(reader); }
 };
@@ -109,6 +102,7 @@ class RedisHandle {
   void fill_input(const std::stop_token& stop);
   std::string read_line(const std::stop_token& stop);
   void receive_into(Slice into, uint64_t& received, const std::stop_token& stop);
+  // What came is no answer that Redis gives: nothing will be better on another connection.
   [[noreturn]] void fail_protocol(const std::string& problem) const;
   [[noreturn]] void fail_reply(const std::string& text) const;
   ConstSlice input() const noexcept { return {input_.data() + begin_, end_ - begin_}; }
