@@ -7,7 +7,6 @@
 #include <random>
 #include <unordered_map>
 
-#include "core/error.h"
 #include "format/tensor_path.h"
 
 namespace tensorizer::format {
@@ -87,10 +86,9 @@ struct PathRegistry::Impl {
   }
 };
 
-PathRegistry::PathRegistry() : impl_(std::make_unique<Impl>()) {}
+PathRegistry::PathRegistry(Errc broken_rule)
+    : impl_(std::make_unique<Impl>()), broken_rule_(broken_rule) {}
 PathRegistry::~PathRegistry() = default;
-PathRegistry::PathRegistry(PathRegistry&&) noexcept = default;
-PathRegistry& PathRegistry::operator=(PathRegistry&&) noexcept = default;
 
 void PathRegistry::reserve(size_t count) {
   impl_->tree.reserve(count);
@@ -98,8 +96,7 @@ void PathRegistry::reserve(size_t count) {
 }
 
 void PathRegistry::refuse(std::string_view stored, const char* problem) const {
-  throw Error(caller_ ? Errc::invalid_argument : Errc::malformed,
-              "tensor name " + display_name(stored) + problem);
+  throw Error(broken_rule_, "tensor name " + display_name(stored) + problem);
 }
 
 void PathRegistry::add(const TensorPath& path) {

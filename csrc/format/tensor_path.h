@@ -10,6 +10,8 @@
 #include <variant>
 #include <vector>
 
+#include "core/error.h"
+
 namespace tensorizer::format {
 
 // A sequence index. The file may hold integers of any size; `digits` is the canonical decimal text.
@@ -51,15 +53,14 @@ std::string display_name(std::string_view stored);
 // case, cost one hash each.
 class PathRegistry {
  public:
-  PathRegistry();
+  // `broken_rule`: malformed for a file being read, invalid_argument for one being written.
+  explicit PathRegistry(Errc broken_rule = Errc::malformed);
   ~PathRegistry();
-  PathRegistry(PathRegistry&&) noexcept;
-  PathRegistry& operator=(PathRegistry&&) noexcept;
 
   void reserve(size_t count);
 
-  // Adds a path, or throws Error(code) that says which rule it breaks: malformed for a file being
-  // read, invalid_argument for one being written. After a throw the registry is unchanged.
+  // Adds a path, or throws an Error that says which rule it breaks. After a throw the registry is
+  // unchanged.
   void add(const TensorPath& path);
   // The same for a plain name: one string component.
   void add_plain(std::string_view name);
@@ -68,14 +69,12 @@ class PathRegistry {
   size_t mark() const noexcept;
   void rollback(size_t mark) noexcept;
 
-  void set_error_is_caller(bool caller) noexcept { caller_ = caller; }
-
  private:
   [[noreturn]] void refuse(std::string_view stored, const char* problem) const;
 
   struct Impl;
   std::unique_ptr<Impl> impl_;
-  bool caller_ = false;
+  Errc broken_rule_;
 };
 
 }  // namespace tensorizer::format

@@ -44,7 +44,6 @@ SaveSession::SaveSession(std::shared_ptr<io::RangeSink> sink, uint64_t start,
       options_(options),
       metadata_(options.metadata),
       process_(getpid()) {
-  paths_.set_error_is_caller(true);
   if (options_.key) {
     tag_key_ = crypto::derive_subkey(*options_.key, crypto::KeyUse::tag);
     mark_key_ = crypto::derive_subkey(*options_.key, crypto::KeyUse::mark);

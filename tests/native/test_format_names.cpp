@@ -240,8 +240,7 @@ TEST(PathRegistry, ALayerHasKeysOfOneKind) {
 }
 
 TEST(PathRegistry, BlamesTheCallerWhenToldSo) {
-  PathRegistry paths;
-  paths.set_error_is_caller(true);
+  PathRegistry paths(Errc::invalid_argument);
   paths.add_plain("x");
   expect_error(Errc::invalid_argument, [&] { paths.add_plain("x"); });
   expect_error(Errc::invalid_argument, [&] { paths.add({}); });
