@@ -19,7 +19,6 @@
 #include "digest/record_digester.h"
 #include "format/record_header.h"
 #include "io/range_source.h"
-#include "load/conversion.h"
 #include "load/key_ring.h"
 #include "load/load_plan.h"
 #include "load/loaded_headers.h"
@@ -28,6 +27,22 @@
 #include "load/slice_plan.h"
 
 namespace tensorizer::load {
+
+// What a device makes of a tensor's elements on their way to its destination.
+struct Conversion {
+  device::ElementType from;
+  device::ElementType to;
+
+  static constexpr uint64_t nbytes_of(device::ElementType type) noexcept {
+    return type == device::kFloat64 ? 8 : type == device::kFloat32 ? 4 : 2;
+  }
+  // Whole elements in `nbytes` as they are stored.
+  constexpr uint64_t count(uint64_t nbytes) const noexcept { return nbytes / nbytes_of(from); }
+  // The bytes that they take at the destination.
+  constexpr uint64_t converted(uint64_t nbytes) const noexcept {
+    return count(nbytes) * nbytes_of(to);
+  }
+};
 
 // A tensor, or a part of one, and where it goes.
 struct LoadTarget {
