@@ -6,8 +6,10 @@ import io
 import os
 import sys
 import unittest.mock
+from pathlib import Path
 from typing import NamedTuple
 
+from tensorizer import TensorSerializer
 from tensorizer.cli.main import main
 
 
@@ -35,3 +37,18 @@ def run(*arguments, stdin=b"", encoding="utf-8", **environment) -> Result:
                 stream.flush()
             sys.stdin, sys.stdout, sys.stderr = saved
     return Result(status, *(stream.buffer.getvalue() for stream in streams[1:]))
+
+
+KEY = bytes(range(32))
+
+
+def write(path: Path, tensors, **options) -> Path:
+    with TensorSerializer(path, **options) as serializer:
+        serializer.write_state_dict(tensors)
+    return path
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)

@@ -9,7 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tensorizer.stream_io import HTTPOptions
+from servers.http_faults import FaultyServer, Reply
+
+from tensorizer import _C
+from tensorizer.stream_io import CURLStreamFile, HTTPOptions
 
 
 def quick(**changes: object) -> HTTPOptions:
@@ -60,3 +63,32 @@ def nothing_left() -> Iterator[None]:
         time.sleep(0.01)
     assert not _threads() - threads, "threads are left"
     assert not _sockets() - sockets, "sockets are left"
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Fails if the block takes longer."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+# --- servers that misbehave -------------------------------------------------------------------------------------------
+
+CONTENT = random_bytes(200_000)
+HEAD = 4096
+DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
+BOTH_WAYS = (1, 1 << 40)  # values of direct_nbytes: straight from the socket, and through libcurl
+
+
+def open_faulty(server: FaultyServer, **changes: object) -> _C.HttpSource:
+    return _C.HttpSource.open(server.url, quick(**changes)._native())
+
+
+def read_faulty(server: FaultyServer, **changes: object) -> bytes:
+    with CURLStreamFile(server.url, http_options=quick(**changes)) as stream:
+        return stream.read()
+
+
+def raw(head: str, body: bytes = b"") -> Reply:
+    return Reply(raw=head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)

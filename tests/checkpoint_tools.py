@@ -1,0 +1,45 @@
+"""What the tests of distributed checkpoints share: saves, loads, and the marker of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import tensorizer.distributed as td
+
+
+def save(state, path, **arguments):
+    return dcp.save(state, storage_writer=td.TensorizerWriter(path, **arguments))
+
+
+def load(state, path, **arguments):
+    reader = td.TensorizerReader(path, **arguments)
+    dcp.load(state, storage_reader=reader)
+    return reader
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    left, right = (tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
+    return torch.equal(left, right)
+
+
+def marker_in(folder):
+    """Head and body."""
+    head, body = (folder / ".metadata").read_bytes().split(b"\n", 1)
+    return json.loads(head), json.loads(body)
+
+
+def write_marker(folder, head, body):
+    """With sizes and digest that fit, as anybody can."""
+    content = json.dumps(body).encode()
+    fitting = {"nbytes": len(content), "content_nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / ".metadata").write_bytes(json.dumps({**head, **fitting}).encode() + b"\n" + content)
+
+
+def cause_of(error: CheckpointException) -> BaseException:
+    (failure,) = {type(f[0]): f[0] for f in error.failures.values()}.values()
+    return failure
