@@ -80,8 +80,8 @@ demo: say-how-long $(VENV)/stamp-build  ## a real network written, loaded back a
 	@$(BIN)/python examples/demo.py --cache $(CACHE)/demo $(if $(MODEL),--model "$(MODEL)")
 
 PYTEST_ARGS ?=
-# A third of their time the tests wait, for time-outs and for servers; two in each core keep it busy.
-WORKERS := $(shell expr $(JOBS) \* 2)
+# A third of their time the tests wait, for time-outs and for servers.
+WORKERS := $(shell expr $(JOBS) + $(JOBS) / 2)
 .PHONY: test test-slow test-all
 test: system-test $(VENV)/stamp-dev $(VENV)/stamp-build  ## the Python tests (PYTEST_ARGS='-k name')
 	$(BIN)/python -m pytest -q --durations=20 -n $(WORKERS) --dist loadgroup --timeout 300 -m "not slow" $(PYTEST_ARGS)
