@@ -9,6 +9,9 @@ import unittest.mock
 from pathlib import Path
 from typing import NamedTuple
 
+import samples
+import torch
+
 from tensorizer import TensorSerializer
 from tensorizer.cli.main import main
 
@@ -52,3 +55,18 @@ def flip(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    return {
+        "embed.weight": samples.tensor((64, 32), torch.float16, 1),
+        "layers.0.weight": torch.arange(1024.0).reshape(32, 32),
+        "layers.1.weight": samples.tensor((32, 32), torch.float32, 3),
+        "steps": torch.tensor(7),
+    }
+
+
+def write_key(path: Path) -> Path:
+    path.write_bytes(KEY)
+    path.chmod(0o600)
+    return path

@@ -10,13 +10,28 @@ import sys
 
 import pytest
 import torch
-from command_line import KEY, flip, run, write
+from command_line import KEY, flip, run, some_tensors, write, write_key
 from places import ROOT
 
 import tensorizer._C
 import tensorizer.torch
 from tensorizer import EncryptionParams, TensorDeserializer, TensorSerializer
 from tensorizer.cli.main import make_parser
+
+
+@pytest.fixture
+def tensors():
+    return some_tensors()
+
+
+@pytest.fixture
+def model(tmp_path, tensors):
+    return write(tmp_path / "model.tensors", tensors)
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    return write_key(tmp_path / "key")
 
 
 def test_help_of_every_command_needs_no_torch():

@@ -13,13 +13,18 @@ import warnings
 import pytest
 import reference_safetensors
 import torch
-from command_line import KEY, run, write
+from command_line import KEY, run, some_tensors, write, write_key
 from servers.file_server import serve_folder
 
 import tensorizer._C
 import tensorizer.torch
 from tensorizer import EncryptionParams
 from tensorizer.cli.output import table
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write(tmp_path / "model.tensors", some_tensors())
 
 
 def test_names_cannot_act_on_the_terminal(tmp_path):
@@ -96,7 +101,8 @@ def test_long_names_keep_their_numbers_and_last_words_on_a_narrow_terminal():
     assert len(line) == 40
 
 
-def test_screens_say_what_was_not_done_and_where_the_rest_is(tmp_path, tensors, model):
+def test_screens_say_what_was_not_done_and_where_the_rest_is(tmp_path, model):
+    tensors = some_tensors()
     secret = tmp_path / "secret.tensors"
     write(secret, tensors, encryption=EncryptionParams(KEY), metadata={"note": "text"})
     assert b"metadata: encrypted" in run("inspect", secret).stdout
@@ -114,7 +120,8 @@ def test_screens_say_what_was_not_done_and_where_the_rest_is(tmp_path, tensors, 
 SECRET = "".join(["s3", "cr3t"])
 
 
-def test_no_command_tells_the_credentials_or_the_query_of_a_uri(tmp_path, model, key_file, monkeypatch):
+def test_no_command_tells_the_credentials_or_the_query_of_a_uri(tmp_path, model, monkeypatch):
+    key_file = write_key(tmp_path / "key")
     """Whatever becomes of the command: sources and targets that are there, are not, and cannot be."""
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory").store
