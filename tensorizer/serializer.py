@@ -180,8 +180,6 @@ class TensorSerializer:
         Raises:
             OSError: The file could not be completed.
         """
-        if self._closed:
-            return
         with self._turn():
             if self._writing:
                 self._close_is_due = True

@@ -109,27 +109,32 @@ def _slots(file: OpenFile, names: Sequence[Name], nbytes: int) -> Iterator[list[
     used = 0
     for name in names:
         part = get_slice(file, name)
-        # Rows of the first dimension of which one fits into a slot, for each index of the dimensions before it.
-        cut, row_nbytes = 0, part.nbytes // part.shape[0] if part.ndim else part.nbytes
-        while row_nbytes > nbytes:
-            cut += 1
-            row_nbytes //= part.shape[cut]
-        rows = part.shape[cut] if part.ndim else 1
-        for index in itertools.product(*map(range, part.shape[:cut])):
+        shape = tuple(part.shape) or (1,)
+        cut, row_nbytes = _cut(shape, part.nbytes, nbytes)
+        for before in itertools.product(*map(range, shape[:cut])):
             begin = 0
-            while begin < rows:
+            while begin < shape[cut]:
                 at = -(-used // _ALIGNMENT) * _ALIGNMENT
-                count = min(rows - begin, max(0, nbytes - at) // row_nbytes)
+                count = min(shape[cut] - begin, max(0, nbytes - at) // row_nbytes)
                 if count == 0:
                     yield blocks
                     blocks, used = [], 0
                     continue
-                box = (*((i, i + 1) for i in index), (begin, begin + count), *whole(part.shape[cut + 1 :]))
-                blocks.append(_Block(name, box if part.ndim else (), part.dtype, at, count * row_nbytes))
+                box = (*((i, i + 1) for i in before), (begin, begin + count), *whole(shape[cut + 1 :]))
+                blocks.append(_Block(name, box[: part.ndim], part.dtype, at, count * row_nbytes))
                 used = at + count * row_nbytes
                 begin += count
     if blocks:
         yield blocks
+
+
+def _cut(shape: Sequence[int], nbytes: int, room: int) -> tuple[int, int]:
+    """The first dimension of which one row fits into `room` bytes, and the bytes of such a row."""
+    dim, row_nbytes = 0, nbytes // shape[0]
+    while row_nbytes > room:
+        dim += 1
+        row_nbytes //= shape[dim]
+    return dim, row_nbytes
 
 
 def _windows(slots: Iterator[list[_Block]], size: int) -> Iterator[list[list[_Block]]]:
