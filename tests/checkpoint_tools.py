@@ -5,11 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tensorizer.distributed as td
+
+#: Of every file of such tests, as its ``pytestmark``.
+MARKS = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized"),
+    pytest.mark.skipif(
+        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5),
+        reason="these tests use what torch.distributed has since torch 2.5",
+    ),
+]
 
 
 def save(state, path, **arguments):
@@ -20,11 +30,6 @@ def load(state, path, **arguments):
     reader = td.TensorizerReader(path, **arguments)
     dcp.load(state, storage_reader=reader)
     return reader
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    left, right = (tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
-    return torch.equal(left, right)
 
 
 def marker_in(folder):

@@ -16,7 +16,7 @@ import zlib
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_tools import cause_of, load, marker_in, save, write_marker
+from checkpoint_tools import MARKS, cause_of, load, marker_in, save, write_marker
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tensorizer
@@ -30,13 +30,7 @@ from tensorizer import (
     SigningKey,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized"),
-    pytest.mark.skipif(
-        tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5),
-        reason="these tests use what torch.distributed has since torch 2.5",
-    ),
-]
+pytestmark = MARKS
 
 
 class Canary:
