@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -34,6 +35,8 @@ __all__ = [
     "state_dict_contents",
     "state_of",
 ]
+
+logger = logging.getLogger("tensorizer.serialization")
 
 
 class Contents(NamedTuple):
@@ -330,6 +333,9 @@ def _read_one(path: str, key: Optional[str], skip_non_tensors: bool) -> tuple[di
         raise UnsupportedContentError(
             f"{path}: no tensors: {', '.join(map(repr, refused))}; they can be left out (skip_non_tensors)"
         )
+    for name in refused:
+        if _holds_tensors(found[name]):  # perhaps the model, beside a counter of steps that is a tensor
+            logger.warning("%s: %r is left out, although it holds tensors; key= can select it", path, name)
     unfit = not_storable(tensors)
     if unfit:
         raise UnsupportedContentError(f"{path}: {'; '.join(unfit)}")

@@ -174,6 +174,18 @@ def test_pickled_state_dicts_are_read_without_running_them(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+@reads_pickles
+def test_a_mapping_of_tensors_that_skip_non_tensors_leaves_out_is_warned_of(tmp_path, caplog):
+    content = {"step": torch.tensor(3), "epoch": 1, "model": {"a": torch.arange(6.0)}}
+    torch.save(content, tmp_path / "m.pt")
+    report = tensorizer.convert(tmp_path / "m.pt", tmp_path / "m.tensors", skip_non_tensors=True)
+    assert report.skipped == ("epoch", "model")
+    (record,) = caplog.records
+    assert record.message == f"{tmp_path}/m.pt: 'model' is left out, although it holds tensors; key= can select it"
+    report = tensorizer.convert(tmp_path / "m.pt", tmp_path / "m.tensors", key="model")
+    assert (report.tensors, report.skipped) == (1, ())
+
+
 class Canary:
     """Unpickling it makes a file."""
 
