@@ -88,7 +88,7 @@ class HTTPOptions:
         max_retry_delay: Upper bound of that pause.
         max_redirects: Redirects followed per request. ``headers`` and the credentials of the URL are not sent to
             another host. Redirects from https to http are not followed.
-        connections: Requests at the same time; ``None`` for 16, or 32 if the server takes 10 ms or more to answer.
+        connections: Requests at the same time; ``None`` for 16, or 64 if the server takes 10 ms or more to answer.
             Each time the server says that it is overloaded (429, 503), the number is halved for a while.
         max_connections: Upper bound of ``connections``, and of all requests of this process at one host: 64. If
             ``LOCAL_WORLD_SIZE`` names several ranks, each gets its share, at least 4. ``TENSORIZER_MAX_CONNECTIONS``

@@ -12,7 +12,7 @@
 
 namespace tensorizer::io {
 
-// How many requests of one source run at the same time: a fixed number, or 16, or 32 for a server
+// How many requests of one source run at the same time: a fixed number, or 16, or 64 for a server
 // that takes long to answer. Each time a server says that it is overloaded there are half as many,
 // and after a while twice as many again. Time is an argument. Internally locked.
 class ConnectionCount {
