@@ -13,13 +13,13 @@ ConnectionCount::TimePoint at(milliseconds time) {
   return ConnectionCount::TimePoint(seconds(1000) + time);
 }
 
-TEST(ConnectionCount, ANearServerGetsSixteenAndOneThatIsFarAwayThirtyTwo) {
-  ConnectionCount count(0, 64);
+TEST(ConnectionCount, ANearServerGetsSixteenAndOneThatIsFarAwaySixtyFour) {
+  ConnectionCount count(0, 100);
   count.note_latency(milliseconds(9));
   EXPECT_EQ(count.at(at(seconds(0))), 16u);
   count.note_latency(milliseconds(10));
-  EXPECT_EQ(count.at(at(seconds(0))), 32u);
-  EXPECT_EQ(count.most(), 32u);
+  EXPECT_EQ(count.at(at(seconds(0))), 64u);
+  EXPECT_EQ(count.most(), 64u);
 }
 
 TEST(ConnectionCount, TheBoundHoldsForEveryNumber) {
