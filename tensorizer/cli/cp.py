@@ -44,9 +44,13 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     source, target = arguments.source, arguments.target
     options = stream_options(arguments, source, target)
     check_names_object(source, target)
+    if source == "-" and sys.__stdin__ is None:
+        raise UsageError("standard input is closed")
     if arguments.verify and source == "-":
         raise UsageError("--verify reads the source twice, but standard input can be read only once")
     if target == "-":
+        if sys.__stdout__ is None:
+            raise UsageError("standard output is closed")
         if sys.stdout.isatty():
             raise UsageError("standard output is a terminal: redirect it")
         if output.json:

@@ -196,8 +196,8 @@ def test_no_command_tells_the_credentials_or_the_query_of_a_uri(tmp_path, model,
         ("2", "inspect MODEL", [0]),
         ("2", "inspect /nowhere", [3]),
         ("12", "inspect /nowhere", [3]),
-        ("0", "cp - EMPTY", [0]),
-        ("1", "cp MODEL -", [0]),
+        ("0", "cp - EMPTY", [2]),
+        ("1", "cp MODEL -", [2]),
         ("0", "decrypt /nowhere /nowhere.too", [3, 5]),
         ("01", "convert MODEL OUT.tensors", [0]),
     ],
@@ -207,7 +207,9 @@ def test_closed_streams_end_a_command_without_a_traceback(model, tmp_path, fresh
         import os, sys
         for number in map(int, sys.argv[1]):
             os.close(number)
-            setattr(sys, ("stdin", "stdout", "stderr")[number], None)  # as Python starts without them
+            name = ("stdin", "stdout", "stderr")[number]
+            setattr(sys, name, None)  # as Python starts without them
+            setattr(sys, f"__{name}__", None)
         from tensorizer.cli.main import main
         sys.exit(main(sys.argv[2:]))
     """
@@ -219,7 +221,13 @@ def test_closed_streams_end_a_command_without_a_traceback(model, tmp_path, fresh
 
 
 @pytest.mark.parametrize(
-    ("command", "status"), [("--help | true", 0), ("inspect /nowhere 2>&1 | true", 0), ("inspect /nowhere >&- 2>&-", 3)]
+    ("command", "status"),
+    [
+        ("--help | true", 0),
+        ("inspect /nowhere 2>&1 | true", 0),
+        ("inspect /nowhere >&- 2>&-", 3),
+        ("cp /dev/null - >&-", 2),
+    ],
 )
 def test_the_shell_may_close_streams(command, status):
     result = subprocess.run(
