@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -460,6 +461,8 @@ def other_ways(folder: Path) -> None:
         assert report.ok, report
         assert report.boxes == 3
         assert report.nbytes == 2 * 2000 + 12
+        with pytest.raises(FileNotFoundError):  # on all ranks, as on one alone, also where one of them alone finds none
+            td.verify(folder / ("nowhere", "thread")[rank])
         dist.barrier()
         if rank == 0:
             (damaged,) = (folder / "thread").glob("r00001-*")

@@ -211,8 +211,11 @@ def _in_store(path: str, files: Sequence[Any], stream_options: Optional[Mapping[
     other = shards.index_name(path) if len(files) == 1 else path
     try:
         return [other] if exists(other, stream_options) else []
-    except PermissionError:  # as stores answer for names that are not there, if the keys may not list
-        return []
+    except OSError as error:
+        # As stores answer for names that are not there, if the keys may not list.
+        if isinstance(error, PermissionError) or getattr(error, "status", None) == 403:
+            return []
+        raise
 
 
 def remove_files(paths: Sequence[str], stream_options: Optional[Mapping[str, Any]] = None) -> None:

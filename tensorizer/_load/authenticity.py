@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Optional, Union
 
 from tensorizer import _C
-from tensorizer._io.access import Trust
+from tensorizer._io.access import Access
 from tensorizer._io.sources import OpenedSource, Read, read_checked
 from tensorizer._io.uri import scheme_of
 from tensorizer._system.redaction import shown_location
@@ -21,7 +21,7 @@ logger = logging.getLogger("tensorizer.serialization")
 MAX_SIGNATURE_NBYTES = 100_000_000
 
 
-def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRing], trust: Trust) -> None:
+def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRing], access: Access) -> None:
     """Checks the index of an opened file; its record headers are held against it from then on, as they are read.
 
     Raises:
@@ -32,6 +32,7 @@ def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRin
         ValueError: A public key for a ``.safetensors`` file.
         OSError: The detached signature cannot be read.
     """
+    trust = access.trust
     if keys is not None:
         named(opened.name, _C.check_tag, index, keys)
     if trust.public_keys:
@@ -40,7 +41,7 @@ def authenticate(opened: OpenedSource, index: _C.Index, keys: Optional[_C.KeyRin
                 f"public_key: {opened.name} is a .safetensors file, which holds no signatures: sign its folder instead "
                 "(docs/signing.md)"
             )
-        _check_signatures(opened, index, trust)
+        _check_signatures(opened, index, access)
     by_key, signers = _C.vouched(index)
     if by_key or signers:
         return
@@ -63,7 +64,8 @@ def _why_not(index: _C.Index, has_key: bool) -> str:
     return "not authenticated: nothing was given that authenticates it (public_key=, or the key of an encrypted file)"
 
 
-def _check_signatures(opened: OpenedSource, index: _C.Index, trust: Trust) -> None:
+def _check_signatures(opened: OpenedSource, index: _C.Index, access: Access) -> None:
+    trust = access.trust
     wanted = list(trust.public_keys)
     embedded: Optional[bool] = None
     if trust.signature is None:
@@ -85,7 +87,9 @@ def _check_signatures(opened: OpenedSource, index: _C.Index, trust: Trust) -> No
         return check(trust.signature)
     if place is not None:
         try:
-            return read_signature(place, opened.stream_options, check)
+            # What lies beside a file is opened as the file was; another place, as the caller says.
+            options = opened.stream_options if trust.signature is None else access.stream_options
+            return read_signature(place, options, check)
         except StreamNotFoundError:
             if trust.signature is not None:
                 raise
@@ -114,9 +118,9 @@ def signature_place(location: Any) -> Any:
     if location is None or isinstance(location, int):
         return None
     scheme = scheme_of(location)
-    if scheme in ("http", "https"):
+    if scheme in ("http", "https", "s3"):
         bare, rest = re.fullmatch(r"([^?#]*)(.*)", location, re.DOTALL).groups()  # type: ignore[union-attr]
-        return f"{bare}.sig{rest}"
+        return f"{bare}.sig" + ("" if scheme == "s3" else rest)  # a version is that of the other object
     if hasattr(location, "__fspath__"):
         location = location.__fspath__()
     ending: Union[str, bytes] = b".sig" if isinstance(location, bytes) else ".sig"

@@ -417,7 +417,7 @@ def open_reader(
         selection = [i for i, name in enumerate(names) if filter_func(name)]
     keys = key_ring(access.encryption) if index.encrypted and access.encryption is not None else None
     if keys is not None or access.trust != NOBODY:
-        authenticate(opened, index, keys, access.trust)
+        authenticate(opened, index, keys, access)
     maps = options.mmap
     if maps is None:
         maps = choice != "always" and _may_map(opened.source, index, names, selection, options)

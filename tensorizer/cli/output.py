@@ -242,6 +242,8 @@ def status_of(error: BaseException) -> int:
         return TARGET
     if isinstance(error, (OSError, ImportError)):
         return UNREACHABLE
+    if type(error).__module__.partition(".")[0] in ("botocore", "configparser"):  # which only who opens s3:// imports
+        return UNREACHABLE  # keys that are missing, a profile that is, a configuration file that is none
     if isinstance(error, (ValueError, TypeError)):
         return USAGE
     return -1

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     key = SigningKey.from_file(arguments.key)
     documents = []
     for file in arguments.files:
-        options = stream_options(arguments, file)
+        options = stream_options(arguments, file, arguments.output or file)
         report = sign(
             file,
             key,

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         raise UsageError("--signature takes one file, and --public-key to check it with")
     reports = []
     for file in arguments.files:
-        options = stream_options(arguments, file)
+        options = stream_options(arguments, file, arguments.signature or file)
         info = inspect(file, stream_options=options)
         key = decryption(arguments, output, info.encrypted, what=escaped(info.source))
         report = verify(

@@ -7,6 +7,7 @@ because only they need ``lightning.pytorch``.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -128,6 +129,9 @@ class TensorizerCheckpointIO(CheckpointIO):  # type: ignore[misc]  # mypy is not
         self._wait()
         node, tensors = _taken_apart(checkpoint)
         staged = {name: _on_host(tensor) for name, tensor in tensors.items()}
+        if scheme_of(path) is None:  # callbacks link to the file before it is there
+            with contextlib.suppress(OSError):  # the save says what is wrong
+                os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with self._lock:
             if self._thread is None:  # after a teardown
                 self._thread = ThreadPoolExecutor(1, "tensorizer-lightning")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from command_line import run
 
-from tensorizer import EncryptionParams, TensorSerializer
+from tensorizer import EncryptionParams, TensorSerializer, stream_io
 from tensorizer.signing import SigningKey
 
 KEY = bytes(range(32))
@@ -144,6 +144,19 @@ def test_messages_say_what_the_user_gave(folder):
     refused(folder, [*words.split(), "0"], "--opslimit: wanted", P="words")
     refused(folder, [*words.split(), "1", "--memlimit", "0"], "--memlimit: wanted", P="words")
     refused(folder, ["verify", "m.tensors", "--signature", "key"], "--public-key")
+
+
+def test_what_the_configuration_of_a_store_lacks_is_told_in_one_line(folder, monkeypatch):
+    pytest.importorskip("boto3")
+    broken = folder / "s3cfg"
+    monkeypatch.setattr(stream_io, "_s3_default_config_paths", (str(broken),))
+    nothing = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), str(folder / "missing"))
+    nothing["AWS_EC2_METADATA_DISABLED"] = "true"
+    copy = ["cp", "--force", "m.tensors", "s3://bucket/m", "--s3-endpoint", "http://127.0.0.1:9"]
+    refused(folder, [*copy, "--s3-profile", "nobody"], "profile (nobody)", status=3, **nothing)
+    refused(folder, copy, "Unable to locate credentials", status=3, **nothing)
+    broken.write_text("access_key = A\n")
+    refused(folder, copy, "s3cfg, line 1: not as files of s3cmd are", status=3, **nothing)
 
 
 def test_a_filter_that_no_tensor_matches_is_an_error_of_verify_and_diff(folder):

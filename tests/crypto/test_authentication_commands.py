@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from authentic_files import OTHER, PUBLIC, SIGNER, encrypted, plain, renamed
 from command_line import run
+from servers.s3_recorder import S3Recorder
 
 from tensorizer import PublicKey
 
@@ -38,6 +40,24 @@ def test_the_command_line_makes_keys_signs_and_verifies(tmp_path):
     assert run("sign", path, "--key", key, "--no-check").returncode == 6
     assert run("sign", path, "--key", key, "--no-check", "--force").returncode == 0
     assert run("verify", path, TENSORIZER_REQUIRE_AUTHENTICATED="1").returncode == 5
+
+
+def test_a_signature_in_a_store_is_written_and_read_at_the_endpoint_that_was_named(tmp_path):
+    pytest.importorskip("boto3")
+    path, key, public = tmp_path / "m.tensors", tmp_path / "key", tmp_path / "public"
+    path.write_bytes(plain())
+    SIGNER.save(key)
+    SIGNER.public_key.save(public)
+    with S3Recorder() as store:
+        keys = {"AWS_ACCESS_KEY_ID": store.access_key, "AWS_SECRET_ACCESS_KEY": store.secret_key}
+        place, endpoint = "s3://bucket/m.tensors.sig", ("--s3-endpoint", store.endpoint)
+        for arguments in (
+            ("sign", path, "--key", key, "--output", place),
+            ("verify", path, "--public-key", public, "--signature", place),
+        ):
+            result = run(*arguments, *endpoint, **keys)
+            assert result.returncode == 0, result.stderr
+        assert list(store.objects) == ["/bucket/m.tensors.sig"]
 
 
 def test_the_command_line_shows_signers_as_not_checked(tmp_path):

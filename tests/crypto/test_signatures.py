@@ -39,6 +39,7 @@ from authentic_files import (
 from command_line import run
 from samples import assert_same, same, state_dict_bytes, tensor, write_state_dict
 from servers.file_server import serve_folder
+from servers.s3_recorder import S3Recorder
 
 import tensorizer
 from tensorizer import (
@@ -287,6 +288,31 @@ def test_where_a_signature_goes_has_to_be_said_for_what_is_no_local_path(tmp_pat
     for signature in (target, str(target), target.read_bytes(), target.as_uri()):
         with opened(plain(), public_key=SIGNER.public_key, signature=signature) as file:
             assert file.authenticated == "signature"
+
+
+def test_a_signature_in_a_store_is_read_with_the_options_of_the_load(tmp_path):
+    pytest.importorskip("boto3")
+    path = tmp_path / "m.tensors"
+    path.write_bytes(plain())
+    with S3Recorder() as store:
+        options, there = store.arguments, "s3://bucket/m.tensors.sig"
+        tensorizer.sign(path, SIGNER, signature=there, stream_options=options)
+        arguments = {"public_key": SIGNER.public_key, "signature": there, "stream_options": options}
+        for source in (path, plain()):
+            with opened(source, **arguments) as file:
+                assert file.authenticated == "signature"
+
+
+def test_the_signature_of_a_version_in_a_store_is_the_object_beside_it(tmp_path):
+    pytest.importorskip("boto3")
+    with S3Recorder() as store:
+        store.objects["/bucket/m.tensors"] = plain()
+        store.objects["/bucket/m.tensors.sig"] = auth.signature_file(plain(), K)
+        uri, options = "s3://bucket/m.tensors?versionId=v2", store.arguments
+        with opened(uri, public_key=SIGNER.public_key, stream_options=options) as file:
+            assert file.authenticated == "signature"
+        versions = {request.path: request.query.get("versionId") for request in store.of("GetObject")}
+        assert versions == {"/bucket/m.tensors": "v2", "/bucket/m.tensors.sig": None}
 
 
 def test_a_key_service_signs_the_40_bytes_and_its_errors_arrive(tmp_path):

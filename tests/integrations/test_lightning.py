@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import pickle
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,17 @@ def test_a_background_save_sees_no_later_change_and_tells_its_failure_at_the_nex
     plugin.save_checkpoint({"w": weight}, tmp_path / "c.ckpt")
     plugin.teardown()
     assert float(plugin.load_checkpoint(tmp_path / "c.ckpt")["w"].sum()) == 1000
+
+
+def test_a_checkpoint_can_be_linked_to_before_its_background_save_is_done(tmp_path, monkeypatch):
+    plugin = TensorizerCheckpointIO(async_save=True)
+    linked, write = threading.Event(), plugin._write
+    monkeypatch.setattr(plugin, "_write", lambda *arguments: linked.wait(30) and write(*arguments))
+    plugin.save_checkpoint({"w": torch.ones(3)}, tmp_path / "run" / "a.ckpt")
+    os.symlink("a.ckpt", tmp_path / "run" / "last.ckpt")  # as ModelCheckpoint(save_last="link") does at once
+    linked.set()
+    assert float(plugin.load_checkpoint(tmp_path / "run" / "last.ckpt")["w"].sum()) == 3
+    plugin.teardown()
 
 
 def test_a_checkpoint_in_a_store_is_saved_resumed_and_removed_with_options_of_the_save(tmp_path, monkeypatch):

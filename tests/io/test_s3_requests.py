@@ -666,3 +666,23 @@ def test_the_other_form_of_a_model_is_removed_whatever_the_case_of_the_scheme():
         for size in (4096, "1GB"):
             save_file(tensors, "S3://bucket/m.tensors", max_shard_size=size, stream_options=store.arguments)
             assert ("/bucket/m.tensors.index.json" in store.objects) == (size == 4096)
+
+
+def test_the_other_form_of_a_model_is_removed_below_a_name_that_ends_with_a_slash_and_no_namesake_is():
+    tensors, names = {"w": torch.ones(1000)}, ("/bucket/a/m.tensors.index.json", "/bucket/a//m.tensors.index.json")
+    with S3Recorder() as store:
+        store.objects.update(dict.fromkeys(names, b"{}"))
+        save_file(tensors, "s3://bucket/a//m.tensors", max_shard_size="1GB", stream_options=store.arguments)
+        assert sorted(store.objects) == ["/bucket/a//m.tensors", "/bucket/a/m.tensors.index.json"]
+
+
+def test_keys_that_may_not_list_a_bucket_save_models_of_any_form(monkeypatch):
+    with S3Recorder() as store:
+        error = store._error  # stores answer so for missing names, lest who may not list learns which are there
+        monkeypatch.setattr(
+            store, "_error", lambda *answer: error(403, "AccessDenied") if answer[0] == 404 else error(*answer)
+        )
+        save_file(
+            {"w": torch.ones(1000)}, "s3://bucket/m.tensors", max_shard_size="1GB", stream_options=store.arguments
+        )
+        assert list(store.objects) == ["/bucket/m.tensors"]

@@ -274,7 +274,7 @@ class S3Prefix:
     """
 
     def __init__(self, uri: str, options: S3Options) -> None:
-        location = parse_s3_uri(uri.rstrip("/") + "/_")  # URIs name objects
+        location = parse_s3_uri(uri + "/_")  # URIs name objects; a slash at the end is part of their names
         self._bucket = location.bucket
         self._prefix = location.key[:-1]
         self._access = resolve(location, options, write=True)

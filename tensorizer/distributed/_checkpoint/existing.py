@@ -25,6 +25,7 @@ from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, Wan
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.json_values import encoded
 from tensorizer.distributed._checkpoint.marker import JSON, TENSOR, Marker, SavedFile, unpack_marker
+from tensorizer.distributed._ranks import Ranks
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
     AuthenticationError,
@@ -141,8 +142,7 @@ def verify(
 
     Args:
         checkpoint: The folder or ``s3://`` prefix.
-        group: The ranks that take part; ``None`` for all of them. Its backend must exchange objects: gloo, or
-            NCCL with a device per rank.
+        group: The ranks that take part; ``None`` for all of them.
         encryption: The key of an encrypted checkpoint.
         threads: Upper bound for reading threads.
         stream_options: Keywords for opening ``s3://`` URIs.
@@ -152,24 +152,20 @@ def verify(
 
     Raises:
         FileNotFoundError: There is no complete checkpoint.
+        OSError: The marker cannot be read. If that is so on one rank, all raise.
         TypeError, ValueError: Wrong arguments.
     """
     folder = Folder.at(checkpoint, stream_options)
     access = Access.to_read(encryption, num_readers=threads)
     thread_limit("threads", threads)
-    rank, ranks = 0, 1
-    if distributed.is_available() and distributed.is_initialized():
-        rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    ranks = Ranks(group)
+    own: Optional[VerifyReport] = None
+    failure: Optional[BaseException] = None
     try:
-        own = _verify_share(folder, access, rank, ranks)
-    except Exception as error:  # the others wait for what comes of it
-        if ranks == 1:
-            raise
-        own = VerifyReport(0, 0, (f"rank {rank}: {type(error).__name__}: {error}",))
-    if ranks == 1:
-        return own
-    reports: list[Any] = [None] * ranks
-    distributed.all_gather_object(reports, own, group=group)
+        own = _verify_share(folder, access, ranks.rank, ranks.size)
+    except BaseException as error:  # the others wait for what comes of it
+        failure = error
+    reports: list[VerifyReport] = ranks.agree(failure, own)
     errors = dict.fromkeys(error for report in reports for error in report.errors)
     return VerifyReport(sum(r.boxes for r in reports), sum(r.nbytes for r in reports), tuple(errors))
 
