@@ -72,7 +72,6 @@ def sign(
         OSError: The file cannot be read, or the signature cannot be written.
     """
     signer = signer_of(_key_of(key))
-    assert signer is not None
     target = _target(source, signature)
     with open_whole(source, Access.to_read(encryption, stream_options, num_readers)) as file:
         if file.index.format == "safetensors":

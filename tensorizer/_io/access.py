@@ -83,8 +83,7 @@ class Access(NamedTuple):
             TypeError: `encryption` is neither ``DecryptionParams`` nor ``None``.
             ValueError: It holds no key.
         """
-        if encryption is not None:
-            check_decryption(encryption)
+        check_decryption(encryption)
         return cls(encryption, stream_options, num_readers, progress, trust)
 
     @classmethod
@@ -110,4 +109,4 @@ class Access(NamedTuple):
             TypeError: ``num_readers`` is no number.
             ValueError: It is below 1.
         """
-        return 0 if self.num_readers is None else thread_limit("num_readers", self.num_readers)
+        return thread_limit("num_readers", self.num_readers)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional, Protocol, TypeVar, Union
 from tensorizer import _C
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import expanded, local_path, scheme_of
-from tensorizer.errors import AuthenticationError, FormatError, StreamError, as_stream_error
+from tensorizer.errors import AuthenticationError, FormatError, StreamError, stream_errors
 
 __all__ = [
     "Lent",
@@ -203,15 +203,10 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
             opened.source.close()  # nobody else reads from it: its descriptors need not wait for this object
 
         return opened._replace(close=close, location=file_obj, stream_options=stream_options)
-    try:
+    with stream_errors():
         if isinstance(file_obj, int):
             return _open_descriptor(file_obj)
         return _open_path(expanded(os.fsdecode(file_obj)))._replace(location=file_obj)
-    except OSError as error:
-        found = as_stream_error(error)
-        if found is error:
-            raise
-        raise found from None
 
 
 def _open_descriptor(descriptor: int) -> OpenedSource:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any
 
 import torch
 
 __all__ = ["cover", "is_basic"]
 
 _BASIC = frozenset({int, slice, type(...), type(None)})
-
-#: Integers, slices, ``...`` and ``None``: what the extension plans by itself.
-BasicIndex = Union[int, slice, None, Any, tuple[Any, ...]]
 
 
 def is_basic(index: Any) -> bool:

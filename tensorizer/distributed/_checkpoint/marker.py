@@ -347,7 +347,6 @@ def _check_tag(head: Mapping[str, Any], body: bytes, name: str, encryption: Decr
     except (TypeError, ValueError):
         raise FormatError(f"{name}: a damaged marker (its tag is no hexadecimal number)") from None
     keys = key_ring(encryption)
-    assert keys is not None
     try:
         computed = _C.marker_tag_of(keys, body, derivation)
     except (CryptographyError, FormatError) as error:
