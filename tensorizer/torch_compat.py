@@ -225,17 +225,6 @@ _patched_load = CountedPatch(
 )
 
 
-@contextmanager
-def _active(variable: ContextVar[Optional[_Context]], context: _Context, patch: CountedPatch) -> Iterator[None]:
-    outer = variable.get()
-    with patch:
-        variable.set(context)
-        try:
-            yield
-        finally:
-            variable.set(outer)
-
-
 # --- public --------------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +257,7 @@ def tensorizer_saving(
         TypeError: At the call of ``torch.save``: its file has no name to derive a location from, or an unknown keyword.
     """
     context = _Context(_Locations(file_obj), save_func, False, kwargs)
-    with _active(_saving, context, _patched_save):
+    with _patched_save.for_this_task(_saving, context):
         yield
 
 
@@ -306,5 +295,5 @@ def tensorizer_loading(
             keywords (the file holds the bytes of whole storages, not numbers).
     """
     context = _Context(_Locations(file_obj), load_func, suppress_weights_only, kwargs)
-    with _active(_loading, context, _patched_load):
+    with _patched_load.for_this_task(_loading, context):
         yield
