@@ -36,6 +36,7 @@ __all__ = [
     "inside",
     "is_path",
     "lent",
+    "nothing",
     "open_source",
     "read_checked",
     "real_file",
@@ -117,8 +118,8 @@ class OpenedSource(NamedTuple):
         return [self.location]
 
 
-def _nothing() -> None:
-    """For sources that belong to somebody else."""
+def nothing() -> None:
+    """Closes what belongs to somebody else."""
 
 
 def is_path(file_obj: object) -> bool:
@@ -189,7 +190,7 @@ def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = Non
         opened = _source_of(file_obj.file)
         # The source that a stream of ours offers is the stream's own.
         offered = hasattr(file_obj.file, "_tensorizer_source")
-        return opened._replace(close=_nothing if offered else opened.source.close)
+        return opened._replace(close=nothing if offered else opened.source.close)
     if not is_path(file_obj):
         return _open_object(file_obj)
     if scheme_of(file_obj) is not None:
