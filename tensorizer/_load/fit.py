@@ -129,7 +129,7 @@ def slots_in(modules: Mapping[str, torch.nn.Module]) -> dict[str, Slot]:
 
 def shown(stored_name: str) -> str:
     """A stored name as state dicts have it: without the dot in front of tensors of the root."""
-    return stored_name[1:] if stored_name.startswith(".") else stored_name
+    return stored_name.removeprefix(".")
 
 
 def decide(

@@ -16,7 +16,7 @@ from tensorizer._format.entries import FilterFuncType, TensorType
 from tensorizer._format.extra_state import is_without_state, state_name
 from tensorizer._format.names import Name, double_name
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.fit import ModuleView, Slot, decide
+from tensorizer._load.fit import ModuleView, Slot, decide, shown
 from tensorizer._load.open_file import OpenFile
 from tensorizer._load.reader import file_error
 from tensorizer._load.report import LoadReport, Misfit
@@ -511,9 +511,7 @@ def _matches(file: OpenFile, i: int, live: Mapping[str, torch.Tensor]) -> bool:
     name = file.names[i]
     if not isinstance(name, str):
         return False
-    tensor = live.get(name)
-    if tensor is None and name.startswith("."):
-        tensor = live.get(name[1:])
+    tensor = live.get(shown(name))
     if tensor is None:
         return False
     if tensor.is_meta:
