@@ -71,7 +71,7 @@ def flatten(structure: Any, empty: Optional[list[Path]] = None) -> Iterator[tupl
         TypeError: A mapping key that is not a ``str``, a leaf that is not a tensor (text and bytes included), a
             structure that contains itself, or a top level that is neither mapping nor sequence.
     """
-    if isinstance(structure, torch.Tensor) or not isinstance(structure, (Mapping, Sequence)):
+    if isinstance(structure, torch.Tensor) or not _is_container(structure):
         raise TypeError(
             f"wanted a mapping or a sequence of tensors, found {type(structure).__name__}{_method_for(structure)}"
         )
@@ -87,7 +87,7 @@ def flatten(structure: Any, empty: Optional[list[Path]] = None) -> Iterator[tupl
         path, value = item
         if isinstance(value, torch.Tensor):
             yield path, value
-        elif isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, (Mapping, Sequence)):
+        elif not _is_container(value):
             raise TypeError(f"wanted a tensor at {display(path)}, found {type(value).__name__}; {_instead_of(value)}")
         elif id(value) in open_ids:
             raise TypeError(f"the structure at {display(path)} contains itself")
@@ -96,6 +96,10 @@ def flatten(structure: Any, empty: Optional[list[Path]] = None) -> Iterator[tupl
                 empty.append(path)
             stack.append(_children(path, value))
             open_ids.append(id(value))
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
 _WHOLE_CHECKPOINT = "torch.save within torch_compat.tensorizer_saving() keeps whole checkpoints, values and all"
@@ -119,8 +123,6 @@ def _instead_of(value: object) -> str:
 
 
 def _children(path: Path, container: Union[Mapping[Any, Any], Sequence[Any]]) -> Iterator[tuple[Path, Any]]:
-    if isinstance(container, (str, bytes, bytearray, memoryview)):
-        raise TypeError(f"wanted a mapping or a sequence of tensors, found {type(container).__name__}")
     if isinstance(container, Mapping):
         for key, value in container.items():
             if not isinstance(key, str):

@@ -209,10 +209,11 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         if self.index.metadata_is_sealed and self.access.encryption is None:
             return None
         if self._map_metadata is None:
-            return self.readers[0].metadata()
+            noted = self.readers[0].metadata
+            return None if noted is None else dict(noted)
         found = dict(self._map_metadata)
         for reader in self.readers:
-            for key, value in (reader.metadata() or {}).items():
+            for key, value in (reader.metadata or {}).items():
                 found.setdefault(key, value)
         return found or None
 
@@ -224,7 +225,7 @@ class OpenFile(AbstractContextManager["OpenFile"]):
         """Extra states of modules by module path, their new tensors on the device of the load."""
         states: dict[str, Any] = {}
         for reader in self.readers:
-            text = (reader.metadata() or {}).get(extra_state.KEY, "") if reader.index.has_annex else ""
+            text = (reader.metadata or {}).get(extra_state.KEY, "") if reader.index.has_annex else ""
             if text:
                 try:
                     states.update(extra_state.unpack(text))

@@ -10,7 +10,7 @@ import functools
 import gc
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional, Union
 
 import torch
@@ -136,8 +136,6 @@ class FileReader:
         self.factory = _C.TensorFactory(dtypes.resolve)
         self._handle: Optional[Handle] = handle
         self._options = options
-        self._metadata: Optional[dict[str, str]] = None
-        self._metadata_is_known = False
         self._cached_bytes_read = 0
         _keep_memory()
 
@@ -174,7 +172,8 @@ class FileReader:
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
-    def metadata(self) -> Optional[dict[str, str]]:
+    @functools.cached_property
+    def metadata(self) -> Optional[Mapping[str, str]]:
         """What the writer noted, ``None`` where that is nothing at all or encrypted and there is no key.
 
         Decrypted when it is first asked for, which has to be while the file is open.
@@ -182,10 +181,7 @@ class FileReader:
         Raises:
             RuntimeError: It is encrypted, and the file is closed.
         """
-        if not self._metadata_is_known:
-            keys = self.handle.keys if self.index.metadata_is_sealed else None
-            self._metadata, self._metadata_is_known = self.index.metadata(keys), True
-        return None if self._metadata is None else dict(self._metadata)
+        return self.index.metadata(self.handle.keys if self.index.metadata_is_sealed else None)
 
     @functools.cached_property
     def shows_all(self) -> bool:
