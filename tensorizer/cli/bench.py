@@ -8,7 +8,7 @@ import time
 from typing import Any, Optional
 
 from tensorizer import cli
-from tensorizer._io.uri import LOCAL_SCHEMES, scheme_of
+from tensorizer._io.uri import local_path
 from tensorizer.cli.keys import add_key_options, decryption
 from tensorizer.cli.options import add_common, stream_options
 from tensorizer.cli.output import OK, Output, UsageError, escaped, table
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         raise UsageError("--repeat: wanted 1 or more")
     _check_device(arguments.device)
     options = stream_options(arguments, arguments.file)
-    if arguments.cold and scheme_of(arguments.file) not in (None, *LOCAL_SCHEMES):
+    if arguments.cold and local_path(arguments.file) is None:
         raise UsageError("--cold needs a local file: a remote one is not in the page cache of this machine")
     info = inspect(arguments.file, stream_options=options)
     key = decryption(arguments, output, info.encrypted, what=escaped(info.source))

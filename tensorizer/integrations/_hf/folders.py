@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import glob
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ import torch
 
 from tensorizer import stream_io
 from tensorizer._files.copy import MODEL_ENDINGS
-from tensorizer._io.uri import LOCAL_SCHEMES, path_of_file_uri, scheme_of
+from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import StreamNotFoundError
 
@@ -390,9 +389,9 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
     """
     folder: ModelFolder
     revision, inside = options.revision, ""
-    scheme = scheme_of(source)
-    if scheme is None or scheme in LOCAL_SCHEMES:
-        path = Path(os.path.expanduser(source if scheme is None else path_of_file_uri(source)))
+    local = local_path(source)
+    if local is not None:
+        path = Path(local)
         if path.is_dir():
             folder = LocalFolder(path)
         elif _names_weights(path.name) and path.is_file():
@@ -404,7 +403,7 @@ def open_folder(source: Any, options: LoadOptions) -> Iterator[ModelFolder]:
             found = "a file" if path.exists() else "nothing"
             wanted = "a folder, a .tensors or .safetensors file, a URI or the id of a hub repository"
             raise FileNotFoundError(f"{shown_location(source)}: wanted {wanted}, found {found}")
-    elif scheme == "hf":
+    elif scheme_of(source) == "hf":
         repo, named, inside = parse_uri(source)
         if named and revision and named != revision:
             raise ValueError(f"{shown_location(source)}: the URI names revision {named!r}, the argument {revision!r}")
