@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Optional, cast
 from tensorizer._io.upload_on_close import UploadOnClose
 from tensorizer._io.uri import scheme_of
 from tensorizer._io.window import WindowedReader
+from tensorizer._system import checks
 from tensorizer._system.config import env_int
 from tensorizer._system.redaction import shown_uri, without_secrets
 from tensorizer.errors import StreamError, StreamNotFoundError, TruncatedError
@@ -58,9 +59,7 @@ def open(
         ValueError: fsspec or the scheme's driver is not installed, nobody knows the scheme, or another mode.
         OSError: The file cannot be opened.
     """
-    wanted = "".join(sorted(mode, key="rwaxb+".find))
-    if wanted not in _MODES:
-        raise ValueError(f"mode for {scheme_of(uri)}:// must be one of {', '.join(_MODES)}, found {mode!r}")
+    wanted = checks.binary_mode(mode, _MODES, scheme_of(uri))
     fs, path = _file_system(uri, is_asked=cache is None or not cache.offline)
     if wanted == "rb":
         cached = None if cache is None else _open_cached(cache, fs, path, uri, buffer_size, begin or 0)

@@ -132,7 +132,7 @@ class CURLStreamFile(WindowedReader):
             return _SharedSource(http, cached)
 
         self._open_source = open_source
-        self._buffer_nbytes = _buffer_nbytes(buffer_size)
+        self._buffer_nbytes = max(1, checks.buffer_size(buffer_size, _DEFAULT_BUFFER_NBYTES))
         self._error_context: Optional[str] = None
         shared = open_source(begin)
         self._attach(shared, begin, end)
@@ -304,14 +304,6 @@ def _checked_range(begin: Optional[int], end: Optional[int]) -> tuple[int, Optio
     if hasattr(end, "__index__"):
         end = min(operator.index(end), _LAST_POSITION)
     return first, checks.integer("end", end, first + 1, wanted=f"a position after begin={first}")
-
-
-def _buffer_nbytes(wanted: Optional[int]) -> int:
-    return (
-        _DEFAULT_BUFFER_NBYTES
-        if wanted is None
-        else max(1, checks.integer("buffer_size", wanted, -(1 << 63), wanted="a number of bytes"))
-    )
 
 
 def _checked_provider(provider: Optional[Callable[[], str]]) -> Optional[Callable[[], str]]:

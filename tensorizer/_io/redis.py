@@ -192,11 +192,7 @@ class RedisStreamFile(WindowedReader):
         address = parse_redis_address(uri)
         check_certificates(certificate_handling)
         start = 0 if begin is None else checks.integer("begin", begin, wanted="a position >= 0")
-        buffer_nbytes = (
-            0
-            if buffer_size is None
-            else checks.integer("buffer_size", buffer_size, -(1 << 63), wanted="a number of bytes")
-        )
+        buffer_nbytes = checks.buffer_size(buffer_size, 0)
         settings = {
             **{name: value for name, value in address._asdict().items() if name != "prefix"},
             "password": hidden(address.password),

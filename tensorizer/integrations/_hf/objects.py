@@ -51,11 +51,11 @@ def _load_object(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[A
             f"{folder.label}: wanted config.json, {_ADAPTER}, {_PIPELINE} or {_SENTENCES} in it, found none of them"
         )
     if values is not None and "_class_name" in values:
-        return _load_diffusers_model(cls, folder, options)[0], None
+        return _load_diffusers_model(cls, folder, options), None
     return models.load_model(cls, folder, options)
 
 
-def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> tuple[Any, dict[str, Any]]:
+def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -> Any:
     """One model of ``diffusers``, in evaluation mode."""
     import diffusers
 
@@ -76,7 +76,7 @@ def _load_diffusers_model(cls: Any, folder: ModelFolder, options: LoadOptions) -
     if not models.fill_empty(model, weights, device_of(options)):
         model = _by_library(cls, folder, weights, options)
     model.register_to_config(_name_or_path=folder.label)
-    return model.eval(), {}
+    return model.eval()
 
 
 def _only_on_one_device(options: LoadOptions) -> None:
@@ -145,7 +145,7 @@ def _load_component(entry: Any, folder: ModelFolder, options: LoadOptions) -> An
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         return None
     if library == "diffusers":
-        return _load_diffusers_model(found, folder, plain)[0]
+        return _load_diffusers_model(found, folder, plain)
     return models.load_model(found, folder, plain)[0]
 
 
