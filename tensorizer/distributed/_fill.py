@@ -14,7 +14,7 @@ import torch
 from tensorizer._format.extra_state import gives_state, state_name, takes_state
 from tensorizer._format.names import Name, listed
 from tensorizer._format.payloads import same_bits
-from tensorizer._load.fit import ModuleView, Slot, decide, shown
+from tensorizer._load.fit import ModuleView, Slot, decide, names_by_tensor, shown
 from tensorizer._load.modules import as_trainable_as
 from tensorizer._load.parts import get_slice
 from tensorizer._load.report import LoadReport
@@ -61,7 +61,7 @@ class ShardedFill:
             values = {n: None if _is_state_name(n) and not _is_dtensor(value) else value for n, value in target.items()}
             self._stored = _stored_names(values, in_file)
             self._states = {n: s for n, s in states.items() if n in values and n not in self._stored}
-            groups = _names_by_tensor({name: value for name, value in values.items() if name not in self._states})
+            groups = names_by_tensor({name: value for name, value in values.items() if name not in self._states})
             lacking = {name for names in groups if not any(n in self._stored for n in names) for name in names}
             self.report = LoadReport(
                 type(target).__name__,
@@ -325,14 +325,6 @@ def _stored_names(values: Container[str], in_file: Collection[str]) -> dict[str,
         plain = shown(stored)
         found[stored if stored in values or plain in in_file else plain] = stored
     return found
-
-
-def _names_by_tensor(values: Mapping[str, Any]) -> list[list[str]]:
-    """Names that stand for one tensor together; in the order of the first of each."""
-    groups: dict[object, list[str]] = {}
-    for name, value in values.items():
-        groups.setdefault(id(value) if isinstance(value, torch.Tensor) else name, []).append(name)
-    return list(groups.values())
 
 
 def _is_dtensor(value: Any) -> bool:

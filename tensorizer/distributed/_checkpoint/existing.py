@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
-from torch import distributed
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from tensorizer._files.contents import Contents
@@ -24,7 +23,8 @@ from tensorizer.distributed._boxes import box_at, check_cover, slices_of
 from tensorizer.distributed._checkpoint.boxes import CheckpointFiles, Saved, WantedBox
 from tensorizer.distributed._checkpoint.folder import Folder, PathLike, marker_name
 from tensorizer.distributed._checkpoint.json_values import encoded
-from tensorizer.distributed._checkpoint.marker import JSON, TENSOR, Marker, SavedFile, unpack_marker
+from tensorizer.distributed._checkpoint.marker import JSON, Marker, SavedFile, unpack_marker
+from tensorizer.distributed._ranks import Ranks
 from tensorizer.encryption import DecryptionParams, EncryptionParams
 from tensorizer.errors import (
     AuthenticationError,
@@ -128,7 +128,7 @@ class VerifyReport(NamedTuple):
 
 def verify(
     checkpoint: PathLike,
-    group: Optional[distributed.ProcessGroup] = None,
+    group: Optional[torch.distributed.ProcessGroup] = None,
     *,
     encryption: Optional[DecryptionParams] = None,
     threads: Optional[int] = None,
@@ -141,8 +141,7 @@ def verify(
 
     Args:
         checkpoint: The folder or ``s3://`` prefix.
-        group: The ranks that take part; ``None`` for all of them. Its backend must exchange objects: gloo, or
-            NCCL with a device per rank.
+        group: The ranks that take part; ``None`` for all of them.
         encryption: The key of an encrypted checkpoint.
         threads: Upper bound for reading threads.
         stream_options: Keywords for opening ``s3://`` URIs.
@@ -157,19 +156,14 @@ def verify(
     folder = Folder.at(checkpoint, stream_options)
     access = Access.to_read(encryption, num_readers=threads)
     thread_limit("threads", threads)
-    rank, ranks = 0, 1
-    if distributed.is_available() and distributed.is_initialized():
-        rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    ranks = Ranks(group)
     try:
-        own = _verify_share(folder, access, rank, ranks)
+        own = _verify_share(folder, access, ranks.rank, ranks.size)
     except Exception as error:  # the others wait for what comes of it
-        if ranks == 1:
+        if ranks.size == 1:
             raise
-        own = VerifyReport(0, 0, (f"rank {rank}: {type(error).__name__}: {error}",))
-    if ranks == 1:
-        return own
-    reports: list[Any] = [None] * ranks
-    distributed.all_gather_object(reports, own, group=group)
+        own = VerifyReport(0, 0, (f"rank {ranks.rank}: {type(error).__name__}: {error}",))
+    reports = ranks.agree(None, own)
     errors = dict.fromkeys(error for report in reports for error in report.errors)
     return VerifyReport(sum(r.boxes for r in reports), sum(r.nbytes for r in reports), tuple(errors))
 
@@ -238,10 +232,8 @@ def _saved_in(markers: list[Marker]) -> list[Saved]:
             if stored.file is None:
                 continue
             item = marker.metadata.state_dict_metadata[index.fqn]
-            if stored.kind == TENSOR and isinstance(item, TensorStorageMetadata):
-                found.append(Saved(index.fqn, stored, item.properties.dtype, stored.shape))
-            else:
-                found.append(Saved(index.fqn, stored, torch.uint8, (stored.nbytes,)))
+            dtype = item.properties.dtype if isinstance(item, TensorStorageMetadata) else torch.uint8
+            found.append(Saved(index.fqn, stored, dtype))
     return sorted(found, key=lambda saved: (saved.stored.file, saved.stored.record))
 
 
@@ -325,7 +317,7 @@ def _parts_of(record: Record, whole: torch.Tensor) -> Iterator[WantedBox]:
     for offsets, stored in record.source:
         part = slices_of(box_at(offsets, stored.shape))
         all_of_it = tuple(slice(0, n) for n in stored.shape)
-        yield WantedBox(Saved(str(record.name), stored, record.dtype, stored.shape), all_of_it, whole[part])
+        yield WantedBox(Saved(str(record.name), stored, record.dtype), all_of_it, whole[part])
 
 
 def _records(folder: Folder, markers: Sequence[Marker]) -> list[Record]:

@@ -95,7 +95,7 @@ class Stored(NamedTuple):
     crc32: Optional[int] = None
     sha256: Optional[str] = None
     text: Optional[str] = None
-    shape: tuple[int, ...] = ()  # of a box, when it was read from a marker
+    shape: tuple[int, ...] = ()  # of the box, or of the bytes of a leaf, when it was read from a marker
 
 
 class Marker(NamedTuple):
@@ -546,7 +546,7 @@ def _stored(kind: str, files: Sequence[SavedFile], place: Sequence[Any]) -> Stor
     _check_places(files, ([number], [record], [offset], [nbytes]), ([crc32], [sha256]))
     if number == _NOWHERE:
         raise ValueError("a place that cannot be")
-    return Stored(kind, files[number], record, offset, nbytes, crc32, sha256)
+    return Stored(kind, files[number], record, offset, nbytes, crc32, sha256, shape=(nbytes,))
 
 
 def _properties(key: Sequence[Any]) -> TensorProperties:

@@ -191,7 +191,7 @@ class TensorizerReader(Located, StorageReader):
         if target.size() != torch.Size(item.lengths):
             raise ValueError(f"tensor {fqn!r}: wanted memory of shape {list(item.lengths)}, found {list(target.shape)}")
         part = slices_of(box_at(item.storage_offsets, item.lengths))
-        return WantedBox(Saved(fqn, stored, saved_as.properties.dtype, stored.shape), part, target)
+        return WantedBox(Saved(fqn, stored, saved_as.properties.dtype), part, target)
 
     def _leaf(self, fqn: str, stored: Stored, files: CheckpointFiles) -> io.BytesIO:
         """A leaf as bytes of ``torch.save`` that were made here, from a value that was found harmless."""
