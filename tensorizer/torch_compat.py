@@ -100,7 +100,7 @@ class _Locations:
         if isinstance(spec, (list, tuple)):
             self._many, self._count = iter(spec), len(spec)
         self._one = spec
-        self._used = False
+        self.is_used = False
 
     def next_location(self, f: Any) -> Optional[_Location]:
         """The sidecar of the file ``f``; ``None`` asks for plain torch."""
@@ -120,14 +120,11 @@ class _Locations:
     def refuse_second_use(self) -> None:
         """One fixed place holds the tensors of one torch.save."""
         fixed = self._many is None and self._one is not None and (not callable(self._one) or _is_stream(self._one))
-        if fixed and self._used:
+        if fixed and self.is_used:
             raise ValueError(
                 "the fixed location given to tensorizer_saving already holds the tensors of an earlier torch.save in "
                 "this block, which would be lost: give a function that names a location for each file, or a list"
             )
-
-    def mark_used(self) -> None:
-        self._used = True
 
 
 # --- the functions that stand in for torch's -----------------------------------------------------------------------
@@ -158,7 +155,7 @@ def _save_wrapper(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **k
         session.before_writing = context.locations.refuse_second_use
     _torch_save(obj, f, pickle_for_saving(session), *args, **kwargs)
     if session.storages:
-        context.locations.mark_used()
+        context.locations.is_used = True
     return None
 
 

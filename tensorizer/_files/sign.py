@@ -19,6 +19,7 @@ from tensorizer._load.open_file import OpenFile, open_whole
 from tensorizer._system.redaction import shown_location
 from tensorizer.errors import StreamExistsError, StreamNotFoundError
 from tensorizer.progress import ProgressArgument
+from tensorizer.signing import SigningKey
 
 __all__ = ["SignReport", "sign"]
 
@@ -71,7 +72,7 @@ def sign(
         HashMismatchError, CryptographyError: With `check`, the data disagree with the digests of the file.
         OSError: The file cannot be read, or the signature cannot be written.
     """
-    signer = signer_of(_key_of(key))
+    signer = signer_of(SigningKey.from_file(key) if isinstance(key, (str, os.PathLike)) else key)
     target = _target(source, signature)
     with open_whole(source, Access.to_read(encryption, stream_options, num_readers)) as file:
         if file.index.format == "safetensors":
@@ -99,12 +100,6 @@ def sign(
         tuple(one.hex() for one in signers),
         checked,
     )
-
-
-def _key_of(key: Any) -> Any:
-    from tensorizer.signing import SigningKey
-
-    return SigningKey.from_file(key) if isinstance(key, (str, os.PathLike)) else key
 
 
 def _target(source: Any, signature: Any) -> Any:

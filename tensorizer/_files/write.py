@@ -39,6 +39,7 @@ from tensorizer._save.session import (
 )
 from tensorizer._system.redaction import shown_location
 from tensorizer._system.sizes import runs
+from tensorizer.encryption import DecryptionParams
 from tensorizer.errors import HashMismatchError, StreamExistsError, UnsupportedContentError
 from tensorizer.progress import progress_reporter
 
@@ -416,7 +417,7 @@ class _Writing:
             return
         records = self._plan.records[run.start : run.stop]
         encryption = self._access.encryption
-        decryption = None if encryption is None else _decryption_of(encryption)
+        decryption = None if encryption is None else DecryptionParams.from_key(encryption.key)
         with open_whole(target, Access.to_read(decryption, self._access.stream_options)) as file:
             if len(file.stored) != len(records):
                 raise HashMismatchError(f"{file.source_name}: wanted {len(records)} tensors, found {len(file.stored)}")
@@ -436,9 +437,3 @@ class _Writing:
         self._done += nbytes
         if self._report is not None:
             self._report(self._done)
-
-
-def _decryption_of(encryption: Any) -> Any:
-    from tensorizer.encryption import DecryptionParams
-
-    return DecryptionParams.from_key(encryption.key)

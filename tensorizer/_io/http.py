@@ -145,7 +145,9 @@ class CURLStreamFile(WindowedReader):
         self._shared: Optional[_SharedSource] = shared
         source = shared.source
         self._name = source.name
-        self._headers = _http_message(shared.http.response_headers)
+        self._headers = http.client.HTTPMessage()
+        for name, value in shared.http.response_headers:
+            self._headers[name] = value
         if shared.http.is_known and "etag" not in self._headers:  # a 304 need not repeat it
             self._headers["ETag"] = shared.known_etag
         self._end = end
@@ -323,13 +325,6 @@ def _quoted(uri: str) -> str:
     host = rest[: next((i for i, letter in enumerate(rest) if letter in "/?#"), len(rest))]
     ascii_printable = "".join(map(chr, range(33, 127)))
     return scheme + separator + host + urllib.parse.quote(rest[len(host) :], safe=ascii_printable)
-
-
-def _http_message(fields: list[tuple[str, str]]) -> http.client.HTTPMessage:
-    message = http.client.HTTPMessage()
-    for name, value in fields:
-        message[name] = value
-    return message
 
 
 def _with_context(error: OSError, context: str) -> OSError:

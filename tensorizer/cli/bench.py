@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from typing import Any, Optional
@@ -61,7 +62,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         for repetition in range(arguments.repeat + 1):
             if arguments.cold:
                 for path in local_files:
-                    _drop_from_cache(path)
+                    with open(path, "rb") as file:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             begin = time.perf_counter()
             try:
                 action()
@@ -158,10 +160,3 @@ def _local_files(place: str) -> list[str]:
     opened = open_files(place)
     opened.close()
     return [shard.name for shard in opened.files.values()] if isinstance(opened, OpenedShards) else [opened.name]
-
-
-def _drop_from_cache(path: str) -> None:
-    import os
-
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

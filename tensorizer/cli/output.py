@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from tensorizer._system.config import env_text
 
@@ -81,7 +81,8 @@ class Output:
 
     def coloured(self, text: str, colour: str) -> str:
         """The text in a colour, where colours are wanted: on a terminal, unless the environment objects."""
-        if self._colour == "never" or (self._colour == "auto" and not _wants_colour(sys.stdout)):
+        wanted = sys.stdout.isatty() and not env_text("NO_COLOR") and env_text("TERM") != "dumb"
+        if self._colour == "never" or (self._colour == "auto" and not wanted):
             return text
         return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
@@ -162,10 +163,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def _wants_colour(stream: TextIO) -> bool:
-    return stream.isatty() and not env_text("NO_COLOR") and env_text("TERM") != "dumb"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[int], width: int | None) -> list[str]:

@@ -135,7 +135,9 @@ class ShardedFill:
     def _part(self, name: str, names: Sequence[str], shape: tuple[int, ...], found: torch.dtype) -> Part:
         """Where this rank's part of a tensor of the file goes; notes what is new."""
         value = self._values[name]
-        if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and not self._is_local(names, value):
+        planned = None if _is_dtensor(value) else self._planned(names)
+        # What a plan cuts may have another shape than in the file: it is replaced.
+        if isinstance(value, torch.Tensor) and tuple(value.shape) != shape and planned is None:
             raise LoadError(
                 f"{self._source}: tensor {name!r:.200}: wanted the shape {list(value.shape)}, found {list(shape)}"
             )
@@ -150,10 +152,10 @@ class ShardedFill:
             if not in_place:
                 local = self._empty(box, dtype)
                 self._new[name] = _dtensor(local, mesh, placements, shape)
-        elif (placements := self._planned(names)) is not None:
-            box = self._box(name, shape, self._mesh, placements)
+        elif planned is not None:
+            box = self._box(name, shape, self._mesh, planned)
             local = self._empty(box, dtype)
-            self._new[name] = local if self._mesh is None else _dtensor(local, self._mesh, placements, shape)
+            self._new[name] = local if self._mesh is None else _dtensor(local, self._mesh, planned, shape)
         else:
             box = whole(shape)
             local = value.detach() if in_place and self._view is not None else self._empty(box, dtype)
@@ -192,10 +194,6 @@ class ShardedFill:
                     f"{self._source}: conflicting values for {name!r:.200}, which is one tensor with {first!r:.200}"
                 )
 
-    def _is_local(self, names: Sequence[str], value: torch.Tensor) -> bool:
-        """Whether a value may have another shape than the file: a plan cuts it, and it is replaced."""
-        return not _is_dtensor(value) and self._planned(names) is not None
-
     def _empty(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
         device = resolve_cuda_device(self._opened.device)
         return empty([end - begin for begin, end in box], dtype=dtype, device=device)
@@ -211,7 +209,7 @@ class ShardedFill:
                 return found
         if self._mesh is None or (not self._plan and self._view is not None):
             return None
-        return _replicated(dimensions)
+        return (_tensor_module().Replicate(),) * dimensions
 
     def _box(self, name: str, shape: tuple[int, ...], mesh: Any, placements: Any) -> Box:
         if mesh is None:
@@ -336,10 +334,6 @@ def _tensor_module() -> Any:
         return importlib.import_module("torch.distributed.tensor")
     except ImportError:  # torch 2.3, 2.4
         return importlib.import_module("torch.distributed._tensor")
-
-
-def _replicated(dimensions: int) -> tuple[Any, ...]:
-    return (_tensor_module().Replicate(),) * dimensions
 
 
 def _dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> torch.Tensor:

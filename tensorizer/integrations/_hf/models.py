@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import functools
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -304,16 +303,15 @@ def fill_empty(model: torch.nn.Module, weights: Weights, device: Any) -> bool:
     tensors: dict[str, torch.Tensor] = {}
     for dtype in dict.fromkeys(wanted.values()):
         chosen = {name for name, other in wanted.items() if other == dtype}
-        accepts = functools.partial(_is_among, chosen)
+
+        def accepts(stored_name: Any, chosen: Collection[str] = chosen) -> bool:
+            return shown(str(stored_name)) in chosen
+
         with weights.open(device, dtype if dtype in _CONVERTED else None, accepts) as part:
             entries = flat_names(part)
             tensors.update(zip(entries, part.load(list(entries.values()))))
     fill.put(tensors)
     return True
-
-
-def _is_among(chosen: Collection[str], stored_name: Any) -> bool:
-    return shown(str(stored_name)) in chosen
 
 
 def _wanted_dtypes(view: ModuleView) -> dict[str, torch.dtype]:
