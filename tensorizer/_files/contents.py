@@ -52,10 +52,6 @@ class Contents(NamedTuple):
 def contents_of_file(file: OpenFile, verify: bool) -> Contents:
     """The tensors of a file of tensors.
 
-    Args:
-        file: An open file; a key is needed where it is encrypted.
-        verify: Compares what is read with the digests in the file.
-
     Raises:
         CryptographyError: The file is encrypted and there is no key.
     """

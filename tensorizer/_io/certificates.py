@@ -98,16 +98,10 @@ class CAInfo:
 
 @dataclasses.dataclass(frozen=True)
 class TrustAnchors:
-    """Trust anchors as the C++ side takes them.
+    """Trust anchors as the C++ side takes them. Without file and path it is left to libcurl and OpenSSL."""
 
-    Attributes:
-        file: PEM file, or ``""``.
-        path: Folder of hashed certificates, or ``""``. Both empty leave it to libcurl and OpenSSL.
-        verify: Whether certificates are checked at all.
-    """
-
-    file: str = ""
-    path: str = ""
+    file: str = ""  # in PEM format
+    path: str = ""  # of a folder of hashed certificates
     verify: bool = True
 
 

@@ -39,11 +39,6 @@ class OpenedSink(NamedTuple):
 def open_sink(file_obj: Any, fsync: bool, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSink:
     """Opens what ``TensorSerializer`` was given. Nothing is written, and no existing file is touched.
 
-    Args:
-        file_obj: A path, URI, descriptor, or open binary file object.
-        fsync: Sync files before they take their name.
-        stream_options: Further keywords for opening a URI.
-
     Raises:
         OSError: The target cannot be written.
         ValueError: A text file, one that is not readable and writable or not seekable, append mode, a read-only scheme.
@@ -227,10 +222,6 @@ class WholeFile(contextlib.AbstractContextManager["WholeFile"]):
     """A file of plain bytes, written from its beginning to its end, that appears under its name when the block ends.
 
     A local file is on the disk before it takes its name. After an exception what was there stays.
-
-    Args:
-        target: A path, URI, descriptor or open binary file object.
-        stream_options: Keywords for opening a URI.
 
     Raises:
         OSError: The target cannot be written.

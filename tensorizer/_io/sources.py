@@ -175,10 +175,6 @@ def _read_whole(source: _C.RangeSource) -> bytes:
 def open_source(file_obj: Any, stream_options: Optional[Mapping[str, Any]] = None) -> OpenedSource:
     """Opens what ``TensorDeserializer`` was given.
 
-    Args:
-        file_obj: A path, URI, descriptor, or open binary file object.
-        stream_options: Further keywords for ``stream_io.open_stream`` where it opens the URI.
-
     Raises:
         OSError: The file cannot be opened, or not positioned (``io.UnsupportedOperation``).
         ValueError: A text file, or one opened without reading.

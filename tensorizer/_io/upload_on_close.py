@@ -274,12 +274,7 @@ def _finish_open_files() -> None:
 
 
 def tell_if_unclosed(owner: object, name: str) -> weakref.finalize[Any, Any]:
-    """Watches `owner` until it is collected or the interpreter ends.
-
-    Args:
-        owner: What has to be closed; its ``close()`` calls ``detach()`` of the result.
-        name: The object in the store, for a ``ResourceWarning`` and a line in the log.
-    """
+    """Tells who forgets to close `owner`; its ``close()`` calls ``detach()`` of the result."""
     return weakref.finalize(owner, _warn_of_unclosed, name, os.getpid())
 
 

@@ -683,12 +683,6 @@ def open_file(
 ) -> OpenFile:
     """Opens one file, or the shards that a folder or an index stands for; no payload is read.
 
-    Args:
-        source: A path, URI, descriptor, open binary file object, a folder of shards or their index.
-        access: How to get at it.
-        options: How its tensors are read.
-        filter_func: Which tensors exist for the user.
-
     Raises:
         FormatError: Not a file of tensors, an unknown version, a damaged index; shards that are not those of their map.
         CryptographyError: The file is encrypted and there is no key, or the other way round.

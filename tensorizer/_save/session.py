@@ -118,18 +118,8 @@ def tensors_file(
 ) -> Iterator[_C.SaveSession]:
     """The session to which the block hands the payloads of `records`, in order.
 
-    The file is there when the block ends; after an exception what was under its name before stays.
-
-    Args:
-        target: A path, URI, descriptor or open binary file object.
-        records: What is written.
-        ties: Aliases.
-        hashes: ``"crc32"``, ``"sha256"``; encrypted files hold no CRC-32.
-        encryption: ``EncryptionParams``, or ``None``.
-        metadata: Texts for the annex, extra state of modules among them.
-        max_workers: Threads, 0 for as many as help.
-        fsync: Whether the bytes are on the device before the file takes its name.
-        stream_options: Keywords for opening a URI.
+    The file is there when the block ends; after an exception what was under its name before stays. Encrypted files hold
+    no CRC-32, whatever `hashes` says.
 
     Raises:
         OSError: The target cannot be written.

@@ -131,13 +131,7 @@ class Folder(NamedTuple):
         return exists(self.join(name), self.stream_options)
 
     def write(self, name: str, content: bytes, *, fsync: bool, replace: bool) -> None:
-        """Writes a small file, which appears complete or not at all.
-
-        Args:
-            name: Its name in the folder.
-            content: All of it.
-            fsync: Syncs the file before it takes its name, and the folder after that.
-            replace: What has the name already is replaced, in one step; else its presence is an error.
+        """Writes a small file, which appears complete or not at all. With `fsync` it and its name outlast a crash.
 
         Raises:
             StreamExistsError: There is one, and it is not to be replaced.
