@@ -163,7 +163,7 @@ def verify(
         if ranks.size == 1:
             raise
         own = VerifyReport(0, 0, (f"rank {ranks.rank}: {type(error).__name__}: {error}",))
-    reports = ranks.agree(None, own)
+    reports = ranks.agree([], own)
     errors = dict.fromkeys(error for report in reports for error in report.errors)
     return VerifyReport(sum(r.boxes for r in reports), sum(r.nbytes for r in reports), tuple(errors))
 
