@@ -25,7 +25,6 @@ __all__ = [
     "PathArgument",
     "ReadableFile",
     "ReadintoFile",
-    "SameFile",
     "SourceArgument",
     "TargetArgument",
     "WritableFile",
@@ -40,6 +39,7 @@ __all__ = [
     "open_source",
     "read_checked",
     "real_file",
+    "reopener",
 ]
 
 
@@ -335,35 +335,27 @@ def _seeks(file_obj: Any) -> bool:
     return True
 
 
-class SameFile(NamedTuple):
-    """A path or URI, and what tells the version that was opened there: to open that again, and no other."""
+def reopener(opened: Any) -> Optional[Callable[[], OpenedSource]]:
+    """What opens the same version of a file again, which may have been closed; it raises ``OSError`` for another one.
 
-    location: Any
-    stream_options: Optional[Mapping[str, Any]]
-    version: tuple[Any, ...]
+    ``None`` for what cannot be opened again: the caller's objects, descriptors, the shards of a model.
+    """
+    if not isinstance(opened, OpenedSource) or opened.location is None:
+        return None
+    location, stream_options = opened.location, opened.stream_options
+    try:
+        version = _version_of(opened)
+    except OSError:  # it is gone already, and only who has it open has it still
+        return None
 
-    @classmethod
-    def of(cls, opened: Any) -> Optional[SameFile]:
-        """``None`` for what cannot be opened again: the caller's objects, descriptors, the shards of a model."""
-        if not isinstance(opened, OpenedSource) or opened.location is None:
-            return None
-        try:
-            return cls(opened.location, opened.stream_options, _version_of(opened))
-        except OSError:  # it is gone already, and only who has it open has it still
-            return None
+    def reopen() -> OpenedSource:
+        found = open_source(location, stream_options)
+        if _version_of(found) != version:
+            found.close()
+            raise StreamError(f"{found.name}: it changed since it was loaded: load it again")
+        return found
 
-    def open(self) -> OpenedSource:
-        """The file, open.
-
-        Raises:
-            StreamError: It is another version than the one that was read.
-            OSError: It cannot be opened.
-        """
-        opened = open_source(self.location, self.stream_options)
-        if _version_of(opened) != self.version:
-            opened.close()
-            raise StreamError(f"{opened.name}: it changed since it was loaded: load it again")
-        return opened
+    return reopen
 
 
 def _version_of(opened: OpenedSource) -> tuple[Any, ...]:
