@@ -153,7 +153,6 @@ class CURLStreamFile(WindowedReader):
         self._end = end
         self._start_at(begin, self._buffer_nbytes)
         self._went_back = False
-        self._bytes_read = 0
         self._source_is_shared = False
         self._closed = False
 
@@ -269,10 +268,6 @@ class CURLStreamFile(WindowedReader):
         source = self._source_in_use()
         data: bytes = self._ask(lambda: source.read_parallel(offset, nbytes))
         return data
-
-    def _count(self, nbytes: int) -> None:
-        self._bytes_read += nbytes
-        self.read_operations += 1
 
     def _note_latency(self, response: float, connect: float) -> None:
         self.http_response_latencies.append(response)

@@ -98,13 +98,7 @@ def thread_limit(name: str, limit: Optional[int]) -> int:
     """The bound that the extension takes for the argument `name`: 0, as many as are useful, for ``None``.
 
     Raises:
-        TypeError: Not an int.
+        TypeError: No integer.
         ValueError: Below 1.
     """
-    if limit is None:
-        return 0
-    if not isinstance(limit, int):
-        raise TypeError(f"{name}: wanted an int, found {type(limit).__name__}")
-    if limit < 1:
-        raise ValueError(f"{name}: wanted 1 or more, found {limit}")
-    return min(int(limit), _MORE_THAN_THERE_WILL_EVER_BE)
+    return 0 if limit is None else min(integer(name, limit, 1, wanted="1 or more"), _MORE_THAN_THERE_WILL_EVER_BE)

@@ -17,7 +17,7 @@ from typing import Any, Optional, Union
 import torch
 
 from tensorizer import stream_io
-from tensorizer._files.copy import MODEL_ENDINGS
+from tensorizer._files.copy import MODEL_ENDINGS, exists
 from tensorizer._io.uri import local_path, scheme_of
 from tensorizer._system.redaction import shown_location, shown_uri
 from tensorizer.errors import StreamNotFoundError
@@ -209,25 +209,17 @@ class RemoteFolder(ModelFolder):
         if self._listing is not None:
             return name in self._listing
         if name not in self._known:
-            self._known[name] = self._is_there(name) if is_weight(name) else self._copy(name)
+            self._known[name] = exists(self._weight(name), self.stream_options) if is_weight(name) else self._copy(name)
         return self._known[name]
 
     def _weight(self, name: str) -> Any:
         return f"{self._prefix}/{name}"
 
-    def _is_there(self, name: str) -> bool:
-        with contextlib.suppress(FileNotFoundError), self._open(name) as stream:
-            return bool(stream.read(1))
-        return False
-
-    def _open(self, name: str) -> Any:
-        return stream_io.open_stream(self._weight(name), "rb", **dict(self.stream_options or {}))
-
     def _copy(self, name: str) -> bool:
         if not _is_plain(name):
             raise ValueError(f"{self.label}: {name!r:.200} is not a file of the folder")
         try:
-            with self._open(name) as stream:
+            with stream_io.open_stream(self._weight(name), "rb", **dict(self.stream_options or {})) as stream:
                 content = stream.read()
         except FileNotFoundError:
             return False
